@@ -1,0 +1,52 @@
+# Everything here sets itself up: a fresh machine needs Python >= 3.11 and make, no root and no server.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+CONFIG ?= configs/movielens
+
+.PHONY: help setup demo serve test check bench clean
+
+help:
+	@echo "make demo    install, compute and publish the demo's views, print what came out"
+	@echo "make serve   keep the demo's answers up over HTTP"
+	@echo "make test    install and run the tests"
+	@echo "make check   lint, format and types"
+	@echo "make bench   the speed claims, as ratios measured side by side"
+
+setup: $(VENV)/.demo
+
+# recbole holds the MovieLens-100k files; its own dependencies are neither needed nor installed
+$(VENV)/.demo: $(VENV)/.base
+	$(PIP) --constraint constraints.txt --no-deps recbole==1.2.1
+	@touch $@
+
+$(VENV)/.base: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --constraint constraints.txt torch  # first and alone: a CPU build in pip's reach then satisfies everything after it
+	$(PIP) --constraint constraints.txt --editable ".[cpu,demo,dev]"
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.base
+	$(PIP) --constraint constraints.txt --editable ".[cpu,demo,dev,bench]"
+	@touch $@
+
+demo: setup
+	$(BIN)/python -m jobs.demo -c $(CONFIG)
+
+serve: setup
+	$(BIN)/precompute -c $(CONFIG) serve
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.base
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.demo $(VENV)/.bench
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf var $(VENV)

@@ -1,0 +1,464 @@
+"""Configuration: one ``project.yaml`` and a file per view, read once, checked whole, refused with file, key, value and remedy.
+
+Every value can be overridden from the environment: ``PRECOMPUTE_`` and the path of keys joined with ``__``, in upper case
+(``PRECOMPUTE_ONLINE``, ``PRECOMPUTE_SERVE__BIND``, ``PRECOMPUTE_VARS__DATA``, ``PRECOMPUTE_VIEWS__ITEM_EMBEDDING__TTL``). Secrets, such as the
+password in a Redis URL, belong there and nowhere else. Relative paths start from the folder of ``project.yaml``, so that a cron job
+finds the same data whatever its working directory.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from jobs.cron import check_cron
+from precompute.model import check_use
+from precompute.source import check_sql, referenced_views
+from store.errors import ConfigError
+from store.feature_view import NAME, RESERVED, Feature, FeatureView, IndexSpec
+
+PREFIX = "PRECOMPUTE_"
+OWN_VARIABLES = frozenset({"PRECOMPUTE_CONFIG"})
+"""Environment variables with our prefix that are no configuration values."""
+
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+_DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*$")
+
+
+def parse_duration(value: Any) -> float:
+    """``100ms``, ``30s``, ``15m``, ``26h``, ``7d`` or a number of seconds → seconds.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf"):
+        return float(value)
+    match = _DURATION.match(str(value))
+    if match is None or match[2] not in _UNITS:
+        raise ValueError("write a number with a unit: 100ms, 30s, 15m, 26h or 7d")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+Duration = Annotated[float, BeforeValidator(parse_duration, json_schema_input_type=str | float)]
+
+
+_Config = TypeVar("_Config", bound=BaseModel)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class SourceConfig(_Strict):
+    """Where the rows come from."""
+
+    sql: str = Field(
+        description="one SELECT yielding the entity's columns and the model's inputs; live.<view> is a view's live snapshot"
+    )
+
+    @field_validator("sql")
+    @classmethod
+    def _parses(cls, sql: str) -> str:
+        try:
+            check_sql(sql)
+        except ConfigError as exc:
+            raise ValueError(str(exc)) from exc
+        return sql
+
+
+class ModelConfig(_Strict):
+    """What turns rows into features."""
+
+    use: str = Field(description="text_encoder, two_tower, top_k, or a class of yours as package.module:Class")
+    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments; {sql: SELECT …} becomes an Arrow table")
+    precision: Literal["auto", "fp32"] = Field(default="auto", description="auto is fp32 in this version")
+
+    @field_validator("use")
+    @classmethod
+    def _known(cls, use: str) -> str:
+        try:
+            check_use(use)
+        except ConfigError as exc:
+            raise ValueError(str(exc)) from exc
+        return use
+
+
+class FeatureConfig(_Strict):
+    """One named output."""
+
+    dtype: Literal["float16", "float32", "float64", "int8", "int16", "int32", "int64", "bool", "string"]
+    dim: int | None = Field(default=None, ge=1, le=65536, description="length of a vector")
+    max_items: int | None = Field(default=None, ge=1, le=65536, description="longest list, for a top-k list")
+
+    @model_validator(mode="after")
+    def _one_shape(self) -> FeatureConfig:
+        if self.dim is not None and self.max_items is not None:
+            raise ValueError("dim (a vector) and max_items (a list) exclude each other")
+        if self.dim is not None and self.dtype == "string":
+            raise ValueError("a vector holds numbers; use max_items for a list of strings")
+        if self.dtype == "bool" and (self.dim is not None or self.max_items is not None):
+            raise ValueError("a vector or list of bool is not supported; use int8")
+        return self
+
+
+class IndexConfig(_Strict):
+    """Makes one vector feature searchable."""
+
+    on: str
+    metric: Literal["cosine", "dot", "l2"] = "cosine"
+    recall_at_10: float = Field(default=0.95, gt=0, le=1)
+
+
+class FallbackConfig(_Strict):
+    """Runs the model for a miss."""
+
+    enabled: bool = False
+    deadline: Duration = Field(default=0.1, description="how long a lookup waits for the model")
+
+
+def _name(value: str) -> str:
+    if not NAME.match(value):
+        raise ValueError("a name has lower-case letters, digits and _, starts with a letter, and is at most 63 long")
+    return value
+
+
+Name = Annotated[str, BeforeValidator(lambda v: _name(v) if isinstance(v, str) else v)]
+
+
+class ViewConfig(_Strict):
+    """``views/<view>.yaml``: what is computed."""
+
+    name: Name
+    entity: list[Name] = Field(min_length=1, max_length=8)
+    source: SourceConfig
+    model: ModelConfig
+    features: dict[Name, FeatureConfig] = Field(min_length=1, max_length=512)
+    ttl: Duration
+    stale_for: Duration = Field(default=7 * 86400.0, description="past ttl, still served, as stale")
+    index: IndexConfig | None = None
+    fallback: FallbackConfig = FallbackConfig()
+    max_rejected: float = Field(default=0.01, ge=0, le=1, description="share of rejected rows past which nothing is published")
+
+    @model_validator(mode="after")
+    def _fits(self) -> ViewConfig:
+        taken = [name for name in self.features if name in RESERVED or name in self.entity]
+        if taken:
+            raise ValueError(f"features: {taken[0]!r} is the name of an answer's own column; call the feature something else")
+        if self.index is not None:
+            indexed = self.features.get(self.index.on)
+            if indexed is None or indexed.dim is None or not indexed.dtype.startswith("float"):
+                raise ValueError(f"index.on: {self.index.on!r} is no feature with a float dtype and a dim")
+        return self
+
+    def feature_view(self) -> FeatureView:
+        """The view as the other rooms know it."""
+        return FeatureView(
+            name=self.name,
+            entity=tuple(self.entity),
+            features=tuple(Feature(n, f.dtype, f.dim, f.max_items) for n, f in self.features.items()),
+            ttl_s=self.ttl,
+            stale_for_s=self.stale_for,
+            index=None if self.index is None else IndexSpec(self.index.on, self.index.metric, self.index.recall_at_10),
+            fallback=self.fallback.enabled,
+            fallback_deadline_s=self.fallback.deadline,
+            definition={"source": self.source.sql, "model": self.model.model_dump()},
+        )
+
+    def inputs(self) -> list[str]:
+        """Views whose live snapshot this one reads, in its source or its model's arguments."""
+        queries = [self.source.sql, *model_queries(self.model.args).values()]
+        return sorted({name for sql in queries for name in referenced_views(sql)})
+
+
+def model_queries(args: Mapping[str, Any]) -> dict[str, str]:
+    """The model arguments given as ``{sql: …}``: name → SQL."""
+    return {k: v["sql"] for k, v in args.items() if isinstance(v, Mapping) and set(v) == {"sql"}}
+
+
+class ServeConfig(_Strict):
+    """The HTTP API."""
+
+    bind: str = Field(
+        default="127.0.0.1:8080",
+        pattern=r"^(unix:.+|\[?[0-9A-Za-z.:_-]+\]?:\d{1,5})$",
+        description="host:port, or unix:./api.sock",
+    )
+
+
+class ProjectConfig(_Strict):
+    """``project.yaml``: where and when."""
+
+    root: str = Field(description="folder of the offline store")
+    online: str = Field(description="lmdb:./folder, redis://host:6379/0, rediss://… or unix:///socket")
+    vars: dict[str, str] = Field(
+        default_factory=dict, description="values for ${name} in the views; relative paths start with ./ or ../"
+    )
+    serve: ServeConfig = ServeConfig()
+    schedule: dict[Name, str] = Field(default_factory=dict, description="view → five cron fields, or 'after view[, view]'")
+    timezone: str = Field(default="UTC", description="of the cron lines")
+    memory_mb: int = Field(default=1024, ge=64, description="DuckDB's memory; it spills to disk beyond")
+
+    @field_validator("online")
+    @classmethod
+    def _store(cls, online: str) -> str:
+        if not online.startswith(("lmdb:", "redis://", "rediss://", "unix://")):
+            raise ValueError("write lmdb:./folder or redis://host:6379/0")
+        return online
+
+
+class Project:
+    """A checked configuration.
+
+    Args:
+        folder: holds ``project.yaml`` and ``views/``.
+        environment: overrides; the process's by default.
+
+    Raises:
+        ConfigError: every mistake found in the first file that has one, each with file, key, value and remedy.
+    """
+
+    def __init__(self, folder: str | Path, environment: Mapping[str, str] | None = None) -> None:
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise ConfigError(
+                f"no folder {str(folder)!r}: give the one with project.yaml, as in `precompute -c configs/movielens status`"
+            )
+        overrides = _overrides(os.environ if environment is None else environment)
+        project_file = self.folder / "project.yaml"
+        raw = _read_yaml(project_file)
+        view_overrides = overrides.pop("views", {})
+        self.settings = _validated(ProjectConfig, _merged(raw, overrides), project_file)
+        self.root = (self.folder / self.settings.root).absolute()
+        self.online = self._absolute_online(self.settings.online)
+        self._vars = {
+            name: str((self.folder / v).resolve()) if v.startswith(("./", "../")) else v for name, v in self.settings.vars.items()
+        }
+        self.views: dict[str, ViewConfig] = {}
+        for path in sorted((self.folder / "views").glob("*.yaml")):
+            data = _substituted(_read_yaml(path), self._vars, path)
+            view = _validated(ViewConfig, _merged(data, view_overrides.pop(path.stem, {})), path)
+            if view.name != path.stem:
+                raise ConfigError(
+                    f"{path}: name: {view.name!r} differs from the file's name; call the file views/{view.name}.yaml"
+                )
+            self.views[view.name] = view
+        if not self.views:
+            raise ConfigError(f"{self.folder / 'views'}: no view there; add views/<name>.yaml (see 'a view' in the README)")
+        if view_overrides:
+            raise ConfigError(
+                f"{PREFIX}VIEWS__{next(iter(view_overrides)).upper()}…: no such view{_did_you_mean(next(iter(view_overrides)), self.views)}"
+            )
+        self._check_references(project_file)
+
+    def view(self, name: str) -> ViewConfig:
+        """One view's configuration.
+
+        Raises:
+            ConfigError: there is none of that name.
+        """
+        if name not in self.views:
+            raise ConfigError(
+                f"no view {name!r} in {self.folder / 'views'}{_did_you_mean(name, self.views)} (there are: {', '.join(self.views)})"
+            )
+        return self.views[name]
+
+    def _absolute_online(self, online: str) -> str:
+        scheme, _, rest = online.partition(":")
+        return f"lmdb:{(self.folder / rest).absolute()}" if scheme == "lmdb" else online
+
+    def _check_references(self, project_file: Path) -> None:
+        for name, view in self.views.items():
+            for other in view.inputs():
+                if other not in self.views:
+                    raise ConfigError(
+                        f"{self.folder / 'views' / name}.yaml: live.{other}: no such view{_did_you_mean(other, self.views)}"
+                    )
+        for name, when in self.settings.schedule.items():
+            where = f"{project_file}: schedule.{name}: {when!r}"
+            if name not in self.views:
+                raise ConfigError(f"{where}: no such view{_did_you_mean(name, self.views)}")
+            parents = after(when)
+            if parents is None:
+                try:
+                    check_cron(when, self.settings.timezone)
+                except ValueError as exc:
+                    raise ConfigError(f"{where}: {exc}") from exc
+            for parent in parents or ():
+                if parent not in self.settings.schedule:
+                    raise ConfigError(
+                        f"{where}: {parent!r} is not scheduled itself{_did_you_mean(parent, self.settings.schedule)}"
+                    )
+        self._check_cycle(project_file)
+
+    def _check_cycle(self, project_file: Path) -> None:
+        def walk(name: str, path: tuple[str, ...]) -> None:
+            if name in path:
+                raise ConfigError(
+                    f"{project_file}: schedule: {' after '.join((*path, name))} goes round in a circle; give one of them a cron line"
+                )
+            for parent in after(self.settings.schedule[name]) or ():
+                walk(parent, (*path, name))
+
+        for name in self.settings.schedule:
+            walk(name, ())
+
+
+def after(when: str) -> list[str] | None:
+    """The views of an ``after a, b`` schedule; None for a cron line."""
+    if not when.startswith("after "):
+        return None
+    return [name.strip() for name in when.removeprefix("after ").split(",") if name.strip()]
+
+
+def json_schemas() -> dict[str, Any]:
+    """JSON Schemas of both files, for editors: ``{"project": …, "view": …}``."""
+    return {"project": ProjectConfig.model_json_schema(), "view": ViewConfig.model_json_schema()}
+
+
+# ---- reading
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML that refuses a key given twice instead of keeping the last, and reads only true and false as booleans, as YAML 1.2 does:
+    in YAML 1.1 the key of ``index: {on: embedding}`` is ``True``."""
+
+
+def _mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    keys = [loader.construct_object(key) for key, _ in node.value]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", node.start_mark)
+    return loader.construct_mapping(node, deep=True)
+
+
+_UniqueKeyLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_UniqueKeyLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+_UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as exc:
+        raise ConfigError(f"{path}: no such file; a project is a folder with project.yaml and views/<name>.yaml") from exc
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{path}: cannot be read: {exc}") from exc
+    try:
+        data = yaml.load(text, _UniqueKeyLoader)  # noqa: S506  # a SafeLoader
+    except yaml.YAMLError as exc:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(exc).split())}") from exc
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: holds {type(data).__name__}, not keys and values")
+    return data
+
+
+def _overrides(environment: Mapping[str, str]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for variable, text in sorted(environment.items()):
+        if not variable.startswith(PREFIX) or variable in OWN_VARIABLES:
+            continue
+        *path, last = variable.removeprefix(PREFIX).lower().split("__")
+        node = tree
+        for key in path:
+            node = node.setdefault(key, {})
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            value = text
+        node[last] = value
+    return tree
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        current = merged.get(key)
+        merged[key] = _merged(current, value) if isinstance(value, Mapping) and isinstance(current, Mapping) else value
+    return merged
+
+
+def _substituted(value: Any, variables: Mapping[str, str], path: Path) -> Any:
+    """``${name}`` replaced throughout; a value with a quote is refused, since it ends up inside SQL."""
+    if isinstance(value, dict):
+        return {k: _substituted(v, variables, path) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_substituted(v, variables, path) for v in value]
+    if not isinstance(value, str):
+        return value
+
+    def one(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in variables:
+            raise ConfigError(
+                f"{path}: ${{{name}}}: no such variable; add `vars: {{{name}: …}}` to project.yaml or set {PREFIX}VARS__{name.upper()}"
+            )
+        if "'" in variables[name] or '"' in variables[name]:
+            raise ConfigError(
+                f"project.yaml: vars.{name}: {variables[name]!r} holds a quote, which cannot stand inside SQL; use a path without"
+            )
+        return variables[name]
+
+    return re.sub(r"\$\{([a-zA-Z_][a-zA-Z0-9_]*)\}", one, value)
+
+
+def _validated(kind: type[_Config], data: Mapping[str, Any], path: Path) -> _Config:
+    try:
+        return kind.model_validate(data)
+    except ValidationError as exc:
+        raise ConfigError("\n".join(_messages(kind, exc, path))) from exc
+
+
+def _messages(kind: type[BaseModel], exc: ValidationError, path: Path) -> Iterator[str]:
+    for error in exc.errors():
+        where = ".".join(str(part) for part in error["loc"] if part != "[key]")
+        text = error["msg"].removeprefix("Value error, ")
+        if error["type"] == "extra_forbidden":
+            yield f"{path}: {where}: unknown key{_did_you_mean(str(error['loc'][-1]), _keys_at(kind, error['loc'][:-1]))}"
+        elif error["type"] == "missing":
+            yield f"{path}: {where}: missing; it has no default"
+        elif error["type"] == "literal_error":
+            value = str(error["input"])
+            allowed = re.findall(r"'([^']+)'", text)
+            yield f"{path}: {where}: {value!r} is not one of {', '.join(allowed)}{_did_you_mean(value, allowed)}"
+        else:
+            value = repr(error["input"])
+            shown = "" if isinstance(error["input"], dict) else f" {value if len(value) <= 120 else value[:117] + '...'}:"
+            yield f"{path}: {where or '(file)'}:{shown} {text[0].lower() + text[1:] if text.startswith('Input') else text}"
+
+
+def _keys_at(kind: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+    """The keys allowed at a place in the file."""
+    current: Any = kind
+    for part in location:
+        field = current.model_fields.get(str(part)) if isinstance(current, type) and issubclass(current, BaseModel) else None
+        if field is None:
+            continue  # a key of a mapping, such as a feature's name: its values' model was taken already
+        models = [t for t in _types(field.annotation) if isinstance(t, type) and issubclass(t, BaseModel)]
+        current = models[0] if models else None
+    return list(current.model_fields) if current is not None else []
+
+
+def _types(annotation: Any) -> Iterator[Any]:
+    arguments = getattr(annotation, "__args__", None)
+    if arguments is None:
+        yield annotation
+    else:
+        for argument in arguments:
+            yield from _types(argument)
+
+
+def _did_you_mean(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""

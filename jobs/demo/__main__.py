@@ -1,0 +1,147 @@
+"""The demo: real users, items and documents, pre-computed, published and looked up. ``make demo`` runs it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import duckdb
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from jobs.cli import describe_report, describe_row
+from jobs.config import Project
+from jobs.demo.data import write_docstrings, write_movielens
+from jobs.demo.evaluate import evaluate
+from jobs.fallback import ViewFallback
+from jobs.progress import progress_for
+from jobs.run import run_view
+from precompute.models.two_tower import train_two_tower
+from store.errors import PrecomputeError
+from store.lookup import Lookup
+from store.offline_store import OfflineStore
+from store.online_url import open_online_store
+
+VIEWS = ("item_embedding", "item_labels", "user_vector", "item_vector", "user_recommendations", "doc_embedding")
+USER = 42
+SENTENCE = "read a file line by line"
+NEW_ITEM = {"9999": {"text": "The Imaginary Heist (2026), comedy, crime"}}
+
+
+def main() -> int:
+    """Run the demo and print its transcript; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m jobs.demo")
+    parser.add_argument("-c", "--config", default="configs/movielens")
+    started = time.monotonic()
+    try:
+        project = Project(parser.parse_args().config)
+        data = (project.folder / project.settings.vars["data"]).resolve()
+        prepare(data)
+        heading("The views, one after the other")
+        for name in VIEWS:
+            print(describe_report(run_view(project, name, progress_for(quiet=True)).to_json()), flush=True)
+        ask(project, data)
+    except PrecomputeError as exc:
+        print(f"demo: {exc}", file=sys.stderr)
+        return 1
+    print(
+        f"\nAll of it took {time.monotonic() - started:.0f} s. `make serve` keeps the answers up at http://{project.settings.serve.bind}/"
+    )
+    return 0
+
+
+def prepare(data: Path) -> None:
+    """Write the input files and train the two-tower."""
+    heading("Input")
+    started = time.monotonic()
+    counts = write_movielens(data)
+    documents = write_docstrings(data)
+    print(
+        f"MovieLens-100k: {counts['users']:,} users, {counts['items']:,} items, {counts['ratings']:,} ratings to train on and "
+        f"{counts['held_out']:,} held out (each user's latest); standard library: {documents:,} docstrings; {time.monotonic() - started:.1f} s"
+    )
+    started = time.monotonic()
+    with duckdb.connect() as connection:
+        read = f"FROM read_parquet('{data}/{{}}.parquet')"
+        users = connection.sql(
+            f"SELECT user_id, age // 5 AS age_group, gender, occupation {read.format('users')} ORDER BY user_id"
+        ).to_arrow_table()
+        items = connection.sql(
+            f"SELECT item_id, genres, year // 5 AS lustrum {read.format('items')} ORDER BY item_id"
+        ).to_arrow_table()
+        ratings = connection.sql(f"SELECT user_id, item_id {read.format('ratings')}").to_arrow_table()
+    losses: list[float] = []
+    train_two_tower(
+        data / "two_tower.safetensors",
+        users,
+        items,
+        pairs(users, items, ratings),
+        {"user_id": False, "age_group": False, "gender": False, "occupation": False},
+        {"item_id": False, "genres": True, "lustrum": False},
+        progress=lambda _, loss: losses.append(loss),
+    )
+    print(f"two-tower: {len(losses)} epochs, loss {losses[0]:.3f} → {losses[-1]:.3f}; {time.monotonic() - started:.1f} s")
+
+
+def pairs(users: pa.Table, items: pa.Table, ratings: pa.Table) -> npt.NDArray[np.int64]:
+    """[n, 2] row numbers of each rating's user and item."""
+    return np.stack(
+        [
+            np.asarray(pc.index_in(ratings["user_id"], users["user_id"].combine_chunks())),
+            np.asarray(pc.index_in(ratings["item_id"], items["item_id"].combine_chunks())),
+        ],
+        axis=1,
+    ).astype(np.int64)
+
+
+def ask(project: Project, data: Path) -> None:
+    """Look things up and print the answers."""
+    items = pq.read_table(data / "items.parquet")
+    titles = {
+        i: f"{t} ({y})" if y else t for i, t, y in zip(*(items[c].to_pylist() for c in ("item_id", "title", "year")), strict=True)
+    }
+    fallback = ViewFallback(OfflineStore(project.root))
+    lookup = Lookup(open_online_store(project.online), project.root, fallback)
+    try:
+        heading(f"Ten recommendations for user {USER}")
+        row = lookup.row("user_recommendations", USER)
+        for rank, (item, score) in enumerate(zip(row["features"]["items"][:10], row["features"]["scores"], strict=False), 1):
+            print(f"{rank:>2}. {titles[item]:<45} {score:6.2f}")
+        heading(f"Documents nearest to {SENTENCE!r}")
+        found = lookup.search("doc_embedding", inputs={"text": SENTENCE}, k=5, deadline_ms=60_000)
+        for neighbour in found["rows"]:
+            print(f"{neighbour['score']:.3f}  {neighbour['key']}")
+        heading("A lookup, with its freshness")
+        print(describe_row(lookup.row("item_embedding", 50)))
+        row = lookup.row("item_labels", 50)
+        best = sorted(row["features"].items(), key=lambda pair: -pair[1])[:4]
+        print(f"{titles[50]}: " + ", ".join(f"{label} {score:.2f}" for label, score in best))
+        heading("A fallback: an item that was never in the source, its inputs in the request")
+        answer = lookup.begin("item_embedding", list(NEW_ITEM), inputs=NEW_ITEM, deadline_ms=60_000)
+        answer.wait()
+        print(describe_row(answer.rows()[0]))
+        print(describe_row(lookup.row("item_embedding", 8888)))
+        heading("Hit rate@10, leave-one-out over all items")
+        ours, baseline = evaluate(lookup, data)
+        print(f"two-tower, as served: {ours:.4f}   most popular: {baseline:.4f}   → {ours / baseline:.2f} times the baseline")
+        if ours <= baseline:
+            raise PrecomputeError(
+                "the two-tower does not beat the most popular items: something is wrong with training or serving"
+            )
+    finally:
+        fallback.close()
+        lookup.close()
+
+
+def heading(text: str) -> None:
+    """An underlined line."""
+    print(f"\n{text}\n{'─' * len(text)}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""Fallback: what stands behind a miss. The view as its live snapshot was computed (same SQL, same inputs, same model), run now.
+
+The view is opened from the live pointer, not from the configuration on disk, which may have changed since; and its model must have the
+snapshot's fingerprint, or it is refused: two fingerprints are two spaces, and never mix.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Hashable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import pyarrow as pa
+
+from jobs.open_view import OpenView, open_view
+from precompute.microbatch import MicroBatcher, Refusal
+from precompute.model import Model, load_model
+from precompute.runner import compute
+from store.errors import PrecomputeError
+from store.freshness import Reason
+from store.lookup import Computed, Miss
+from store.offline_store import OfflineStore
+from store.online_store import Pointer
+
+log = logging.getLogger(__name__)
+
+_Request = tuple[str, Mapping[str, Any] | None]
+"""Key text, and the input columns' values when they came with the request."""
+
+
+class ViewFallback:
+    """See :class:`store.lookup.Fallback`.
+
+    Args:
+        store: where the snapshots are that the views read.
+        memory_mb: DuckDB's memory, for each view.
+    """
+
+    def __init__(self, store: OfflineStore, memory_mb: int = 256) -> None:
+        self._store, self._memory_mb = store, memory_mb
+        self._opened: dict[str, tuple[int, OpenView]] = {}
+        self._models: dict[str, Model] = {}
+        self._pointers: dict[tuple[str, int], Pointer] = {}
+        self._ready: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._batcher: MicroBatcher[_Request, Computed] = MicroBatcher(self._run, _refusal)
+
+    def submit(
+        self, pointer: Pointer, keys: Sequence[str], inputs: Mapping[str, Mapping[str, Any]], deadline: float
+    ) -> list[Future[Computed]]:
+        """See :class:`store.lookup.Fallback`."""
+        group = (pointer.view.name, pointer.epoch)
+        with self._lock:
+            self._pointers[group] = pointer
+        futures = []
+        for key in keys:
+            given = inputs.get(key)
+            flight = key if given is None else (key, json.dumps(given, sort_keys=True, default=str))
+            futures.append(self._batcher.submit(group, flight, (key, given), deadline))
+        return futures
+
+    def warm(self, pointer: Pointer) -> None:
+        """Open the view and compute one row, waiting for it, so that the first miss does not pay for loading.
+
+        Failures are logged and leave :meth:`ready` false; hits can be served all the same.
+        """
+        group = (pointer.view.name, pointer.epoch)
+        with self._lock:
+            self._pointers[group] = pointer
+        try:
+            self._batcher.submit(group, None, ("", None), time.monotonic() + 600).result()
+        except Miss as exc:
+            if exc.reason is not Reason.UNKNOWN_ENTITY:  # which is what the empty key is, once everything is open
+                log.error("fallback of view %r is not available: %s", pointer.view.name, exc)
+
+    def ready(self, pointer: Pointer) -> bool:
+        """Whether the view is open for the pointer's epoch."""
+        return self._ready.get(pointer.view.name) == pointer.epoch
+
+    def close(self) -> None:
+        """Refuse what waits, then close every source."""
+        self._batcher.close()
+        for _, opened in self._opened.values():
+            opened.source.close()
+        self._opened.clear()
+
+    # ---- in the batcher's thread
+
+    def _run(self, group: Hashable, requests: Sequence[_Request]) -> list[Computed | Exception]:
+        with self._lock:
+            pointer = self._pointers[group]  # type: ignore[index]
+        results: list[Computed | Exception] = [Miss(Reason.UNKNOWN_ENTITY)] * len(requests)
+        try:
+            opened = self._open(pointer)
+            wanted = [key for key, given in requests if given is None and key]
+            found = opened.source.rows(wanted) if wanted else None
+            tables: list[tuple[list[int], pa.Table]] = []
+            if found is not None and found.num_rows:
+                position = {key: i for i, (key, given) in enumerate(requests) if given is None}
+                tables.append(([position[k] for k in found.column("key").to_pylist()], found.drop_columns(["key"])))
+            for i, (key, given) in enumerate(requests):
+                if given is not None:
+                    try:
+                        tables.append(([i], _input_row(opened, key, given)))
+                    except (pa.ArrowException, ValueError, TypeError, OverflowError) as exc:
+                        results[i] = Miss(Reason.MODEL_ERROR, f"the inputs do not fit the source's columns: {exc}")
+            if tables:
+                self._compute(opened, tables, results)
+        except PrecomputeError as exc:
+            log.error("fallback of view %r: %s", pointer.view.name, exc)
+            results = [Miss(Reason.MODEL_ERROR, str(exc))] * len(requests)
+        return results
+
+    def _compute(self, opened: OpenView, tables: list[tuple[list[int], pa.Table]], results: list[Computed | Exception]) -> None:
+        positions = [i for rows, _ in tables for i in rows]
+        batch = pa.concat_tables([t for _, t in tables]).combine_chunks().to_batches()[0]
+        done = compute(opened.model, opened.view, batch)
+        now_us = time.time_ns() // 1000
+        for j, row in enumerate(done.rows.tolist()):
+            results[positions[row]] = Computed(done.features.slice(j, 1), now_us)
+        for rejection in done.rejections:
+            results[positions[rejection.row]] = Miss(Reason.MODEL_ERROR, rejection.error)
+
+    def _open(self, pointer: Pointer) -> OpenView:
+        name = pointer.view.name
+        known = self._opened.get(name)
+        if known is not None and known[0] == pointer.epoch:
+            return known[1]
+        opened = open_view(pointer.view, self._store, pinned=pointer.inputs, memory_mb=self._memory_mb, load=self._model)
+        if opened.fingerprint != pointer.model:
+            opened.source.close()
+            raise PrecomputeError(
+                f"the model on disk has fingerprint {opened.fingerprint[:12]}, the live snapshot {pointer.model[:12]}: run `precompute run {name}` so that both agree"
+            )
+        if known is not None:
+            known[1].source.close()
+        self._opened[name] = (pointer.epoch, opened)
+        self._ready[name] = pointer.epoch
+        with self._lock:
+            for group in [g for g in self._pointers if g[0] == name and g[1] < pointer.epoch]:
+                del self._pointers[group]
+        return opened
+
+    def _model(self, use: str, args: Mapping[str, Any]) -> Model:
+        """Load a model, or take the one another view loaded with the same arguments; tables are never shared."""
+        if any(isinstance(v, pa.Table) for v in args.values()):
+            return load_model(use, args)
+        key = json.dumps([use, args], sort_keys=True, default=str)
+        if key not in self._models:
+            self._models[key] = load_model(use, args)
+        return self._models[key]
+
+
+def _refusal(kind: Refusal) -> Exception:
+    return Miss(Reason.SHED if kind == "shed" else Reason.DEADLINE)
+
+
+def _input_row(opened: OpenView, key: str, given: Mapping[str, Any]) -> pa.Table:
+    """One source row from a request: the entity's columns from the key, inputs that were not given null."""
+    schema = opened.source.schema
+    entity = opened.view.entity
+    parts = [key] if len(entity) == 1 else [p.replace("%2F", "/").replace("%25", "%") for p in key.split("/")]
+    values: dict[str, Any] = dict(given)
+    for name, text in zip(entity, parts, strict=False):
+        integer = pa.types.is_integer(schema.field(name).type)
+        values[name] = (int(text) if text.lstrip("-").isdigit() else None) if integer else text
+    columns = [pa.array([values.get(f.name)], f.type) for f in schema]
+    return pa.Table.from_arrays(columns, schema=schema)

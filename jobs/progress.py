@@ -1,0 +1,111 @@
+"""Progress: rate and ETA of long work, as a bar on a terminal and as plain lines anywhere else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+
+LINE_EVERY_S = 5.0
+
+
+class Progress(Protocol):
+    """Told what work begins, how far it is, and that it ended."""
+
+    def begin(self, what: str, total: int) -> None:
+        """``total`` rows of ``what`` begin."""
+
+    def advance(self, rows: int) -> None:
+        """``rows`` more are done."""
+
+    def end(self) -> None:
+        """The work of the last ``begin`` is done, or given up."""
+
+
+class Bar:
+    """A rich progress bar on stderr."""
+
+    def __init__(self) -> None:
+        self._rich: RichProgress | None = None
+
+    def begin(self, what: str, total: int) -> None:
+        """See :class:`Progress`."""
+        self.end()
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+        )
+        self._rich = RichProgress(*columns, console=Console(stderr=True), transient=True)
+        self._task = self._rich.add_task(what, total=total, rate="")
+        self._started, self._done = time.monotonic(), 0
+        self._rich.start()
+
+    def advance(self, rows: int) -> None:
+        """See :class:`Progress`."""
+        self._done += rows
+        if self._rich is not None:
+            rate = self._done / max(time.monotonic() - self._started, 1e-9)
+            self._rich.update(self._task, completed=self._done, rate=f"{rate:,.0f} rows/s")
+
+    def end(self) -> None:
+        """See :class:`Progress`."""
+        if self._rich is not None:
+            self._rich.stop()
+            self._rich = None
+
+
+class Lines:
+    """A line every few seconds, for logs."""
+
+    def __init__(self, out: TextIO, every_s: float = LINE_EVERY_S) -> None:
+        self._out, self._every_s = out, every_s
+
+    def begin(self, what: str, total: int) -> None:
+        """See :class:`Progress`."""
+        self._what, self._total, self._done = what, total, 0
+        self._started = self._last = time.monotonic()
+        print(f"{what}: {total:,} rows", file=self._out, flush=True)
+
+    def advance(self, rows: int) -> None:
+        """See :class:`Progress`."""
+        self._done += rows
+        now = time.monotonic()
+        if now - self._last >= self._every_s and self._done < self._total:
+            self._last = now
+            rate = self._done / (now - self._started)
+            left = (self._total - self._done) / rate
+            print(
+                f"{self._what}: {self._done:,} of {self._total:,} rows, {rate:,.0f} rows/s, {left:,.0f} s left",
+                file=self._out,
+                flush=True,
+            )
+
+    def end(self) -> None:
+        """See :class:`Progress`."""
+
+
+class Silent:
+    """Says nothing: for ``--json``, and for work inside other work."""
+
+    def begin(self, what: str, total: int) -> None:
+        """See :class:`Progress`."""
+
+    def advance(self, rows: int) -> None:
+        """See :class:`Progress`."""
+
+    def end(self) -> None:
+        """See :class:`Progress`."""
+
+
+def progress_for(quiet: bool) -> Progress:
+    """A bar when stderr is a terminal, lines when not, nothing when ``quiet``."""
+    if quiet:
+        return Silent()
+    return Bar() if sys.stderr.isatty() else Lines(sys.stderr)

@@ -1,0 +1,183 @@
+"""Model: input columns to features. The protocol, the registry of built-ins, and fingerprints.
+
+A user's own model is a class with two methods, named by dotted path (``mypackage.models:Ranker``)::
+
+    class TitleLength:
+        def __init__(self, scale: float = 1.0) -> None: ...
+        def fingerprint(self) -> str: ...
+        def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray | pa.Array]: ...
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from store.errors import ConfigError, ModelError, PrecomputeError
+
+BUILT_IN = {
+    "text_encoder": "precompute.models.text_encoder:TextEncoder",
+    "two_tower": "precompute.models.two_tower:TwoTower",
+    "top_k": "precompute.models.top_k:TopK",
+}
+"""Name in a view's ``model.use`` → class."""
+
+Features = Mapping[str, npt.NDArray[Any] | pa.Array]
+
+
+@runtime_checkable
+class Model(Protocol):
+    """What every model does. One object serves the batch job and the fallback, so both compute the same values."""
+
+    def fingerprint(self) -> str:
+        """A text that changes whenever any output may: weights, tokenizer, pooling, code version. See :func:`digest`."""
+
+    def compute(self, batch: pa.RecordBatch) -> Features:
+        """Features of a batch.
+
+        Args:
+            batch: the source's columns for 1 or more rows, without nulls the model declared unusable.
+
+        Returns:
+            feature name → numpy array [rows] or [rows, dim], or an Arrow array [rows]. A row must not depend on its neighbours.
+        """
+
+
+@runtime_checkable
+class SizedModel(Model, Protocol):
+    """A model whose rows cost differently: rows of like cost are batched together, up to ``max_cost`` a batch."""
+
+    max_cost: int
+
+    def costs(self, batch: pa.RecordBatch) -> npt.NDArray[np.int64]:
+        """Cost of each row, for example its tokens: int64 [rows], at least 1."""
+
+
+@runtime_checkable
+class CheckingModel(Model, Protocol):
+    """A model that knows which rows it cannot take, before it computes."""
+
+    def unusable(self, batch: pa.RecordBatch) -> Mapping[int, str]:
+        """Row number → reason, for rows to be rejected."""
+
+
+def check_use(use: str) -> None:
+    """Refuse a ``model.use`` that names nothing, without importing the model's libraries.
+
+    Raises:
+        ConfigError: no built-in of that name, or no module of that dotted path.
+    """
+    if use in BUILT_IN:
+        return
+    module, _, attribute = use.partition(":")
+    if not module or not attribute:
+        raise ConfigError(
+            f"unknown model {use!r}: write one of {', '.join(BUILT_IN)}, or a class of yours as package.module:Class"
+        )
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
+        raise ConfigError(
+            f"unknown model {use!r}: there is no module {module!r} on the Python path (install its package, or set PYTHONPATH)"
+        )
+
+
+def load_model(use: str, args: Mapping[str, Any]) -> Model:
+    """Import and construct a model.
+
+    Args:
+        use: built-in name or dotted path.
+        args: keyword arguments of the class; ``{sql: …}`` arguments are Arrow tables by now.
+
+    Raises:
+        ConfigError: the class is not there, is no model, or refuses the arguments.
+        ModelError: it failed to load.
+    """
+    check_use(use)
+    module, _, attribute = BUILT_IN.get(use, use).partition(":")
+    try:
+        factory = getattr(importlib.import_module(module), attribute)
+    except AttributeError as exc:
+        raise ConfigError(f"unknown model {use!r}: module {module!r} has no class {attribute!r}") from exc
+    except ImportError as exc:
+        raise ConfigError(f"model {use!r} cannot be imported: {exc}") from exc
+    try:
+        model = factory(**args)
+    except TypeError as exc:
+        raise ConfigError(f"model {use!r} does not take these args ({', '.join(args) or 'none'}): {exc}") from exc
+    except PrecomputeError:
+        raise
+    except Exception as exc:  # a user's class may raise anything
+        raise ModelError(f"model {use!r} failed to load: {type(exc).__name__}: {exc}") from exc
+    if not isinstance(model, Model):
+        raise ConfigError(f"model {use!r} has no fingerprint() and compute(batch) methods: see 'your own model' in the README")
+    return model
+
+
+def model_fingerprint(model: Model, use: str, precision: str, tables: Mapping[str, pa.Table]) -> str:
+    """The fingerprint that the manifest records (SHA-256, hex): the model's own, its class, the precision, and the content of the tables
+    it was given. Paths and row order do not count."""
+    contents = {name: table_digest(table) for name, table in tables.items()}
+    return digest(use=use, precision=precision, model=model.fingerprint(), tables=contents)
+
+
+def table_digest(table: pa.Table) -> str:
+    """SHA-256 (hex) of a table's schema and rows, in their order."""
+    sha = hashlib.sha256(str(table.schema.remove_metadata()).encode())
+    for batch in table.combine_chunks().to_batches():
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, batch.schema.remove_metadata()) as writer:
+            writer.write_batch(batch.replace_schema_metadata(None))
+        sha.update(sink.getvalue())
+    return sha.hexdigest()
+
+
+def digest(**facts: Any) -> str:
+    """SHA-256 (hex) of named facts, where a :class:`~pathlib.Path` stands for the bytes of its file.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+
+    def resolved(value: Any) -> Any:
+        if isinstance(value, Path):
+            try:
+                with value.open("rb") as file:
+                    return hashlib.file_digest(file, "sha256").hexdigest()
+            except OSError as exc:
+                raise ConfigError(f"model file {value} cannot be read: {exc.strerror}") from exc
+        if isinstance(value, Mapping):
+            return {k: resolved(v) for k, v in value.items()}
+        return value
+
+    return hashlib.sha256(json.dumps(resolved(facts), sort_keys=True, default=str).encode()).hexdigest()
+
+
+def resolve_path(path: str) -> Path:
+    """A model's folder or file; ``package:some_package/model`` is a path inside an installed package.
+
+    Raises:
+        ConfigError: the package is not installed, or nothing is there.
+    """
+    if path.startswith("package:"):
+        package, _, inner = path.removeprefix("package:").partition("/")
+        spec = importlib.util.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            raise ConfigError(f"model path {path!r}: package {package!r} is not installed in this environment")
+        resolved = Path(spec.submodule_search_locations[0]) / inner
+    else:
+        resolved = Path(path)
+    if not resolved.exists():
+        raise ConfigError(f"model path {path!r}: nothing at {resolved}")
+    return resolved

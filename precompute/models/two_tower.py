@@ -1,0 +1,210 @@
+"""Two-tower: users and items as vectors of one space, whose dot product ranks items for a user (Yi et al., RecSys 2019).
+
+A tower is a bag of categorical tokens per field (an id, a genre list, an age group), each embedded and summed, then one residual
+layer. Ids are dropped at random while training, so a tower still places an entity it never saw by its other fields: token 0 of every
+vocabulary is "unknown". One safetensors file holds both towers; vocabularies travel in its metadata as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from precompute.model import digest, resolve_path
+from store.errors import ConfigError, ModelError
+
+CODE_VERSION = 1
+UNKNOWN = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One input column of a tower: one token a row, or several separated by spaces (``multiple``)."""
+
+    column: str
+    vocabulary: tuple[str, ...]
+    multiple: bool = False
+
+
+class Tower(torch.nn.Module):
+    """Fields → vector: the sum of the fields' mean token embeddings, plus one hidden layer of it.
+
+    Args:
+        fields: columns and vocabularies.
+        dim: length of the vector.
+    """
+
+    def __init__(self, fields: Sequence[Field], dim: int) -> None:
+        super().__init__()
+        self.fields = tuple(fields)
+        self.bags = torch.nn.ModuleList(
+            torch.nn.EmbeddingBag(len(f.vocabulary) + 1, dim, mode="mean", padding_idx=None) for f in fields
+        )
+        for bag in self.bags:
+            torch.nn.init.normal_(bag.weight, std=0.1)  # type: ignore[arg-type]
+        self.hidden = torch.nn.Linear(dim, dim)
+        self.out = torch.nn.Linear(dim, dim)
+
+    def tokens(self, batch: pa.RecordBatch | pa.Table) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Per field: (token numbers of all rows in a row, first token of each row [rows]), as EmbeddingBag takes them."""
+        return [_tokens(f, batch) for f in self.fields]
+
+    def forward(self, tokens: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """[rows, dim] float32."""
+        parts = [bag(ids, offsets) for bag, (ids, offsets) in zip(self.bags, tokens, strict=True)]
+        total = torch.stack(parts).sum(0)
+        vector: torch.Tensor = total + self.out(torch.relu(self.hidden(total)))
+        return vector
+
+
+class TwoTower:
+    """One tower of a trained pair, as a model.
+
+    Args:
+        path: safetensors file that :func:`train_two_tower` wrote.
+        tower: ``user`` or ``item``.
+        output: name of the feature.
+
+    Raises:
+        ConfigError: no such file or tower.
+        ModelError: the file is damaged or of another architecture.
+    """
+
+    def __init__(self, path: str, tower: str, output: str = "embedding") -> None:
+        self._path = resolve_path(path)
+        self._name, self._output = tower, output
+        try:
+            with safe_open(str(self._path), framework="pt") as file:
+                meta = json.loads((file.metadata() or {})["two_tower"])
+                if tower not in meta["towers"]:
+                    raise ConfigError(f"two_tower: {self._path} has no tower {tower!r} (it has: {', '.join(meta['towers'])})")
+                fields = [Field(f["column"], tuple(f["vocabulary"]), f["multiple"]) for f in meta["towers"][tower]]
+                self._tower = Tower(fields, meta["dim"])
+                state = {k.removeprefix(f"{tower}."): file.get_tensor(k) for k in file.keys() if k.startswith(f"{tower}.")}  # noqa: SIM118
+            self._tower.load_state_dict(state)
+        except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as exc:
+            raise ModelError(f"two_tower: {self._path} does not load: {exc}") from exc
+        self._tower.eval()
+
+    def fingerprint(self) -> str:
+        """The file, the tower, and the code version."""
+        return digest(code=CODE_VERSION, file=self._path, tower=self._name)
+
+    @torch.inference_mode()
+    def compute(self, batch: pa.RecordBatch) -> dict[str, npt.NDArray[Any]]:
+        """``output`` → float32 [rows, dim], not normalised: its length carries popularity."""
+        missing = [f.column for f in self._tower.fields if f.column not in batch.schema.names]
+        if missing:
+            raise ModelError(f"two_tower: the input has no column {missing[0]!r} (it has: {', '.join(batch.schema.names)})")
+        return {self._output: self._tower(self._tower.tokens(batch)).numpy()}
+
+
+def train_two_tower(
+    path: Path,
+    users: pa.Table,
+    items: pa.Table,
+    pairs: npt.NDArray[np.int64],
+    user_fields: Mapping[str, bool],
+    item_fields: Mapping[str, bool],
+    *,
+    dim: int = 64,
+    epochs: int = 20,
+    batch_pairs: int = 2048,
+    learning_rate: float = 3e-3,
+    weight_decay: float = 1e-5,
+    id_dropout: float = 0.1,
+    dropout: float = 0.3,
+    seed: int = 0,
+    progress: Callable[[int, float], None] | None = None,
+) -> None:
+    """Train both towers on positive pairs, with the softmax over all items as loss, and write them to ``path``.
+
+    Args:
+        path: safetensors file to write.
+        users: one row a user, with the columns of ``user_fields``.
+        items: one row an item, with the columns of ``item_fields``.
+        pairs: [n, 2] row numbers of (user, item).
+        user_fields: column → whether it holds several tokens; the first one is the id.
+        item_fields: likewise.
+        dim: length of the vectors.
+        epochs: passes over the pairs.
+        batch_pairs: pairs a step.
+        learning_rate: of Adam, falling to 0 along a cosine.
+        weight_decay: of Adam, decoupled.
+        id_dropout: share of ids replaced by "unknown" while training.
+        dropout: share of each user vector's elements dropped while training.
+        seed: of everything random here; with one thread count, the result is the same bytes every time.
+        progress: called with (epoch, mean loss) after each.
+    """
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    towers = {"user": Tower(_fields(users, user_fields), dim), "item": Tower(_fields(items, item_fields), dim)}
+    user_tokens, item_tokens = towers["user"].tokens(users), towers["item"].tokens(items)
+    parameters = [p for tower in towers.values() for p in tower.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay)
+    steps = epochs * -(-len(pairs) // batch_pairs)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    positives = torch.from_numpy(pairs)
+    for epoch in range(epochs):
+        total = 0.0
+        for chosen in torch.randperm(len(positives), generator=generator).split(batch_pairs):  # type: ignore[no-untyped-call]
+            user_rows, item_rows = positives[chosen].T
+            u = towers["user"](_without_ids(user_tokens, id_dropout, generator))[user_rows]
+            v = towers["item"](_without_ids(item_tokens, id_dropout, generator))
+            u = torch.nn.functional.dropout(u, dropout)
+            loss = torch.nn.functional.cross_entropy(u @ v.T, item_rows)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            schedule.step()
+            total += loss.item() * len(chosen)
+        if progress is not None:
+            progress(epoch + 1, total / len(positives))
+    state = {f"{name}.{k}": v.contiguous() for name, tower in towers.items() for k, v in tower.state_dict().items()}
+    meta = {"dim": dim, "towers": {name: [asdict(f) for f in tower.fields] for name, tower in towers.items()}}
+    save_file(state, str(path), metadata={"two_tower": json.dumps(meta)})
+
+
+def _fields(table: pa.Table, columns: Mapping[str, bool]) -> list[Field]:
+    fields = []
+    for column, multiple in columns.items():
+        text = _text(table, column, multiple)[0]
+        fields.append(Field(column, tuple(sorted(t for t in pc.unique(text).to_pylist() if t)), multiple))
+    return fields
+
+
+def _text(batch: pa.RecordBatch | pa.Table, column: str, multiple: bool) -> tuple[pa.Array, npt.NDArray[np.int64]]:
+    """(all tokens in a row, tokens per row); a null is one empty token, which no vocabulary has."""
+    values = batch.column(column)
+    values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
+    text = pc.fill_null(pc.cast(values, pa.string()), "")
+    if not multiple:
+        return text, np.ones(len(text), np.int64)
+    lists = pc.split_pattern(text, " ")
+    return lists.flatten(), np.asarray(pc.list_value_length(lists)).astype(np.int64)
+
+
+def _tokens(f: Field, batch: pa.RecordBatch | pa.Table) -> tuple[torch.Tensor, torch.Tensor]:
+    text, counts = _text(batch, f.column, f.multiple)
+    found = pc.index_in(text, pa.array(f.vocabulary, pa.string()))
+    ids = np.asarray(pc.fill_null(pc.add(found, 1), UNKNOWN)).astype(np.int64)
+    return torch.from_numpy(ids), torch.from_numpy(np.cumsum(counts) - counts)
+
+
+def _without_ids(
+    tokens: list[tuple[torch.Tensor, torch.Tensor]], share: float, generator: torch.Generator
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    ids, offsets = tokens[0]
+    kept = torch.rand(len(ids), generator=generator) >= share
+    return [(torch.where(kept, ids, UNKNOWN), offsets), *tokens[1:]]

@@ -1,0 +1,145 @@
+"""Wire: how requests and answers look in JSON and Arrow, and the limits on them. The one place that knows msgspec and Arrow IPC."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+
+from store.errors import RequestError
+from store.lookup import MAX_KEYS
+
+JSON = "application/json"
+ARROW = "application/vnd.apache.arrow.stream"
+PROBLEM = "application/problem+json"
+
+MAX_BODY_BYTES = 4 * 2**20
+MAX_REQUESTS = 32
+"""Lookups in one ``POST /v1/lookup``."""
+
+
+class LookupRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of ``POST /v1/views/{view}/lookup``."""
+
+    keys: list[Any]
+    features: list[str] | None = None
+    fallback: bool = True
+    deadline_ms: float | None = None
+    max_age_s: float | None = None
+    inputs: dict[str, dict[str, Any]] | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of :meth:`store.lookup.Lookup.begin`."""
+        return {
+            "features": self.features,
+            "fallback": self.fallback,
+            "deadline_ms": self.deadline_ms,
+            "max_age_s": self.max_age_s,
+            "inputs": self.inputs,
+        }
+
+
+class ViewLookupRequest(LookupRequest, kw_only=True):
+    """One element of ``POST /v1/lookup``."""
+
+    view: str
+
+
+class MultiLookupRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of ``POST /v1/lookup``."""
+
+    requests: list[ViewLookupRequest]
+
+
+class SearchFilter(msgspec.Struct, forbid_unknown_fields=True):
+    """Which neighbours not to return."""
+
+    exclude: list[Any] = []
+
+
+class SearchRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of ``POST /v1/views/{view}/search``: exactly one of key, vector and inputs."""
+
+    key: Any = None
+    vector: list[float] | None = None
+    inputs: dict[str, Any] | None = None
+    k: int = 10
+    filter: SearchFilter | None = None
+    features: list[str] = []
+    deadline_ms: float | None = None
+
+
+_encoder = msgspec.json.Encoder()
+encode = _encoder.encode
+"""Anything of an answer → JSON bytes. NaN becomes null; datetimes RFC 3339 in UTC."""
+
+decode_lookup = msgspec.json.Decoder(LookupRequest)
+decode_multi = msgspec.json.Decoder(MultiLookupRequest)
+decode_search = msgspec.json.Decoder(SearchRequest)
+
+
+def decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
+    """A request's body.
+
+    Raises:
+        RequestError: not JSON, or not of that form; says where.
+    """
+    try:
+        return decoder.decode(body)
+    except RecursionError as exc:
+        raise RequestError("the body is nested too deeply", code="bad_json") from exc
+    except msgspec.ValidationError as exc:
+        raise RequestError(f"the body does not fit: {exc}", status=422, code="bad_request") from exc
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise RequestError(f"the body is not JSON: {exc}", code="bad_json") from exc
+
+
+def decode_arrow_keys(body: bytes) -> list[str]:
+    """The ``key`` column of an Arrow IPC stream: string or integer, at most :data:`store.lookup.MAX_KEYS` rows.
+
+    Arrow trusts its input by default; every batch is validated in full before a value is read.
+
+    Raises:
+        RequestError: broken, compressed, another column or type, nulls, or too many rows.
+    """
+    keys: list[str] = []
+    try:
+        with pa.ipc.open_stream(pa.py_buffer(body)) as reader:
+            if reader.schema.names != ["key"]:
+                raise RequestError(f"the Arrow body has columns {reader.schema.names[:5]}, it takes one: key", code="bad_arrow")
+            kind = reader.schema.field("key").type
+            if not (pa.types.is_string(kind) or pa.types.is_integer(kind)):
+                raise RequestError(f"the Arrow body's key column is {kind}, it takes string or an integer type", code="bad_arrow")
+            for batch in reader:
+                if len(keys) + batch.num_rows > MAX_KEYS:
+                    raise RequestError(f"a request has 1 to {MAX_KEYS} keys", status=413, code="too_many_keys")
+                batch.validate(full=True)
+                if batch.column(0).null_count:
+                    raise RequestError("the Arrow body has a null key", code="bad_arrow")
+                keys.extend(batch.column(0).cast(pa.string()).to_pylist())
+    except (pa.ArrowException, OSError, ValueError, UnicodeDecodeError) as exc:
+        raise RequestError(f"the body is not an Arrow IPC stream: {str(exc)[:200]}", code="bad_arrow") from exc
+    return keys
+
+
+def encode_arrow(table: pa.Table) -> memoryview:
+    """A table as an Arrow IPC stream."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return memoryview(sink.getvalue())
+
+
+def decode_arrow(body: bytes) -> pa.Table:
+    """The table that :func:`encode_arrow` wrote; for the client, which trusts its server."""
+    with pa.ipc.open_stream(pa.py_buffer(body)) as reader:
+        return reader.read_all()
+
+
+def schemas() -> dict[str, Any]:
+    """JSON Schemas of the request bodies, for the OpenAPI document."""
+    kinds: Sequence[Any] = (LookupRequest, MultiLookupRequest, SearchRequest)
+    _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    return components

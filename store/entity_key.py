@@ -1,0 +1,118 @@
+"""Entity keys: from columns, URLs and JSON to the one text every store uses.
+
+A key of one column is that column's text as it stands (``42``, ``os.path.join``, ``a/b``). A key of several columns is its
+parts joined with ``/``, with ``%`` and ``/`` inside a part written ``%25`` and ``%2F``. The UTF-8 of that text is the key in LMDB
+and Redis, the ``key`` column of every answer, and (percent-encoded once more, as any URL) the last part of a row's URL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import unquote_to_bytes
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from store.errors import RequestError
+from store.feature_view import MAX_KEY_BYTES
+
+
+def key_column(batch: pa.RecordBatch | pa.Table, entity: Sequence[str]) -> pa.Array:
+    """The key text of every row, vectorised.
+
+    Args:
+        batch: rows with the entity's columns, each int64 or string.
+        entity: names of the key columns.
+
+    Returns:
+        string array [rows]; null where any part is null.
+    """
+    parts = [pc.cast(_one_chunk(batch.column(name)), pa.string()) for name in entity]
+    if len(parts) == 1:
+        return parts[0]
+    escaped = [pc.replace_substring(pc.replace_substring(p, "%", "%25"), "/", "%2F") for p in parts]
+    return pc.binary_join_element_wise(*escaped, pa.scalar("/"))
+
+
+def bad_keys(keys: pa.Array) -> dict[int, str]:
+    """Row number → reason, for keys no store could hold: null, empty, too long or with a NUL byte."""
+    reasons: dict[int, str] = {}
+    length = pc.binary_length(keys)
+    for reason, mask in (
+        ("null key", pc.is_null(keys)),
+        ("empty key", pc.equal(length, 0)),
+        (f"key longer than {MAX_KEY_BYTES} bytes", pc.greater(length, MAX_KEY_BYTES)),
+        ("key with a NUL byte", pc.match_substring(keys, "\0")),
+    ):
+        for row in pc.indices_nonzero(pc.fill_null(mask, False)).to_pylist():
+            reasons.setdefault(row, reason)
+    return reasons
+
+
+def key_text(value: Any, entity: Sequence[str]) -> str:
+    """The key text of one key as a program gives it: a string, an integer, or a list of these for several columns.
+
+    Raises:
+        RequestError: another type, the wrong number of parts, empty, too long, or with a NUL.
+    """
+    if isinstance(value, (list, tuple)):
+        if len(value) != len(entity):
+            raise RequestError(
+                f"a key of this view has {len(entity)} part(s) ({', '.join(entity)}), got {len(value)}: {_short(value)}",
+                code="bad_key",
+            )
+        parts = [_part(part) for part in value]
+        text = parts[0] if len(parts) == 1 else "/".join(p.replace("%", "%25").replace("/", "%2F") for p in parts)
+    else:
+        text = _part(value)
+    return check_key(text)
+
+
+def key_from_path(raw: bytes, entity: Sequence[str]) -> str:
+    """The key text from the undecoded tail of a URL path, percent-decoded exactly once.
+
+    Raises:
+        RequestError: not UTF-8, or a key :func:`check_key` refuses.
+    """
+    try:
+        if len(entity) == 1:
+            return check_key(unquote_to_bytes(raw).decode())
+        parts = [unquote_to_bytes(part).decode() for part in raw.split(b"/")]
+    except UnicodeDecodeError as exc:
+        raise RequestError("the key in the URL is not UTF-8 after percent-decoding", code="bad_key") from exc
+    return key_text(parts, entity)
+
+
+def check_key(text: str) -> str:
+    """``text`` itself, if a store could hold it as a key.
+
+    Raises:
+        RequestError: empty, longer than :data:`MAX_KEY_BYTES`, a NUL inside, or a lone surrogate.
+    """
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as exc:
+        raise RequestError("a key is not valid UTF-8", code="bad_key") from exc
+    if size == 0 or size > MAX_KEY_BYTES or "\0" in text:
+        raise RequestError(
+            f"a key has 1 to {MAX_KEY_BYTES} bytes of UTF-8 without NUL, got {size} bytes: {_short(text)}", code="bad_key"
+        )
+    return text
+
+
+def _part(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    raise RequestError(f"a key is a string or an integer, got {type(value).__name__}: {_short(value)}", code="bad_key")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _one_chunk(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column

@@ -1,0 +1,67 @@
+"""Every error this project raises on purpose, as one small tree.
+
+    PrecomputeError                 something the operator or caller can act on
+    ├── ConfigError                 a file, key or value of the configuration is wrong       (exit status 2)
+    ├── SourceError                 the source cannot be read, or its rows cannot be used
+    ├── ModelError                  the model cannot be loaded, or breaks its contract
+    ├── RejectedError               too many rows rejected: nothing was published            (exit status 3)
+    ├── SnapshotError               a snapshot is missing, incomplete or damaged
+    ├── ConflictError               somebody else moved the pointer, or holds the lock
+    ├── OnlineStoreError            the online store cannot be reached, or refused a command
+    ├── VectorIndexError            the vector index is missing, damaged or does not fit
+    └── RequestError                a lookup or search that cannot be answered as asked     (HTTP 4xx)
+
+Foreign exceptions (duckdb, redis, lmdb, pyarrow, OSError) are translated at the seam that imports the library, always
+``from exc``. A message says what went wrong, with which value, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class PrecomputeError(Exception):
+    """Base of everything raised on purpose; ``str(error)`` is a message for the operator."""
+
+
+class ConfigError(PrecomputeError):
+    """The configuration is wrong: names the file, the key, the value and the remedy."""
+
+
+class SourceError(PrecomputeError):
+    """The source failed: its files, its rows or its keys."""
+
+
+class ModelError(PrecomputeError):
+    """The model could not be loaded, or returned something other than its view declares."""
+
+
+class RejectedError(PrecomputeError):
+    """More rows were rejected than the view allows; the snapshot was not committed."""
+
+
+class SnapshotError(PrecomputeError):
+    """A snapshot is missing, incomplete or damaged."""
+
+
+class ConflictError(PrecomputeError):
+    """A compare-and-swap lost, or another run holds the view's lock."""
+
+
+class OnlineStoreError(PrecomputeError):
+    """The online store cannot be reached or refused a command."""
+
+
+class VectorIndexError(PrecomputeError):
+    """The vector index is missing, damaged or cannot take this query."""
+
+
+class RequestError(PrecomputeError):
+    """A request that cannot be answered as asked.
+
+    ``status`` is the HTTP status, ``code`` a stable word for programs: ``unknown_view``, ``unknown_feature``, ``bad_key``,
+    ``too_many_keys``, ``bad_request`` …
+    """
+
+    def __init__(self, message: str, *, status: int = 400, code: str = "bad_request") -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code

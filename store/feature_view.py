@@ -1,0 +1,145 @@
+"""FeatureView: named features of one entity, made by one model from one source, with a time to live.
+
+Frozen, no I/O. It travels: the config builds it, the manifest stores it, the online pointer carries it, so a reader needs
+no configuration to know what it reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+NAME = re.compile(r"^[a-z][a-z0-9_]{0,62}$")
+"""Views, features and entity columns: one allow-list, so that no name can leave its folder or its key space."""
+
+RESERVED = frozenset(
+    {"key", "status", "source", "computed_at", "age_s", "ttl_s", "snapshot", "model", "reason", "input_hash", "score"}
+)
+"""Columns every answer or snapshot has beside its features; no feature may take one of these names."""
+
+SCALAR_TYPES: dict[str, pa.DataType] = {
+    "float16": pa.float16(),
+    "float32": pa.float32(),
+    "float64": pa.float64(),
+    "int8": pa.int8(),
+    "int16": pa.int16(),
+    "int32": pa.int32(),
+    "int64": pa.int64(),
+    "bool": pa.bool_(),
+    "string": pa.string(),
+}
+
+MAX_KEY_BYTES = 511
+"""Longest entity key, in UTF-8 bytes: LMDB's compiled-in limit, kept for every store so that a view can move."""
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """One named output of a view.
+
+    A scalar (``dim`` and ``max_items`` unset), a vector of exactly ``dim`` numbers (Arrow FixedSizeList), or a list of at most
+    ``max_items`` values (Arrow List), which is how a top-k list is kept.
+    """
+
+    name: str
+    dtype: str
+    dim: int | None = None
+    max_items: int | None = None
+
+    @property
+    def arrow_type(self) -> pa.DataType:
+        """The column's type in Parquet, in answers and in the model's checked output."""
+        scalar = SCALAR_TYPES[self.dtype]
+        if self.dim is not None:
+            return pa.list_(scalar, self.dim)
+        return pa.list_(scalar) if self.max_items is not None else scalar
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSpec:
+    """Which vector feature is searchable, by which metric, and the recall the index must reach."""
+
+    on: str
+    metric: str = "cosine"
+    recall_at_10: float = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureView:
+    """What is computed and how long it is good for; nothing about when or where.
+
+    Durations are seconds. ``entity_types`` are Arrow type names (``int64`` or ``string``), known once the source was read.
+    """
+
+    name: str
+    entity: tuple[str, ...]
+    features: tuple[Feature, ...]
+    ttl_s: float
+    stale_for_s: float
+    index: IndexSpec | None = None
+    fallback: bool = False
+    fallback_deadline_s: float = 0.1
+    definition: Mapping[str, Any] = field(default_factory=dict)
+    """Source SQL and model as configured: kept in the manifest for provenance and for the fallback."""
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        """The features' names, in declared order."""
+        return tuple(f.name for f in self.features)
+
+    def feature(self, name: str) -> Feature:
+        """The feature called ``name``.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for feature in self.features:
+            if feature.name == name:
+                return feature
+        raise KeyError(name)
+
+    def feature_schema(self) -> pa.Schema:
+        """The features alone, as Arrow fields in declared order."""
+        return pa.schema([pa.field(f.name, f.arrow_type) for f in self.features])
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict that :meth:`from_json` reads back to an equal view."""
+        return {
+            "name": self.name,
+            "entity": list(self.entity),
+            "features": [{"name": f.name, "dtype": f.dtype, "dim": f.dim, "max_items": f.max_items} for f in self.features],
+            "ttl_s": self.ttl_s,
+            "stale_for_s": self.stale_for_s,
+            "index": None
+            if self.index is None
+            else {"on": self.index.on, "metric": self.index.metric, "recall_at_10": self.index.recall_at_10},
+            "fallback": self.fallback,
+            "fallback_deadline_s": self.fallback_deadline_s,
+            "definition": dict(self.definition),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> FeatureView:
+        """The view that :meth:`to_json` wrote."""
+        index = data["index"]
+        return cls(
+            name=data["name"],
+            entity=tuple(data["entity"]),
+            features=tuple(Feature(**f) for f in data["features"]),
+            ttl_s=data["ttl_s"],
+            stale_for_s=data["stale_for_s"],
+            index=None if index is None else IndexSpec(**index),
+            fallback=data["fallback"],
+            fallback_deadline_s=data["fallback_deadline_s"],
+            definition=data["definition"],
+        )
+
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) over the whole definition: two views with one fingerprint are the same view."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()

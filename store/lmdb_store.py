@@ -1,0 +1,231 @@
+"""LMDB online store: one immutable file per generation, one small pointer file per view. The embedded default.
+
+    <folder>/<view>/<generation:020d>.mdb     built aside, fsynced, renamed; read without locks, since nothing writes it again
+    <folder>/<view>/live.json                 the pointer, replaced atomically
+
+A reader looks at the pointer file's inode and mtime once per request (1.5 µs) and opens the new generation when they changed.
+Rows are inserted sorted by key: sorted, 1,553-byte rows take 2.1 kB each, in random order 3.8 kB.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import lmdb
+
+from store.codec import Buffer
+from store.durable_file import disk_message, locked, replace_durably, sync_file, sync_folder
+from store.errors import OnlineStoreError
+from store.feature_view import NAME
+from store.online_store import OnlineStore, Pointer, Rows, check_epoch, check_loaded, check_not_live
+
+SORT_BYTES = 256 * 2**20
+"""Rows sorted at once before insertion; a generation that fits is appended in perfect order."""
+
+FIRST_MAP_BYTES = 64 * 2**20
+
+
+class _Generation:
+    """An open generation file. Closed by the garbage collector, after the last request that reads it let go."""
+
+    def __init__(self, path: Path) -> None:
+        self.env = lmdb.open(str(path), subdir=False, readonly=True, lock=False, readahead=False, max_spare_txns=8)
+
+
+_open: weakref.WeakValueDictionary[tuple[int, int], _Generation] = weakref.WeakValueDictionary()
+_open_lock = threading.Lock()  # LMDB forbids opening a file twice in one process, so all stores of a process share them
+
+
+def _generation(path: Path) -> _Generation:
+    with _open_lock:
+        status = path.stat()
+        identity = (status.st_dev, status.st_ino)
+        generation = _open.get(identity)
+        if generation is None:
+            generation = _open[identity] = _Generation(path)
+        return generation
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    identity: tuple[int, int]
+    pointer: Pointer
+    generation: _Generation
+
+
+class LmdbStore(OnlineStore):
+    """See :mod:`store.lmdb_store` and the contract, :class:`OnlineStore`.
+
+    Args:
+        folder: created on the first load.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._live: dict[str, _Live] = {}
+
+    # ---- reading
+
+    def read(self, view: str, keys: Sequence[bytes]) -> tuple[Pointer, list[Buffer | None]] | None:
+        """See :meth:`OnlineStore.read`."""
+        live = self._current(view)
+        if live is None:
+            return None
+        try:
+            with live.generation.env.begin() as txn:
+                get = txn.get
+                return live.pointer, [get(key) for key in keys]
+        except lmdb.Error as exc:
+            raise OnlineStoreError(f"cannot read {self._path(view, live.pointer.epoch)}: {exc}") from exc
+
+    def live(self, view: str) -> Pointer | None:
+        """See :meth:`OnlineStore.live`."""
+        live = self._current(view)
+        return None if live is None else live.pointer
+
+    def _current(self, view: str) -> _Live | None:
+        known = self._live.get(view)
+        if known is None and not NAME.match(view):
+            return None
+        path = f"{self.folder}/{view}/live.json"
+        for attempt in (1, 2):
+            try:
+                status = os.stat(path)
+            except FileNotFoundError:
+                return None
+            identity = (status.st_ino, status.st_mtime_ns)
+            if known is not None and known.identity == identity:
+                return known
+            pointer = self._pointer(view)
+            if pointer is None:
+                return None
+            try:
+                generation = _generation(self._path(view, pointer.epoch))
+            except (OSError, lmdb.Error) as exc:
+                if attempt == 1:  # the pointer moved twice between the two reads and the old generation is gone
+                    continue
+                raise OnlineStoreError(
+                    f"cannot open the live generation {self._path(view, pointer.epoch)}: {exc}; publish the view again"
+                ) from exc
+            known = self._live[view] = _Live(identity, pointer, generation)
+            return known
+        return None
+
+    def _pointer(self, view: str) -> Pointer | None:
+        path = self.folder / view / "live.json"
+        try:
+            return Pointer.from_bytes(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError) as exc:
+            raise OnlineStoreError(f"{path} is damaged ({exc}); publish the view again") from exc
+
+    def read_generation(self, view: str, generation: int, keys: Sequence[bytes]) -> list[Buffer | None]:
+        """See :meth:`OnlineStore.read_generation`."""
+        path = self._path(view, generation)
+        try:
+            opened = _generation(path)
+            with opened.env.begin() as txn:
+                return [txn.get(key) for key in keys]
+        except FileNotFoundError:
+            return [None] * len(keys)
+        except (OSError, lmdb.Error) as exc:
+            raise OnlineStoreError(f"cannot read {path}: {exc}; publish the view again") from exc
+
+    def generations(self, view: str) -> list[int]:
+        """See :meth:`OnlineStore.generations`."""
+        return sorted(int(p.stem) for p in (self.folder / view).glob("*.mdb") if p.stem.isdigit())
+
+    def views(self) -> list[str]:
+        """See :meth:`OnlineStore.views`."""
+        return sorted(p.parent.name for p in self.folder.glob("*/live.json"))
+
+    # ---- writing
+
+    def load(self, view: str, generation: int, rows: Rows) -> int:
+        """See :meth:`OnlineStore.load`."""
+        check_not_live(self._pointer(view), view, generation)
+        path = self._path(view, generation)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.unlink(missing_ok=True)
+            env = lmdb.open(str(temporary), subdir=False, map_size=FIRST_MAP_BYTES, sync=False, metasync=False, lock=False)
+            try:
+                for items in _sorted(rows):
+                    _insert(env, items)
+                count = int(env.stat()["entries"])
+            finally:
+                env.close()
+            sync_file(temporary)
+            os.replace(temporary, path)
+            sync_folder(path.parent)
+            return count
+        except OSError as exc:
+            raise OnlineStoreError(disk_message(path, exc)) from exc
+        except lmdb.Error as exc:
+            raise OnlineStoreError(f"cannot write {path}: {exc} (the live generation is untouched)") from exc
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+    def flip(self, pointer: Pointer) -> None:
+        """See :meth:`OnlineStore.flip`."""
+        folder = self.folder / pointer.view.name
+        check_loaded(pointer, self.generations(pointer.view.name))
+        try:
+            with locked(folder / ".lock"):
+                check_epoch(self._pointer(pointer.view.name), pointer)
+                replace_durably(folder / "live.json", pointer.to_bytes())
+        except OSError as exc:
+            raise OnlineStoreError(disk_message(folder / "live.json", exc)) from exc
+
+    def drop(self, view: str, generation: int) -> None:
+        """See :meth:`OnlineStore.drop`."""
+        check_not_live(self._pointer(view), view, generation)
+        try:
+            self._path(view, generation).unlink(missing_ok=True)
+        except OSError as exc:
+            raise OnlineStoreError(f"cannot remove {self._path(view, generation)}: {exc}") from exc
+
+    def close(self) -> None:
+        """See :meth:`OnlineStore.close`."""
+        self._live.clear()
+
+    def _path(self, view: str, generation: int) -> Path:
+        return self.folder / view / f"{generation:020d}.mdb"
+
+
+def _sorted(rows: Rows) -> Iterator[list[tuple[bytes, Buffer]]]:
+    """The rows in chunks of about :data:`SORT_BYTES`, each sorted by key."""
+    chunk: list[tuple[bytes, Buffer]] = []
+    size = 0
+    for keys, values in rows:
+        chunk.extend(zip(keys, values, strict=True))
+        size += sum(map(len, values))
+        if size >= SORT_BYTES:
+            yield sorted(chunk, key=_key)
+            chunk, size = [], 0
+    if chunk:
+        yield sorted(chunk, key=_key)
+
+
+def _key(item: tuple[bytes, Buffer]) -> bytes:
+    return item[0]
+
+
+def _insert(env: lmdb.Environment, items: list[tuple[bytes, Buffer]]) -> None:
+    """Insert sorted items in one transaction, with a map as large as that takes."""
+    while True:
+        try:
+            with env.begin(write=True) as txn:
+                txn.cursor().putmulti(items)
+            return
+        except lmdb.MapFullError:
+            env.set_mapsize(env.info()["map_size"] * 2)

@@ -1,0 +1,221 @@
+"""Online store: entity key → packed row, by view and generation. The contract, and the in-memory reference.
+
+A **generation** is one snapshot loaded into the store: immutable once loaded, and numbered by the epoch its publishing will have, so
+that loading a snapshot again never touches what readers use. One pointer per view says which generation is live and carries what
+a reader must know to unpack it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from store.codec import Buffer
+from store.errors import ConflictError, OnlineStoreError
+from store.feature_view import FeatureView
+
+Rows = Iterable[tuple[Sequence[bytes], Sequence[Buffer]]]
+"""Batches of (keys, packed rows), equally long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pointer:
+    """What is live for a view.
+
+    ``epoch`` counts the view's publishings and names the generation; a pointer never moves to a smaller one. ``rows`` is the
+    generation's row count, ``input_columns`` maps the model's inputs to Arrow type names, ``inputs`` the views the snapshot was
+    computed from to their snapshot's number, ``index`` is the vector index's folder relative to the offline store's root.
+    """
+
+    view: FeatureView
+    snapshot: int
+    epoch: int
+    model: str
+    rows: int
+    source_rows: int
+    at: str
+    computed_at_min: int | None
+    input_columns: dict[str, str] = field(default_factory=dict)
+    inputs: dict[str, int] = field(default_factory=dict)
+    index: str | None = None
+
+    def to_bytes(self) -> bytes:
+        """JSON that :meth:`from_bytes` reads back to an equal pointer."""
+        body: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
+        body["view"] = self.view.to_json()
+        return json.dumps(body).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Pointer:
+        """The pointer that :meth:`to_bytes` wrote."""
+        body = json.loads(data)
+        body["view"] = FeatureView.from_json(body["view"])
+        return cls(**body)
+
+
+class OnlineStore(ABC):
+    """The contract every online store keeps; one test suite holds them all to it.
+
+    Keys are the UTF-8 of :mod:`store.entity_key`'s text. All methods raise :class:`OnlineStoreError` when the store cannot be
+    reached or refuses; none swallows anything. Safe to share between threads.
+    """
+
+    blocking: ClassVar[bool] = False
+    """True when a read waits for a network: an event loop must hand it to a thread."""
+
+    @abstractmethod
+    def load(self, view: str, generation: int, rows: Rows) -> int:
+        """Load a generation whole and durably, replacing what an unfinished load of the same number left. Readers see nothing of
+        it before :meth:`flip`.
+
+        Returns:
+            the number of distinct keys the store now holds for the generation.
+
+        Raises:
+            ConflictError: the generation is live.
+        """
+
+    @abstractmethod
+    def flip(self, pointer: Pointer) -> None:
+        """Make ``pointer`` live, atomically for every reader.
+
+        Raises:
+            ConflictError: the store's pointer has a larger epoch already; an equal one is accepted, so a flip can be repeated.
+            OnlineStoreError: the generation was never loaded whole.
+        """
+
+    @abstractmethod
+    def live(self, view: str) -> Pointer | None:
+        """The view's pointer as it is now, or None."""
+
+    @abstractmethod
+    def read(self, view: str, keys: Sequence[bytes]) -> tuple[Pointer, list[Buffer | None]] | None:
+        """Packed rows of ``keys``, in their order, None for a missing one; all from the generation of the pointer returned.
+
+        Returns None when nothing is live for the view. Buffers stay valid as long as the caller holds them.
+        """
+
+    @abstractmethod
+    def read_generation(self, view: str, generation: int, keys: Sequence[bytes]) -> list[Buffer | None]:
+        """As :meth:`read` for a generation that need not be live: how a load is verified before the flip."""
+
+    @abstractmethod
+    def generations(self, view: str) -> list[int]:
+        """Numbers of the generations loaded whole, ascending."""
+
+    @abstractmethod
+    def drop(self, view: str, generation: int) -> None:
+        """Remove a generation; one that is not there is no error.
+
+        Raises:
+            ConflictError: it is live.
+        """
+
+    @abstractmethod
+    def views(self) -> list[str]:
+        """Names of the views with a live pointer, sorted."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of files and connections; the store cannot be used after."""
+
+
+class MemoryStore(OnlineStore):
+    """The reference: dictionaries under one lock. Lives and dies with its process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._generations: dict[str, dict[int, dict[bytes, Buffer]]] = {}
+        self._pointers: dict[str, Pointer] = {}
+
+    def load(self, view: str, generation: int, rows: Rows) -> int:
+        """See :meth:`OnlineStore.load`."""
+        check_not_live(self.live(view), view, generation)
+        table: dict[bytes, Buffer] = {}
+        for keys, values in rows:
+            table.update(zip(keys, map(bytes, values), strict=True))
+        with self._lock:
+            self._generations.setdefault(view, {})[generation] = table
+        return len(table)
+
+    def flip(self, pointer: Pointer) -> None:
+        """See :meth:`OnlineStore.flip`."""
+        with self._lock:
+            check_loaded(pointer, list(self._generations.get(pointer.view.name, ())))
+            check_epoch(self._pointers.get(pointer.view.name), pointer)
+            self._pointers[pointer.view.name] = pointer
+
+    def live(self, view: str) -> Pointer | None:
+        """See :meth:`OnlineStore.live`."""
+        return self._pointers.get(view)
+
+    def read(self, view: str, keys: Sequence[bytes]) -> tuple[Pointer, list[Buffer | None]] | None:
+        """See :meth:`OnlineStore.read`."""
+        with self._lock:
+            pointer = self._pointers.get(view)
+            if pointer is None:
+                return None
+            table = self._generations[view][pointer.epoch]
+        return pointer, [table.get(key) for key in keys]
+
+    def read_generation(self, view: str, generation: int, keys: Sequence[bytes]) -> list[Buffer | None]:
+        """See :meth:`OnlineStore.read_generation`."""
+        table = self._generations.get(view, {}).get(generation, {})
+        return [table.get(key) for key in keys]
+
+    def generations(self, view: str) -> list[int]:
+        """See :meth:`OnlineStore.generations`."""
+        return sorted(self._generations.get(view, ()))
+
+    def drop(self, view: str, generation: int) -> None:
+        """See :meth:`OnlineStore.drop`."""
+        with self._lock:
+            check_not_live(self._pointers.get(view), view, generation)
+            self._generations.get(view, {}).pop(generation, None)
+
+    def views(self) -> list[str]:
+        """See :meth:`OnlineStore.views`."""
+        return sorted(self._pointers)
+
+    def close(self) -> None:
+        """See :meth:`OnlineStore.close`."""
+
+
+def check_not_live(pointer: Pointer | None, view: str, generation: int) -> None:
+    """Raises:
+    ConflictError: ``generation`` is what readers are using.
+    """
+    if pointer is not None and pointer.epoch == generation:
+        raise ConflictError(
+            f"generation {generation} of view {view!r} is live in the online store and cannot be replaced or dropped"
+        )
+
+
+def check_loaded(pointer: Pointer, generations: Sequence[int]) -> None:
+    """Raises:
+    OnlineStoreError: the pointer names a generation that was not loaded whole.
+    """
+    if pointer.epoch not in generations:
+        have = ", ".join(map(str, generations)) or "none"
+        raise OnlineStoreError(
+            f"generation {pointer.epoch} of view {pointer.view.name!r} is not loaded whole (loaded: {have}); publish it again"
+        )
+
+
+def check_epoch(current: Pointer | None, pointer: Pointer) -> None:
+    """Raises:
+    ConflictError: ``current`` was moved by somebody later than the writer of ``pointer``.
+    """
+    if current is not None and (current.epoch > pointer.epoch):
+        raise stale_epoch(pointer.view.name, current.epoch, pointer.epoch)
+
+
+def stale_epoch(view: str, current: int, offered: int) -> ConflictError:
+    """The error of a flip that comes too late."""
+    return ConflictError(
+        f"the online pointer of {view!r} is at epoch {current}, past {offered}: a later publish won; nothing was changed"
+    )
