@@ -1,0 +1,55 @@
+"""Models that are pure arithmetic, so that a test can say what every row must be."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import numpy as np
+import pyarrow as pa
+
+
+class Doubler:
+    """``x`` → ``double`` = 2x, and ``vector`` = [x, x + 1, … x + dim - 1].
+
+    Args:
+        dim: of the vector; 0 leaves it out.
+        fail_on: raise when this value of x is in the batch.
+        nan_on: return NaN for this value of x.
+        kill_on: kill the process, as the kernel would, when this value of x is in the batch.
+        sleep_s: take this long for each batch.
+        version: part of the fingerprint.
+    """
+
+    def __init__(
+        self,
+        dim: int = 4,
+        fail_on: float | None = None,
+        nan_on: float | None = None,
+        kill_on: float | None = None,
+        sleep_s: float = 0.0,
+        version: int = 1,
+    ) -> None:
+        self.dim, self.fail_on, self.nan_on, self.kill_on, self.sleep_s, self.version = dim, fail_on, nan_on, kill_on, sleep_s, version
+        self.calls = 0
+
+    def fingerprint(self) -> str:
+        return f"doubler {self.dim} {self.version}"
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
+        self.calls += 1
+        if self.sleep_s:
+            time.sleep(self.sleep_s)
+        x = np.asarray(batch.column("x")).astype(np.float64)
+        if self.kill_on is not None and (x == self.kill_on).any():
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.fail_on is not None and (x == self.fail_on).any():
+            raise ValueError(f"cannot take {self.fail_on}")
+        double = 2 * x
+        if self.nan_on is not None:
+            double[x == self.nan_on] = np.nan
+        features = {"double": double}
+        if self.dim:
+            features["vector"] = (x[:, None] + np.arange(self.dim)).astype(np.float32)
+        return features

