@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from email.utils import formatdate
+from functools import lru_cache
 from typing import Any
 
 from starlette.applications import Starlette
@@ -22,6 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from store.api import wire
 from store.api.metrics import CONTENT_TYPE, Metrics
@@ -64,8 +66,8 @@ class Api:
         """All routes, the hottest first."""
         get, post = ["GET"], ["POST"]
         return [
-            Route("/v1/views/{view}/rows/{key:path}", self._row, methods=get),
-            Route("/v1/views/{view}/lookup", self._view_lookup, methods=post),
+            Route("/v1/views/{view}/rows/{key:path}", self.row, methods=get),
+            Route("/v1/views/{view}/lookup", self.lookup, methods=post),
             Route("/v1/lookup", self._multi_lookup, methods=post),
             Route("/v1/views/{view}/search", self._search, methods=post),
             Route("/v1/views", self._views, methods=get),
@@ -78,7 +80,8 @@ class Api:
 
     # ---- rows
 
-    async def _row(self, request: Request) -> Response:
+    async def row(self, request: Request) -> Response:
+        """``GET /v1/views/{view}/rows/{key}``."""
         started = time.perf_counter()
         view = request.path_params["view"]
         query = request.query_params if request.scope["query_string"] else {}
@@ -114,7 +117,8 @@ class Api:
         row = answer.rows()[0]
         return Response(wire.encode({"view": answer.pointer.view.name, **row}), headers=headers, media_type=wire.JSON)
 
-    async def _view_lookup(self, request: Request) -> Response:
+    async def lookup(self, request: Request) -> Response:
+        """``POST /v1/views/{view}/lookup``."""
         started = time.perf_counter()
         view = request.path_params["view"]
         kind, body = await _read_body(request, (wire.JSON, wire.ARROW))
@@ -259,16 +263,43 @@ class Api:
         return _problem(status, code, detail, headers)
 
 
+class _Front:
+    """The two hot routes without Starlette's middleware and router: 35 of 140 µs of a single-row request. Everything else, their other
+    methods included, goes through Starlette, where the same handlers are routed."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+        refuse: Any = api.refuse
+        kinds = (RequestError, OnlineStoreError, VectorIndexError, HTTPException, ClientDisconnect, Exception)
+        self.starlette = Starlette(routes=api.routes(), exception_handlers={kind: refuse for kind in kinds})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith("/v1/views/"):
+            view, _, rest = scope["path"][10:].partition("/")
+            handler = None
+            if scope["method"] == "GET" and rest.startswith("rows/"):
+                handler = self._api.row
+            elif scope["method"] == "POST" and rest == "lookup":
+                handler = self._api.lookup
+            if handler is not None:
+                scope["path_params"] = {"view": view}
+                request = Request(scope, receive)
+                try:
+                    response = await handler(request)
+                except Exception as exc:
+                    response = await self._api.refuse(request, exc)
+                await response(scope, receive, send)
+                return
+        await self.starlette(scope, receive, send)
+
+
 def create_app(
     lookup: Lookup,
     warming: Callable[[], bool] = lambda: False,
     fallback_ready: Callable[[Pointer], bool] = lambda _: False,
-) -> Starlette:
+) -> ASGIApp:
     """The ASGI application; see :class:`Api` for the arguments."""
-    api = Api(lookup, warming, fallback_ready)
-    refuse: Any = api.refuse
-    kinds = (RequestError, OnlineStoreError, VectorIndexError, HTTPException, ClientDisconnect, Exception)
-    return Starlette(routes=api.routes(), exception_handlers=dict.fromkeys(kinds, refuse))
+    return _Front(Api(lookup, warming, fallback_ready))
 
 
 # ---- helpers
@@ -317,8 +348,14 @@ def _freshness_headers(answer: Answer) -> dict[str, str]:
         "Cache-Control": f"max-age={view.ttl_s:.0f}, stale-while-revalidate={view.stale_for_s:.0f}",
         "Cache-Status": f"precompute; {how}; {version}",
         "ETag": f'"{pointer.snapshot}-{zlib.crc32(value):08x}"',
-        "Last-Modified": formatdate(answer.computed_at_us(0) / 1e6, usegmt=True),
+        "Last-Modified": _http_date(answer.computed_at_us(0) // 1_000_000),
     }
+
+
+@lru_cache(4096)
+def _http_date(seconds: int) -> str:
+    """RFC 9110 date; a snapshot's rows share few seconds, so this is computed once for many."""
+    return formatdate(seconds, usegmt=True)
 
 
 def _problem(status: int, code: str, detail: str, headers: dict[str, str] | None = None, **more: Any) -> Response:

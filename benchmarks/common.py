@@ -1,0 +1,61 @@
+"""What the benchmarks share: a store of random vectors, medians, and the report."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from store.codec import Buffer, RowCodec
+from store.feature_view import Feature, FeatureView
+from store.online_store import OnlineStore, Pointer
+
+RESULTS = Path(__file__).parent / "results"
+ROWS = 100_000
+DIM = 384
+
+VIEW = FeatureView("vectors", ("id",), (Feature("vector", "float32", DIM),), ttl_s=86400, stale_for_s=86400)
+
+
+def fill(store: OnlineStore, rows: int = ROWS) -> None:
+    """Load ``rows`` random vectors under the keys 0, 1, … and make them live."""
+    codec, now_us, rng = RowCodec(VIEW), time.time_ns() // 1000, np.random.default_rng(0)
+
+    def batches() -> Iterator[tuple[Sequence[bytes], Sequence[Buffer]]]:
+        for start in range(0, rows, 10_000):
+            n = min(10_000, rows - start)
+            flat = pa.array(rng.random(n * DIM, dtype=np.float32))
+            batch = pa.record_batch({"vector": pa.FixedSizeListArray.from_arrays(flat, DIM)})
+            yield [str(i).encode() for i in range(start, start + n)], list(codec.encode(batch, np.full(n, now_us), 1).rows())
+
+    store.load(VIEW.name, 1, batches())
+    store.flip(Pointer(VIEW, 1, 1, "0" * 64, rows, rows, "now", now_us))
+
+
+def median_us(function: Callable[[Any], Any], arguments: Sequence[Any]) -> float:
+    """Median time of one call, µs, after one round to warm up."""
+    for argument in arguments:
+        function(argument)
+    times = []
+    for argument in arguments:
+        started = time.perf_counter()
+        function(argument)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times) * 1e6
+
+
+def report(name: str, lines: Sequence[str], figures: dict[str, Any]) -> None:
+    """Print the lines and write the figures."""
+    print(f"\n{name}")
+    for line in lines:
+        print(f"  {line}")
+    RESULTS.mkdir(exist_ok=True)
+    figures |= {"machine": platform.processor() or platform.machine(), "python": platform.python_version()}
+    (RESULTS / f"{name}.json").write_text(json.dumps(figures, indent=1))
