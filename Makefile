@@ -27,10 +27,6 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	$(PIP) --constraint constraints.txt --editable ".[cpu,demo,dev]"
 	@touch $@
 
-$(VENV)/.bench: $(VENV)/.base
-	$(PIP) --constraint constraints.txt --editable ".[cpu,demo,dev,bench]"
-	@touch $@
-
 demo: setup
 	$(BIN)/python -m jobs.demo -c $(CONFIG)
 
@@ -45,7 +41,7 @@ check: $(VENV)/.base
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.demo $(VENV)/.bench
+bench: setup
 	$(BIN)/python -m benchmarks
 
 clean:

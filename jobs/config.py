@@ -3,7 +3,7 @@
 Every value can be overridden from the environment: ``PRECOMPUTE_`` and the path of keys joined with ``__``, in upper case
 (``PRECOMPUTE_ONLINE``, ``PRECOMPUTE_SERVE__BIND``, ``PRECOMPUTE_VARS__DATA``, ``PRECOMPUTE_VIEWS__ITEM_EMBEDDING__TTL``). Secrets, such as the
 password in a Redis URL, belong there and nowhere else. Relative paths start from the folder of ``project.yaml``, so that a cron job
-finds the same data whatever its working directory.
+finds the same data whatever its working directory; a model of the user's own may live in that folder too.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -226,6 +227,8 @@ class Project:
 
     def __init__(self, folder: str | Path, environment: Mapping[str, str] | None = None) -> None:
         self.folder = Path(folder)
+        if str(self.folder.absolute()) not in sys.path:
+            sys.path.append(str(self.folder.absolute()))  # so that a model of one's own can live beside the views
         if not self.folder.is_dir():
             raise ConfigError(
                 f"no folder {str(folder)!r}: give the one with project.yaml, as in `precompute -c configs/movielens status`"

@@ -1,0 +1,11 @@
+"""All benchmarks, one after the other: ``make bench``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SCRIPTS = ("lookup_lmdb", "lookup_http", "encode")
+
+if __name__ == "__main__":
+    sys.exit(max(subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=False).returncode for name in SCRIPTS))
