@@ -45,7 +45,9 @@ def main() -> None:
                 started = time.perf_counter()
                 snapshot = materialize(project.view("docs"), store, run, Silent())
                 ours.append(time.perf_counter() - started - run.stages_s["open"])
-        got = np.concatenate([np.asarray(b.column("embedding").flatten()) for b in store.batches(snapshot)]).reshape(len(texts), -1)
+        got = np.concatenate([np.asarray(b.column("embedding").flatten()) for b in store.batches(snapshot)]).reshape(
+            len(texts), -1
+        )
     worst = float((got * expected).sum(1).min())
     rates = len(texts) / np.median(ours), len(texts) / np.median(theirs)
     report(
@@ -54,7 +56,13 @@ def main() -> None:
             f"text → Parquet: {rates[0]:.0f} docs/s; sentence-transformers encode(), defaults: {rates[1]:.0f} docs/s; ratio {rates[0] / rates[1]:.2f}",
             f"smallest cosine between the two: {worst:.7f}",
         ],
-        {"docs_per_s": rates[0], "peer_docs_per_s": rates[1], "ratio": rates[0] / rates[1], "min_cosine": worst, "texts": len(texts)},
+        {
+            "docs_per_s": rates[0],
+            "peer_docs_per_s": rates[1],
+            "ratio": rates[0] / rates[1],
+            "min_cosine": worst,
+            "texts": len(texts),
+        },
     )
 
 

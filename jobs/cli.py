@@ -25,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. Never a traceback for a user's mistake."""
     parser = _parser()
     arguments = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    for room in ("jobs", "precompute", "store"):
+        logging.getLogger(room).setLevel(logging.INFO)
     try:
         status: int = arguments.call(arguments)
         sys.stdout.flush()

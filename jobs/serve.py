@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -89,6 +90,9 @@ def serve(project: Project, announce: Callable[[str], None]) -> None:
         config = uvicorn.Config(
             app, loop="uvloop", http="httptools", lifespan="off", access_log=False, log_config=None, timeout_graceful_shutdown=10
         )
+        # Once it has shut down, uvicorn raises the signal again under the handlers it found: these, so that we clean up and end with 0.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
         announce(address)
         uvicorn.Server(config).run(sockets=[bound])
     finally:

@@ -31,7 +31,14 @@ class Doubler:
         sleep_s: float = 0.0,
         version: int = 1,
     ) -> None:
-        self.dim, self.fail_on, self.nan_on, self.kill_on, self.sleep_s, self.version = dim, fail_on, nan_on, kill_on, sleep_s, version
+        self.dim, self.fail_on, self.nan_on, self.kill_on, self.sleep_s, self.version = (
+            dim,
+            fail_on,
+            nan_on,
+            kill_on,
+            sleep_s,
+            version,
+        )
         self.calls = 0
 
     def fingerprint(self) -> str:

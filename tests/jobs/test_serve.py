@@ -1,0 +1,556 @@
+"""``precompute serve`` as a process of its own; :class:`Server` and :func:`make_folder` serve the other tests over HTTP too."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import redis
+import yaml
+
+from jobs.config import Project
+from jobs.progress import Silent
+from jobs.run import run_view
+from store.api import wire
+from tests.arithmetic import Doubler
+from tests.conftest import free_port, redis_binary
+
+REPOSITORY = Path(__file__).parents[2]
+
+View = dict[str, Any]
+
+NUMBERS: View = {
+    "entity": ["id"],
+    "source": {"sql": "SELECT * FROM read_parquet('${data}/data.parquet')"},
+    "model": {"use": "tests.arithmetic:Doubler"},
+    "features": {"double": {"dtype": "float64"}, "vector": {"dtype": "float32", "dim": 4}},
+    "ttl": "1h",
+    "stale_for": "1d",
+    "index": {"on": "vector", "metric": "l2"},
+    "fallback": {"enabled": True, "deadline": "20s"},
+}
+
+
+def make_folder(folder: Path, views: dict[str, View], **settings: Any) -> Project:
+    """A project's files, its data (id = x = 1, 2, 3) and, per view, what differs from :data:`NUMBERS` (None leaves a key out)."""
+    (folder / "views").mkdir(parents=True, exist_ok=True)
+    project = {"root": "./var", "online": "lmdb:./var/online", "vars": {"data": "./"}, "serve": {"bind": "127.0.0.1:0"}}
+    (folder / "project.yaml").write_text(yaml.safe_dump(project | settings))
+    for name, over in views.items():
+        view = {k: v for k, v in ({"name": name} | NUMBERS | over).items() if v is not None}
+        (folder / "views" / f"{name}.yaml").write_text(yaml.safe_dump(view))
+    if not (folder / "data.parquet").exists():
+        write_numbers(folder, [1, 2, 3])
+    return Project(folder, {})
+
+
+def write_numbers(folder: Path, ids: Sequence[int], x: float | None = None) -> None:
+    """The source's file, replaced as a whole: x = id, unless one is given for all rows."""
+    table = pa.table({"id": pa.array(ids, pa.int64()), "x": pa.array([float(i if x is None else x) for i in ids])})
+    pq.write_table(table, folder / ".data.tmp")
+    os.replace(folder / ".data.tmp", folder / "data.parquet")
+
+
+def publish(project: Project, *views: str) -> None:
+    for view in views or project.views:
+        run_view(project, view, Silent())
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def arrow(self) -> pa.Table:
+        return wire.decode_arrow(self.body)
+
+    def check_problem(self, status: int, code: str | None = None) -> None:
+        """RFC 9457: the content type, and the fields with the status inside."""
+        assert (self.status, self.headers["content-type"]) == (status, "application/problem+json"), self
+        problem = self.json
+        assert all(isinstance(problem[field], str) and problem[field] for field in ("type", "title", "detail"))
+        assert problem["status"] == status
+        if code is not None:
+            assert problem["type"] == f"urn:precompute:problem:{code}"
+
+
+class Server:
+    """``precompute serve`` over a project's folder; a context manager that ends it, and asserts that nothing went wrong inside."""
+
+    def __init__(self, folder: Path, bind: str = "127.0.0.1:0", *, ready: bool = True) -> None:
+        self.log = folder / f"serve-{time.monotonic_ns()}.log"
+        command = [sys.executable, "-m", "jobs.cli", "-c", str(folder), "serve"]
+        environment = os.environ | {"PRECOMPUTE_SERVE__BIND": bind}
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=log, text=True
+            )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line.startswith("serving on "), self.log.read_text()
+        self.url = line.removeprefix("serving on ").strip()
+        self._local = threading.local()
+        if ready:
+            eventually(lambda: self.get("/readyz").status == 200, lambda: f"{self.get('/readyz')}\n{self.log.read_text()}")
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.end()
+        if kind is None:
+            text = self.log.read_text()
+            assert "Traceback" not in text, text
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Signal it and wait; returns the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        status = self.process.wait(timeout=30)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return status
+
+    def connect(self) -> socket.socket:
+        """A raw connection."""
+        if self.url.startswith("unix:"):
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.connect(self.url.removeprefix("unix:"))
+        else:
+            host, _, port = self.url.removeprefix("http://").rpartition(":")
+            connection = socket.create_connection((host, int(port)))
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(20)
+        return connection
+
+    def raw(self, data: bytes) -> Reply:
+        """What comes back for these very bytes, on a connection of their own."""
+        with self.connect() as connection:
+            connection.sendall(data)
+            return read_reply(connection)
+
+    def request(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:
+        """One request; a body that is not bytes is sent as JSON. ``content_type="…"`` becomes ``content-type``."""
+        lines = {name.replace("_", "-"): value for name, value in headers.items()}
+        if body is not None:
+            lines.setdefault("content-type", wire.JSON)
+        connection = http.client.HTTPConnection("localhost")
+        connection.sock = self.connect()
+        with contextlib.closing(connection):
+            connection.request(method, path, body if body is None or isinstance(body, bytes) else json.dumps(body), lines)
+            return _reply(connection.getresponse())
+
+    def get(self, path: str, **headers: str) -> Reply:
+        return self.request("GET", path, **headers)
+
+    def post(self, path: str, body: Any, **headers: str) -> Reply:
+        return self.request("POST", path, body, **headers)
+
+    def lookup(self, view: str, keys: Sequence[Any], **options: Any) -> list[dict[str, Any]]:
+        """Rows of a JSON lookup."""
+        reply = self.post(f"/v1/views/{view}/lookup", {"keys": keys, **options})
+        assert reply.status == 200, reply
+        rows: list[dict[str, Any]] = reply.json["rows"]
+        return rows
+
+
+def read_reply(connection: socket.socket) -> Reply:
+    """The next answer on a raw connection."""
+    response = http.client.HTTPResponse(connection)
+    response.begin()
+    return _reply(response)
+
+
+def _reply(response: http.client.HTTPResponse) -> Reply:
+    with response:
+        return Reply(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
+
+
+def eventually(holds: Callable[[], bool], why: Callable[[], str] = lambda: "", seconds: float = 20.0) -> None:
+    """Poll until something holds."""
+    limit = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < limit, why()
+        time.sleep(0.02)
+
+
+class Counting(Doubler):
+    """Writes a line for every batch it computes.
+
+    Args:
+        path: the file.
+        sleep_s: then takes this long, for each batch.
+    """
+
+    def __init__(self, path: str, sleep_s: float = 0.0) -> None:
+        super().__init__()
+        self._path, self._sleep_s = path, sleep_s
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
+        with open(self._path, "a") as file:
+            file.write(f"{batch.column('x').to_pylist()}\n")
+        time.sleep(self._sleep_s)
+        return super().compute(batch)
+
+
+class Moody(Doubler):
+    """Refuses to tell its fingerprint while a file is there."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = path
+
+    def fingerprint(self) -> str:
+        if os.path.exists(self._path):
+            raise RuntimeError("not today")
+        return super().fingerprint()
+
+
+def slow(seconds: float, **args: Any) -> View:
+    return {"model": {"use": "tests.arithmetic:Doubler", "args": {"sleep_s": seconds, **args}}}
+
+
+# ---- life and death
+
+
+@pytest.mark.parametrize("bind", ["127.0.0.1:0", "unix:./api.sock"])
+def test_sigterm_finishes_the_requests_at_hand_and_ends_with_status_0(tmp_path: Path, bind: str) -> None:
+    publish(make_folder(tmp_path, {"numbers": slow(0.5)}))
+    write_numbers(tmp_path, [1, 2, 3, 9])
+    with Server(tmp_path, bind) as server, server.connect() as idle, server.connect() as busy:
+        busy.sendall(b"GET /v1/views/numbers/rows/9 HTTP/1.1\r\nHost: x\r\n\r\n")
+        time.sleep(0.2)  # the model takes half a second: the request is at hand now
+        server.process.send_signal(signal.SIGTERM)
+        reply = read_reply(busy)
+        assert (reply.status, reply.json["status"], reply.json["features"]["double"]) == (200, "computed", 18.0)
+        assert idle.recv(1) == b""
+        assert server.end() == 0
+    assert not (tmp_path / "api.sock").exists()
+
+
+def test_an_address_in_use_is_refused_with_status_2_and_one_line_and_the_first_server_goes_on(tmp_path: Path) -> None:
+    publish(make_folder(tmp_path, {"numbers": {}}))
+    for bind in ("127.0.0.1:0", "unix:./api.sock"):
+        with Server(tmp_path, bind) as server:
+            taken = bind if bind.startswith("unix") else server.url.removeprefix("http://")
+            _check_refused_to_bind(tmp_path, taken)
+            assert server.get("/v1/views/numbers/rows/1").status == 200
+
+
+@pytest.mark.parametrize("bind", ["127.0.0.1:99999", "no-such-host.invalid:80", "unix:./" + "long" * 40, "unix:./views"])
+def test_an_address_that_cannot_be_bound_is_refused_with_status_2_and_one_line(tmp_path: Path, bind: str) -> None:
+    make_folder(tmp_path, {"numbers": {}})
+    _check_refused_to_bind(tmp_path, bind)
+
+
+def _check_refused_to_bind(folder: Path, bind: str) -> None:
+    command = [sys.executable, "-m", "jobs.cli", "-c", str(folder), "serve"]
+    environment = os.environ | {"PRECOMPUTE_SERVE__BIND": bind}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=30)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("precompute:")]
+    assert (done.returncode, done.stdout, len(lines)) == (2, "", 1), done
+    assert lines[0].startswith("precompute: serve.bind: ")
+    assert bind in lines[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_socket_file_left_by_a_killed_server_is_replaced(tmp_path: Path) -> None:
+    publish(make_folder(tmp_path, {"numbers": {}}))
+    with Server(tmp_path, "unix:./api.sock") as first:
+        assert first.end(signal.SIGKILL) == -signal.SIGKILL
+    assert (tmp_path / "api.sock").is_socket()
+    with Server(tmp_path, "unix:./api.sock") as second:
+        assert (tmp_path / "api.sock").stat().st_mode & 0o777 == 0o660
+        assert second.get("/v1/views/numbers/rows/1").json["features"]["double"] == 2.0
+
+
+# ---- readiness
+
+
+def test_it_is_not_ready_until_a_view_is_published_and_needs_no_restart_then(tmp_path: Path) -> None:
+    project = make_folder(tmp_path, {"numbers": {"fallback": None}})
+    with Server(tmp_path, ready=False) as server:
+        for _ in range(2):
+            assert server.get("/livez").status == 200
+            assert (server.get("/readyz").status, server.get("/readyz").json["status"]) == (503, "not ready")
+            server.get("/v1/views/numbers/rows/1").check_problem(404, "unknown_view")
+            assert server.get("/v1/views").json == {"views": []}
+            assert "No view is published" in server.get("/").body.decode()
+        publish(project)
+        eventually(lambda: server.get("/readyz").status == 200, lambda: str(server.get("/readyz")))
+        assert server.get("/readyz").json == {"status": "ready", "views": {"numbers": 1}, "fallback": {}}
+        assert server.get("/v1/views/numbers/rows/1").json["features"]["double"] == 2.0
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param({"use": "tests.jobs.test_serve:Moody", "args": {"path": "${data}moody"}}, id="raises anything"),
+        pytest.param({"use": "tests.arithmetic:Doubler"}, id="source gone"),
+    ],
+)
+def test_a_model_that_cannot_be_opened_leaves_the_server_degraded_with_its_hits_served(
+    tmp_path: Path, model: dict[str, Any]
+) -> None:
+    project = make_folder(tmp_path, {"numbers": {"model": model}}, vars={"data": f"{tmp_path}/"})
+    publish(project)
+    (tmp_path / "moody").touch()
+    if "args" not in model:
+        (tmp_path / "data.parquet").rename(tmp_path / "gone")
+    server = Server(tmp_path, ready=False)
+    try:
+        eventually(lambda: server.get("/readyz").status == 200, lambda: f"{server.get('/readyz')} {server.log.read_text()}", 8)
+        assert server.get("/readyz").json == {"status": "degraded", "views": {"numbers": 1}, "fallback": {"numbers": "not ready"}}
+        assert server.get("/v1/views/numbers/rows/1").json["status"] == "fresh"
+        server.get("/v1/views/numbers/rows/9").check_problem(502, "model_error")
+        (tmp_path / "moody").unlink()
+        write_numbers(tmp_path, [9])
+        assert server.get("/v1/views/numbers/rows/9").json["status"] == "computed"
+        assert server.get("/readyz").json["status"] == "ready"
+    finally:
+        server.end()
+
+
+# ---- publishing meanwhile
+
+
+def _with_store(store: str, redis_url: str) -> dict[str, Any]:
+    return {"online": redis_url} if store == "redis" else {}
+
+
+@pytest.mark.parametrize("store", ["lmdb", "redis"])
+def test_a_publish_is_picked_up_at_once_and_no_answer_mixes_two_snapshots(tmp_path: Path, redis_url: str, store: str) -> None:
+    ids = list(range(40))
+    project = make_folder(tmp_path, {"numbers": {}}, **_with_store(store, redis_url))
+    write_numbers(tmp_path, ids, x=1)
+    publish(project)
+    done = threading.Event()
+
+    def read(kind: str) -> int:
+        answers, last = 0, 0
+        while not done.is_set():
+            if kind == "json":
+                reply = server.post("/v1/views/numbers/lookup", {"keys": ids})
+                rows = [(r["features"]["double"], r["features"]["vector"][0], r["snapshot"]) for r in reply.json["rows"]]
+                outer = reply.json["snapshot"]
+            elif kind == "arrow":
+                table = server.post("/v1/views/numbers/lookup", {"keys": ids}, accept=wire.ARROW).arrow
+                vectors = table.column("vector").to_pylist()
+                rows = list(zip(table["double"].to_pylist(), [v[0] for v in vectors], table["snapshot"].to_pylist(), strict=True))
+                outer = rows[0][2]
+            else:
+                reply = server.post("/v1/views/numbers/search", {"vector": [0, 0, 0, 0], "k": 40, "features": ["double"]})
+                assert reply.status == 200, reply
+                outer = reply.json["snapshot"]
+                near = reply.json["rows"]
+                assert [r["score"] for r in near] == [float(sum((outer + i) ** 2 for i in range(4)))] * 40
+                rows = [(r["features"]["double"], outer, r["snapshot"]) for r in near]
+            assert rows == [(2.0 * outer, outer, outer)] * 40
+            assert outer >= last
+            last, answers = outer, answers + 1
+        return answers
+
+    with Server(tmp_path) as server, ThreadPoolExecutor(3) as threads:
+        readers = [threads.submit(read, kind) for kind in ("json", "arrow", "search")]
+        try:
+            for version in range(2, 14):
+                write_numbers(tmp_path, ids, x=version)
+                publish(project)
+                row = server.get("/v1/views/numbers/rows/7").json
+                assert (row["snapshot"], row["features"]["double"]) == (version, 2.0 * version)
+        finally:
+            done.set()
+        assert all(reader.result() > 0 for reader in readers)
+
+
+def test_after_a_publish_the_fallback_computes_with_the_new_snapshots_model(tmp_path: Path) -> None:
+    project = make_folder(tmp_path, {"numbers": {}})
+    publish(project)
+    write_numbers(tmp_path, [1, 2, 3, 9])
+    with Server(tmp_path) as server:
+        first = server.get("/v1/views/numbers/rows/9").json
+        write_numbers(tmp_path, [1, 2, 3])
+        project = make_folder(tmp_path, {"numbers": slow(0, version=2)})
+        publish(project)
+        write_numbers(tmp_path, [1, 2, 3, 9])
+        hit, second = server.get("/v1/views/numbers/rows/1").json, server.get("/v1/views/numbers/rows/9").json
+    assert (first["status"], first["snapshot"]) == ("computed", 1)
+    assert (second["status"], second["snapshot"], second["model"]) == ("computed", 2, hit["model"])
+    assert first["model"] != second["model"]
+
+
+# ---- misses under load
+
+
+@pytest.fixture
+def counted(tmp_path: Path) -> Iterator[tuple[Server, Path]]:
+    """A server whose model takes half a second and counts its batches in a file."""
+    batches = tmp_path / "batches"
+    model = {"use": "tests.jobs.test_serve:Counting", "args": {"path": str(batches), "sleep_s": 0.5}}
+    project = make_folder(tmp_path, {"numbers": {"model": model}})
+    publish(project)
+    write_numbers(tmp_path, list(range(4000)))
+    batches.write_text("")
+    with Server(tmp_path) as server:
+        yield server, batches
+
+
+def test_fifty_requests_at_once_for_one_missing_key_run_the_model_once(counted: tuple[Server, Path]) -> None:
+    server, batches = counted
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(server.connect()) for _ in range(50)]
+        for i, connection in enumerate(connections):
+            target = "GET /v1/views/numbers/rows/9" if i % 2 else "POST /v1/views/numbers/lookup"
+            body = "" if i % 2 else '{"keys":[9,9]}'
+            head = f"{target} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall((head + body).encode())
+        replies = [read_reply(connection) for connection in connections]
+    rows = [row for reply in replies for row in reply.json.get("rows", [reply.json])]
+    assert [(r["status"], r["features"]["double"]) for r in rows] == [("computed", 18.0)] * 75
+    assert len({r["computed_at"] for r in rows}) == 1
+    assert batches.read_text() == "[9.0]\n"
+
+
+def test_past_the_deadline_a_row_is_504_and_missing_in_a_batch_and_the_server_goes_on(counted: tuple[Server, Path]) -> None:
+    server, _ = counted
+    server.get("/v1/views/numbers/rows/9?deadline_ms=50").check_problem(504, "deadline")
+    rows = server.lookup("numbers", [1, 10, 2], deadline_ms=50)
+    assert [(r["key"], r["status"], r.get("reason")) for r in rows] == [
+        ("1", "fresh", None),
+        ("10", "missing", "deadline"),
+        ("2", "fresh", None),
+    ]
+    assert rows[1] | {"model": ""} == {
+        "key": "10",
+        "status": "missing",
+        "source": None,
+        "reason": "deadline",
+        "computed_at": None,
+        "age_s": None,
+        "ttl_s": 3600.0,
+        "snapshot": 1,
+        "model": "",
+        "features": None,
+    }
+    search = server.post("/v1/views/numbers/search", {"inputs": {"x": 5}, "deadline_ms": 50})
+    search.check_problem(504, "deadline")
+    assert server.get("/v1/views/numbers/rows/11").json["status"] == "computed"
+
+
+def test_what_does_not_fit_the_queue_is_shed_at_once_and_hits_are_served_all_the_same(counted: tuple[Server, Path]) -> None:
+    server, _ = counted
+    with server.connect() as first, server.connect() as second:
+        for connection, start in ((first, 1000), (second, 2000)):
+            body = json.dumps({"keys": list(range(start, start + 1000)), "deadline_ms": 1500})
+            head = f"POST /v1/views/numbers/lookup HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+            connection.sendall(f"{head}\r\n\r\n{body}".encode())
+            time.sleep(0.1)
+        server.get("/v1/views/numbers/rows/3999").check_problem(503, "shed")
+        assert server.get("/v1/views/numbers/rows/1").json["status"] == "fresh"
+        reasons = [[r.get("reason") for r in read_reply(c).json["rows"]] for c in (first, second)]
+    assert set(reasons[0]) == {None, "deadline"}
+    assert reasons[1].count("shed") == 1000 - reasons[1].count("deadline") >= 900
+    eventually(lambda: server.get("/v1/views/numbers/rows/9").status == 200, seconds=10)
+
+
+# ---- Redis
+
+
+def test_over_redis_every_route_answers_as_over_lmdb(tmp_path: Path, redis_url: str) -> None:
+    answers = []
+    for store in ("lmdb", "redis"):
+        folder = tmp_path / store
+        publish(make_folder(folder, {"numbers": {}}, **_with_store(store, redis_url)))
+        write_numbers(folder, [1, 2, 3, 9])
+        with Server(folder) as server:
+            replies = [
+                server.get("/v1/views/numbers/rows/1"),
+                server.get("/v1/views/numbers/rows/9"),
+                server.get("/v1/views/numbers/rows/77"),
+                server.get("/v1/views/nothing/rows/1"),
+                server.post("/v1/views/numbers/lookup", {"keys": [3, 77, 1, 9], "features": ["double"]}),
+                server.post("/v1/lookup", {"requests": [{"view": "numbers", "keys": ["2"]}]}),
+                server.post("/v1/views/numbers/search", {"key": 1, "features": ["double"]}),
+                server.get("/v1/views"),
+                server.get("/readyz"),
+            ]
+            assert server.get("/").status == server.get("/metrics").status == 200
+        volatile = ("computed_at", "age_s", "published_at")
+        answers.append([(r.status, _without(r.json, volatile)) for r in replies])
+    assert [status for status, _ in answers[0]] == [200, 200, 404, 404, 200, 200, 200, 200, 200]
+    assert answers[0] == answers[1]
+
+
+def _without(value: Any, names: Sequence[str]) -> Any:
+    if isinstance(value, dict):
+        return {k: _without(v, names) for k, v in value.items() if k not in names}
+    return [_without(v, names) for v in value] if isinstance(value, list) else value
+
+
+@contextlib.contextmanager
+def _own_redis(port: int) -> Iterator[None]:
+    command = [redis_binary(), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        with redis.Redis(port=port) as client:
+
+            def answers() -> bool:
+                with contextlib.suppress(redis.ConnectionError):
+                    return bool(client.ping())
+                return False
+
+            eventually(answers)
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_without_redis_every_request_is_503_at_once_and_with_it_back_they_are_answered_again(tmp_path: Path) -> None:
+    port = free_port()
+    project = make_folder(tmp_path, {"numbers": {}}, online=f"redis://127.0.0.1:{port}/0")
+    with contextlib.ExitStack() as stack:
+        with _own_redis(port):
+            publish(project)
+            server = stack.enter_context(Server(tmp_path))
+            assert server.get("/v1/views/numbers/rows/1").status == 200
+        for reply in (
+            server.get("/v1/views/numbers/rows/1"),
+            server.get("/v1/views/numbers/rows/a/b"),
+            server.post("/v1/views/numbers/lookup", {"keys": [1]}),
+            server.post("/v1/lookup", {"requests": [{"view": "numbers", "keys": [1]}]}),
+            server.post("/v1/views/numbers/search", {"key": 1}),
+            server.get("/v1/views"),
+            server.get("/metrics"),
+            server.get("/"),
+        ):
+            reply.check_problem(503, "store_unavailable")
+            assert int(reply.headers["retry-after"]) > 0
+        assert (server.get("/livez").status, server.get("/readyz").status) == (200, 503)
+        with _own_redis(port):
+            server.get("/v1/views/numbers/rows/1").check_problem(404, "unknown_view")
+            publish(project)
+            assert server.get("/v1/views/numbers/rows/1").json["features"]["double"] == 2.0

@@ -1,0 +1,884 @@
+"""The HTTP API as its callers meet it, over a real server: what it promises, and what it makes of those who mean it harm."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import random
+import re
+import socket
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from store.api import wire
+from store.lookup import MAX_KEYS
+from tests.jobs.test_serve import Reply, Server, make_folder, publish, slow, write_numbers
+
+PAIRS = [("a/b", "c"), ("a", "b/c"), ("50%", "%2F"), ("é€😀", "x y"), ("..", "."), ("?", "#&=+"), ("%25", "%")]
+TEXTS = ["a/b", "/a", "a/", "a//b", "50%", "%2F", "%252F", "é€😀", "a b", "..", "../x", "?#&=+", "\t\x7f", "x" * 511]
+
+
+def _values(columns: str, rows: list[tuple[str, ...]]) -> dict[str, str]:
+    """A source of these rows, with x = 1, 2, 3, …"""
+    texts = (", ".join(f"'{part}'" for part in row) + f", {i}.0" for i, row in enumerate(rows, 1))
+    return {"sql": f"SELECT * FROM (VALUES {', '.join(f'({text})' for text in texts)}) AS t({columns}, x)"}
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Views of rows 1, 2, 3; since they were published, 9, 13 and 14 came into the source."""
+    folder = tmp_path_factory.mktemp("api")
+    views: dict[str, dict[str, Any]] = {
+        "numbers": {},
+        "stale": {"ttl": 0, "fallback": None},
+        "expired": {"ttl": 0, "stale_for": 0, "fallback": None},
+        "renewed": {"ttl": 0, "stale_for": 0},
+        "broken": {**slow(0, fail_on=13, nan_on=14), "index": None},
+        "pairs": {"entity": ["shop", "item"], "source": _values("shop, item", PAIRS)},
+        "texts": {"source": _values("id", [(text,) for text in TEXTS])},
+    }
+    publish(make_folder(folder, views))
+    write_numbers(folder, [1, 2, 3, 9, 13, 14])
+    with Server(folder) as server:
+        yield server
+
+
+@pytest.fixture
+def healthy(api: Server) -> Iterator[Server]:
+    """The server; afterwards it must answer as if nothing had happened."""
+    yield api
+    assert api.process.poll() is None
+    assert api.get("/v1/views/numbers/rows/1").json["features"] == {"double": 2.0, "vector": [1.0, 2.0, 3.0, 4.0]}
+
+
+def arrow(keys: Any, name: str = "key", **options: Any) -> bytes:
+    """An Arrow IPC stream of one column."""
+    array = keys if isinstance(keys, (pa.Array, pa.ChunkedArray)) else pa.array(keys, pa.string())
+    return arrow_table(pa.table({name: array}), **options)
+
+
+def arrow_table(table: pa.Table, compression: str | None = None) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
+        writer.write_table(table)
+    return bytes(sink.getvalue())
+
+
+LOOKUP, SEARCH = "/v1/views/numbers/lookup", "/v1/views/numbers/search"
+
+# ---- rows
+
+
+def test_a_row_says_where_it_comes_from_and_how_fresh_it_is(api: Server) -> None:
+    row = api.get("/v1/views/numbers/rows/2").json
+    model = api.get("/v1/views").json["views"][2]["model"]
+    assert re.fullmatch("[0-9a-f]{64}", model)
+    assert datetime.fromisoformat(row.pop("computed_at")).utcoffset() is not None
+    assert 0 < row.pop("age_s") < 3600
+    assert row == {
+        "view": "numbers",
+        "key": "2",
+        "status": "fresh",
+        "source": "store",
+        "ttl_s": 3600.0,
+        "snapshot": 1,
+        "model": model,
+        "features": {"double": 4.0, "vector": [2.0, 3.0, 4.0, 5.0]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("view", "key", "query", "status", "source", "double"),
+    [
+        ("numbers", 1, "", "fresh", "store", 2.0),
+        ("numbers", 1, "?max_age_s=3600", "fresh", "store", 2.0),
+        ("numbers", 1, "?max_age_s=0", "computed", "fallback", 2.0),
+        ("numbers", 9, "", "computed", "fallback", 18.0),
+        ("stale", 1, "", "stale", "store", 2.0),
+        ("renewed", 1, "", "computed", "fallback", 2.0),
+        ("broken", 9, "", "computed", "fallback", 18.0),
+    ],
+)
+def test_the_status_of_a_row_that_is_there(
+    api: Server, view: str, key: int, query: str, status: str, source: str, double: float
+) -> None:
+    row = api.get(f"/v1/views/{view}/rows/{key}{query}").json
+    assert (row["status"], row["source"], row["features"]["double"]) == (status, source, double)
+    assert ("reason" in row, row["computed_at"] is None, row["age_s"] is None) == (False, False, False)
+    if status == "stale":
+        assert row["age_s"] > row["ttl_s"] == 0
+
+
+@pytest.mark.parametrize(
+    ("view", "key", "options", "http_status", "reason"),
+    [
+        ("numbers", 77, {}, 404, "unknown_entity"),
+        ("numbers", 9, {"fallback": False}, 404, "unknown_entity"),
+        ("numbers", 1, {"fallback": False, "max_age_s": 0}, 404, "expired"),
+        ("stale", 77, {}, 404, "unknown_entity"),
+        ("stale", 1, {"max_age_s": 0}, 404, "expired"),
+        ("expired", 1, {}, 404, "expired"),
+        ("broken", 13, {}, 502, "model_error"),
+        ("broken", 14, {}, 502, "model_error"),
+        ("numbers", "01", {}, 404, "unknown_entity"),
+    ],
+)
+def test_the_reason_of_a_row_that_is_missing(
+    api: Server, view: str, key: Any, options: dict[str, Any], http_status: int, reason: str
+) -> None:
+    query = "&".join(f"{name}={json.dumps(value)}" for name, value in options.items())
+    reply = api.get(f"/v1/views/{view}/rows/{key}?{query}")
+    reply.check_problem(http_status, reason)
+    assert reply.headers["cache-control"] == "no-store"
+    assert reply.headers["cache-status"].startswith("precompute; fwd=")
+    row = api.lookup(view, [key], **options)[0]
+    assert {name: row[name] for name in ("key", "status", "source", "reason", "computed_at", "age_s", "features")} == {
+        "key": str(key),
+        "status": "missing",
+        "source": None,
+        "reason": reason,
+        "computed_at": None,
+        "age_s": None,
+        "features": None,
+    }
+
+
+def test_a_missing_row_is_a_problem_whatever_the_caller_accepts(api: Server) -> None:
+    api.get("/v1/views/numbers/rows/77", accept=wire.ARROW).check_problem(404, "unknown_entity")
+
+
+def test_a_rows_headers_are_its_freshness_in_the_words_of_http(api: Server) -> None:
+    for view, ttl, how in (
+        ("numbers", 3600, r"hit; ttl=35\d\d"),
+        ("stale", 0, r"hit; ttl=-?\d+"),
+        ("renewed", 0, "fwd=.*; fwd-status=200"),
+    ):
+        reply = api.get(f"/v1/views/{view}/rows/1")
+        headers, row = reply.headers, reply.json
+        stale_for = {"numbers": 86400, "stale": 86400, "renewed": 0}[view]
+        assert headers["cache-control"] == f"max-age={ttl}, stale-while-revalidate={stale_for}"
+        assert re.fullmatch(f'precompute; {how}; detail="v1"', headers["cache-status"])
+        assert abs(int(headers["age"]) - row["age_s"]) <= 1
+        computed_at = datetime.fromisoformat(row["computed_at"])
+        assert parsedate_to_datetime(headers["last-modified"]) == computed_at.replace(microsecond=0)
+        assert re.fullmatch(r'(W/)?"[^"]+"', headers["etag"])
+
+
+def test_an_arrow_and_a_json_row_are_told_apart_by_caches(api: Server) -> None:
+    assert "accept" in api.get("/v1/views/numbers/rows/1").headers.get("vary", "").lower()
+
+
+@pytest.mark.parametrize("form", ["{0}", 'W/{0}, "x"', '"x", {0}', "W/{0}", "*"])
+def test_a_row_the_caller_has_already_is_304_without_a_body(api: Server, form: str) -> None:
+    first = api.get("/v1/views/numbers/rows/1")
+    again = api.get("/v1/views/numbers/rows/1", if_none_match=form.format(first.headers["etag"]))
+    assert (again.status, again.body) == (304, b"")
+    assert [again.headers[h] for h in ("etag", "cache-control")] == [first.headers[h] for h in ("etag", "cache-control")]
+
+
+def test_another_row_snapshot_or_computation_has_another_etag(api: Server) -> None:
+    etags = [api.get(f"/v1/views/{path}").headers["etag"] for path in ("numbers/rows/1", "numbers/rows/2", "renewed/rows/1") * 2]
+    assert etags[0] == etags[3] != etags[1] == etags[4]
+    assert etags[2] != etags[5]
+    assert api.get("/v1/views/numbers/rows/1", if_none_match=etags[1]).status == 200
+    assert api.get("/v1/views/numbers/rows/77", if_none_match="*").status == 404
+
+
+def test_head_is_get_without_the_body(api: Server) -> None:
+    head, get = api.request("HEAD", "/v1/views/numbers/rows/1"), api.get("/v1/views/numbers/rows/1")
+    assert (head.status, head.body, head.headers["etag"]) == (200, b"", get.headers["etag"])
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_composite_key_is_found_by_url_by_list_and_by_its_text(api: Server, pair: tuple[str, str]) -> None:
+    expected = 2.0 * (PAIRS.index(pair) + 1)
+    by_url = api.get(f"/v1/views/pairs/rows/{'/'.join(quote(part, safe='') for part in pair)}")
+    assert by_url.json["features"]["double"] == expected
+    text = by_url.json["key"]
+    rows = api.lookup("pairs", [list(pair), text])
+    assert [(row["key"], row["features"]["double"]) for row in rows] == [(text, expected)] * 2
+    table = api.post("/v1/views/pairs/lookup", arrow([text]), content_type=wire.ARROW, accept=wire.ARROW).arrow
+    assert (table["key"].to_pylist(), table["double"].to_pylist()) == ([text], [expected])
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("safe", ["", "/"])
+def test_any_text_is_a_key_decoded_exactly_once_from_the_url(api: Server, text: str, safe: str) -> None:
+    row = api.get(f"/v1/views/texts/rows/{quote(text, safe=safe)}").json
+    assert (row["key"], row["features"]["double"]) == (text, 2.0 * (TEXTS.index(text) + 1))
+    assert api.lookup("texts", [text]) == [row | {"age_s": pytest.approx(row["age_s"], abs=60)} for row in [_row(row)]]
+
+
+def _row(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of ``GET …/rows/{key}`` as a lookup gives it."""
+    return {name: value for name, value in row.items() if name != "view"}
+
+
+# ---- lookups
+
+
+def test_rows_come_in_the_order_of_the_keys_each_with_its_own_status(api: Server) -> None:
+    reply = api.post(LOOKUP, {"keys": [3, "77", "1", 9, 3]})
+    body = reply.json
+    assert {k: v for k, v in body.items() if k not in ("rows", "model")} == {"view": "numbers", "snapshot": 1}
+    assert [(r["key"], r["status"], r["features"] and r["features"]["double"]) for r in body["rows"]] == [
+        ("3", "fresh", 6.0),
+        ("77", "missing", None),
+        ("1", "fresh", 2.0),
+        ("9", "computed", 18.0),
+        ("3", "fresh", 6.0),
+    ]
+    assert {(r["snapshot"], r["model"]) for r in body["rows"]} == {(1, body["model"])}
+
+
+@pytest.mark.parametrize("bad", ["", "a\0b", "x" * 512])
+def test_one_bad_key_never_fails_the_others(api: Server, bad: str) -> None:
+    rows = api.lookup("numbers", ["1", bad, "2"])
+    assert [(r["status"], r["features"] and r["features"]["double"]) for r in rows] == [
+        ("fresh", 2.0),
+        ("missing", None),
+        ("fresh", 4.0),
+    ]
+
+
+@pytest.mark.parametrize("features", [["vector"], ["double"], ["vector", "double"], []])
+def test_only_the_features_asked_for_come_in_the_order_asked_for(api: Server, features: list[str]) -> None:
+    whole = {"double": 2.0, "vector": [1.0, 2.0, 3.0, 4.0]}
+    expected = [(name, whole[name]) for name in features]
+    assert list(api.lookup("numbers", [1], features=features)[0]["features"].items()) == expected
+    table = api.post(LOOKUP, {"keys": [1], "features": features}, accept=wire.ARROW).arrow
+    assert [(name, table[name][0].as_py()) for name in table.column_names[9:]] == expected
+    if features:
+        row = api.get(f"/v1/views/numbers/rows/1?features={','.join(features)}").json
+        assert list(row["features"].items()) == expected
+
+
+def test_inputs_of_the_request_compute_an_entity_the_source_does_not_know(api: Server) -> None:
+    rows = api.lookup("numbers", [500, 1, 501], inputs={"500": {"x": 10}, "1": {"x": 99}})
+    assert [(r["status"], r["features"] and r["features"]["double"]) for r in rows] == [
+        ("computed", 20.0),
+        ("fresh", 2.0),
+        ("missing", None),
+    ]
+    assert api.lookup("numbers", [500])[0]["reason"] == "unknown_entity"
+    pair = api.lookup("pairs", [["new", "a/b"]], inputs={"new/a%2Fb": {"x": 4}})[0]
+    assert (pair["key"], pair["features"]["double"]) == ("new/a%2Fb", 8.0)
+
+
+@pytest.mark.parametrize("x", ["text", None, [1, 2], {"a": 1}, True, 1e308, 10**30])
+def test_inputs_that_do_not_fit_are_a_model_error_of_their_row_alone(healthy: Server, x: Any) -> None:
+    rows = healthy.lookup("numbers", [500, 9], inputs={"500": {"x": x}})
+    assert (rows[1]["status"], rows[1]["features"]["double"]) == ("computed", 18.0)
+    assert (rows[0]["status"], rows[0].get("reason")) in {("missing", "model_error"), ("computed", None)}
+    if rows[0]["status"] == "computed":
+        assert rows[0]["features"]["double"] == 2.0 * x
+
+
+def test_arrow_requests_and_answers_say_what_json_says(api: Server) -> None:
+    keys = ["3", "77", "1", "9"]
+    rows = api.lookup("numbers", keys)
+    for body, kind in ((arrow(keys), wire.ARROW), (arrow(pa.array([3, 77, 1, 9])), wire.ARROW), ({"keys": keys}, wire.JSON)):
+        reply = api.post(LOOKUP, body, content_type=kind, accept=wire.ARROW)
+        assert (reply.status, reply.headers["content-type"]) == (200, wire.ARROW)
+        for row, given in zip(reply.arrow.to_pylist(), rows, strict=True):
+            features = given["features"] or {"double": None, "vector": None}
+            expected = given | features | {"reason": given.get("reason"), "features": None, "computed_at": None, "age_s": None}
+            assert row | {"features": None, "computed_at": None, "age_s": None} == expected
+            if given["status"] == "fresh":
+                assert row["computed_at"] == datetime.fromisoformat(given["computed_at"])
+    one = api.get("/v1/views/numbers/rows/1", accept=f"{wire.ARROW}, application/json;q=0.5").arrow
+    assert one["double"].to_pylist() == [2.0]
+    options = f"{LOOKUP}?features=double&fallback=false&max_age_s=3600&deadline_ms=10"
+    table = api.post(options, arrow(keys), content_type=wire.ARROW, accept=wire.ARROW).arrow
+    assert (table.column_names[9:], table["status"].to_pylist()) == (["double"], ["fresh", "missing", "fresh", "missing"])
+
+
+def test_several_views_are_answered_in_one_call(api: Server) -> None:
+    requests = [
+        {"view": "numbers", "keys": [1, 9], "features": ["double"]},
+        {"view": "expired", "keys": [1]},
+        {"view": "pairs", "keys": [["a", "b/c"]], "features": []},
+    ]
+    reply = api.post("/v1/lookup", {"requests": requests})
+    assert reply.status == 200, reply
+    answers = reply.json["responses"]
+    assert [(a["view"], a["snapshot"], [(r["key"], r["status"], r["features"]) for r in a["rows"]]) for a in answers] == [
+        ("numbers", 1, [("1", "fresh", {"double": 2.0}), ("9", "computed", {"double": 18.0})]),
+        ("expired", 1, [("1", "missing", None)]),
+        ("pairs", 1, [("a/b%2Fc", "fresh", {})]),
+    ]
+
+
+def test_a_thousand_keys_are_answered_and_one_more_is_refused(healthy: Server) -> None:
+    assert len(healthy.lookup("numbers", list(range(MAX_KEYS)), fallback=False)) == MAX_KEYS
+    healthy.post(LOOKUP, {"keys": list(range(MAX_KEYS + 1))}).check_problem(413, "too_many_keys")
+
+
+# ---- search
+
+
+@pytest.mark.parametrize(
+    ("request_", "expected"),
+    [
+        ({"key": 1}, [("2", 4.0), ("3", 16.0)]),
+        ({"key": "3"}, [("2", 4.0), ("1", 16.0)]),
+        ({"vector": [3, 4, 5, 6]}, [("3", 0.0), ("2", 4.0), ("1", 16.0)]),
+        ({"inputs": {"x": 0}}, [("1", 4.0), ("2", 16.0), ("3", 36.0)]),
+        ({"inputs": {"x": 0}, "k": 1}, [("1", 4.0)]),
+        ({"inputs": {"x": 0}, "k": 2, "filter": {"exclude": [1, "77"]}}, [("2", 16.0), ("3", 36.0)]),
+        ({"key": 1, "filter": {"exclude": ["2", 3]}}, []),
+        ({"key": [1], "k": 1000}, [("2", 4.0), ("3", 16.0)]),
+        ({"key": 1, "filter": {}}, [("2", 4.0), ("3", 16.0)]),
+    ],
+)
+def test_a_search_gives_the_nearest_rows_best_first(api: Server, request_: Any, expected: list[tuple[str, float]]) -> None:
+    reply = api.post(SEARCH, request_)
+    assert reply.status == 200, reply
+    body = reply.json
+    assert (body["view"], body["snapshot"], body["metric"]) == ("numbers", 1, "l2")
+    assert [(row["key"], row["score"]) for row in body["rows"]] == expected
+
+
+def test_a_neighbour_is_a_row_with_its_freshness_and_the_features_asked_for(api: Server) -> None:
+    found = api.post(SEARCH, {"key": 1, "k": 1, "features": ["double"]}).json
+    row = api.get("/v1/views/numbers/rows/2?features=double").json
+    assert found["rows"] == [_row(row) | {"score": 4.0, "age_s": pytest.approx(row["age_s"], abs=60)}]
+    assert found["model"] == row["model"]
+    stale = api.post("/v1/views/stale/search", {"vector": [1, 2, 3, 4]}).json["rows"]
+    assert [(r["key"], r["status"]) for r in stale] == [("1", "stale"), ("2", "stale"), ("3", "stale")]
+    assert api.post("/v1/views/expired/search", {"vector": [1, 2, 3, 4]}).json["rows"] == []
+
+
+# ---- views, health, metrics, documents
+
+
+def test_views_lists_what_is_live(api: Server) -> None:
+    views = {view["view"]: view for view in api.get("/v1/views").json["views"]}
+    assert sorted(views) == sorted(["numbers", "stale", "expired", "renewed", "broken", "pairs", "texts"])
+    numbers = views["numbers"]
+    assert datetime.fromisoformat(numbers.pop("published_at")).utcoffset() is not None
+    assert 0 < numbers.pop("age_s") < 3600
+    assert numbers == {
+        "view": "numbers",
+        "entity": ["id"],
+        "features": [{"name": "double", "dtype": "float64"}, {"name": "vector", "dtype": "float32", "dim": 4}],
+        "snapshot": 1,
+        "model": api.get("/v1/views/numbers/rows/1").json["model"],
+        "rows": 3,
+        "ttl_s": 3600.0,
+        "stale_for_s": 86400.0,
+        "status": "fresh",
+        "coverage": 1.0,
+        "searchable": True,
+        "fallback": True,
+    }
+    assert (views["pairs"]["entity"], views["broken"]["searchable"]) == (["shop", "item"], False)
+    assert (views["stale"]["status"], views["expired"]["status"], views["stale"]["fallback"]) == ("stale", "missing", False)
+
+
+def test_it_is_alive_and_ready_and_says_which_snapshots(api: Server) -> None:
+    assert api.get("/livez").status == 200
+    ready = api.get("/readyz")
+    fallbacks = dict.fromkeys(["broken", "numbers", "pairs", "renewed", "texts"], "ready")
+    views = dict.fromkeys(["broken", "expired", "numbers", "pairs", "renewed", "stale", "texts"], 1)
+    assert (ready.status, ready.json) == (200, {"status": "ready", "views": views, "fallback": fallbacks})
+
+
+def _metrics(api: Server) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    reply = api.get("/metrics")
+    assert reply.headers["content-type"].startswith("text/plain")
+    families = text_string_to_metric_families(reply.body.decode())
+    return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+
+
+def test_metrics_count_rows_by_status_requests_by_route_and_refusals_by_code(api: Server) -> None:
+    before = _metrics(api)
+    api.lookup("numbers", [1, 2, 77, 9])
+    api.post("/v1/lookup", {"requests": [{"view": "stale", "keys": [1]}]})
+    api.get("/v1/views/expired/rows/1")
+    api.post(SEARCH, {"key": 1})
+    api.get("/v1/views/never-heard-of/rows/1")
+    after = _metrics(api)
+    grown = {key: value - before.get(key, 0) for key, value in after.items() if value != before.get(key, 0)}
+
+    def rows(view: str, status: str) -> float:
+        return grown.get(("precompute_lookup_rows_total", (("status", status), ("view", view))), 0)
+
+    assert (rows("numbers", "fresh"), rows("numbers", "missing"), rows("numbers", "computed")) == (2, 1, 1)
+    assert (rows("stale", "stale"), rows("expired", "missing")) == (1, 1)
+    for route in ("row", "lookup", "multi_lookup", "search"):
+        assert grown["precompute_request_seconds_count", (("route", route),)] == 1
+    assert grown["precompute_problems_total", (("code", "unknown_view"),)] == 1
+    assert after["precompute_view_live_snapshot", (("view", "numbers"),)] == 1
+    assert after["precompute_view_coverage", (("view", "numbers"),)] == 1
+    assert 0 < after["precompute_view_oldest_row_age_seconds", (("view", "numbers"),)] < 3600
+    assert "never-heard-of" not in api.get("/metrics").body.decode()
+
+
+def test_openapi_describes_every_route_and_all_its_references_resolve(api: Server) -> None:
+    document = api.get("/openapi.json").json
+    assert set(document["paths"]) >= {
+        "/v1/views",
+        "/v1/views/{view}/rows/{key}",
+        "/v1/views/{view}/lookup",
+        "/v1/lookup",
+        "/v1/views/{view}/search",
+        "/livez",
+        "/readyz",
+        "/metrics",
+    }
+    for reference in set(re.findall(r'"\$ref": "([^"]+)"', json.dumps(document))):
+        node = document
+        for part in reference.removeprefix("#/").split("/"):
+            node = node[part]
+    for path, methods in document["paths"].items():
+        for method in methods:
+            reply = api.request(method.upper(), path.replace("{view}", "numbers").replace("{key}", "1"), b"")
+            assert str(reply.status) in methods[method]["responses"], (method, path, reply)
+    row, answer = document["components"]["schemas"]["Row"], document["components"]["schemas"]["Answer"]
+    for given in (*api.lookup("numbers", [1, 9, 77]), api.get("/v1/views/stale/rows/1").json):
+        assert set(row["required"]) <= set(given) <= set(row["properties"]) | {"view"}
+        assert given["status"] in row["properties"]["status"]["enum"]
+        assert given["source"] in row["properties"]["source"]["enum"]
+    assert set(answer["required"]) == set(api.post(LOOKUP, {"keys": [1]}).json)
+
+
+def test_the_page_shows_each_view(api: Server) -> None:
+    page = api.get("/")
+    assert (page.status, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    text = page.body.decode()
+    for shown in (
+        "<code>numbers</code>",
+        "shop, item",
+        "double: float64",
+        "vector: float32[4]",
+        ">fresh<",
+        ">stale<",
+        ">expired<",
+    ):
+        assert shown in text
+
+
+# ---- those who mean harm: a problem for each, and the next request is answered
+
+
+def _json_refusals() -> Iterator[tuple[str, str, Any, int | None]]:
+    """(name, path, body, status or None for any 4xx)"""
+    many, nan = [str(i) for i in range(MAX_KEYS + 1)], "NaN"
+    for path in ("/v1/views/nothing/lookup", "/v1/views/nothing/search"):
+        yield "unknown view", path, {"keys": [1]} if path.endswith("lookup") else {"key": 1}, 404
+    yield "unknown view of several", "/v1/lookup", {"requests": [{"view": v, "keys": [1]} for v in ("numbers", "nothing")]}, 404
+    for view in ("../numbers", "..", "", "\0", "a" * 10_000, "Numbers", "numbers\n", "é"):
+        yield f"view {view[:12]!r}", "/v1/lookup", {"requests": [{"view": view, "keys": [1]}]}, 404
+    yield "unknown feature", LOOKUP, {"keys": [1], "features": ["nope"]}, 400
+    yield "feature twice", LOOKUP, {"keys": [1], "features": ["double", "double"]}, 400
+    yield "no keys", LOOKUP, {"keys": []}, 400
+    yield "a million keys", LOOKUP, b'{"keys":[' + b"1," * 999_999 + b"1]}", 413
+    yield "no requests", "/v1/lookup", {"requests": []}, 400
+    yield "too many requests", "/v1/lookup", {"requests": [{"view": "numbers", "keys": [1]}] * 33}, 413
+    yield "request without a view", "/v1/lookup", {"requests": [{"keys": [1]}]}, 422
+    for body in (
+        b"",
+        b" ",
+        b"{",
+        b"nul",
+        b'{"keys":[1]',
+        b'{"keys":[1,]}',
+        b'{"keys":[1]}x',
+        b'{"keys":[1]}{}',
+        b"\xff\xfe{",
+        b"\x00",
+    ):
+        yield f"broken {body!r}", LOOKUP, body, 400
+    for body in (
+        ("\ufeff" + '{"keys":[1]}').encode(),
+        '{"keys":[1]}'.encode("utf-16"),
+        b'{"keys":["\xff"]}',
+        b'{"keys":["\xed\xa0\x80"]}',
+    ):
+        yield f"no UTF-8 {body[:10]!r}", LOOKUP, body, 400
+    yield "lone surrogate", LOOKUP, rb'{"keys":["\ud800"]}', 400
+    yield "lone surrogate inside", LOOKUP, rb'{"keys":["a\udc00b"]}', 400
+    yield "lone surrogate in exclude", SEARCH, rb'{"key":1,"filter":{"exclude":["\ud83d"]}}', 400
+    for depth in (100, 900, 100_000):
+        deep = b"[" * depth + b"]" * depth
+        yield f"keys {depth} deep", LOOKUP, b'{"keys":[%s]}' % deep, 400
+        yield f"key {depth} deep", SEARCH, b'{"key":%s}' % deep, 400
+        yield f"exclude {depth} deep", SEARCH, b'{"key":1,"filter":{"exclude":[%s]}}' % deep, 400
+        yield f"inputs {depth} deep", SEARCH, b'{"inputs":{"x":%s}}' % deep, None
+        yield f"objects {depth} deep", LOOKUP, b'{"keys":[500],"inputs":%s1%s}' % (b'{"a":' * depth, b"}" * depth), None
+    for wrong in (b"[]", b"1", b'"x"', b"null", b"{}", b'{"keys":"1"}', b'{"keys":{"a":1}}', b'{"keys":1}', b'{"keys":null}'):
+        yield f"wrong {wrong!r}", LOOKUP, wrong, 422
+    for key in (
+        b"null",
+        b"true",
+        b"1.5",
+        b"{}",
+        b'{"a":1}',
+        b"[]",
+        b"[1,2]",
+        b"[null]",
+        b'[["a"]]',
+        b'""',
+        rb'"a\u0000b"',
+        b"9" * 5000,
+    ):
+        yield f"key {key[:12]!r}", LOOKUP, b'{"keys":[%s]}' % key, None
+        if key != b"null":
+            yield f"search key {key[:12]!r}", SEARCH, b'{"key":%s}' % key, None
+    yield "key of 4 kB", LOOKUP, {"keys": ["x" * 4096]}, 400
+    yield "key of too many parts", "/v1/views/pairs/lookup", {"keys": [["a", "b", "c"]]}, 400
+    yield "integer of 5000 digits among texts", LOOKUP, b'{"keys":["1",1%s]}' % (b"0" * 5000), None
+    options = [
+        ("features", '"double"'),
+        ("features", "[1]"),
+        ("features", '{"double":1}'),
+        ("fallback", '"no"'),
+        ("fallback", "0"),
+    ]
+    options += [("inputs", "[]"), ("inputs", '{"9":1}'), ("inputs", '{"9":{}}'), ("inputs", '{"9":{"nope":1}}'), ("kyes", "[1]")]
+    options += [("inputs", '{"":{"x":1}}'), ("inputs", '{"9":[]}'), ("inputs", '{"9":{"id":1}}')]
+    for name in ("deadline_ms", "max_age_s"):
+        options += [(name, value) for value in (nan, "Infinity", "-Infinity", "1e999", "-1", '"1"', "[]", "true", "9" * 400)]
+    for name, value in options:
+        yield f"{name} {value[:12]}", LOOKUP, f'{{"keys":[9],"{name}":{value}}}'.encode(), None
+    for vector in (
+        nan,
+        "[1,2,3,NaN]",
+        "[1,2,3,1e999]",
+        "[1,2,3,1e300]",
+        "[1,2,3]",
+        "[1,2,3,4,5]",
+        "[]",
+        '["1",2,3,4]',
+        "[null,1,2,3]",
+        "7",
+    ):
+        yield f"vector {vector}", SEARCH, f'{{"vector":{vector}}}'.encode(), None
+    yield "vector of a million", SEARCH, b'{"vector":[' + b"1," * 999_999 + b"1]}", 400
+    searches: list[dict[str, Any]] = [{}, {"key": 1, "vector": [1, 2, 3, 4]}, {"key": 1, "inputs": {"x": 1}}, {"key": None}]
+    searches += [{"key": 1, "k": k} for k in (0, -1, 1001, 1.5, "1", None, True, 2**70)]
+    searches += [
+        {"key": 1, "filter": f} for f in ([], "x", {"include": [1]}, {"exclude": 1}, {"exclude": [None]}, {"exclude": many})
+    ]
+    searches += [{"key": 1, "features": f} for f in (["nope"], "double", [1], None)]
+    searches += [{"inputs": i} for i in ({}, [], {"nope": 1}, {"x": "text"}, {"x": None}, {"x": 1e308}, {"id": 1})]
+    searches += [{"inputs": {"x": 1}, "deadline_ms": d} for d in (-5, "1", [])]
+    for search in searches:
+        yield f"search {str(search)[:40]}", SEARCH, search, None
+    yield "neighbours of a row that is not there", SEARCH, {"key": 77}, 404
+    yield "unknown feature and no neighbours", SEARCH, {"key": 1, "features": ["nope"], "filter": {"exclude": [2, 3]}}, 400
+    yield "search without an index", "/v1/views/broken/search", {"key": 1}, 400
+    yield "search of inputs without a fallback", "/v1/views/stale/search", {"inputs": {"x": 1}}, 400
+
+
+def check_refused(reply: Reply, status: int | None = None) -> None:
+    """A 4xx problem."""
+    assert 400 <= reply.status < 500, reply
+    reply.check_problem(status or reply.status)
+
+
+@pytest.mark.parametrize(("path", "body", "status"), [pytest.param(*r, id=name) for name, *r in _json_refusals()])
+def test_a_bad_json_body_is_refused(healthy: Server, path: str, body: Any, status: int | None) -> None:
+    check_refused(healthy.post(path, body), status)
+
+
+@pytest.mark.parametrize("vector", [[1e38] * 4, [3e38, 0, 0, 0]])
+def test_a_finite_vector_too_long_for_its_norm_is_searched_right_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, vector: list[float]
+) -> None:
+    folder = tmp_path_factory.mktemp("cosine")
+    publish(make_folder(folder, {"numbers": {"index": {"on": "vector", "metric": "cosine"}, "fallback": None}}))
+    with Server(folder) as server:
+        small = [
+            (r["key"], pytest.approx(r["score"]))
+            for r in server.post(SEARCH, {"vector": [v / 1e38 for v in vector]}).json["rows"]
+        ]
+        reply = server.post(SEARCH, {"vector": vector})
+        if reply.status == 200:
+            assert [(r["key"], r["score"]) for r in reply.json["rows"]] == small
+        else:
+            check_refused(reply)
+        check_refused(server.post(SEARCH, {"vector": [0, 0, 0, 0]}))
+
+
+def _arrow_refusals() -> Iterator[tuple[str, bytes, int]]:
+    yield "empty", b"", 400
+    yield "JSON", b'{"keys":[1]}', 400
+    yield "no keys", arrow([]), 400
+    yield "no columns", arrow_table(pa.table({})), 400
+    yield "another column", arrow(["1"], "keys"), 400
+    yield "an extra column", arrow_table(pa.table({"key": ["1"], "x": [1.0]})), 400
+    yield "the column twice", arrow_table(pa.Table.from_arrays([pa.array(["1"])] * 2, ["key", "key"])), 400
+    yield "nulls", arrow(["1", None]), 400
+    yield "null integers", arrow(pa.array([1, None])), 400
+    arrays = [
+        pa.array([1.0]),
+        pa.array([True]),
+        pa.array([b"1"]),
+        pa.nulls(1),
+        pa.array([["1"]]),
+        pa.array([{"a": "1"}]),
+        pa.array(["1"]).dictionary_encode(),
+        pa.array([datetime(2026, 1, 1)]),
+        pa.array([b"x" * 16], pa.binary(16)).cast(pa.binary(16)),
+        pa.ExtensionArray.from_storage(pa.uuid(), pa.array([b"x" * 16], pa.binary(16))),
+        pa.RunEndEncodedArray.from_arrays(pa.array([1], pa.int32()), pa.array(["1"])),
+    ]
+    for array in arrays:
+        yield f"type {array.type}", arrow(array), 400
+    yield "too many keys", arrow([str(i) for i in range(MAX_KEYS + 1)]), 413
+    yield "too many keys in many batches", arrow(pa.chunked_array([["1"] * 300] * 4)), 413
+    yield "a hundred thousand keys", arrow(pa.array(range(100_000))), 413
+    for key in ("", "a\0b", "x" * 4096):
+        yield f"key {key[:12]!r}", arrow([key]), 400
+    yield "a key that is not UTF-8", arrow(["@@"]).replace(b"@@", b"\xff\xfe"), 400
+    offsets = np.array([0, 2, 3], np.int32).tobytes()
+    for wrong in ([0, 2**30, 3], [0, -1, 3], [0, 3, 2]):
+        yield f"offsets {wrong}", arrow(["ab", "c"]).replace(offsets, np.array(wrong, np.int32).tobytes()), 400
+    for codec in ("lz4", "zstd"):
+        yield f"compressed by {codec}", arrow(["1" * 100] * 9, compression=codec), 400
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, pa.schema([("key", pa.string())])) as writer:
+        writer.write_table(pa.table({"key": ["1"]}))
+    yield "a file, not a stream", bytes(sink.getvalue()), 400
+
+
+@pytest.mark.parametrize(("body", "status"), [pytest.param(*r, id=name) for name, *r in _arrow_refusals()])
+def test_a_bad_arrow_body_is_refused(healthy: Server, body: bytes, status: int) -> None:
+    check_refused(healthy.post(LOOKUP, body, content_type=wire.ARROW), status)
+
+
+def test_options_of_an_arrow_request_are_checked_too(healthy: Server) -> None:
+    for query in ("features=nope", "deadline_ms=nan", "max_age_s=-1"):
+        check_refused(healthy.post(f"{LOOKUP}?{query}", arrow(["1"]), content_type=wire.ARROW), 400)
+
+
+@pytest.fixture
+def send_arrow(healthy: Server) -> Iterator[Callable[[bytes], int]]:
+    """Sends an Arrow body over one kept connection and returns the status, which it checks to be 200 or a refusal."""
+    connection = http.client.HTTPConnection("localhost")
+    connection.sock = healthy.connect()
+
+    def send(body: bytes) -> int:
+        connection.request("POST", LOOKUP + "?fallback=false", body, {"content-type": wire.ARROW})
+        response = connection.getresponse()
+        headers = {name.lower(): value for name, value in response.getheaders()}
+        reply = Reply(response.status, headers, response.read())
+        if reply.status != 200:
+            check_refused(reply)
+        return reply.status
+
+    with contextlib.closing(connection):
+        yield send
+
+
+@pytest.mark.parametrize("keys", [pa.array(["1", "2", "a longer key"]), pa.array([1, 2, 3])])
+def test_an_arrow_body_cut_anywhere_is_refused(send_arrow: Callable[[bytes], int], keys: pa.Array) -> None:
+    whole = arrow(keys)
+    end_of_stream = 8
+    assert send_arrow(whole) == 200
+    for length in range(len(whole) - end_of_stream):
+        assert send_arrow(whole[:length]) == 400, length
+    for length in range(len(whole) - end_of_stream, len(whole)):
+        send_arrow(whole[:length])
+
+
+def test_an_arrow_body_with_flipped_bytes_is_answered_or_refused_and_never_an_error(send_arrow: Callable[[bytes], int]) -> None:
+    whole = arrow(["1", "2", "a longer key"])
+    statuses = []
+    for mask in (0x01, 0x80, 0xFF):
+        for position in range(len(whole)):
+            flipped = bytearray(whole)
+            flipped[position] ^= mask
+            statuses.append(send_arrow(bytes(flipped)))
+    chance = random.Random(7)
+    for _ in range(500):
+        flipped = bytearray(whole)
+        for _ in range(chance.randint(2, 8)):
+            flipped[chance.randrange(len(whole))] = chance.randrange(256)
+        statuses.append(send_arrow(bytes(flipped)))
+    assert {200, 400} <= set(statuses) <= {200, 400, 413}
+
+
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "application/jsonx", "", wire.ARROW + ".x", "x" * 9000]
+)
+@pytest.mark.parametrize("path", [LOOKUP, SEARCH, "/v1/lookup"])
+def test_another_content_type_is_refused(healthy: Server, path: str, kind: str) -> None:
+    check_refused(healthy.post(path, {"keys": [1]}, content_type=kind), 415)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "deflate, gzip", "x" * 9000])
+def test_a_compressed_body_is_refused(healthy: Server, encoding: str) -> None:
+    check_refused(healthy.post(LOOKUP, {"keys": [1]}, content_encoding=encoding), 415)
+
+
+@pytest.mark.parametrize("path", [LOOKUP, SEARCH, "/v1/lookup"])
+@pytest.mark.parametrize("how", ["told", "chunked"])
+def test_a_body_over_four_mebibytes_is_refused_before_it_is_kept(healthy: Server, path: str, how: str) -> None:
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with healthy.connect() as connection:
+        if how == "told":
+            connection.sendall(f"{head}Content-Length: {wire.MAX_BODY_BYTES + 1}\r\n\r\n{{".encode())
+        else:
+            chunk = b"10000\r\n" + b" " * 65536 + b"\r\n"
+            connection.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
+            for _ in range(wire.MAX_BODY_BYTES // 65536 + 1):
+                connection.sendall(chunk)
+        _reply_of(connection).check_problem(413, "body_too_large")
+
+
+def test_a_body_of_four_mebibytes_is_read(healthy: Server) -> None:
+    body = b'{"keys":[1]}'
+    assert healthy.post(LOOKUP, body + b" " * (wire.MAX_BODY_BYTES - len(body))).status == 200
+
+
+def _reply_of(connection: socket.socket) -> Reply:
+    response = http.client.HTTPResponse(connection)
+    response.begin()
+    with response:
+        return Reply(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("numbers/rows/", 400),
+        ("numbers/rows/%00", 400),
+        ("numbers/rows/a%00b", 400),
+        ("numbers/rows/" + "x" * 4096, 400),
+        ("numbers/rows/" + "%C3%A9" * 256, 400),
+        ("numbers/rows/%ff%fe", 400),
+        ("numbers/rows/%ed%a0%80", 400),
+        ("pairs/rows/a/%ff", 400),
+        ("pairs/rows/a/b/c", 400),
+        ("pairs/rows//", None),
+        ("pairs/rows/a", 404),
+        ("numbers/rows/a/b", 404),
+        ("numbers/rows/%2e", 404),
+        ("numbers/rows/%2e%2e%2f", 404),
+        ("numbers/rows/..", 404),
+        ("numbers/rows/../../../readyz", 404),
+        ("numbers/rows/%", 404),
+        ("numbers/rows/%zz", 404),
+        ("numbers/rows/1%20", 404),
+        ("numbers/rows/+1", 404),
+        ("numbers/rows", 404),
+        ("numbers", 404),
+        ("numbers/rows%2F1", 404),
+        ("numbers%2Frows%2F1", 404),
+        ("numbers%2Frows%2Fa/rows/1", 404),
+        ("numbers/rows/1?features=nope", 400),
+        ("numbers/rows/1?features=", 400),
+        ("numbers/rows/1?features=double,double", 400),
+        ("numbers/rows/1?features=%ff", 400),
+        *[
+            (f"numbers/rows/9?{name}={v}", 400)
+            for name in ("deadline_ms", "max_age_s")
+            for v in ("nan", "inf", "-1", "x", "", "1e999")
+        ],
+        *[(f"numbers/rows/9?fallback={value}", 400) for value in ("0", "maybe")],
+        *[
+            (f"{view}/rows/1", 404)
+            for view in (
+                "nothing",
+                "..%2Fx",
+                "..",
+                "%2e%2e",
+                "%00",
+                "a" * 10_000,
+                "NUMBERS",
+                "%ff",
+                "numbers%0A",
+                "",
+                "*",
+                "%C3%A9",
+            )
+        ],
+    ],
+)
+def test_a_bad_url_is_refused(healthy: Server, path: str, status: int | None) -> None:
+    check_refused(healthy.raw(f"GET /v1/views/{path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()), status)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("PUT", "/v1/views/numbers/rows/1", "GET"),
+        ("DELETE", "/v1/views/numbers/rows/1", "GET"),
+        ("POST", "/v1/views/numbers/rows/1", "GET"),
+        ("GET", LOOKUP, "POST"),
+        ("DELETE", SEARCH, "POST"),
+        ("GET", "/v1/lookup", "POST"),
+        ("POST", "/livez", "GET"),
+        ("PATCH", "/v1/views", "GET"),
+        ("OPTIONS", "/", "GET"),
+    ],
+)
+def test_a_method_that_is_not_allowed_is_refused_with_those_that_are(
+    healthy: Server, method: str, path: str, allowed: str
+) -> None:
+    reply = healthy.request(method, path)
+    check_refused(reply, 405)
+    assert allowed in reply.headers["allow"]
+
+
+@pytest.mark.parametrize(
+    "path", ["/nothing", "/v1", "/v1/views/numbers/nothing", "/%00", "//livez", "/v1/../livez", "/metrics.php"]
+)
+def test_an_unknown_route_is_a_problem_too(healthy: Server, path: str) -> None:
+    check_refused(healthy.get(path), 404)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET /v1/views/numbers/rows/\xff HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"FROB / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
+        b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
+        b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
+def test_what_is_not_http_is_400_or_hung_up_on(healthy: Server, data: bytes) -> None:
+    with healthy.connect() as connection:
+        connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
+        answer = connection.recv(65536)
+    assert answer == b"" or answer.split(b" ", 2)[1].startswith(b"4")
+
+
+@pytest.mark.parametrize("kind", [wire.JSON, wire.ARROW])
+@pytest.mark.parametrize("path", [LOOKUP, SEARCH, "/v1/lookup"])
+def test_callers_that_stop_in_the_middle_of_a_body_leave_no_trace(healthy: Server, path: str, kind: str) -> None:
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}\r\nContent-Length: 100\r\n\r\n".encode()
+    with contextlib.ExitStack() as stack:
+        for data in (head, head + b'{"keys":[', head[:40]):
+            with healthy.connect() as gone:
+                gone.sendall(data)
+            stalled = stack.enter_context(healthy.connect())
+            stalled.sendall(data)
+            assert healthy.get("/v1/views/numbers/rows/1").status == 200
+
+
+def test_a_body_that_trickles_in_is_answered_while_others_are_too(healthy: Server) -> None:
+    body = b'{"keys":[1]}'
+    with healthy.connect() as slow_one:
+        slow_one.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" % LOOKUP.encode())
+        slow_one.sendall(b"Content-Length: %d\r\n\r\n" % len(body))
+        for i in range(len(body)):
+            slow_one.sendall(body[i : i + 1])
+            assert healthy.get("/livez").status == 200
+        assert _reply_of(slow_one).json["rows"][0]["features"]["double"] == 2.0
