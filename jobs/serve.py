@@ -90,11 +90,17 @@ def serve(project: Project, announce: Callable[[str], None]) -> None:
         config = uvicorn.Config(
             app, loop="uvloop", http="httptools", lifespan="off", access_log=False, log_config=None, timeout_graceful_shutdown=10
         )
-        # Once it has shut down, uvicorn raises the signal again under the handlers it found: these, so that we clean up and end with 0.
+        server = uvicorn.Server(config)
+
+        def stop(*_: object) -> None:
+            server.should_exit = True
+
+        # Signals before uvicorn has its own handlers count too; and after it shut down, uvicorn raises the signal again under the handlers
+        # it found, which must not end the process before it has cleaned up.
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)
+            signal.signal(number, stop)
         announce(address)
-        uvicorn.Server(config).run(sockets=[bound])
+        server.run(sockets=[bound])
     finally:
         warmer.stop()
         fallback.close()

@@ -132,7 +132,7 @@ def test_the_view_in_the_readme_is_the_view_in_the_repository() -> None:
 
 
 def test_the_tree_in_the_readme_names_every_file() -> None:
-    tree = next(block for block in blocks("") if "jobs/" in block)
+    tree = next(block for block in blocks("text") if "jobs/" in block)
     for room in ("jobs", "precompute", "store"):
         for path in (REPOSITORY / room).rglob("*.py"):
             name = path.stem if path.parent.name not in ("api", "models", "demo") else path.parent.name

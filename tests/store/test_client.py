@@ -1,0 +1,379 @@
+"""The client, and that in process, over JSON and over Arrow the answers are equal."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from jobs.config import Project
+from jobs.fallback import ViewFallback
+from store.client import Client
+from store.errors import OnlineStoreError, PrecomputeError, RequestError
+from store.lookup import ANSWER_FIELDS, Lookup
+from store.offline_store import OfflineStore
+from store.online_url import open_online_store
+from tests.conftest import free_port
+from tests.jobs.test_serve import Server, make_folder, publish, slow, write_numbers
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """Rows 1, 2, 3 are published; 9 and 13 came into the source since, and the model fails on 13."""
+    folder = tmp_path_factory.mktemp("client")
+    pairs = {"sql": "SELECT * FROM (VALUES ('a/b', '50%', 1.0), ('é', '../x y', 2.0)) AS t(shop, item, x)"}
+    views: dict[str, dict[str, Any]] = {
+        "numbers": slow(0, fail_on=13),
+        "stale": {"ttl": 0, "fallback": None},
+        "expired": {"ttl": 0, "stale_for": 0, "fallback": None},
+        "renewed": {"ttl": 0, "stale_for": 0},
+        "pairs": {"entity": ["shop", "item"], "source": pairs},
+    }
+    project = make_folder(folder, views)
+    publish(project)
+    write_numbers(folder, [1, 2, 3, 9, 13])
+    return project
+
+
+@pytest.fixture(scope="module")
+def server(project: Project) -> Iterator[Server]:
+    with Server(project.folder, "unix:./api.sock") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[Client]:
+    with Client(server.url) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def lookup(project: Project) -> Iterator[Lookup]:
+    """The same views and the same models in this process."""
+    fallback = ViewFallback(OfflineStore(project.root))
+    lookup = Lookup(open_online_store(project.online), project.root, fallback)
+    yield lookup
+    fallback.close()
+    lookup.close()
+
+
+# ---- three paths, one answer
+
+
+def _rows(table: pa.Table) -> list[dict[str, Any]]:
+    """An answer's rows without what a clock decides: every age, and when a row was computed just now."""
+    rows = table.drop_columns(["age_s"]).to_pylist()
+    return [row | {"computed_at": None} if row["status"] == "computed" else row for row in rows]
+
+
+def _json_rows(reply: Any, table: pa.Table) -> list[dict[str, Any]]:
+    """The rows of a JSON answer in the columns of an Arrow one."""
+    names = [name for name in table.column_names if name != "age_s"]
+    rows = []
+    for row in reply["rows"]:
+        flat = row | (row["features"] or {})
+        if flat["computed_at"] is not None:
+            flat["computed_at"] = None if flat["status"] == "computed" else datetime.fromisoformat(flat["computed_at"])
+        rows.append({name: flat.get(name) for name in names})
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("view", "keys", "options"),
+    [
+        ("numbers", [1, 2, 3], {}),
+        ("numbers", ["3", 77, 1, "9", 13, 3, 9], {}),
+        ("numbers", [77, 78], {"fallback": False}),
+        ("numbers", [3, 9, 1], {"features": ["vector"], "fallback": False}),
+        ("numbers", [1, 9], {"features": []}),
+        ("numbers", [1, 9], {"features": ["vector", "double"]}),
+        ("numbers", [1, 2], {"max_age_s": 0, "fallback": False}),
+        ("numbers", [1, 2], {"max_age_s": 0}),
+        ("numbers", [1, 2], {"max_age_s": 1e9, "deadline_ms": 5000}),
+        ("numbers", [9, 1], {"deadline_ms": 0}),
+        ("numbers", [500, 1, "501"], {"inputs": {"500": {"x": 7}, "501": {"x": "?"}}}),
+        ("numbers", list(range(1000)), {"fallback": False}),
+        ("stale", [1, 77], {}),
+        ("expired", [1, 77], {}),
+        ("renewed", [1, 77], {}),
+        ("pairs", [["a/b", "50%"], ("é", "../x y"), ("é", "x")], {}),
+        ("pairs", ["a%2Fb/50%25", ["a", "b/50%"]], {"features": ["double"]}),
+    ],
+)
+def test_in_process_over_json_and_over_arrow_the_answers_are_equal(
+    lookup: Lookup, client: Client, server: Server, view: str, keys: list[Any], options: dict[str, Any]
+) -> None:
+    before = lookup.get(view, keys, **options)
+    arrow = client.get(view, keys, **options)
+    reply = server.post(f"/v1/views/{view}/lookup", {"keys": keys, **options}).json
+    after = lookup.get(view, keys, **options)
+    assert arrow.schema == before.schema
+    assert arrow.column_names[: len(ANSWER_FIELDS)] == [name for name, _ in ANSWER_FIELDS]
+    assert _rows(arrow) == _rows(before) == _json_rows(reply, arrow)
+    assert {(reply["view"], reply["snapshot"], reply["model"])} == {
+        (view, row["snapshot"], row["model"]) for row in arrow.to_pylist()
+    }
+    ages = zip(*(t["age_s"].to_pylist() for t in (before, arrow, after)), (r["age_s"] for r in reply["rows"]), strict=True)
+    for status, (first, over_arrow, last, over_json) in zip(arrow["status"].to_pylist(), ages, strict=True):
+        if status in ("fresh", "stale"):
+            assert first <= over_arrow <= over_json <= last
+        else:
+            expected = None if status == "missing" else 0.0
+            assert first == over_arrow == over_json == last == expected
+
+
+@pytest.mark.parametrize(
+    ("view", "keys", "options"),
+    [
+        ("nothing", [1], {}),
+        ("../numbers", [1], {}),
+        ("", [1], {}),
+        ("numbers", [], {}),
+        ("numbers", list(range(1001)), {}),
+        ("numbers", [True], {}),
+        ("numbers", [1.5], {}),
+        ("numbers", [None], {}),
+        ("numbers", [[1, 2]], {}),
+        ("numbers", [""], {}),
+        ("numbers", ["a\0b"], {}),
+        ("numbers", ["x" * 512], {}),
+        ("numbers", ["\ud800"], {}),
+        ("pairs", [["a"]], {}),
+        ("pairs", [["a", None]], {}),
+        ("numbers", [1], {"features": ["nope"]}),
+        ("numbers", [1], {"features": ["double", "double"]}),
+        ("numbers", [500], {"inputs": {"500": {"nope": 1}}}),
+        ("numbers", [500], {"inputs": {"500": {}}}),
+        ("numbers", [500], {"deadline_ms": -1}),
+        ("numbers", [500], {"max_age_s": -1}),
+        ("numbers", [500], {"deadline_ms": math.inf}),
+        ("numbers", [500], {"max_age_s": math.nan}),
+    ],
+)
+def test_what_is_refused_in_process_is_refused_by_the_client_in_the_same_words(
+    lookup: Lookup, client: Client, view: str, keys: list[Any], options: dict[str, Any]
+) -> None:
+    refusals = []
+    for path in (lookup, client):
+        with pytest.raises(RequestError) as caught:
+            path.get(view, keys, **options)
+        refusals.append((caught.value.status, caught.value.code, str(caught.value)))
+    assert refusals[0] == refusals[1]
+
+
+@pytest.mark.parametrize(
+    ("view", "key", "options"),
+    [
+        ("numbers", 1, {}),
+        ("numbers", "2", {"features": ["vector"]}),
+        ("numbers", 3, {"features": []}),
+        ("stale", 1, {"fallback": False}),
+        ("pairs", ("a/b", "50%"), {}),
+        ("pairs", ["é", "../x y"], {}),
+        ("pairs", "a%2Fb/50%25", {}),
+    ],
+)
+def test_a_row_is_the_same_dict_in_process_and_from_the_client(
+    lookup: Lookup, client: Client, view: str, key: Any, options: dict[str, Any]
+) -> None:
+    def listed(value: Any) -> Any:
+        return list(value) if isinstance(value, tuple) else value
+
+    rows = []
+    for path in (lookup, client):
+        row = path.row(view, key, **options)
+        row["features"] = {name: listed(value) for name, value in row["features"].items()}
+        rows.append(row)
+    assert rows[0].pop("age_s") <= rows[1].pop("age_s")
+    assert rows[0] == rows[1]
+
+
+def test_a_missing_row_is_an_error_of_the_client_with_status_and_reason(client: Client) -> None:
+    for key, fallback, status, code in (
+        (77, True, 404, "unknown_entity"),
+        (9, False, 404, "unknown_entity"),
+        (13, True, 502, "model_error"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            client.row("numbers", key, fallback=fallback)
+        assert (caught.value.status, caught.value.code) == (status, code)
+    assert client.row("numbers", 9)["features"]["double"] == 18.0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"key": 1},
+        {"key": 2, "k": 1, "features": ["double"]},
+        {"vector": [3, 4, 5, 6], "exclude": [3]},
+        {"inputs": {"x": 0}, "exclude": ["1", 2], "k": 5},
+    ],
+)
+def test_a_search_finds_the_same_in_process_and_from_the_client(
+    lookup: Lookup, client: Client, arguments: dict[str, Any]
+) -> None:
+    answers = []
+    for path in (lookup, client):
+        found = path.search("numbers", **arguments)
+        for row in found["rows"]:
+            row.pop("age_s")
+        answers.append(json.loads(json.dumps(found, default=lambda at: at.isoformat().replace("+00:00", "Z"))))
+    assert answers[0]["rows"]
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"key": 77}, {"key": 1, "k": 0}, {"vector": [1.0]}, {"inputs": {"nope": 1}}, {"key": 1, "features": ["nope"]}],
+)
+def test_a_search_that_is_refused_is_refused_alike(lookup: Lookup, client: Client, arguments: dict[str, Any]) -> None:
+    refusals = []
+    for path in (lookup, client):
+        with pytest.raises(RequestError) as caught:
+            path.search("numbers", **arguments)
+        refusals.append((caught.value.status, caught.value.code, str(caught.value)))
+    assert refusals[0] == refusals[1]
+
+
+def test_views_are_the_same_in_process_and_from_the_client(lookup: Lookup, client: Client) -> None:
+    def ageless(views: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{name: value for name, value in view.items() if name != "age_s"} for view in views]
+
+    assert ageless(client.views()) == ageless(lookup.views())
+
+
+# ---- connections
+
+
+def test_over_tcp_it_answers_as_over_a_unix_socket(project: Project, client: Client) -> None:
+    with Server(project.folder) as server, Client(server.url + "/") as over_tcp:
+        assert _rows(over_tcp.get("numbers", [1, 77, 9])) == _rows(client.get("numbers", [1, 77, 9]))
+
+
+def test_threads_share_a_client_and_each_gets_its_own_answer(client: Client) -> None:
+    def ask(i: int) -> bool:
+        key = i % 3 + 1
+        return client.get("numbers", [key] * (i + 1))["double"].to_pylist() == [2.0 * key] * (i + 1)
+
+    with ThreadPoolExecutor(16) as threads:
+        assert all(threads.map(ask, range(200)))
+
+
+@pytest.mark.parametrize("where", ["tcp", "unix"])
+def test_it_reconnects_after_the_server_was_restarted(tmp_path: Path, where: str) -> None:
+    publish(make_folder(tmp_path, {"numbers": {"fallback": None}}))
+    bind = f"127.0.0.1:{free_port()}" if where == "tcp" else "unix:./api.sock"
+    with Server(tmp_path, bind) as first:
+        client = Client(first.url, timeout_s=10)
+        hold = threading.Barrier(4)
+
+        def two_answers(_: int) -> list[float]:
+            hold.wait()  # four connections at once, all of them idle when the server goes
+            return [client.row("numbers", 1)["features"]["double"] for _ in range(2)]
+
+        with ThreadPoolExecutor(4) as threads:
+            assert list(threads.map(two_answers, range(4))) == [[2.0, 2.0]] * 4
+        first.end()
+        for _ in range(2):
+            with pytest.raises(OnlineStoreError, match="is `precompute serve` running"):
+                client.row("numbers", 1)
+        with Server(tmp_path, bind):
+            with ThreadPoolExecutor(4) as threads:
+                assert list(threads.map(two_answers, range(4))) == [[2.0, 2.0]] * 4
+            client.close()
+
+
+def test_a_connection_the_server_closed_meanwhile_is_replaced_silently(tmp_path: Path) -> None:
+    publish(make_folder(tmp_path, {"numbers": {"fallback": None}}))
+    bind = f"127.0.0.1:{free_port()}"
+    with Server(tmp_path, bind) as first, Client(first.url) as client:
+        assert client.get("numbers", [1])["double"].to_pylist() == [2.0]
+        first.end()
+        with Server(tmp_path, bind):
+            assert client.get("numbers", [2])["double"].to_pylist() == [4.0]
+            assert client.row("numbers", 3)["features"]["double"] == 6.0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"HTTP/1.1 200",
+        b"nonsense\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\ntoo short",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 8\r\n\r\nno arrow",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 502 Bad Gateway\r\nContent-Type: text/html\r\nContent-Length: 5\r\n\r\n<html",
+        b'HTTP/1.1 503 x\r\nContent-Length: 20\r\n\r\n{"detail":"no type"}',
+        b"HTTP/1.1 500 x\r\nContent-Length: 4\r\n\r\nnull",
+        b"HTTP/1.1 307 x\r\nLocation: /\r\nContent-Length: 0\r\n\r\n",
+    ],
+)
+def test_whatever_answers_instead_of_the_server_is_an_error_of_ours(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer_all() -> None:
+            while True:
+                connection, _ = listener.accept()
+                with connection:
+                    if b"stop" in connection.recv(65536):
+                        return
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=answer_all)
+        thread.start()
+        host, port = listener.getsockname()
+        try:
+            with Client(f"http://{host}:{port}", timeout_s=10) as client, pytest.raises(PrecomputeError):
+                client.get("numbers", [1])
+        finally:
+            with socket.create_connection((host, port)) as connection:
+                connection.sendall(b"stop")
+            thread.join()
+
+
+def test_a_server_that_never_answers_is_given_up_after_the_timeout() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host, port = listener.getsockname()
+        with Client(f"http://{host}:{port}", timeout_s=0.2) as client, pytest.raises(OnlineStoreError, match="timed out"):
+            client.row("numbers", 1)
+
+
+def test_nobody_there_is_an_error_that_names_the_address(tmp_path: Path) -> None:
+    for url in (
+        f"http://127.0.0.1:{free_port()}",
+        f"unix:{tmp_path}/none.sock",
+        f"unix:{tmp_path}/{'long' * 40}",
+        "http://no-such-host.invalid",
+    ):
+        with Client(url) as client, pytest.raises(OnlineStoreError) as caught:
+            client.views()
+        assert url in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "127.0.0.1:8080",
+        "https://127.0.0.1",
+        "redis://x",
+        "unix:",
+        "http://",
+        "http://x:99999",
+        "http://x:port",
+        "http://[::1",
+    ],
+)
+def test_what_is_no_servers_address_is_refused(url: str) -> None:
+    with pytest.raises(RequestError):
+        Client(url)
