@@ -16,18 +16,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from jobs.config_file import PREFIX, merged, overrides, read_yaml, substituted
 from jobs.cron import check_cron
 from precompute.model import check_use
 from precompute.source import check_sql, referenced_views
 from store.errors import ConfigError
 from store.feature_view import NAME, RESERVED, Feature, FeatureView, IndexSpec
-
-PREFIX = "PRECOMPUTE_"
-OWN_VARIABLES = frozenset({"PRECOMPUTE_CONFIG"})
-"""Environment variables with our prefix that are no configuration values."""
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 _DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*$")
@@ -233,11 +229,11 @@ class Project:
             raise ConfigError(
                 f"no folder {str(folder)!r}: give the one with project.yaml, as in `precompute -c configs/movielens status`"
             )
-        overrides = _overrides(os.environ if environment is None else environment)
+        over = overrides(os.environ if environment is None else environment)
         project_file = self.folder / "project.yaml"
-        raw = _read_yaml(project_file)
-        view_overrides = overrides.pop("views", {})
-        self.settings = _validated(ProjectConfig, _merged(raw, overrides), project_file)
+        raw = read_yaml(project_file)
+        view_overrides = over.pop("views", {})
+        self.settings = _validated(ProjectConfig, merged(raw, over), project_file)
         self.root = (self.folder / self.settings.root).absolute()
         self.online = self._absolute_online(self.settings.online)
         self._vars = {
@@ -245,8 +241,8 @@ class Project:
         }
         self.views: dict[str, ViewConfig] = {}
         for path in sorted((self.folder / "views").glob("*.yaml")):
-            data = _substituted(_read_yaml(path), self._vars, path)
-            view = _validated(ViewConfig, _merged(data, view_overrides.pop(path.stem, {})), path)
+            data = substituted(read_yaml(path), self._vars, path)
+            view = _validated(ViewConfig, merged(data, view_overrides.pop(path.stem, {})), path)
             if view.name != path.stem:
                 raise ConfigError(
                     f"{path}: name: {view.name!r} differs from the file's name; call the file views/{view.name}.yaml"
@@ -323,97 +319,6 @@ def after(when: str) -> list[str] | None:
 def json_schemas() -> dict[str, Any]:
     """JSON Schemas of both files, for editors: ``{"project": …, "view": …}``."""
     return {"project": ProjectConfig.model_json_schema(), "view": ViewConfig.model_json_schema()}
-
-
-# ---- reading
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML that refuses a key given twice instead of keeping the last, and reads only true and false as booleans, as YAML 1.2 does:
-    in YAML 1.1 the key of ``index: {on: embedding}`` is ``True``."""
-
-
-def _mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    keys = [loader.construct_object(key) for key, _ in node.value]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", node.start_mark)
-    return loader.construct_mapping(node, deep=True)
-
-
-_UniqueKeyLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_UniqueKeyLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
-)
-_UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError as exc:
-        raise ConfigError(f"{path}: no such file; a project is a folder with project.yaml and views/<name>.yaml") from exc
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"{path}: cannot be read: {exc}") from exc
-    try:
-        data = yaml.load(text, _UniqueKeyLoader)  # noqa: S506  # a SafeLoader
-    except yaml.YAMLError as exc:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(exc).split())}") from exc
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: holds {type(data).__name__}, not keys and values")
-    return data
-
-
-def _overrides(environment: Mapping[str, str]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for variable, text in sorted(environment.items()):
-        if not variable.startswith(PREFIX) or variable in OWN_VARIABLES:
-            continue
-        *path, last = variable.removeprefix(PREFIX).lower().split("__")
-        node = tree
-        for key in path:
-            node = node.setdefault(key, {})
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError:
-            value = text
-        node[last] = value
-    return tree
-
-
-def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
-        current = merged.get(key)
-        merged[key] = _merged(current, value) if isinstance(value, Mapping) and isinstance(current, Mapping) else value
-    return merged
-
-
-def _substituted(value: Any, variables: Mapping[str, str], path: Path) -> Any:
-    """``${name}`` replaced throughout; a value with a quote is refused, since it ends up inside SQL."""
-    if isinstance(value, dict):
-        return {k: _substituted(v, variables, path) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_substituted(v, variables, path) for v in value]
-    if not isinstance(value, str):
-        return value
-
-    def one(match: re.Match[str]) -> str:
-        name = match[1]
-        if name not in variables:
-            raise ConfigError(
-                f"{path}: ${{{name}}}: no such variable; add `vars: {{{name}: …}}` to project.yaml or set {PREFIX}VARS__{name.upper()}"
-            )
-        if "'" in variables[name] or '"' in variables[name]:
-            raise ConfigError(
-                f"project.yaml: vars.{name}: {variables[name]!r} holds a quote, which cannot stand inside SQL; use a path without"
-            )
-        return variables[name]
-
-    return re.sub(r"\$\{([a-zA-Z_][a-zA-Z0-9_]*)\}", one, value)
 
 
 def _validated(kind: type[_Config], data: Mapping[str, Any], path: Path) -> _Config:

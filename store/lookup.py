@@ -6,23 +6,21 @@ One request reads the live pointer once, so all its rows are of one snapshot. A 
 
 from __future__ import annotations
 
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import pyarrow as pa
 
-from store.codec import Buffer, RowCodec
+from store.answer import ANSWER_FIELDS, Answer, Computed, Miss, Plan
+from store.codec import Buffer
 from store.entity_key import check_key, key_text
 from store.errors import RequestError, VectorIndexError
 from store.feature_view import MAX_KEY_BYTES, FeatureView
-from store.freshness import Reason, Source, Status, age_s, as_datetime, status_of
+from store.freshness import Reason, Status, age_s, status_of
 from store.online_store import OnlineStore, Pointer
 from store.online_url import open_online_store
 from store.vector_index import VectorIndex
@@ -32,39 +30,6 @@ MAX_KEYS = 1000
 MAX_NEIGHBOURS = 1000
 """Neighbours in one search."""
 MAX_DEADLINE_S = 60.0
-
-ANSWER_FIELDS: tuple[tuple[str, pa.DataType], ...] = (
-    ("key", pa.string()),
-    ("status", pa.string()),
-    ("source", pa.string()),
-    ("reason", pa.string()),
-    ("computed_at", pa.timestamp("us", tz="UTC")),
-    ("age_s", pa.float64()),
-    ("ttl_s", pa.float64()),
-    ("snapshot", pa.int64()),
-    ("model", pa.string()),
-)
-"""Columns of every answer, before the features."""
-
-_TIMESTAMP = pa.timestamp("us", tz="UTC")
-_FLOAT64 = pa.float64()
-_COMPUTED_AT = struct.Struct("<q")
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """One row the model made now: a record batch of one row with the view's features, and when (µs since 1970)."""
-
-    features: pa.RecordBatch
-    computed_at_us: int
-
-
-class Miss(Exception):
-    """Why a fallback gave no row; carried by its future."""
-
-    def __init__(self, reason: Reason, detail: str = "") -> None:
-        super().__init__(detail or reason)
-        self.reason = reason
 
 
 class Fallback(Protocol):
@@ -109,7 +74,7 @@ class Lookup:
         self.fallback = fallback
         self._root = None if root is None else Path(root)
         self._clock = clock
-        self._plans: dict[tuple[str, tuple[str, ...] | None], _Plan] = {}
+        self._plans: dict[tuple[str, tuple[str, ...] | None], Plan] = {}
         self._indexes: dict[str, tuple[str, VectorIndex]] = {}
         self._index_lock = threading.Lock()
 
@@ -226,7 +191,7 @@ class Lookup:
         shown = view if len(view) <= 80 else view[:77] + "..."
         return RequestError(f"no view {shown!r} is live in the online store (live: {have})", status=404, code="unknown_view")
 
-    def _plan(self, pointer: Pointer, features: Sequence[str] | None) -> _Plan:
+    def _plan(self, pointer: Pointer, features: Sequence[str] | None) -> Plan:
         key = (pointer.view.name, None if features is None else tuple(features))
         plan = self._plans.get(key)
         if plan is None or plan.pointer is not pointer:
@@ -234,7 +199,7 @@ class Lookup:
                 _check_features(pointer.view, features)
             if len(self._plans) > 1024:  # feature subsets come from requests: keep their number bounded
                 self._plans.clear()
-            plan = self._plans[key] = _Plan(pointer, key[1])
+            plan = self._plans[key] = Plan(pointer, key[1])
         return plan
 
     # ---- views
@@ -417,178 +382,4 @@ def _check_inputs(pointer: Pointer, columns: Any) -> None:
             )
 
 
-class _Plan:
-    """What every request for the same pointer and features shares: codec, schema, and columns that hold one value throughout."""
-
-    def __init__(self, pointer: Pointer, features: tuple[str, ...] | None) -> None:
-        view = pointer.view
-        self.pointer = pointer
-        self.view = view
-        self.codec = RowCodec(view)
-        self.features = features
-        wanted = view.features if features is None else [view.feature(name) for name in features]
-        self.schema = pa.schema(
-            [pa.field(name, kind) for name, kind in ANSWER_FIELDS] + [pa.field(f.name, f.arrow_type) for f in wanted]
-        )
-        self._constants: dict[int, list[pa.Array]] = {}
-
-    def constants(self, rows: int) -> list[pa.Array]:
-        """Columns of one value, for an answer of ``rows`` rows: fresh, store, no reason, TTL, snapshot, model."""
-        known = self._constants.get(rows)
-        if known is None:
-            known = self._constants[rows] = [
-                pa.repeat(str(Status.FRESH), rows),
-                pa.repeat(str(Source.STORE), rows),
-                pa.nulls(rows, pa.string()),
-                pa.repeat(pa.scalar(float(self.view.ttl_s)), rows),
-                pa.repeat(pa.scalar(self.pointer.snapshot, pa.int64()), rows),
-                pa.repeat(self.pointer.model, rows),
-            ]
-        return known
-
-
-@dataclass(slots=True)
-class Answer:
-    """The rows of one request, some perhaps still in flight.
-
-    ``pending`` maps a row's number to the future that computes it; :meth:`wait` settles them.
-    """
-
-    plan: _Plan
-    keys: list[str]
-    values: list[Buffer | None]
-    now_us: int
-    deadline: float = 0.0
-    pending: dict[int, Future[Computed]] = field(default_factory=dict)
-    _computed_at: list[int] = field(default_factory=list)
-    _statuses: list[Status] | None = None  # None: all fresh from the store, the common case
-    _reasons: dict[int, Reason] = field(default_factory=dict)
-
-    @property
-    def pointer(self) -> Pointer:
-        """The pointer the whole answer was read under."""
-        return self.plan.pointer
-
-    def judge(self, max_age_s: float | None) -> list[int]:
-        """Give every row its status and drop what has expired; returns the numbers of the missing rows."""
-        view = self.plan.view
-        try:
-            read = _COMPUTED_AT.unpack_from
-            self._computed_at = [read(v)[0] for v in self.values]  # type: ignore[arg-type]
-            limit_s = view.ttl_s if max_age_s is None else min(view.ttl_s, max_age_s)
-            if self.now_us - min(self._computed_at) <= limit_s * 1e6:
-                return []
-        except TypeError:  # a None among the values
-            self._computed_at = [0 if v is None else _COMPUTED_AT.unpack_from(v)[0] for v in self.values]
-        statuses = []
-        missing = []
-        for i, value in enumerate(self.values):
-            if value is None:
-                status, reason = Status.MISSING, Reason.UNKNOWN_ENTITY
-            else:
-                status, reason = status_of(view, age_s(self._computed_at[i], self.now_us), max_age_s), Reason.EXPIRED
-            statuses.append(status)
-            if status is Status.MISSING:
-                self.values[i] = None
-                self._reasons[i] = reason
-                missing.append(i)
-        self._statuses = statuses
-        return missing
-
-    def wait(self) -> None:
-        """Wait for the rows in flight, at most until the deadline, then :meth:`settle`."""
-        if self.pending:
-            wait(self.pending.values(), timeout=max(0.0, self.deadline - time.monotonic()))
-            self.settle()
-
-    def settle(self) -> None:
-        """Take what the futures hold now; a row that is not done has missed the deadline."""
-        assert self._statuses is not None or not self.pending
-        for i, future in self.pending.items():
-            if not future.done():
-                self._reasons[i] = Reason.DEADLINE
-                continue
-            error = future.exception()
-            if error is not None:
-                if not isinstance(error, Miss):
-                    raise error
-                self._reasons[i] = error.reason
-                continue
-            computed = future.result()
-            packed = self.plan.codec.encode(computed.features, np.array([computed.computed_at_us]), self.pointer.snapshot)
-            self.values[i] = packed.data.tobytes()
-            self._computed_at[i] = computed.computed_at_us
-            self._statuses[i] = Status.COMPUTED  # type: ignore[index]
-            del self._reasons[i]
-        self.pending = {}
-
-    def status_counts(self) -> dict[str, int]:
-        """Status → rows."""
-        if self._statuses is None:
-            return {"fresh": len(self.keys)}
-        return {str(status): self._statuses.count(status) for status in set(self._statuses)}
-
-    def status(self, i: int) -> Status:
-        """Status of row ``i``."""
-        return Status.FRESH if self._statuses is None else self._statuses[i]
-
-    def reason(self, i: int) -> Reason | None:
-        """Why row ``i`` is missing; None when it is not."""
-        return self._reasons.get(i)
-
-    def age_s(self, i: int) -> float:
-        """Age of row ``i`` in seconds; 0 for a missing one."""
-        return 0.0 if self.values[i] is None else age_s(self._computed_at[i], self.now_us)
-
-    def computed_at_us(self, i: int) -> int:
-        """When row ``i`` was computed, µs since 1970."""
-        return self._computed_at[i]
-
-    def table(self) -> pa.Table:
-        """The answer as Arrow: see :meth:`Lookup.get`."""
-        plan, rows = self.plan, len(self.keys)
-        decoded = plan.codec.decode(self.values, plan.features)
-        ages = np.maximum(self.now_us - decoded.computed_at_us, 0) / 1e6
-        valid = None if decoded.all_present else pa.array(decoded.present).buffers()[1]
-        status, source, reason, ttl, snapshot, model = plan.constants(rows)
-        if self._statuses is not None:
-            status = pa.array([str(s) for s in self._statuses], pa.string())
-            source = pa.array([self._source(i) for i in range(rows)], pa.string())
-            reason = pa.array([self._reasons.get(i) for i in range(rows)], pa.string())
-        return pa.Table.from_arrays(
-            [
-                pa.array(self.keys, pa.string()),
-                status,
-                source,
-                reason,
-                # from_buffers: pa.array() of a timestamp with a time zone costs 12 µs, this 1.3
-                pa.Array.from_buffers(_TIMESTAMP, rows, [valid, pa.py_buffer(decoded.computed_at_us)]),
-                pa.Array.from_buffers(_FLOAT64, rows, [valid, pa.py_buffer(ages)]),
-                ttl,
-                snapshot,
-                model,
-                *decoded.columns,
-            ],
-            schema=plan.schema,
-        )
-
-    def rows(self) -> list[dict[str, Any]]:
-        """The answer as plain Python, one dict a row, the features under ``features``: the JSON of the HTTP API."""
-        return [self._row(i) for i in range(len(self.keys))]
-
-    def _row(self, i: int) -> dict[str, Any]:
-        plan, value = self.plan, self.values[i]
-        row: dict[str, Any] = {"key": self.keys[i], "status": str(self.status(i)), "source": self._source(i)}
-        if value is None:
-            row |= {"reason": str(self._reasons[i]), "computed_at": None, "age_s": None}
-            features: dict[str, Any] | None = None
-        else:
-            us, features = plan.codec.decode_one(value, plan.features)
-            row |= {"computed_at": as_datetime(us), "age_s": age_s(us, self.now_us)}
-        row |= {"ttl_s": plan.view.ttl_s, "snapshot": plan.pointer.snapshot, "model": plan.pointer.model, "features": features}
-        return row
-
-    def _source(self, i: int) -> str | None:
-        if self.values[i] is None:
-            return None
-        return str(Source.FALLBACK if self.status(i) is Status.COMPUTED else Source.STORE)
+__all__ = ["ANSWER_FIELDS", "MAX_KEYS", "MAX_NEIGHBOURS", "Answer", "Computed", "Fallback", "Lookup", "Miss"]

@@ -271,7 +271,7 @@ class _Front:
         self._api = api
         refuse: Any = api.refuse
         kinds = (RequestError, OnlineStoreError, VectorIndexError, HTTPException, ClientDisconnect, Exception)
-        self.starlette = Starlette(routes=api.routes(), exception_handlers={kind: refuse for kind in kinds})
+        self.starlette = Starlette(routes=api.routes(), exception_handlers=dict.fromkeys(kinds, refuse))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith("/v1/views/"):
