@@ -16,7 +16,8 @@ from typing import Any
 from jobs.config import Project, json_schemas
 from jobs.progress import progress_for
 from store.api.page import duration
-from store.errors import ConfigError, PrecomputeError, RejectedError, RequestError
+from store.errors import ConfigError, OnlineStoreError, PrecomputeError, RejectedError, RequestError
+from store.online_store import OnlineStore, Pointer
 
 DONE, FAILED, BAD_USAGE, REJECTED = 0, 1, 2, 3
 
@@ -160,13 +161,15 @@ def _lookup(arguments: argparse.Namespace) -> int:
 
     project = _project(arguments)
     view = project.view(arguments.view)
+    online = open_online_store(project.online)
+    _published(online, view.name)
     fallback = None
     if arguments.fallback:
         from jobs.fallback import ViewFallback
         from store.offline_store import OfflineStore
 
         fallback = ViewFallback(OfflineStore(project.root))
-    lookup = Lookup(open_online_store(project.online), project.root, fallback)
+    lookup = Lookup(online, project.root, fallback)
     try:
         keys = [key_from_path(k.encode(), view.entity) if len(view.entity) > 1 else k for k in arguments.keys]
         features = arguments.features.split(",") if arguments.features else None
@@ -197,6 +200,18 @@ def describe_row(row: dict[str, Any]) -> str:
     return "\n".join([head, *(f"  {name}: {_short(value)}" for name, value in row["features"].items())])
 
 
+def _published(online: OnlineStore, view: str) -> Pointer:
+    """The view's pointer.
+
+    Raises:
+        OnlineStoreError: it was never published.
+    """
+    pointer = online.live(view)
+    if pointer is None:
+        raise OnlineStoreError(f"view {view!r} is not published yet: precompute run {view}")
+    return pointer
+
+
 def _short(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         shown = ", ".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in value[:6])
@@ -211,26 +226,21 @@ def _search(arguments: argparse.Namespace) -> int:
 
     project = _project(arguments)
     view = project.view(arguments.view)
-    fallback = None
-    inputs = None
     online = open_online_store(project.online)
+    pointer = _published(online, view.name)
+    fallback, asked = None, {"key": arguments.key}
     if arguments.text is not None:
         from jobs.fallback import ViewFallback
 
-        pointer = online.live(view.name)
-        texts = [] if pointer is None else [c for c, kind in pointer.input_columns.items() if kind == "string"]
-        if pointer is not None and len(texts) != 1:
+        texts = [column for column, kind in pointer.input_columns.items() if kind == "string"]
+        if len(texts) != 1:
             raise RequestError(
                 f"--text needs a view with one text input column, {view.name!r} has {texts or 'none'}: search by --key"
             )
-        inputs = {texts[0]: arguments.text} if texts else None
-        fallback = ViewFallback(OfflineStore(project.root))
+        fallback, asked = ViewFallback(OfflineStore(project.root)), {"inputs": {texts[0]: arguments.text}}
     lookup = Lookup(online, project.root, fallback)
     try:
-        key = arguments.key if inputs is None else None
-        found = lookup.search(
-            view.name, key=key if key is not None else (None if inputs else ""), inputs=inputs, k=arguments.k, deadline_ms=60_000
-        )
+        found = lookup.search(view.name, **asked, k=arguments.k, deadline_ms=60_000)
     finally:
         if fallback is not None:
             fallback.close()

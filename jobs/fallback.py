@@ -32,6 +32,10 @@ _Request = tuple[str, Mapping[str, Any] | None]
 """Key text, and the input columns' values when they came with the request."""
 
 
+_WARM_UP: _Request = ("", None)
+"""No entity has an empty key: the request that opens a view and computes a row of it."""
+
+
 class ViewFallback:
     """See :class:`store.lookup.Fallback`.
 
@@ -72,7 +76,7 @@ class ViewFallback:
         with self._lock:
             self._pointers[group] = pointer
         try:
-            self._batcher.submit(group, None, ("", None), time.monotonic() + 600).result()
+            self._batcher.submit(group, None, _WARM_UP, time.monotonic() + 600).result()
         except Miss as exc:
             if exc.reason is not Reason.UNKNOWN_ENTITY:  # which is what the empty key is, once everything is open
                 log.error("fallback of view %r is not available: %s", pointer.view.name, exc)
@@ -96,6 +100,8 @@ class ViewFallback:
         results: list[Computed | Exception] = [Miss(Reason.UNKNOWN_ENTITY)] * len(requests)
         try:
             opened = self._open(pointer)
+            if _WARM_UP in requests:
+                _warm_up(opened)
             wanted = [key for key, given in requests if given is None and key]
             found = opened.source.rows(wanted) if wanted else None
             tables: list[tuple[list[int], pa.Table]] = []
@@ -153,6 +159,12 @@ class ViewFallback:
         if key not in self._models:
             self._models[key] = load_model(use, args)
         return self._models[key]
+
+
+def _warm_up(opened: OpenView) -> None:
+    """Compute a row of the source, unseen by anybody: a model's first call in a thread takes several times as long as the next."""
+    for batch in opened.source.sample(1).combine_chunks().to_batches():
+        compute(opened.model, opened.view, batch)
 
 
 def _refusal(kind: Refusal) -> Exception:

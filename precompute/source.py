@@ -201,6 +201,15 @@ class Source:
             sql = f'SELECT {key} AS "key", * FROM ({self._sql}) WHERE {where}'
             return self._connection.cursor().sql(sql, params={"keys": list(values)}).to_arrow_table()
 
+    def sample(self, rows: int) -> pa.Table:
+        """Any few of the source's rows, read now: something to warm a model up with.
+
+        Raises:
+            SourceError: the source cannot be read.
+        """
+        with _translated():
+            return self._connection.cursor().sql(f"SELECT * FROM ({self._sql}) LIMIT {int(rows)}").to_arrow_table()
+
     def table(self, sql: str) -> pa.Table:
         """A whole query, for a model's ``{sql: …}`` argument; it must fit in memory.
 

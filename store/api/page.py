@@ -8,16 +8,16 @@ from typing import Any
 
 _STYLE = """
 :root{color-scheme:light dark;--line:#8884;--fresh:#1a7f37;--stale:#9a6700;--missing:#cf222e}
-body{font:15px/1.5 system-ui,sans-serif;margin:2.5rem auto;max-width:76rem;padding:0 1.5rem}
+body{font:15px/1.5 system-ui,sans-serif;margin:2.5rem auto;max-width:90rem;padding:0 1.5rem}
 h1{font-size:1.4rem;margin:0}p{margin:.3rem 0 1.5rem;opacity:.75}
 .wide{overflow-x:auto}table{border-collapse:collapse;width:100%}
 th,td{text-align:left;padding:.5rem .9rem .5rem 0;border-bottom:1px solid var(--line);white-space:nowrap}
-th{font-weight:600;opacity:.7}td.n,th.n{text-align:right}code{font-size:.92em}
+td.f{white-space:normal}th{font-weight:600;opacity:.7}td.n,th.n{text-align:right}code{font-size:.92em}
 .fresh{color:var(--fresh)}.stale{color:var(--stale)}.missing{color:var(--missing)}.s{font-weight:600}
 @media(prefers-color-scheme:dark){:root{--fresh:#3fb950;--stale:#d29922;--missing:#f85149}}
 """
 
-_COLUMNS = ("View", "Status", "Age", "TTL", "Snapshot", "Rows", "Coverage", "Entity", "Features", "Search", "Fallback", "Model")
+_COLUMNS = ("View", "Status", "Age", "TTL", "Snapshot", "Rows", "Coverage", "Entity", "Search", "Fallback", "Model", "Features")
 _NUMBERS = frozenset({"Age", "TTL", "Snapshot", "Rows", "Coverage"})
 
 
@@ -50,10 +50,10 @@ def _row(view: dict[str, Any]) -> str:
         f'<td class="n">{view["rows"]:,}</td>',
         f'<td class="n">{coverage}</td>',
         f"<td>{escape(', '.join(view['entity']))}</td>",
-        f"<td>{escape(shown)}</td>",
         f"<td>{'yes' if view['searchable'] else '–'}</td>",
         f"<td>{'yes' if view['fallback'] else '–'}</td>",
         f"<td><code>{escape(view['model'][:12])}</code></td>",
+        f'<td class="f">{escape(shown)}</td>',
     ]
     return f"<tr>{''.join(cells)}</tr>"
 
