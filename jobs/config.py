@@ -233,7 +233,7 @@ class Project:
         project_file = self.folder / "project.yaml"
         raw = read_yaml(project_file)
         view_overrides = over.pop("views", {})
-        self.settings = _validated(ProjectConfig, merged(raw, over), project_file)
+        self.settings = _validated(ProjectConfig, merged(raw, over), project_file, over)
         self.root = (self.folder / self.settings.root).absolute()
         self.online = self._absolute_online(self.settings.online)
         self._vars = {
@@ -242,7 +242,8 @@ class Project:
         self.views: dict[str, ViewConfig] = {}
         for path in sorted((self.folder / "views").glob("*.yaml")):
             data = substituted(read_yaml(path), self._vars, path)
-            view = _validated(ViewConfig, merged(data, view_overrides.pop(path.stem, {})), path)
+            changes = view_overrides.pop(path.stem, {})
+            view = _validated(ViewConfig, merged(data, changes), path, {"views": {path.stem: changes}}, ("views", path.stem))
             if view.name != path.stem:
                 raise ConfigError(
                     f"{path}: name: {view.name!r} differs from the file's name; call the file views/{view.name}.yaml"
@@ -321,29 +322,39 @@ def json_schemas() -> dict[str, Any]:
     return {"project": ProjectConfig.model_json_schema(), "view": ViewConfig.model_json_schema()}
 
 
-def _validated(kind: type[_Config], data: Mapping[str, Any], path: Path) -> _Config:
+def _validated(
+    kind: type[_Config], data: Mapping[str, Any], path: Path, over: Mapping[str, Any], prefix: tuple[str, ...] = ()
+) -> _Config:
+    """``data`` as a checked configuration; ``over`` tells which of its values came from the environment, ``prefix`` under which keys."""
     try:
         return kind.model_validate(data)
     except ValidationError as exc:
-        raise ConfigError("\n".join(_messages(kind, exc, path))) from exc
+        lines = [f"{_origin(path, (*prefix, *error['loc']), over)}{_message(kind, error)}" for error in exc.errors()]
+        raise ConfigError("\n".join(lines)) from exc
 
 
-def _messages(kind: type[BaseModel], exc: ValidationError, path: Path) -> Iterator[str]:
-    for error in exc.errors():
-        where = ".".join(str(part) for part in error["loc"] if part != "[key]")
-        text = error["msg"].removeprefix("Value error, ")
-        if error["type"] == "extra_forbidden":
-            yield f"{path}: {where}: unknown key{_did_you_mean(str(error['loc'][-1]), _keys_at(kind, error['loc'][:-1]))}"
-        elif error["type"] == "missing":
-            yield f"{path}: {where}: missing; it has no default"
-        elif error["type"] == "literal_error":
-            value = str(error["input"])
-            allowed = re.findall(r"'([^']+)'", text)
-            yield f"{path}: {where}: {value!r} is not one of {', '.join(allowed)}{_did_you_mean(value, allowed)}"
-        else:
-            value = repr(error["input"])
-            shown = "" if isinstance(error["input"], dict) else f" {value if len(value) <= 120 else value[:117] + '...'}:"
-            yield f"{path}: {where or '(file)'}:{shown} {text[0].lower() + text[1:] if text.startswith('Input') else text}"
+def _origin(path: Path, location: tuple[int | str, ...], over: Mapping[str, Any]) -> str:
+    """The file the value stands in, or the environment variable."""
+    node: Any = over
+    for part in location:
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return f"{path}: " if node is None else f"environment {PREFIX}{'__'.join(map(str, location)).upper()}: "
+
+
+def _message(kind: type[BaseModel], error: Any) -> str:
+    where = ".".join(str(part) for part in error["loc"] if part != "[key]")
+    text = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "extra_forbidden":
+        return f"{where}: unknown key{_did_you_mean(str(error['loc'][-1]), _keys_at(kind, error['loc'][:-1]))}"
+    if error["type"] == "missing":
+        return f"{where}: missing; it has no default"
+    if error["type"] == "literal_error":
+        value = str(error["input"])
+        allowed = re.findall(r"'([^']+)'", text)
+        return f"{where}: {value!r} is not one of {', '.join(allowed)}{_did_you_mean(value, allowed)}"
+    value = repr(error["input"])
+    shown = "" if isinstance(error["input"], dict) else f" {value if len(value) <= 120 else value[:117] + '...'}:"
+    return f"{where or '(file)'}:{shown} {text[0].lower() + text[1:] if text.startswith('Input') else text}"
 
 
 def _keys_at(kind: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:

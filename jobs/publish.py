@@ -7,6 +7,7 @@ the online pointer, so it sees rows and index of one snapshot, the old or the ne
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 from collections.abc import Iterator, Sequence
 
@@ -23,6 +24,8 @@ from store.offline_store import OfflineStore, utc_now
 from store.online_store import OnlineStore, Pointer
 from store.snapshot import Snapshot
 from store.vector_index import build_index
+
+log = logging.getLogger(__name__)
 
 BATCH_ROWS = 8192
 SAMPLE_PER_BATCH = 32
@@ -99,7 +102,10 @@ def publish(
     with report.stage("flip"):
         store.move_live(view, number, expected_epoch=expected, epoch=epoch, reason=reason)
         online.flip(pointer)
-    _drop_old(view, store, online, keep={epoch, epoch if current is None else current.epoch})
+    try:
+        _drop_old(view, store, online, keep={epoch, epoch if current is None else current.epoch})
+    except OnlineStoreError as exc:  # the new generation is live and whole: what is left over is dropped by the next publishing
+        log.warning("view %r: old generations stay for now: %s", view, exc)
     report.status, report.epoch = "published", epoch
     return pointer
 

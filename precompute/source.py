@@ -199,7 +199,8 @@ class Source:
             else:
                 where = f"{key} IN (SELECT unnest($keys::VARCHAR[]))"
             sql = f'SELECT {key} AS "key", * FROM ({self._sql}) WHERE {where}'
-            return self._connection.cursor().sql(sql, params={"keys": list(values)}).to_arrow_table()
+            with self._connection.cursor() as cursor:
+                return cursor.sql(sql, params={"keys": list(values)}).to_arrow_table()
 
     def sample(self, rows: int) -> pa.Table:
         """Any few of the source's rows, read now: something to warm a model up with.
@@ -208,7 +209,8 @@ class Source:
             SourceError: the source cannot be read.
         """
         with _translated():
-            return self._connection.cursor().sql(f"SELECT * FROM ({self._sql}) LIMIT {int(rows)}").to_arrow_table()
+            with self._connection.cursor() as cursor:
+                return cursor.sql(f"SELECT * FROM ({self._sql}) LIMIT {int(rows)}").to_arrow_table()
 
     def table(self, sql: str) -> pa.Table:
         """A whole query, for a model's ``{sql: …}`` argument; it must fit in memory.
