@@ -12,8 +12,16 @@ import numpy as np
 import pyarrow as pa
 
 from store.codec import Buffer, RowCodec
+from store.errors import RequestError
 from store.freshness import Reason, Source, Status, age_s, as_datetime, status_of
 from store.online_store import Pointer
+
+MAX_KEYS = 1000
+"""Keys in one request."""
+MAX_NEIGHBOURS = 1000
+"""Neighbours in one search."""
+MAX_DEADLINE_S = 60.0
+"""Longest a request waits for the fallback, whatever deadline it names."""
 
 ANSWER_FIELDS: tuple[tuple[str, pa.DataType], ...] = (
     ("key", pa.string()),
@@ -224,3 +232,14 @@ class Answer:
         if self.values[i] is None:
             return None
         return str(Source.FALLBACK if self.status(i) is Status.COMPUTED else Source.STORE)
+
+
+def check_limits(**limits: float | None) -> None:
+    """Refuse a deadline or an age that is negative, infinite or no number.
+
+    Raises:
+        RequestError: names it.
+    """
+    for name, value in limits.items():
+        if value is not None and not 0 <= value < float("inf"):
+            raise RequestError(f"{name} is a number from 0, got {value}")

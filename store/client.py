@@ -5,17 +5,21 @@ The answers are those of :class:`store.lookup.Lookup`: ``get`` gives the same Ar
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
 import pyarrow as pa
 
+from store.answer import check_limits
 from store.api import wire
+from store.entity_key import join_key
 from store.errors import OnlineStoreError, RequestError
 
 
@@ -31,14 +35,18 @@ class Client:
     """
 
     def __init__(self, url: str = "http://127.0.0.1:8080", timeout_s: float = 10.0) -> None:
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+            port = parts.port or 80
+        except ValueError as exc:
+            raise RequestError(f"{url!r} is no server's address ({exc}): write http://127.0.0.1:8080 or unix:./api.sock") from exc
         if parts.scheme == "unix" and parts.path:
             self._socket_path: str | None = url.removeprefix("unix:")
         elif parts.scheme == "http" and parts.hostname:
             self._socket_path = None
         else:
             raise RequestError(f"{url!r} is no server's address: write http://127.0.0.1:8080 or unix:./api.sock")
-        self._url, self._host, self._port, self._timeout_s = url, parts.hostname or "localhost", parts.port or 80, timeout_s
+        self._url, self._host, self._port, self._timeout_s = url, parts.hostname or "localhost", port, timeout_s
         self._idle: list[http.client.HTTPConnection] = []
         self._lock = threading.Lock()
 
@@ -59,6 +67,7 @@ class Client:
             RequestError: the server refused, with its status and code.
             OnlineStoreError: no answer, or the server's store does not answer.
         """
+        check_limits(deadline_ms=deadline_ms, max_age_s=max_age_s)  # JSON has no NaN or infinity: they would arrive as null
         body = {
             "keys": list(keys),
             "features": None if features is None else list(features),
@@ -67,7 +76,9 @@ class Client:
             "max_age_s": max_age_s,
             "inputs": inputs,
         }
-        return wire.decode_arrow(self._send("POST", f"/v1/views/{quote(view, safe='')}/lookup", body, accept=wire.ARROW))
+        content = self._send("POST", f"/v1/views/{quote(view, safe='')}/lookup", body, accept=wire.ARROW)
+        with self._understood():
+            return wire.decode_arrow(content)
 
     def row(self, view: str, key: Any, *, features: Sequence[str] | None = None, fallback: bool = True) -> dict[str, Any]:
         """One row as a dict, with ``features`` inside.
@@ -75,24 +86,31 @@ class Client:
         Raises:
             RequestError: among others, status 404 when the row is missing.
         """
-        parts = key if isinstance(key, (list, tuple)) else [key]
+        parts = [join_key(part, ("key",)) for part in (key if isinstance(key, (list, tuple)) else [key])]
         query = {}
         if features is not None:
             query["features"] = ",".join(features)
         if not fallback:
             query["fallback"] = "false"
-        path = f"/v1/views/{quote(view, safe='')}/rows/{'/'.join(quote(str(p), safe='') for p in parts)}"
-        return json.loads(self._send("GET", path + (f"?{urlencode(query)}" if query else ""), None))  # type: ignore[no-any-return]
+        path = f"/v1/views/{quote(view, safe='')}/rows/{'/'.join(quote(p, safe='') for p in parts)}"
+        row = self._json("GET", path + (f"?{urlencode(query)}" if query else ""))
+        with self._understood():
+            row.pop("view")
+            return _with_datetime(row)
 
     def search(self, view: str, **arguments: Any) -> dict[str, Any]:
         """As :meth:`store.lookup.Lookup.search`; ``exclude=[keys]`` leaves rows out."""
         exclude = arguments.pop("exclude", None)
         body = {**arguments, "filter": {"exclude": list(exclude)}} if exclude else arguments
-        return json.loads(self._send("POST", f"/v1/views/{quote(view, safe='')}/search", body))  # type: ignore[no-any-return]
+        found = self._json("POST", f"/v1/views/{quote(view, safe='')}/search", body)
+        with self._understood():
+            return found | {"rows": [_with_datetime(row) for row in found["rows"]]}
 
     def views(self) -> list[dict[str, Any]]:
         """As :meth:`store.lookup.Lookup.views`."""
-        return json.loads(self._send("GET", "/v1/views", None))["views"]  # type: ignore[no-any-return]
+        answer = self._json("GET", "/v1/views")
+        with self._understood():
+            return list(answer["views"])
 
     def close(self) -> None:
         """Close the idle connections."""
@@ -107,35 +125,59 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _json(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+        content = self._send(method, path, body)
+        with self._understood():
+            return dict(json.loads(content))
+
     def _send(self, method: str, path: str, body: Any, accept: str = wire.JSON) -> bytes:
-        data = None if body is None else wire.encode(body)
+        try:
+            data = None if body is None else wire.encode(body)
+        except UnicodeEncodeError as exc:
+            raise RequestError("a key is not valid UTF-8", code="bad_key") from exc
+        except TypeError as exc:
+            raise RequestError(f"not something JSON can carry: {exc}") from exc
         headers = {"Accept": accept} if data is None else {"Accept": accept, "Content-Type": wire.JSON}
         with self._lock:
             connection = self._idle.pop() if self._idle else None
-        fresh = connection is None
         try:
-            try:
-                connection = connection or self._connect()
-                connection.request(method, path, data, headers)
-                response = connection.getresponse()
-            except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
-                if fresh:
-                    raise
-                connection = self._connect()  # the server closed an idle connection; asking again is safe, all calls only read
-                connection.request(method, path, data, headers)
-                response = connection.getresponse()
-            content = response.read()
-        except (OSError, http.client.HTTPException) as exc:
             if connection is not None:
-                connection.close()
+                try:
+                    return self._exchange(connection, method, path, data, headers)
+                except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
+                    pass  # the server closed the idle connection; asking again is safe, since every call only reads
+            return self._exchange(self._connect(), method, path, data, headers)
+        except (OSError, http.client.HTTPException) as exc:
             raise OnlineStoreError(
                 f"no answer from {self._url}: {exc or type(exc).__name__}; is `precompute serve` running?"
             ) from exc
-        with self._lock:
-            self._idle.append(connection)
+
+    def _exchange(
+        self, connection: http.client.HTTPConnection, method: str, path: str, data: bytes | None, headers: dict[str, str]
+    ) -> bytes:
+        """One request and its answer; the connection is kept when it can be used again, and closed whatever else happens."""
+        keep = False
+        try:
+            connection.request(method, path, data, headers)
+            response = connection.getresponse()
+            content = response.read()
+            keep = not response.will_close
+        finally:
+            if keep:
+                with self._lock:
+                    self._idle.append(connection)
+            else:
+                connection.close()
         if response.status >= 400:
             raise _refusal(response.status, content)
         return content
+
+    @contextlib.contextmanager
+    def _understood(self) -> Iterator[None]:
+        try:
+            yield
+        except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+            raise OnlineStoreError(f"{self._url} answered something else than this API: {exc}; is that address right?") from exc
 
     def _connect(self) -> http.client.HTTPConnection:
         if self._socket_path is None:
@@ -156,7 +198,11 @@ class _UnixConnection(http.client.HTTPConnection):
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
+        try:
+            self.sock.connect(self._path)
+        except OSError:
+            self.close()
+            raise
 
 
 def _refusal(status: int, content: bytes) -> Exception:
@@ -168,3 +214,9 @@ def _refusal(status: int, content: bytes) -> Exception:
     if code == "store_unavailable":
         return OnlineStoreError(detail)
     return RequestError(detail, status=status, code=code)
+
+
+def _with_datetime(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with ``computed_at`` as an aware datetime, as :class:`store.lookup.Lookup` gives it."""
+    at = row["computed_at"]
+    return row | {"computed_at": None if at is None else datetime.fromisoformat(at)}

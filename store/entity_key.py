@@ -56,6 +56,15 @@ def key_text(value: Any, entity: Sequence[str]) -> str:
     Raises:
         RequestError: another type, the wrong number of parts, empty, too long, or with a NUL.
     """
+    return check_key(join_key(value, entity))
+
+
+def join_key(value: Any, entity: Sequence[str]) -> str:
+    """As :func:`key_text`, without a look at whether a store could hold it.
+
+    Raises:
+        RequestError: another type, the wrong number of parts, or a lone surrogate.
+    """
     if isinstance(value, (list, tuple)):
         if len(value) != len(entity):
             raise RequestError(
@@ -63,10 +72,8 @@ def key_text(value: Any, entity: Sequence[str]) -> str:
                 code="bad_key",
             )
         parts = [_part(part) for part in value]
-        text = parts[0] if len(parts) == 1 else "/".join(p.replace("%", "%25").replace("/", "%2F") for p in parts)
-    else:
-        text = _part(value)
-    return check_key(text)
+        return parts[0] if len(parts) == 1 else "/".join(p.replace("%", "%25").replace("/", "%2F") for p in parts)
+    return _part(value)
 
 
 def key_from_path(raw: bytes, entity: Sequence[str]) -> str:
@@ -103,8 +110,12 @@ def check_key(text: str) -> str:
 
 def _part(value: Any) -> str:
     if isinstance(value, str):
+        if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+            raise RequestError("a key is not valid UTF-8", code="bad_key")
         return value
     if isinstance(value, int) and not isinstance(value, bool):
+        if not -(2**63) <= value < 2**64:
+            raise RequestError("an integer key has at most 64 bits", code="bad_key")
         return str(value)
     raise RequestError(f"a key is a string or an integer, got {type(value).__name__}: {_short(value)}", code="bad_key")
 

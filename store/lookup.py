@@ -15,9 +15,18 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from store.answer import ANSWER_FIELDS, Answer, Computed, Miss, Plan
-from store.codec import Buffer
-from store.entity_key import check_key, key_text
+from store.answer import (
+    ANSWER_FIELDS,
+    MAX_DEADLINE_S,
+    MAX_KEYS,
+    MAX_NEIGHBOURS,
+    Answer,
+    Computed,
+    Miss,
+    Plan,
+    check_limits,
+)
+from store.entity_key import check_key, join_key, key_text
 from store.errors import RequestError, VectorIndexError
 from store.feature_view import MAX_KEY_BYTES, FeatureView
 from store.freshness import Reason, Status, age_s, status_of
@@ -25,11 +34,8 @@ from store.online_store import OnlineStore, Pointer
 from store.online_url import open_online_store
 from store.vector_index import VectorIndex
 
-MAX_KEYS = 1000
-"""Keys in one request."""
-MAX_NEIGHBOURS = 1000
-"""Neighbours in one search."""
-MAX_DEADLINE_S = 60.0
+IMPOSSIBLE = b"\0"
+"""Looked up in place of a key no entity can have, and never found: keys with a NUL are not stored."""
 
 
 class Fallback(Protocol):
@@ -150,41 +156,47 @@ class Lookup:
         if not 0 < len(keys) <= MAX_KEYS:
             code = "too_many_keys" if keys else "no_keys"
             raise RequestError(f"a request has 1 to {MAX_KEYS} keys, got {len(keys)}", status=413 if keys else 400, code=code)
-        pointer, texts, found = self._read(view, keys)
+        check_limits(deadline_ms=deadline_ms, max_age_s=max_age_s)
+        texts, raw = self._keys(view, keys)
+        read = self.online.read(view, raw)
+        if read is None:
+            raise self._unknown_view(view)
+        pointer, found = read
         plan = self._plan(pointer, features)
-        now_us = int(self._clock() * 1e6)
-        answer = Answer(plan, texts, found, now_us)
-        missing = answer.judge(max_age_s)
+        given = {} if not inputs else {key_text(key, pointer.view.entity): columns for key, columns in inputs.items()}
+        for columns in given.values():
+            _check_inputs(pointer, columns)
+        answer = Answer(plan, texts, found, int(self._clock() * 1e6))
+        missing = [i for i in answer.judge(max_age_s) if raw[i] is not IMPOSSIBLE]
         if missing and fallback and self.fallback is not None and pointer.view.fallback:
             wait_s = pointer.view.fallback_deadline_s if deadline_ms is None else deadline_ms / 1000
-            answer.deadline = time.monotonic() + min(max(wait_s, 0.0), MAX_DEADLINE_S)
+            answer.deadline = time.monotonic() + min(wait_s, MAX_DEADLINE_S)
             wanted = [texts[i] for i in missing]
-            given = {} if not inputs else {key_text(k, pointer.view.entity): v for k, v in inputs.items()}
-            for columns in given.values():
-                _check_inputs(pointer, columns)
             answer.pending = dict(zip(missing, self.fallback.submit(pointer, wanted, given, answer.deadline), strict=True))
         return answer
 
-    def _read(self, view: str, keys: Sequence[Any]) -> tuple[Pointer, list[str], list[Buffer | None]]:
-        """Key texts and packed rows; the entity's columns are needed to read the keys, and they come with the pointer."""
+    def _keys(self, view: str, keys: Sequence[Any]) -> tuple[list[str], list[bytes]]:
+        """Key texts, and what is looked up for each: its UTF-8, or :data:`IMPOSSIBLE` for a text no entity can have as a key.
+
+        Raises:
+            RequestError: a key of another type or number of parts, or none that an entity can have.
+        """
         texts = list(keys)
         try:
             raw = list(map(str.encode, texts))  # the common case, as lean as it gets: 100 keys in 4 µs
-            if max(map(len, raw)) > MAX_KEY_BYTES or not all(raw) or b"\0" in b"".join(raw):
-                for text in texts:
-                    check_key(text)
         except UnicodeEncodeError as exc:
             raise RequestError("a key is not valid UTF-8", code="bad_key") from exc
         except TypeError:  # integers, or lists for an entity of several columns
             pointer = self.online.live(view)
             if pointer is None:
                 raise self._unknown_view(view) from None
-            texts = [key_text(key, pointer.view.entity) for key in keys]
-            raw = list(map(str.encode, texts))
-        read = self.online.read(view, raw)
-        if read is None:
-            raise self._unknown_view(view)
-        return read[0], texts, read[1]
+            texts = [join_key(key, pointer.view.entity) for key in keys]
+            raw = [text.encode() for text in texts]
+        if max(map(len, raw)) > MAX_KEY_BYTES or not all(raw) or b"\0" in b"".join(raw):
+            raw = [key if 0 < len(key) <= MAX_KEY_BYTES and 0 not in key else IMPOSSIBLE for key in raw]
+            if all(key is IMPOSSIBLE for key in raw):
+                check_key(texts[0])  # raises: there is nothing to answer
+        return texts, raw
 
     def _unknown_view(self, view: str) -> RequestError:
         have = ", ".join(self.online.views()) or "none"
@@ -280,11 +292,13 @@ class Lookup:
             raise RequestError(f"k is 1 to {MAX_NEIGHBOURS}, got {k}")
         if len(exclude) > MAX_KEYS:
             raise RequestError(f"exclude takes at most {MAX_KEYS} keys, got {len(exclude)}", status=413, code="too_many_keys")
+        check_limits(deadline_ms=deadline_ms)
         for _ in range(5):
             pointer = self.online.live(view)
             if pointer is None:
                 raise self._unknown_view(view)
             index = self._index(pointer)
+            _check_features(pointer.view, features)
             omitted = {key_text(e, pointer.view.entity) for e in exclude}
             if key is not None:
                 omitted.add(key_text(key, pointer.view.entity))

@@ -74,13 +74,18 @@ class VectorIndex:
         Raises:
             RequestError: another length than ``dim``, or not finite.
         """
-        query = np.asarray(vector, np.float32).reshape(1, -1)
-        if query.shape[1] != self.dim:
-            raise RequestError(f"the vector has {query.shape[1]} numbers, this index takes {self.dim}", code="bad_vector")
-        if not np.isfinite(query).all():
-            raise RequestError("the vector has a number that is not finite", code="bad_vector")
+        wide = np.asarray(vector, np.float64).reshape(-1)
+        if len(wide) != self.dim:
+            raise RequestError(f"the vector has {len(wide)} numbers, this index takes {self.dim}", code="bad_vector")
+        largest = np.abs(wide).max(initial=0.0)
+        if not largest <= np.finfo(np.float32).max:  # NaN is not, either
+            raise RequestError("the vector has a number that is not a finite float32", code="bad_vector")
         if self.metric == "cosine":
-            query = _normalised(query)
+            if largest == 0:
+                raise RequestError("the vector is all zeros, which has no direction for cosine", code="bad_vector")
+            wide = wide / largest  # so that squares neither overflow nor vanish
+            wide /= np.linalg.norm(wide)
+        query = wide.astype(np.float32).reshape(1, -1)
         scores, rows = self._index.search(query, min(k + len(exclude), len(self)))
         found = rows[0] >= 0
         keys = self._keys.take(pa.array(rows[0][found])).to_pylist()
@@ -139,5 +144,6 @@ def build_index(folder: Path, rows: Iterable[tuple[pa.Array, pa.Array]], dim: in
 
 
 def _normalised(vectors: _FLOAT) -> _FLOAT:
-    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-    return np.asarray(vectors / np.maximum(norms, np.finfo(np.float32).tiny), np.float32)
+    scaled = vectors / np.maximum(np.abs(vectors).max(axis=1, keepdims=True), np.finfo(np.float32).tiny)
+    norms = np.linalg.norm(scaled, axis=1, keepdims=True)
+    return np.asarray(scaled / np.maximum(norms, np.finfo(np.float32).tiny), np.float32)

@@ -16,9 +16,11 @@ from concurrent.futures import Future
 from email.utils import formatdate
 from functools import lru_cache
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -83,17 +85,9 @@ class Api:
     async def row(self, request: Request) -> Response:
         """``GET /v1/views/{view}/rows/{key}``."""
         started = time.perf_counter()
-        view = request.path_params["view"]
-        query = request.query_params if request.scope["query_string"] else {}
-        raw = request.scope["raw_path"].split(b"/rows/", 1)[1]
+        view, raw = _row_path(request.scope)
         entity = await self._entity(view) if b"/" in raw else ("key",)
-        options: dict[str, Any] = {
-            "features": query["features"].split(",") if "features" in query else None,
-            "fallback": query.get("fallback", "true") != "false",
-            "deadline_ms": _number(query, "deadline_ms"),
-            "max_age_s": _number(query, "max_age_s"),
-        }
-        answer = await self._answer(view, [key_from_path(raw, entity)], options)
+        answer = await self._answer(view, [key_from_path(raw, entity)], _options(request))
         response = self._row_response(request, answer)
         self._metrics.answered("row", answer, time.perf_counter() - started)
         return response
@@ -104,16 +98,17 @@ class Api:
 
     def _row_response(self, request: Request, answer: Answer) -> Response:
         headers = _freshness_headers(answer)
-        if _wants_arrow(request):
-            return Response(wire.encode_arrow(answer.table()), headers=headers, media_type=wire.ARROW)
         reason = answer.reason(0)
         if reason is not None:
             status = _MISSING_STATUS.get(reason, 404)
             detail = f"no row for key {answer.keys[0][:80]!r} in view {answer.pointer.view.name!r}: {reason}"
             self._metrics.refused(reason)
             return _problem(status, str(reason), detail, headers, snapshot=answer.pointer.snapshot, model=answer.pointer.model)
-        if request.headers.get("if-none-match") == headers["ETag"]:
+        known = request.headers.get("if-none-match")
+        if known is not None and _matches(known, headers["ETag"]):
             return Response(status_code=304, headers=headers)
+        if _wants_arrow(request):
+            return Response(wire.encode_arrow(answer.table()), headers=headers, media_type=wire.ARROW)
         row = answer.rows()[0]
         return Response(wire.encode({"view": answer.pointer.view.name, **row}), headers=headers, media_type=wire.JSON)
 
@@ -123,22 +118,16 @@ class Api:
         view = request.path_params["view"]
         kind, body = await _read_body(request, (wire.JSON, wire.ARROW))
         if kind == wire.ARROW:
-            query = request.query_params
             keys: list[Any] = wire.decode_arrow_keys(body)
-            options: dict[str, Any] = {
-                "features": query["features"].split(",") if "features" in query else None,
-                "fallback": query.get("fallback", "true") != "false",
-                "deadline_ms": _number(query, "deadline_ms"),
-                "max_age_s": _number(query, "max_age_s"),
-            }
+            options = _options(request)
         else:
             wanted: wire.LookupRequest = wire.decode(wire.decode_lookup, body)
             keys, options = wanted.keys, wanted.options()
         answer = await self._answer(view, keys, options)
         if _wants_arrow(request):
-            response = Response(wire.encode_arrow(answer.table()), media_type=wire.ARROW)
+            response = Response(wire.encode_arrow(answer.table()), headers=_VARY, media_type=wire.ARROW)
         else:
-            response = Response(wire.encode(_lookup_body(answer)), media_type=wire.JSON)
+            response = Response(wire.encode(_lookup_body(answer)), headers=_VARY, media_type=wire.JSON)
         self._metrics.answered("lookup", answer, time.perf_counter() - started)
         return response
 
@@ -166,10 +155,6 @@ class Api:
         return answer
 
     async def _begin(self, view: str, keys: Sequence[Any], options: dict[str, Any]) -> Answer:
-        for name in ("deadline_ms", "max_age_s"):
-            value = options[name]
-            if value is not None and not 0 <= value < float("inf"):
-                raise RequestError(f"{name} is a number from 0, got {value}")
         if self._threaded:
             return await run_in_threadpool(self._lookup.begin, view, keys, **options)
         return self._lookup.begin(view, keys, **options)
@@ -263,6 +248,10 @@ class Api:
         return _problem(status, code, detail, headers)
 
 
+_VIEWS = b"/v1/views/"
+_VARY = {"Vary": "Accept"}
+
+
 class _Front:
     """The two hot routes without Starlette's middleware and router: 35 of 140 µs of a single-row request. Everything else, their other
     methods included, goes through Starlette, where the same handlers are routed."""
@@ -272,17 +261,19 @@ class _Front:
         refuse: Any = api.refuse
         kinds = (RequestError, OnlineStoreError, VectorIndexError, HTTPException, ClientDisconnect, Exception)
         self.starlette = Starlette(routes=api.routes(), exception_handlers=dict.fromkeys(kinds, refuse))
+        self.starlette.router.redirect_slashes = False  # a missing key is a 404, not a hint to ask for the empty one
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith("/v1/views/"):
-            view, _, rest = scope["path"][10:].partition("/")
+        # By the undecoded path: an encoded slash in a view's name or a key is no separator.
+        if scope["type"] == "http" and scope["raw_path"].startswith(_VIEWS):
+            view, _, rest = scope["raw_path"][len(_VIEWS) :].partition(b"/")
             handler = None
-            if scope["method"] == "GET" and rest.startswith("rows/"):
+            if scope["method"] == "GET" and rest.startswith(b"rows/"):
                 handler = self._api.row
-            elif scope["method"] == "POST" and rest == "lookup":
+            elif scope["method"] == "POST" and rest == b"lookup":
                 handler = self._api.lookup
             if handler is not None:
-                scope["path_params"] = {"view": view}
+                scope["path_params"] = {"view": unquote_to_bytes(view).decode(errors="replace")}
                 request = Request(scope, receive)
                 try:
                     response = await handler(request)
@@ -339,7 +330,7 @@ def _freshness_headers(answer: Answer) -> dict[str, str]:
     view, pointer, value = answer.pointer.view, answer.pointer, answer.values[0]
     version = f'detail="v{pointer.snapshot}"'
     if value is None:
-        return {"Cache-Control": "no-store", "Cache-Status": f"precompute; fwd=uri-miss; {version}"}
+        return {"Cache-Control": "no-store", "Cache-Status": f"precompute; fwd=uri-miss; {version}", **_VARY}
     age = answer.age_s(0)
     status = answer.status(0)
     how = "fwd=uri-miss; fwd-status=200" if status is Status.COMPUTED else f"hit; ttl={view.ttl_s - age:.0f}"
@@ -348,6 +339,7 @@ def _freshness_headers(answer: Answer) -> dict[str, str]:
         "Cache-Control": f"max-age={view.ttl_s:.0f}, stale-while-revalidate={view.stale_for_s:.0f}",
         "Cache-Status": f"precompute; {how}; {version}",
         "ETag": f'"{pointer.snapshot}-{zlib.crc32(value):08x}"',
+        **_VARY,
         "Last-Modified": _http_date(answer.computed_at_us(0) // 1_000_000),
     }
 
@@ -368,7 +360,45 @@ def _wants_arrow(request: Request) -> bool:
     return wire.ARROW in request.headers.get("accept", "")
 
 
-def _number(query: Any, name: str) -> float | None:
+def _matches(known: str, etag: str) -> bool:
+    """Whether an If-None-Match header names the ETag, by weak comparison (RFC 9110 §13.1.2)."""
+    return known.strip() == "*" or etag in [tag.strip().removeprefix("W/") for tag in known.split(",")]
+
+
+def _row_path(scope: Scope) -> tuple[str, bytes]:
+    """(view, undecoded key) of a row's URL.
+
+    Raises:
+        HTTPException: 404, when an encoded slash made it look like one.
+    """
+    view, _, rest = scope["raw_path"].removeprefix(_VIEWS).partition(b"/")
+    if not rest.startswith(b"rows/"):
+        raise HTTPException(404)
+    return unquote_to_bytes(view).decode(errors="replace"), rest.removeprefix(b"rows/")
+
+
+def _options(request: Request) -> dict[str, Any]:
+    """Lookup options from the query string.
+
+    Raises:
+        RequestError: a value of the wrong kind.
+    """
+    if not request.scope["query_string"]:
+        return {"features": None, "fallback": True, "deadline_ms": None, "max_age_s": None}
+    query = request.query_params
+    fallback = query.get("fallback", "true")
+    if fallback not in ("true", "false"):
+        raise RequestError(f"fallback is true or false, got {fallback[:80]!r}")
+    features = query.get("features")
+    return {
+        "features": None if features is None else [name for name in features.split(",") if name],
+        "fallback": fallback == "true",
+        "deadline_ms": _number(query, "deadline_ms"),
+        "max_age_s": _number(query, "max_age_s"),
+    }
+
+
+def _number(query: QueryParams, name: str) -> float | None:
     if name not in query:
         return None
     try:

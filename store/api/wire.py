@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import pyarrow as pa
 
+from store.answer import MAX_KEYS
 from store.errors import RequestError
-from store.lookup import MAX_KEYS
 
 JSON = "application/json"
 ARROW = "application/vnd.apache.arrow.stream"
@@ -97,7 +98,7 @@ def decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
 
 
 def decode_arrow_keys(body: bytes) -> list[str]:
-    """The ``key`` column of an Arrow IPC stream: string or integer, at most :data:`store.lookup.MAX_KEYS` rows.
+    """The ``key`` column of an Arrow IPC stream: string or integer, at most :data:`store.answer.MAX_KEYS` rows.
 
     Arrow trusts its input by default; every batch is validated in full before a value is read.
 
@@ -106,6 +107,7 @@ def decode_arrow_keys(body: bytes) -> list[str]:
     """
     keys: list[str] = []
     try:
+        _refuse_compression(body)
         with pa.ipc.open_stream(pa.py_buffer(body)) as reader:
             if reader.schema.names != ["key"]:
                 raise RequestError(f"the Arrow body has columns {reader.schema.names[:5]}, it takes one: key", code="bad_arrow")
@@ -122,6 +124,37 @@ def decode_arrow_keys(body: bytes) -> list[str]:
     except (pa.ArrowException, OSError, ValueError, UnicodeDecodeError) as exc:
         raise RequestError(f"the body is not an Arrow IPC stream: {str(exc)[:200]}", code="bad_arrow") from exc
     return keys
+
+
+def _refuse_compression(body: bytes) -> None:
+    """Refuse a stream with compressed buffers before any is expanded: four megabytes may unpack to gigabytes.
+
+    Arrow has no switch for that, so the one field that tells is read from each message's flatbuffer: RecordBatch.compression, field 3
+    of the table that Message.header, field 2, refers to (format/Message.fbs).
+
+    Raises:
+        RequestError: a record batch is compressed.
+        pyarrow.ArrowInvalid, ValueError: not an IPC stream.
+    """
+    for message in pa.ipc.MessageReader.open_stream(pa.py_buffer(body)):
+        if message.type == "record batch":
+            metadata = message.metadata.to_pybytes()
+            try:
+                header = _flatbuffer_field(metadata, struct.unpack_from("<I", metadata)[0], 2)
+                batch = header + struct.unpack_from("<I", metadata, header)[0]
+                compressed = _flatbuffer_field(metadata, batch, 3) != 0
+            except struct.error as exc:
+                raise ValueError("a message's metadata is cut short") from exc
+            if compressed:
+                raise RequestError("the Arrow body's buffers are compressed: send them plain", code="bad_arrow")
+
+
+def _flatbuffer_field(data: bytes, table: int, field: int) -> int:
+    """Position of a table's field, 0 when it is absent."""
+    vtable = table - struct.unpack_from("<i", data, table)[0]
+    size, at = struct.unpack_from("<H", data, vtable)[0], 4 + 2 * field
+    offset: int = struct.unpack_from("<H", data, vtable + at)[0] if at < size else 0
+    return table + offset if offset else 0
 
 
 def encode_arrow(table: pa.Table) -> memoryview:

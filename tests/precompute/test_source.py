@@ -245,7 +245,7 @@ def test_the_hash_is_the_same_in_every_time_zone() -> None:
 
 @pytest.mark.parametrize("column", ["input_hash", "INPUT_HASH"])
 def test_a_source_column_is_never_taken_for_the_hash(column: str) -> None:
-    with pytest.raises(ConfigError, match="(?i)input_hash"):
+    with pytest.raises(ConfigError, match=r"(?i)input_hash"):
         loaded(f"SELECT 1 AS id, 2 AS x, 3 AS {column}")
 
 
@@ -370,9 +370,7 @@ def test_a_parquet_file_cut_short_is_a_source_error(tmp_path: Path) -> None:
 
 
 def bad_text(folder: Path) -> str:
-    text = pa.Array.from_buffers(
-        pa.string(), 2, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0\4\0\0\0"), pa.py_buffer(b"ok\xff\xfe")]
-    )
+    text = pa.Array.from_buffers(pa.string(), 2, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0\4\0\0\0"), pa.py_buffer(b"ok\xff\xfe")])
     return values_sql(folder, pa.table({"id": [1, 2], "text": text}))
 
 

@@ -767,7 +767,6 @@ def test_a_body_of_four_mebibytes_is_read(healthy: Server) -> None:
         ("numbers%2Frows%2F1", 404),
         ("numbers%2Frows%2Fa/rows/1", 404),
         ("numbers/rows/1?features=nope", 400),
-        ("numbers/rows/1?features=", 400),
         ("numbers/rows/1?features=double,double", 400),
         ("numbers/rows/1?features=%ff", 400),
         *[

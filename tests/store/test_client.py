@@ -348,16 +348,14 @@ def test_a_server_that_never_answers_is_given_up_after_the_timeout() -> None:
             client.row("numbers", 1)
 
 
-def test_nobody_there_is_an_error_that_names_the_address(tmp_path: Path) -> None:
-    for url in (
-        f"http://127.0.0.1:{free_port()}",
-        f"unix:{tmp_path}/none.sock",
-        f"unix:{tmp_path}/{'long' * 40}",
-        "http://no-such-host.invalid",
-    ):
-        with Client(url) as client, pytest.raises(OnlineStoreError) as caught:
-            client.views()
-        assert url in str(caught.value)
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:{port}", "unix:{folder}/none.sock", "unix:{folder}/{long}", "http://no-such-host.invalid"]
+)
+def test_nobody_there_is_an_error_that_names_the_address(tmp_path: Path, url: str) -> None:
+    url = url.format(port=free_port(), folder=tmp_path, long="long" * 40)
+    with Client(url) as client, pytest.raises(OnlineStoreError) as caught:
+        client.views()
+    assert url in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_the_null_bits_of_many_features_do_not_run_into_each_other(count: int) -
 
 def test_a_part_of_the_features_is_read_in_the_order_asked_for() -> None:
     codec = RowCodec(view_of(MIXED))
-    values = [*packed(MIXED, MIXED_ROW, {name: None for name in MIXED_ROW}), None]
+    values = [*packed(MIXED, MIXED_ROW, dict.fromkeys(MIXED_ROW)), None]
     for names in (["ids", "text"], ["vector"], ["tags", "score", "ids"], []):
         expected = [{name: MIXED_ROW[name] for name in names}, dict.fromkeys(names), None]
         assert read_both_ways(codec, values, names) == expected
@@ -190,16 +190,15 @@ def test_a_row_cut_short_or_too_long_is_refused_at_every_length(features: tuple[
 
 
 @pytest.mark.parametrize(("features", "row"), [(MIXED, MIXED_ROW), (FIXED, FIXED_ROW)], ids=["mixed", "fixed"])
-def test_rows_of_wrong_lengths_that_make_up_for_each_other_are_refused(features: tuple[Feature, ...], row: dict[str, Any]) -> None:
+def test_rows_of_wrong_lengths_that_make_up_for_each_other_are_refused(
+    features: tuple[Feature, ...], row: dict[str, Any]
+) -> None:
     codec = RowCodec(view_of(features))
     first, second = packed(features, row, row)
     for cut in range(len(first)):
-        with pytest.raises(OnlineStoreError):
-            codec.decode([first[:cut], first[cut:] + second])
-        with pytest.raises(OnlineStoreError):
-            codec.decode([first + second[:cut], second[cut:]])
-    with pytest.raises(OnlineStoreError):
-        codec.decode([b"", first + second])
+        for values in ([first[:cut], first[cut:] + second], [first + second[cut:], second[:cut]]):
+            with pytest.raises(OnlineStoreError):
+                codec.decode(values)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +234,9 @@ def test_another_limit_on_a_list_is_another_schema() -> None:
         codec.decode_one(foreign)
 
 
-@pytest.mark.parametrize("value", [b"", b"\0" * 8, b"\0" * 300, b"\xff" * 300, b"{}", bytes(range(256))], ids=lambda v: f"{len(v)}")
+@pytest.mark.parametrize(
+    "value", [b"", b"\0" * 8, b"\0" * 300, b"\xff" * 300, b"{}", bytes(range(256))], ids=lambda v: f"{len(v)}"
+)
 def test_what_is_no_row_at_all_is_refused(value: bytes) -> None:
     for features in (MIXED, FIXED):
         codec = RowCodec(view_of(features))
@@ -255,7 +256,7 @@ SIZE_FIELDS = {"text": 17, "tags:lengths": 25, "tags": 29, "ids": 41}
     [
         pytest.param({"text": -1, "tags": 1}, id="a character cut in two"),
         pytest.param({"tags:lengths": -4, "tags": 4}, id="one text too few"),
-        pytest.param({"tags:lengths": 4, "tags": -4}, id="one text too many"),
+        pytest.param({"tags:lengths": 4, "ids": -4}, id="one text too many"),
         pytest.param({"tags:lengths": -1, "tags": 1}, id="lengths that are no whole number of lengths"),
         pytest.param({"tags": 1, "ids": -1}, id="text longer than its lengths"),
         pytest.param({"tags": -1, "ids": 1}, id="text shorter than its lengths"),

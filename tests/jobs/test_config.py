@@ -1,0 +1,478 @@
+"""Configuration: every mistake is refused with file, key, value and remedy; every value can come from the environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from jobs.cli import main
+from jobs.config import Project, ProjectConfig, ViewConfig, after, json_schemas, parse_duration
+from store.errors import ConfigError
+from store.feature_view import Feature, IndexSpec
+from tests.conftest import MakeProject
+
+SHIPPED = Path(__file__).parents[2] / "configs" / "movielens"
+TEXT = {"dtype": "string"}
+
+
+def refusal(make_project: MakeProject, **files: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        make_project(**files)
+    return str(caught.value)
+
+
+def appended(project: Project, text: str, file: str = "views/numbers.yaml") -> Project:
+    with (project.folder / file).open("a") as out:
+        out.write("\n" + text + "\n")
+    return Project(project.folder, {})
+
+
+# ---- mistakes in a view
+
+VIEW_MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "unknown key": ({"tll": "1h"}, ["tll", "unknown key", "did you mean 'ttl'"]),
+    "unknown nested key": ({"fallback": {"enable": True}}, ["fallback.enable", "did you mean 'enabled'"]),
+    "unknown key of a feature": ({"features": {"a": {"dtype": "int8", "dimm": 4}}}, ["features.a.dimm", "did you mean 'dim'"]),
+    "unknown key like nothing": ({"qqqqqqq": 1}, ["qqqqqqq", "unknown key"]),
+    "missing key": ({"ttl": None}, ["ttl", "missing"]),
+    "list instead of mapping": ({"source": ["SELECT 1"]}, ["source", "SELECT 1"]),
+    "text instead of list": ({"entity": "id"}, ["entity", "'id'", "list"]),
+    "text instead of mapping": ({"model": "top_k"}, ["model", "'top_k'"]),
+    "list instead of args": ({"model": {"use": "top_k", "args": [1]}}, ["model.args", "[1]", "dictionary"]),
+    "text instead of number": ({"max_rejected": "few"}, ["max_rejected", "'few'", "number"]),
+    "share above one": ({"max_rejected": 2}, ["max_rejected", "2", "less than or equal to 1"]),
+    "yes is a word": ({"fallback": {"enabled": "yes"}}, ["fallback.enabled", "'yes'", "boolean"]),
+    "no feature": ({"features": {}}, ["features", "at least 1"]),
+    "no entity": ({"entity": []}, ["entity", "at least 1"]),
+    "entity twice": ({"entity": ["id", "id"]}, ["entity", "'id'", "twice"]),
+    "entity of an answer's column": ({"entity": ["computed_at"]}, ["entity", "'computed_at'"]),
+    "entity of the hash": ({"entity": ["input_hash"]}, ["entity", "'input_hash'"]),
+    "name with capitals": ({"features": {"Aa": TEXT}}, ["features.Aa", "lower-case"]),
+    "name with newline": ({"features": {"a\n": TEXT}}, ["features", "lower-case"]),
+    "name that leaves its folder": ({"entity": ["../id"]}, ["entity", "'../id'", "lower-case"]),
+    "name too long": ({"features": {"a" * 64: TEXT}}, ["a" * 64, "63"]),
+    "unknown dtype": ({"features": {"a": {"dtype": "float23"}}}, ["features.a.dtype", "'float23'", "did you mean 'float32'"]),
+    "dim of zero": ({"features": {"a": {"dtype": "int8", "dim": 0}}}, ["features.a.dim", "0", "greater than or equal to 1"]),
+    "vector and list": ({"features": {"a": {"dtype": "int8", "dim": 2, "max_items": 2}}}, ["features.a", "exclude each other"]),
+    "vector of text": ({"features": {"a": TEXT | {"dim": 2}}}, ["features.a", "max_items"]),
+    "list of bool": ({"features": {"a": {"dtype": "bool", "max_items": 2}}}, ["features.a", "int8"]),
+    "feature called key": ({"features": {"key": TEXT}}, ["features", "'key'", "call the feature something else"]),
+    "feature called as the entity": ({"features": {"id": TEXT}}, ["features", "'id'", "call the feature something else"]),
+    "feature called computed_at": ({"features": {"computed_at": TEXT}}, ["'computed_at'", "something else"]),
+    "feature called input_hash": ({"features": {"input_hash": TEXT}}, ["'input_hash'", "something else"]),
+    "index on a scalar": ({"index": {"on": "double"}}, ["index.on", "'double'", "dim"]),
+    "index on nothing": ({"index": {"on": "vectr"}}, ["index.on", "'vectr'"]),
+    "unknown metric": ({"index": {"on": "vector", "metric": "cosin"}}, ["index.metric", "'cosin'", "did you mean 'cosine'"]),
+    "bad duration": ({"ttl": "1 fortnight"}, ["ttl", "'1 fortnight'", "26h"]),
+    "duration without unit": ({"ttl": "90"}, ["ttl", "'90'", "unit"]),
+    "negative duration": ({"ttl": -5}, ["ttl", "-5", "26h"]),
+    "endless duration": ({"ttl": float("inf")}, ["ttl", "inf", "26h"]),
+    "unknown model": ({"model": {"use": "text_encodr"}}, ["model.use", "'text_encodr'", "text_encoder", "package.module:Class"]),
+    "unknown module": ({"model": {"use": "nowhere.at:All"}}, ["model.use", "'nowhere.at:All'", "PYTHONPATH"]),
+    "unknown precision": ({"model": {"use": "top_k", "precision": "fp8"}}, ["model.precision", "'fp8'", "fp32"]),
+    "bad SQL": ({"source": {"sql": "SELEC 1"}}, ["source.sql", "SELEC 1", "syntax error"]),
+    "several statements": ({"source": {"sql": "SELECT 1; DROP TABLE x"}}, ["source.sql", "DROP TABLE x", "one SELECT"]),
+    "DDL": ({"source": {"sql": "CREATE TABLE x AS SELECT 1"}}, ["source.sql", "CREATE TABLE x", "one SELECT"]),
+    "unknown variable": ({"source": {"sql": "SELECT '${dta}'"}}, ["${dta}", "vars", "PRECOMPUTE_VARS__DTA"]),
+    "another name": ({"name": "other"}, ["name", "'other'", "views/other.yaml"]),
+    "unknown live view": (
+        {"source": {"sql": "SELECT * FROM live.numbrs"}},
+        ["live.numbrs", "no such view", "did you mean 'numbers'"],
+    ),
+    "unknown live view in args": (
+        {"model": {"use": "top_k", "args": {"items": {"sql": "SELECT * FROM live.nmbers"}}}},
+        ["live.nmbers", "did you mean 'numbers'"],
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", VIEW_MISTAKES)
+def test_a_mistake_in_a_view_names_file_key_value_and_remedy(make_project: MakeProject, mistake: str) -> None:
+    change, parts = VIEW_MISTAKES[mistake]
+    message = refusal(make_project, view=change)
+    for part in ["views/numbers.yaml", *parts]:
+        assert part in message
+
+
+# ---- mistakes in project.yaml
+
+PROJECT_MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "unknown key": ({"onlin": "x"}, ["onlin", "did you mean 'online'"]),
+    "unknown nested key": ({"serve": {"bnd": "x"}}, ["serve.bnd", "did you mean 'bind'"]),
+    "missing root": ({"root": None}, ["root", "missing"]),
+    "unknown store": ({"online": "mongodb://x"}, ["online", "mongodb://x", "lmdb:./folder", "redis://"]),
+    "store without folder": ({"online": "lmdb:"}, ["online", "lmdb:./folder"]),
+    "a root on a network nobody reads": ({"root": "s3://bucket/x"}, ["root", "s3://bucket/x"]),
+    "wrong type": ({"memory_mb": "1GB"}, ["memory_mb", "'1GB'", "integer"]),
+    "too little memory": ({"memory_mb": 1}, ["memory_mb", "1", "64"]),
+    "bad bind": ({"serve": {"bind": "8080"}}, ["serve.bind", "'8080'", "host:port"]),
+    "quote in a variable": ({"vars": {"data": "./it's"}}, ["vars.data", "it's", "quote"]),
+    "double quote in a variable": ({"vars": {"data": 'x"y'}}, ["vars.data", 'x"y', "quote"]),
+    "number as variable": ({"vars": {"data": "./", "year": 2024}}, ["vars.year", "2024", "string"]),
+    "unknown view in schedule": ({"schedule": {"numbrs": "0 2 * * *"}}, ["schedule.numbrs", "did you mean 'numbers'"]),
+    "bad cron": ({"schedule": {"numbers": "61 * * * *"}}, ["schedule.numbers", "'61 * * * *'", "cron"]),
+    "no cron": ({"schedule": {"numbers": "daily"}}, ["schedule.numbers", "'daily'", "five cron fields", "after <view>"]),
+    "six fields": ({"schedule": {"numbers": "0 0 2 * * *"}}, ["schedule.numbers", "five cron fields"]),
+    "a cron line that never fires": ({"schedule": {"numbers": "0 0 30 2 *"}}, ["schedule.numbers", "never fires"]),
+    "number as cron": ({"schedule": {"numbers": 5}}, ["schedule.numbers", "5", "string"]),
+    "unknown time zone": (
+        {"schedule": {"numbers": "0 2 * * *"}, "timezone": "Mars/Olympus"},
+        ["Mars/Olympus", "Europe/Berlin"],
+    ),
+    "after nobody": ({"schedule": {"numbers": "after ,"}}, ["schedule.numbers", "'after ,'"]),
+    "after an unknown view": ({"schedule": {"numbers": "after numbrs"}}, ["schedule.numbers", "numbrs", "not scheduled"]),
+    "after itself": ({"schedule": {"numbers": "after numbers"}}, ["schedule", "numbers after numbers", "circle", "cron line"]),
+    "after each other": (
+        {"schedule": {"numbers": "after b", "b": "after c", "c": "after numbers"}},
+        ["schedule", "b after c after numbers after b", "circle"],
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", PROJECT_MISTAKES)
+def test_a_mistake_in_the_project_names_file_key_value_and_remedy(make_project: MakeProject, mistake: str) -> None:
+    change, parts = PROJECT_MISTAKES[mistake]
+    other = {
+        "entity": ["id"],
+        "source": {"sql": "SELECT 1 AS id"},
+        "model": {"use": "top_k"},
+        "features": {"a": TEXT},
+        "ttl": "1h",
+    }
+    message = refusal(make_project, project=change, views={"b": other, "c": other})
+    for part in ["project.yaml", *parts]:
+        assert part in message
+    assert "hunter2" not in message
+
+
+def test_all_mistakes_of_a_file_are_told_at_once(make_project: MakeProject) -> None:
+    lines = refusal(make_project, view={"ttl": "soon", "tll": 1, "entity": "id"}).splitlines()
+    assert len(lines) == 3
+    assert all("views/numbers.yaml: " in line for line in lines)
+
+
+def test_a_password_in_a_refused_url_is_not_repeated(make_project: MakeProject) -> None:
+    message = refusal(make_project, environment={"PRECOMPUTE_ONLINE": "redis+cluster://:hunter2@host:6379/0"})
+    assert "online" in message
+    assert "hunter2" not in message
+
+
+# ---- files
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "parts"),
+    [
+        ("views/numbers.yaml", "ttl: 2h", ["ttl", "twice"]),
+        ("views/numbers.yaml", "fallback: {enabled: true, enabled: false}", ["enabled", "twice"]),
+        ("project.yaml", "root: ./elsewhere", ["root", "twice"]),
+        ("project.yaml", "\tserve: x", ["not valid YAML", "tab|\\t"]),
+        ("project.yaml", "serve: {bind: ", ["not valid YAML"]),
+        ("project.yaml", "timezone: 2024-13-45", ["not valid YAML|timezone"]),
+        ("views/numbers.yaml", "max_rejected: 0b_", ["not valid YAML|max_rejected"]),
+        ("views/numbers.yaml", "stale_for: 26:00", ["stale_for", "26h"]),
+        ("views/numbers.yaml", "args: &a {b: *a}", ["recursive"]),
+        ("views/numbers.yaml", "? [a]\n: b", ["not valid YAML"]),
+        ("views/numbers.yaml", "1: b", ["1", "string"]),
+        ("views/numbers.yaml", "x: !!python/object/apply:os.getpid []", ["not valid YAML"]),
+        ("views/numbers.yaml", "x: \0", ["not valid YAML"]),
+    ],
+)
+def test_yaml_that_cannot_be_meant_is_refused(make_project: MakeProject, file: str, text: str, parts: list[str]) -> None:
+    project = make_project()
+    with pytest.raises(ConfigError, match=file) as caught:
+        appended(project, text, file)
+    for part in parts:
+        assert any(choice in str(caught.value) for choice in part.split("|"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "NoneType|empty"), (b"[1, 2]", "list"), (b"just text", "str"), (b"\xff\xfe\xff", "cannot be read|not valid YAML")],
+)
+@pytest.mark.parametrize("file", ["project.yaml", "views/numbers.yaml"])
+def test_a_file_that_holds_no_keys_is_refused(make_project: MakeProject, file: str, content: bytes, message: str) -> None:
+    project = make_project()
+    (project.folder / file).write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"{file}.*({message})"):
+        Project(project.folder, {})
+
+
+def test_a_missing_folder_file_or_view_is_refused(make_project: MakeProject, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no folder '.*/nowhere'"):
+        Project(tmp_path / "nowhere", {})
+    with pytest.raises(ConfigError, match=r"project\.yaml: no such file"):
+        Project(tmp_path, {})
+    project = make_project()
+    with pytest.raises(ConfigError, match="no folder"):
+        Project(project.folder / "project.yaml", {})
+    (project.folder / "views" / "numbers.yaml").rename(project.folder / "views" / "numbers.txt")
+    with pytest.raises(ConfigError, match=r"no view there; add views/<name>\.yaml"):
+        Project(project.folder, {})
+    with pytest.raises(ConfigError, match=r"no view 'numbrs'.*did you mean 'numbers'.*there are: numbers"):
+        make_project().view("numbrs")
+
+
+def test_on_is_a_key_and_no_truth_value(make_project: MakeProject) -> None:
+    """YAML 1.1 reads the key of ``index: {on: vector}`` as True."""
+    project = appended(make_project(), "index: {on: vector, metric: dot}")
+    assert project.view("numbers").feature_view().index == IndexSpec("vector", "dot", 0.95)
+
+
+@pytest.mark.parametrize("word", ["on", "off", "yes", "no", "y", "n", "On", "NO"])
+def test_only_true_and_false_are_truth_values(make_project: MakeProject, word: str) -> None:
+    project = make_project()
+    (project.folder / "project.yaml").write_text(f"root: ./var\nonline: lmdb:./online\nvars: {{data: ./, country: {word}}}\n")
+    assert Project(project.folder, {}).settings.vars["country"] == word
+
+
+def test_variables_stand_for_their_values_everywhere(make_project: MakeProject) -> None:
+    project = make_project(
+        project={"vars": {"data": "./", "x": "y", "up": "../up"}},
+        view={"model": {"use": "top_k", "args": {"a": ["${x}", {"b": "${x}${x}"}], "c": 3, "d": "$x ${ x }"}}, "ttl": "1h"},
+    )
+    view = project.view("numbers")
+    assert view.model.args == {"a": ["y", {"b": "yy"}], "c": 3, "d": "$x ${ x }"}
+    assert view.source.sql == f"SELECT * FROM read_parquet('{project.folder.resolve()}/data.parquet')"
+
+
+def test_relative_paths_start_from_the_project_whatever_the_working_directory(
+    make_project: MakeProject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_project([(1, 1.0)], project={"root": "var", "online": "lmdb:../online", "vars": {"data": "./"}}).folder
+    seen = []
+    for cwd, given in ((tmp_path, "project"), (folder, "."), (folder / "views", ".."), (Path("/"), folder)):
+        monkeypatch.chdir(cwd)
+        project = Project(given, {})
+        sql = project.view("numbers").source.sql
+        seen.append((project.root.resolve(), Path(project.online.removeprefix("lmdb:")).resolve(), sql))
+        assert project.root.is_absolute()
+    assert set(seen) == {(folder / "var", tmp_path / "online", f"SELECT * FROM read_parquet('{folder}/data.parquet')")}
+
+
+@pytest.mark.parametrize("value", [".", "..", "./", "../x"])
+def test_a_variable_that_starts_with_a_dot_is_a_path(make_project: MakeProject, value: str) -> None:
+    project = make_project(project={"vars": {"data": value}})
+    assert str((project.folder / value).resolve()) + "/data.parquet" in project.view("numbers").source.sql
+
+
+# ---- the environment
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "path", "read"),
+    [
+        ("ONLINE", "redis://:pw@host:6379/0", "settings.online", "redis://:pw@host:6379/0"),
+        ("SERVE__BIND", "unix:./api.sock", "settings.serve.bind", "unix:./api.sock"),
+        ("SERVE", "{bind: 'localhost:1'}", "settings.serve.bind", "localhost:1"),
+        ("MEMORY_MB", "64", "settings.memory_mb", 64),
+        ("VARS__COUNTRY", "no", "settings.vars.country", "no"),
+        ("VARS__YEAR", "2024", "settings.vars.year", "2024"),
+        ("VARS__DAY", "2024-02-30", "settings.vars.day", "2024-02-30"),
+        ("VARS__EMPTY", "", "settings.vars.empty", ""),
+        ("VARS__COLON", "a: b: c", "settings.vars.colon", "a: b: c"),
+        ("SCHEDULE__NUMBERS", "0 2 * * *", "settings.schedule.numbers", "0 2 * * *"),
+        ("VIEWS__NUMBERS__TTL", "2h", "views.numbers.ttl", 7200.0),
+        ("VIEWS__NUMBERS__FALLBACK__ENABLED", "true", "views.numbers.fallback.enabled", True),
+        ("VIEWS__NUMBERS__MODEL__ARGS__DIM", "7", "views.numbers.model.args.dim", 7),
+        ("VIEWS__NUMBERS__MODEL__ARGS__WORD", "off", "views.numbers.model.args.word", "off"),
+        ("VIEWS__NUMBERS__INDEX", "{on: vector}", "views.numbers.index.on", "vector"),
+        ("VIEWS__NUMBERS__INDEX__ON", "vector", "views.numbers.index.on", "vector"),
+        ("VIEWS__NUMBERS__SOURCE__SQL", "SELECT '${data}' AS id", "views.numbers.source.sql", "SELECT '{folder}' AS id"),
+    ],
+)
+def test_every_value_can_come_from_the_environment(
+    make_project: MakeProject, variable: str, value: str, path: str, read: Any
+) -> None:
+    project = make_project(environment={f"PRECOMPUTE_{variable}": value, "OTHER_ONLINE": "x", "PRECOMPUTE_CONFIG": "x"})
+    found: Any = project
+    for name in path.split("."):
+        found = found[name] if isinstance(found, Mapping) else getattr(found, name)
+    assert found == (read.format(folder=project.folder.resolve()) if isinstance(read, str) else read)
+
+
+@pytest.mark.parametrize(
+    ("environment", "parts"),
+    [
+        ({"PRECOMPUTE_ONLIN": "x"}, ["onlin", "did you mean 'online'"]),
+        ({"PRECOMPUTE_SERVE__BND": "x"}, ["serve.bnd", "did you mean 'bind'"]),
+        ({"PRECOMPUTE_": "x"}, ["unknown key"]),
+        ({"PRECOMPUTE_VIEWS__NUMBRS__TTL": "2h"}, ["NUMBRS", "did you mean 'numbers'"]),
+        ({"PRECOMPUTE_VIEWS__NUMBERS__TLL": "2h"}, ["tll", "did you mean 'ttl'"]),
+        ({"PRECOMPUTE_VIEWS__NUMBERS__TTL": "soon"}, ["ttl", "'soon'"]),
+        ({"PRECOMPUTE_VIEWS__NUMBERS__NAME": "other"}, ["name", "'other'"]),
+        ({"PRECOMPUTE_VIEWS__NUMBERS": "x"}, ["NUMBERS|numbers"]),
+        ({"PRECOMPUTE_VIEWS": "x"}, ["VIEWS|views"]),
+        ({"PRECOMPUTE_SERVE": "x", "PRECOMPUTE_SERVE__BIND": "localhost:1"}, ["SERVE|serve"]),
+        ({"PRECOMPUTE_SERVE": "x"}, ["serve", "'x'"]),
+        ({"PRECOMPUTE_MEMORY_MB": "much"}, ["memory_mb", "'much'"]),
+        ({"PRECOMPUTE_VARS__DATA": "./it's"}, ["data", "quote"]),
+    ],
+)
+def test_a_mistake_in_the_environment_is_refused(
+    make_project: MakeProject, environment: dict[str, str], parts: list[str]
+) -> None:
+    message = refusal(make_project, environment=environment)
+    for part in parts:
+        assert any(choice in message for choice in part.split("|"))
+
+
+def test_the_environment_is_the_processes_by_default(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_project().folder
+    monkeypatch.setenv("PRECOMPUTE_VIEWS__NUMBERS__TTL", "3h")
+    assert Project(folder).view("numbers").ttl == 3 * 3600
+
+
+# ---- what it says
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("100ms", 0.1),
+        ("30s", 30),
+        ("15m", 900),
+        ("15min", 900),
+        ("26h", 93600),
+        ("7d", 604800),
+        ("2w", 1209600),
+        (" 1.5 h ", 5400),
+        ("0s", 0),
+        (90, 90),
+        (0.25, 0.25),
+    ],
+)
+def test_durations(text: Any, seconds: float) -> None:
+    assert parse_duration(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "h", "1", "1 year", "-1h", "1h30m", "1H", "1e3s", True, None, float("nan"), -1])
+def test_what_is_no_duration(text: Any) -> None:
+    with pytest.raises(ValueError, match="26h"):
+        parse_duration(text)
+
+
+@pytest.mark.parametrize(
+    ("when", "views"),
+    [("after a", ["a"]), ("after a, b ,c", ["a", "b", "c"]), ("0 2 * * *", None), ("afternoon", None), ("after", None)],
+)
+def test_after(when: str, views: list[str] | None) -> None:
+    assert after(when) == views
+
+
+def test_a_view_becomes_a_feature_view(make_project: MakeProject) -> None:
+    project = make_project()
+    definition = yaml.safe_load((project.folder / "views" / "numbers.yaml").read_text())
+    definition["features"] = {"b": {"dtype": "float32", "dim": 3}, "a": {"dtype": "string", "max_items": 2}}
+    (project.folder / "views" / "numbers.yaml").write_text(yaml.safe_dump(definition, sort_keys=False))
+    feature_view = Project(project.folder, {}).view("numbers").feature_view()
+    assert feature_view.features == (Feature("b", "float32", dim=3), Feature("a", "string", max_items=2))  # in the file's order
+    assert (feature_view.entity, feature_view.ttl_s, feature_view.stale_for_s) == (("id",), 3600.0, 86400.0)
+    assert feature_view.definition["model"] == {"use": "tests.arithmetic:Doubler", "args": {}, "precision": "auto"}
+
+
+def test_inputs_are_the_views_that_source_and_arguments_read(make_project: MakeProject) -> None:
+    project = make_project(
+        view={
+            "source": {"sql": "SELECT * FROM live.b JOIN live.numbers USING (id)"},
+            "model": {"use": "top_k", "args": {"items": {"sql": "SELECT * FROM live.c"}, "k": 3, "x": {"sql": "y", "z": 1}}},
+        },
+        views={
+            name: {
+                "entity": ["id"],
+                "source": {"sql": "SELECT 1 AS id"},
+                "model": {"use": "top_k"},
+                "features": {"a": TEXT},
+                "ttl": 1,
+            }
+            for name in ("b", "c")
+        },
+    )
+    assert project.view("numbers").inputs() == ["b", "c", "numbers"]
+
+
+def structure(schema: Mapping[str, Any], data: Any, root: Mapping[str, Any], where: str) -> None:
+    """``data`` holds only keys that the schema knows, and every one it requires."""
+    if "$ref" in schema:
+        schema = root["$defs"][schema["$ref"].rpartition("/")[2]]
+    for choice in schema.get("anyOf", []):
+        if "$ref" in choice and isinstance(data, dict):
+            return structure(choice, data, root, where)
+    if "properties" in schema:
+        assert isinstance(data, dict), where
+        assert schema["additionalProperties"] is False, where
+        assert set(schema.get("required", [])) <= set(data) <= set(schema["properties"]), where
+        for key, value in data.items():
+            structure(schema["properties"][key], value, root, f"{where}.{key}")
+    elif isinstance(schema.get("additionalProperties"), dict):
+        for key, value in data.items():
+            structure(schema["additionalProperties"], value, root, f"{where}.{key}")
+    return None
+
+
+def test_the_json_schemas_know_every_key_and_fit_the_shipped_files() -> None:
+    schemas = json.loads(json.dumps(json_schemas()))
+    assert set(schemas["project"]["properties"]) == set(ProjectConfig.model_fields)
+    assert set(schemas["view"]["properties"]) == set(ViewConfig.model_fields)
+    files = [SHIPPED / "project.yaml", *sorted((SHIPPED / "views").glob("*.yaml"))]
+    assert len(files) == 7
+    for file in files:
+        kind = "project" if file.name == "project.yaml" else "view"
+        text = file.read_text().replace("{on: ", "{'on': ")  # PyYAML is YAML 1.1, editors are not
+        structure(schemas[kind], yaml.safe_load(text), schemas[kind], file.name)
+
+
+def test_the_shipped_project_is_valid() -> None:
+    project = Project(SHIPPED, {})
+    assert set(project.settings.schedule) == set(project.views)
+    assert project.view("user_recommendations").inputs() == ["item_vector", "user_vector"]
+
+
+# ---- the command line
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"PRECOMPUTE_VIEWS": "x"}, {"PRECOMPUTE_SERVE": "x", "PRECOMPUTE_SERVE__BIND": "y"}, {"PRECOMPUTE_VARS__D": "2024-13-45"}],
+)
+def test_no_variable_makes_the_command_line_raise(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
+) -> None:
+    folder = make_project().folder
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(["-c", str(folder), "status"]) in (0, 2)
+
+
+def test_mistakes_end_with_status_2_and_a_message_without_a_traceback(make_project: MakeProject, tmp_path: Path) -> None:
+    folder = make_project().folder
+    mistakes = {
+        "missing": None,
+        "unknown_key": "ttl: 1h\nttll: 2h",
+        "not_yaml": "a: [",
+        "bad_date": "ttl: 2024-13-45",
+    }
+    processes = {}
+    for name, text in mistakes.items():
+        copy = tmp_path / name
+        if text is not None:
+            (copy / "views").mkdir(parents=True)
+            (copy / "project.yaml").write_text((folder / "project.yaml").read_text())
+            (copy / "views" / "numbers.yaml").write_text(text)
+        command = [sys.executable, "-m", "jobs.cli", "-c", str(copy), "status"]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PRECOMPUTE_")}
+        processes[name] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    for name, process in processes.items():
+        out, err = process.communicate()
+        assert (process.returncode, out) == (2, ""), name
+        assert err.startswith("precompute: "), err
+        assert "Traceback" not in err, name
+        assert str(tmp_path / name) in err

@@ -1,0 +1,224 @@
+"""Cron lines have crontab(5)'s meaning: held against a plain reading of that page, minute by minute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, date, datetime, timedelta
+from itertools import islice
+from zoneinfo import ZoneInfo
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jobs.config import Project
+from jobs.cron import check_cron, cron_trigger
+from store.errors import ConfigError
+from tests.conftest import MakeProject
+
+START = datetime(2026, 1, 1, 0, 0, 30, tzinfo=UTC)
+MONTHS = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
+DAYS = ["sun", "mon", "tue", "wed", "thu", "fri", "sat"]
+
+
+def fire_times(line: str, timezone: str = "UTC", start: datetime = START) -> Iterator[datetime]:
+    """When the trigger fires, asked as the scheduler asks it: a little after each time, in its own zone."""
+    trigger, zone = cron_trigger(line, timezone), ZoneInfo(timezone)
+    at = trigger.get_next_fire_time(None, start.astimezone(zone))
+    while at is not None:
+        yield at
+        at = trigger.get_next_fire_time(at, (at.astimezone(UTC) + timedelta(milliseconds=1)).astimezone(zone))
+
+
+def _values(field: str, low: int, high: int, names: list[str], first_name: int) -> set[int]:
+    """The numbers a field of crontab(5) stands for: lists of ``*``, ``a`` or ``a-b``, each perhaps with ``/step``."""
+    found: set[int] = set()
+    for part in field.lower().split(","):
+        span, _, step = part.partition("/")
+        first, _, last = span.partition("-")
+        numbers = [
+            names.index(text) + first_name if text in names else int(text) for text in (first, last) if text not in ("", "*")
+        ]
+        start, end = (low, high) if first == "*" else (numbers[0], numbers[-1] if last or not step else high)
+        found.update(range(start, end + 1, int(step or 1)))
+    return found
+
+
+def reference(line: str, days: int) -> Iterator[datetime]:
+    """When a line fires in UTC, for some days from :data:`START`: the two day fields count together unless neither starts with ``*``."""
+    minute, hour, day, month, weekday = line.split()
+    minutes, hours = sorted(_values(minute, 0, 59, [], 0)), sorted(_values(hour, 0, 23, [], 0))
+    months, in_month = _values(month, 1, 12, MONTHS, 1), _values(day, 1, 31, [], 0)
+    in_week = {n % 7 for n in _values(weekday, 0, 6, DAYS, 0)}
+    for offset in range(days):
+        on = date(START.year, START.month, START.day) + timedelta(offset)
+        by_month, by_week = on.day in in_month, on.isoweekday() % 7 in in_week
+        either = not day.startswith("*") and not weekday.startswith("*")
+        if on.month in months and (by_month or by_week if either else by_month and by_week):
+            times = (datetime(on.year, on.month, on.day, h, m, tzinfo=UTC) for h in hours for m in minutes)
+            yield from (at for at in times if at > START)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "* * * * *",
+        "0 2 * * *",
+        "*/15 * * * *",
+        "5/20 3 * * *",
+        "10-20/5,50 8-10,22 * * *",
+        "0 0 1 * *",
+        "0 0 31 * *",
+        "0 0 29 2 *",
+        "0 0 1 1 *",
+        "0 0 */7 * *",
+        "0 12 1,15 */3 *",
+        "0 0 * jan-MAR,Dec *",
+        "0 0 * * 0",
+        "0 0 * * 7",
+        "0 0 * * 1",
+        "0 0 * * 6",
+        "0 0 * * 1-5",
+        "0 0 * * 0-2,5",
+        "0 0 * * 5-7",
+        "0 0 * * 0-7",
+        "0 0 * * 0,7",
+        "0 0 * * */2",
+        "0 0 * * 1/2",
+        "0 0 * * 1-6/2",
+        "0 0 * * sun",
+        "0 0 * * MON-Fri",
+        "0 0 * * sun-tue",
+        "0 0 * * sun,wed-fri,6",
+        "0 0 * * mon-5",
+        "0 0 13 * 5",
+        "0 0 1-7 * 1",
+        "0 0 1 * sun",
+        "0 0 1,15 6 mon,7",
+        "30 4 31 1,4 2",
+        "0 0 * * *",
+        "0 0 */2 * 1",
+        "0 0 1 * */2",
+        "0 0 */10 * */3",
+        "0 0 *,1 * 1",
+        "0 0 1-31 * 1",
+    ],
+)
+def test_a_line_fires_when_cron_would(line: str) -> None:
+    expected = list(islice(reference(line, 1000), 20))
+    assert list(islice(fire_times(line), len(expected))) == expected
+
+
+def _field(low: int, high: int) -> st.SearchStrategy[str]:
+    """A field's text: a star, or a list of numbers, ranges and steps."""
+    number = st.integers(low, high)
+    span = st.tuples(number, number).map(lambda pair: f"{min(pair)}-{max(pair)}")
+    stepped = st.tuples(st.integers(low, high - 2), st.integers(1, 2)).map(lambda pair: f"{pair[0]}-{high}/{pair[1]}")
+    steps = st.integers(1, high - low).map(lambda step: f"*/{step}")
+    return st.one_of(
+        st.just("*"), st.lists(st.one_of(number.map(str), span, stepped, steps), min_size=1, max_size=3).map(",".join)
+    )
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(line=st.tuples(_field(0, 59), _field(0, 23), _field(1, 28), _field(1, 12), _field(0, 7)).map(" ".join))
+def test_any_line_fires_when_cron_would(line: str) -> None:
+    expected = list(islice(reference(line, 400), 8))
+    assert list(islice(fire_times(line), len(expected))) == expected
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "0 2 * *",
+        "0 2 * * * *",
+        "@daily",
+        "0 2 * * * user",
+        "60 * * * *",
+        "-1 * * * *",
+        "* 24 * * *",
+        "* * 0 * *",
+        "* * 32 * *",
+        "* * * 0 *",
+        "* * * 13 *",
+        "* * * * 8",
+        "* * * * -1",
+        "* * * * 5-1",
+        "20-10 * * * *",
+        "*/0 * * * *",
+        "* * * * */0",
+        "* * * * 1-5/0",
+        "* * * * 1/x",
+        "1- * * * *",
+        "* * * * 1-",
+        ", * * * *",
+        "* * * * ,",
+        "* * * * 1,,2",
+        "a * * * *",
+        "* * * january *",
+        "* * * * monday",
+        "* * * * mon-",
+        "1.5 * * * *",
+        "* * * * ²",
+        "0 0 L * *",
+        "0 0 last * *",
+        "0 0 * * 5#2",
+        "0 0 ? * *",
+        "0 0 30 2 *",
+        "0 0 31 4,6 *",
+    ],
+)
+def test_what_is_no_line_or_never_fires_is_refused_with_a_reason(line: str) -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        check_cron(line, "UTC")
+
+
+@pytest.mark.parametrize("timezone", ["Mars/Olympus", "", "../etc/passwd", "/etc/localtime", "UTC\0", "europe"])
+def test_an_unknown_time_zone_is_refused_by_name(timezone: str) -> None:
+    with pytest.raises(ValueError, match="time zone"):
+        check_cron("0 2 * * *", timezone)
+
+
+def test_hours_are_those_of_the_time_zone() -> None:
+    winter, summer = datetime(2026, 1, 5, tzinfo=UTC), datetime(2026, 7, 5, tzinfo=UTC)
+    for start, hour in ((winter, 1), (summer, 0)):
+        assert next(fire_times("0 2 * * *", "Europe/Berlin", start)) == start.replace(hour=hour)
+    assert next(fire_times("0 2 1 * 0", "Europe/Berlin", winter)) == datetime(2026, 1, 11, 1, tzinfo=UTC)
+    assert next(fire_times("30 4 * * *", "Asia/Kolkata", winter)) == datetime(2026, 1, 5, 23, 0, tzinfo=UTC)
+
+
+@pytest.mark.parametrize("line", ["30 2 * * *", "0 3 * * *", "30 2 1-31 * 0"])
+@pytest.mark.parametrize(("around", "once"), [(date(2026, 3, 29), {0, 1}), (date(2026, 10, 25), {1})])
+def test_where_the_clocks_change_a_day_has_one_run_at_most_and_the_days_beside_it_one_each(
+    line: str, around: date, once: set[int]
+) -> None:
+    start = datetime(around.year, around.month, around.day, tzinfo=UTC) - timedelta(days=2)
+    zone = ZoneInfo("Europe/Berlin")
+    days = [at.astimezone(zone).date() for at in islice(fire_times(line, "Europe/Berlin", start), 8)]
+    for offset in (-1, 0, 1, 2):
+        runs = days.count(around + timedelta(offset))
+        assert runs in (once if offset == 0 else {1}), (offset, days)
+
+
+def test_no_moment_is_given_twice_and_time_goes_on() -> None:
+    for line in ("0 0 1 * 1", "*/5 * * * *", "30 2 29 3 0", "30 * * * *"):
+        times = [at.astimezone(UTC) for at in islice(fire_times(line, "Europe/Berlin"), 100)]
+        assert times == sorted(set(times))
+
+
+@pytest.mark.parametrize(
+    "line", ["0 2 * *", "* * * * 8", "0 0 30 2 *", "after nobody", "after", "after ", "after ,", "after numbers"]
+)
+def test_a_project_with_a_bad_line_is_refused_with_file_view_and_line(make_project: MakeProject, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_project([(1, 1.0)], project={"schedule": {"numbers": line}})
+    for part in ("project.yaml", "numbers", repr(line) if line != "after numbers" else line):
+        assert part in str(caught.value)
+
+
+def test_a_project_with_good_lines_is_read(make_project: MakeProject) -> None:
+    project = make_project([(1, 1.0)], project={"schedule": {"numbers": "0 2 * * sun"}, "timezone": "Europe/Berlin"})
+    assert isinstance(project, Project)
+    with pytest.raises(ConfigError, match="Mars"):
+        make_project(project={"schedule": {"numbers": "0 2 * * *"}, "timezone": "Mars"})

@@ -1,0 +1,398 @@
+"""The fallback behind a miss: the live snapshot's own SQL, inputs and model, or nothing."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jobs.config import Project
+from jobs.fallback import ViewFallback
+from jobs.progress import Silent
+from jobs.run import run_view
+from store.freshness import Reason
+from store.lookup import Computed, Lookup, Miss
+from store.offline_store import OfflineStore
+from store.online_store import Pointer
+from store.online_url import open_online_store
+from tests.arithmetic import Doubler
+from tests.conftest import MakeProject
+
+FALLBACK = {"fallback": {"enabled": True, "deadline": "20s"}}
+HERE = "tests.jobs.test_fallback"
+
+
+class Everything:
+    """One feature of each kind, some of them null; what the neighbours in the batch are must not show."""
+
+    def fingerprint(self) -> str:
+        return "everything 1"
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray | pa.Array]:
+        x = batch.column("x").to_pylist()
+        return {
+            "whole": pa.array([None if v % 3 == 0 else int(v) for v in x], pa.int64()),
+            "flag": pa.array([v > 2 for v in x]),
+            "text": pa.array([None if v % 4 == 0 else "é" * int(v) for v in x]),
+            "half": np.array([[v / 3, -v] for v in x], np.float16),
+            "words": pa.array([["", "ü"] * (int(v) % 3) for v in x], pa.list_(pa.string())),
+            "ids": pa.array([None if v == 5 else list(range(int(v))) for v in x], pa.list_(pa.int32())),
+        }
+
+
+EVERYTHING = {
+    "model": {"use": f"{HERE}:Everything"},
+    "features": {
+        "whole": {"dtype": "int64"},
+        "flag": {"dtype": "bool"},
+        "text": {"dtype": "string"},
+        "half": {"dtype": "float16", "dim": 2},
+        "words": {"dtype": "string", "max_items": 4},
+        "ids": {"dtype": "int32", "max_items": 20},
+    },
+}
+
+
+class Scaled:
+    """``double`` = x times the number in a file, its weights.
+
+    Args:
+        path: the file.
+        fail: raise this from ``compute``: ``SystemExit``, or what a plain error is called.
+    """
+
+    def __init__(self, path: str, fail: str = "") -> None:
+        self._weights, self._fail = float(Path(path).read_text()), fail
+
+    def fingerprint(self) -> str:
+        return f"scaled {self._weights}"
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
+        x = np.asarray(batch.column("x"))
+        if self._fail and (x == 13).any():
+            raise {"SystemExit": SystemExit, "MemoryError": MemoryError, "ValueError": ValueError}[self._fail]("13")
+        return {"double": self._weights * x}
+
+
+class Shared(Doubler):
+    """Counts how many of it were made."""
+
+    made = 0
+
+    def __init__(self, version: int = 1) -> None:
+        super().__init__(version=version)
+        type(self).made += 1
+
+
+def publish(project: Project, *views: str) -> None:
+    for view in views or project.views:
+        run_view(project, view, Silent())
+
+
+def write_data(project: Project, x_of_id: dict[Any, float]) -> None:
+    """The source's file, replaced as a whole."""
+    table = pa.table({"id": list(x_of_id), "x": list(x_of_id.values())})
+    pq.write_table(table, project.folder / "data.tmp")
+    os.replace(project.folder / "data.tmp", project.folder / "data.parquet")
+
+
+OpenLookup = Callable[[Project], Lookup]
+
+
+@pytest.fixture
+def open_lookup() -> Iterator[OpenLookup]:
+    """Opens lookups with a fallback, and closes them."""
+    opened: list[tuple[Lookup, ViewFallback]] = []
+
+    def open_one(project: Project) -> Lookup:
+        fallback = ViewFallback(OfflineStore(project.root), memory_mb=64)
+        opened.append((Lookup(open_online_store(project.online), project.root, fallback), fallback))
+        return opened[-1][0]
+
+    yield open_one
+    for lookup, fallback in opened:
+        fallback.close()
+        lookup.close()
+
+
+def features(table: pa.Table) -> list[dict[str, Any]]:
+    """The feature columns, as rows."""
+    return table.select(table.column_names[9:]).to_pylist()
+
+
+def statuses(lookup: Lookup, keys: Sequence[Any], **options: Any) -> list[str]:
+    """``computed``, ``fresh``, or why a row is missing."""
+    table = lookup.get("numbers", keys, **options)
+    return [reason or status for status, reason in zip(*(table[c].to_pylist() for c in ("status", "reason")), strict=True)]
+
+
+# ---- parity
+
+
+def test_computed_rows_equal_the_batch_jobs_rows_whatever_is_computed_beside_them(
+    make_project: MakeProject, open_lookup: OpenLookup
+) -> None:
+    rows = [(i, float(i)) for i in range(1, 13)]
+    over = EVERYTHING | FALLBACK
+    project = make_project(rows, view=over, views={"expired": _view(over | {"ttl": 0, "stale_for": 0})})
+    publish(project)
+    lookup, keys = open_lookup(project), [i for i, _ in rows]
+    stored, computed = lookup.get("numbers", keys), lookup.get("expired", keys)
+    assert set(stored["status"].to_pylist()) == {"fresh"}
+    assert (set(computed["status"].to_pylist()), set(computed["source"].to_pylist())) == ({"computed"}, {"fallback"})
+    assert computed.schema == stored.schema
+    assert features(computed) == features(stored)
+    for key in (4, 5, 9):
+        assert features(lookup.get("expired", [key])) == features(lookup.get("numbers", [key]))
+        assert lookup.row("expired", key)["features"] == lookup.row("numbers", key)["features"]
+
+
+def _view(over: dict[str, Any]) -> dict[str, Any]:
+    """A second view file like the first one."""
+    base = {
+        "entity": ["id"],
+        "source": {"sql": "SELECT * FROM read_parquet('${data}/data.parquet')"},
+        "ttl": "1h",
+        "max_rejected": 0.5,
+    }
+    return base | over
+
+
+@pytest.mark.parametrize("key_type", ["int64", "int32", "string"])
+def test_keys_are_found_in_the_source_by_their_canonical_text_only(
+    make_project: MakeProject, open_lookup: OpenLookup, key_type: str
+) -> None:
+    ids = pa.array([1, -5, 2**31 - 1]).cast(key_type)
+    project = make_project(pa.table({"id": ids, "x": [1.0, 2.0, 3.0]}), view=FALLBACK | {"ttl": 0, "stale_for": 0})
+    publish(project)
+    table = open_lookup(project).get("numbers", ["1", "-5", str(2**31 - 1)])
+    assert table["double"].to_pylist() == [2.0, 4.0, 6.0]
+    odd = ["01", "+1", " 1", "1 ", "1.0", "1_0", "٣", "²", "-0", "--5", str(2**63), "9" * 400, "'", "x"]
+    assert set(statuses(open_lookup(project), odd)) == {"unknown_entity"}
+
+
+def test_composite_keys_are_found_in_the_source(make_project: MakeProject, open_lookup: OpenLookup) -> None:
+    shops = ["a/b", "a", "50%", "é", "%2F"]
+    items = [1, 2, 3, 4, 5]
+    table = pa.table({"shop": shops, "item": pa.array(items, pa.int32()), "x": [1.0, 2.0, 3.0, 4.0, 5.0]})
+    project = make_project(table, view=FALLBACK | {"entity": ["shop", "item"], "ttl": 0, "stale_for": 0})
+    publish(project)
+    found = open_lookup(project).get("numbers", [[s, i] for s, i in zip(shops, items, strict=True)] + [["a/b", 2], "a/b/1"])
+    assert found["double"].to_pylist() == [2.0, 4.0, 6.0, 8.0, 10.0, None, None]
+    assert found["key"].to_pylist()[:5] == ["a%2Fb/1", "a/2", "50%25/3", "é/4", "%252F/5"]
+
+
+# ---- the live snapshot's definition, inputs and model
+
+
+def test_the_live_snapshots_sql_counts_not_the_configurations(make_project: MakeProject, open_lookup: OpenLookup) -> None:
+    project = make_project([(1, 1.0)], view=FALLBACK)
+    publish(project)
+    write_data(project, {1: 1.0, 2: 2.0})
+    changed = make_project(
+        view=FALLBACK | {"source": {"sql": "SELECT id, x + 100 AS x FROM read_parquet('${data}/data.parquet')"}}
+    )
+    assert open_lookup(changed).get("numbers", [2])["double"].to_pylist() == [4.0]
+    publish(changed)
+    write_data(project, {3: 3.0})
+    assert open_lookup(changed).get("numbers", [3])["double"].to_pylist() == [206.0]
+
+
+def test_views_it_reads_are_read_at_the_snapshots_the_batch_job_read(make_project: MakeProject, open_lookup: OpenLookup) -> None:
+    reading = _view(FALLBACK | {"source": {"sql": "SELECT id, double AS x FROM live.numbers"}, "ttl": 0, "stale_for": 0})
+    doubles = {"model": {"use": "tests.arithmetic:Doubler", "args": {"dim": 0}}, "features": {"double": {"dtype": "float64"}}}
+    project = make_project([(1, 1.0)], view=doubles, views={"twice": reading | doubles})
+    publish(project, "numbers", "twice")
+    write_data(project, {1: 50.0, 2: 60.0})
+    publish(project, "numbers")
+    lookup = open_lookup(project)
+    assert lookup.get("twice", [1, 2])["double"].to_pylist() == [4.0, None]
+    publish(project, "twice")
+    assert lookup.get("twice", [1, 2])["double"].to_pylist() == [200.0, 240.0]
+
+
+def test_a_model_that_is_not_the_snapshots_is_refused_and_hits_go_on(
+    make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path
+) -> None:
+    project, weights = _scaled(make_project, tmp_path, 3.0)
+    publish(project)
+    write_data(project, {1: 1.0, 2: 2.0})
+    weights.write_text("4.0")
+    assert statuses(open_lookup(project), [1, 2]) == ["fresh", "model_error"]
+    weights.write_text("3.0")
+    assert features(open_lookup(project).get("numbers", [1, 2])) == [{"double": 3.0}, {"double": 6.0}]
+
+
+def test_new_weights_in_the_same_place_are_loaded_once_their_snapshot_is_live(
+    make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path
+) -> None:
+    project, weights = _scaled(make_project, tmp_path, 3.0)
+    publish(project)
+    lookup = open_lookup(project)
+    for factor in (3.0, 4.0, 5.0):
+        weights.write_text(str(factor))
+        write_data(project, {1: 1.0})
+        publish(project)
+        write_data(project, {1: 1.0, 2: 2.0})
+        assert features(lookup.get("numbers", [1, 2])) == [{"double": factor}, {"double": 2 * factor}]
+
+
+def _scaled(make_project: MakeProject, folder: Path, factor: float, fail: str = "") -> tuple[Project, Path]:
+    weights = folder / "weights"
+    weights.write_text(str(factor))
+    model = {"use": f"{HERE}:Scaled", "args": {"path": str(weights), "fail": fail}}
+    return make_project([(1, 1.0)], view=FALLBACK | {"model": model, "features": {"double": {"dtype": "float64"}}}), weights
+
+
+def test_views_with_the_same_model_share_it(make_project: MakeProject, open_lookup: OpenLookup) -> None:
+    shared = FALLBACK | {
+        "model": {"use": f"{HERE}:Shared"},
+        "ttl": 0,
+        "stale_for": 0,
+        "features": {"double": {"dtype": "float64"}},
+    }
+    other = shared | {"model": {"use": f"{HERE}:Shared", "args": {"version": 2}}}
+    project = make_project([(1, 1.0)], view=shared, views={"second": _view(shared), "third": _view(other)})
+    publish(project)
+    lookup = open_lookup(project)
+    Shared.made = 0
+    for view in ("numbers", "second", "third", "numbers"):
+        assert lookup.get(view, [1])["double"].to_pylist() == [2.0]
+    assert Shared.made == 2
+
+
+# ---- while snapshots change
+
+
+def test_requests_of_the_old_and_the_new_snapshot_side_by_side_are_each_answered(make_project: MakeProject) -> None:
+    project = make_project([(1, 1.0)], view=FALLBACK)
+    online, pointers = open_online_store(project.online), []
+    for _ in range(2):
+        publish(project)
+        pointer = online.live("numbers")
+        assert pointer is not None
+        pointers.append(pointer)
+    online.close()
+    for _ in range(5):
+        fallback = ViewFallback(OfflineStore(project.root), memory_mb=64)
+        try:
+            asked = [_submit(fallback, pointer, "1") for pointer in (pointers[1], pointers[0], pointers[1])]
+            computed = [future.result(timeout=20) for future in asked]
+        finally:
+            fallback.close()
+        assert [c.features.column("double").to_pylist() for c in computed] == [[2.0]] * 3
+
+
+def _submit(fallback: ViewFallback, pointer: Pointer, key: str, **inputs: Any) -> Future[Computed]:
+    return fallback.submit(pointer, [key], {key: inputs} if inputs else {}, time.monotonic() + 20)[0]
+
+
+def test_it_is_ready_for_the_epoch_it_was_warmed_for(make_project: MakeProject) -> None:
+    project = make_project([(1, 1.0)], view=FALLBACK)
+    online, fallback = open_online_store(project.online), ViewFallback(OfflineStore(project.root), memory_mb=64)
+    try:
+        for _ in range(2):
+            publish(project)
+            pointer = online.live("numbers")
+            assert pointer is not None
+            assert not fallback.ready(pointer)
+            fallback.warm(pointer)
+            assert fallback.ready(pointer)
+    finally:
+        fallback.close()
+        online.close()
+
+
+def test_closed_it_refuses_as_shed(make_project: MakeProject) -> None:
+    project = make_project([(1, 1.0)], view=FALLBACK)
+    publish(project)
+    online, fallback = open_online_store(project.online), ViewFallback(OfflineStore(project.root), memory_mb=64)
+    pointer = online.live("numbers")
+    assert pointer is not None
+    fallback.close()
+    online.close()
+    with pytest.raises(Miss) as caught:
+        _submit(fallback, pointer, "1").result(timeout=20)
+    assert caught.value.reason is Reason.SHED
+
+
+# ---- what fails
+
+
+@pytest.mark.parametrize("fail", ["ValueError", "MemoryError", "SystemExit"])
+def test_a_row_the_model_fails_on_fails_alone_and_the_next_are_computed(
+    make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path, fail: str
+) -> None:
+    project, _ = _scaled(make_project, tmp_path, 2.0, fail)
+    publish(project)
+    write_data(project, {1: 1.0, 12: 12.0, 13: 13.0, 14: 14.0})
+    lookup = open_lookup(project)
+    assert statuses(lookup, [12, 13, 14, 77], deadline_ms=3000) == ["computed", "model_error", "computed", "unknown_entity"]
+    assert statuses(lookup, [14], deadline_ms=3000) == ["computed"]
+
+
+def test_a_source_that_is_gone_is_a_model_error_until_it_is_back(make_project: MakeProject, open_lookup: OpenLookup) -> None:
+    project = make_project([(1, 1.0)], view=FALLBACK)
+    publish(project)
+    lookup, data = open_lookup(project), project.folder / "data.parquet"
+    assert statuses(lookup, [77]) == ["unknown_entity"]
+    data.rename(project.folder / "gone")
+    assert statuses(lookup, [1, 77]) == ["fresh", "model_error"]
+    data.write_bytes(b"this is no Parquet")
+    assert statuses(lookup, [77]) == ["model_error"]
+    write_data(project, {77: 1.0})
+    assert statuses(lookup, [77]) == ["computed"]
+
+
+def test_a_model_whose_fingerprint_raises_is_a_model_error(
+    make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path
+) -> None:
+    mood = tmp_path / "mood"
+    model = {"use": "tests.jobs.test_serve:Moody", "args": {"path": str(mood)}}
+    project = make_project([(1, 1.0)], view=FALLBACK | {"model": model})
+    publish(project)
+    mood.touch()
+    lookup = open_lookup(project)
+    assert statuses(lookup, [1, 77]) == ["fresh", "model_error"]
+    mood.unlink()
+    assert statuses(lookup, [77]) == ["unknown_entity"]
+
+
+def test_inputs_of_a_request_need_no_source_and_nulls_stand_for_what_is_not_given(
+    make_project: MakeProject, open_lookup: OpenLookup
+) -> None:
+    sql = "SELECT id, x, 1.5 AS y FROM read_parquet('${data}/data.parquet')"
+    project = make_project([(1, 1.0)], view=FALLBACK | {"source": {"sql": sql}})
+    publish(project)
+    lookup = open_lookup(project)
+    assert lookup.get("numbers", [500], inputs={"500": {"x": 7, "y": 1}})["double"].to_pylist() == [14.0]
+    assert lookup.get("numbers", ["500"], inputs={500: {"x": 7}})["double"].to_pylist() == [14.0]
+    assert statuses(lookup, [500], inputs={"500": {"y": 7}}) == ["model_error"]
+    assert statuses(lookup, [500]) == ["unknown_entity"]
+
+
+def test_the_same_key_with_other_inputs_is_another_computation(make_project: MakeProject) -> None:
+    project = make_project([(1, 1.0)], view=FALLBACK | {"model": {"use": "tests.arithmetic:Doubler", "args": {"sleep_s": 0.2}}})
+    publish(project)
+    write_data(project, {5: 5.0})
+    online, fallback = open_online_store(project.online), ViewFallback(OfflineStore(project.root), memory_mb=64)
+    pointer = online.live("numbers")
+    assert pointer is not None
+    try:
+        fallback.warm(pointer)
+        asked = [_submit(fallback, pointer, "5", **inputs) for inputs in ({}, {"x": 1}, {"x": 2}, {"x": 1}, {})]
+        assert asked[0] is asked[4]
+        assert asked[1] is asked[3]
+        doubles = [future.result(timeout=20).features.column("double")[0].as_py() for future in asked]
+    finally:
+        fallback.close()
+        online.close()
+    assert doubles == [10.0, 2.0, 4.0, 2.0, 10.0]

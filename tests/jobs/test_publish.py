@@ -1,0 +1,466 @@
+"""Publish: old or new and never a part; what is refused; what is dropped; how an interrupted publish heals."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from jobs.config import Project
+from jobs.progress import Silent
+from jobs.publish import publish
+from jobs.report import Report, recorded
+from jobs.run import run_view
+from store.codec import Buffer
+from store.errors import ConflictError, OnlineStoreError, PrecomputeError, SnapshotError
+from store.lookup import Lookup
+from store.offline_store import OfflineStore
+from store.online_store import MemoryStore, Pointer, Rows
+from store.online_url import open_online_store
+from store.vector_index import VectorIndex
+from tests.conftest import MakeProject
+
+INDEXED = {"index": {"on": "vector", "metric": "l2"}}
+
+
+@pytest.fixture(params=["lmdb", "redis"])
+def online(request: pytest.FixtureRequest) -> str:
+    """The value of ``online``: beside the root, not inside, so that either can be lost alone."""
+    return "lmdb:./online" if request.param == "lmdb" else str(request.getfixturevalue("redis_url"))
+
+
+def run(project: Project, command: str = "run", number: int | None = None) -> Report:
+    return run_view(project, "numbers", Silent(), command=command, number=number)
+
+
+def served(project: Project, keys: Sequence[int] = (1, 2, 3)) -> tuple[int, list[float | None]]:
+    """(snapshot, double of each key)."""
+    lookup = Lookup(open_online_store(project.online), project.root)
+    try:
+        table = lookup.get("numbers", keys)
+        assert len(set(table["snapshot"].to_pylist())) == 1
+        return table["snapshot"][0].as_py(), table["double"].to_pylist()
+    finally:
+        lookup.close()
+
+
+def nearest(project: Project, x: float) -> tuple[int, str]:
+    """(snapshot, key) of the row whose vector is nearest to that of x."""
+    lookup = Lookup(open_online_store(project.online), project.root)
+    try:
+        found = lookup.search("numbers", vector=[x, x + 1, x + 2, x + 3], k=1)
+        return found["snapshot"], found["rows"][0]["key"]
+    finally:
+        lookup.close()
+
+
+def epochs(project: Project) -> tuple[int, int]:
+    """(of the offline pointer, of the online pointer)."""
+    store = open_online_store(project.online)
+    try:
+        ref, pointer = OfflineStore(project.root).live("numbers"), store.live("numbers")
+        return 0 if ref is None else ref.epoch, 0 if pointer is None else pointer.epoch
+    finally:
+        store.close()
+
+
+def generations(project: Project) -> list[int]:
+    store = open_online_store(project.online)
+    try:
+        return store.generations("numbers")
+    finally:
+        store.close()
+
+
+def committed(project: Project) -> OfflineStore:
+    run(project, "materialize")
+    return OfflineStore(project.root)
+
+
+def publish_to(online: MemoryStore, store: OfflineStore, number: int | None = None) -> tuple[Report, Pointer]:
+    with store.run_lock("numbers"), recorded(store, "numbers", "publish") as report:
+        return report, publish("numbers", store, online, report, Silent(), number=number)
+
+
+# ---- the good case
+
+
+def test_rows_and_index_are_live_together(make_project: MakeProject, online: str) -> None:
+    make = {"project": {"online": online}, "view": INDEXED}
+    project = make_project([(1, 1.0), (2, 2.0)], **make)
+    report = run(project)
+    assert (report.status, report.snapshot, report.epoch) == ("published", 1, 1)
+    assert served(project) == (1, [2.0, 4.0, None])
+    assert nearest(project, 2.2) == (1, "2")
+    project = make_project([(3, 2.0), (2, 200.0)], **make)
+    assert run(project).epoch == 2
+    assert served(project) == (2, [None, 400.0, 4.0])
+    assert nearest(project, 2.2) == (2, "3")
+    ref = OfflineStore(project.root).live("numbers")
+    assert ref is not None
+    assert (ref.epoch, ref.snapshot, ref.previous, ref.reason) == (2, 2, 1, "run")
+
+
+def test_the_pointer_tells_what_is_live(make_project: MakeProject) -> None:
+    project = make_project([(1, 1.0), (2, None)], view=INDEXED)
+    report = run(project)
+    pointer = open_online_store(project.online).live("numbers")
+    snapshot = OfflineStore(project.root).snapshot("numbers", 1)
+    assert pointer is not None
+    assert pointer.view == snapshot.view == project.view("numbers").feature_view()
+    assert (pointer.snapshot, pointer.epoch, pointer.rows, pointer.source_rows) == (1, 1, 1, 2)
+    assert pointer.model == snapshot.model == report.model
+    assert pointer.computed_at_min == snapshot.computed_at_min
+    assert pointer.index == f"numbers/index/{1:020d}"
+    assert pointer.input_columns == {"x": "double"}
+
+
+def test_publishing_what_is_live_does_nothing(make_project: MakeProject, online: str) -> None:
+    project = make_project([(1, 1.0)], project={"online": online})
+    run(project)
+    report = run(project, "publish")
+    assert (report.status, report.epoch, report.snapshot) == ("current", 1, 1)
+    assert epochs(project) == (1, 1)
+    assert "load" not in report.stages_s
+
+
+def test_an_older_snapshot_can_be_published_again_and_then_the_newest(make_project: MakeProject, online: str) -> None:
+    for x in (1.0, 10.0, 100.0):
+        project = make_project([(1, x), (2, x), (3, x)], project={"online": online}, view=INDEXED)
+        run(project)
+    assert run(project, "publish", 1).epoch == 4
+    assert served(project) == (1, [2.0, 2.0, 2.0])
+    assert nearest(project, 50.0)[0] == 1
+    assert run(project, "publish").epoch == 5
+    assert served(project) == (3, [200.0, 200.0, 200.0])
+
+
+@pytest.mark.parametrize(("number", "message"), [(99, r"no snapshot 99.*it has: 1"), (0, "no snapshot 0"), (-1, "no snapshot")])
+def test_a_snapshot_that_is_not_there_is_refused(make_project: MakeProject, number: int, message: str) -> None:
+    project = make_project([(1, 1.0)])
+    with pytest.raises(SnapshotError, match=r"no snapshot yet.*precompute run numbers"):
+        run(project, "publish")
+    run(project)
+    with pytest.raises(SnapshotError, match=message):
+        run(project, "publish", number)
+    assert epochs(project) == (1, 1)
+
+
+def test_old_generations_and_indexes_are_dropped_but_the_last_is_kept(make_project: MakeProject, online: str) -> None:
+    for n in range(1, 6):
+        project = make_project([(1, float(n))], project={"online": online}, view=INDEXED)
+        run(project)
+        kept = [epoch for epoch in (n - 1, n) if epoch > 0]
+        assert generations(project) == kept
+        assert sorted(p.name for p in (project.root / "numbers" / "index").iterdir()) == [f"{epoch:020d}" for epoch in kept]
+
+
+def test_a_view_that_loses_its_index_is_no_longer_searchable(make_project: MakeProject) -> None:
+    run(make_project([(1, 1.0)], view=INDEXED))
+    project = make_project([(1, 1.0)])
+    run(project)
+    with pytest.raises(PrecomputeError, match="no vector index"):
+        nearest(project, 1.0)
+
+
+def test_a_reader_sees_one_snapshot_or_the_next_and_never_both(make_project: MakeProject, online: str) -> None:
+    rows, make = 500, {"project": {"online": online}}
+    project = make_project([(i, 1.0) for i in range(rows)], **make)
+    run(project)
+    failures: list[str] = []
+    seen: set[int] = set()
+    stop = threading.Event()
+
+    def read() -> None:
+        lookup = Lookup(open_online_store(project.online), project.root)
+        while not stop.is_set():
+            table = lookup.get("numbers", range(rows))
+            snapshots, values = set(table["snapshot"].to_pylist()), set(table["double"].to_pylist())
+            seen.update(snapshots)
+            if len(snapshots) != 1 or values != {2.0 * next(iter(snapshots))}:
+                failures.append(f"{snapshots} {values}")
+                return
+        lookup.close()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for x in range(2, 7):
+        run(make_project([(i, float(x)) for i in range(rows)], **make))
+    stop.set()
+    reader.join()
+    assert failures == []
+    assert len(seen) > 1
+
+
+# ---- an online store that cannot be trusted
+
+
+class Loses(MemoryStore):
+    """Loses the last row of every generation and says so."""
+
+    def load(self, view: str, generation: int, rows: Rows) -> int:
+        return super().load(view, generation, ((keys[:-1], values[:-1]) for keys, values in rows))
+
+
+class LosesAndLies(Loses):
+    """Loses a row and counts it all the same."""
+
+    def load(self, view: str, generation: int, rows: Rows) -> int:
+        return super().load(view, generation, rows) + 1
+
+
+class Flips(MemoryStore):
+    """Changes one bit of every row."""
+
+    def load(self, view: str, generation: int, rows: Rows) -> int:
+        def changed(value: Buffer) -> bytes:
+            body = bytearray(value)
+            body[-1] ^= 1
+            return bytes(body)
+
+        return super().load(view, generation, ((keys, [changed(v) for v in values]) for keys, values in rows))
+
+
+class Swaps(MemoryStore):
+    """Gives every key its neighbour's row."""
+
+    def load(self, view: str, generation: int, rows: Rows) -> int:
+        return super().load(view, generation, ((keys, [*values[1:], values[0]]) for keys, values in rows))
+
+
+class Cuts(MemoryStore):
+    """Keeps all but the last byte."""
+
+    def load(self, view: str, generation: int, rows: Rows) -> int:
+        return super().load(view, generation, ((keys, [bytes(v)[:-1] for v in values]) for keys, values in rows))
+
+
+class Raises(MemoryStore):
+    """Stops answering half-way through a load."""
+
+    def load(self, view: str, generation: int, rows: Rows) -> int:
+        def some() -> Iterator[tuple[Sequence[bytes], Sequence[Buffer]]]:
+            yield next(iter(rows))
+            raise OnlineStoreError("gone")
+
+        return super().load(view, generation, some())
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Loses, "holds 2 of 3 rows.*evicting"),
+        (LosesAndLies, "'3' of view 'numbers' is missing"),
+        (Flips, "'1' of view 'numbers' has other bytes"),
+        (Swaps, "'1' of view 'numbers' has other bytes"),
+        (Cuts, "'1' of view 'numbers' has other bytes"),
+        (Raises, "gone"),
+    ],
+)
+def test_a_store_that_lost_or_altered_rows_is_not_made_live(
+    make_project: MakeProject, kind: type[MemoryStore], message: str
+) -> None:
+    store = committed(make_project([(1, 1.0), (2, 2.0), (3, 3.0)]))
+    memory = MemoryStore()
+    _, before = publish_to(memory, store)
+    committed(make_project([(1, 10.0), (2, 20.0), (3, 30.0)]))
+    memory.__class__ = kind
+    with pytest.raises(OnlineStoreError, match=message):
+        publish_to(memory, store)
+    report = store.last_report("numbers")
+    assert report is not None
+    assert (report["status"], report["snapshot"]) == ("failed", 2)
+    ref = store.live("numbers")
+    assert ref is not None
+    assert (ref.epoch, ref.snapshot) == (1, 1)
+    assert memory.live("numbers") == before
+    assert Lookup(memory).get("numbers", [1, 2, 3])["double"].to_pylist() == [2.0, 4.0, 6.0]
+    memory.__class__ = MemoryStore
+    assert publish_to(memory, store)[1].snapshot == 2
+    assert Lookup(memory).get("numbers", [1, 2, 3])["double"].to_pylist() == [20.0, 40.0, 60.0]
+
+
+def test_a_redis_that_runs_full_keeps_what_is_live(make_project: MakeProject, redis_url: str) -> None:
+    project = make_project([(1, 1.0)], project={"online": redis_url})
+    run(project)
+    client = redis.Redis.from_url(redis_url)
+    used = client.info("memory")["used_memory"]
+    client.config_set("maxmemory", used + 300_000)
+    with pytest.raises(OnlineStoreError, match="full"):
+        run(make_project([(i, 2.0) for i in range(20_000)], project={"online": redis_url}))
+    assert served(project, [1]) == (1, [2.0])
+    assert epochs(project) == (1, 1)
+    client.config_set("maxmemory", 0)
+    run(make_project([(i, 2.0) for i in range(2_000)], project={"online": redis_url}))
+    assert served(project, [1]) == (3, [4.0])
+    assert len(client.keys("precompute:numbers:*")) == 2_001  # the live generation and the last; nothing of the failed one
+    client.close()
+
+
+# ---- a snapshot that cannot be trusted
+
+
+def cut(part: Path, other: Path) -> None:
+    part.write_bytes(part.read_bytes()[:-1])
+
+
+def flip(part: Path, other: Path) -> None:
+    body = bytearray(part.read_bytes())
+    body[len(body) // 2] ^= 1
+    part.write_bytes(bytes(body))
+
+
+def swap(part: Path, other: Path) -> None:
+    part.write_bytes(other.read_bytes())
+
+
+@pytest.mark.parametrize("damage", [cut, flip, swap, lambda part, other: part.unlink()])
+def test_a_damaged_snapshot_is_never_published(make_project: MakeProject, damage: Callable[[Path, Path], None]) -> None:
+    project = make_project([(1, 1.0), (2, 2.0)])
+    run(project)
+    committed(make_project([(1, 9.0), (2, 8.0)]))
+    store = OfflineStore(project.root)
+    parts = [store.part_paths(store.snapshot("numbers", n))[0] for n in (1, 2)]
+    damage(parts[1], parts[0])
+    with pytest.raises(SnapshotError, match=r"part-00000\.parquet"):
+        run(project, "publish")
+    assert epochs(project) == (1, 1)
+    assert served(project, [1, 2]) == (1, [2.0, 4.0])
+
+
+@pytest.mark.parametrize("text", ["", "{}", "not JSON"])
+def test_a_torn_manifest_is_never_published(make_project: MakeProject, text: str) -> None:
+    project = make_project([(1, 1.0)])
+    run(project)
+    committed(make_project([(1, 9.0)]))
+    (project.root / "numbers" / "manifests" / f"{2:020d}.json").write_text(text)
+    with pytest.raises(SnapshotError, match="torn"):
+        run(project, "publish")
+    assert served(project, [1]) == (1, [2.0])
+    run(make_project([(1, 5.0)]))
+    assert served(project, [1]) == (3, [10.0])
+
+
+@pytest.mark.parametrize("text", [b"", b"{}", b"[]", b"not JSON", b'{"epoch": 1}', b"\xff"])
+@pytest.mark.parametrize("where", ["offline", "online"])
+def test_a_damaged_pointer_is_an_error_in_words(make_project: MakeProject, where: str, text: bytes) -> None:
+    project = make_project([(1, 1.0)], project={"online": "lmdb:./online"})
+    run(project)
+    path = project.root / "numbers" / "refs" if where == "offline" else project.folder / "online" / "numbers"
+    (path / "live.json").write_bytes(text)
+    with pytest.raises(PrecomputeError, match=r"live\.json"):
+        run(project, "publish")
+
+
+# ---- pointers that disagree
+
+
+def test_a_lost_online_store_is_restored_by_publish(make_project: MakeProject, online: str) -> None:
+    project = make_project([(1, 1.0), (2, 2.0), (3, 3.0)], project={"online": online}, view=INDEXED)
+    run(project)
+    if online.startswith("lmdb"):
+        shutil.rmtree(project.folder / "online")
+    else:
+        client = redis.Redis.from_url(online)
+        client.flushdb()
+        client.close()
+    assert epochs(project) == (1, 0)
+    report = run(project, "publish")
+    assert (report.status, report.snapshot, report.epoch) == ("published", 1, 2)
+    assert served(project) == (1, [2.0, 4.0, 6.0])
+    assert nearest(project, 3.0) == (1, "3")
+    assert epochs(project) == (2, 2)
+
+
+def test_a_lost_root_goes_past_the_online_epoch(make_project: MakeProject, online: str) -> None:
+    make = {"project": {"online": online}, "view": INDEXED}
+    for x in (1.0, 2.0, 3.0):
+        project = make_project([(1, x), (2, x), (3, x)], **make)
+        run(project)
+    shutil.rmtree(project.root)
+    project = make_project([(1, 7.0), (2, 8.0)], **make)
+    assert served(project) == (3, [6.0, 6.0, 6.0])  # what is online goes on being served
+    report = run(project)
+    assert (report.snapshot, report.epoch) == (1, 4)
+    assert served(project) == (1, [14.0, 16.0, None])
+    assert nearest(project, 8.0) == (1, "2")
+    assert generations(project) == [3, 4]
+
+
+def test_a_root_restored_from_an_older_backup_goes_past_the_online_epoch(make_project: MakeProject, online: str) -> None:
+    make = {"project": {"online": online}}
+    project = make_project([(1, 1.0)], **make)
+    run(project)
+    shutil.copytree(project.root, project.folder / "backup")
+    for x in (2.0, 3.0):
+        run(make_project([(1, x)], **make))
+    shutil.rmtree(project.root)
+    (project.folder / "backup").rename(project.root)
+    assert epochs(project) == (1, 3)
+    report = run(project, "publish")
+    assert (report.status, report.snapshot, report.epoch) == ("published", 1, 4)
+    assert served(project, [1]) == (1, [2.0])
+
+
+class FlipFails(MemoryStore):
+    """Goes away at the worst moment: the offline pointer has moved, the online one has not."""
+
+    def flip(self, pointer: Pointer) -> None:
+        raise OnlineStoreError("gone")
+
+
+def test_a_publish_that_stopped_between_the_two_pointers_heals_at_the_next(make_project: MakeProject) -> None:
+    store = committed(make_project([(1, 1.0)]))
+    memory = MemoryStore()
+    publish_to(memory, store)
+    committed(make_project([(1, 2.0)]))
+    memory.__class__ = FlipFails
+    with pytest.raises(OnlineStoreError, match="gone"):
+        publish_to(memory, store)
+    assert Lookup(memory).get("numbers", [1])["double"].to_pylist() == [2.0]
+    memory.__class__ = MemoryStore
+    report, pointer = publish_to(memory, store)
+    assert (report.status, pointer.snapshot) == ("published", 2)
+    assert Lookup(memory).get("numbers", [1])["double"].to_pylist() == [4.0]
+    ref = store.live("numbers")
+    assert ref is not None
+    assert (ref.epoch, ref.snapshot) == (pointer.epoch, 2)
+
+
+def test_a_publish_that_was_overtaken_changes_nothing(make_project: MakeProject) -> None:
+    store = committed(make_project([(1, 1.0)]))
+
+    class Overtaken(MemoryStore):
+        def load(self, view: str, generation: int, rows: Rows) -> int:
+            count = super().load(view, generation, rows)
+            store.move_live(view, 1, expected_epoch=0, epoch=5, reason="another machine")
+            return count
+
+    memory = Overtaken()
+    with pytest.raises(ConflictError, match="from epoch 0 to 5"):
+        publish_to(memory, store)
+    assert memory.live("numbers") is None
+    ref = store.live("numbers")
+    assert ref is not None
+    assert (ref.epoch, ref.reason) == (5, "another machine")
+
+
+def test_an_index_that_cannot_be_written_keeps_rows_and_index_as_they_were(make_project: MakeProject, online: str) -> None:
+    make: dict[str, Any] = {"project": {"online": online}, "view": INDEXED}
+    project = make_project([(1, 1.0)], **make)
+    run(project)
+    blocked = project.root / "numbers" / "index" / f"{2:020d}"
+    blocked.write_text("in the way")
+    with pytest.raises(PrecomputeError, match="index"):
+        run(make_project([(2, 5.0)], **make))
+    assert served(project, [1, 2]) == (1, [2.0, None])
+    assert nearest(project, 5.0) == (1, "1")
+    blocked.unlink()
+    run(project)
+    assert nearest(project, 5.0) == (3, "2")
+    assert VectorIndex(project.root / "numbers" / "index" / f"{epochs(project)[1]:020d}").dim == 4

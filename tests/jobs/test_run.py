@@ -1,0 +1,395 @@
+"""Run: killed anywhere, twice at once, on a disk that refuses. The old rows are served until the new ones are, and the next run heals."""
+
+from __future__ import annotations
+
+import json
+import resource
+import select
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from jobs.cli import main
+from jobs.config import Project
+from jobs.progress import Silent
+from jobs.run import run_view
+from store.errors import ConfigError, ConflictError, RejectedError
+from store.lookup import Lookup
+from store.offline_store import OfflineStore
+from store.online_url import open_online_store
+from tests.conftest import MakeProject
+
+ROOT = Path(__file__).parents[2]
+KEYS = (1, 2, 3, 4, 5)
+OLD, NEW = [2.0, 4.0, 6.0, 8.0, 10.0], [20.0, 40.0, 60.0, 80.0, 100.0]
+
+DYING = """
+import importlib, os, signal, sys
+import jobs.materialize
+from jobs.cli import main
+
+where, when, *command = sys.argv[1:]
+module, _, path = where.partition(":")
+owner = importlib.import_module(module)
+*owners, name = path.split(".")
+for part in owners:
+    owner = getattr(owner, part)
+original = getattr(owner, name)
+
+def dying(*arguments, **named):
+    if when == "after":
+        original(*arguments, **named)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+setattr(owner, name, dying)
+jobs.materialize.WINDOW_ROWS, jobs.materialize.PART_BYTES = 2, 1
+sys.exit(main(command))
+"""
+
+
+def options(online: str = "lmdb:./online", **args: Any) -> dict[str, Any]:
+    view = {"index": {"on": "vector", "metric": "l2"}, "model": {"use": "tests.arithmetic:Doubler", "args": args}}
+    return {"project": {"online": online}, "view": view}
+
+
+def rows(factor: float = 1.0) -> list[tuple[int, float]]:
+    return [(key, key * factor) for key in KEYS]
+
+
+def run(project: Project, command: str = "run") -> int | None:
+    return run_view(project, "numbers", Silent(), command=command).snapshot
+
+
+def served(project: Project) -> list[float | None]:
+    """The doubles of all keys, checked to agree with the neighbours that a search gives."""
+    lookup = Lookup(open_online_store(project.online), project.root)
+    try:
+        table = lookup.get("numbers", KEYS)
+        assert len(set(table["snapshot"].to_pylist())) == 1
+        doubles: list[float | None] = table["double"].to_pylist()
+        x = (doubles[2] or 0.0) / 2
+        found = lookup.search("numbers", vector=[x, x + 1, x + 2, x + 3], k=1, features=["double"])
+        assert [(r["key"], r["features"]["double"]) for r in found["rows"]] == [("3", doubles[2])]
+        assert found["snapshot"] == table["snapshot"][0].as_py()
+        return doubles
+    finally:
+        lookup.close()
+
+
+def killed(project: Project, where: str, when: str) -> None:
+    command = [sys.executable, "-c", DYING, where, when, "-c", str(project.folder), "run", "numbers"]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == -9, process.stderr
+
+
+# ---- kill -9
+
+LMDB, REDIS = "store.lmdb_store:", "store.redis_store:RedisStore."
+
+KILLS = [
+    ("lmdb", "store.offline_store:OfflineStore.write_part", "after", OLD),  # between two parts
+    ("lmdb", "store.offline_store:OfflineStore.commit", "before", OLD),  # before the manifest
+    ("lmdb", "os:link", "before", OLD),  # the manifest written, not linked
+    ("lmdb", "os:link", "after", OLD),  # the manifest linked, its temporary name still there
+    ("lmdb", LMDB + "sync_file", "before", OLD),  # a generation inserted, not renamed
+    ("lmdb", LMDB + "LmdbStore.load", "after", OLD),
+    ("lmdb", "jobs.publish:build_index", "after", OLD),
+    ("lmdb", "store.offline_store:OfflineStore.move_live", "after", OLD),  # between the two pointers
+    ("lmdb", LMDB + "LmdbStore.flip", "after", NEW),
+    ("redis", REDIS + "_send", "after", OLD),  # inside a load
+    ("redis", REDIS + "flip", "before", OLD),
+]
+
+
+@pytest.mark.parametrize(("kind", "where", "when", "then"), KILLS)
+def test_killed_anywhere_old_or_new_is_served_whole_and_the_next_run_publishes(
+    make_project: MakeProject, request: pytest.FixtureRequest, kind: str, where: str, when: str, then: list[float]
+) -> None:
+    online = "lmdb:./online" if kind == "lmdb" else request.getfixturevalue("redis_url")
+    run(make_project(rows(), **options(online)))
+    project = make_project(rows(10), **options(online))
+    killed(project, where, when)
+    assert served(project) == then
+    store = OfflineStore(project.root)
+    numbers = store.numbers("numbers")
+    for number in numbers:
+        store.check_parts(store.snapshot("numbers", number))
+    assert run(project) == numbers[-1] + 1
+    assert served(project) == NEW
+    last = store.snapshot("numbers", numbers[-1] + 1)
+    assert (last.counts.source, last.counts.written, sum(part.rows for part in last.parts)) == (5, 5, 5)
+    assert main(["-c", str(project.folder), "publish", "numbers"]) == 0
+    assert served(project) == NEW
+
+
+def test_a_model_that_takes_the_process_with_it_leaves_the_old_rows(make_project: MakeProject) -> None:
+    run(make_project(rows(), **options()))
+    project = make_project(rows(10), **options(kill_on=30))
+    command = [sys.executable, "-m", "jobs.cli", "-c", str(project.folder), "run", "numbers"]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == -9
+    assert served(project) == OLD
+    assert OfflineStore(project.root).numbers("numbers") == [1]
+    run(make_project(rows(10), **options()))
+    assert served(project) == NEW
+
+
+def test_what_was_committed_before_a_kill_can_be_published_without_computing_again(make_project: MakeProject) -> None:
+    run(make_project(rows(), **options()))
+    project = make_project(rows(10), **options())
+    killed(project, "jobs.run:publish", "before")
+    assert served(project) == OLD
+    assert run(project, "publish") == 2
+    assert served(project) == NEW
+
+
+# ---- two at once
+
+
+@pytest.fixture
+def running(make_project: MakeProject) -> Iterator[tuple[Project, subprocess.Popen[str]]]:
+    """A run of its own process that takes its time."""
+    project = make_project(rows(), **options(sleep_s=60))
+    command = [sys.executable, "-m", "jobs.cli", "-c", str(project.folder), "run", "numbers"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        assert select.select([process.stderr], [], [], 60)[0], "the run does not begin"
+        assert process.stderr.readline() == "materialize numbers: 5 rows\n"
+        yield project, process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_second_run_is_refused_while_the_first_goes_on_and_works_once_it_is_dead(
+    make_project: MakeProject, running: tuple[Project, subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    project, process = running
+    for command in ("run", "materialize", "publish"):
+        assert main(["-c", str(project.folder), command, "numbers"]) == 1
+        assert "another run of view 'numbers' is going on" in capsys.readouterr().err
+    with pytest.raises(ConflictError):
+        run(project)
+    assert OfflineStore(project.root).numbers("numbers") == []
+    process.kill()
+    process.wait()
+    assert run(make_project(rows(), **options())) == 1
+
+
+def test_two_views_run_at_once(make_project: MakeProject, running: tuple[Project, subprocess.Popen[str]]) -> None:
+    other = {
+        "entity": ["id"],
+        "source": {"sql": "SELECT 1 AS id, 2.0 AS x"},
+        "model": {"use": "tests.arithmetic:Doubler"},
+        "features": {"double": {"dtype": "float64"}},
+        "ttl": "1h",
+    }
+    project = make_project(rows(), views={"other": other}, **options())
+    assert run_view(project, "other", Silent()).status == "published"
+
+
+# ---- reports
+
+
+@pytest.mark.parametrize(
+    ("changed", "args", "command", "status", "error"),
+    [
+        ([(1, 1.0)], {}, "run", "published", None),
+        ([(1, 1.0)], {}, "materialize", "committed", None),
+        ([(1, 1.0), (1, 2.0)], {}, "run", "failed", "unique"),
+        ([(1, 7.0), (2, 7.0), (3, 1.0)], {"fail_on": 7}, "run", "rejected", "2 rows rejected"),
+        ([(1, 1.0)], {"nonsense": 1}, "run", "failed", "nonsense"),
+    ],
+)
+def test_every_run_leaves_a_report(
+    make_project: MakeProject, changed: Any, args: dict[str, Any], command: str, status: str, error: str | None
+) -> None:
+    project = make_project(changed, **options(**args))
+    code = main(["-c", str(project.folder), command, "numbers", "--json"])
+    assert code == {"published": 0, "committed": 0, "rejected": 3}.get(status, 2 if "nonsense" in args else 1)
+    reports = list((project.root / "numbers" / "runs").iterdir())
+    assert len(reports) == 1
+    report = json.loads(reports[0].read_text())
+    assert (report["run"], report["view"], report["command"], report["status"]) == (reports[0].stem, "numbers", command, status)
+    assert (report["error"] is None) if error is None else (error in report["error"])
+    assert report["started_at"] < report["finished_at"]
+    assert report["seconds"] >= sum(report["stages_s"].values()) - 0.01 * len(report["stages_s"])
+    assert report["versions"]["python"] == sys.version.split()[0]
+
+
+def test_a_refused_second_run_leaves_no_report(make_project: MakeProject) -> None:
+    project = make_project(rows(), **options())
+    with OfflineStore(project.root).run_lock("numbers"), pytest.raises(ConflictError):
+        run(project)
+    assert OfflineStore(project.root).last_report("numbers") is None
+
+
+def test_an_interrupted_run_is_reported_and_leaves_the_old_rows(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(make_project(rows(), **options()))
+    project = make_project(rows(10), **options())
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("store.offline_store.OfflineStore.write_part", interrupted)
+    assert main(["-c", str(project.folder), "run", "numbers"]) == 130
+    report = OfflineStore(project.root).last_report("numbers")
+    assert report is not None
+    assert (report["status"], report["error"]) == ("failed", "KeyboardInterrupt: ")
+    assert served(project) == OLD
+
+
+def test_an_unknown_view_is_a_config_error(make_project: MakeProject) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'numbers'"):
+        run_view(make_project(rows()), "numbrs", Silent())
+
+
+# ---- a bad source leaves what is served
+
+
+@pytest.mark.parametrize(
+    ("changed", "args", "code"),
+    [
+        (pa.table({"id": pa.array([], pa.int64()), "x": pa.array([], pa.float64())}), {}, 1),
+        ([(1, 1.0), (1, 2.0)], {}, 1),
+        ([(1, 7.0), (2, 7.0), (3, 1.0)], {"fail_on": 7}, 3),
+        ([(1, 1.0)], {"dim": 3}, 1),
+    ],
+)
+def test_a_run_that_fails_leaves_the_old_rows(
+    make_project: MakeProject, capsys: pytest.CaptureFixture[str], changed: Any, args: dict[str, Any], code: int
+) -> None:
+    run(make_project(rows(), **options()))
+    project = make_project(changed, **options(**args))
+    assert main(["-c", str(project.folder), "run", "numbers"]) == code
+    err = capsys.readouterr().err
+    assert "precompute: " in err
+    assert "Traceback" not in err
+    assert served(project) == OLD
+
+
+# ---- a disk that refuses
+
+
+def blocked_by_a_file(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("")
+
+
+def blocked_by_a_folder(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    (path / "in the way").mkdir(parents=True)
+
+
+FILES = ("var", "var/numbers", *(f"var/numbers/{name}" for name in ("data", "manifests", "refs", "runs", "index")))
+FOLDERS = tuple(f"var/numbers/{name}" for name in (".run.lock", "refs/.lock", "refs/live.json"))
+BLOCKS = [
+    *((name, blocked_by_a_file) for name in (*FILES, "online", "online/numbers")),
+    *((name, blocked_by_a_folder) for name in (*FOLDERS, "online/numbers/.lock", "online/numbers/live.json")),
+]
+
+
+@pytest.mark.parametrize(("where", "block"), BLOCKS)
+def test_whatever_cannot_be_written_ends_in_a_message(
+    make_project: MakeProject, capsys: pytest.CaptureFixture[str], where: str, block: Any
+) -> None:
+    run(make_project(rows(), **options()))
+    project = make_project(rows(10), **options())
+    block(project.folder / where)
+    assert main(["-c", str(project.folder), "run", "numbers"]) == 1
+    err = capsys.readouterr().err
+    assert f"{project.folder}/{where.split('/')[0]}" in err.partition("precompute: ")[2]
+    if not where.startswith("online"):
+        lookup = Lookup(open_online_store(project.online))
+        served = lookup.get("numbers", KEYS)["double"].to_pylist()
+        lookup.close()
+        assert served == (OLD if "untouched" in err else NEW)
+
+
+@pytest.mark.parametrize(("where", "block"), [b for b in BLOCKS if "lock" not in b[0]])
+@pytest.mark.parametrize("command", [["status"], ["lookup", "numbers", "1"]])
+def test_whatever_cannot_be_read_ends_in_a_message(
+    make_project: MakeProject, capsys: pytest.CaptureFixture[str], where: str, block: Any, command: list[str]
+) -> None:
+    project = make_project(rows(), **options())
+    block(project.folder / where)
+    code = main(["-c", str(project.folder), *command])
+    captured = capsys.readouterr()
+    assert captured.err.startswith("precompute: ") == (code != 0)
+    assert code in (0, 1, 2)
+
+
+@pytest.mark.parametrize("where", ["root", "online"])
+def test_a_file_system_that_takes_no_folder_ends_in_a_message(
+    make_project: MakeProject, capsys: pytest.CaptureFixture[str], where: str
+) -> None:
+    project = make_project(
+        rows(), project={"online": "lmdb:./online", where: {"root": "", "online": "lmdb:"}[where] + "/proc/nowhere"}
+    )
+    assert main(["-c", str(project.folder), "run", "numbers"]) == 1
+    assert "cannot write /proc/nowhere" in capsys.readouterr().err
+
+
+def test_a_full_disk_at_any_moment_ends_in_a_message_and_keeps_the_old_rows(
+    make_project: MakeProject, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The limit on a file's size stands for the disk: each larger one lets the run come further."""
+    many = range(6, 3000)
+    run(make_project([*rows(), *((i, -1.0) for i in many)], **options()))
+    project = make_project([*rows(10), *((i, -1.0) for i in many)], **options())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    codes, messages = [], set[str]()
+    for limit in (0, 300, 2_000, 20_000, 50_000, 100_000, 150_000, 10_000_000):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            codes.append(main(["-c", str(project.folder), "run", "numbers", "--json"]))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        err = capsys.readouterr().err
+        assert served(project) == (NEW if codes[-1] == 0 else OLD)
+        if codes[-1]:
+            assert "untouched" in err
+            messages.add(err.partition(str(project.folder))[2].split("/")[1])
+        assert not [p for p in project.folder.rglob("*") if ".tmp" in p.name]
+    assert codes == [1] * 7 + [0]
+    assert messages == {"var", "online"}
+
+
+# ---- exit statuses
+
+
+def test_rejected_past_the_threshold_is_status_3_with_the_rows_on_disk(
+    make_project: MakeProject, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project = make_project([(1, 7.0), (2, 7.0), (3, 1.0)], **options(fail_on=7))
+    assert main(["-c", str(project.folder), "run", "numbers"]) == 3
+    assert "rejected.parquet" in capsys.readouterr().err
+    with pytest.raises(RejectedError):
+        run(project)
+    assert len(list(project.root.glob("numbers/data/*/rejected.parquet"))) == 2
+
+
+def test_rows_rejected_below_the_threshold_are_status_0_and_told(
+    make_project: MakeProject, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project = make_project([(1, 7.0), (2, 1.0), (3, 1.0)], **options(fail_on=7))
+    assert main(["-c", str(project.folder), "run", "numbers"]) == 0
+    assert "2 of 3 rows (1 rejected)" in capsys.readouterr().out
+
+
+def test_the_process_itself_ends_with_the_status_and_no_traceback(make_project: MakeProject) -> None:
+    project = make_project([(1, 1.0), (1, 2.0)], **options())
+    command: Sequence[str] = [sys.executable, "-m", "jobs.cli", "-c", str(project.folder), "run", "numbers"]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (process.returncode, process.stdout) == (1, "")
+    assert process.stderr.startswith("precompute: keys with more than one row")
+    assert "Traceback" not in process.stderr

@@ -1,0 +1,264 @@
+"""The micro-batcher: who shares a flight, who shares a batch, who is refused, and that its thread outlives everything."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from precompute.microbatch import MicroBatcher, Refusal
+
+WAIT_S = 20.0
+
+
+class Refused(Exception):
+    """What a refused request gets; says why."""
+
+
+class Runs:
+    """A ``run`` that notes its batches, and waits at a gate while that is closed. It answers each payload with ten times itself; a
+    payload that is an exception is returned, one that is a callable is called."""
+
+    def __init__(self) -> None:
+        self.batches: list[tuple[Hashable, list[Any]]] = []
+        self.gate, self.inside = threading.Event(), threading.Semaphore(0)
+        self.gate.set()
+
+    def __call__(self, group: Hashable, payloads: Sequence[Any]) -> list[Any]:
+        self.batches.append((group, list(payloads)))
+        self.inside.release()
+        assert self.gate.wait(WAIT_S)
+        results = []
+        for payload in payloads:
+            if callable(payload):
+                return payload()  # type: ignore[no-any-return]
+            results.append(payload if isinstance(payload, Exception) else payload * 10)
+        return results
+
+
+Batcher = MicroBatcher[Any, Any]
+Make = Callable[..., tuple[Batcher, Runs]]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes a batcher with its runs, and closes it."""
+    made: list[tuple[Batcher, Runs]] = []
+
+    def make_one(**limits: int) -> tuple[Batcher, Runs]:
+        runs = Runs()
+        made.append((MicroBatcher(runs, _refused, **limits), runs))
+        return made[-1]
+
+    yield make_one
+    for batcher, runs in made:
+        runs.gate.set()
+        batcher.close()
+
+
+def _refused(kind: Refusal) -> Exception:
+    return Refused(kind)
+
+
+def later(seconds: float = WAIT_S) -> float:
+    return time.monotonic() + seconds
+
+
+def hold(batcher: Batcher, runs: Runs) -> Future[Any]:
+    """Keep the thread inside a run of its own until the gate opens; what is asked for meanwhile waits."""
+    runs.gate.clear()
+    future = batcher.submit("held", "held", 0, later())
+    assert runs.inside.acquire(timeout=WAIT_S)
+    return future
+
+
+def outcome(future: Future[Any]) -> Any:
+    """A future's result, or its exception."""
+    error = future.exception(timeout=WAIT_S)
+    return future.result() if error is None else error
+
+
+def refusal(future: Future[Any]) -> str:
+    """Why a future was refused."""
+    error = outcome(future)
+    assert isinstance(error, Refused), error
+    return str(error)
+
+
+# ---- flights and batches
+
+
+def test_one_request_is_one_result(make: Make) -> None:
+    batcher, runs = make()
+    assert [batcher.submit("a", i, i, later()).result(WAIT_S) for i in range(3)] == [0, 10, 20]
+    assert runs.batches == [("a", [0]), ("a", [1]), ("a", [2])]
+
+
+def test_what_waits_for_the_same_group_is_one_batch_in_the_order_it_came(make: Make) -> None:
+    batcher, runs = make()
+    held = hold(batcher, runs)
+    futures = {key: batcher.submit(key[0], key, int(key[1]), later()) for key in ("b1", "a2", "b3", "a4", "b5")}
+    runs.gate.set()
+    assert {key: future.result(WAIT_S) for key, future in futures.items()} == {"b1": 10, "a2": 20, "b3": 30, "a4": 40, "b5": 50}
+    assert (held.result(WAIT_S), runs.batches) == (0, [("held", [0]), ("b", [1, 3, 5]), ("a", [2, 4])])
+
+
+def test_a_batch_has_max_batch_payloads_at_most(make: Make) -> None:
+    batcher, runs = make(max_batch=3)
+    hold(batcher, runs)
+    futures = [batcher.submit("a", i, i, later()) for i in range(8)]
+    runs.gate.set()
+    assert [future.result(WAIT_S) for future in futures] == [10 * i for i in range(8)]
+    assert runs.batches[1:] == [("a", [0, 1, 2]), ("a", [3, 4, 5]), ("a", [6, 7])]
+
+
+def test_requests_for_one_key_share_a_flight_while_it_waits_and_while_it_runs(make: Make) -> None:
+    batcher, runs = make()
+    held = hold(batcher, runs)
+    waiting = [batcher.submit("a", "k", 1, later()) for _ in range(50)]
+    assert len(set(map(id, waiting))) == 1
+    assert batcher.submit("held", "held", 0, later()) is held
+    assert batcher.submit("b", "k", 2, later()) is not waiting[0]
+    runs.gate.set()
+    assert waiting[0].result(WAIT_S) == 10
+    again = batcher.submit("a", "k", 3, later())
+    assert again is not waiting[0]
+    assert again.result(WAIT_S) == 30
+    assert runs.batches == [("held", [0]), ("a", [1]), ("b", [2]), ("a", [3])]
+
+
+def test_many_threads_asking_for_a_few_keys_each_get_the_result_of_their_key(make: Make) -> None:
+    batcher, runs = make(max_batch=4)
+
+    def ask(i: int) -> bool:
+        key = i % 7
+        return batcher.submit(key % 2, key, key, later()).result(WAIT_S) == 10 * key  # type: ignore[no-any-return]
+
+    with ThreadPoolExecutor(16) as threads:
+        assert all(threads.map(ask, range(2000)))
+    assert all(len(payloads) <= 4 and {p % 2 for p in payloads} == {group} for group, payloads in runs.batches)
+    assert all(len(set(payloads)) == len(payloads) for _, payloads in runs.batches)
+
+
+# ---- refusals
+
+
+def test_what_does_not_fit_the_queue_is_shed_at_once_and_a_known_key_still_joins_its_flight(make: Make) -> None:
+    batcher, runs = make(max_queue=2)
+    hold(batcher, runs)
+    first, second, third = (batcher.submit("a", i, i, later()) for i in range(3))
+    assert (first.done(), second.done(), third.done()) == (False, False, True)
+    assert refusal(third) == "shed"
+    assert batcher.submit("a", 0, 0, later()) is first
+    runs.gate.set()
+    assert (first.result(WAIT_S), second.result(WAIT_S)) == (0, 10)
+    assert batcher.submit("a", 2, 2, later()).result(WAIT_S) == 20
+
+
+def test_a_flight_nobody_waits_for_any_more_is_not_begun(make: Make) -> None:
+    batcher, runs = make()
+    hold(batcher, runs)
+    past, future = batcher.submit("a", 1, 1, later(-1)), batcher.submit("a", 2, 2, later())
+    only_past = batcher.submit("b", 3, 3, later(-1))
+    runs.gate.set()
+    assert (refusal(past), refusal(only_past), future.result(WAIT_S)) == ("deadline", "deadline", 20)
+    assert runs.batches == [("held", [0]), ("a", [2])]
+    assert batcher.submit("a", 1, 1, later()).result(WAIT_S) == 10
+
+
+@pytest.mark.parametrize("deadlines", [(-1.0, WAIT_S), (WAIT_S, -1.0)])
+def test_a_flight_waits_as_long_as_the_most_patient_of_those_who_share_it(make: Make, deadlines: tuple[float, float]) -> None:
+    batcher, runs = make()
+    hold(batcher, runs)
+    futures = [batcher.submit("a", 1, 1, later(seconds)) for seconds in deadlines]
+    runs.gate.set()
+    assert [future.result(WAIT_S) for future in futures] == [10, 10]
+
+
+# ---- failures
+
+
+def test_an_exception_among_the_results_is_its_callers_alone(make: Make) -> None:
+    batcher, runs = make()
+    hold(batcher, runs)
+    error = ValueError("2")
+    good, bad = batcher.submit("a", 1, 1, later()), batcher.submit("a", 2, error, later())
+    runs.gate.set()
+    assert (good.result(WAIT_S), outcome(bad)) == (10, error)
+    assert batcher.submit("a", 2, 2, later()).result(WAIT_S) == 20
+
+
+def _raise(error: BaseException) -> Any:
+    raise error
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        pytest.param(lambda: _raise(RuntimeError("whatever")), id="raises"),
+        pytest.param(lambda: _raise(MemoryError()), id="out of memory"),
+        pytest.param(lambda: _raise(SystemExit(1)), id="exits"),
+        pytest.param(list, id="no results"),
+        pytest.param(lambda: [1], id="too few results"),
+        pytest.param(lambda: [1, 2, 3], id="too many results"),
+        pytest.param(lambda: None, id="None"),
+    ],
+)
+def test_a_run_that_fails_fails_all_of_its_callers_and_no_others(make: Make, broken: Callable[[], Any]) -> None:
+    batcher, runs = make()
+    hold(batcher, runs)
+    futures = [batcher.submit("a", 1, 1, later()), batcher.submit("a", 2, broken, later())]
+    other = batcher.submit("b", 3, 3, later())
+    runs.gate.set()
+    assert other.result(3) == 30
+    assert all(isinstance(outcome(future), BaseException) for future in futures)
+    assert [batcher.submit("a", key, key, later()).result(3) for key in (1, 2)] == [10, 20]
+
+
+def test_a_caller_that_cancels_harms_nobody_else(make: Make) -> None:
+    batcher, runs = make()
+    hold(batcher, runs)
+    cancelled, other = batcher.submit("a", 1, 1, later()), batcher.submit("a", 2, 2, later())
+    cancelled.cancel()
+    runs.gate.set()
+    assert other.result(3) == 20
+    assert batcher.submit("a", 1, 1, later()).result(3) == 10
+
+
+def test_a_callback_may_ask_for_more(make: Make) -> None:
+    batcher, _ = make()
+    asked: list[Future[Any]] = []
+    done = threading.Event()
+
+    def ask_again(_: Future[Any]) -> None:
+        asked.append(batcher.submit("a", 2, 2, later()))
+        done.set()
+
+    batcher.submit("a", 1, 1, later()).add_done_callback(ask_again)
+    assert done.wait(WAIT_S)
+    assert asked[0].result(WAIT_S) == 20
+
+
+# ---- the end
+
+
+def test_close_refuses_what_waits_lets_what_runs_end_and_stops_the_thread(make: Make) -> None:
+    batcher, runs = make()
+    held = hold(batcher, runs)
+    waiting = [batcher.submit("a", i, i, later()) for i in range(3)]
+    threads = {thread.name for thread in threading.enumerate()}
+    closer = threading.Thread(target=batcher.close)
+    closer.start()
+    assert not held.done()
+    runs.gate.set()
+    closer.join(WAIT_S)
+    assert (held.result(0), [refusal(future) for future in waiting]) == (0, ["shed"] * 3)
+    assert "microbatch" in threads
+    assert "microbatch" not in {thread.name for thread in threading.enumerate()}
+    assert refusal(batcher.submit("a", 9, 9, later())) == "shed"
+    batcher.close()
+    assert runs.batches == [("held", [0])]

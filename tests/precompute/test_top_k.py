@@ -1,0 +1,213 @@
+"""Top-k: what brute force gives, whatever the tiles, with the seen items left out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from precompute.model import model_fingerprint
+from precompute.models import top_k
+from precompute.models.top_k import TopK
+from precompute.runner import compute
+from store.errors import ConfigError, ModelError
+from store.feature_view import Feature, FeatureView
+
+DIM = 4
+Lists = list[list[tuple[Any, float]]]
+
+
+def table(ids: Any, vectors: npt.ArrayLike, kind: pa.DataType | None = None) -> pa.Table:
+    rows = np.asarray(vectors, np.float32).tolist()
+    return pa.table({"id": ids, "vector": pa.array(rows, kind or pa.list_(pa.float32()))})
+
+
+def users(vectors: npt.ArrayLike, seen: Any = None, kind: pa.DataType | None = None) -> pa.RecordBatch:
+    columns: dict[str, Any] = {"vector": pa.array(np.asarray(vectors, np.float32).tolist(), pa.list_(pa.float32()))}
+    if seen is not None:
+        columns["seen"] = pa.array(seen, kind or pa.list_(pa.int64()))
+    return pa.record_batch(columns)
+
+
+def ranked(model: TopK, batch: pa.RecordBatch) -> Lists:
+    made = model.compute(batch)
+    assert list(made) == ["items", "scores"]
+    pairs = zip(made["items"].to_pylist(), made["scores"].to_pylist(), strict=True)
+    return [list(zip(ids, scores, strict=True)) for ids, scores in pairs]
+
+
+def brute_force(ids: list[Any], items: Any, vectors: Any, seen: list[Any], k: int) -> Lists:
+    scores = np.asarray(vectors, np.float32) @ np.asarray(items, np.float32).T
+    rows = []
+    for row, excluded in zip(scores, seen, strict=True):
+        left = [(i, float(s)) for i, s in zip(ids, row, strict=True) if i not in (excluded or [])]
+        rows.append(sorted(left, key=lambda pair: -pair[1])[:k])
+    return rows
+
+
+def assert_same(found: Lists, wanted: Lists, scores: npt.NDArray[np.float32], ids: list[Any]) -> None:
+    """Equal scores in the same order; an id may differ only where another item scores the same."""
+    for row, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        np.testing.assert_allclose([s for _, s in ours], [s for _, s in theirs], rtol=1e-5, atol=1e-5)
+        assert len({i for i, _ in ours}) == len(ours)
+        for item, score in ours:
+            assert abs(scores[row, ids.index(item)] - score) < 1e-4
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_equal_to_brute_force_whatever_the_tile(data: st.DataObject) -> None:
+    n_items, n_users = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 5))
+    k, tile = data.draw(st.integers(1, 35)), data.draw(st.integers(1, 32))
+    ids = data.draw(st.permutations(range(100, 100 + n_items)))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    items, vectors = rng.integers(-3, 4, (n_items, DIM)), rng.integers(-3, 4, (n_users, DIM))
+    item = st.sampled_from([*ids, 1, 2**40])
+    seen = data.draw(st.lists(st.none() | st.lists(item, max_size=40), min_size=n_users, max_size=n_users))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(top_k, "ITEM_TILE", tile)
+        found = ranked(TopK(table(ids, items), k, exclude="seen"), users(vectors, seen))
+    wanted = brute_force(ids, items, vectors, seen, k)
+    assert_same(found, wanted, (vectors @ items.T).astype(np.float32), ids)
+    for row, excluded in zip(found, seen, strict=True):
+        assert not {i for i, _ in row} & set(excluded or [])
+
+
+@pytest.mark.parametrize("n_items", [9, 10, 11, 20, 21])
+def test_the_best_is_found_on_either_side_of_a_tiles_edge(monkeypatch: pytest.MonkeyPatch, n_items: int) -> None:
+    monkeypatch.setattr(top_k, "ITEM_TILE", 10)
+    for best in (0, min(9, n_items - 1), n_items - 1):
+        items = np.full((n_items, 1), 1.0)
+        items[best] = 2
+        assert ranked(TopK(table(list(range(n_items)), items), 1), users([[3.0]])) == [[(best, 6.0)]]
+        without = ranked(TopK(table(list(range(n_items)), items), 1, exclude="seen"), users([[3.0]], [[best]]))
+        assert [score for _, score in without[0]] == [3.0]
+        assert without[0][0][0] != best
+
+
+def test_fewer_items_than_k_and_fewer_left_than_k() -> None:
+    model = TopK(table([1, 2, 3], [[1.0], [3.0], [2.0]]), k=5, exclude="seen")
+    found = ranked(model, users([[1.0], [1.0], [-1.0], [1.0]], [[], [2, 9], None, [1, 2, 3]]))
+    assert found == [[(2, 3.0), (3, 2.0), (1, 1.0)], [(3, 2.0), (1, 1.0)], [(1, -1.0), (3, -2.0), (2, -3.0)], []]
+
+
+def test_string_ids_unknown_seen_ids_nulls_and_repetitions() -> None:
+    model = TopK(table(["a", "é", "c"], [[1.0], [3.0], [2.0]]), k=2, exclude="seen")
+    seen = [["é", "é", None, "unknown"], None, []]
+    found = ranked(model, users([[1.0]] * 3, seen, pa.list_(pa.string())))
+    assert found == [[("c", 2.0), ("a", 1.0)], [("é", 3.0), ("c", 2.0)], [("é", 3.0), ("c", 2.0)]]
+
+
+@pytest.mark.parametrize(
+    ("ids", "seen", "kind"),
+    [
+        (pa.array([1, 2], pa.int32()), [[2**40, 2]], pa.list_(pa.int64())),
+        (pa.array([1, 2], pa.int64()), [["x", "2"]], pa.list_(pa.string())),
+        (pa.array([1, 2], pa.int64()), [[2]], pa.large_list(pa.int64())),
+        (pa.array([1, 2], pa.int64()), [[2]], pa.list_(pa.int64(), 1)),
+        (pa.array(["1", "2"]), [[2]], pa.list_(pa.int64())),
+        (pa.array([1, 2], pa.int64()), [[2, 3]], pa.list_(pa.float64())),
+    ],
+)
+def test_seen_ids_of_another_type_that_are_no_items_are_ignored(ids: pa.Array, seen: Any, kind: pa.DataType) -> None:
+    found = ranked(TopK(table(ids, [[1.0], [3.0]]), k=2, exclude="seen"), users([[1.0]], seen, kind))
+    assert found == [[(ids[0].as_py(), 1.0)]]
+
+
+def test_no_one_has_seen_anything() -> None:
+    """``NULL AS seen`` in SQL: a column of nulls, whose type says nothing."""
+    batch = users([[1.0]]).append_column("seen", pa.nulls(1))
+    assert ranked(TopK(table([1], [[2.0]]), exclude="seen"), batch) == [[(1, 2.0)]]
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.list_(pa.float32()), pa.list_(pa.float64()), pa.list_(pa.float32(), 2), pa.list_(pa.float16(), 2)]
+)
+def test_vectors_come_as_lists_of_any_float(kind: pa.DataType) -> None:
+    items, batch = table([1, 2], [[1, 0], [0, 1]], kind), pa.record_batch({"vector": pa.array([[1.0, 0.5], [0.25, 2.0]], kind)})
+    assert ranked(TopK(items, 2), batch) == [[(1, 1.0), (2, 0.5)], [(2, 2.0), (1, 0.25)]]
+    assert ranked(TopK(items.slice(1), 2), batch.slice(1)) == [[(2, 2.0)]]
+
+
+# ---- rows and items that cannot be ranked
+
+
+def test_through_the_runner_only_rows_with_a_whole_finite_vector_are_ranked() -> None:
+    view = FeatureView(
+        "v", ("id",), (Feature("items", "int64", max_items=2), Feature("scores", "float32", max_items=2)), 1.0, 1.0
+    )
+    batch = pa.record_batch(
+        {
+            "id": list(range(5)),
+            "vector": pa.array([[1.0, 0.0], None, [float("nan"), 1.0], [0.0, 1.0], [None, 1.0]], pa.list_(pa.float32())),
+        }
+    )
+    done = compute(TopK(table([7, 8], [[1, 0], [0, 1]]), 2), view, batch)
+    assert done.rows.tolist() == [0, 3]
+    assert done.features.to_pylist() == [{"items": [7, 8], "scores": [1.0, 0.0]}, {"items": [8, 7], "scores": [1.0, 0.0]}]
+    assert [r.row for r in done.rejections] == [1, 2, 4]
+    assert all("vector" in r.error for r in done.rejections)
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        ({"sql": "SELECT 1"}, "two columns"),
+        (None, "two columns"),
+        (pa.table({"id": [1]}), "two columns"),
+        (pa.table({"id": [1], "v": [[1.0]], "w": [1]}), "two columns"),
+        (table([], np.empty((0, 2))), "no rows"),
+        (pa.table({"id": [1], "v": [1.0]}), "not a vector"),
+        (pa.table({"id": [1], "v": ["a"]}), "not a vector"),
+        (pa.table({"id": [1, 2], "v": [[1.0], None]}), "null"),
+        (table([1, 1], [[1], [2]]), "twice"),
+        (pa.table({"id": [1, None], "v": [[1.0], [2.0]]}), "null"),
+        (pa.table({"id": [1, 2], "v": [[1.0], [None]]}), "null|finite"),
+        (pa.table({"id": [1, 2], "v": [[1.0], [float("nan")]]}), "finite"),
+        (pa.table({"id": [1, 2], "v": [[1.0, 2.0], [1.0]]}), "2 numbers"),
+    ],
+)
+def test_items_of_another_shape_are_refused(items: Any, message: str) -> None:
+    with pytest.raises((ConfigError, ModelError), match=f"top_k.*{message}"):
+        TopK(items)
+
+
+@pytest.mark.parametrize("arguments", [{"k": 0}, {"k": -1}, {"k": "10"}, {"outputs": ["items"]}, {"outputs": ["a", "a"]}])
+def test_arguments_that_make_no_sense_are_refused_at_once(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(arguments))):
+        TopK(table([1], [[1.0]]), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (pa.record_batch({"other": [1]}), "no column 'vector'"),
+        (pa.record_batch({"vector": [[1.0]]}), "no column 'seen'"),
+        (users([[1.0, 2.0]], [[1]]), "1 numbers"),
+        (pa.record_batch({"vector": pa.array([[1.0, 2.0]], pa.list_(pa.float32(), 2)), "seen": [[1]]}), "vectors of 1"),
+        (pa.record_batch({"vector": [1.0], "seen": [[1]]}), "'vector' is double"),
+    ],
+)
+def test_a_source_that_does_not_fit_the_items_is_a_model_error(batch: pa.RecordBatch, message: str) -> None:
+    with pytest.raises(ModelError, match=f"top_k.*{message}"):
+        TopK(table([1], [[1.0]]), exclude="seen").compute(batch)
+
+
+def test_the_fingerprint_changes_with_arguments_and_items() -> None:
+    items = table([1, 2], [[1.0], [2.0]])
+    changed = [
+        (items, {}),
+        (items, {"k": 99}),
+        (items, {"exclude": "seen"}),
+        (items, {"vector": "other"}),
+        (table([1, 2], [[1.0], [2.5]]), {}),
+        (table([1, 3], [[1.0], [2.0]]), {}),
+    ]
+    prints = {model_fingerprint(TopK(t, **arguments), "top_k", "fp32", {"items": t}) for t, arguments in changed}
+    assert len(prints) == len(changed)
+    assert model_fingerprint(TopK(items), "top_k", "fp32", {"items": table([1, 2], [[1.0], [2.0]])}) in prints

@@ -1,0 +1,157 @@
+"""Two-tower: the same bytes from the same seed, what it learns, and what it makes of entities it never saw."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from precompute.model import load_model
+from precompute.models.two_tower import TwoTower, train_two_tower
+from store.errors import ConfigError, ModelError
+
+N_USERS, N_ITEMS = 20, 10
+USERS = pa.table({"user_id": list(range(N_USERS)), "team": ["even" if u % 2 == 0 else "odd" for u in range(N_USERS)]})
+ITEMS = pa.table({"item_id": list(range(N_ITEMS)), "genres": ["a b" if i % 2 == 0 else "c" for i in range(N_ITEMS)]})
+PAIRS = np.array([(u, i) for u in range(N_USERS) for i in range(N_ITEMS) if u % 2 == i % 2 and (u + i) % 3], np.int64)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def train(path: Path, users: pa.Table = USERS, items: pa.Table = ITEMS, **changed: Any) -> Path:
+    arguments = {"dim": 8, "epochs": 25, "batch_pairs": 16, "learning_rate": 0.02, "seed": 0} | changed
+    fields = {"user_id": False, "team": False}, {"item_id": False, "genres": True}
+    train_two_tower(path, users, items, PAIRS, *fields, **arguments)
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("two_tower") / "towers.safetensors")
+
+
+def vectors(path: Path, tower: str, table: pa.Table) -> npt.NDArray[np.float32]:
+    made: npt.NDArray[np.float32] = TwoTower(str(path), tower).compute(table.combine_chunks().to_batches()[0])["embedding"]
+    assert (made.dtype, made.shape) == (np.float32, (table.num_rows, 8))
+    return made
+
+
+def test_one_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
+    torch.rand(7)  # the global generator must not matter
+    files = [train(tmp_path / name, epochs=2, seed=seed) for name, seed in (("a", 0), ("b", 0), ("c", 1))]
+    digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_each_team_is_recommended_its_own_items(trained: Path) -> None:
+    scores = vectors(trained, "user", USERS) @ vectors(trained, "item", ITEMS).T
+    best = np.argsort(-scores, axis=1)[:, : N_ITEMS // 2]
+    assert (best % 2 == np.arange(N_USERS)[:, None] % 2).all()
+
+
+def test_the_loss_falls_and_every_epoch_is_told(tmp_path: Path) -> None:
+    told: list[tuple[int, float]] = []
+    train(tmp_path / "t", epochs=10, progress=lambda epoch, loss: told.append((epoch, loss)))
+    assert [epoch for epoch, _ in told] == list(range(1, 11))
+    assert told[-1][1] < told[0][1]
+
+
+def test_an_unknown_user_is_placed_by_the_other_fields(trained: Path) -> None:
+    new = pa.table({"user_id": [999, 1000, None], "team": ["even", "odd", "odd"]})
+    scores = vectors(trained, "user", new) @ vectors(trained, "item", ITEMS).T
+    best = np.argsort(-scores, axis=1)[:, : N_ITEMS // 2] % 2
+    assert best.tolist() == [[0] * 5, [1] * 5, [1] * 5]
+
+
+def test_unknown_tokens_nulls_and_empty_text_are_one_and_the_same(trained: Path) -> None:
+    same = vectors(trained, "item", pa.table({"item_id": [777, None, -1, 10**12], "genres": ["zzz", None, "", "yyy"]}))
+    np.testing.assert_array_equal(same, same[[0, 0, 0, 0]])
+    assert np.isfinite(same).all()
+
+
+def test_a_row_does_not_depend_on_its_neighbours_or_on_the_order_of_its_tokens(trained: Path) -> None:
+    mixed = pa.table({"item_id": [3, 4, 999, 5], "genres": ["c", "a b c", None, "b a"]})
+    together = vectors(trained, "item", mixed)
+    alone = np.concatenate([vectors(trained, "item", mixed.slice(i, 1)) for i in range(4)])
+    np.testing.assert_allclose(together, alone, atol=1e-6)
+    swapped = mixed.set_column(1, "genres", pa.array(["c", "c b a", None, "a b"]))
+    np.testing.assert_allclose(vectors(trained, "item", swapped), together, atol=1e-6)
+
+
+def test_ids_may_be_text_or_numbers(trained: Path) -> None:
+    texts = USERS.set_column(0, "user_id", USERS["user_id"].cast(pa.string()))
+    np.testing.assert_array_equal(vectors(trained, "user", texts), vectors(trained, "user", USERS))
+
+
+def test_a_missing_column_is_a_model_error(trained: Path) -> None:
+    with pytest.raises(ModelError, match=r"no column 'genres' \(it has: item_id\)"):
+        TwoTower(str(trained), "item").compute(pa.record_batch({"item_id": [1]}))
+
+
+def test_the_fingerprint_is_of_the_files_bytes_and_the_tower(trained: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    copy.write_bytes(trained.read_bytes())
+    user = TwoTower(str(trained), "user").fingerprint()
+    assert TwoTower(str(copy), "user").fingerprint() == user != TwoTower(str(copy), "item").fingerprint()
+    assert TwoTower(str(train(tmp_path / "other", epochs=1)), "user").fingerprint() != user
+
+
+# ---- bad files
+
+
+@pytest.mark.parametrize("size", [0, 7, 100, -1])
+def test_a_file_cut_short_is_a_model_error(trained: Path, tmp_path: Path, size: int) -> None:
+    (tmp_path / "cut").write_bytes(trained.read_bytes()[:size])
+    with pytest.raises(ModelError, match=r"two_tower: .*cut does not load"):
+        TwoTower(str(tmp_path / "cut"), "user")
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        None,
+        {"other": "thing"},
+        {"two_tower": "{"},
+        {"two_tower": "[]"},
+        {"two_tower": "{}"},
+        {"two_tower": json.dumps({"dim": 8, "towers": {"user": []}})},
+        {"two_tower": json.dumps({"dim": 8, "towers": {"user": None}})},
+        {"two_tower": json.dumps({"dim": 9, "towers": {"user": [{"column": "x", "vocabulary": ["a"], "multiple": False}]}})},
+        {"two_tower": json.dumps({"dim": "8", "towers": {"user": [{"column": "x", "vocabulary": ["a"], "multiple": False}]}})},
+        {"two_tower": json.dumps({"dim": -8, "towers": {"user": [{"column": "x", "vocabulary": ["a"], "multiple": False}]}})},
+    ],
+)
+def test_weights_of_another_architecture_are_a_model_error(
+    trained: Path, tmp_path: Path, metadata: dict[str, str] | None
+) -> None:
+    save_file(load_file(trained), tmp_path / "other", metadata=metadata)
+    with pytest.raises(ModelError, match="two_tower"):
+        load_model("two_tower", {"path": str(tmp_path / "other"), "tower": "user"})
+
+
+def test_a_pickle_is_not_loaded(tmp_path: Path) -> None:
+    torch.save({"user.bags.0.weight": torch.zeros(1)}, tmp_path / "t.pt")
+    with pytest.raises(ModelError, match="does not load"):
+        TwoTower(str(tmp_path / "t.pt"), "user")
+
+
+def test_an_unknown_tower_or_file_is_a_config_error(trained: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no tower 'itm' \(it has: user, item\)"):
+        TwoTower(str(trained), "itm")
+    with pytest.raises(ConfigError, match="nothing at /nowhere"):
+        TwoTower("/nowhere", "item")

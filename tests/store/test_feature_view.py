@@ -1,0 +1,110 @@
+"""A feature view survives its journey through JSON, and its fingerprint changes with anything in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from store.feature_view import NAME, RESERVED, SCALAR_TYPES, Feature, FeatureView, IndexSpec
+
+FULL = FeatureView(
+    name="items",
+    entity=("shop", "item_id"),
+    features=(Feature("vector", "float16", dim=3), Feature("label", "string"), Feature("top", "int64", max_items=5)),
+    ttl_s=60.5,
+    stale_for_s=3600,
+    index=IndexSpec("vector", "l2", 0.9),
+    fallback=True,
+    fallback_deadline_s=0.25,
+    definition={"source": "SELECT 'é\"' AS x", "model": {"use": "top_k", "args": {"k": [1, 2.5, None, True]}}},
+)
+PLAIN = FeatureView("items", ("id",), (Feature("x", "bool"),), ttl_s=1, stale_for_s=0)
+
+
+@pytest.mark.parametrize("view", [FULL, PLAIN], ids=["full", "plain"])
+def test_a_view_comes_back_equal_from_json(view: FeatureView) -> None:
+    back = FeatureView.from_json(json.loads(json.dumps(view.to_json())))
+    assert back == view
+    assert back.fingerprint() == view.fingerprint()
+    assert back.feature_schema() == view.feature_schema()
+
+
+CHANGES: dict[str, list[Any]] = {
+    "name": ["item"],
+    "entity": [("item_id", "shop"), ("shop",), ("shop", "item_id", "day")],
+    "features": [
+        FULL.features[::-1],
+        FULL.features[:2],
+        (Feature("vector", "float32", dim=3), *FULL.features[1:]),
+        (Feature("vector", "float16", dim=4), *FULL.features[1:]),
+        (Feature("vector", "float16", max_items=3), *FULL.features[1:]),
+        (*FULL.features[:2], Feature("top", "int64", max_items=6)),
+    ],
+    "ttl_s": [60.6],
+    "stale_for_s": [3601],
+    "index": [None, IndexSpec("vector", "dot", 0.9), IndexSpec("vector", "l2", 0.91), IndexSpec("other", "l2", 0.9)],
+    "fallback": [False],
+    "fallback_deadline_s": [0.26],
+    "definition": [{}, {**FULL.definition, "source": "SELECT 2"}, {**FULL.definition, "model": {}}],
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(name, value) for name, values in CHANGES.items() for value in values])
+def test_the_fingerprint_changes_with_everything_a_view_says(field: str, value: Any) -> None:
+    changed = dataclasses.replace(FULL, **{field: value})
+    assert changed.fingerprint() != FULL.fingerprint()
+    assert FeatureView.from_json(json.loads(json.dumps(changed.to_json()))) == changed
+
+
+def test_every_field_is_in_the_fingerprint() -> None:
+    assert set(CHANGES) == {f.name for f in dataclasses.fields(FeatureView)} == set(FULL.to_json())
+
+
+def test_the_fingerprint_does_not_depend_on_the_order_of_the_definitions_keys() -> None:
+    turned = dict(reversed(list(FULL.definition.items())))
+    assert list(turned) != list(FULL.definition)
+    assert dataclasses.replace(FULL, definition=turned).fingerprint() == FULL.fingerprint()
+
+
+def test_a_view_cannot_be_changed() -> None:
+    for owner, name in ((FULL, "ttl_s"), (FULL.features[0], "dim"), (FULL.index, "metric")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(owner, name, 7)
+
+
+def test_features_are_found_by_name_in_their_order() -> None:
+    assert FULL.feature_names == ("vector", "label", "top")
+    assert FULL.feature("label") is FULL.features[1]
+    for name in ("nothing", "", "Vector"):
+        with pytest.raises(KeyError):
+            FULL.feature(name)
+
+
+@pytest.mark.parametrize("dtype", SCALAR_TYPES)
+def test_the_arrow_type_follows_dtype_and_shape(dtype: str) -> None:
+    scalar = SCALAR_TYPES[dtype]
+    assert Feature("x", dtype).arrow_type == scalar
+    assert Feature("x", dtype, max_items=2).arrow_type == pa.list_(scalar)
+    assert Feature("x", dtype, dim=2).arrow_type == pa.list_(scalar, 2)
+
+
+def test_the_schema_has_the_features_alone_in_declared_order() -> None:
+    expected = [("vector", pa.list_(pa.float16(), 3)), ("label", pa.string()), ("top", pa.list_(pa.int64()))]
+    assert FULL.feature_schema() == pa.schema(expected)
+
+
+@pytest.mark.parametrize("name", ["a", "item_vector", "v2", "a" * 63, *sorted(RESERVED)])
+def test_a_name_of_lower_case_letters_digits_and_underscores_is_one(name: str) -> None:
+    assert NAME.match(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "A", "1a", "_a", "a-b", "a.b", "a/b", "../a", "a b", "a:b", "a{b}", "é", "a" * 64, "a\0", "a\n", "\na", "a\nb", "à"],
+)
+def test_a_name_that_could_leave_its_folder_or_key_space_is_none(name: str) -> None:
+    assert not NAME.match(name)

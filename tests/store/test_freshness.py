@@ -1,0 +1,79 @@
+"""What an age means: fresh up to the TTL, stale for a while, then missing; and no clock makes an age negative."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import UTC, datetime
+
+import pytest
+
+from store.feature_view import Feature, FeatureView
+from store.freshness import Reason, Source, Status, age_s, as_datetime, status_of
+
+VIEW = FeatureView("things", ("id",), (Feature("x", "float64"),), ttl_s=10, stale_for_s=5)
+FRESH, STALE, MISSING = Status.FRESH, Status.STALE, Status.MISSING
+
+
+@pytest.mark.parametrize(
+    ("age", "status"),
+    [(0, FRESH), (9.999999, FRESH), (10, FRESH), (10.000001, STALE), (15, STALE), (15.000001, MISSING), (1e12, MISSING)],
+)
+def test_the_limits_belong_to_the_better_side(age: float, status: Status) -> None:
+    assert status_of(VIEW, age) is status
+    assert status_of(VIEW, age, max_age_s=1e13) is status
+
+
+@pytest.mark.parametrize(
+    ("age", "max_age", "status"),
+    [
+        (3, 3, FRESH),
+        (3.000001, 3, MISSING),
+        (0, 0, FRESH),
+        (0.000001, 0, MISSING),
+        (10, 12, FRESH),
+        (12, 12, STALE),
+        (12.000001, 12, MISSING),
+        (15.000001, 15.1, MISSING),
+        (0, -1, MISSING),
+    ],
+)
+def test_the_callers_own_limit_only_ever_takes_away(age: float, max_age: float, status: Status) -> None:
+    assert status_of(VIEW, age, max_age) is status
+
+
+@pytest.mark.parametrize(("age", "status"), [(0, FRESH), (10, FRESH), (10.000001, MISSING)])
+def test_without_stale_for_a_row_goes_from_fresh_to_missing(age: float, status: Status) -> None:
+    assert status_of(dataclasses.replace(VIEW, stale_for_s=0), age) is status
+
+
+@pytest.mark.parametrize(("age", "status"), [(0, FRESH), (0.000001, STALE), (5, STALE), (5.000001, MISSING)])
+def test_without_a_ttl_a_row_is_fresh_only_at_once(age: float, status: Status) -> None:
+    assert status_of(dataclasses.replace(VIEW, ttl_s=0), age) is status
+
+
+@pytest.mark.parametrize(
+    ("computed_at", "now", "age"),
+    [(0, 0, 0.0), (0, 1, 0.000001), (5, 2_500_005, 2.5), (1, 0, 0.0), (10**18, 0, 0.0), (-2_000_000, 0, 2.0)],
+)
+def test_an_age_is_in_seconds_and_never_negative(computed_at: int, now: int, age: float) -> None:
+    assert age_s(computed_at, now) == age
+
+
+@pytest.mark.parametrize(
+    ("us", "at"),
+    [
+        (0, datetime(1970, 1, 1, tzinfo=UTC)),
+        (-1, datetime(1969, 12, 31, 23, 59, 59, 999999, tzinfo=UTC)),
+        (1_763_700_000_123_457, datetime(2025, 11, 21, 4, 40, 0, 123457, tzinfo=UTC)),
+        (253_402_300_799_999_999, datetime(9999, 12, 31, 23, 59, 59, 999999, tzinfo=UTC)),
+    ],
+)
+def test_microseconds_become_an_exact_time_in_utc(us: int, at: datetime) -> None:
+    assert as_datetime(us) == at
+    assert as_datetime(us).utcoffset() is not None
+
+
+def test_the_words_of_an_answer_are_the_contracts() -> None:
+    assert [str(s) for s in Status] == ["fresh", "stale", "computed", "missing"]
+    assert [str(r) for r in Reason] == ["unknown_entity", "expired", "deadline", "shed", "model_error"]
+    assert {"store", "fallback"} <= {str(s) for s in Source}

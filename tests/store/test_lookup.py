@@ -1,0 +1,748 @@
+"""Lookups and searches over every online store: right rows, in order, each with an honest status; and what stands behind a miss."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from store.codec import RowCodec
+from store.entity_key import key_text
+from store.errors import ConfigError, OnlineStoreError, RequestError, VectorIndexError
+from store.feature_view import Feature, FeatureView, IndexSpec
+from store.freshness import Reason
+from store.lookup import ANSWER_FIELDS, MAX_KEYS, MAX_NEIGHBOURS, Computed, Lookup, Miss
+from store.online_store import MemoryStore, OnlineStore, Pointer
+from store.online_url import open_online_store
+from store.vector_index import build_index
+from tests.conftest import free_port
+
+NOW = 1_700_000_000.0
+NOW_US = int(NOW * 1e6)
+TTL, STALE_FOR = 10.0, 5.0
+FEATURES = (
+    Feature("double", "float64"),
+    Feature("vector", "float32", dim=2),
+    Feature("label", "string"),
+    Feature("tags", "string", max_items=3),
+    Feature("top", "int32", max_items=3),
+)
+
+
+def features_of(x: float, null: bool = False) -> dict[str, Any]:
+    """The features of the row whose input is ``x``."""
+    if null:
+        return {f.name: None for f in FEATURES}
+    return {"double": 2 * x, "vector": [x, 1.0], "label": f"é{x}", "tags": ["t"] * int(x % 3), "top": list(range(int(x % 4)))}
+
+
+def batch_of(features: Sequence[Feature], rows: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:
+    columns = [pa.array([row[f.name] for row in rows], f.arrow_type) for f in features]
+    return pa.RecordBatch.from_arrays(columns, [f.name for f in features])
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row to publish: its input and its age in seconds."""
+
+    x: float
+    age: float = 0.0
+    null: bool = False
+
+    @property
+    def at_us(self) -> int:
+        return NOW_US - round(self.age * 1e6)
+
+
+@dataclass
+class House:
+    """An online store with an index beside it, and a lookup that never reads the wall clock."""
+
+    online: OnlineStore
+    root: Path
+    entity: tuple[str, ...] = ("id",)
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    def lookup(self, fallback: Any = None) -> Lookup:
+        return Lookup(self.online, self.root, fallback, clock=lambda: NOW)
+
+    def publish(self, rows: Mapping[Any, Row], number: int = 1, *, name: str = "things", metric: str | None = None) -> Pointer:
+        view = FeatureView(
+            name, self.entity, FEATURES, TTL, STALE_FOR, IndexSpec("vector", metric) if metric else None, **self.changes
+        )
+        keys = [key_text(key, self.entity) for key in rows]
+        batch = batch_of(FEATURES, [features_of(row.x, row.null) for row in rows.values()])
+        packed = RowCodec(view).encode(batch, np.array([row.at_us for row in rows.values()], np.int64), number)
+        self.online.load(name, number, [([key.encode() for key in keys], list(packed.rows()))])
+        index = f"{name}/index/{number}" if metric else None
+        if index:
+            build_index(self.root / index, [(pa.array(keys), batch.column("vector"))], 2, metric or "")
+        oldest = min((row.at_us for row in rows.values()), default=None)
+        inputs = {"x": "double", "y": "string"}
+        pointer = Pointer(view, number, number, f"model {number}", len(keys), 2 * len(keys), "now", oldest, inputs, {}, index)
+        self.online.flip(pointer)
+        return pointer
+
+
+@pytest.fixture(params=["memory", "lmdb", "redis"])
+def house(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[House]:
+    url = {"memory": "memory:", "lmdb": f"lmdb:{tmp_path / 'online'}"}.get(request.param) or request.getfixturevalue("redis_url")
+    online = open_online_store(url)
+    yield House(online, tmp_path / "root")
+    online.close()
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> House:
+    return House(MemoryStore(), tmp_path / "root")
+
+
+def there(key: str, row: Row, status: str, source: str = "store", number: int = 1, features: Any = None) -> dict[str, Any]:
+    """The whole answer for a row that is there."""
+    wanted = features_of(row.x, row.null)
+    return {
+        "key": key,
+        "status": status,
+        "source": source,
+        "reason": None,
+        "computed_at": datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=row.at_us),
+        "age_s": max(0.0, row.age),
+        "ttl_s": TTL,
+        "snapshot": number,
+        "model": f"model {number}",
+        "features": wanted if features is None else {name: wanted[name] for name in features},
+    }
+
+
+def gone(key: str, reason: str, number: int = 1) -> dict[str, Any]:
+    """The whole answer for a row that is not."""
+    empty = dict.fromkeys(("source", "computed_at", "age_s", "features"))
+    return {
+        "key": key,
+        "status": "missing",
+        "reason": reason,
+        "ttl_s": TTL,
+        "snapshot": number,
+        "model": f"model {number}",
+    } | empty
+
+
+def from_table(table: pa.Table) -> list[dict[str, Any]]:
+    """A table's rows in the form of :meth:`Answer.rows`; a missing row's features must all be null."""
+    for column in table.columns:
+        column.validate(full=True)
+    assert table.schema.names[: len(ANSWER_FIELDS)] == [name for name, _ in ANSWER_FIELDS]
+    own = {name for name, _ in ANSWER_FIELDS}
+    rows = []
+    for flat in table.to_pylist():
+        row = {name: value for name, value in flat.items() if name in own}
+        row["features"] = {name: value for name, value in flat.items() if name not in own}
+        if row["status"] == "missing":
+            assert set(row["features"].values()) <= {None}
+            row["features"] = None
+        rows.append(row)
+    return rows
+
+
+def from_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same form, of what :meth:`Answer.rows` gives: no reason where nothing is missing, tuples for lists."""
+    normal = []
+    for row in rows:
+        assert ("reason" in row) == (row["status"] == "missing")
+        features = row["features"]
+        if features is not None:
+            features = {name: list(value) if isinstance(value, tuple) else value for name, value in features.items()}
+        normal.append({"reason": None} | row | {"features": features})
+    return normal
+
+
+def ask(lookup: Lookup, keys: Sequence[Any], **options: Any) -> list[dict[str, Any]]:
+    """The answer, after its two forms were found equal."""
+    table = from_table(lookup.get("things", keys, **options))
+    answer = lookup.begin("things", keys, **options)
+    answer.wait()
+    assert from_rows(answer.rows()) == table
+    return table
+
+
+ROWS = {
+    "new": Row(1.0, 0.0),
+    "ahead": Row(2.0, -60.0),
+    "just fresh": Row(3.0, TTL),
+    "just stale": Row(4.0, TTL + 1e-6),
+    "still stale": Row(5.0, TTL + STALE_FOR),
+    "expired": Row(6.0, TTL + STALE_FOR + 1e-6),
+    "null": Row(7.0, 1.5, null=True),
+    "a/b %2F é": Row(8.0, 2.25),
+}
+ANSWERS = {
+    "new": there("new", ROWS["new"], "fresh"),
+    "ahead": there("ahead", ROWS["ahead"], "fresh"),
+    "just fresh": there("just fresh", ROWS["just fresh"], "fresh"),
+    "just stale": there("just stale", ROWS["just stale"], "stale"),
+    "still stale": there("still stale", ROWS["still stale"], "stale"),
+    "expired": gone("expired", "expired"),
+    "null": there("null", ROWS["null"], "fresh"),
+    "a/b %2F é": there("a/b %2F é", ROWS["a/b %2F é"], "fresh"),
+    "nobody": gone("nobody", "unknown_entity"),
+}
+
+
+# ---- rows
+
+
+def test_each_key_has_its_row_in_the_order_asked_for(house: House) -> None:
+    house.publish(ROWS)
+    lookup = house.lookup()
+    for keys in (list(ANSWERS), list(ANSWERS)[::-1], ["nobody", "new", "new", "expired", "new"], ["nobody", "nobody"]):
+        assert ask(lookup, keys) == [ANSWERS[key] for key in keys]
+
+
+@pytest.mark.parametrize("key", ANSWERS)
+def test_one_row_is_the_same_by_every_path_and_beside_any_neighbour(house: House, key: str) -> None:
+    house.publish(ROWS)
+    lookup = house.lookup()
+    assert ask(lookup, [key]) == from_rows([lookup.row("things", key)]) == [ANSWERS[key]]
+    for other in ANSWERS:
+        assert ask(lookup, [other, key])[1] == ANSWERS[key]
+
+
+def test_the_table_has_the_columns_of_the_contract_then_the_features(house: House) -> None:
+    house.publish(ROWS)
+    expected = pa.schema([*ANSWER_FIELDS, *((f.name, f.arrow_type) for f in FEATURES)])
+    for keys in (["new"], ["nobody"], ["expired", "new"], ["null"]):
+        assert house.lookup().get("things", keys).schema == expected
+
+
+@pytest.mark.parametrize(
+    ("max_age", "kept"),
+    [
+        (0, {"new", "ahead"}),
+        (1.5, {"new", "ahead", "null"}),
+        (TTL, {"new", "ahead", "null", "a/b %2F é", "just fresh"}),
+        (TTL + 1e-6, {"new", "ahead", "null", "a/b %2F é", "just fresh", "just stale"}),
+        (1e9, set(ANSWERS) - {"expired", "nobody"}),
+    ],
+)
+def test_rows_older_than_the_caller_allows_are_missing(house: House, max_age: float, kept: set[str]) -> None:
+    house.publish(ROWS)
+    expected = [ANSWERS[k] if k in kept or k == "nobody" else gone(k, "expired") for k in ANSWERS]
+    assert ask(house.lookup(), list(ANSWERS), max_age_s=max_age) == expected
+
+
+@pytest.mark.parametrize("names", [["label"], ["top", "double"], [f.name for f in FEATURES][::-1], []], ids=str)
+def test_a_part_of_the_features_comes_in_the_order_asked_for(house: House, names: list[str]) -> None:
+    house.publish(ROWS)
+    lookup = house.lookup()
+    assert lookup.get("things", ["new"], features=names).schema.names[len(ANSWER_FIELDS) :] == names
+    expected = [
+        there("new", ROWS["new"], "fresh", features=names),
+        ANSWERS["nobody"],
+        there("null", ROWS["null"], "fresh", features=names),
+    ]
+    assert ask(lookup, ["new", "nobody", "null"], features=names) == expected
+    assert from_rows([lookup.row("things", "new", features=names)]) == expected[:1]
+    assert list(lookup.row("things", "new", features=names)["features"]) == names
+
+
+def refused(call: Callable[[], Any]) -> tuple[int, str]:
+    """Status and code of the refusal."""
+    with pytest.raises(RequestError) as error:
+        call()
+    return error.value.status, str(error.value.code)
+
+
+def test_features_unknown_or_named_twice_are_refused(house: House) -> None:
+    house.publish(ROWS)
+    lookup = house.lookup()
+    for names in (["nothing"], ["double", "nothing"], ["key"], [""], ["x" * 10_000]):
+        assert refused(lambda n=names: lookup.get("things", ["new"], features=n)) == (400, "unknown_feature")
+    assert refused(lambda: lookup.get("things", ["new"], features=["label", "double", "label"])) == (400, "bad_request")
+    assert ask(lookup, ["new"]) == [ANSWERS["new"]]
+
+
+def test_keys_are_strings_integers_or_lists_of_one(house: House) -> None:
+    rows = {42: Row(1.0), -7: Row(2.0), "x": Row(3.0)}
+    house.publish(rows)
+    expected = {str(key): there(str(key), row, "fresh") for key, row in rows.items()} | {"043": gone("043", "unknown_entity")}
+    for keys in ([42, -7, "x", "043"], ["42", "-7", ["x"], "043"], [[42], ("-7",), "x", ["043"]], ["42", "-7", "x", "043"]):
+        assert ask(house.lookup(), keys) == list(expected.values())
+
+
+def test_keys_of_several_columns_are_lists_or_the_text_of_an_answer(house: House) -> None:
+    house.entity = ("shop", "item")
+    rows = {("a", 1): Row(1.0), ("a/b", 2): Row(2.0), ("a", "b/2"): Row(3.0), ("", "%"): Row(4.0)}
+    house.publish(rows)
+    texts = ["a/1", "a%2Fb/2", "a/b%2F2", "/%25"]
+    expected = [there(text, row, "fresh") for text, row in zip(texts, rows.values(), strict=True)]
+    assert ask(house.lookup(), [list(key) for key in rows]) == expected
+    assert ask(house.lookup(), texts) == expected
+    assert ask(house.lookup(), [["a", 1], "a%2Fb/2", ("a", "b/2"), "/%25"]) == expected
+    assert ask(house.lookup(), [["a", "9"]]) == [gone("a/9", "unknown_entity")]
+    for key in (["a"], ["a", "b", "c"], []):
+        assert refused(lambda k=key: house.lookup().get("things", [k])) == (400, "bad_key")
+
+
+@pytest.mark.parametrize("key", [None, 1.5, True, b"new", {"id": 1}, [None], [["new"]], "\ud800", ["\ud800"]], ids=ascii)
+def test_what_is_no_key_is_refused(house: House, key: Any) -> None:
+    house.publish(ROWS)
+    for keys in ([key], ["new", key], [key, 1]):
+        assert refused(lambda k=keys: house.lookup().get("things", k)) == (400, "bad_key")
+
+
+@pytest.mark.parametrize("key", ["", "\0", "new\0", "x" * 512, "é" * 256], ids=lambda k: repr(k[:4]))
+def test_a_key_no_entity_can_have_is_refused_alone_and_missing_among_others(house: House, key: str) -> None:
+    house.publish(ROWS)
+    lookup = house.lookup(fallback := Scripted({}))
+    for keys in ([key], [[key]]):
+        assert refused(lambda k=keys: lookup.get("things", k)) == (400, "bad_key")
+    for keys in (["new", key, "nobody"], [["new"], key, "nobody"]):
+        expected = [ANSWERS["new"], gone(key, "unknown_entity"), ANSWERS["nobody"]]
+        assert from_table(lookup.get("things", keys)) == expected
+    assert not fallback.calls
+
+
+def test_a_request_has_one_to_a_thousand_keys(house: House) -> None:
+    rows = {f"k{i}": Row(float(i)) for i in range(MAX_KEYS)}
+    house.publish(rows)
+    lookup = house.lookup()
+    assert ask(lookup, list(rows)) == [there(key, row, "fresh") for key, row in rows.items()]
+    assert refused(lambda: lookup.get("things", [])) == (400, "no_keys")
+    assert refused(lambda: lookup.get("things", [*rows, "one more"])) == (413, "too_many_keys")
+    assert refused(lambda: lookup.get("things", ["k1"] * (MAX_KEYS + 1))) == (413, "too_many_keys")
+
+
+def test_answers_of_different_sizes_do_not_share_their_columns(house: House) -> None:
+    house.publish(ROWS)
+    lookup = house.lookup()
+    for _ in range(2):
+        for size in (1, 3, 2, 100, 1):
+            assert ask(lookup, ["new"] * size) == [ANSWERS["new"]] * size
+            assert ask(lookup, ["null"] * size + ["nobody"]) == [ANSWERS["null"]] * size + [ANSWERS["nobody"]]
+            assert ask(lookup, ["new"] * size, features=["label"])[-1] == there("new", ROWS["new"], "fresh", features=["label"])
+
+
+def test_a_new_snapshot_is_answered_from_by_the_next_request(house: House) -> None:
+    house.publish(ROWS)
+    lookup = house.lookup()
+    before = lookup.begin("things", ["new", "nobody"])
+    assert ask(lookup, ["new", "nobody"]) == [ANSWERS["new"], ANSWERS["nobody"]]
+    changed = Row(9.0, 3.0)
+    house.publish({"new": changed}, 2)
+    assert ask(lookup, ["new", "null"]) == [there("new", changed, "fresh", number=2), gone("null", "unknown_entity", 2)]
+    assert from_rows(before.rows()) == from_table(before.table()) == [ANSWERS["new"], ANSWERS["nobody"]]
+
+
+def test_a_view_with_other_features_is_read_by_its_own_schema(house: House) -> None:
+    house.publish(ROWS)
+    lookup = house.lookup()
+    lookup.get("things", ["new"], features=["label"])
+    view = FeatureView("things", ("id",), (Feature("label", "int8"), Feature("added", "bool")), TTL, STALE_FOR)
+    packed = RowCodec(view).encode(batch_of(view.features, [{"label": 5, "added": True}]), np.array([NOW_US]), 2)
+    house.online.load("things", 2, [([b"new"], list(packed.rows()))])
+    house.online.flip(Pointer(view, 2, 2, "model 2", 1, 1, "now", NOW_US))
+    assert lookup.row("things", "new")["features"] == {"label": 5, "added": True}
+    assert lookup.row("things", "new", features=["label"])["features"] == {"label": 5}
+    assert refused(lambda: lookup.get("things", ["new"], features=["double"])) == (400, "unknown_feature")
+
+
+def test_a_view_that_is_not_live_is_refused_with_those_that_are(house: House) -> None:
+    lookup = house.lookup()
+    with pytest.raises(RequestError, match=r"no view 'things' .*\(live: none\)"):
+        lookup.get("things", ["new"])
+    house.publish(ROWS)
+    house.publish(ROWS, name="others")
+    for view in ("nothing", "", "../things", "x" * 10_000, "THINGS", "a\0b"):
+        for keys in (["new"], [1], [["new"]]):
+            with pytest.raises(RequestError, match=r"live: others, things") as error:
+                lookup.get(view, keys)
+            assert (error.value.status, error.value.code) == (404, "unknown_view")
+            assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("limit", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["max_age_s", "deadline_ms"])
+def test_a_limit_that_is_no_span_of_time_is_refused(memory: House, name: str, limit: float) -> None:
+    memory.publish(ROWS)
+    assert refused(lambda: memory.lookup().get("things", ["new"], **{name: limit})) == (400, "bad_request")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("damaged", [b"", b"\0", b"short", b"\0" * 15, b"\0" * 16, b"\0" * 500], ids=len)
+@pytest.mark.parametrize("keys", [["new"], ["new", "nobody"], ["expired", "new"]], ids=str)
+def test_a_damaged_row_is_the_stores_error_and_no_other(memory: House, keys: list[str], damaged: bytes) -> None:
+    pointer = memory.publish(ROWS)
+    codec = RowCodec(pointer.view)
+    old = codec.encode(batch_of(FEATURES, [features_of(1.0)]), np.array([ROWS["expired"].at_us]), 2)
+    fresh_header = NOW_US.to_bytes(8, "little")
+    memory.online.load("things", 2, [([b"new", b"expired"], [(fresh_header + damaged[8:])[: len(damaged)], *old.rows()])])
+    memory.online.flip(Pointer(pointer.view, 2, 2, "model 2", 2, 2, "now", NOW_US))
+    lookup = memory.lookup()
+    with pytest.raises(OnlineStoreError):
+        lookup.get("things", keys)
+    with pytest.raises(OnlineStoreError):
+        lookup.row("things", "new")
+
+
+def test_a_store_that_does_not_answer_is_its_own_error(tmp_path: Path) -> None:
+    lookup = Lookup.open(f"redis://127.0.0.1:{free_port()}/0", tmp_path)
+    for call in (
+        lambda: lookup.get("things", ["a"]),
+        lambda: lookup.get("things", [1]),
+        lambda: lookup.row("things", "a"),
+        lambda: lookup.search("things", key="a"),
+        lookup.views,
+    ):
+        with pytest.raises(OnlineStoreError):
+            call()
+    lookup.close()
+    with pytest.raises(ConfigError):
+        Lookup.open("nowhere:")
+
+
+def test_a_lookup_opened_by_url_answers_by_the_wall_clock(tmp_path: Path) -> None:
+    house = House(open_online_store(f"lmdb:{tmp_path / 'online'}"), tmp_path)
+    house.publish({"new": Row(1.0, NOW - time.time())})
+    lookup = Lookup.open(f"lmdb:{tmp_path / 'online'}")
+    row = lookup.row("things", "new")
+    assert (row["status"], row["features"]["double"]) == ("fresh", 2.0)
+    assert 0 <= row["age_s"] < TTL
+    lookup.close()
+
+
+def test_views_tell_what_is_live_and_how_old_the_oldest_row_is(house: House) -> None:
+    lookup = house.lookup()
+    assert lookup.views() == []
+    house.publish({"a": Row(1.0, 2.5), "b": Row(1.0, 12.0)}, 3, metric="l2")
+    house.publish({}, 1, name="empty")
+    things, empty = lookup.views()[::-1]
+    assert things == {
+        "view": "things",
+        "entity": ["id"],
+        "features": [
+            {"name": "double", "dtype": "float64"},
+            {"name": "vector", "dtype": "float32", "dim": 2},
+            {"name": "label", "dtype": "string"},
+            {"name": "tags", "dtype": "string", "max_items": 3},
+            {"name": "top", "dtype": "int32", "max_items": 3},
+        ],
+        "snapshot": 3,
+        "published_at": "now",
+        "model": "model 3",
+        "rows": 2,
+        "ttl_s": TTL,
+        "stale_for_s": STALE_FOR,
+        "age_s": 12.0,
+        "status": "stale",
+        "coverage": 0.5,
+        "searchable": True,
+        "fallback": False,
+    }
+    assert [empty[name] for name in ("view", "rows", "age_s", "status", "coverage", "searchable")] == [
+        "empty",
+        0,
+        None,
+        None,
+        None,
+        False,
+    ]
+
+
+# ---- search
+
+NEIGHBOURS = {f"k{i}": Row(float(i)) for i in range(6)}
+
+
+def found(answer: dict[str, Any]) -> list[tuple[str, float]]:
+    return [(row["key"], row["score"]) for row in answer["rows"]]
+
+
+def test_a_search_gives_the_nearest_rows_with_score_and_freshness(house: House) -> None:
+    house.publish(NEIGHBOURS, metric="l2")
+    lookup = house.lookup()
+    answer = lookup.search("things", vector=[2.2, 1.0], k=3, features=["label", "double"])
+    assert {name: answer[name] for name in answer if name != "rows"} == {
+        "view": "things",
+        "snapshot": 1,
+        "model": "model 1",
+        "metric": "l2",
+    }
+    scores = [row.pop("score") for row in answer["rows"]]
+    np.testing.assert_allclose(scores, [0.04, 0.64, 1.44], rtol=1e-4)
+    expected = [there(key, NEIGHBOURS[key], "fresh", features=["label", "double"]) for key in ("k2", "k3", "k1")]
+    assert from_rows(answer["rows"]) == expected
+    assert lookup.search("things", vector=[0, 1], k=1)["rows"][0]["features"] == {}
+    assert [key for key, _ in found(lookup.search("things", vector=[0, 1], k=MAX_NEIGHBOURS))] == list(NEIGHBOURS)
+
+
+def test_a_search_by_key_leaves_the_key_and_the_excluded_out(house: House) -> None:
+    house.publish(NEIGHBOURS, metric="l2")
+    lookup = house.lookup()
+    assert found(lookup.search("things", key="k2", k=2)) == [("k1", 1.0), ("k3", 1.0)]
+    assert found(lookup.search("things", key="k0", k=3, exclude=["k1", "k0", "stranger"])) == [
+        ("k2", 4.0),
+        ("k3", 9.0),
+        ("k4", 16.0),
+    ]
+    assert found(lookup.search("things", vector=[0, 1], k=2, exclude=["k0"])) == [("k1", 1.0), ("k2", 4.0)]
+    assert found(lookup.search("things", vector=[0, 1], exclude=list(NEIGHBOURS))) == []
+    assert refused(lambda: lookup.search("things", key="stranger")) == (404, "unknown_entity")
+
+
+def test_keys_of_several_columns_are_searched_by_and_excluded_too(house: House) -> None:
+    house.entity = ("shop", "item")
+    house.publish({("a/b", i): Row(float(i)) for i in range(4)}, metric="l2")
+    lookup = house.lookup()
+    assert found(lookup.search("things", key=["a/b", 0], exclude=[["a/b", 1]])) == [("a%2Fb/2", 4.0), ("a%2Fb/3", 9.0)]
+    assert found(lookup.search("things", key="a%2Fb/0", k=1)) == [("a%2Fb/1", 1.0)]
+    for bad in ({"key": ["a"]}, {"key": "", "k": 1}, {"vector": [0, 1], "exclude": [None]}):
+        assert refused(lambda b=bad: lookup.search("things", **b)) == (400, "bad_key")  # type: ignore[arg-type]
+
+
+def test_a_search_drops_what_has_expired_and_tells_what_is_stale(house: House) -> None:
+    rows = {"fresh": Row(1.0), "stale": Row(2.0, 12.0), "expired": Row(3.0, 16.0), "far": Row(9.0)}
+    house.publish(rows, metric="l2")
+    lookup = house.lookup()
+    answer = lookup.search("things", vector=[3.0, 1.0], k=4)
+    assert [(row["key"], row["status"]) for row in answer["rows"]] == [("stale", "stale"), ("fresh", "fresh"), ("far", "fresh")]
+    assert refused(lambda: lookup.search("things", key="expired"))[0] == 404
+
+
+def test_a_search_follows_the_live_snapshot(house: House) -> None:
+    house.publish(NEIGHBOURS, metric="l2")
+    lookup = house.lookup()
+    assert found(lookup.search("things", key="k5", k=1)) == [("k4", 1.0)]
+    house.publish({"k5": Row(0.0), "new": Row(7.0)}, 2, metric="dot")
+    answer = lookup.search("things", key="k5", k=5)
+    assert (answer["snapshot"], answer["model"], answer["metric"], found(answer)) == (2, "model 2", "dot", [("new", 1.0)])
+
+
+def test_a_search_that_cannot_be_answered_as_asked_is_refused(memory: House) -> None:
+    memory.publish(NEIGHBOURS | {"null": Row(0.0, null=True)}, metric="l2")
+    memory.publish(NEIGHBOURS, name="plain")
+    lookup = memory.lookup()
+    vector = [0.0, 1.0]
+    for arguments, code in [
+        ({}, "bad_request"),
+        ({"key": "k1", "vector": vector}, "bad_request"),
+        ({"vector": vector, "inputs": {"x": 1}}, "bad_request"),
+        ({"vector": vector, "k": 0}, "bad_request"),
+        ({"vector": vector, "k": -1}, "bad_request"),
+        ({"vector": vector, "k": MAX_NEIGHBOURS + 1}, "bad_request"),
+        ({"vector": [1.0]}, "bad_vector"),
+        ({"vector": []}, "bad_vector"),
+        ({"vector": [float("nan"), 1.0]}, "bad_vector"),
+        ({"vector": vector, "features": ["nothing"]}, "unknown_feature"),
+        ({"vector": vector, "features": ["label", "label"]}, "bad_request"),
+        ({"inputs": {"x": 1}}, "no_fallback"),
+    ]:
+        assert refused(lambda a=arguments: lookup.search("things", **a)) == (400, code), arguments  # type: ignore[arg-type]
+    assert refused(lambda: lookup.search("things", vector=vector, exclude=["k"] * (MAX_KEYS + 1))) == (413, "too_many_keys")
+    assert refused(lambda: lookup.search("plain", vector=vector)) == (400, "no_index")
+    assert refused(lambda: lookup.search("nothing", vector=vector)) == (404, "unknown_view")
+    assert refused(lambda: lookup.search("things", key="null"))[0] == 404
+
+
+@pytest.mark.parametrize(
+    "rows", [{}, {"null": Row(0.0, null=True)}, {"old": Row(0.0, 99.0)}], ids=["no rows", "no vectors", "expired"]
+)
+def test_a_search_with_nothing_to_find_finds_nothing(memory: House, rows: dict[str, Row]) -> None:
+    memory.publish(rows, metric="cosine")
+    assert memory.lookup().search("things", vector=[0.5, 1.0])["rows"] == []
+
+
+def test_an_index_that_is_gone_or_damaged_is_its_own_error(memory: House) -> None:
+    pointer = memory.publish(NEIGHBOURS, metric="l2")
+    with pytest.raises(VectorIndexError, match="root"):
+        Lookup(memory.online, clock=lambda: NOW).search("things", key="k1")
+    assert pointer.index is not None
+    path = memory.root / pointer.index / "keys.arrow"
+    path.write_bytes(path.read_bytes()[:-1])
+    for call in (lambda: memory.lookup().search("things", key="k1"), lambda: memory.lookup().warm(pointer)):
+        with pytest.raises(VectorIndexError, match="publish the view again"):
+            call()
+    assert memory.lookup().row("things", "k1")["status"] == "fresh"  # rows do not need it
+
+
+# ---- behind a miss
+
+
+class Scripted:
+    """A fallback that does for each key what the test wrote down: a row, an exception, or nothing until the end of time."""
+
+    def __init__(self, script: dict[str, Row | BaseException | None]) -> None:
+        self.script = script
+        self.calls: list[tuple[Pointer, list[str], Mapping[str, Any]]] = []
+        self.wait_s: float | None = None
+
+    def submit(
+        self, pointer: Pointer, keys: Sequence[str], inputs: Mapping[str, Mapping[str, Any]], deadline: float
+    ) -> list[Future[Computed]]:
+        self.calls.append((pointer, list(keys), inputs))
+        self.wait_s = deadline - time.monotonic()
+        futures = []
+        for key in keys:
+            future: Future[Computed] = Future()
+            outcome = self.script[key]
+            if isinstance(outcome, Row):
+                future.set_result(Computed(batch_of(FEATURES, [features_of(outcome.x, outcome.null)]), outcome.at_us))
+            elif outcome is not None:
+                future.set_exception(outcome)
+            futures.append(future)
+        return futures
+
+
+@pytest.fixture
+def behind(house: House) -> House:
+    house.changes = {"fallback": True, "fallback_deadline_s": 0.02}
+    house.publish(ROWS, metric="l2")
+    return house
+
+
+def test_misses_are_computed_and_hits_are_not(behind: House) -> None:
+    computed = {"nobody": Row(11.0), "expired": Row(12.0), "empty": Row(0.0, null=True)}
+    fallback = Scripted(dict(computed))
+    keys = ["new", "nobody", "just stale", "expired", "nobody", "empty"]
+    expected = [ANSWERS[k] if k not in computed else there(k, computed[k], "computed", "fallback") for k in keys]
+    assert from_table(behind.lookup(fallback).get("things", keys)) == expected
+    assert [(pointer.epoch, wanted, inputs) for pointer, wanted, inputs in fallback.calls] == [
+        (1, ["nobody", "expired", "nobody", "empty"], {})
+    ]
+    assert ask(behind.lookup(fallback), keys) == expected
+    assert from_rows([behind.lookup(fallback).row("things", "nobody")]) == [expected[1]]
+    names = ["label", "tags"]
+    assert ask(behind.lookup(fallback), ["nobody"], features=names) == [
+        there("nobody", computed["nobody"], "computed", "fallback", features=names)
+    ]
+    assert behind.lookup().get("things", ["nobody"])["status"].to_pylist() == ["missing"]  # nothing was kept in the store
+
+
+def test_a_row_the_caller_finds_too_old_is_computed(behind: House) -> None:
+    fallback = Scripted({"null": Row(13.0)})
+    answer = ask(behind.lookup(fallback), ["new", "null"], max_age_s=1.0)
+    assert answer == [ANSWERS["new"], there("null", Row(13.0), "computed", "fallback")]
+
+
+@pytest.mark.parametrize("reason", list(Reason))
+def test_a_miss_says_why_and_leaves_the_others_alone(behind: House, reason: Reason) -> None:
+    fallback = Scripted({"nobody": Miss(reason), "expired": Miss(reason, "in detail"), "other": Row(14.0)})
+    expected = [
+        gone("nobody", reason),
+        ANSWERS["new"],
+        gone("expired", reason),
+        there("other", Row(14.0), "computed", "fallback"),
+    ]
+    assert ask(behind.lookup(fallback), ["nobody", "new", "expired", "other"]) == expected
+
+
+def test_what_is_not_computed_by_the_deadline_is_missing(behind: House) -> None:
+    fallback = Scripted({"nobody": None, "expired": None, "other": Row(14.0)})
+    lookup = behind.lookup(fallback)
+    expected = [
+        gone("nobody", "deadline"),
+        there("other", Row(14.0), "computed", "fallback"),
+        ANSWERS["new"],
+        gone("expired", "deadline"),
+    ]
+    for options, longest in (({}, 0.02), ({"deadline_ms": 0}, 0.0), ({"deadline_ms": 30.0}, 0.03)):
+        assert ask(lookup, ["nobody", "other", "new", "expired"], **options) == expected
+        assert fallback.wait_s is not None
+        assert fallback.wait_s <= longest
+    done = Scripted({"nobody": Row(1.0)})
+    assert behind.lookup(done).get("things", ["nobody"], deadline_ms=1e12)["status"].to_pylist() == ["computed"]
+    assert done.wait_s is not None
+    assert done.wait_s <= 60
+
+
+def test_a_row_that_comes_after_the_answer_does_not_change_it(memory: House) -> None:
+    memory.changes = {"fallback": True}
+    memory.publish(ROWS)
+    future: Future[Computed] = Future()
+
+    class Late(Scripted):
+        def submit(self, *arguments: Any) -> list[Future[Computed]]:
+            return [future]
+
+    answer = memory.lookup(Late({})).begin("things", ["nobody"], deadline_ms=0)
+    answer.wait()
+    future.set_result(Computed(batch_of(FEATURES, [features_of(1.0)]), NOW_US))
+    answer.wait()
+    assert from_rows(answer.rows()) == from_table(answer.table()) == [gone("nobody", "deadline")]
+
+
+def test_an_error_nobody_foresaw_is_not_taken_for_a_miss(behind: House) -> None:
+    lookup = behind.lookup(Scripted({"nobody": ZeroDivisionError("a bug"), "other": Row(1.0)}))
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        lookup.get("things", ["other", "nobody"])
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        lookup.row("things", "nobody")
+
+
+def test_the_model_is_not_run_unless_view_and_caller_want_it(memory: House) -> None:
+    memory.publish(ROWS)
+    fallback = Scripted({})
+    assert ask(memory.lookup(fallback), ["nobody"]) == [ANSWERS["nobody"]]
+    memory.changes = {"fallback": True}
+    memory.publish(ROWS, 2)
+    lookup = memory.lookup(fallback)
+    assert ask(lookup, ["nobody"], fallback=False) == from_rows([lookup.row("things", "nobody", fallback=False)])
+    assert ask(lookup, ["new", "just stale"], max_age_s=None)[0]["status"] == "fresh"
+    assert ask(memory.lookup(), ["nobody"]) == [gone("nobody", "unknown_entity", 2)]
+    assert not fallback.calls
+
+
+def test_inputs_come_to_the_fallback_under_the_key_texts(memory: House) -> None:
+    memory.entity, memory.changes = ("shop", "item"), {"fallback": True}
+    memory.publish({("a", 1): Row(1.0)})
+    fallback = Scripted({"b%2F/2": Row(2.0)})
+    inputs = {"b%2F/2": {"x": 1.5, "y": None}}
+    assert ask(memory.lookup(fallback), [["b/", 2]], inputs=inputs)[0]["status"] == "computed"
+    assert [(wanted, given) for _, wanted, given in fallback.calls] == [(["b%2F/2"], inputs)] * 2
+
+
+@pytest.mark.parametrize(
+    "inputs", [{"nobody": {}}, {"nobody": {"z": 1}}, {"nobody": {"x": 1, "id": 2}}, {"nobody": 7}, {"nobody": ["x"]}]
+)
+def test_inputs_that_are_not_the_models_are_refused(memory: House, inputs: Any) -> None:
+    memory.changes = {"fallback": True}
+    memory.publish(ROWS, metric="l2")
+    lookup = memory.lookup(Scripted({}))
+    assert refused(lambda: lookup.get("things", ["nobody"], inputs=inputs)) == (400, "bad_inputs")
+    assert refused(lambda: lookup.search("things", inputs=inputs["nobody"])) == (400, "bad_inputs")
+
+
+def test_a_search_by_inputs_asks_the_model_for_the_vector(behind: House) -> None:
+    fallback = Scripted({"query": Row(3.0)})
+    answer = behind.lookup(fallback).search("things", inputs={"x": 3.0}, k=2)
+    assert found(answer)[0][0] == "just fresh"
+    assert [(wanted, given) for _, wanted, given in fallback.calls] == [(["query"], {"query": {"x": 3.0}})]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status", "code"),
+    [
+        (None, 504, "deadline"),
+        (Miss(Reason.DEADLINE), 504, "deadline"),
+        (Miss(Reason.SHED), 503, "shed"),
+        (Miss(Reason.MODEL_ERROR), 422, "model_error"),
+    ],
+    ids=repr,
+)
+def test_a_search_whose_inputs_give_no_vector_says_why(behind: House, outcome: Any, status: int, code: str) -> None:
+    lookup = behind.lookup(Scripted({"query": outcome}))
+    assert refused(lambda: lookup.search("things", inputs={"x": 1.0})) == (status, code)
+    assert refused(lambda: lookup.search("things", inputs={"x": 1.0}, deadline_ms=0)) == (status, code)
+
+
+def test_a_search_whose_inputs_give_a_null_vector_is_refused(memory: House) -> None:
+    memory.changes = {"fallback": True}
+    memory.publish(ROWS, metric="l2")
+    with pytest.raises(RequestError):
+        memory.lookup(Scripted({"query": Row(1.0, null=True)})).search("things", inputs={"x": 1.0})

@@ -1,0 +1,158 @@
+"""A manifest comes back as it was written, or is refused: torn, edited, or of another format."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from store.errors import SnapshotError
+from store.feature_view import Feature, FeatureView, IndexSpec
+from store.snapshot import FORMAT_VERSION, Counts, Part, Snapshot
+
+VIEW = FeatureView(
+    "numbers",
+    ("id",),
+    (Feature("double", "float64"), Feature("vector", "float32", dim=4)),
+    ttl_s=3600.0,
+    stale_for_s=60.5,
+    index=IndexSpec("vector"),
+    definition={"source": 'SELECT \'é, "zz_sha256": "\'', "model": {"use": "x", "args": {}}},
+)
+FULL = Snapshot(
+    view=VIEW,
+    run="20250101T000000-ab",
+    model="f" * 64,
+    counts=Counts(source=7, written=4, rejected=1, unchanged=1, removed=1, duplicates=2),
+    parts=(Part("data/r/part-00000.parquet", 3, 1234, "a" * 64), Part("data/r/part-00001.parquet", 1, 99, "b" * 64)),
+    rejected=Part("data/r/rejected.parquet", 1, 10, "c" * 64),
+    created_at="2025-01-01T00:00:00.000001+00:00",
+    computed_at_min=-1,
+    computed_at_max=2**62,
+    inputs={"other": 3},
+    input_columns={"x": "double"},
+    timings_s={"model": 0.125},
+    versions={"torch": "1"},
+    number=12,
+    kind="delta",
+    parent=11,
+)
+SMALL = Snapshot(VIEW, "r", "m", Counts(0, 0), (), None, "now", None, None)
+
+
+def resealed(manifest: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
+    """The manifest as another version of the writer would have made it: changed, and with the right checksum."""
+    body = json.loads(manifest)
+    del body["zz_sha256"]
+    change(body)
+    text = json.dumps(body, indent=1, sort_keys=True)[: -len("\n}")]
+    return f'{text},\n "zz_sha256": "{hashlib.sha256(text.encode()).hexdigest()}"\n}}\n'.encode()
+
+
+@pytest.mark.parametrize("snapshot", [FULL, SMALL], ids=["full", "small"])
+def test_a_snapshot_comes_back_equal_from_its_manifest(snapshot: Snapshot) -> None:
+    manifest = snapshot.to_bytes()
+    back = Snapshot.from_bytes(manifest, "here")
+    assert back == snapshot
+    assert back.to_bytes() == manifest
+
+
+def test_a_manifest_is_plain_json_for_anybody() -> None:
+    body = json.loads(FULL.to_bytes())
+    assert body["format_version"] == FORMAT_VERSION
+    assert body["view_fingerprint"] == VIEW.fingerprint()
+    assert body["counts"]["written"] == sum(part["rows"] for part in body["parts"])
+    assert set(body) - {"format_version", "view_fingerprint", "zz_sha256"} == {f.name for f in dataclasses.fields(Snapshot)}
+
+
+def test_a_manifest_torn_at_any_length_is_refused() -> None:
+    manifest = FULL.to_bytes()
+    for length in range(len(manifest)):
+        with pytest.raises(SnapshotError, match="/some/where is torn"):
+            Snapshot.from_bytes(manifest[:length], "/some/where")
+
+
+def test_a_manifest_with_any_byte_flipped_is_refused() -> None:
+    manifest = FULL.to_bytes()
+    for at in range(len(manifest)):
+        for flip in (0x01, 0x20, 0x80, 0xFF):
+            damaged = manifest[:at] + bytes([manifest[at] ^ flip]) + manifest[at + 1 :]
+            with pytest.raises(SnapshotError, match="torn or was edited"):
+                Snapshot.from_bytes(damaged, "here")
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        FULL.to_bytes() + b"\n",
+        FULL.to_bytes() * 2,
+        b" " + FULL.to_bytes(),
+        FULL.to_bytes().replace(b"\n", b"\r\n"),
+        FULL.to_bytes().replace(b'"number": 12', b'"number": 13'),
+        json.dumps(json.loads(FULL.to_bytes())).encode(),
+        b"",
+        b"{}",
+        b"\0" * len(FULL.to_bytes()),
+        b',\n "zz_sha256": "' + hashlib.sha256(b"").hexdigest().encode() + b'"\n}\n',
+    ],
+    ids=["appended", "doubled", "shifted", "line ends", "edited", "formatted", "empty", "no manifest", "zeros", "seal alone"],
+)
+def test_a_manifest_edited_in_any_way_is_refused(damaged: bytes) -> None:
+    with pytest.raises(SnapshotError, match="torn or was edited"):
+        Snapshot.from_bytes(damaged, "here")
+
+
+@pytest.mark.parametrize("version", [0, 2, 99, "1", None])
+def test_a_manifest_of_a_format_this_version_does_not_know_is_refused(version: Any) -> None:
+    newer = resealed(FULL.to_bytes(), lambda body: body.update(format_version=version))
+    with pytest.raises(SnapshotError, match=r"manifest format .* upgrade"):
+        Snapshot.from_bytes(newer, "here")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [(), ("counts",), ("parts", 0), ("rejected",), ("view",), ("view", "features", 0), ("view", "index")],
+    ids=lambda path: ".".join(map(str, path)) or "top",
+)
+def test_fields_of_a_later_minor_version_are_ignored(path: tuple[Any, ...]) -> None:
+    def add(body: dict[str, Any]) -> None:
+        node: Any = body
+        for step in path:
+            node = node[step]
+        node["from_the_future"] = {"a": 1}
+
+    assert Snapshot.from_bytes(resealed(FULL.to_bytes(), add), "here") == FULL
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        Counts(0, 0),
+        Counts(5, 5),
+        Counts(5, 4, rejected=1),
+        Counts(6, 1, rejected=2, unchanged=2, removed=1),
+        Counts(1, 1, duplicates=9),
+    ],
+)
+def test_counts_that_add_up_pass(counts: Counts) -> None:
+    counts.check()
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        Counts(5, 4),
+        Counts(4, 5),
+        Counts(5, 5, rejected=1),
+        Counts(5, 4, removed=2),
+        Counts(5, 4, duplicates=1),
+        Counts(0, 0, unchanged=1),
+    ],
+)
+def test_a_row_lost_or_doubled_fails_the_counts(counts: Counts) -> None:
+    with pytest.raises(SnapshotError, match=f"{counts.source} rows came from the source"):
+        counts.check()

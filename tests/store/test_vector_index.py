@@ -1,0 +1,292 @@
+"""The index finds what comparing with every row finds, and a damaged one is refused before it answers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pytest
+
+from store.errors import RequestError, SnapshotError, VectorIndexError
+from store.vector_index import METRICS, VectorIndex, build_index
+
+DIM = 8
+Vectors = npt.NDArray[Any]
+
+
+def column(vectors: Vectors, gone: frozenset[int] = frozenset()) -> pa.Array:
+    """[n, dim] numbers as a FixedSizeList column, some rows null."""
+    mask = pa.array([i in gone for i in range(len(vectors))])
+    kind = pa.list_(pa.from_numpy_dtype(vectors.dtype), vectors.shape[1])
+    return pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), type=kind, mask=mask)
+
+
+def build(folder: Path, keys: list[str], vectors: Vectors, metric: str, batch: int = 30) -> VectorIndex:
+    def rows() -> Iterator[tuple[pa.Array, pa.Array]]:
+        whole = column(vectors)
+        for start in range(0, len(keys), batch):
+            yield pa.array(keys[start : start + batch]), whole.slice(start, batch)
+
+    assert build_index(folder, rows(), vectors.shape[1], metric) == len(keys)
+    return VectorIndex(folder)
+
+
+def brute_force(keys: list[str], vectors: Vectors, query: Vectors, metric: str) -> list[tuple[str, float]]:
+    """(key, score) of every row, best first, in double precision."""
+    rows, point = vectors.astype(np.float64), np.asarray(query, np.float64)
+    scores = ((rows - point) ** 2).sum(axis=1) if metric == "l2" else rows @ point
+    if metric == "cosine":
+        scores = scores / np.linalg.norm(rows, axis=1) / np.linalg.norm(point)
+    order = np.argsort(scores if metric == "l2" else -scores, kind="stable")
+    return [(keys[i], float(scores[i])) for i in order]
+
+
+def check(found: tuple[list[str], list[float]], expected: list[tuple[str, float]]) -> None:
+    keys, scores = found
+    assert keys == [key for key, _ in expected]
+    np.testing.assert_allclose(scores, [score for _, score in expected], rtol=1e-3, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def data() -> tuple[list[str], Vectors]:
+    keys = [f"key {i} é" for i in range(100)]
+    return keys, np.random.default_rng(7).normal(size=(100, DIM)).astype(np.float32)
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_the_neighbours_are_those_of_comparing_with_every_row(
+    tmp_path: Path, data: tuple[list[str], Vectors], metric: str, dtype: Any
+) -> None:
+    keys, vectors = data[0], data[1].astype(dtype)
+    index = build(tmp_path / "index", keys, vectors, metric)
+    assert (len(index), index.dim, index.metric) == (100, DIM, metric)
+    for query in np.random.default_rng(8).normal(size=(20, DIM)):
+        expected = brute_force(keys, vectors, query, metric)
+        check(index.search(query, 10), expected[:10])
+        check(index.search(query.tolist(), 1), expected[:1])
+        check(index.search(query, 100), expected)
+        check(index.search(query, 101), expected)
+        check(index.search(query, 100_000), expected)
+        left_out = frozenset([expected[0][0], expected[3][0], expected[99][0], "a stranger"])
+        left = [pair for pair in expected if pair[0] not in left_out]
+        check(index.search(query, 10, left_out), left[:10])
+        check(index.search(query, 500, left_out), left)
+        assert index.search(query, 5, frozenset(keys)) == ([], [])
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1e-12, 1e12, 1e25])
+def test_cosine_does_not_depend_on_length_however_small_or_large(
+    tmp_path: Path, data: tuple[list[str], Vectors], scale: float
+) -> None:
+    keys, vectors = data[0], (data[1].astype(np.float64) * scale).astype(np.float32)
+    plain, scaled = build(tmp_path / "plain", *data, "cosine"), build(tmp_path / "scaled", keys, vectors, "cosine")
+    query = np.random.default_rng(9).normal(size=DIM)
+    expected = brute_force(*data, query, "cosine")[:10]
+    check(scaled.search(query, 10), expected)
+    check(plain.search(query * scale, 10), expected)
+
+
+def test_zeros_have_no_direction_for_cosine(tmp_path: Path) -> None:
+    """As a row they are as far from everything; as a query they are refused, and only there."""
+    vectors = np.array([[0, 0], [1, 0]], np.float32)
+    index = build(tmp_path / "index", ["zero", "one"], vectors, "cosine")
+    assert index.search([1, 0], 2) == (["one", "zero"], [1.0, 0.0])
+    with pytest.raises(RequestError) as refused:
+        index.search([0, 0], 2)
+    assert refused.value.code == "bad_vector"
+    for metric in ("dot", "l2"):
+        assert build(tmp_path / metric, ["zero", "one"], vectors, metric).search([0, 0], 1)[1] == [0.0]
+
+
+def test_rows_without_a_vector_are_left_out_and_do_not_move_the_others(tmp_path: Path) -> None:
+    vectors = np.arange(10, dtype=np.float32).reshape(5, 2)
+    rows = [(pa.array(list("abcde")), column(vectors, frozenset([0, 3]))), (pa.array(["f"]), column(vectors[:1], frozenset([0])))]
+    assert build_index(tmp_path / "index", rows, 2, "l2") == 3
+    index = VectorIndex(tmp_path / "index")
+    for key, vector in (("b", vectors[1]), ("c", vectors[2]), ("e", vectors[4])):
+        assert index.search(vector, 1) == ([key], [0.0])
+    assert sorted(index.search([0, 0], 10)[0]) == ["b", "c", "e"]
+
+
+@pytest.mark.parametrize(
+    "rows", [[], [(pa.array(["a"]), column(np.ones((1, 2), np.float32), frozenset([0])))]], ids=["no rows", "nulls"]
+)
+@pytest.mark.parametrize("metric", METRICS)
+def test_an_empty_index_finds_nothing(tmp_path: Path, metric: str, rows: list[tuple[pa.Array, pa.Array]]) -> None:
+    assert build_index(tmp_path / "index", rows, 2, metric) == 0
+    index = VectorIndex(tmp_path / "index")
+    assert len(index) == 0
+    assert index.search([1, 2], 10) == ([], [])
+    assert index.search([1, 2], 10, frozenset(["a"])) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "vector",
+    [
+        [],
+        [1.0] * 7,
+        [1.0] * 9,
+        [[1.0] * 4],
+        [[1.0] * 8] * 2,
+        1.0,
+        [np.nan] + [1.0] * 7,
+        [1.0] * 7 + [np.inf],
+        [-np.inf] * 8,
+        [1e300] * 8,
+    ],
+    ids=lambda v: repr(v)[:16],
+)
+def test_a_vector_of_another_length_or_not_finite_is_refused(
+    tmp_path: Path, data: tuple[list[str], Vectors], vector: Any
+) -> None:
+    index = build(tmp_path / "index", *data, "cosine")
+    with pytest.raises(RequestError) as refused:
+        index.search(vector, 3)
+    assert refused.value.code == "bad_vector"
+
+
+@pytest.mark.parametrize("vector", [["a"] * 8, [None] * 8, [[1.0], [1.0, 2.0]], "abcdefgh", {}], ids=repr)
+def test_what_is_no_vector_at_all_is_refused(tmp_path: Path, data: tuple[list[str], Vectors], vector: Any) -> None:
+    with pytest.raises(RequestError):
+        build(tmp_path / "index", *data, "dot").search(vector, 3)
+
+
+# ---- files
+
+
+def small(folder: Path, metric: str = "cosine") -> VectorIndex:
+    return build(folder, ["a", "b", "c"], np.array([[1, 2], [3, 1], [-5, 9]], np.float32), metric)
+
+
+def test_an_index_that_is_built_again_is_replaced_whole(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "index"
+    old = small(folder)
+    (folder / "stray").write_text("x")
+    new = build(folder, ["z"], np.ones((1, 2), np.float32), "l2")
+    assert new.search([1, 1], 5) == (["z"], [0.0])
+    assert old.search([1, 2], 1)[0] == ["a"]  # whoever has the old one open goes on with it
+    assert sorted(p.name for p in folder.iterdir()) == ["keys.arrow", "meta.json", "vectors.faiss"]
+    assert [p.name for p in folder.parent.iterdir()] == ["index"]
+
+
+def test_an_index_that_fails_on_the_way_leaves_the_one_that_is_there(tmp_path: Path) -> None:
+    small(tmp_path / "index")
+
+    def rows() -> Iterator[tuple[pa.Array, pa.Array]]:
+        yield pa.array(["x"]), column(np.ones((1, 2), np.float32))
+        raise KeyError("source")
+
+    with pytest.raises(KeyError):
+        build_index(tmp_path / "index", rows(), 2, "cosine")
+    assert [p.name for p in tmp_path.iterdir()] == ["index"]
+    assert VectorIndex(tmp_path / "index").search([1, 2], 1)[0] == ["a"]
+
+
+@pytest.mark.parametrize("name", ["vectors.faiss", "keys.arrow", "meta.json"])
+def test_a_missing_or_cut_file_is_refused_at_every_length(tmp_path: Path, name: str) -> None:
+    small(tmp_path)
+    path = tmp_path / name
+    whole = path.read_bytes()
+    for damaged in [*(whole[:n] for n in range(len(whole))), whole + b"x"]:
+        path.write_bytes(damaged)
+        with pytest.raises(VectorIndexError, match="publish the view again"):
+            VectorIndex(tmp_path)
+    path.unlink()
+    with pytest.raises(VectorIndexError, match="publish the view again"):
+        VectorIndex(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["vectors.faiss", "keys.arrow", "meta.json"])
+def test_a_flipped_byte_is_refused_or_changes_no_answer(tmp_path: Path, name: str) -> None:
+    expected = small(tmp_path).search([2.0, 7.0], 3)
+    path = tmp_path / name
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        for flip in (0x01, 0x20, 0x80):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ flip]) + whole[at + 1 :])
+            try:
+                index = VectorIndex(tmp_path)
+            except VectorIndexError:
+                continue
+            assert name == "meta.json", f"byte {at} flipped and not noticed"
+            assert (index.search([2.0, 7.0], 3), index.metric) == (expected, "cosine"), f"byte {at}: {path.read_bytes()!r}"
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        [],
+        None,
+        7,
+        {},
+        {"sha256": {}},
+        {"sha256": []},
+        {"metric": "cosine", "sha256": {}},
+        {"metric": "cosine", "sha256": {"meta.json": "0"}},
+    ],
+)
+def test_a_meta_file_that_vouches_for_nothing_is_refused(tmp_path: Path, meta: Any) -> None:
+    small(tmp_path)
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(VectorIndexError):
+        VectorIndex(tmp_path)
+
+
+def test_files_of_two_indexes_do_not_mix(tmp_path: Path) -> None:
+    small(tmp_path / "one")
+    build(tmp_path / "two", ["x", "y", "z"], np.ones((3, 2), np.float32), "cosine")
+    for name in ("vectors.faiss", "keys.arrow"):
+        own = (tmp_path / "one" / name).read_bytes()
+        (tmp_path / "one" / name).write_bytes((tmp_path / "two" / name).read_bytes())
+        with pytest.raises(VectorIndexError, match=f"{name} differs from its checksum"):
+            VectorIndex(tmp_path / "one")
+        (tmp_path / "one" / name).write_bytes(own)
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+import numpy as np, pyarrow as pa
+from store.errors import SnapshotError
+from store.vector_index import build_index
+folder = Path(sys.argv[1])
+rows = [(pa.array(["k%d" % i for i in range(3000)]), pa.FixedSizeListArray.from_arrays(pa.array(np.ones(6000, np.float32)), 2))]
+for size in map(int, sys.argv[2:]):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    try:
+        build_index(folder, rows, 2, "cosine")
+        print("built")
+    except SnapshotError as exc:
+        print(exc)
+"""
+
+
+def test_a_full_disk_is_told_and_leaves_the_index_that_is_there(tmp_path: Path) -> None:
+    small(tmp_path / "index")
+    sizes = ["0", "10", "20000", "26000"]
+    command = [sys.executable, "-c", FULL_DISK, str(tmp_path / "index"), *sizes]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    outcomes = done.stdout.splitlines()
+    assert len(outcomes) == len(sizes)
+    for outcome in outcomes:
+        assert "index" in outcome
+        assert "the live snapshot is untouched" in outcome
+    assert [p.name for p in tmp_path.iterdir()] == ["index"]
+    assert VectorIndex(tmp_path / "index").search([1, 2], 1)[0] == ["a"]
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(SnapshotError, match="cannot write"):
+        build_index(tmp_path / "file" / "index", [], 2, "l2")
+    with pytest.raises(VectorIndexError):
+        VectorIndex(tmp_path / "file" / "index")

@@ -1,0 +1,177 @@
+"""The house's plan, held: which room imports which, one seam for each outside library, and nothing that runs what it reads."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("store", "precompute", "jobs")
+FILES = sorted(str(path.relative_to(ROOT)) for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+
+SEAMS = {
+    "torch": {
+        "precompute/models/text_encoder.py",
+        "precompute/models/top_k.py",
+        "precompute/models/two_tower.py",
+    },
+    "transformers": {"precompute/models/text_encoder.py"},
+    "tokenizers": {"precompute/models/text_encoder.py"},
+    "safetensors": {"precompute/models/two_tower.py"},
+    "duckdb": {"precompute/source.py", "jobs/demo/__main__.py", "jobs/demo/data.py"},
+    "redis": {"store/redis_store.py"},
+    "lmdb": {"store/lmdb_store.py"},
+    "faiss": {"store/vector_index.py"},
+    "apscheduler": {"jobs/cron.py", "jobs/schedule.py"},
+    "uvicorn": {"jobs/serve.py"},
+    "starlette": {"store/api/app.py"},
+    "msgspec": {"store/api/wire.py"},
+    "prometheus_client": {"store/api/metrics.py"},
+    "pydantic": {"jobs/config.py", "jobs/config_file.py"},
+    "yaml": {"jobs/config_file.py"},
+    "rich": {"jobs/progress.py"},
+}
+"""Outside library → the only files that may import it."""
+
+UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "jsonpickle"}
+UNSAFE_NAMES = {"eval", "exec", "compile", "__import__"}
+UNSAFE_CALLS = {"torch.load", "torch.hub.load", "yaml.unsafe_load", "yaml.full_load", "os.system", "os.popen"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, by its full name, and the line."""
+
+    module: str
+    line: int
+
+
+@cache
+def tree(file: str) -> ast.Module:
+    return ast.parse((ROOT / file).read_text(encoding="utf-8"), file)
+
+
+def module_of(file: str) -> str:
+    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+MODULES = {module_of(file): file for file in FILES}
+
+
+def imports(file: str) -> Iterator[Import]:
+    """Every import anywhere in the file, inside functions too; ``from a import b`` is a.b where that is a module of ours."""
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, node.lineno)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno}: imports are absolute"
+            assert node.module is not None
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield Import(inner if inner in MODULES else node.module, node.lineno)
+
+
+def dotted(node: ast.expr) -> str:
+    """``a.b.c`` of an attribute or name, else an empty text."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        before = dotted(node.value)
+        return f"{before}.{node.attr}" if before else ""
+    return ""
+
+
+def calls(file: str) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(tree(file)) if isinstance(node, ast.Call))
+
+
+def test_there_is_something_to_look_at() -> None:
+    assert len(FILES) > 30
+    assert {"store.lookup", "precompute.runner", "jobs.cli", "store.api.app"} <= set(MODULES)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_imports_run_one_way(file: str) -> None:
+    room = file.partition("/")[0]
+    for found in imports(file):
+        target = found.module.partition(".")[0]
+        where = f"{file}:{found.line} imports {found.module}"
+        assert target not in ("tests", "benchmarks"), where
+        if room == "store" and target in ROOMS:
+            assert target == "store", f"{where}: the store knows nothing of the other rooms"
+        if room == "precompute" and target in ROOMS and target != "precompute":
+            assert found.module in ("store.feature_view", "store.errors"), (
+                f"{where}: of the store, models know the view and the errors"
+            )
+
+
+def test_no_module_imports_itself_by_any_way_round() -> None:
+    graph = {module: {i.module for i in imports(file)} & set(MODULES) for module, file in MODULES.items()}
+    done: set[str] = set()
+
+    def walk(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, f"a circle: {' → '.join((*path[path.index(module) :], module))}"
+        if module not in done:
+            for target in sorted(graph[module]):
+                walk(target, (*path, module))
+            done.add(module)
+
+    for module in sorted(graph):
+        walk(module, ())
+
+
+@pytest.mark.parametrize("library", SEAMS)
+def test_an_outside_library_is_imported_only_at_its_seam(library: str) -> None:
+    users = {file for file in FILES if any(found.module.partition(".")[0] == library for found in imports(file))}
+    assert users == SEAMS[library]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_nothing_that_is_read_is_run(file: str) -> None:
+    for found in imports(file):
+        assert found.module.partition(".")[0] not in UNSAFE_MODULES, f"{file}:{found.line}: {found.module}"
+    for call in calls(file):
+        name, where = dotted(call.func), f"{file}:{call.lineno}: {dotted(call.func)}"
+        assert name.removeprefix("builtins.") not in UNSAFE_NAMES, where
+        assert name not in UNSAFE_CALLS, where
+        for keyword in call.keywords:
+            permits = isinstance(keyword.value, ast.Constant) and keyword.value.value is True
+            assert keyword.arg not in ("allow_pickle", "trust_remote_code", "shell") or not permits, (
+                f"{where}({keyword.arg}=True)"
+            )
+        if name in ("yaml.load", "yaml.load_all"):
+            given = [*call.args[1:2], *(k.value for k in call.keywords if k.arg == "Loader")]
+            assert given, where
+            assert is_safe_loader(file, dotted(given[0])), where
+
+
+def is_safe_loader(file: str, name: str) -> bool:
+    """Whether a name is YAML's safe loader, or a class of the same file that inherits from it."""
+    if name in ("yaml.SafeLoader", "yaml.CSafeLoader"):
+        return True
+    bases = [dotted(b) for node in tree(file).body if isinstance(node, ast.ClassDef) and node.name == name for b in node.bases]
+    return bool(bases) and all(is_safe_loader(file, base) for base in bases)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_module_public_function_and_class_says_what_it_is(file: str) -> None:
+    module = tree(file)
+    assert ast.get_docstring(module) or not module.body, f"{file} has no docstring"
+    for node in module.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            assert ast.get_docstring(node), f"{file}:{node.lineno}: {node.name} has no docstring"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_public_method_says_what_it_does(file: str) -> None:
+    for owner in tree(file).body:
+        if isinstance(owner, ast.ClassDef) and not owner.name.startswith("_"):
+            for node in owner.body:
+                if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not node.name.startswith("_"):
+                    assert ast.get_docstring(node), f"{file}:{node.lineno}: {owner.name}.{node.name} has no docstring"
