@@ -51,6 +51,7 @@ class ViewFallback:
         self._pointers: dict[tuple[str, int], Pointer] = {}
         self._ready: dict[str, int] = {}
         self._lock = threading.Lock()
+        self._logged_at, self._unlogged = 0.0, 0
         self._batcher: MicroBatcher[_Request, Computed] = MicroBatcher(self._run, _refusal)
 
     def submit(
@@ -119,7 +120,22 @@ class ViewFallback:
         except PrecomputeError as exc:
             log.error("fallback of view %r: %s", pointer.view.name, exc)
             results = [Miss(Reason.MODEL_ERROR, str(exc))] * len(requests)
+        except BaseException as exc:  # a user's model may raise anything, sys.exit() included
+            log.exception("fallback of view %r failed", pointer.view.name)
+            results = [Miss(Reason.MODEL_ERROR, f"{type(exc).__name__}: {exc}")] * len(requests)
+        for (key, _), result in zip(requests, results, strict=True):
+            if isinstance(result, Miss) and result.reason is Reason.MODEL_ERROR:
+                self._log_failure(pointer.view.name, key, result)
         return results
+
+    def _log_failure(self, view: str, key: str, miss: Miss) -> None:
+        """A line for the operator, at most one a second: a broken model fails every request."""
+        now = time.monotonic()
+        self._unlogged += 1
+        if now - self._logged_at >= 1.0:
+            more = f" (and {self._unlogged - 1} more since the last line)" if self._unlogged > 1 else ""
+            log.error("fallback of view %r, key %r: %s%s", view, key[:80], miss, more)
+            self._logged_at, self._unlogged = now, 0
 
     def _compute(self, opened: OpenView, tables: list[tuple[list[int], pa.Table]], results: list[Computed | Exception]) -> None:
         positions = [i for rows, _ in tables for i in rows]

@@ -19,7 +19,7 @@ from jobs.progress import Progress
 from jobs.report import Report
 from store.codec import Buffer, RowCodec
 from store.entity_key import key_column
-from store.errors import OnlineStoreError, SnapshotError
+from store.errors import DamagedPointerError, OnlineStoreError, SnapshotError
 from store.offline_store import OfflineStore, utc_now
 from store.online_store import OnlineStore, Pointer
 from store.snapshot import Snapshot
@@ -67,7 +67,12 @@ def publish(
             raise SnapshotError(f"view {view!r} has no snapshot yet: run `precompute run {view}`")
         number = numbers[-1]
     snapshot = store.snapshot(view, number)
-    ref, current = store.live(view), online.live(view)
+    ref = store.live(view)
+    try:
+        current = online.live(view)
+    except DamagedPointerError as exc:
+        log.warning("%s; it is written anew", exc)
+        current = None
     report.snapshot, report.model = number, snapshot.model
     if ref is not None and current is not None and (ref.snapshot, ref.epoch) == (number, current.epoch):
         report.status, report.epoch = "current", ref.epoch

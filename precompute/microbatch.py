@@ -75,6 +75,7 @@ class MicroBatcher(Generic[Payload, Result]):
                 flight.deadline = max(flight.deadline, deadline)
                 return flight.future
             flight = _Flight(group, key, payload, deadline)
+            flight.future.set_running_or_notify_cancel()  # shared by its callers: none can cancel it for the others
             if self._closed or len(self._waiting) >= self._max_queue:
                 flight.future.set_exception(self._refuse("shed"))
                 return flight.future
@@ -123,9 +124,11 @@ class MicroBatcher(Generic[Payload, Result]):
         results: Sequence[Result | Exception]
         try:
             results = self._run(batch[0].group, [flight.payload for flight in batch])
-        except Exception as exc:  # the thread must outlive any model; its callers get the error
+            if len(results) != len(batch):
+                raise RuntimeError(f"{len(results)} results for {len(batch)} requests")
+        except BaseException as exc:  # the thread must outlive any model, sys.exit() included; its callers get the error
             log.exception("fallback: a batch of %d failed", len(batch))
-            results = [exc] * len(batch)
+            results = [exc if isinstance(exc, Exception) else RuntimeError(f"{type(exc).__name__}: {exc}")] * len(batch)
         with self._changed:
             for flight, result in zip(batch, results, strict=True):
                 self._land(flight, result)

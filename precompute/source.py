@@ -208,9 +208,8 @@ class Source:
         Raises:
             SourceError: the source cannot be read.
         """
-        with _translated():
-            with self._connection.cursor() as cursor:
-                return cursor.sql(f"SELECT * FROM ({self._sql}) LIMIT {int(rows)}").to_arrow_table()
+        with _translated(), self._connection.cursor() as cursor:
+            return cursor.sql(f"SELECT * FROM ({self._sql}) LIMIT {int(rows)}").to_arrow_table()
 
     def table(self, sql: str) -> pa.Table:
         """A whole query, for a model's ``{sql: …}`` argument; it must fit in memory.

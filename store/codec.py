@@ -207,25 +207,28 @@ class RowCodec:
 
     def _records(self, found: Sequence[Buffer]) -> tuple[_U1, _I8, npt.NDArray[Any]]:
         width = self.fixed_bytes
-        data = np.frombuffer(b"".join(found), np.uint8)
-        if not self._slots and len(data) == width * len(found):
+        if not self._slots:
+            if set(map(len, found)) - {width}:
+                raise _damaged("does not have the size of its view's rows")
+            data = np.frombuffer(b"".join(found), np.uint8)
             starts = _NO_STARTS  # only the variable part asks for them
             record = data.view(self._dtype) if found else np.empty(0, self._dtype)
         else:
             sizes = np.fromiter(map(len, found), np.int64, len(found))
             if len(sizes) and sizes.min() < width:
-                raise OnlineStoreError(
-                    f"a packed row of {sizes.min()} bytes is cut short: at least {width} expected; publish again"
-                )
+                raise _damaged("is cut short")
+            data = np.frombuffer(b"".join(found), np.uint8)
             starts = np.cumsum(sizes) - sizes
-            record = (
-                data[(starts[:, None] + np.arange(width)).reshape(-1)].view(self._dtype) if found else np.empty(0, self._dtype)
-            )
-            expected = sum((record[name].astype(np.int64) for _, name in self._slots), np.full(len(found), width, np.int64))
+            record = np.empty(0, self._dtype)
+            if found:
+                record = data[(starts[:, None] + np.arange(width)).reshape(-1)].view(self._dtype)
+            expected = np.full(len(found), width, np.int64)
+            for _, name in self._slots:
+                expected += record[name]
             if not np.array_equal(expected, sizes):
-                raise OnlineStoreError("a packed row does not have the size its own fields tell; publish the view again")
+                raise _damaged("does not have the size its own fields tell")
         if len(record) and not (record["tag"] == self.schema_tag).all():
-            raise OnlineStoreError("a packed row was written for another schema than the live snapshot's; publish the view again")
+            raise _damaged("was written for another schema than the live snapshot's")
         return data, starts, record
 
     def _column(self, i: int, data: _U1, starts: _I8, record: npt.NDArray[Any], present: npt.NDArray[np.bool_]) -> pa.Array:
@@ -265,11 +268,18 @@ class RowCodec:
             return _strings(blob, sizes, mask)
         if _is_string_list(f):
             lengths_blob, lengths_sizes = parts[0]
-            items = _strings(blob, lengths_blob.view("<u4").astype(np.int64), None)
-            counts = lengths_sizes // 4
+            if (lengths_sizes % 4).any():
+                raise _damaged("has a list that is no whole number of items")
+            lengths, counts = lengths_blob.view("<u4").astype(np.int64), lengths_sizes // 4
+            ends = np.concatenate(([0], np.cumsum(lengths)))
+            if not np.array_equal(np.diff(ends[np.concatenate(([0], np.cumsum(counts)))]), sizes):
+                raise _damaged("has a list whose items do not add up")
+            items = _strings(blob, lengths, None)
         else:
-            items = pa.array(blob.view(_NUMPY[f.dtype]))
-            counts = sizes // np.dtype(_NUMPY[f.dtype]).itemsize
+            itemsize = np.dtype(_NUMPY[f.dtype]).itemsize
+            if (sizes % itemsize).any():
+                raise _damaged("has a list that is no whole number of items")
+            items, counts = pa.array(blob.view(_NUMPY[f.dtype])), sizes // itemsize
         return pa.ListArray.from_arrays(pa.array(_offsets(counts)), items, type=self._arrow_types[i], mask=mask)
 
     # ---- bytes → Python, one row
@@ -280,11 +290,12 @@ class RowCodec:
         Raises:
             OnlineStoreError: as :meth:`decode`.
         """
-        if len(value) < self.fixed_bytes:
-            raise OnlineStoreError(f"a packed row of {len(value)} bytes is cut short; publish the view again")
+        size = len(value)
+        if size < self.fixed_bytes or (size != self.fixed_bytes and not self._slots):
+            raise _damaged("does not have the size of its view's rows")
         unpacked = self._struct.unpack_from(value)
         if unpacked[2] != self.schema_tag:
-            raise OnlineStoreError("a packed row was written for another schema than the live snapshot's; publish the view again")
+            raise _damaged("was written for another schema than the live snapshot's")
         variable = self._variable_values(value, unpacked) if self._slots else {}
         nulls = unpacked[3]
         row: dict[str, Any] = {}
@@ -302,27 +313,22 @@ class RowCodec:
     def _variable_values(self, value: Buffer, unpacked: tuple[Any, ...]) -> dict[int, Any]:
         values: dict[int, Any] = {}
         position = self.fixed_bytes
+        data = bytes(value)
         for i, f in enumerate(self.features):
             if not _is_variable(f):
                 continue
             at = self._positions[i]
             sizes = unpacked[at : at + (2 if _is_string_list(f) else 1)]
-            if position + sum(sizes) > len(value):
-                raise OnlineStoreError("a packed row does not have the size its own fields tell; publish the view again")
-            if f.max_items is None:
-                values[i] = bytes(value[position : position + sizes[0]]).decode()
-            elif _is_string_list(f):
-                lengths = struct.unpack_from(f"<{sizes[0] // 4}I", value, position)
-                text, start = bytes(value[position + sizes[0] : position + sizes[0] + sizes[1]]), 0
-                items = []
-                for length in lengths:
-                    items.append(text[start : start + length].decode())
-                    start += length
-                values[i] = items
-            else:
-                count = sizes[0] // np.dtype(_NUMPY[f.dtype]).itemsize
-                values[i] = struct.unpack_from(f"<{count}{_STRUCT[f.dtype]}", value, position)
-            position += sum(sizes)
+            end = position + sum(sizes)
+            if end > len(data):
+                raise _damaged("does not have the size its own fields tell")
+            try:
+                values[i] = _one_value(f, data[position:end], sizes)
+            except (UnicodeDecodeError, struct.error) as exc:
+                raise _damaged(f"has a {f.name} that cannot be read ({exc})") from exc
+            position = end
+        if position != len(data):
+            raise _damaged("does not have the size its own fields tell")
         return values
 
     def _index(self, name: str) -> int:
@@ -330,6 +336,29 @@ class RowCodec:
             if f.name == name:
                 return i
         raise KeyError(name)
+
+
+def _one_value(f: Feature, data: bytes, sizes: Sequence[int]) -> Any:
+    """One string or list from its bytes."""
+    if f.max_items is None:
+        return data.decode()
+    if not _is_string_list(f):
+        count, rest = divmod(len(data), np.dtype(_NUMPY[f.dtype]).itemsize)
+        if rest:
+            raise _damaged("has a list that is no whole number of items")
+        return struct.unpack(f"<{count}{_STRUCT[f.dtype]}", data)
+    lengths = struct.unpack(f"<{sizes[0] // 4}I", data[: sizes[0]])
+    if sum(lengths) != sizes[1]:
+        raise _damaged("has a list whose items do not add up")
+    items, start = [], sizes[0]
+    for length in lengths:
+        items.append(data[start : start + length].decode())
+        start += length
+    return items
+
+
+def _damaged(what: str) -> OnlineStoreError:
+    return OnlineStoreError(f"a packed row {what}; publish the view again")
 
 
 def _is_variable(f: Feature) -> bool:
@@ -379,9 +408,14 @@ def _string_bytes(column: pa.Array) -> tuple[_U1, _I8]:
 
 def _strings(blob: _U1, lengths: _I8, mask: pa.Array | None) -> pa.Array:
     validity = None if mask is None else pc.invert(mask).buffers()[1]
-    return pa.Array.from_buffers(
+    strings = pa.Array.from_buffers(
         pa.string(), len(lengths), [validity, pa.py_buffer(_offsets(lengths)), pa.py_buffer(np.ascontiguousarray(blob))]
     )
+    try:
+        strings.validate(full=True)  # UTF-8 and all: Arrow takes on trust what is built from buffers
+    except pa.ArrowInvalid as exc:
+        raise _damaged(f"has text that cannot be read ({exc})") from exc
+    return strings
 
 
 def _offsets(lengths: _I8) -> npt.NDArray[np.int32]:

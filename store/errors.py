@@ -8,6 +8,7 @@
     ├── SnapshotError               a snapshot is missing, incomplete or damaged
     ├── ConflictError               somebody else moved the pointer, or holds the lock
     ├── OnlineStoreError            the online store cannot be reached, or refused a command
+    │   └── DamagedPointerError     its pointer cannot be read; publishing mends it
     ├── VectorIndexError            the vector index is missing, damaged or does not fit
     └── RequestError                a lookup or search that cannot be answered as asked     (HTTP 4xx)
 
@@ -48,6 +49,10 @@ class ConflictError(PrecomputeError):
 
 class OnlineStoreError(PrecomputeError):
     """The online store cannot be reached or refused a command."""
+
+
+class DamagedPointerError(OnlineStoreError):
+    """What the online store holds as a view's pointer cannot be read; publishing the view writes it anew."""
 
 
 class VectorIndexError(PrecomputeError):

@@ -21,7 +21,7 @@ import lmdb
 
 from store.codec import Buffer
 from store.durable_file import disk_message, locked, replace_durably, sync_file, sync_folder
-from store.errors import OnlineStoreError
+from store.errors import DamagedPointerError, OnlineStoreError
 from store.feature_view import NAME
 from store.online_store import OnlineStore, Pointer, Rows, check_epoch, check_loaded, check_not_live
 
@@ -124,7 +124,14 @@ class LmdbStore(OnlineStore):
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as exc:
-            raise OnlineStoreError(f"{path} is damaged ({exc}); publish the view again") from exc
+            raise DamagedPointerError(f"{path} is damaged ({exc}); publish the view again") from exc
+
+    def _readable(self, view: str) -> Pointer | None:
+        """The pointer, or None when there is none or it is damaged: what a writer needs, who will replace it."""
+        try:
+            return self._pointer(view)
+        except DamagedPointerError:
+            return None
 
     def read_generation(self, view: str, generation: int, keys: Sequence[bytes]) -> list[Buffer | None]:
         """See :meth:`OnlineStore.read_generation`."""
@@ -150,7 +157,7 @@ class LmdbStore(OnlineStore):
 
     def load(self, view: str, generation: int, rows: Rows) -> int:
         """See :meth:`OnlineStore.load`."""
-        check_not_live(self._pointer(view), view, generation)
+        check_not_live(self._readable(view), view, generation)
         path = self._path(view, generation)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
@@ -181,14 +188,14 @@ class LmdbStore(OnlineStore):
         check_loaded(pointer, self.generations(pointer.view.name))
         try:
             with locked(folder / ".lock"):
-                check_epoch(self._pointer(pointer.view.name), pointer)
+                check_epoch(self._readable(pointer.view.name), pointer)
                 replace_durably(folder / "live.json", pointer.to_bytes())
         except OSError as exc:
             raise OnlineStoreError(disk_message(folder / "live.json", exc)) from exc
 
     def drop(self, view: str, generation: int) -> None:
         """See :meth:`OnlineStore.drop`."""
-        check_not_live(self._pointer(view), view, generation)
+        check_not_live(self._readable(view), view, generation)
         try:
             self._path(view, generation).unlink(missing_ok=True)
         except OSError as exc:

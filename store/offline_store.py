@@ -77,6 +77,8 @@ class OfflineStore:
         except FileNotFoundError as exc:
             have = ", ".join(map(str, self.numbers(view))) or "none"
             raise SnapshotError(f"view {view!r} has no snapshot {number} under {self.root} (it has: {have})") from exc
+        except OSError as exc:
+            raise SnapshotError(f"{path} cannot be read: {exc.strerror or exc}") from exc
         return Snapshot.from_bytes(data, str(path))
 
     def live(self, view: str) -> LiveRef | None:
@@ -90,6 +92,8 @@ class OfflineStore:
             return LiveRef(**json.loads(path.read_bytes()))
         except FileNotFoundError:
             return None
+        except OSError as exc:
+            raise SnapshotError(f"{path} cannot be read: {exc.strerror or exc}") from exc
         except (ValueError, TypeError) as exc:
             raise SnapshotError(f"{path} is damaged ({exc}); publish the view again to write it anew") from exc
 
@@ -208,13 +212,13 @@ class OfflineStore:
             while True:
                 number = max(self.numbers(snapshot.view.name), default=0) + 1
                 numbered = replace(snapshot, number=number)
-                write_durably(temporary, numbered.to_bytes())
                 try:
+                    write_durably(temporary, numbered.to_bytes())
                     os.link(temporary, self._manifest_path(snapshot.view.name, number))
                 except FileExistsError:
                     continue
                 finally:
-                    temporary.unlink()
+                    temporary.unlink(missing_ok=True)
                 sync_folder(folder)
                 return numbered
         except OSError as exc:

@@ -15,14 +15,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
-from urllib.parse import parse_qs, urlsplit, urlunsplit
+from urllib.parse import unquote
 
 import redis
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
 from store.codec import Buffer
-from store.errors import ConfigError, OnlineStoreError
+from store.errors import ConfigError, DamagedPointerError, OnlineStoreError
 from store.feature_view import NAME
 from store.online_store import OnlineStore, Pointer, Rows, check_not_live, stale_epoch
 
@@ -59,7 +59,7 @@ class RedisStore(OnlineStore):
 
     def __init__(self, url: str, timeout_s: float = 5.0) -> None:
         url, self._prefix = _split_prefix(url)
-        self._where = _without_password(url)
+        self._where = _without_secrets(url)
         try:
             self._redis = redis.Redis.from_url(
                 url,
@@ -67,8 +67,11 @@ class RedisStore(OnlineStore):
                 socket_connect_timeout=timeout_s,
                 retry=Retry(ExponentialBackoff(cap=0.1, base=0.01), 2),
             )
-        except (ValueError, redis.RedisError) as exc:
-            raise ConfigError(f"online: {self._where} is not a Redis URL ({exc}); write redis://host:6379/0") from exc
+        except (ValueError, TypeError, redis.RedisError) as exc:
+            # not the library's words: they may hold a part of the password
+            raise ConfigError(
+                f"online: {self._where} is not a Redis URL; write redis://host:6379/0 or unix:///path?db=0"
+            ) from exc
         self._seen: dict[str, tuple[bytes, Pointer]] = {}
         self._flip_script: str | None = None
 
@@ -109,10 +112,17 @@ class RedisStore(OnlineStore):
         try:
             self._seen[view] = (_bytes(version), Pointer.from_bytes(_bytes(body)))
         except (ValueError, KeyError, TypeError) as exc:
-            raise OnlineStoreError(
+            raise DamagedPointerError(
                 f"the pointer of {view!r} in {self._where} is damaged ({exc}); publish the view again"
             ) from exc
         return self._seen[view]
+
+    def _readable(self, view: str) -> Pointer | None:
+        """The pointer, or None when there is none or it is damaged: what a writer needs, who will replace it."""
+        try:
+            return self.live(view)
+        except DamagedPointerError:
+            return None
 
     def read_generation(self, view: str, generation: int, keys: Sequence[bytes]) -> list[Buffer | None]:
         """See :meth:`OnlineStore.read_generation`."""
@@ -138,11 +148,12 @@ class RedisStore(OnlineStore):
 
     def load(self, view: str, generation: int, rows: Rows) -> int:
         """See :meth:`OnlineStore.load`."""
-        check_not_live(self.live(view), view, generation)
+        check_not_live(self._readable(view), view, generation)
         meta, prefix = self._meta(view), self._data_prefix(view, generation)
         with self._translated(f"load generation {generation} of {view!r}"):
             if self._redis.hexists(meta, f"loading:{generation}") or self._redis.hexists(meta, f"rows:{generation}"):
                 self._unlink(view, generation)
+            self._redis.sadd(f"{self._prefix}:views", view)  # here, where memory is needed anyway, and not in the flip
             self._redis.hset(meta, f"loading:{generation}", 1)
             self._redis.hdel(meta, f"rows:{generation}")
         count = 0
@@ -163,10 +174,11 @@ class RedisStore(OnlineStore):
     def _send(self, keys: list[bytes], values: Sequence[Buffer]) -> int:
         """One round trip of MSETs; returns how many of the keys are new, as Redis counts them."""
         pipe = self._redis.pipeline(transaction=False)
-        pipe.exists(*keys)
+        distinct = list(dict.fromkeys(keys))
+        pipe.exists(*distinct)
         for start in range(0, len(keys), MSET_KEYS):
             pipe.mset(dict(zip(keys[start : start + MSET_KEYS], map(bytes, values[start : start + MSET_KEYS]), strict=True)))
-        pipe.exists(*keys)
+        pipe.exists(*distinct)
         before, *_, after = pipe.execute()
         return int(after) - int(before)
 
@@ -177,8 +189,6 @@ class RedisStore(OnlineStore):
             if self._flip_script is None:
                 major = int(str(self._redis.info("server")["redis_version"]).split(".")[0])
                 self._flip_script = (_ALLOW_OOM if major >= 7 else "") + _FLIP
-            if not self._redis.sismember(f"{self._prefix}:views", view):
-                self._redis.sadd(f"{self._prefix}:views", view)
             version = f"{pointer.epoch}:{pointer.at}"
             answer = self._redis.eval(self._flip_script, 1, self._meta(view), pointer.epoch, version, pointer.to_bytes())
         if answer == -1:
@@ -190,7 +200,7 @@ class RedisStore(OnlineStore):
 
     def drop(self, view: str, generation: int) -> None:
         """See :meth:`OnlineStore.drop`."""
-        check_not_live(self.live(view), view, generation)
+        check_not_live(self._readable(view), view, generation)
         with self._translated(f"drop generation {generation} of {view!r}"):
             self._unlink(view, generation)
 
@@ -233,18 +243,21 @@ class RedisStore(OnlineStore):
 
 
 def _split_prefix(url: str) -> tuple[str, str]:
-    parts = urlsplit(url)
-    query = parse_qs(parts.query)
-    prefix = query.pop("prefix", ["precompute"])[0]
-    if not NAME.match(prefix):
-        raise ConfigError(f"online: prefix {prefix!r} is not a name (lower-case letters, digits and _); write ?prefix=movielens")
-    rest = "&".join(f"{k}={v}" for k, values in query.items() for v in values)
-    return urlunsplit(parts._replace(query=rest)), prefix
+    base, _, query = url.partition("?")
+    options = query.split("&") if query else []
+    prefixes = [unquote(o.removeprefix("prefix=")) for o in options if o.startswith("prefix=")] or ["precompute"]
+    if not NAME.match(prefixes[-1]):
+        raise ConfigError(
+            f"online: prefix {prefixes[-1]!r} is not a name (lower-case letters, digits and _); write ?prefix=movielens"
+        )
+    rest = "&".join(o for o in options if not o.startswith("prefix="))
+    return base + (f"?{rest}" if rest else ""), prefixes[-1]
 
 
-def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+def _without_secrets(url: str) -> str:
+    """The URL for messages: no user, no password, no query."""
+    scheme, separator, rest = url.partition("?")[0].partition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2]}"
 
 
 def _escape_glob(text: bytes) -> bytes:

@@ -32,7 +32,7 @@ SEAMS = {
     "starlette": {"store/api/app.py"},
     "msgspec": {"store/api/wire.py"},
     "prometheus_client": {"store/api/metrics.py"},
-    "pydantic": {"jobs/config.py", "jobs/config_file.py"},
+    "pydantic": {"jobs/config.py"},
     "yaml": {"jobs/config_file.py"},
     "rich": {"jobs/progress.py"},
 }

@@ -8,6 +8,7 @@ import json
 import random
 import re
 import socket
+import struct
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from email.utils import parsedate_to_datetime
@@ -72,6 +73,29 @@ def arrow_table(table: pa.Table, compression: str | None = None) -> bytes:
     with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
         writer.write_table(table)
     return bytes(sink.getvalue())
+
+
+def arrow_compressed_as_of_old(keys: list[str], codec: str) -> bytes:
+    """A compressed stream as Arrow 0.15 wrote it and every later version still reads: metadata version 4, whose batch names its codec
+    in the message's own metadata instead of the record batch's ``compression`` field."""
+    sink, batch = pa.BufferOutputStream(), pa.record_batch({"key": pa.array(keys)})
+    with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression=codec)) as writer:
+        writer.write_batch(batch, custom_metadata={"ARROW:experimental_compression": codec})
+    body = bytearray(sink.getvalue())
+
+    def number(kind: str, at: int) -> int:
+        return int(struct.unpack_from(kind, body, at)[0])
+
+    def slot(table: int, field: int) -> int:  # of a flatbuffer's table: where its vtable says the field is
+        return table - number("<i", table) + 4 + 2 * field
+
+    prefix = 8  # of each message: a marker and the length of its metadata
+    start = prefix + number("<i", 4) + prefix
+    message = start + number("<I", start)
+    header = message + number("<H", slot(message, 2))
+    struct.pack_into("<h", body, message + number("<H", slot(message, 0)), 3)
+    struct.pack_into("<H", body, slot(header + number("<I", header), 3), 0)
+    return bytes(body)
 
 
 LOOKUP, SEARCH = "/v1/views/numbers/lookup", "/v1/views/numbers/search"
@@ -642,6 +666,7 @@ def _arrow_refusals() -> Iterator[tuple[str, bytes, int]]:
         yield f"offsets {wrong}", arrow(["ab", "c"]).replace(offsets, np.array(wrong, np.int32).tobytes()), 400
     for codec in ("lz4", "zstd"):
         yield f"compressed by {codec}", arrow(["1" * 100] * 9, compression=codec), 400
+        yield f"compressed by {codec} as of old", arrow_compressed_as_of_old(["1" * 100] * 9, codec), 400
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, pa.schema([("key", pa.string())])) as writer:
         writer.write_table(pa.table({"key": ["1"]}))

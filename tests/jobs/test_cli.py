@@ -1,0 +1,368 @@
+"""The command line: every command, its ``--json`` report, its exit status, and never a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from jobs.cli import describe_report, describe_row, main
+from jobs.config import Project
+from store.offline_store import OfflineStore
+from tests.conftest import MakeProject
+
+ROOT = Path(__file__).parents[2]
+ROWS = [(1, 1.0), (2, 2.0), (3, 30.0)]
+INDEXED = {"index": {"on": "vector", "metric": "l2"}}
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def published(make_project: MakeProject, capsys: Captured) -> Project:
+    project = make_project(ROWS, view=INDEXED)
+    assert call(project, "run", "numbers") == 0
+    capsys.readouterr()
+    return project
+
+
+def call(project: Project, *command: str) -> int:
+    return main(["-c", str(project.folder), *command])
+
+
+def spawned(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("PRECOMPUTE_")}
+    return subprocess.run(
+        [sys.executable, "-m", "jobs.cli", *command], cwd=ROOT, capture_output=True, text=True, env=clean | environment
+    )
+
+
+def report_of(capsys: Captured) -> Any:
+    """What ``--json`` printed: one document, and nothing else anywhere."""
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert captured.out.count("\n") == 1
+    return json.loads(captured.out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+# ---- run, materialize, publish
+
+
+def test_run_says_what_it_did_in_two_lines(make_project: MakeProject, capsys: Captured) -> None:
+    assert call(make_project([*ROWS, (4, None)], view=INDEXED), "run", "numbers") == 0
+    captured = capsys.readouterr()
+    assert captured.err == "materialize numbers: 4 rows\npublish numbers: 3 rows\n"
+    first, second = captured.out.splitlines()
+    assert first.startswith("numbers: published, snapshot 1, 3 of 4 rows (1 rejected), ")
+    for stage in ("open", "source", "model", "write", "commit", "check", "load", "verify", "index", "flip"):
+        assert f" {stage} " in second
+
+
+def test_run_materialize_and_publish_report_as_json(make_project: MakeProject, capsys: Captured) -> None:
+    project = make_project(ROWS)
+    for command, status, snapshot, epoch in (
+        ("run", "published", 1, 1),
+        ("materialize", "committed", 2, None),
+        ("publish", "published", 2, 2),
+        ("publish", "current", 2, 2),
+    ):
+        assert call(project, command, "numbers", "--json") == 0
+        report = report_of(capsys)
+        assert (report["command"], report["status"], report["snapshot"], report["epoch"]) == (command, status, snapshot, epoch)
+        assert report == OfflineStore(project.root).last_report("numbers")
+
+
+def test_publish_takes_a_snapshots_number(make_project: MakeProject, capsys: Captured) -> None:
+    for x in (1.0, 2.0):
+        project = make_project([(1, x)])
+        assert call(project, "run", "numbers", "--json") == 0
+    capsys.readouterr()
+    assert call(project, "publish", "numbers", "--snapshot", "1", "--json") == 0
+    assert report_of(capsys)["snapshot"] == 1
+    assert call(project, "lookup", "numbers", "1", "--json") == 0
+    assert report_of(capsys)["rows"][0]["features"]["double"] == 2.0
+    assert call(project, "publish", "numbers", "--snapshot", "9") == 1
+    assert "no snapshot 9" in capsys.readouterr().err
+
+
+# ---- lookup
+
+
+def test_lookup_answers_for_people_freshness_first(published: Project, capsys: Captured) -> None:
+    assert call(published, "lookup", "numbers", "2", "1") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("2: fresh from store, 0 s old of 60 min, snapshot 1, model ")
+    assert lines[1:3] == ["  double: 4", "  vector: [2, 3, 4, 5] (4)"]
+    assert lines[3].startswith("1: fresh")
+
+
+def test_lookup_answers_as_json(published: Project, capsys: Captured) -> None:
+    assert call(published, "lookup", "numbers", "3", "9", "--json") == 1  # not every key was there
+    answer = report_of(capsys)
+    model = OfflineStore(published.root).snapshot("numbers", 1).model
+    assert (answer["view"], answer["snapshot"], answer["model"]) == ("numbers", 1, model)
+    row, missing = answer["rows"]
+    assert row["features"] == {"double": 60.0, "vector": [30.0, 31.0, 32.0, 33.0]}
+    assert (row["key"], row["status"], row["source"], row["ttl_s"]) == ("3", "fresh", "store", 3600.0)
+    assert datetime.fromisoformat(row["computed_at"]).utcoffset() is not None
+    assert (missing["key"], missing["status"], missing["reason"], missing["features"]) == ("9", "missing", "unknown_entity", None)
+
+
+def test_lookup_of_some_features(published: Project, capsys: Captured) -> None:
+    assert call(published, "lookup", "numbers", "1", "--features", "vector,double", "--json") == 0
+    assert list(report_of(capsys)["rows"][0]["features"]) == ["vector", "double"]
+
+
+def test_lookup_of_composite_keys(make_project: MakeProject, capsys: Captured) -> None:
+    table = pa.table({"a": [1, 1], "b": ["x/y", "50%"], "x": [1.0, 2.0]})
+    project = make_project(table, view={"entity": ["a", "b"]})
+    assert call(project, "run", "numbers", "--json") == 0
+    capsys.readouterr()
+    assert call(project, "lookup", "numbers", "1/x%2Fy", "1/50%25", "--features", "double", "--json") == 0
+    assert [(r["key"], r["features"]["double"]) for r in report_of(capsys)["rows"]] == [("1/x%2Fy", 2.0), ("1/50%25", 4.0)]
+    assert call(project, "lookup", "numbers", "1") == 2
+    assert "2 part(s) (a, b), got 1" in capsys.readouterr().err
+
+
+def test_lookup_with_the_fallback_runs_the_model(make_project: MakeProject, capsys: Captured) -> None:
+    view = {"fallback": {"enabled": True, "deadline": "30s"}}
+    project = make_project(ROWS, view=view)
+    assert call(project, "run", "numbers", "--json") == 0
+    make_project([*ROWS, (4, 40.0)], view=view)
+    capsys.readouterr()
+    assert call(project, "lookup", "numbers", "4", "--json") == 1
+    assert report_of(capsys)["rows"][0]["status"] == "missing"
+    assert call(project, "lookup", "numbers", "4", "--fallback", "--json") == 0
+    row = report_of(capsys)["rows"][0]
+    assert (row["status"], row["source"], row["features"]["double"]) == ("computed", "fallback", 80.0)
+
+
+# ---- search
+
+
+def test_search_by_key_leaves_the_key_out(published: Project, capsys: Captured) -> None:
+    assert call(published, "search", "numbers", "--key", "1", "-k", "5", "--json") == 0
+    found = report_of(capsys)
+    assert (found["view"], found["snapshot"], found["metric"]) == ("numbers", 1, "l2")
+    assert [(r["key"], r["score"]) for r in found["rows"]] == [("2", 4.0), ("3", 3364.0)]
+    assert call(published, "search", "numbers", "--key", "3", "-k", "1") == 0
+    assert capsys.readouterr().out == "3136.0000  2  (fresh, 0 s old)\n"
+
+
+class Letters:
+    """``text`` → its numbers of a, b and c."""
+
+    def fingerprint(self) -> str:
+        return "letters"
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, Any]:
+        return {
+            "v": pa.array(
+                [[float(t.count(c)) for c in "abc"] for t in batch.column("text").to_pylist()], pa.list_(pa.float32(), 3)
+            )
+        }
+
+
+def test_search_by_text_asks_the_model(make_project: MakeProject, capsys: Captured) -> None:
+    view = {
+        "model": {"use": "tests.jobs.test_cli:Letters"},
+        "features": {"v": {"dtype": "float32", "dim": 3}},
+        "index": {"on": "v", "metric": "dot"},
+        "fallback": {"enabled": True, "deadline": "30s"},
+    }
+    project = make_project(pa.table({"id": ["a", "b"], "text": ["aaab", "bbbc"]}), view=view)
+    assert call(project, "run", "numbers", "--json") == 0
+    capsys.readouterr()
+    assert call(project, "search", "numbers", "--text", "b", "--json") == 0
+    assert [(r["key"], r["score"]) for r in report_of(capsys)["rows"]] == [("b", 3.0), ("a", 1.0)]
+
+
+# ---- status, schema
+
+
+def test_status_before_and_after_a_run(make_project: MakeProject, capsys: Captured) -> None:
+    project = make_project(ROWS, project={"schedule": {"numbers": "0 2 * * *"}})
+
+    def table() -> list[str]:
+        assert call(project, "status") == 0
+        return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+
+    assert table() == [
+        "view status age ttl snapshot rows coverage online last run schedule",
+        "numbers unpublished – 60 min – – – – – 0 2 * * *",
+    ]
+    assert call(project, "run", "numbers", "--json") == 0
+    capsys.readouterr()
+    assert table()[1] == "numbers fresh 0 s 60 min 1 3 100.0% yes published 0 2 * * *"
+    assert call(project, "status", "--json") == 0
+    assert [row["view"] for row in report_of(capsys)] == ["numbers"]
+
+
+def test_schema_is_json_for_people_and_programs(published: Project, capsys: Captured) -> None:
+    assert call(published, "schema", "--json") == 0
+    schemas = report_of(capsys)
+    assert call(published, "schema") == 0
+    assert json.loads(capsys.readouterr().out) == schemas
+    assert set(schemas) == {"project", "view"}
+    assert main(["schema", "--json"]) == 0  # editors have no project
+
+
+# ---- exit statuses
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "message"),
+    [
+        (["lookup", "numbers", "9"], 1, ""),
+        (["lookup", "numbers", ""], 2, "a key has 1 to 511 bytes"),
+        (["lookup", "numbers", "k" * 512], 2, "a key has 1 to 511 bytes"),
+        (["lookup", "numbers", *map(str, range(1001))], 2, "1000 keys"),
+        (["lookup", "numbers", "1", "--features", "duble"], 2, "no feature 'duble' (it has: double, vector)"),
+        (["lookup", "numbers", "1", "--features", "double,double"], 2, "twice"),
+        (["lookup", "numbrs", "1"], 2, "did you mean 'numbers'"),
+        (["run", "numbrs"], 2, "did you mean 'numbers'"),
+        (["materialize", "../numbers"], 2, "no view '../numbers'"),
+        (["publish", "numbrs"], 2, "did you mean 'numbers'"),
+        (["publish", "numbers", "--snapshot", "7"], 1, "no snapshot 7"),
+        (["search", "numbrs", "--key", "1"], 2, "did you mean 'numbers'"),
+        (["search", "numbers", "--key", "1", "-k", "0"], 2, "k is 1 to 1000"),
+        (["search", "numbers", "--key", ""], 2, "a key has 1 to 511 bytes"),
+        (["search", "numbers", "--text", "x"], 2, "one text input column"),
+        (["schedule"], 2, "schedule: empty"),
+    ],
+)
+def test_what_cannot_be_done_is_told_with_its_status(
+    published: Project, capsys: Captured, command: list[str], code: int, message: str
+) -> None:
+    assert call(published, *command) == code
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("precompute: ") == (1 if message else 0)
+
+
+@pytest.mark.parametrize("command", [["lookup", "numbers", "1"], ["search", "numbers", "--key", "1"], ["publish", "numbers"]])
+def test_a_view_that_was_never_run_says_what_to_do(make_project: MakeProject, capsys: Captured, command: list[str]) -> None:
+    assert call(make_project(ROWS), *command) == 1
+    assert "precompute run numbers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [],
+        ["nonsense"],
+        ["run"],
+        ["lookup", "numbers"],
+        ["search", "numbers"],
+        ["search", "numbers", "--key", "1", "--text", "x"],
+        ["search", "numbers", "--key", "1", "-k", "x"],
+        ["publish", "numbers", "--snapshot", "x"],
+        ["run", "numbers", "--snapshot", "1"],
+    ],
+)
+def test_bad_usage_is_status_2_with_the_usage(published: Project, capsys: Captured, command: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        call(published, *command)
+    assert caught.value.code == 2
+    assert "usage: precompute" in capsys.readouterr().err
+
+
+def test_no_project_or_a_wrong_one_is_status_2(
+    published: Project, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PRECOMPUTE_CONFIG", raising=False)
+    assert main(["status"]) == 2
+    assert "PRECOMPUTE_CONFIG" in capsys.readouterr().err
+    assert main(["-c", str(tmp_path / "nowhere"), "status"]) == 2
+    assert "nowhere" in capsys.readouterr().err
+    monkeypatch.setenv("PRECOMPUTE_CONFIG", str(published.folder))
+    assert main(["status"]) == 0
+
+
+def test_an_online_store_that_does_not_answer_is_status_1(make_project: MakeProject, capsys: Captured) -> None:
+    project = make_project(ROWS, project={"online": "redis://:hunter2@127.0.0.1:1/0"})
+    for command in (["run", "numbers"], ["lookup", "numbers", "1"], ["status"]):
+        assert call(project, *command) == 1
+        captured = capsys.readouterr()
+        assert "is it running?" in captured.err
+        assert "hunter2" not in captured.err + captured.out
+    assert "hunter2" not in "".join(p.read_text() for p in (project.root / "numbers" / "runs").iterdir())
+
+
+# ---- as a process
+
+
+def test_a_process_prints_lines_and_not_a_bar_into_a_pipe(make_project: MakeProject) -> None:
+    process = spawned("-c", str(make_project(ROWS).folder), "run", "numbers")
+    assert process.returncode == 0
+    assert process.stderr == "materialize numbers: 3 rows\npublish numbers: 3 rows\n"
+    assert process.stdout.startswith("numbers: published, snapshot 1, 3 of 3 rows")
+
+
+def test_a_process_takes_its_project_from_the_environment_and_keeps_stdout_for_json(make_project: MakeProject) -> None:
+    folder = make_project([(1, 1.0), (2, None)]).folder
+    process = spawned("run", "numbers", "--json", PRECOMPUTE_CONFIG=str(folder), PRECOMPUTE_VIEWS__NUMBERS__TTL="5m")
+    assert (process.returncode, process.stderr) == (0, "")
+    assert json.loads(process.stdout)["counts"]["rejected"] == 1
+    manifest = json.loads((folder / "var" / "numbers" / "manifests" / f"{1:020d}.json").read_text())
+    assert manifest["view"]["ttl_s"] == 300
+
+
+def test_a_reader_that_goes_away_gets_no_traceback() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jobs.cli", "schema"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait() == 1
+
+
+# ---- words
+
+
+def test_a_row_in_words() -> None:
+    row: dict[str, Any] = {
+        "key": "7",
+        "status": "stale",
+        "source": "store",
+        "age_s": 7200.0,
+        "ttl_s": 3600.0,
+        "snapshot": 3,
+        "model": "0123456789abcdef",
+        "features": {"n": None, "f": 0.123456789, "s": "text", "v": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], "l": ["a"], "e": []},
+    }
+    assert describe_row(row).splitlines() == [
+        "7: stale from store, 2 h old of 60 min, snapshot 3, model 0123456789ab",
+        "  n: None",
+        "  f: 0.123457",
+        "  s: text",
+        "  v: [1, 2, 3, 4, 5, 6, …] (7)",
+        "  l: [a] (1)",
+        "  e: [] (0)",
+    ]
+    assert describe_row({"key": "7", "status": "missing", "reason": "expired"}) == "7: missing (expired)"
+
+
+def test_a_report_in_words() -> None:
+    report = {
+        "view": "v",
+        "status": "published",
+        "snapshot": 3,
+        "counts": {"source": 1200, "written": 1100, "rejected": 100},
+        "rows_per_s": 1234.5,
+        "stages_s": {"open": 0.1},
+        "seconds": 2.0,
+    }
+    assert (
+        describe_report(report)
+        == "v: published, snapshot 3, 1,100 of 1,200 rows (100 rejected), 1,234 rows/s, 2.0 s\n  seconds: open 0.10"
+    )

