@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future
@@ -28,11 +27,14 @@ from store.online_store import Pointer
 
 log = logging.getLogger(__name__)
 
-_Request = tuple[str, Mapping[str, Any] | None]
-"""Key text, and the input columns' values when they came with the request."""
+_Request = tuple[str, Mapping[str, Any] | None, Pointer]
+"""Key text, the input columns' values when they came with the request, and what is live for the caller."""
+
+KEPT_EPOCHS = 2
+"""Open epochs of a view: a request that began before a publishing is still answered by the model it saw."""
 
 
-_WARM_UP: _Request = ("", None)
+_WARM_UP = ""
 """No entity has an empty key: the request that opens a view and computes a row of it."""
 
 
@@ -46,11 +48,8 @@ class ViewFallback:
 
     def __init__(self, store: OfflineStore, memory_mb: int = 256) -> None:
         self._store, self._memory_mb = store, memory_mb
-        self._opened: dict[str, tuple[int, OpenView]] = {}
+        self._opened: dict[tuple[str, int], OpenView] = {}
         self._models: dict[str, Model] = {}
-        self._pointers: dict[tuple[str, int], Pointer] = {}
-        self._ready: dict[str, int] = {}
-        self._lock = threading.Lock()
         self._logged_at, self._unlogged = 0.0, 0
         self._batcher: MicroBatcher[_Request, Computed] = MicroBatcher(self._run, _refusal)
 
@@ -59,13 +58,11 @@ class ViewFallback:
     ) -> list[Future[Computed]]:
         """See :class:`store.lookup.Fallback`."""
         group = (pointer.view.name, pointer.epoch)
-        with self._lock:
-            self._pointers[group] = pointer
         futures = []
         for key in keys:
             given = inputs.get(key)
             flight = key if given is None else (key, json.dumps(given, sort_keys=True, default=str))
-            futures.append(self._batcher.submit(group, flight, (key, given), deadline))
+            futures.append(self._batcher.submit(group, flight, (key, given, pointer), deadline))
         return futures
 
     def warm(self, pointer: Pointer) -> None:
@@ -74,42 +71,39 @@ class ViewFallback:
         Failures are logged and leave :meth:`ready` false; hits can be served all the same.
         """
         group = (pointer.view.name, pointer.epoch)
-        with self._lock:
-            self._pointers[group] = pointer
         try:
-            self._batcher.submit(group, None, _WARM_UP, time.monotonic() + 600).result()
+            self._batcher.submit(group, None, (_WARM_UP, None, pointer), time.monotonic() + 600).result()
         except Miss as exc:
             if exc.reason is not Reason.UNKNOWN_ENTITY:  # which is what the empty key is, once everything is open
                 log.error("fallback of view %r is not available: %s", pointer.view.name, exc)
 
     def ready(self, pointer: Pointer) -> bool:
         """Whether the view is open for the pointer's epoch."""
-        return self._ready.get(pointer.view.name) == pointer.epoch
+        return (pointer.view.name, pointer.epoch) in self._opened
 
     def close(self) -> None:
         """Refuse what waits, then close every source."""
         self._batcher.close()
-        for _, opened in self._opened.values():
+        for opened in self._opened.values():
             opened.source.close()
         self._opened.clear()
 
     # ---- in the batcher's thread
 
     def _run(self, group: Hashable, requests: Sequence[_Request]) -> list[Computed | Exception]:
-        with self._lock:
-            pointer = self._pointers[group]  # type: ignore[index]
+        pointer = requests[0][2]
         results: list[Computed | Exception] = [Miss(Reason.UNKNOWN_ENTITY)] * len(requests)
         try:
             opened = self._open(pointer)
-            if _WARM_UP in requests:
+            if any(key == _WARM_UP for key, _, _ in requests):
                 _warm_up(opened)
-            wanted = [key for key, given in requests if given is None and key]
+            wanted = [key for key, given, _ in requests if given is None and key]
             found = opened.source.rows(wanted) if wanted else None
             tables: list[tuple[list[int], pa.Table]] = []
             if found is not None and found.num_rows:
-                position = {key: i for i, (key, given) in enumerate(requests) if given is None}
+                position = {key: i for i, (key, given, _) in enumerate(requests) if given is None}
                 tables.append(([position[k] for k in found.column("key").to_pylist()], found.drop_columns(["key"])))
-            for i, (key, given) in enumerate(requests):
+            for i, (key, given, _) in enumerate(requests):
                 if given is not None:
                     try:
                         tables.append(([i], _input_row(opened, key, given)))
@@ -123,7 +117,7 @@ class ViewFallback:
         except BaseException as exc:  # a user's model may raise anything, sys.exit() included
             log.exception("fallback of view %r failed", pointer.view.name)
             results = [Miss(Reason.MODEL_ERROR, f"{type(exc).__name__}: {exc}")] * len(requests)
-        for (key, _), result in zip(requests, results, strict=True):
+        for (key, _, _), result in zip(requests, results, strict=True):
             if isinstance(result, Miss) and result.reason is Reason.MODEL_ERROR:
                 self._log_failure(pointer.view.name, key, result)
         return results
@@ -149,23 +143,30 @@ class ViewFallback:
 
     def _open(self, pointer: Pointer) -> OpenView:
         name = pointer.view.name
-        known = self._opened.get(name)
-        if known is not None and known[0] == pointer.epoch:
-            return known[1]
-        opened = open_view(pointer.view, self._store, pinned=pointer.inputs, memory_mb=self._memory_mb, load=self._model)
-        if opened.fingerprint != pointer.model:
-            opened.source.close()
-            raise PrecomputeError(
-                f"the model on disk has fingerprint {opened.fingerprint[:12]}, the live snapshot {pointer.model[:12]}: run `precompute run {name}` so that both agree"
-            )
+        known = self._opened.get((name, pointer.epoch))
         if known is not None:
-            known[1].source.close()
-        self._opened[name] = (pointer.epoch, opened)
-        self._ready[name] = pointer.epoch
-        with self._lock:
-            for group in [g for g in self._pointers if g[0] == name and g[1] < pointer.epoch]:
-                del self._pointers[group]
+            return known
+        opened = self._open_as_live(pointer)
+        self._opened[name, pointer.epoch] = opened
+        epochs = sorted(epoch for other, epoch in self._opened if other == name)
+        for epoch in epochs[:-KEPT_EPOCHS]:
+            self._opened.pop((name, epoch)).source.close()
         return opened
+
+    def _open_as_live(self, pointer: Pointer) -> OpenView:
+        """Raises:
+        PrecomputeError: the model on disk is not the live snapshot's.
+        """
+        for load in (self._model, load_model):  # a shared model may be older than the files it was loaded from
+            opened = open_view(pointer.view, self._store, pinned=pointer.inputs, memory_mb=self._memory_mb, load=load)
+            if opened.fingerprint == pointer.model:
+                if load is load_model:
+                    self._models.clear()
+                return opened
+            opened.source.close()
+        raise PrecomputeError(
+            f"the model on disk has fingerprint {opened.fingerprint[:12]}, the live snapshot {pointer.model[:12]}: run `precompute run {pointer.view.name}` so that both agree"
+        )
 
     def _model(self, use: str, args: Mapping[str, Any]) -> Model:
         """Load a model, or take the one another view loaded with the same arguments; tables are never shared."""

@@ -101,7 +101,7 @@ def _attempt(
         features = model.compute(batch if whole else batch.take(pa.array(rows)))
     except ModelError:  # the model's own word that view and source do not fit it: no row's fault
         raise
-    except Exception as exc:  # a model may raise anything; which row did it is what counts
+    except (Exception, SystemExit) as exc:  # a model may raise anything; which row did it is what counts
         if len(rows) == 1:
             rejections[int(rows[0])] = Rejection(int(rows[0]), "model", f"{type(exc).__name__}: {exc}"[:500])
             return

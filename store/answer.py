@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from store.codec import Buffer, RowCodec
-from store.errors import RequestError
+from store.errors import OnlineStoreError, RequestError
 from store.freshness import Reason, Source, Status, age_s, as_datetime, status_of
 from store.online_store import Pointer
 
@@ -110,7 +110,17 @@ class Answer:
         return self.plan.pointer
 
     def judge(self, max_age_s: float | None) -> list[int]:
-        """Give every row its status and drop what has expired; returns the numbers of the missing rows."""
+        """Give every row its status and drop what has expired; returns the numbers of the missing rows.
+
+        Raises:
+            OnlineStoreError: a row is too short to tell its age.
+        """
+        try:
+            return self._judge(max_age_s)
+        except struct.error as exc:
+            raise OnlineStoreError("a packed row is cut short; publish the view again") from exc
+
+    def _judge(self, max_age_s: float | None) -> list[int]:
         view = self.plan.view
         try:
             read = _COMPUTED_AT.unpack_from

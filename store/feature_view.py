@@ -10,10 +10,12 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
 import pyarrow as pa
+
+_Record = TypeVar("_Record")
 
 NAME = re.compile(r"\A[a-z][a-z0-9_]{0,62}\Z")
 """Views, features and entity columns: one allow-list, so that no name can leave its folder or its key space."""
@@ -131,10 +133,10 @@ class FeatureView:
         return cls(
             name=data["name"],
             entity=tuple(data["entity"]),
-            features=tuple(Feature(**f) for f in data["features"]),
+            features=tuple(known_fields(Feature, f) for f in data["features"]),
             ttl_s=data["ttl_s"],
             stale_for_s=data["stale_for_s"],
-            index=None if index is None else IndexSpec(**index),
+            index=None if index is None else known_fields(IndexSpec, index),
             fallback=data["fallback"],
             fallback_deadline_s=data["fallback_deadline_s"],
             definition=data["definition"],
@@ -143,3 +145,8 @@ class FeatureView:
     def fingerprint(self) -> str:
         """SHA-256 (hex) over the whole definition: two views with one fingerprint are the same view."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
+
+def known_fields(kind: type[_Record], data: Mapping[str, Any]) -> _Record:
+    """A dataclass from its JSON, without the fields a later minor version may have added."""
+    return kind(**{f.name: data[f.name] for f in fields(kind) if f.name in data})  # type: ignore[arg-type]

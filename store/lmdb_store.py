@@ -28,6 +28,8 @@ from store.online_store import OnlineStore, Pointer, Rows, check_epoch, check_lo
 SORT_BYTES = 256 * 2**20
 """Rows sorted at once before insertion; a generation that fits is appended in perfect order."""
 
+_PAGE_BYTES = 4096
+
 FIRST_MAP_BYTES = 64 * 2**20
 
 
@@ -35,7 +37,14 @@ class _Generation:
     """An open generation file. Closed by the garbage collector, after the last request that reads it let go."""
 
     def __init__(self, path: Path) -> None:
+        size = path.stat().st_size
+        if size < 2 * _PAGE_BYTES:
+            raise lmdb.CorruptedError(f"{size} bytes: cut short")
         self.env = lmdb.open(str(path), subdir=False, readonly=True, lock=False, readahead=False, max_spare_txns=8)
+        # A page that its meta page counts but the file does not have would end the process with SIGBUS when it is read.
+        if size < (self.env.info()["last_pgno"] + 1) * self.env.stat()["psize"]:
+            self.env.close()
+            raise lmdb.CorruptedError(f"{size} bytes: cut short")
 
 
 _open: weakref.WeakValueDictionary[tuple[int, int], _Generation] = weakref.WeakValueDictionary()
@@ -85,21 +94,22 @@ class LmdbStore(OnlineStore):
             raise OnlineStoreError(f"cannot read {self._path(view, live.pointer.epoch)}: {exc}") from exc
 
     def live(self, view: str) -> Pointer | None:
-        """See :meth:`OnlineStore.live`."""
-        live = self._current(view)
-        return None if live is None else live.pointer
+        """See :meth:`OnlineStore.live`; the generation itself is not opened, so a publish can mend one that is gone."""
+        if not NAME.match(view):
+            return None
+        known = self._live.get(view)
+        if known is not None and known.identity == self._identity(view):
+            return known.pointer
+        return self._pointer(view)
 
     def _current(self, view: str) -> _Live | None:
         known = self._live.get(view)
         if known is None and not NAME.match(view):
             return None
-        path = f"{self.folder}/{view}/live.json"
         for attempt in (1, 2):
-            try:
-                status = os.stat(path)
-            except FileNotFoundError:
+            identity = self._identity(view)
+            if identity is None:
                 return None
-            identity = (status.st_ino, status.st_mtime_ns)
             if known is not None and known.identity == identity:
                 return known
             pointer = self._pointer(view)
@@ -117,12 +127,25 @@ class LmdbStore(OnlineStore):
             return known
         return None
 
+    def _identity(self, view: str) -> tuple[int, int] | None:
+        """What changes whenever the pointer file is replaced; None when there is none."""
+        path = f"{self.folder}/{view}/live.json"
+        try:
+            status = os.stat(path)
+        except FileNotFoundError:
+            return None
+        except OSError as exc:
+            raise OnlineStoreError(f"{path} cannot be read: {exc.strerror or exc}") from exc
+        return status.st_ino, status.st_mtime_ns
+
     def _pointer(self, view: str) -> Pointer | None:
         path = self.folder / view / "live.json"
         try:
             return Pointer.from_bytes(path.read_bytes())
         except FileNotFoundError:
             return None
+        except OSError as exc:
+            raise OnlineStoreError(f"{path} cannot be read: {exc.strerror or exc}") from exc
         except (ValueError, KeyError, TypeError) as exc:
             raise DamagedPointerError(f"{path} is damaged ({exc}); publish the view again") from exc
 

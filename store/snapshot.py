@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from store.errors import SnapshotError
-from store.feature_view import FeatureView
+from store.feature_view import FeatureView, known_fields
 
 FORMAT_VERSION = 1
 """Major version of the manifest: a reader refuses one it does not know and ignores fields it does not know."""
@@ -118,9 +118,9 @@ class Snapshot:
             view=FeatureView.from_json(body["view"]),
             run=body["run"],
             model=body["model"],
-            counts=Counts(**body["counts"]),
-            parts=tuple(Part(**p) for p in body["parts"]),
-            rejected=None if body["rejected"] is None else Part(**body["rejected"]),
+            counts=known_fields(Counts, body["counts"]),
+            parts=tuple(known_fields(Part, p) for p in body["parts"]),
+            rejected=None if body["rejected"] is None else known_fields(Part, body["rejected"]),
             created_at=body["created_at"],
             computed_at_min=body["computed_at_min"],
             computed_at_max=body["computed_at_max"],

@@ -25,6 +25,7 @@ from store.durable_file import disk_message, sync_file, sync_folder, write_durab
 from store.errors import RequestError, SnapshotError, VectorIndexError
 
 METRICS = ("cosine", "dot", "l2")
+_FILES = ("vectors.faiss", "keys.arrow")
 _FLOAT = npt.NDArray[np.float32]
 
 
@@ -41,16 +42,19 @@ class VectorIndex:
     def __init__(self, folder: Path) -> None:
         try:
             meta = json.loads((folder / "meta.json").read_bytes())
-            for name, digest in meta["sha256"].items():
+            if set(meta["sha256"]) != set(_FILES):
+                raise ValueError("meta.json does not vouch for every file")
+            for name in _FILES:
                 with (folder / name).open("rb") as file:
-                    if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                        raise VectorIndexError(
-                            f"{folder / name} differs from its checksum: publish the view again to rebuild the index"
-                        )
+                    if hashlib.file_digest(file, "sha256").hexdigest() != meta["sha256"][name]:
+                        raise ValueError(f"{name} differs from its checksum")
             self._index = faiss.read_index(str(folder / "vectors.faiss"))
             with pa.ipc.open_file(pa.memory_map(str(folder / "keys.arrow"))) as reader:
                 self._keys = reader.read_all().column("key").combine_chunks()
-        except (OSError, ValueError, KeyError, RuntimeError) as exc:
+            shape = {"metric": meta["metric"], "dim": self._index.d, "rows": self._index.ntotal}
+            if meta["metric"] not in METRICS or {k: meta[k] for k in shape} != shape or len(self._keys) != meta["rows"]:
+                raise ValueError("meta.json does not fit the index")
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as exc:
             raise VectorIndexError(
                 f"the vector index {folder} cannot be opened ({exc}): publish the view again to rebuild it"
             ) from exc
@@ -74,7 +78,12 @@ class VectorIndex:
         Raises:
             RequestError: another length than ``dim``, or not finite.
         """
-        wide = np.asarray(vector, np.float64).reshape(-1)
+        try:
+            wide = np.asarray(vector, np.float64)
+        except (ValueError, TypeError) as exc:
+            raise RequestError("the vector is not a list of numbers", code="bad_vector") from exc
+        if isinstance(vector, str) or wide.ndim != 1:
+            raise RequestError("the vector is not a list of numbers", code="bad_vector")
         if len(wide) != self.dim:
             raise RequestError(f"the vector has {len(wide)} numbers, this index takes {self.dim}", code="bad_vector")
         largest = np.abs(wide).max(initial=0.0)
@@ -85,6 +94,8 @@ class VectorIndex:
                 raise RequestError("the vector is all zeros, which has no direction for cosine", code="bad_vector")
             wide = wide / largest  # so that squares neither overflow nor vanish
             wide /= np.linalg.norm(wide)
+        if len(self) == 0:
+            return [], []
         query = wide.astype(np.float32).reshape(1, -1)
         scores, rows = self._index.search(query, min(k + len(exclude), len(self)))
         found = rows[0] >= 0
@@ -125,7 +136,7 @@ def build_index(folder: Path, rows: Iterable[tuple[pa.Array, pa.Array]], dim: in
         with pa.ipc.new_file(str(temporary / "keys.arrow"), table.schema) as writer:
             writer.write_table(table.combine_chunks())
         digests = {}
-        for name in ("vectors.faiss", "keys.arrow"):
+        for name in _FILES:
             with (temporary / name).open("rb") as file:
                 digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
             sync_file(temporary / name)

@@ -130,7 +130,7 @@ def _refuse_compression(body: bytes) -> None:
     """Refuse a stream with compressed buffers before any is expanded: four megabytes may unpack to gigabytes.
 
     Arrow has no switch for that, so the one field that tells is read from each message's flatbuffer: RecordBatch.compression, field 3
-    of the table that Message.header, field 2, refers to (format/Message.fbs).
+    of the table that Message.header, field 2, refers to (format/Message.fbs). Arrow before 1.0 said it in the message's custom metadata, and is still read.
 
     Raises:
         RequestError: a record batch is compressed.
@@ -142,7 +142,7 @@ def _refuse_compression(body: bytes) -> None:
             try:
                 header = _flatbuffer_field(metadata, struct.unpack_from("<I", metadata)[0], 2)
                 batch = header + struct.unpack_from("<I", metadata, header)[0]
-                compressed = _flatbuffer_field(metadata, batch, 3) != 0
+                compressed = _flatbuffer_field(metadata, batch, 3) != 0 or b"experimental_compression" in metadata
             except struct.error as exc:
                 raise ValueError("a message's metadata is cut short") from exc
             if compressed:
