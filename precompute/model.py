@@ -85,11 +85,18 @@ def check_use(use: str) -> None:
         )
     try:
         found = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
+    except ModuleNotFoundError as exc:
+        if not (module + ".").startswith(f"{exc.name}."):
+            raise ConfigError(f"model {use!r} cannot be imported: {exc}") from exc
         found = None
+    except (ImportError, ValueError):  # a relative or an empty name
+        found = None
+    except Exception as exc:  # finding a module inside a package runs the package's own code
+        raise ConfigError(f"model {use!r} cannot be imported: {type(exc).__name__}: {exc}") from exc
     if found is None:
         raise ConfigError(
-            f"unknown model {use!r}: there is no module {module!r} on the Python path (install its package, or set PYTHONPATH)"
+            f"unknown model {use!r}: there is no module {module!r} on the Python path or in the project's folder (install its package, "
+            "or set PYTHONPATH)"
         )
 
 
@@ -107,11 +114,12 @@ def load_model(use: str, args: Mapping[str, Any]) -> Model:
     check_use(use)
     module, _, attribute = BUILT_IN.get(use, use).partition(":")
     try:
-        factory = getattr(importlib.import_module(module), attribute)
-    except AttributeError as exc:
-        raise ConfigError(f"unknown model {use!r}: module {module!r} has no class {attribute!r}") from exc
-    except ImportError as exc:
-        raise ConfigError(f"model {use!r} cannot be imported: {exc}") from exc
+        imported = importlib.import_module(module)
+    except Exception as exc:  # a user's module may fail in any way, a syntax error included
+        raise ConfigError(f"model {use!r} cannot be imported: {type(exc).__name__}: {exc}") from exc
+    factory = getattr(imported, attribute, None)
+    if factory is None:
+        raise ConfigError(f"unknown model {use!r}: module {module!r} has no class {attribute!r}")
     try:
         model = factory(**args)
     except TypeError as exc:
@@ -127,15 +135,17 @@ def load_model(use: str, args: Mapping[str, Any]) -> Model:
 
 def model_fingerprint(model: Model, use: str, precision: str, tables: Mapping[str, pa.Table]) -> str:
     """The fingerprint that the manifest records (SHA-256, hex): the model's own, its class, the precision, and the content of the tables
-    it was given. Paths and row order do not count."""
+    it was given, in their order (which decides ties). Paths do not count."""
     contents = {name: table_digest(table) for name, table in tables.items()}
     return digest(use=use, precision=precision, model=model.fingerprint(), tables=contents)
 
 
 def table_digest(table: pa.Table) -> str:
-    """SHA-256 (hex) of a table's schema and rows, in their order."""
+    """SHA-256 (hex) of a table's schema and rows, in their order; how they lie in memory does not count."""
     sha = hashlib.sha256(str(table.schema.remove_metadata()).encode())
-    for batch in table.combine_chunks().to_batches():
+    # take() writes the rows anew, with zeros under nulls, whatever was there and around them before
+    plain = table.combine_chunks().take(pa.array(range(table.num_rows), pa.int64())).combine_chunks()
+    for batch in plain.to_batches():
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, batch.schema.remove_metadata()) as writer:
             writer.write_batch(batch.replace_schema_metadata(None))
@@ -172,7 +182,10 @@ def resolve_path(path: str) -> Path:
     """
     if path.startswith("package:"):
         package, _, inner = path.removeprefix("package:").partition("/")
-        spec = importlib.util.find_spec(package)
+        try:
+            spec = importlib.util.find_spec(package)
+        except (ImportError, ValueError):
+            spec = None
         if spec is None or not spec.submodule_search_locations:
             raise ConfigError(f"model path {path!r}: package {package!r} is not installed in this environment")
         resolved = Path(spec.submodule_search_locations[0]) / inner

@@ -6,7 +6,7 @@ The batch job and the fallback both come through :func:`compute`, so a fallback'
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from precompute.batching import batches_by_cost
 from precompute.model import CheckingModel, Features, Model, SizedModel
 from store.errors import ModelError
-from store.feature_view import Feature, FeatureView
+from store.feature_view import SCALAR_TYPES, Feature, FeatureView
 
 MAX_BATCH_ROWS = 4096
 """Rows given at once to a model that names no costs: 1–8 k rows is the right size for MLPs on CPUs."""
@@ -60,12 +60,12 @@ def compute(model: Model, view: FeatureView, batch: pa.RecordBatch) -> Computed:
     """
     rejections: dict[int, Rejection] = {}
     if isinstance(model, CheckingModel):
-        for row, reason in model.unusable(batch).items():
+        for row, reason in _asked(view, "unusable()", model.unusable, batch).items():
             rejections[row] = Rejection(row, "input", reason)
     usable = np.array([row for row in range(batch.num_rows) if row not in rejections], np.int64)
     started = time.monotonic()
     pieces: list[tuple[npt.NDArray[np.int64], pa.RecordBatch]] = []
-    for rows in _plan(model, batch, usable):
+    for rows in _plan(model, view, batch, usable):
         for done, features in _attempt(model, view, batch, rows, rejections):
             keep, bad = _finite(view, features)
             for position, error in bad.items():
@@ -76,16 +76,35 @@ def compute(model: Model, view: FeatureView, batch: pa.RecordBatch) -> Computed:
     return Computed(rows, features, [rejections[row] for row in sorted(rejections)], model_s)
 
 
-def _plan(model: Model, batch: pa.RecordBatch, usable: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
+def _plan(
+    model: Model, view: FeatureView, batch: pa.RecordBatch, usable: npt.NDArray[np.int64]
+) -> Iterator[npt.NDArray[np.int64]]:
     if not len(usable):
         return
     if isinstance(model, SizedModel):
         subset = batch if len(usable) == batch.num_rows else batch.take(pa.array(usable))
-        for rows in batches_by_cost(np.maximum(model.costs(subset), 1), model.max_cost):
+        costs = np.asarray(_asked(view, "costs()", model.costs, subset))
+        if costs.shape != (len(usable),) or costs.dtype.kind not in "iu":
+            raise ModelError(
+                f"the model of view {view.name!r}: costs() returned {costs.dtype} {list(costs.shape)}, not an integer for each of {len(usable)} rows"
+            )
+        for rows in batches_by_cost(np.maximum(costs, 1).astype(np.int64), model.max_cost):
             yield usable[rows]
     else:
         for start in range(0, len(usable), MAX_BATCH_ROWS):
             yield usable[start : start + MAX_BATCH_ROWS]
+
+
+def _asked(view: FeatureView, what: str, method: Callable[[pa.RecordBatch], Any], batch: pa.RecordBatch) -> Any:
+    """Raises:
+    ModelError: the method raised; without its answer no row can be planned.
+    """
+    try:
+        return method(batch)
+    except ModelError:
+        raise
+    except Exception as exc:
+        raise ModelError(f"the model of view {view.name!r}: {what} raised {type(exc).__name__}: {exc}") from exc
 
 
 def _attempt(
@@ -118,6 +137,8 @@ def _checked(view: FeatureView, features: Features, rows: int) -> pa.RecordBatch
     Raises:
         ModelError: see :func:`compute`.
     """
+    if not isinstance(features, Mapping):
+        raise ModelError(f"the model of view {view.name!r} returned {type(features).__name__}, not a dict of features")
     columns = []
     for feature in view.features:
         if feature.name not in features:
@@ -132,6 +153,8 @@ def _column(view: FeatureView, feature: Feature, values: Any, rows: int) -> pa.A
     where = f"feature {feature.name!r} of view {view.name!r}"
     if isinstance(values, pa.ChunkedArray):
         values = values.combine_chunks()
+    if not hasattr(values, "__len__") or (isinstance(values, np.ndarray) and values.ndim == 0):
+        raise ModelError(f"{where}: the model returned {type(values).__name__}, not one value for each of {rows} rows")
     if len(values) != rows:
         raise ModelError(f"{where}: the model returned {len(values)} values for {rows} rows")
     try:
@@ -141,7 +164,10 @@ def _column(view: FeatureView, feature: Feature, values: Any, rows: int) -> pa.A
                 raise ModelError(
                     f"{where}: declared as a vector of {feature.dim}, but the model returned shape {list(values.shape)}; correct `dim` or the model"
                 )
-            flat = pa.array(np.ascontiguousarray(values.astype(feature.dtype, copy=False)).reshape(-1))
+            if feature.dtype.startswith("float") and values.dtype.kind in "fiu":
+                with np.errstate(over="ignore"):  # what does not fit becomes infinite, and is rejected as such
+                    values = values.astype(feature.dtype, copy=False)
+            flat = pa.array(np.ascontiguousarray(values).reshape(-1)).cast(SCALAR_TYPES[feature.dtype])
             return pa.FixedSizeListArray.from_arrays(flat, type=feature.arrow_type)
         if not isinstance(values, pa.Array):
             values = np.asarray(values)
@@ -151,6 +177,7 @@ def _column(view: FeatureView, feature: Feature, values: Any, rows: int) -> pa.A
                 )
             values = pa.array(values)
         column = values.cast(feature.arrow_type)
+        column.validate(full=True)
     except (pa.ArrowException, ValueError, TypeError, OverflowError) as exc:
         raise ModelError(
             f"{where}: the model returned {getattr(values, 'type', type(values).__name__)}, which does not fit {feature.arrow_type}: {exc}"
@@ -161,8 +188,10 @@ def _column(view: FeatureView, feature: Feature, values: Any, rows: int) -> pa.A
             raise ModelError(
                 f"{where}: a list of {longest} items, declared at most {feature.max_items}; correct `max_items` or the model"
             )
-        if column.flatten().null_count:
-            raise ModelError(f"{where}: a list holds a null; leave it out")
+    if feature.dim is not None and column.null_count:
+        raise ModelError(f"{where}: the model returned a null vector; raise for such a row, or name it in unusable()")
+    if (feature.dim is not None or feature.max_items is not None) and column.flatten().null_count:
+        raise ModelError(f"{where}: a vector or list holds a null; leave it out")
     return column
 
 
@@ -171,25 +200,21 @@ def _finite(view: FeatureView, features: pa.RecordBatch) -> tuple[npt.NDArray[np
     keep = np.ones(features.num_rows, np.bool_)
     bad: dict[int, str] = {}
     for feature in view.features:
-        if not feature.dtype.startswith("float") or feature.max_items is not None:
+        if not feature.dtype.startswith("float"):
             continue
         column = features.column(feature.name)
-        values = np.asarray(
-            column.flatten() if feature.dim is not None else pc.fill_null(column, pa.scalar(0.0).cast(column.type))
-        )
-        if feature.dim is not None and column.null_count == 0:
-            matrix = values.reshape(-1, feature.dim)
-            finite = np.isfinite(matrix).all(axis=1)
+        if feature.dim is None and feature.max_items is None:
+            infinite = np.flatnonzero(~np.isfinite(np.asarray(pc.fill_null(column, pa.scalar(0.0).cast(column.type)))))
+        elif feature.dim is not None:
+            matrix = np.asarray(column.flatten()).reshape(-1, feature.dim)
+            infinite = np.flatnonzero(~np.isfinite(matrix).all(axis=1))
             if view.index is not None and view.index.on == feature.name and view.index.metric == "cosine":
                 for row in np.flatnonzero(~matrix.any(axis=1)).tolist():
                     bad.setdefault(row, f"{feature.name} is all zeros, which has no direction for cosine")
-        elif feature.dim is None:
-            finite = np.isfinite(values)
         else:
-            raise ModelError(
-                f"feature {feature.name!r} of view {view.name!r}: a vector column with nulls; reject such rows instead"
-            )
-        for row in np.flatnonzero(~finite).tolist():
+            items = np.asarray(column.flatten())
+            infinite = np.unique(np.asarray(pc.list_parent_indices(column))[~np.isfinite(items)])
+        for row in infinite.tolist():
             bad.setdefault(row, f"{feature.name} is not finite")
     keep[list(bad)] = False
     return keep, bad

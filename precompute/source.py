@@ -8,9 +8,10 @@ A view's own live snapshot is a table: ``SELECT … FROM live.item_vector``.
 from __future__ import annotations
 
 import contextlib
-import re
+import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,49 @@ import pyarrow as pa
 
 from store.errors import ConfigError, SourceError
 
-LIVE = re.compile(r"\blive\.([a-z][a-z0-9_]*)")
-
 KEY_TYPES = (pa.string(), pa.large_string(), pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32())
 
 _BAD_SQL = (duckdb.ParserException, duckdb.BinderException, duckdb.CatalogException)
 
 
+RESERVED = ("key", "input_hash")
+"""Columns that are added to a source's own, so that it can have none of these names."""
+
+
 def referenced_views(sql: str) -> list[str]:
-    """Names of the views whose live snapshot the SQL reads, sorted."""
-    return sorted(set(LIVE.findall(sql)))
+    """Names of the views whose live snapshot the SQL reads, sorted; found in DuckDB's syntax tree, not in comments or strings."""
+    return sorted(_referenced(sql))
+
+
+@lru_cache(256)
+def _referenced(sql: str) -> frozenset[str]:
+    with duckdb.connect() as connection:
+        tree = json.loads(connection.execute("SELECT json_serialize_sql(?::VARCHAR)", [_statement(sql)]).fetchall()[0][0])
+    names: set[str] = set()
+    todo: list[Any] = [tree]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, dict):
+            if node.get("type") == "BASE_TABLE" and str(node.get("schema_name")).lower() == "live":
+                names.add(str(node["table_name"]).lower())
+            todo.extend(node.values())
+        elif isinstance(node, list):
+            todo.extend(node)
+    return frozenset(names)
+
+
+def _statement(sql: str) -> str:
+    """The one statement of checked SQL, without the semicolon and comment that may end it."""
+    text = sql.strip()
+    while ";" in text:
+        head = text[: text.rindex(";")]
+        try:
+            if len(duckdb.extract_statements(head)) != 1:
+                break
+        except duckdb.Error:  # the semicolon stands inside a string or comment
+            break
+        text = head
+    return text
 
 
 def check_sql(sql: str) -> None:
@@ -70,7 +104,7 @@ class Source:
         threads: int = 2,
     ) -> None:
         self.entity = tuple(entity)
-        self._sql = sql.strip().rstrip(";")
+        self._sql = _statement(sql)
         self._spill = tempfile.TemporaryDirectory(prefix="precompute-duckdb-")
         self._connection = duckdb.connect(
             config={"memory_limit": f"{memory_mb}MB", "threads": threads, "temp_directory": self._spill.name}
@@ -81,12 +115,13 @@ class Source:
                 # No surprises at 2 a.m.: nothing is fetched from the network, and nothing in the SQL can change these settings.
                 self._connection.execute("SET autoinstall_known_extensions = false")
                 self._connection.execute("SET autoload_known_extensions = false")
+                self._connection.execute("SET TimeZone = 'UTC'")  # the hash of a time must not depend on the machine
                 self._connection.execute("SET lock_configuration = true")
                 self._connection.execute("CREATE SCHEMA live")
                 for name, paths in live.items():
                     files = ", ".join("'" + str(path).replace("'", "''") + "'" for path in paths)
                     self._connection.execute(f"CREATE VIEW live.{_quoted(name)} AS SELECT * FROM read_parquet([{files}])")
-                self.schema: pa.Schema = self._query(f"SELECT * FROM ({self._sql}) LIMIT 0").schema
+                self.schema: pa.Schema = self._query(f"SELECT * FROM ({self._sql}\n) LIMIT 0").schema
             self._check_entity()
         except BaseException:
             self.close()
@@ -99,6 +134,9 @@ class Source:
             raise ConfigError(f"the source has no column {missing[0]!r}, which the entity names (it has: {', '.join(names)})")
         if len(set(names)) != len(names):
             raise ConfigError(f"the source yields two columns of one name ({', '.join(names)}): rename one with AS")
+        taken = [name for name in names if name.lower() in RESERVED]
+        if taken:
+            raise ConfigError(f"the source yields a column {taken[0]!r}, a name that is taken here: rename it with AS")
         for column in self.entity:
             if self.schema.field(column).type not in KEY_TYPES:
                 raise ConfigError(
@@ -121,7 +159,7 @@ class Source:
         columns = ", ".join(_quoted(name) for name in self.schema.names)
         with _translated():
             self._connection.execute(
-                f"CREATE TEMP TABLE input AS SELECT {columns}, {self._hash_sql()} AS input_hash FROM ({self._sql})"
+                f"CREATE TEMP TABLE input AS SELECT {columns}, {self._hash_sql()} AS input_hash FROM ({self._sql}\n)"
             )
             self._loaded = True
             keys = ", ".join(_quoted(name) for name in self.entity)
@@ -140,11 +178,11 @@ class Source:
                     "source, with GROUP BY or QUALIFY row_number() OVER (…) = 1"
                 )
             if doubled:
+                # min(rowid) and not row_number(): the window over rowid is an internal error in DuckDB 2.0.0
                 self._connection.execute(
-                    f"CREATE TEMP TABLE distinct_input AS SELECT * FROM input QUALIFY row_number() OVER (PARTITION BY {keys}, input_hash) = 1"
+                    f"DELETE FROM input WHERE {not_null} AND rowid NOT IN "
+                    f"(SELECT min(rowid) FROM input WHERE {not_null} GROUP BY {keys}, input_hash)"
                 )
-                self._connection.execute("DROP TABLE input")
-                self._connection.execute("ALTER TABLE distinct_input RENAME TO input")
             return self._scalar("SELECT count(*) FROM input")
 
     def batches(self, batch_rows: int) -> Iterator[pa.RecordBatch]:
@@ -198,7 +236,7 @@ class Source:
                 where = f"{_quoted(self.entity[0])} IN (SELECT unnest($keys::VARCHAR[]))"
             else:
                 where = f"{key} IN (SELECT unnest($keys::VARCHAR[]))"
-            sql = f'SELECT {key} AS "key", * FROM ({self._sql}) WHERE {where}'
+            sql = f'SELECT {key} AS "key", * FROM ({self._sql}\n) WHERE {where}'
             with self._connection.cursor() as cursor:
                 return cursor.sql(sql, params={"keys": list(values)}).to_arrow_table()
 
@@ -209,7 +247,7 @@ class Source:
             SourceError: the source cannot be read.
         """
         with _translated(), self._connection.cursor() as cursor:
-            return cursor.sql(f"SELECT * FROM ({self._sql}) LIMIT {int(rows)}").to_arrow_table()
+            return cursor.sql(f"SELECT * FROM ({self._sql}\n) LIMIT {int(rows)}").to_arrow_table()
 
     def table(self, sql: str) -> pa.Table:
         """A whole query, for a model's ``{sql: …}`` argument; it must fit in memory.
@@ -219,7 +257,7 @@ class Source:
             SourceError: a file cannot be read.
         """
         with _translated():
-            return self._query(sql.strip().rstrip(";"))
+            return self._query(_statement(sql))
 
     def close(self) -> None:
         """Drop the temporary table and its spilled files."""

@@ -58,11 +58,24 @@ class TextEncoder:
                 )
         try:
             self._tokenizer = Tokenizer.from_file(str(self._folder / "tokenizer.json"))
-            self._model = AutoModel.from_pretrained(
-                self._folder, local_files_only=True, use_safetensors=True, trust_remote_code=False, dtype=torch.float32
-            ).eval()
-        except (OSError, ValueError, RuntimeError) as exc:
+            self._model, found = AutoModel.from_pretrained(
+                self._folder,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                dtype=torch.float32,
+                output_loading_info=True,
+            )
+        except Exception as exc:  # the tokenizers library raises a bare Exception, safetensors one of its own
             raise ModelError(f"text_encoder: {self._folder} does not load: {exc}") from exc
+        # transformers makes up what is missing, at random; only the pooler is not used here
+        missing = sorted(name for name in found["missing_keys"] if not name.startswith("pooler."))
+        if missing:
+            raise ModelError(f"text_encoder: {self._folder} has no weights for {', '.join(missing[:3])}")
+        positions = getattr(self._model.config, "max_position_embeddings", max_tokens)
+        if not 2 < max_tokens <= positions:
+            raise ConfigError(f"text_encoder: max_tokens is {max_tokens}, this model takes 3 to {positions}")
+        self._model.eval()
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(max_tokens)
         self.dim: int = self._model.config.hidden_size
@@ -87,7 +100,8 @@ class TextEncoder:
             for row, value in enumerate(column.to_pylist()):
                 if value is not None:
                     try:
-                        value.decode()
+                        if not value.decode().strip():
+                            bad[row] = f"{self._column} is empty"
                     except UnicodeDecodeError as exc:
                         bad[row] = f"{self._column} is not UTF-8: {exc.reason} at byte {exc.start}"
         elif not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
@@ -134,4 +148,4 @@ class TextEncoder:
     def _tokens(self, batch: pa.RecordBatch) -> list[list[int]]:
         limit = self.max_tokens * CHARS_PER_TOKEN
         texts = [t.decode() if isinstance(t, bytes) else t for t in self._text(batch).to_pylist()]
-        return [e.ids for e in self._tokenizer.encode_batch_fast([text[:limit] for text in texts])]
+        return [e.ids for e in self._tokenizer.encode_batch_fast([text.lstrip()[:limit] for text in texts])]

@@ -44,6 +44,10 @@ class TopK:
         exclude: str | None = None,
         outputs: tuple[str, str] | list[str] = ("items", "scores"),
     ) -> None:
+        if not isinstance(k, int) or k < 1:
+            raise ConfigError(f"top_k: k is a whole number from 1, got {k!r}")
+        if len(outputs) != 2 or outputs[0] == outputs[1]:
+            raise ConfigError(f"top_k: outputs are two different names, for the items and the scores, got {list(outputs)}")
         if not isinstance(items, pa.Table) or items.num_columns != 2:
             raise ConfigError("top_k: `items` is {sql: SELECT <item id>, <vector> FROM live.<view>}: two columns")
         if items.num_rows == 0:
@@ -52,6 +56,12 @@ class TopK:
         vectors = items.column(1).combine_chunks()
         if not (pa.types.is_fixed_size_list(vectors.type) or pa.types.is_list(vectors.type)) or vectors.null_count:
             raise ConfigError(f"top_k: the items' second column is {vectors.type}, not a vector without nulls")
+        if (
+            self._ids.null_count
+            or vectors.flatten().null_count
+            or not np.isfinite(np.asarray(vectors.flatten(), np.float64)).all()
+        ):
+            raise ConfigError("top_k: an item has a null id, or a vector with a null or a number that is not finite")
         if len(pc.unique(self._ids)) != len(self._ids):
             raise ConfigError("top_k: `items` has an id twice")
         self._dim = len(vectors[0])  # DuckDB reads a Parquet vector as a list, so the type does not tell
@@ -69,7 +79,7 @@ class TopK:
         return np.ones(batch.num_rows, np.int64)
 
     def unusable(self, batch: pa.RecordBatch) -> dict[int, str]:
-        """Rows without a vector."""
+        """Rows without a whole, finite vector."""
         self._check(batch)
         return dict.fromkeys(pc.indices_nonzero(batch.column(self._vector).is_null()).to_pylist(), f"{self._vector} is null")
 
@@ -104,9 +114,11 @@ class TopK:
         if self._exclude is None:
             return torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long)
         lists = batch.column(self._exclude)
+        if pa.types.is_null(lists.type):
+            return torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long)
         counts = np.asarray(pc.fill_null(pc.list_value_length(lists), 0))
         rows = np.repeat(np.arange(batch.num_rows), counts)
-        items = pc.index_in(lists.flatten().cast(self._ids.type), self._ids)
+        items = pc.index_in(*_comparable(lists.flatten(), self._ids))
         known = np.asarray(items.is_valid())
         found = np.asarray(pc.fill_null(items, 0)).astype(np.int64)
         return torch.from_numpy(rows[known]), torch.from_numpy(found[known])
@@ -116,9 +128,28 @@ class TopK:
         for name in wanted:
             if name not in batch.schema.names:
                 raise ModelError(f"top_k: the input has no column {name!r} (it has: {', '.join(batch.schema.names)})")
+        if self._exclude is not None:
+            kind = batch.schema.field(self._exclude).type
+            if not (_is_list(kind) or pa.types.is_null(kind)):
+                raise ModelError(
+                    f"top_k: column {self._exclude!r} is {kind}, not a list of item ids: use list(item_id) in the source"
+                )
         kind = batch.schema.field(self._vector).type
         if not (pa.types.is_fixed_size_list(kind) and kind.list_size == self._dim) and not pa.types.is_list(kind):
             raise ModelError(f"top_k: column {self._vector!r} is {kind}, the items have vectors of {self._dim}")
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def _comparable(seen: pa.Array, ids: pa.Array) -> tuple[pa.Array, pa.Array]:
+    """Both as one type, so that an id that is no item is unknown instead of an error: as they are, or both as text."""
+    if seen.type == ids.type:
+        return seen, ids
+    if pa.types.is_floating(seen.type):
+        seen = pc.cast(seen, pa.int64(), safe=False)
+    return pc.cast(seen, pa.string()), pc.cast(ids, pa.string())
 
 
 def _matrix(vectors: pa.Array, dim: int) -> npt.NDArray[np.float32]:

@@ -90,10 +90,12 @@ class TwoTower:
                 if tower not in meta["towers"]:
                     raise ConfigError(f"two_tower: {self._path} has no tower {tower!r} (it has: {', '.join(meta['towers'])})")
                 fields = [Field(f["column"], tuple(f["vocabulary"]), f["multiple"]) for f in meta["towers"][tower]]
+                if not fields:
+                    raise ValueError("a tower without fields")
                 self._tower = Tower(fields, meta["dim"])
                 state = {k.removeprefix(f"{tower}."): file.get_tensor(k) for k in file.keys() if k.startswith(f"{tower}.")}  # noqa: SIM118
             self._tower.load_state_dict(state)
-        except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as exc:
+        except (OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, SafetensorError) as exc:
             raise ModelError(f"two_tower: {self._path} does not load: {exc}") from exc
         self._tower.eval()
 

@@ -165,7 +165,7 @@ def test_one_run_of_a_view_at_a_time_and_different_views_side_by_side(running: M
     assert [schedule.scheduler.start("numbers") for _ in range(3)] == [True, False, False]
     assert schedule.scheduler.start("b")
     schedule.await_said("b: done after .*", "numbers: the last run still goes on.*")
-    assert sorted(schedule.ran()) == ["b", "numbers"]
+    eventually(lambda: sorted(schedule.ran()) == ["b", "numbers"])
 
 
 def test_a_command_that_cannot_be_started_is_told_and_stops_nothing(make_project: MakeProject, tmp_path: Path) -> None:

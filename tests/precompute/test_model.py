@@ -150,7 +150,6 @@ def test_the_fingerprint_is_the_same_for_the_same_facts() -> None:
         ("chunks", pa.concat_tables([ITEMS.slice(0, 1), ITEMS.slice(1)])),
         ("metadata", ITEMS.replace_schema_metadata({"written_by": "somebody"})),
         ("offset", pa.concat_tables([ITEMS, ITEMS]).combine_chunks().slice(3, 3)),
-        ("row order", ITEMS.take(pa.array([2, 0, 1]))),
     ],
 )
 def test_the_fingerprint_looks_at_a_tables_rows_and_not_at_how_they_lie(name: str, other: pa.Table) -> None:

@@ -124,7 +124,7 @@ def test_memory_stays_bounded_when_the_source_grows() -> None:
     script = """
 import resource, sys
 from precompute.source import Source
-sql = f"SELECT range AS id, md5(range::VARCHAR) || md5((-range)::VARCHAR) || md5((range + 7)::VARCHAR) || md5((range * 3)::VARCHAR) AS text FROM range({sys.argv[1]})"
+sql = f"SELECT range AS id, repeat(md5(range::VARCHAR), 8) AS text FROM range({sys.argv[1]})"
 with Source(sql, ("id",), {}, memory_mb=64) as source:
     assert source.load() == int(sys.argv[1])
     assert sum(b.num_rows for b in source.batches(8192)) == int(sys.argv[1])
@@ -132,7 +132,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, file=sys.stder
 """
     peaks = [
         int(subprocess.run([sys.executable, "-c", script, str(n)], capture_output=True, check=True).stderr)
-        for n in (200_000, 1_000_000)
+        for n in (100_000, 500_000)
     ]
     assert peaks[1] - peaks[0] < 64, f"{peaks} MB"
 
@@ -178,7 +178,7 @@ def test_rows_finds_composite_keys_by_their_joined_text(tmp_path: Path) -> None:
         assert source.rows(["1/a/b", "1", "2/é"]).num_rows == 0
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")), min_size=1, max_size=5, unique=True))
 def test_rows_finds_any_text(texts: list[str]) -> None:
     quoted = ", ".join("'" + t.replace("'", "''") + "'" for t in texts)
@@ -238,9 +238,10 @@ def test_different_inputs_have_different_hashes(one: str, other: str) -> None:
 
 
 def test_the_hash_is_the_same_in_every_time_zone() -> None:
-    script = "from tests.precompute.test_source import hashes; print(hashes(\"SELECT 1 AS id, TIMESTAMPTZ '2024-01-01 00:00:00+00' AS x\"))"
-    zones = ("UTC", "Asia/Tokyo")
-    assert len({subprocess.check_output([sys.executable, "-c", script], env={**os.environ, "TZ": zone}) for zone in zones}) == 1
+    sql = "SELECT 1 AS id, TIMESTAMPTZ '2024-01-01 00:00:00+00' AS x"
+    script = f"from tests.precompute.test_source import hashes; print(hashes({sql!r}))"
+    elsewhere = subprocess.check_output([sys.executable, "-c", script], env={**os.environ, "TZ": "Pacific/Chatham"}, text=True)
+    assert elsewhere == f"{hashes(sql)}\n"
 
 
 @pytest.mark.parametrize("column", ["input_hash", "INPUT_HASH"])

@@ -30,7 +30,7 @@ TEXTS = [
     "A heist in the snow",
     "x",
     "Crème brûlée, 日本語 and 👩‍👩‍👧",
-    "read a file line by line " * 20,
+    "read a file line by line " * 8,
     "'; DROP TABLE items; --",
     "[CLS] [MASK] [PAD] are only words here",
     "tab\tand\nnewline",

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from store.codec import RowCodec
+from store.codec import Buffer, RowCodec
 from store.entity_key import key_text
 from store.errors import ConfigError, OnlineStoreError, RequestError, VectorIndexError
 from store.feature_view import Feature, FeatureView, IndexSpec
@@ -522,6 +522,41 @@ def test_a_search_follows_the_live_snapshot(house: House) -> None:
     house.publish({"k5": Row(0.0), "new": Row(7.0)}, 2, metric="dot")
     answer = lookup.search("things", key="k5", k=5)
     assert (answer["snapshot"], answer["model"], answer["metric"], found(answer)) == (2, "model 2", "dot", [("new", 1.0)])
+
+
+class Racing(MemoryStore):
+    """Somebody publishes just before a read: ``before_read`` says what, one for each read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before_read: list[Callable[[], Any]] = []
+
+    def read(self, view: str, keys: Sequence[bytes]) -> tuple[Pointer, list[Buffer | None]] | None:
+        if self.before_read:
+            self.before_read.pop(0)()
+        return super().read(view, keys)
+
+
+@pytest.mark.parametrize("reads_before", [0, 1], ids=["before the key's vector is read", "before the rows are read"])
+def test_a_publish_within_a_search_never_mixes_two_snapshots(tmp_path: Path, reads_before: int) -> None:
+    house = House(Racing(), tmp_path)
+    house.publish(NEIGHBOURS, metric="l2")
+    lookup = house.lookup()
+    second = {f"k{i}": Row(9.0 - i * i) for i in range(6)}
+    house.online.before_read = [lambda: None] * reads_before + [lambda: house.publish(second, 2, metric="dot")]  # type: ignore[attr-defined]
+    answer = lookup.search("things", key="k2", k=3, features=["double"])
+    assert not house.online.before_read  # type: ignore[attr-defined]
+    assert answer == lookup.search("things", key="k2", k=3, features=["double"])
+    assert (answer["snapshot"], {row["snapshot"] for row in answer["rows"]}) == (2, {2})
+    assert found(answer) == [("k0", 46.0), ("k1", 41.0), ("k3", 1.0)]
+
+
+def test_a_search_among_endless_publishes_gives_up_in_so_many_words(tmp_path: Path) -> None:
+    house = House(Racing(), tmp_path)
+    house.publish(NEIGHBOURS, metric="l2")
+    house.online.before_read = [lambda n=n: house.publish(NEIGHBOURS, n, metric="l2") for n in range(2, 40)]  # type: ignore[attr-defined]
+    with pytest.raises(VectorIndexError, match="over and over"):
+        house.lookup().search("things", key="k2")
 
 
 def test_a_search_that_cannot_be_answered_as_asked_is_refused(memory: House) -> None:

@@ -474,7 +474,7 @@ def test_a_load_into_a_full_redis_fails_cleans_up_and_leaves_the_live_rows(redis
     big = {b"%d" % i: b"x" * 1000 for i in range(20_000)}
     with pytest.raises(OnlineStoreError, match=r"is full.*maxmemory"):
         store.load("numbers", 2, rows_of(big, batch=1000))
-    assert sorted(raw.scan_iter()) == before
+    assert sorted(set(raw.scan_iter())) == before  # SCAN may give a key twice while Redis resizes its table
     assert (store.generations("numbers"), reader.live("numbers")) == ([1], pointer(1))
     assert values(reader.read("numbers", list(TABLE))) == list(TABLE.values())
     raw.config_set("maxmemory", 0)
