@@ -81,7 +81,11 @@ class TopK:
     def unusable(self, batch: pa.RecordBatch) -> dict[int, str]:
         """Rows without a whole, finite vector."""
         self._check(batch)
-        return dict.fromkeys(pc.indices_nonzero(batch.column(self._vector).is_null()).to_pylist(), f"{self._vector} is null")
+        vectors = batch.column(self._vector)
+        bad = dict.fromkeys(pc.indices_nonzero(vectors.is_null()).to_pylist(), f"{self._vector} is null")
+        whole = np.isfinite(np.asarray(pc.fill_null(vectors.flatten(), float("nan")), np.float64))
+        broken = np.unique(np.asarray(pc.list_parent_indices(vectors))[~whole]).tolist()
+        return bad | dict.fromkeys(broken, f"{self._vector} has a null or a number that is not finite")
 
     @torch.inference_mode()
     def compute(self, batch: pa.RecordBatch) -> dict[str, Any]:

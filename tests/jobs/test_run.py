@@ -309,9 +309,10 @@ def test_whatever_cannot_be_written_ends_in_a_message(
     assert f"{project.folder}/{where.split('/')[0]}" in err.partition("precompute: ")[2]
     if not where.startswith("online"):
         lookup = Lookup(open_online_store(project.online))
-        served = lookup.get("numbers", KEYS)["double"].to_pylist()
+        found = lookup.get("numbers", KEYS)["double"].to_pylist()
         lookup.close()
-        assert served == (OLD if "untouched" in err else NEW)
+        assert found == (NEW if where.endswith("runs") else OLD)  # the report comes last
+        assert found == OLD or "untouched" not in err
 
 
 @pytest.mark.parametrize(("where", "block"), [b for b in BLOCKS if "lock" not in b[0]])

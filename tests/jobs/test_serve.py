@@ -202,7 +202,7 @@ class Counting(Doubler):
 
     Args:
         path: the file.
-        sleep_s: then takes this long, for each batch.
+        sleep_s: then takes this long, for each batch with an x above 3, so that publishing and warming up cost no time.
     """
 
     def __init__(self, path: str, sleep_s: float = 0.0) -> None:
@@ -210,9 +210,11 @@ class Counting(Doubler):
         self._path, self._sleep_s = path, sleep_s
 
     def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
+        x = batch.column("x").to_pylist()
         with open(self._path, "a") as file:
-            file.write(f"{batch.column('x').to_pylist()}\n")
-        time.sleep(self._sleep_s)
+            file.write(f"{x}\n")
+        if max(x) > 3:
+            time.sleep(self._sleep_s)
         return super().compute(batch)
 
 
@@ -380,7 +382,7 @@ def test_a_publish_is_picked_up_at_once_and_no_answer_mixes_two_snapshots(tmp_pa
     with Server(tmp_path) as server, ThreadPoolExecutor(3) as threads:
         readers = [threads.submit(read, kind) for kind in ("json", "arrow", "search")]
         try:
-            for version in range(2, 14):
+            for version in range(2, 10):
                 write_numbers(tmp_path, ids, x=version)
                 publish(project)
                 row = server.get("/v1/views/numbers/rows/7").json

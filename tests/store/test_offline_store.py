@@ -18,10 +18,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from jobs.progress import Silent
+from jobs.run import run_view
 from store.errors import ConflictError, SnapshotError
 from store.feature_view import Feature, FeatureView
 from store.offline_store import OfflineStore
 from store.snapshot import Counts, Part, Snapshot
+from tests.conftest import MakeProject
 
 VIEW = FeatureView("numbers", ("id",), (Feature("double", "float64"),), ttl_s=1.0, stale_for_s=1.0)
 TABLE = pa.table({"id": [1, 2, 3], "double": [2.0, 4.0, 6.0], "name": ["a", "é", None]})
@@ -235,9 +238,20 @@ def test_a_torn_live_pointer_is_refused_at_every_length(store: OfflineStore) -> 
         path.write_bytes(damaged)
         with pytest.raises(SnapshotError, match=r"live.json is damaged"):
             store.live("numbers")
-        with pytest.raises(SnapshotError):
-            store.move_live("numbers", 2, expected_epoch=1, epoch=2, reason="run")
-        assert path.read_bytes() == damaged
+
+
+def test_publishing_again_mends_a_damaged_live_pointer(make_project: MakeProject) -> None:
+    """It is the remedy that the error names."""
+    project = make_project([(1, 1.0), (2, 2.0)])
+    run_view(project, "numbers", Silent())
+    store = OfflineStore(project.root)
+    (store.root / "numbers" / "refs" / "live.json").write_bytes(b"{")
+    with pytest.raises(SnapshotError, match="publish the view again"):
+        store.live("numbers")
+    run_view(project, "numbers", Silent(), command="publish")
+    ref = store.live("numbers")
+    assert ref is not None
+    assert ref.snapshot == 1
 
 
 # ---- several processes

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import redis
 
+from jobs.progress import Silent
+from jobs.run import run_view
 from store import lmdb_store
 from store.codec import Buffer
 from store.errors import ConfigError, ConflictError, OnlineStoreError, PrecomputeError
@@ -24,7 +26,7 @@ from store.lmdb_store import LmdbStore
 from store.online_store import MemoryStore, OnlineStore, Pointer, Rows
 from store.online_url import open_online_store
 from store.redis_store import RedisStore
-from tests.conftest import free_port, redis_binary
+from tests.conftest import MakeProject, free_port, redis_binary
 
 OpenStore = Callable[[], OnlineStore]
 
@@ -738,6 +740,20 @@ def test_publishing_again_mends_a_generation_that_is_gone(folder: Path) -> None:
     assert store.live("numbers") == pointer(1)
     publish(store, 2, {b"a": b"again"})
     assert values(LmdbStore(folder).read("numbers", [b"a"])) == [b"again"]
+
+
+def test_publishing_the_live_snapshot_again_mends_its_generation(make_project: MakeProject) -> None:
+    """The same remedy by the same words, from one end to the other: nothing newer to publish is needed."""
+    project = make_project([(1, 1.0), (2, 2.0)])
+    run_view(project, "numbers", Silent())
+    path = generation_file(Path(project.online.removeprefix("lmdb:")), 1)
+    path.unlink()
+    with pytest.raises(OnlineStoreError, match="publish the view again"):
+        open_online_store(project.online).read("numbers", [b"1"])
+    run_view(project, "numbers", Silent(), command="publish")
+    found = open_online_store(project.online).read("numbers", [b"1", b"2", b"3"])
+    assert found is not None
+    assert [row is None for row in found[1]] == [False, False, True]
 
 
 CUT = """
