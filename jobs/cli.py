@@ -15,6 +15,7 @@ from typing import Any
 
 from jobs.config import Project, json_schemas
 from jobs.progress import progress_for
+from jobs.report import Report
 from store.api.page import duration
 from store.errors import ConfigError, OnlineStoreError, PrecomputeError, RejectedError, RequestError
 from store.online_store import OnlineStore, Pointer
@@ -109,17 +110,21 @@ def _run(arguments: argparse.Namespace) -> int:
     )  # torch and faiss are loaded only by the commands that need them: `status` starts in 0.4 s, not 4
 
     project = _project(arguments)
-    report = run_view(
+
+    def finished(report: Report) -> None:
+        if arguments.json:
+            print(json.dumps(report.to_json()))  # of a failed run too: that is when a program needs it
+        elif report.error is None:
+            print(describe_report(report.to_json()))
+
+    run_view(
         project,
         arguments.view,
         progress_for(arguments.json),
         command=arguments.command,
         number=getattr(arguments, "snapshot", None),
+        finished=finished,
     )
-    if arguments.json:
-        print(json.dumps(report.to_json()))
-    else:
-        print(describe_report(report.to_json()))
     return DONE
 
 
@@ -279,14 +284,16 @@ def _table(lines: Sequence[dict[str, Any]]) -> str:
                 "–" if line["rows"] is None else f"{line['rows']:,}",
                 "–" if line["coverage"] is None else f"{line['coverage']:.1%}",
                 {True: "yes", False: "NO", None: "–"}[line["online"]],
-                "–" if last is None else last["status"] + (f": {last['error']}" if last["error"] else ""),
+                "–" if last is None else last["status"],
                 line["schedule"] or "–",
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(head) - 2)]
-    return "\n".join(
+    table = [
         "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), *row[len(widths) :]]).rstrip() for row in rows
-    )
+    ]
+    errors = [f"{line['view']}: {line['last_run']['error']}" for line in lines if line["last_run"] and line["last_run"]["error"]]
+    return "\n".join(table + (["", *errors] if errors else []))
 
 
 def _schema(arguments: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from jobs.config_file import PREFIX, merged, overrides, read_yaml, substituted
-from jobs.cron import check_cron
+from jobs.cron import check_cron, check_timezone
 from precompute.model import check_use
 from precompute.source import check_sql, referenced_views
 from store.errors import ConfigError
@@ -143,6 +143,16 @@ class ViewConfig(_Strict):
     fallback: FallbackConfig = FallbackConfig()
     max_rejected: float = Field(default=0.01, ge=0, le=1, description="share of rejected rows past which nothing is published")
 
+    @field_validator("entity")
+    @classmethod
+    def _keys(cls, entity: list[str]) -> list[str]:
+        for name in entity:
+            if entity.count(name) > 1:
+                raise ValueError(f"{name!r} is named twice")
+            if name in RESERVED:
+                raise ValueError(f"{name!r} is the name of an answer's own column; rename it in the source with AS")
+        return entity
+
     @model_validator(mode="after")
     def _fits(self) -> ViewConfig:
         taken = [name for name in self.features if name in RESERVED or name in self.entity]
@@ -151,7 +161,9 @@ class ViewConfig(_Strict):
         if self.index is not None:
             indexed = self.features.get(self.index.on)
             if indexed is None or indexed.dim is None or not indexed.dtype.startswith("float"):
-                raise ValueError(f"index.on: {self.index.on!r} is no feature with a float dtype and a dim")
+                raise ValueError(
+                    f"index.on: {self.index.on!r} is no feature with a float dtype and a dim{_did_you_mean(self.index.on, self.features)}"
+                )
         return self
 
     def feature_view(self) -> FeatureView:
@@ -182,11 +194,14 @@ def model_queries(args: Mapping[str, Any]) -> dict[str, str]:
 class ServeConfig(_Strict):
     """The HTTP API."""
 
-    bind: str = Field(
-        default="127.0.0.1:8080",
-        pattern=r"^(unix:.+|\[?[0-9A-Za-z.:_-]+\]?:\d{1,5})$",
-        description="host:port, or unix:./api.sock",
-    )
+    bind: str = Field(default="127.0.0.1:8080", description="host:port, or unix:./api.sock")
+
+    @field_validator("bind")
+    @classmethod
+    def _address(cls, bind: str) -> str:
+        if not re.match(r"\A(unix:.+|\[?[0-9A-Za-z.:_-]+\]?:\d{1,5})\Z", bind):
+            raise ValueError("write host:port, such as 127.0.0.1:8080, or unix:./api.sock")
+        return bind
 
 
 class ProjectConfig(_Strict):
@@ -202,10 +217,23 @@ class ProjectConfig(_Strict):
     timezone: str = Field(default="UTC", description="of the cron lines")
     memory_mb: int = Field(default=1024, ge=64, description="DuckDB's memory; it spills to disk beyond")
 
+    @field_validator("timezone")
+    @classmethod
+    def _zone(cls, timezone: str) -> str:
+        check_timezone(timezone)
+        return timezone
+
+    @field_validator("root")
+    @classmethod
+    def _folder(cls, root: str) -> str:
+        if "://" in root:
+            raise ValueError("object stores are not supported yet; give a folder")
+        return root
+
     @field_validator("online")
     @classmethod
     def _store(cls, online: str) -> str:
-        if not online.startswith(("lmdb:", "redis://", "rediss://", "unix://")):
+        if not online.startswith(("lmdb:", "redis://", "rediss://", "unix://")) or online == "lmdb:":
             raise ValueError("write lmdb:./folder or redis://host:6379/0")
         return online
 
@@ -233,17 +261,22 @@ class Project:
         project_file = self.folder / "project.yaml"
         raw = read_yaml(project_file)
         view_overrides = over.pop("views", {})
+        if not isinstance(view_overrides, dict):
+            raise ConfigError(f"environment {PREFIX}VIEWS: name a view and a key, as in {PREFIX}VIEWS__ITEM_VECTOR__TTL=1h")
         self.settings = _validated(ProjectConfig, merged(raw, over), project_file, over)
         self.root = (self.folder / self.settings.root).absolute()
         self.online = self._absolute_online(self.settings.online)
         self._vars = {
-            name: str((self.folder / v).resolve()) if v.startswith(("./", "../")) else v for name, v in self.settings.vars.items()
+            name: str((self.folder / v).resolve()) if v in (".", "..") or v.startswith(("./", "../")) else v
+            for name, v in self.settings.vars.items()
         }
         self.views: dict[str, ViewConfig] = {}
         for path in sorted((self.folder / "views").glob("*.yaml")):
-            data = substituted(read_yaml(path), self._vars, path)
             changes = view_overrides.pop(path.stem, {})
-            view = _validated(ViewConfig, merged(data, changes), path, {"views": {path.stem: changes}}, ("views", path.stem))
+            if not isinstance(changes, Mapping):
+                raise ConfigError(f"environment {PREFIX}VIEWS__{path.stem.upper()}: name a key too, as in …__TTL=1h")
+            data = substituted(merged(read_yaml(path), changes), self._vars, path)
+            view = _validated(ViewConfig, data, path, {"views": {path.stem: changes}}, ("views", path.stem))
             if view.name != path.stem:
                 raise ConfigError(
                     f"{path}: name: {view.name!r} differs from the file's name; call the file views/{view.name}.yaml"
@@ -285,6 +318,8 @@ class Project:
             if name not in self.views:
                 raise ConfigError(f"{where}: no such view{_did_you_mean(name, self.views)}")
             parents = after(when)
+            if parents == []:
+                raise ConfigError(f"{where}: names no view; write 'after <view>'")
             if parents is None:
                 try:
                     check_cron(when, self.settings.timezone)
@@ -338,7 +373,7 @@ def _origin(path: Path, location: tuple[int | str, ...], over: Mapping[str, Any]
     node: Any = over
     for part in location:
         node = node.get(part) if isinstance(node, Mapping) else None
-    return f"{path}: " if node is None else f"environment {PREFIX}{'__'.join(map(str, location)).upper()}: "
+    return f"{path}: " if node is None or node == {} else f"environment {PREFIX}{'__'.join(map(str, location)).upper()}: "
 
 
 def _message(kind: type[BaseModel], error: Any) -> str:
@@ -353,8 +388,11 @@ def _message(kind: type[BaseModel], error: Any) -> str:
         allowed = re.findall(r"'([^']+)'", text)
         return f"{where}: {value!r} is not one of {', '.join(allowed)}{_did_you_mean(value, allowed)}"
     value = repr(error["input"])
+    if where == "online":
+        scheme, separator, rest = str(error["input"]).partition("?")[0].partition("//")
+        value = repr(scheme + separator + rest.rpartition("@")[2])  # without what may be a password
     shown = "" if isinstance(error["input"], dict) else f" {value if len(value) <= 120 else value[:117] + '...'}:"
-    return f"{where or '(file)'}:{shown} {text[0].lower() + text[1:] if text.startswith('Input') else text}"
+    return f"{where}{':' if where else ''}{shown} {text[0].lower() + text[1:] if text.startswith('Input') else text}".lstrip()
 
 
 def _keys_at(kind: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:

@@ -29,13 +29,15 @@ def _mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[Any, Any]
     return loader.construct_mapping(node, deep=True)
 
 
-_UniqueKeyLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_UniqueKeyLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
-)
+# The plain scalars of YAML 1.2's core schema, and no others: no `on` for true, no 26:00 for 1,560, no dates.
+_UniqueKeyLoader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first in (
+    ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
+    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
+    ("int", r"^[-+]?[0-9]+$", list("-+0123456789")),
+    ("float", r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan)$", list("-+.0123456789")),
+):
+    _UniqueKeyLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)
 _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 
 
@@ -53,7 +55,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read: {exc}") from exc
     try:
         data = yaml.load(text, _UniqueKeyLoader)  # noqa: S506  # a SafeLoader
-    except yaml.YAMLError as exc:
+    except (yaml.YAMLError, ValueError, RecursionError) as exc:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(exc).split())}") from exc
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: holds {type(data).__name__}, not keys and values")
@@ -70,12 +72,18 @@ def overrides(environment: Mapping[str, str]) -> dict[str, Any]:
         node = tree
         for key in path:
             node = node.setdefault(key, {})
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError:
-            value = text
-        node[last] = value
+            if not isinstance(node, dict):
+                raise ConfigError(f"environment {variable}: contradicts {PREFIX}{'__'.join(path).upper()}; set one of them")
+        # texts whatever they look like: a year, a country called `no`
+        node[last] = text if path[:1] in (["vars"], ["schedule"]) else _value(text)
     return tree
+
+
+def _value(text: str) -> Any:
+    try:
+        return yaml.load(text, _UniqueKeyLoader)  # noqa: S506  # a SafeLoader
+    except (yaml.YAMLError, ValueError):
+        return text
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

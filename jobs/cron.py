@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import re
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from apscheduler.triggers.base import BaseTrigger
@@ -27,11 +27,12 @@ def cron_trigger(line: str, timezone: str) -> BaseTrigger:
     fields = line.split()
     if len(fields) != 5:
         raise ValueError("write five cron fields (minute hour day month weekday), such as '0 2 * * *', or 'after <view>'")
-    try:
-        zone = ZoneInfo(timezone)
-    except (ZoneInfoNotFoundError, ValueError, OSError) as exc:
-        raise ValueError(f"no time zone {timezone!r}; write one such as Europe/Berlin") from exc
+    zone = check_timezone(timezone)
     minute, hour, day, month, weekday = fields
+    for field in (minute, hour, day):
+        if not re.fullmatch(r"[\d*/,-]+", field):
+            raise ValueError(f"not a cron line: {field!r} is no number, range, list or step")
+    weekday_starred = weekday.startswith("*")
     weekday = _named_days(weekday)
 
     def trigger(day: str, weekday: str) -> BaseTrigger:
@@ -40,9 +41,36 @@ def cron_trigger(line: str, timezone: str) -> BaseTrigger:
         except ValueError as exc:
             raise ValueError(f"not a cron line: {exc}") from exc
 
-    if day != "*" and weekday != "*":
-        return OrTrigger([trigger(day, "*"), trigger("*", weekday)])
-    return trigger(day, weekday)
+    # crontab(5): the two day fields are alternatives unless one of them starts with a star
+    both = not day.startswith("*") and not weekday_starred
+    combined = OrTrigger([trigger(day, "*"), trigger("*", weekday)]) if both else trigger(day, weekday)
+    return combined if hour.startswith("*") else _OnceADay(combined)
+
+
+class _OnceADay(BaseTrigger):  # type: ignore[misc]
+    """Where clocks are set back, a fixed hour comes twice; cron runs it once, APScheduler both times."""
+
+    def __init__(self, trigger: BaseTrigger) -> None:
+        self._trigger = trigger
+
+    def get_next_fire_time(self, previous_fire_time: datetime | None, now: datetime) -> datetime | None:
+        """The next time whose wall clock is another than the last one's."""
+        at: datetime | None = self._trigger.get_next_fire_time(previous_fire_time, now)
+        while at is not None and at.fold and at.utcoffset() != at.replace(fold=0).utcoffset():
+            at = self._trigger.get_next_fire_time(at, (at.astimezone(UTC) + timedelta(seconds=1)).astimezone(at.tzinfo))
+        return at
+
+
+def check_timezone(name: str) -> ZoneInfo:
+    """The time zone of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    try:
+        return ZoneInfo(name)
+    except (ZoneInfoNotFoundError, ValueError, OSError) as exc:
+        raise ValueError(f"no time zone {name!r}; write one such as Europe/Berlin") from exc
 
 
 def check_cron(line: str, timezone: str) -> None:
@@ -56,12 +84,14 @@ def check_cron(line: str, timezone: str) -> None:
 
 def _named_days(field: str) -> str:
     """``0-2,5`` (cron: Sunday to Tuesday, and Friday) → ``sun,mon,tue,fri``; names and ``*`` stay."""
-    if not re.search(r"\d", field.partition("/")[0]) and "/" not in field:
-        return field.lower()
+    if field == "*":
+        return field
     days: list[str] = []
     for part in field.split(","):
         span, _, step = part.partition("/")
-        first, _, last = span.partition("-")
+        first, dash, last = span.partition("-")
+        if dash and not last:
+            raise ValueError(f"not a cron line: {field!r} has a range without an end")
         if span == "*":
             first, last = "0", "6"
         elif not last:

@@ -6,6 +6,7 @@ snapshot as it was.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -71,7 +72,7 @@ def materialize(
             raise SourceError(
                 f"view {view.name!r}: the source yielded no rows; nothing was published and the live snapshot stays"
             )
-        run = _Run(opened, store, report, int(total * config.max_rejected))
+        run = _Run(opened, store, report, math.floor(total * config.max_rejected + 1e-9))
         progress.begin(f"materialize {view.name}", total)
         batches = source.batches(WINDOW_ROWS)
         while (batch := _next(batches, report)) is not None:

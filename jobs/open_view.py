@@ -69,7 +69,12 @@ def open_view(
     except SourceError as exc:
         raise SourceError(f"view {view.name!r}: {exc}") from exc
     try:
-        tables: dict[str, pa.Table] = {name: source.table(text) for name, text in queries.items()}
+        tables: dict[str, pa.Table] = {}
+        for name, text in queries.items():
+            try:
+                tables[name] = source.table(text)
+            except ConfigError as exc:
+                raise ConfigError(f"view {view.name!r}: model.args.{name}.sql: {exc}") from exc
         try:
             loaded = load(model["use"], {**model["args"], **tables})
         except ConfigError as exc:

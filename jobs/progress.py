@@ -79,8 +79,8 @@ class Lines:
         now = time.monotonic()
         if now - self._last >= self._every_s and self._done < self._total:
             self._last = now
-            rate = self._done / (now - self._started)
-            left = (self._total - self._done) / rate
+            rate = self._done / max(now - self._started, 1e-9)
+            left = (self._total - self._done) / rate if rate else float("inf")
             print(
                 f"{self._what}: {self._done:,} of {self._total:,} rows, {rate:,.0f} rows/s, {left:,.0f} s left",
                 file=self._out,

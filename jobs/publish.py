@@ -67,15 +67,16 @@ def publish(
             raise SnapshotError(f"view {view!r} has no snapshot yet: run `precompute run {view}`")
         number = numbers[-1]
     snapshot = store.snapshot(view, number)
-    ref = store.live(view)
+    ref = store.readable_live(view)
     try:
         current = online.live(view)
     except DamagedPointerError as exc:
         log.warning("%s; it is written anew", exc)
         current = None
     report.snapshot, report.model = number, snapshot.model
-    if ref is not None and current is not None and (ref.snapshot, ref.epoch) == (number, current.epoch):
-        report.status, report.epoch = "current", ref.epoch
+    same = ref is not None and current is not None and (ref.snapshot, ref.epoch) == (number, current.epoch)
+    if same and current is not None and _is_served(view, online, current.epoch):
+        report.status, report.epoch = "current", current.epoch
         return current
     with report.stage("check"):
         store.check_parts(snapshot)
@@ -113,6 +114,15 @@ def publish(
         log.warning("view %r: old generations stay for now: %s", view, exc)
     report.status, report.epoch = "published", epoch
     return pointer
+
+
+def _is_served(view: str, online: OnlineStore, epoch: int) -> bool:
+    """Whether the live generation is there and can be opened; one that is gone or damaged is loaded again."""
+    try:
+        return epoch in online.generations(view) and online.read(view, [b"-"]) is not None
+    except OnlineStoreError as exc:
+        log.warning("%s; it is loaded again", exc)
+        return False
 
 
 def _load(

@@ -7,7 +7,7 @@ import importlib.metadata
 import platform
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -61,8 +61,11 @@ class Report:
 
 
 @contextlib.contextmanager
-def recorded(store: OfflineStore, view: str, command: str) -> Iterator[Report]:
-    """A run from start to end: its report is written when it succeeds, fails or is interrupted (not when it is killed)."""
+def recorded(
+    store: OfflineStore, view: str, command: str, finished: Callable[[Report], None] = lambda _: None
+) -> Iterator[Report]:
+    """A run from start to end: its report is written when it succeeds, fails or is interrupted (not when it is killed), and given to
+    ``finished``."""
     run = f"{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}-{secrets.token_hex(3)}"
     report = Report(run, view, command, started_at=utc_now(), versions=versions())
     started = time.monotonic()
@@ -73,8 +76,10 @@ def recorded(store: OfflineStore, view: str, command: str) -> Iterator[Report]:
         report.error = str(exc) if isinstance(exc, PrecomputeError) else f"{type(exc).__name__}: {exc}"
         with contextlib.suppress(PrecomputeError):  # a full disk must not hide why the run failed
             _write(store, report, started)
+        finished(report)
         raise
     _write(store, report, started)
+    finished(report)
 
 
 def _write(store: OfflineStore, report: Report, started: float) -> None:

@@ -45,10 +45,11 @@ def view_status(project: Project, name: str, store: OfflineStore, online: Online
         if oldest is not None
         else (time.time() - datetime.fromisoformat(snapshot.created_at).timestamp())
     )
-    status = status_of(view.feature_view(), age)
+    status = status_of(snapshot.view, age)  # as it is served; an edited TTL takes effect with the next run
     return line | {
         "status": "expired" if status is Status.MISSING else str(status),
         "snapshot": ref.snapshot,
+        "ttl_s": snapshot.view.ttl_s,
         "rows": snapshot.counts.written,
         "age_s": age,
         "coverage": snapshot.counts.written / snapshot.counts.source if snapshot.counts.source else None,

@@ -69,8 +69,8 @@ def locked(path: Path, *, busy: str | None = None) -> Iterator[None]:
         yield
 
 
-def disk_message(path: Path, exc: OSError) -> str:
-    """What happened to ``path``, for the operator."""
+def disk_message(path: Path, exc: OSError, state: str = "the live snapshot is untouched") -> str:
+    """What happened to ``path`` and what state that leaves, for the operator."""
     if exc.errno in NO_SPACE:
-        return f"no space left while writing {path}; free some and run again (the live snapshot is untouched)"
-    return f"cannot write {path}: {exc.strerror or exc} (the live snapshot is untouched)"
+        return f"no space left while writing {path}; free some and run again ({state})"
+    return f"cannot write {path}: {exc.strerror or exc} ({state})"

@@ -153,6 +153,8 @@ class Lookup:
         inputs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> Answer:
         """As :meth:`get`, without waiting: the answer may still have rows in flight, see :meth:`Answer.wait`."""
+        if isinstance(keys, (str, bytes)) or not hasattr(keys, "__len__"):
+            raise RequestError(f"keys is a list of keys, got {type(keys).__name__}: write [{keys!r}]", code="bad_key")
         if not 0 < len(keys) <= MAX_KEYS:
             code = "too_many_keys" if keys else "no_keys"
             raise RequestError(f"a request has 1 to {MAX_KEYS} keys, got {len(keys)}", status=413 if keys else 400, code=code)
@@ -308,7 +310,7 @@ class Lookup:
                 rows: list[dict[str, Any]] = []
                 break
             answer = self.begin(view, keys, features=features, fallback=False)
-            if answer.pointer.snapshot == pointer.snapshot:
+            if answer.pointer.epoch == pointer.epoch:
                 rows = [
                     {"key": row.pop("key"), "score": score, **row}
                     for row, score in zip(answer.rows(), scores, strict=True)

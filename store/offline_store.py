@@ -97,6 +97,15 @@ class OfflineStore:
         except (ValueError, TypeError) as exc:
             raise SnapshotError(f"{path} is damaged ({exc}); publish the view again to write it anew") from exc
 
+    def readable_live(self, view: str) -> LiveRef | None:
+        """As :meth:`live`, and None for a damaged pointer too: what a writer needs, who will replace it."""
+        try:
+            return self.live(view)
+        except SnapshotError as exc:
+            if isinstance(exc.__cause__, (ValueError, TypeError)):
+                return None
+            raise
+
     def part_paths(self, snapshot: Snapshot) -> list[Path]:
         """Absolute paths of a snapshot's Parquet parts, checked to be there with the size the manifest tells.
 
@@ -241,7 +250,7 @@ class OfflineStore:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with locked(folder / ".lock"):
-                current = self.live(view)
+                current = self.readable_live(view)
                 found = 0 if current is None else current.epoch
                 if found != expected_epoch or epoch <= found:
                     raise ConflictError(
@@ -264,11 +273,13 @@ class OfflineStore:
             ConflictError: another run of the view is going on.
         """
         folder = self.root / view
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as exc:
-            raise SnapshotError(disk_message(folder, exc)) from exc
-        with locked(folder / ".run.lock", busy=f"another run of view {view!r} is going on; wait for it, or look at `status`"):
+        with contextlib.ExitStack() as held:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                busy = f"another run of view {view!r} is going on; wait for it, or look at `status`"
+                held.enter_context(locked(folder / ".run.lock", busy=busy))
+            except OSError as exc:
+                raise SnapshotError(disk_message(folder / ".run.lock", exc)) from exc
             yield
 
     def write_report(self, view: str, run: str, report: Mapping[str, Any]) -> Path:
@@ -279,14 +290,19 @@ class OfflineStore:
             folder.mkdir(parents=True, exist_ok=True)
             replace_durably(path, json.dumps(report, indent=1, default=str).encode())
         except OSError as exc:
-            raise SnapshotError(disk_message(path, exc)) from exc
+            raise SnapshotError(disk_message(path, exc, "only the run's report is missing")) from exc
         return path
 
     def last_report(self, view: str) -> dict[str, Any] | None:
         """The newest run's report; run ids sort by time."""
         folder = self.root / view / "runs"
         reports = sorted(p for p in folder.glob("*.json")) if folder.is_dir() else []
-        return json.loads(reports[-1].read_bytes()) if reports else None
+        if not reports:
+            return None
+        try:
+            return dict(json.loads(reports[-1].read_bytes()))
+        except (OSError, ValueError, TypeError) as exc:
+            raise SnapshotError(f"the run's report {reports[-1]} cannot be read ({exc}); remove the file") from exc
 
     def _manifest_path(self, view: str, number: int) -> Path:
         return self.root / view / "manifests" / f"{number:020d}.json"

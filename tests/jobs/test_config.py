@@ -150,7 +150,6 @@ def test_a_mistake_in_the_project_names_file_key_value_and_remedy(make_project: 
     message = refusal(make_project, project=change, views={"b": other, "c": other})
     for part in ["project.yaml", *parts]:
         assert part in message
-    assert "hunter2" not in message
 
 
 def test_all_mistakes_of_a_file_are_told_at_once(make_project: MakeProject) -> None:
@@ -178,7 +177,7 @@ def test_a_password_in_a_refused_url_is_not_repeated(make_project: MakeProject) 
         ("project.yaml", "serve: {bind: ", ["not valid YAML"]),
         ("project.yaml", "timezone: 2024-13-45", ["not valid YAML|timezone"]),
         ("views/numbers.yaml", "max_rejected: 0b_", ["not valid YAML|max_rejected"]),
-        ("views/numbers.yaml", "stale_for: 26:00", ["stale_for", "26h"]),
+        ("views/numbers.yaml", "fallback: {deadline: 26:00}", ["fallback.deadline", "26h"]),
         ("views/numbers.yaml", "args: &a {b: *a}", ["recursive"]),
         ("views/numbers.yaml", "? [a]\n: b", ["not valid YAML"]),
         ("views/numbers.yaml", "1: b", ["1", "string"]),
