@@ -61,18 +61,9 @@ def publish(
         OnlineStoreError: the store refused, or gave back other bytes than were loaded; the old generation stays live.
         ConflictError: somebody else published meanwhile.
     """
-    if number is None:
-        numbers = store.numbers(view)
-        if not numbers:
-            raise SnapshotError(f"view {view!r} has no snapshot yet: run `precompute run {view}`")
-        number = numbers[-1]
+    number = number or _newest(view, store)
     snapshot = store.snapshot(view, number)
-    ref = store.readable_live(view)
-    try:
-        current = online.live(view)
-    except DamagedPointerError as exc:
-        log.warning("%s; it is written anew", exc)
-        current = None
+    ref, current = store.readable_live(view), _readable_pointer(view, online)
     report.snapshot, report.model = number, snapshot.model
     same = ref is not None and current is not None and (ref.snapshot, ref.epoch) == (number, current.epoch)
     if same and current is not None and _is_served(view, online, current.epoch):
@@ -92,9 +83,38 @@ def publish(
         index = f"{view}/index/{epoch:020d}"
         with report.stage("index"):
             _build(snapshot, store, index)
-    pointer = Pointer(
+    pointer = _pointer(snapshot, epoch, index)
+    with report.stage("flip"):
+        store.move_live(view, number, expected_epoch=expected, epoch=epoch, reason=reason)
+        online.flip(pointer)
+    try:
+        _drop_old(view, store, online, keep={epoch, epoch if current is None else current.epoch})
+    except OnlineStoreError as exc:  # the new generation is live and whole: what is left over is dropped by the next publishing
+        log.warning("view %r: old generations stay for now: %s", view, exc)
+    report.status, report.epoch = "published", epoch
+    return pointer
+
+
+def _newest(view: str, store: OfflineStore) -> int:
+    numbers = store.numbers(view)
+    if not numbers:
+        raise SnapshotError(f"view {view!r} has no snapshot yet: run `precompute run {view}`")
+    return numbers[-1]
+
+
+def _readable_pointer(view: str, online: OnlineStore) -> Pointer | None:
+    """The online pointer; None when there is none, or it is damaged and about to be written anew."""
+    try:
+        return online.live(view)
+    except DamagedPointerError as exc:
+        log.warning("%s; it is written anew", exc)
+        return None
+
+
+def _pointer(snapshot: Snapshot, epoch: int, index: str | None) -> Pointer:
+    return Pointer(
         view=snapshot.view,
-        snapshot=number,
+        snapshot=snapshot.number,
         epoch=epoch,
         model=snapshot.model,
         rows=snapshot.counts.written,
@@ -105,15 +125,6 @@ def publish(
         inputs=dict(snapshot.inputs),
         index=index,
     )
-    with report.stage("flip"):
-        store.move_live(view, number, expected_epoch=expected, epoch=epoch, reason=reason)
-        online.flip(pointer)
-    try:
-        _drop_old(view, store, online, keep={epoch, epoch if current is None else current.epoch})
-    except OnlineStoreError as exc:  # the new generation is live and whole: what is left over is dropped by the next publishing
-        log.warning("view %r: old generations stay for now: %s", view, exc)
-    report.status, report.epoch = "published", epoch
-    return pointer
 
 
 def _is_served(view: str, online: OnlineStore, epoch: int) -> bool:

@@ -353,12 +353,11 @@ class Lookup:
                 status = {Reason.DEADLINE: 504, Reason.SHED: 503}.get(exc.reason, 422)
                 raise RequestError(f"the inputs could not be embedded: {exc}", status=status, code=exc.reason) from exc
             return row.column(view.index.on)[0].as_py()  # type: ignore[no-any-return]
-        table = self.get(view.name, [key], features=[view.index.on], fallback=False)
-        value = table.column(view.index.on)[0].as_py()
+        row = self.row(view.name, key, features=[view.index.on], fallback=False)
+        value = row["features"] and row["features"][view.index.on]
         if value is None:
-            raise RequestError(
-                f"key {key!r} of view {view.name!r} has no vector in the store", status=404, code=Reason.UNKNOWN_ENTITY
-            )
+            reason = row.get("reason", Reason.UNKNOWN_ENTITY)
+            raise RequestError(f"key {key!r} of view {view.name!r} has no vector to search by: {reason}", status=404, code=reason)
         return value  # type: ignore[no-any-return]
 
     def _index(self, pointer: Pointer) -> VectorIndex:
