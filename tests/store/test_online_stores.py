@@ -433,7 +433,7 @@ def test_two_prefixes_in_one_redis_do_not_see_each_other(redis_url: str, raw: re
     assert [s.generations("numbers") for s in (one, other, default)] == [[4], [2], [3]]
     one.load("numbers", 5, rows_of(TABLE))
     one.drop("numbers", 5)
-    assert sorted(raw.scan_iter()) == sorted(
+    assert sorted(set(raw.scan_iter())) == sorted(
         [b"%b:numbers:%d:a" % (name, epoch) for name, epoch in ((b"one", 4), (b"one_more", 2), (b"precompute", 3))]
         + [b"%b:%b" % (name, what) for name in (b"one", b"one_more", b"precompute") for what in (b"{numbers}:meta", b"views")]
     )
@@ -450,11 +450,11 @@ def test_a_prefix_that_is_no_name_is_refused(redis_url: str, prefix: str) -> Non
 def test_a_dropped_generation_leaves_nothing_in_redis(redis_url: str, raw: redis.Redis) -> None:
     store = RedisStore(redis_url)
     publish(store, 1, TABLE)
-    before = sorted(raw.scan_iter())
+    before = sorted(set(raw.scan_iter()))
     meta = raw.hgetall("precompute:{numbers}:meta")
     store.load("numbers", 2, rows_of({b"%d" % i: b"x" for i in range(12_000)}, batch=1000))
     store.drop("numbers", 2)
-    assert sorted(raw.scan_iter()) == before
+    assert sorted(set(raw.scan_iter())) == before
     assert raw.hgetall("precompute:{numbers}:meta") == meta
     store.close()
 
@@ -470,7 +470,7 @@ def fill(raw: redis.Redis) -> None:
 def test_a_load_into_a_full_redis_fails_cleans_up_and_leaves_the_live_rows(redis_url: str, raw: redis.Redis) -> None:
     store, reader = RedisStore(redis_url), RedisStore(redis_url)
     publish(store, 1, TABLE)
-    before = sorted(raw.scan_iter())
+    before = sorted(set(raw.scan_iter()))
     raw.config_set("maxmemory-policy", "noeviction")
     raw.config_set("maxmemory", raw.info("memory")["used_memory"] + 4 * 2**20)
     big = {b"%d" % i: b"x" * 1000 for i in range(20_000)}
