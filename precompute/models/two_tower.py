@@ -146,7 +146,8 @@ def train_two_tower(
         weight_decay: of Adam, decoupled.
         id_dropout: share of ids replaced by "unknown" while training.
         dropout: share of each user vector's elements dropped while training.
-        seed: of everything random here; with one thread count, the result is the same bytes every time.
+        seed: of everything random here. With one thread the result is the same bytes every time; with several, sums differ in their
+            last bits.
         progress: called with (epoch, mean loss) after each.
     """
     torch.manual_seed(seed)
