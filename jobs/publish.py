@@ -61,7 +61,7 @@ def publish(
         OnlineStoreError: the store refused, or gave back other bytes than were loaded; the old generation stays live.
         ConflictError: somebody else published meanwhile.
     """
-    number = number or _newest(view, store)
+    number = _newest(view, store) if number is None else number
     snapshot = store.snapshot(view, number)
     ref, current = store.readable_live(view), _readable_pointer(view, online)
     report.snapshot, report.model = number, snapshot.model
