@@ -4,7 +4,7 @@
     <folder>/<view>/live.json                 the pointer, replaced atomically
 
 A reader looks at the pointer file's inode and mtime once per request (1.5 µs) and opens the new generation when they changed.
-Rows are inserted sorted by key: sorted, 1,553-byte rows take 2.1 kB each, in random order 3.8 kB.
+Rows are appended sorted by key: rows of 1,553 bytes take 2.06 kB each, put in any other way 3.8 to 4.1 kB, since pages split in half.
 """
 
 from __future__ import annotations
@@ -188,8 +188,8 @@ class LmdbStore(OnlineStore):
             temporary.unlink(missing_ok=True)
             env = lmdb.open(str(temporary), subdir=False, map_size=FIRST_MAP_BYTES, sync=False, metasync=False, lock=False)
             try:
-                for items in _sorted(rows):
-                    _insert(env, items)
+                for number, items in enumerate(_sorted(rows)):
+                    _insert(env, items, append=number == 0)
                 count = int(env.stat()["entries"])
             finally:
                 env.close()
@@ -233,29 +233,29 @@ class LmdbStore(OnlineStore):
 
 
 def _sorted(rows: Rows) -> Iterator[list[tuple[bytes, Buffer]]]:
-    """The rows in chunks of about :data:`SORT_BYTES`, each sorted by key."""
-    chunk: list[tuple[bytes, Buffer]] = []
+    """The rows in chunks of about :data:`SORT_BYTES`, each sorted by key, the last row of a key standing."""
+    chunk: dict[bytes, Buffer] = {}
     size = 0
     for keys, values in rows:
-        chunk.extend(zip(keys, values, strict=True))
+        chunk.update(zip(keys, values, strict=True))
         size += sum(map(len, values))
         if size >= SORT_BYTES:
-            yield sorted(chunk, key=_key)
-            chunk, size = [], 0
+            yield sorted(chunk.items(), key=_key)
+            chunk, size = {}, 0
     if chunk:
-        yield sorted(chunk, key=_key)
+        yield sorted(chunk.items(), key=_key)
 
 
 def _key(item: tuple[bytes, Buffer]) -> bytes:
     return item[0]
 
 
-def _insert(env: lmdb.Environment, items: list[tuple[bytes, Buffer]]) -> None:
-    """Insert sorted items in one transaction, with a map as large as that takes."""
+def _insert(env: lmdb.Environment, items: list[tuple[bytes, Buffer]], *, append: bool) -> None:
+    """Insert sorted items in one transaction, with a map as large as that takes; ``append`` fills each page instead of splitting it."""
     while True:
         try:
             with env.begin(write=True) as txn:
-                txn.cursor().putmulti(items)
+                txn.cursor().putmulti(items, append=append)
             return
         except lmdb.MapFullError:
             env.set_mapsize(env.info()["map_size"] * 2)

@@ -185,7 +185,7 @@ class Lookup:
         """
         texts = list(keys)
         try:
-            raw = list(map(str.encode, texts))  # the common case, as lean as it gets: 100 keys in 4 µs
+            raw = list(map(str.encode, texts))  # the common case, as lean as it gets: 100 keys in 6 µs
         except UnicodeEncodeError as exc:
             raise RequestError("a key is not valid UTF-8", code="bad_key") from exc
         except TypeError:  # integers, or lists for an entity of several columns
