@@ -1,4 +1,8 @@
-"""Durable files: written whole or not at all, under a lock, with the folder synced too."""
+"""Durable files: written whole or not at all, created at most once, replaced under a lock, with the folder synced too.
+
+This is what the offline store asks of its storage, and no more: :func:`create_once` (create if absent) and :func:`swapping` (compare
+and swap), beside whole-file reads and writes. On an object store the two are ``PUT If-None-Match: *`` and ``PUT If-Match: <etag>``.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,18 @@ import contextlib
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from store.crashpoint import crashpoint
 from store.errors import ConflictError
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EFBIG, errno.EDQUOT})
 """A full disk, RLIMIT_FSIZE and a quota say the same thing with three numbers."""
+
+LOCK_WAIT_S = 10.0
+"""A lock file guards a few small reads and writes; whoever holds it longer is stopped or stuck."""
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -23,16 +32,56 @@ def write_durably(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def replace_durably(path: Path, data: bytes) -> None:
-    """Replace ``path`` by ``data``: a reader sees the old or the new bytes, also after a crash or power loss."""
+def replace_durably(path: Path, data: bytes, *, point: str | None = None) -> None:
+    """Replace ``path`` by ``data``: a reader sees the old or the new bytes, also after a crash or power loss.
+
+    Args:
+        path: the file.
+        data: its new content.
+        point: prefix of the crash points ``<point>.write`` and ``<point>.cas``.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write_durably(temporary, data)
+        if point is not None:
+            crashpoint(f"{point}.write", temporary)
         os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+    if point is not None:
+        crashpoint(f"{point}.cas")
+
+
+def create_once(path: Path, data: bytes, temporary: Path, *, point: str | None = None) -> None:
+    """Create ``path`` with ``data``, durably and exactly once.
+
+    link(2) and not rename(2): rename overwrites silently, so two writers would both believe they won.
+
+    Args:
+        path: the file to be.
+        data: its content.
+        temporary: a name of the writer's own on the same file system.
+        point: prefix of the crash points ``<point>.write``, ``.link`` and ``.dirsync``.
+
+    Raises:
+        FileExistsError: somebody else created it.
+    """
+    try:
+        write_durably(temporary, data)
+        if point is not None:
+            crashpoint(f"{point}.write", temporary)
+        os.link(temporary, path)
+        if point is not None:
+            crashpoint(f"{point}.link")
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+    if point is not None:
+        crashpoint(f"{point}.dirsync")
 
 
 def sync_folder(folder: Path) -> None:
@@ -51,21 +100,25 @@ def sync_file(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path, *, busy: str | None = None) -> Iterator[None]:
-    """Hold an exclusive flock(2) on ``path``; the kernel lets go when the process dies, however it dies.
-
-    Args:
-        path: the lock file, created when missing.
-        busy: with a message, do not wait but raise it.
+def locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive flock(2) on ``path``, created when missing; the kernel lets go when the process dies, however it dies.
 
     Raises:
-        ConflictError: ``busy`` is given and somebody holds the lock.
+        ConflictError: somebody held it for :data:`LOCK_WAIT_S`.
     """
+    limit = time.monotonic() + LOCK_WAIT_S
     with path.open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if busy is None else fcntl.LOCK_NB))
-        except BlockingIOError as exc:
-            raise ConflictError(busy) from exc
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as exc:
+                if time.monotonic() > limit:
+                    raise ConflictError(
+                        f"{path} has been locked for {LOCK_WAIT_S:.0f} s, by a process that is stopped or stuck: find it with "
+                        f"`fuser {path}`, continue or kill it"
+                    ) from exc
+                time.sleep(0.005)
         yield
 
 

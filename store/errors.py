@@ -5,8 +5,10 @@
     ├── SourceError                 the source cannot be read, or its rows cannot be used
     ├── ModelError                  the model cannot be loaded, or breaks its contract
     ├── RejectedError               too many rows rejected: nothing was published            (exit status 3)
+    ├── GateError                   a gate refused to publish the snapshot                   (exit status 3)
     ├── SnapshotError               a snapshot is missing, incomplete or damaged
-    ├── ConflictError               somebody else moved the pointer, or holds the lock
+    ├── ConflictError               somebody else moved the pointer, or holds the lease
+    │   └── FencedError             this process's lease was taken over while it slept
     ├── OnlineStoreError            the online store cannot be reached, or refused a command
     │   └── DamagedPointerError     its pointer cannot be read; publishing mends it
     ├── VectorIndexError            the vector index is missing, damaged or does not fit
@@ -39,12 +41,20 @@ class RejectedError(PrecomputeError):
     """More rows were rejected than the view allows; the snapshot was not committed."""
 
 
+class GateError(PrecomputeError):
+    """A gate refused to publish a snapshot; it is committed, and can be published by accepting the gate by name."""
+
+
 class SnapshotError(PrecomputeError):
     """A snapshot is missing, incomplete or damaged."""
 
 
 class ConflictError(PrecomputeError):
-    """A compare-and-swap lost, or another run holds the view's lock."""
+    """A compare-and-swap lost, or another run holds the view's lease."""
+
+
+class FencedError(ConflictError):
+    """A writer that slept past its lease: somebody else took over, and its writes are refused."""
 
 
 class OnlineStoreError(PrecomputeError):

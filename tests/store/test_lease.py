@@ -1,0 +1,440 @@
+"""Leases: one holder at a time; a dead one is known at once, a silent one after its TTL, and a late one is refused."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from store import lease as lease_module
+from store.durable_file import replace_durably
+from store.errors import ConflictError, FencedError, SnapshotError
+from store.lease import Holder, holder, is_held, take
+
+REPOSITORY = Path(__file__).parents[2]
+
+HOLD = """
+import sys
+from pathlib import Path
+from store.errors import FencedError
+from store.lease import take
+lease = take(Path(sys.argv[1]), "run", "child", ttl_s=float(sys.argv[2]))
+print(lease.record.fence, flush=True)
+for _ in sys.stdin:
+    try:
+        lease.check()
+        print("mine", flush=True)
+    except FencedError as exc:
+        print(f"fenced: {exc}", flush=True)
+lease.release()
+print("released", flush=True)
+"""
+
+
+class Child:
+    """A process that holds the lease ``run``, and says at every line it is sent whether it still does."""
+
+    def __init__(self, folder: Path, ttl_s: float) -> None:
+        command = [sys.executable, "-c", HOLD, str(folder), str(ttl_s)]
+        self.process = subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.fence = int(self._line())
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        line: str = self.process.stdout.readline()
+        return line.strip()
+
+    def check(self) -> str:
+        assert self.process.stdin is not None
+        self.process.stdin.write("check\n")
+        self.process.stdin.flush()
+        return self._line()
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def end(self) -> str:
+        """Let it release and end."""
+        out, _ = self.process.communicate(timeout=30)
+        return out.strip()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "refs"
+
+
+@pytest.fixture
+def child(folder: Path) -> Iterator[Callable[[float], Child]]:
+    children: list[Child] = []
+
+    def start(ttl_s: float) -> Child:
+        children.append(Child(folder, ttl_s))
+        return children[-1]
+
+    yield start
+    for one in children:
+        one.process.kill()
+        one.process.communicate()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def until(met: Callable[[], bool], what: str) -> None:
+    """Wait for something that takes its time, on a busy machine too."""
+    limit = time.monotonic() + 30
+    while not met():
+        assert time.monotonic() < limit, what
+        time.sleep(0.02)
+
+
+# ---- take and release
+
+
+def test_one_holds_it_until_it_lets_go(folder: Path) -> None:
+    assert (holder(folder, "run"), is_held(folder, "run")) == (None, False)
+    lease = take(folder, "run", "me", ttl_s=45.0)
+    assert lease.record == holder(folder, "run") == Holder(1, "me", lease.record.host, os.getpid(), 45.0)
+    assert lease.record.host.startswith(os.uname().nodename)
+    assert is_held(folder, "run")
+    assert names(folder) == [".lease-run.1.held", ".lock", "lease-run.json"]
+    lease.check()
+    with pytest.raises(ConflictError, match=rf"^lease 'run' is held \(by me, process {os.getpid()}\)$"):
+        take(folder, "run", "you")
+    lease.check()
+    lease.release()
+    lease.release()
+    assert not is_held(folder, "run")
+    assert holder(folder, "run") == lease.record  # who was last stays known
+    assert names(folder) == [".lock", "lease-run.json"]
+
+
+def test_the_fence_rises_with_every_taking(folder: Path) -> None:
+    for fence in (1, 2, 3):
+        with take(folder, "run", f"holder {fence}") as lease:
+            assert lease.record.fence == fence
+            assert names(folder) == [f".lease-run.{fence}.held", ".lock", "lease-run.json"]
+    assert json.loads((folder / "lease-run.json").read_text())["fence"] == 3
+
+
+def test_who_finds_it_held_is_told_what_the_caller_says_and_by_whom(folder: Path) -> None:
+    with (
+        take(folder, "run", "backfill"),
+        pytest.raises(ConflictError, match=rf"^view 'v' is busy \(by backfill, process {os.getpid()}\)$"),
+    ):
+        take(folder, "run", "run", busy="view 'v' is busy")
+
+
+def test_leases_of_other_names_and_folders_are_free(folder: Path) -> None:
+    with ExitStack() as held:
+        for name in ("run", "run-20260101T0000Z", "run_", "publish", "R1"):
+            assert held.enter_context(take(folder, name, "me")).record.fence == 1
+        assert held.enter_context(take(folder.parent / "elsewhere", "run", "me")).record.fence == 1
+        with pytest.raises(ConflictError):
+            take(folder, "run", "you")
+    for name in ("run", "run-20260101T0000Z", "run_", "publish", "R1"):
+        assert not is_held(folder, name)
+
+
+def test_taking_one_leaves_the_files_of_names_that_begin_alike(folder: Path) -> None:
+    with take(folder, "run-1", "me") as one, take(folder, "run", "me"):
+        with take(folder, "r", "me"):
+            pass
+        one.check()
+        assert is_held(folder, "run-1")
+        assert is_held(folder, "run")
+
+
+def test_an_error_inside_lets_go(folder: Path) -> None:
+    with pytest.raises(KeyError), take(folder, "run", "me"):
+        raise KeyError
+    take(folder, "run", "you").release()
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../a", "a b", "é", "a.b"])
+def test_a_name_that_is_no_file_name_is_a_bug(folder: Path, name: str) -> None:
+    with pytest.raises(AssertionError):
+        take(folder, name, "me")
+
+
+# ---- a holder that died, stopped, or sits on another machine
+
+
+def test_a_killed_holder_is_known_at_once(folder: Path, child: Callable[[float], Child]) -> None:
+    held = child(3600.0)
+    with pytest.raises(ConflictError, match=f"by child, process {held.process.pid}"):
+        take(folder, "run", "me")
+    assert (held.check(), is_held(folder, "run")) == ("mine", True)
+    held.signal(signal.SIGKILL)
+    held.process.wait()
+    assert not is_held(folder, "run")
+    with take(folder, "run", "me") as lease:
+        assert lease.record.fence == held.fence + 1
+        assert names(folder) == [".lease-run.2.held", ".lock", "lease-run.json"]
+
+
+def test_a_stopped_holder_is_overtaken_after_its_ttl_and_fenced_when_it_wakes(
+    folder: Path, child: Callable[[float], Child]
+) -> None:
+    held = child(0.6)
+    held.signal(signal.SIGSTOP)
+    until(lambda: not is_held(folder, "run"), "a holder that gives no sign of life keeps its lease")
+    with take(folder, "run", "me") as lease:
+        assert lease.record.fence == 2
+        held.signal(signal.SIGCONT)
+        said = held.check()
+        assert said.startswith("fenced: child was silent")
+        assert "lost its lease 'run' to me" in said
+        assert held.end() == "released"  # which must not let go of what is not its own
+        lease.check()
+        assert is_held(folder, "run")
+        with pytest.raises(ConflictError):
+            take(folder, "run", "third")
+
+
+def test_a_stopped_holder_whose_ttl_is_not_over_keeps_it(folder: Path, child: Callable[[float], Child]) -> None:
+    held = child(3600.0)
+    held.signal(signal.SIGSTOP)
+    with pytest.raises(ConflictError):
+        take(folder, "run", "me")
+    held.signal(signal.SIGCONT)
+    assert held.check() == "mine"
+
+
+def test_the_heartbeat_keeps_it_alive_past_its_ttl(folder: Path, child: Callable[[float], Child]) -> None:
+    held = child(3.0)
+    for _ in range(2):
+        os.utime(folder / ".lease-run.1.held", (0, 0))
+        until(lambda: is_held(folder, "run"), "nobody touches the file")
+    with pytest.raises(ConflictError):
+        take(folder, "run", "me")
+    assert held.check() == "mine"
+
+
+def test_it_beats_no_more_once_it_is_let_go(folder: Path) -> None:
+    before = set(threading.enumerate())
+    lease = take(folder, "run", "me", ttl_s=0.03)
+    assert {t.name for t in set(threading.enumerate()) - before} == {"lease-run"}
+    lease.release()
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_holder_on_another_machine_is_believed_until_its_ttl_is_over(folder: Path) -> None:
+    """Its flock cannot be seen from here, only its touches."""
+    take(folder, "run", "me").release()
+    record = Holder(7, "far away", "another machine", os.getpid(), 60.0)
+    replace_durably(folder / "lease-run.json", json.dumps(asdict(record)).encode())
+    path = folder / ".lease-run.7.held"
+    path.touch()
+    assert is_held(folder, "run")
+    with pytest.raises(ConflictError, match="far away"):
+        take(folder, "run", "me")
+    os.utime(path, (time.time() - 61, time.time() - 61))
+    assert not is_held(folder, "run")
+    with take(folder, "run", "me") as lease:
+        assert lease.record.fence == 8
+
+
+def test_a_holder_of_before_the_last_boot_is_gone_with_its_ttl(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process number means nothing any more; another process may have it."""
+    lease = take(folder, "run", "me", ttl_s=60.0)
+    monkeypatch.setattr(lease_module, "_host", lambda: "this machine, later")
+    assert is_held(folder, "run")
+    old = time.time() - 61
+    os.utime(folder / ".lease-run.1.held", (old, old))
+    assert not is_held(folder, "run")
+    lease.release()
+
+
+def test_a_lock_that_somebody_else_holds_on_the_file_is_not_mistaken_for_free(folder: Path) -> None:
+    lease = take(folder, "run", "me")
+    with (folder / ".lease-run.1.held").open("rb") as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    lease.release()
+
+
+# ---- force
+
+
+def test_force_takes_it_from_whoever_holds_it(folder: Path, child: Callable[[float], Child]) -> None:
+    held = child(3600.0)
+    with take(folder, "run", "rollback", force=True) as lease:
+        assert lease.record.fence == 2
+        assert held.check().startswith("fenced: ")
+        with pytest.raises(ConflictError, match="rollback"):
+            take(folder, "run", "me")
+        held.end()
+        lease.check()
+    with take(folder, "run", "me") as after:
+        assert after.record.fence == 3
+
+
+def test_who_was_overtaken_in_the_same_process_lets_go_of_nothing_of_the_others(folder: Path) -> None:
+    first = take(folder, "run", "first")
+    second = take(folder, "run", "second", force=True)
+    with pytest.raises(FencedError, match="lost its lease 'run' to second"):
+        first.check()
+    first.release()
+    second.check()
+    assert is_held(folder, "run")
+    second.release()
+    with pytest.raises(FencedError, match="second"):
+        first.check()
+
+
+def test_an_equal_looking_holder_with_another_fence_is_another(folder: Path) -> None:
+    first = take(folder, "run", "me")
+    first.release()
+    with take(folder, "run", "me"), pytest.raises(FencedError):
+        first.check()
+
+
+# ---- files
+
+
+def test_a_damaged_file_is_told_and_removing_it_helps(folder: Path) -> None:
+    take(folder, "run", "me").release()
+    path = folder / "lease-run.json"
+    whole = path.read_bytes()
+    for damaged in [*(whole[:n] for n in range(len(whole))), b"null", b"[]", b"{}", b"7", b"\xff"]:
+        path.write_bytes(damaged)
+        for use in (lambda: take(folder, "run", "me"), lambda: holder(folder, "run"), lambda: is_held(folder, "run")):
+            with pytest.raises(SnapshotError, match=r"lease-run.json is damaged.*remove it"):
+                use()
+    path.unlink()
+    take(folder, "run", "me").release()
+
+
+def test_a_holder_whose_file_is_gone_is_fenced(folder: Path) -> None:
+    with take(folder, "run", "me") as lease:
+        (folder / "lease-run.json").unlink()
+        with pytest.raises(FencedError, match="to nobody: its file is gone"):
+            lease.check()
+
+
+def test_a_lease_whose_touched_file_is_gone_is_free(folder: Path) -> None:
+    with take(folder, "run", "me") as lease:
+        (folder / ".lease-run.1.held").unlink()
+        assert not is_held(folder, "run")
+        with take(folder, "run", "you"), pytest.raises(FencedError, match="to you"):
+            lease.check()
+
+
+def test_fields_of_a_later_version_are_ignored(folder: Path) -> None:
+    with take(folder, "run", "me") as lease:
+        path = folder / "lease-run.json"
+        replace_durably(path, json.dumps(json.loads(path.read_text()) | {"from_the_future": 1}).encode())
+        lease.check()
+        assert is_held(folder, "run")
+
+
+def test_a_folder_that_cannot_be_made_or_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(SnapshotError, match=r"cannot write .*lease-run.json"):
+        take(tmp_path / "file" / "refs", "run", "me")
+    (tmp_path / "refs" / "lease-run.json").mkdir(parents=True)
+    with pytest.raises(SnapshotError, match="cannot be read"):
+        take(tmp_path / "refs", "run", "me")
+    (tmp_path / "held" / ".lease-run.1.held").mkdir(parents=True)
+    with pytest.raises(SnapshotError, match="cannot write"):
+        take(tmp_path / "held", "run", "me")
+    assert not is_held(tmp_path / "held", "run")
+
+
+def test_a_touched_file_that_cannot_be_opened_is_told(folder: Path) -> None:
+    take(folder, "run", "me").release()
+    (folder / ".lease-run.1.held").mkdir()
+    with pytest.raises(SnapshotError, match=r"\.lease-run\.1\.held"):
+        is_held(folder, "run")
+
+
+# ---- races
+
+RACE = """
+import sys, time
+from pathlib import Path
+from store.errors import ConflictError
+from store.lease import take
+folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
+for number in range(rounds):
+    print("ready", flush=True)
+    sys.stdin.readline()
+    try:
+        lease = take(folder, f"round-{number}", "racer", ttl_s=3600)
+        print("won", lease.record.fence, flush=True)
+    except ConflictError:
+        print("lost", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_of_racing_processes_exactly_one_takes_it(folder: Path) -> None:
+    rounds = 25
+    command = [sys.executable, "-c", RACE, str(folder), str(rounds)]
+    racers = [
+        subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)
+    ]
+    try:
+        for _ in range(rounds):
+            said = []
+            for racer in racers:
+                assert racer.stdout is not None
+                assert racer.stdout.readline() == "ready\n"
+            for racer in racers:
+                assert racer.stdin is not None
+                racer.stdin.write("go\n")
+                racer.stdin.flush()
+            for racer in racers:
+                assert racer.stdout is not None
+                said.append(racer.stdout.readline().strip())
+            assert sorted(said) == ["lost", "lost", "won 1"]
+    finally:
+        for racer in racers:
+            racer.kill()
+            racer.communicate()
+
+
+TURNS = """
+import sys, time
+from pathlib import Path
+from store.errors import ConflictError
+from store.lease import take
+folder, counter, turns = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+done = 0
+while done < turns:
+    try:
+        with take(folder, "run", "racer", ttl_s=3600) as lease:
+            number = int(counter.read_text())
+            time.sleep(0.001)
+            counter.write_text(str(number + 1))
+            lease.check()
+            done += 1
+    except ConflictError:
+        time.sleep(0.0005)
+"""
+
+
+def test_taking_turns_no_two_are_ever_inside_at_once(folder: Path, tmp_path: Path) -> None:
+    """A counter that is read, and written later, loses counts as soon as two are inside."""
+    counter, turns = tmp_path / "counter", 40
+    counter.write_text("0")
+    command = [sys.executable, "-c", TURNS, str(folder), str(counter), str(turns)]
+    racers = [subprocess.Popen(command, cwd=REPOSITORY) for _ in range(3)]
+    assert [racer.wait(timeout=60) for racer in racers] == [0, 0, 0]
+    assert counter.read_text() == str(3 * turns)
+    last = holder(folder, "run")
+    assert last is not None
+    assert last.fence == 3 * turns
