@@ -1,43 +1,96 @@
 """Offline store: versioned Parquet on a file system. The one source of truth; every online store is rebuilt from it.
 
     <root>/<view>/data/<run>/part-*.parquet      immutable, unique names
+    <root>/<view>/data/<run>/journal.jsonl       what an unfinished run has finished: the next run takes it over
     <root>/<view>/manifests/<number:020d>.json   the commit: created exactly once by link(2), never overwritten
-    <root>/<view>/refs/live.json                 {epoch, snapshot, previous, reason, at}: moved by compare-and-swap only
+    <root>/<view>/refs/live.json                 {epoch, snapshot, generation, …}: moved by compare-and-swap only
+    <root>/<view>/refs/bad/<number>.json         rolled back from: never published again
+    <root>/<view>/refs/pins/<number>.json        kept, whatever its age
+    <root>/<view>/refs/lease-*.json              who writes: see :mod:`store.lease`
     <root>/<view>/runs/<run>.json                one report per run, failed ones too
 
-Why link(2) and not rename(2): rename overwrites silently, so two writers would both believe they committed; link fails for the
-second. A part is written under a temporary name, fsynced, renamed, and its folder fsynced, before any manifest names it.
+A part is written under a temporary name, fsynced, renamed, and its folder fsynced, before the journal or a manifest names it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from store.durable_file import disk_message, locked, replace_durably, sync_folder, write_durably
+from store.crashpoint import crashpoint
+from store.durable_file import create_once, disk_message, locked, replace_durably, sync_folder, write_durably
+from store.entity_key import key_column
 from store.errors import ConflictError, SnapshotError
+from store.feature_view import known_fields
+from store.lease import Lease, is_held
 from store.snapshot import Part, Snapshot
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class LiveRef:
-    """Which snapshot is live. ``epoch`` counts every move and fences late writers; 0 means never published."""
+    """Which snapshot is live. ``epoch`` counts every move and fences late writers; 0 means never published.
+
+    ``generation`` is where the online store holds it, ``previous`` and ``previous_generation`` what was live before.
+    """
 
     epoch: int
     snapshot: int
     previous: int | None
     reason: str
     at: str
+    generation: int = 0
+    previous_generation: int | None = None
+    renewed_at: int | None = None
+    """When a later run found nothing changed, µs since 1970."""
+    held: str | None = None
+    """Why scheduled runs publish nothing for now; None when they do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """All Parquet files of a snapshot, its ancestors' first, and the rows of them that are no rows of it.
+
+    ``dead`` maps a file's position in ``paths`` to the numbers of its dead rows, ascending int64.
+    """
+
+    paths: list[Path]
+    dead: Mapping[int, npt.NDArray[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class BadMark:
+    """Why a snapshot is never to be published: it was rolled back from, or its files are damaged. ``rows`` tells whether its rows are at
+    fault, and ``content`` is their digest then."""
+
+    reason: str
+    at: str = ""
+    content: str = ""
+    rows: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A chunk an unfinished run had finished: its part, its rejected rows, or both; never neither."""
+
+    part: Part | None
+    rejected: Part | None
 
 
 class OfflineStore:
@@ -89,7 +142,7 @@ class OfflineStore:
         """
         path = self.root / view / "refs" / "live.json"
         try:
-            return LiveRef(**json.loads(path.read_bytes()))
+            return known_fields(LiveRef, json.loads(path.read_bytes()))
         except FileNotFoundError:
             return None
         except OSError as exc:
@@ -106,57 +159,198 @@ class OfflineStore:
                 return None
             raise
 
-    def part_paths(self, snapshot: Snapshot) -> list[Path]:
-        """Absolute paths of a snapshot's Parquet parts, checked to be there with the size the manifest tells.
+    def newest(self, view: str, partition: str | None = None) -> Snapshot | None:
+        """The newest snapshot of a partition (None: of a view that has none) that is not marked bad and whose files are all there, with all
+        its ancestors."""
+        for number in reversed(self.numbers(view)):
+            try:
+                snapshot = self.snapshot(view, number)
+                if snapshot.partition == partition and self.bad_below(snapshot) is None:
+                    self.layers(snapshot)
+                    return snapshot
+            except SnapshotError as exc:
+                log.warning("%s", exc)
+        return None
+
+    def bad(self, view: str) -> dict[int, BadMark]:
+        """Numbers of the snapshots that are never to be published → why."""
+        found = {}
+        for path in (self.root / view / "refs" / "bad").glob("*.json"):
+            if path.stem.isdigit():
+                try:
+                    found[int(path.stem)] = known_fields(BadMark, json.loads(path.read_bytes()))
+                except (OSError, ValueError, TypeError):
+                    found[int(path.stem)] = BadMark("its mark cannot be read")
+        return found
+
+    def chain(self, snapshot: Snapshot) -> list[Snapshot]:
+        """The snapshot and all it builds on, the full one first.
 
         Raises:
-            SnapshotError: a part is missing or has another size.
+            SnapshotError: an ancestor is missing or damaged.
         """
-        paths = []
-        for part in snapshot.parts:
-            path = (self.root / snapshot.view.name / part.path).absolute()
-            size = path.stat().st_size if path.is_file() else None
-            if size != part.size_bytes:
-                state = "is missing" if size is None else f"has {size} bytes instead of {part.size_bytes}"
-                raise SnapshotError(
-                    f"{path} {state}: snapshot {snapshot.number} of {snapshot.view.name!r} cannot be used; publish another one"
-                )
-            paths.append(path)
-        return paths
+        layers = [snapshot]
+        while layers[-1].parent is not None:
+            layers.append(self.snapshot(snapshot.view.name, layers[-1].parent))
+        return layers[::-1]
+
+    def bad_below(self, snapshot: Snapshot) -> int | None:
+        """Number of the bad snapshot that this one is, builds on, or copied bad rows from; None when there is none.
+
+        Raises:
+            SnapshotError: an ancestor is missing or damaged.
+        """
+        marks = self.bad(snapshot.view.name)
+        for layer in self.chain(snapshot) if marks else ():
+            if layer.number in marks:
+                return layer.number
+            for number in layer.bases:
+                if number in marks and marks[number].rows:  # of one whose files broke later, the copied rows are good
+                    return number
+        return None
+
+    def layers(self, snapshot: Snapshot) -> Layers:
+        """Every file of the snapshot's chain with its dead rows; all checked to be there with the size the manifests tell.
+
+        Raises:
+            SnapshotError: a file is missing or has another size.
+        """
+        chain = self.chain(snapshot)
+        parts = list(dict.fromkeys(part.path for layer in chain for part in layer.parts))
+        deletes = [self.checked_path(layer, layer.deletes) for layer in chain if layer.deletes is not None]
+        sizes = {part.path: (part, layer) for layer in chain for part in layer.parts}
+        paths = [self.checked_path(layer, part) for part, layer in (sizes[path] for path in parts)]
+        return Layers(paths, _dead_rows(parts, deletes))
+
+    def part_paths(self, snapshot: Snapshot) -> list[Path]:
+        """Absolute paths of all Parquet parts of a snapshot's chain, checked as :meth:`layers` does."""
+        return self.layers(snapshot).paths
+
+    def checked_path(self, snapshot: Snapshot, part: Part) -> Path:
+        """Absolute path of one file of a snapshot.
+
+        Raises:
+            SnapshotError: it is missing or has another size than the manifest tells.
+        """
+        path = (self.root / snapshot.view.name / part.path).absolute()
+        size = path.stat().st_size if path.is_file() else None
+        if size != part.size_bytes:
+            state = "is missing" if size is None else f"has {size} bytes instead of {part.size_bytes}"
+            raise SnapshotError(
+                f"{path} {state}: snapshot {snapshot.number} of {snapshot.view.name!r} cannot be used; publish another one"
+            )
+        return path
 
     def batches(
         self, snapshot: Snapshot, columns: Sequence[str] | None = None, batch_rows: int = 8192
     ) -> Iterator[pa.RecordBatch]:
-        """A snapshot's rows, part by part, in the order they were written; memory holds one row group.
+        """A snapshot's rows, part by part, the oldest layer first, in the order they were written; memory holds one row group.
 
         Raises:
             SnapshotError: a part is missing or damaged.
         """
-        for path in self.part_paths(snapshot):
-            try:
-                with pq.ParquetFile(path) as file:
-                    yield from file.iter_batches(batch_rows, columns=None if columns is None else list(columns))
-            except (pa.ArrowException, OSError) as exc:
-                raise SnapshotError(
-                    f"{path} cannot be read ({exc}): snapshot {snapshot.number} is damaged; publish another one"
-                ) from exc
+        layers = self.layers(snapshot)
+        for number in range(len(layers.paths)):
+            yield from self._file_batches(snapshot, layers, number, columns, batch_rows)
 
-    def check_parts(self, snapshot: Snapshot) -> None:
-        """Re-read every part and compare its SHA-256 and row count with the manifest.
+    def _file_batches(
+        self, snapshot: Snapshot, layers: Layers, number: int, columns: Sequence[str] | None, batch_rows: int
+    ) -> Iterator[pa.RecordBatch]:
+        path = layers.paths[number]
+        try:
+            with pq.ParquetFile(path) as file:
+                batches = file.iter_batches(batch_rows, columns=None if columns is None else list(columns))
+                yield from _living(batches, layers.dead.get(number))
+        except (pa.ArrowException, OSError) as exc:
+            raise SnapshotError(
+                f"{path} cannot be read ({exc}): snapshot {snapshot.number} is damaged; publish another one"
+            ) from exc
+
+    def sample(self, snapshot: Snapshot, rows: int, columns: Sequence[str] | None = None) -> pa.Table:
+        """Up to ``rows`` rows from the beginnings of files all over the snapshot; the same ones every time.
 
         Raises:
-            SnapshotError: names the first part that differs.
+            SnapshotError: a part is missing or damaged.
         """
-        for part, path in zip(snapshot.parts, self.part_paths(snapshot), strict=True):
+        layers = self.layers(snapshot)
+        step = max(1, len(layers.paths) // 16)
+        chosen = list(range(0, len(layers.paths), step))
+        taken: list[pa.RecordBatch] = []
+        for number in chosen:
+            for batch in self._file_batches(snapshot, layers, number, columns, max(1, rows // len(chosen))):
+                taken.append(batch)
+                break
+        return pa.Table.from_batches(taken) if taken else self._no_rows(snapshot, columns)
+
+    def rows(self, snapshot: Snapshot, keys: Sequence[str], columns: Sequence[str] | None = None) -> pa.Table:
+        """The rows of some keys, by key text, with a ``key`` column; reads the whole snapshot, one row group at a time.
+
+        Raises:
+            SnapshotError: a part is missing or damaged.
+        """
+        wanted, entity = pa.array(keys, pa.string()), snapshot.view.entity
+        read = None if columns is None else list(dict.fromkeys([*entity, *columns]))
+        found = []
+        for batch in self.batches(snapshot, read, 65536):
+            texts = key_column(batch, entity)
+            mask = pc.is_in(texts, wanted)
+            if pc.any(mask).as_py():
+                found.append(batch.append_column("key", texts).filter(mask))
+        if not found:
+            return self._no_rows(snapshot, read).append_column("key", pa.array([], pa.string()))
+        return pa.Table.from_batches(found)
+
+    def _no_rows(self, snapshot: Snapshot, columns: Sequence[str] | None) -> pa.Table:
+        for path in self.part_paths(snapshot):
+            table = pq.read_schema(path).empty_table()
+            return table if columns is None else table.select(list(columns))
+        raise SnapshotError(f"snapshot {snapshot.number} of {snapshot.view.name!r} has no part; publish another one")
+
+    def check_parts(self, snapshot: Snapshot) -> None:
+        """Re-read every file of the chain and compare its SHA-256 and row count with the manifests. A snapshot of the chain whose files
+        differ is marked bad: the next run builds on the one before.
+
+        Raises:
+            SnapshotError: names the first file that differs.
+        """
+        for layer in self.chain(snapshot):
+            for part in (*layer.parts, *((layer.deletes,) if layer.deletes else ())):
+                wrong = self._damage(layer, part)
+                if wrong is not None:
+                    if layer.number:
+                        self.mark_bad(layer.view.name, layer.number, f"damaged: {wrong}", rows=False)
+                    raise SnapshotError(f"{wrong}; run the view again, it builds on what is whole")
+
+    def _damage(self, layer: Snapshot, part: Part) -> str | None:
+        """How a file differs from its manifest.
+
+        Raises:
+            SnapshotError: it cannot be read at all, for now.
+        """
+        try:
+            path = self.checked_path(layer, part)
+        except SnapshotError as exc:
+            return str(exc)
+        try:
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
-            if digest != part.sha256:
-                raise SnapshotError(
-                    f"{path} differs from its checksum in the manifest: the file was damaged or changed; publish another snapshot"
-                )
+        except OSError as exc:
+            raise SnapshotError(f"{path} cannot be read: {exc.strerror or exc}") from exc
+        if digest != part.sha256:
+            return f"{path} differs from its checksum in the manifest: the file was damaged or changed"
+        try:
+            self._check_rows(path, part)
+        except SnapshotError as exc:
+            return str(exc)
+        return None
+
+    def _check_rows(self, path: Path, part: Part) -> None:
+        try:
             rows = pq.read_metadata(path).num_rows
-            if rows != part.rows:
-                raise SnapshotError(f"{path} holds {rows} rows, its manifest says {part.rows}; publish another snapshot")
+        except (pa.ArrowException, OSError) as exc:
+            raise SnapshotError(f"{path} cannot be read back ({exc}); publish another snapshot") from exc
+        if rows != part.rows:
+            raise SnapshotError(f"{path} holds {rows} rows, its manifest says {part.rows}; publish another snapshot")
 
     # ---- writing
 
@@ -172,6 +366,19 @@ class OfflineStore:
         Raises:
             SnapshotError: no space, or another failure of the file system.
         """
+        try:
+            return self._write_part(view, run, name, table)
+        except OSError as exc:
+            if exc.errno != errno.EIO:
+                raise SnapshotError(disk_message(self.root / view / "data" / run / name, exc)) from exc
+            # What an fsync that failed left on the disk nobody knows: the file is given up, and written once more under another name.
+            log.warning("%s; writing it once more", disk_message(self.root / view / "data" / run / name, exc))
+        try:
+            return self._write_part(view, run, f"{name.removesuffix('.parquet')}-again.parquet", table)
+        except OSError as exc:
+            raise SnapshotError(disk_message(self.root / view / "data" / run / name, exc)) from exc
+
+    def _write_part(self, view: str, run: str, name: str, table: pa.Table) -> Part:
         folder = self.root / view / "data" / run
         path = folder / name
         temporary = folder / f".{name}.tmp"
@@ -188,52 +395,205 @@ class OfflineStore:
                 ) as writer:
                     writer.write_table(table)
                 raw.flush()
+                crashpoint("part.write", temporary)
                 os.fsync(raw.fileno())
+            crashpoint("part.fsync", temporary)
             os.replace(temporary, path)
+            crashpoint("part.rename", path)
             sync_folder(folder)
-        except OSError as exc:
+            crashpoint("dir.fsync", path)
+        except BaseException:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
-            raise SnapshotError(disk_message(path, exc)) from exc
+            raise
         return Part(str(path.relative_to(self.root / view)), table.num_rows, sink.size_bytes, sink.digest.hexdigest())
 
-    def commit(self, snapshot: Snapshot) -> Snapshot:
+    # ---- what an unfinished run leaves to the next
+
+    def begin_journal(self, view: str, run: str, recipe: str, partition: str | None, *, full: bool = False) -> None:
+        """Open a run's journal: the chunks it will finish are of this recipe and partition; ``full`` if it was asked to compute every row.
+
+        Raises:
+            SnapshotError: the file system failed.
+        """
+        path = self.root / view / "data" / run / "journal.jsonl"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_durably(path, json.dumps({"recipe": recipe, "partition": partition, "full": full}).encode() + b"\n")
+            sync_folder(path.parent)
+            sync_folder(path.parent.parent)
+        except OSError as exc:
+            raise SnapshotError(disk_message(path, exc)) from exc
+
+    def add_to_journal(self, view: str, run: str, chunk: Finished) -> None:
+        """Note a finished chunk, whose files are durable by now. A line torn by a crash is a chunk that was not finished.
+
+        Raises:
+            SnapshotError: the file system failed.
+        """
+        path = self.root / view / "data" / run / "journal.jsonl"
+        try:
+            with path.open("ab") as file:
+                file.write(json.dumps(asdict(chunk)).encode() + b"\n")
+                file.flush()
+                crashpoint("journal.append", path)
+                os.fsync(file.fileno())
+        except OSError as exc:
+            raise SnapshotError(disk_message(path, exc)) from exc
+
+    def end_journal(self, view: str, run: str) -> None:
+        """Remove a run's journal: its manifest names its parts now. A journal that stays by accident does no harm."""
+        with contextlib.suppress(OSError):
+            (self.root / view / "data" / run / "journal.jsonl").unlink(missing_ok=True)
+
+    def journals(self, view: str) -> dict[Path, str | None]:
+        """Folders of runs that never committed → their partition. A journal whose first line is torn holds nothing and counts for none."""
+        found: dict[Path, str | None] = {}
+        for path in sorted((self.root / view / "data").glob("*/journal.jsonl")):
+            try:
+                found[path.parent] = json.loads(path.read_bytes().partition(b"\n")[0])["partition"]
+            except (OSError, ValueError, KeyError, TypeError):
+                found[path.parent] = None
+        return found
+
+    def unfinished(self, view: str, recipe: str, partition: str | None, *, full: bool = False) -> list[Finished]:
+        """Chunks of runs that never committed, of this recipe and partition, whose files are there with the size noted; the oldest first.
+        With ``full`` only those of runs that were asked to compute every row.
+
+        The caller holds the partition's lease, so that none of these runs goes on.
+        """
+        journals = sorted((self.root / view / "data").glob("*/journal.jsonl"))
+        runs, parts = self._committed(view) if journals else (frozenset(), frozenset())
+        chunks = []
+        for path in journals:
+            if path.parent.name in runs:
+                continue
+            for chunk in _read_journal(path, recipe, partition, full):
+                # A part that a manifest names is that snapshot's: whoever took it over may not do it twice, since his deletes of its other
+                # rows would hide them from the snapshot he builds on.
+                if chunk.part is not None and chunk.part.path in parts:
+                    continue
+                if all(self._is_there(view, part) for part in (chunk.part, chunk.rejected) if part is not None):
+                    chunks.append(chunk)
+        return chunks
+
+    def _committed(self, view: str) -> tuple[frozenset[str], frozenset[str]]:
+        """Runs that committed, and paths of the parts that manifests name."""
+        runs: set[str] = set()
+        parts: set[str] = set()
+        for number in self.numbers(view):
+            with contextlib.suppress(SnapshotError):
+                snapshot = self.snapshot(view, number)
+                runs.add(snapshot.run)
+                parts.update(part.path for part in snapshot.parts)
+        return frozenset(runs), frozenset(parts)
+
+    def _is_there(self, view: str, part: Part) -> bool:
+        try:
+            return (
+                os.stat(f"{self.root}/{view}/{part.path}").st_size == part.size_bytes
+            )  # a Path costs three times as much, 10,000 times
+        except OSError:
+            return False
+
+    # ---- the commit and the live pointer
+
+    def commit(self, snapshot: Snapshot, lease: Lease | None = None) -> Snapshot:
         """Give the snapshot the next free number and create its manifest, exactly once.
 
-        A writer that loses the race for a number takes the next one: a full snapshot depends on no other.
+        A writer that loses the race for a number takes the next one: no snapshot depends on the number of another but its parent's.
+
+        Args:
+            snapshot: counts, parts and deletes are checked against each other and against the files.
+            lease: held by the writer; a writer that lost it commits nothing.
 
         Returns:
             the snapshot with its number.
 
         Raises:
             SnapshotError: the counting invariant does not hold, a part is not as described, or the file system failed.
+            FencedError: the lease was lost.
         """
-        snapshot.counts.check()
-        if sum(p.rows for p in snapshot.parts) != snapshot.counts.written:
-            raise SnapshotError(
-                f"the parts of {snapshot.view.name!r} hold other than the {snapshot.counts.written} rows written; nothing was committed: this is a bug"
-            )
-        self.part_paths(snapshot)
-        folder = self.root / snapshot.view.name / "manifests"
-        temporary = folder / f".{snapshot.run}.tmp"
+        view = snapshot.view.name
+        self._check_counts(snapshot)
+        for part in (*snapshot.parts, *((snapshot.deletes,) if snapshot.deletes else ())):
+            self._check_rows(self.checked_path(snapshot, part), part)
+        folder = self.root / view / "manifests"
         try:
+            crashpoint("verify")
             folder.mkdir(parents=True, exist_ok=True)
             while True:
-                number = max(self.numbers(snapshot.view.name), default=0) + 1
-                numbered = replace(snapshot, number=number)
+                number = (
+                    max([*self.numbers(view), *self.bad(view)], default=0) + 1
+                )  # a bad one may be gone, its number stays taken
+                numbered = replace(snapshot, number=number, fence=0 if lease is None else lease.record.fence)
+                if lease is not None:
+                    lease.check()
                 try:
-                    write_durably(temporary, numbered.to_bytes())
-                    os.link(temporary, self._manifest_path(snapshot.view.name, number))
+                    create_once(
+                        self._manifest_path(view, number), numbered.to_bytes(), folder / f".{snapshot.run}.tmp", point="manifest"
+                    )
+                    return numbered
                 except FileExistsError:
                     continue
-                finally:
-                    temporary.unlink(missing_ok=True)
-                sync_folder(folder)
-                return numbered
         except OSError as exc:
             raise SnapshotError(disk_message(folder, exc)) from exc
 
-    def move_live(self, view: str, snapshot: int, *, expected_epoch: int, epoch: int, reason: str) -> LiveRef:
+    def _check_counts(self, snapshot: Snapshot) -> None:
+        counts, name = snapshot.counts, snapshot.view.name
+        counts.check()
+        own = sum(p.rows for p in snapshot.parts) - snapshot.own_deletes
+        expected = counts.rows if snapshot.kind == "full" else counts.written
+        if own != expected:
+            raise SnapshotError(
+                f"the parts of {name!r} hold {own} rows other than the {expected} there should be; nothing was committed: this is a bug"
+            )
+        if snapshot.parent is not None:
+            inherited = {part.path for layer in self.chain(snapshot)[:-1] for part in layer.parts}
+            if inherited.intersection(part.path for part in snapshot.parts):
+                raise SnapshotError(f"a part of {name!r} is its parent's too; nothing was committed: this is a bug")
+            taken = (0 if snapshot.deletes is None else snapshot.deletes.rows) - snapshot.own_deletes
+            left = self.snapshot(name, snapshot.parent).rows - taken
+            if left != counts.unchanged:
+                raise SnapshotError(
+                    f"of {name!r}'s parent, snapshot {snapshot.parent}, {left} rows stay but {counts.unchanged} were counted as unchanged; "
+                    "nothing was committed: this is a bug"
+                )
+
+    def claim_epoch(self, view: str, above: int) -> int:
+        """An epoch nobody had or will have, larger than ``above``: the number of a publishing and of its online generation.
+
+        Raises:
+            SnapshotError: the file system failed.
+        """
+        folder = self.root / view / "refs"
+        path = folder / "epoch.json"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with locked(folder / ".lock"):
+                try:
+                    last = int(json.loads(path.read_bytes())["last"])
+                except (FileNotFoundError, ValueError, KeyError, TypeError):
+                    last = 0
+                ref = self.readable_live(view)
+                epoch = max(last, above, 0 if ref is None else ref.epoch) + 1
+                replace_durably(path, json.dumps({"last": epoch}).encode())
+                return epoch
+        except OSError as exc:
+            raise SnapshotError(disk_message(path, exc)) from exc
+
+    def move_live(
+        self,
+        view: str,
+        snapshot: int,
+        *,
+        expected_epoch: int,
+        epoch: int,
+        reason: str,
+        generation: int | None = None,
+        held: str | None = None,
+        lease: Lease | None = None,
+    ) -> LiveRef:
         """Move the live pointer by compare-and-swap.
 
         Args:
@@ -242,70 +602,183 @@ class OfflineStore:
             expected_epoch: the epoch the caller saw, 0 for none.
             epoch: the new one, larger.
             reason: one phrase for the operator, kept in the pointer.
+            generation: where the online store holds it; ``epoch`` by default.
+            held: why scheduled runs are to publish nothing after this.
+            lease: held by the writer.
 
         Raises:
             ConflictError: somebody moved the pointer since.
+            FencedError: the lease was lost.
         """
+
+        def moved(current: LiveRef | None) -> LiveRef:
+            found = 0 if current is None else current.epoch
+            if found != expected_epoch or epoch <= found:
+                raise ConflictError(
+                    f"the live pointer of {view!r} moved from epoch {expected_epoch} to {found} meanwhile; look at `status` and publish again if still wanted"
+                )
+            previous, before = (None, None) if current is None else (current.snapshot, current.generation)
+            if (
+                current is not None and current.snapshot == snapshot
+            ):  # loaded anew: what was before it is still what to go back to
+                previous, before = current.previous, current.previous_generation
+            new = epoch if generation is None else generation
+            return LiveRef(epoch, snapshot, previous, reason, utc_now(), new, before, held=held)
+
+        return self._swap_live(view, moved, lease)
+
+    def renew_live(self, view: str, expected: LiveRef, renewed_at: int, lease: Lease | None = None) -> LiveRef:
+        """Note in the live pointer that a run found nothing changed, at ``renewed_at`` (µs since 1970).
+
+        Raises:
+            ConflictError: the pointer is not ``expected`` any more.
+            FencedError: the lease was lost.
+        """
+
+        def renewed(current: LiveRef | None) -> LiveRef:
+            if current != expected:
+                raise ConflictError(f"the live pointer of {view!r} moved meanwhile; nothing was renewed")
+            return replace(expected, renewed_at=renewed_at)
+
+        return self._swap_live(view, renewed, lease)
+
+    def resume_live(self, view: str) -> LiveRef:
+        """Let scheduled runs publish again.
+
+        Raises:
+            SnapshotError: the view was never published.
+        """
+
+        def resumed(current: LiveRef | None) -> LiveRef:
+            if current is None:
+                raise SnapshotError(f"view {view!r} was never published: there is nothing to resume")
+            return replace(current, held=None)
+
+        return self._swap_live(view, resumed, None)
+
+    def _swap_live(self, view: str, change: Callable[[LiveRef | None], LiveRef], lease: Lease | None) -> LiveRef:
         folder = self.root / view / "refs"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with locked(folder / ".lock"):
-                current = self.readable_live(view)
-                found = 0 if current is None else current.epoch
-                if found != expected_epoch or epoch <= found:
-                    raise ConflictError(
-                        f"the live pointer of {view!r} moved from epoch {expected_epoch} to {found} meanwhile; look at `status` and publish again if still wanted"
-                    )
-                previous = None if current is None else current.snapshot
-                moved = LiveRef(epoch, snapshot, previous, reason, utc_now())
-                replace_durably(folder / "live.json", json.dumps({k: getattr(moved, k) for k in LiveRef.__slots__}).encode())
-                return moved
+                if lease is not None:
+                    lease.check()
+                new = change(self.readable_live(view))
+                replace_durably(folder / "live.json", json.dumps(asdict(new)).encode(), point="live")
+                return new
         except OSError as exc:
-            raise SnapshotError(disk_message(folder, exc)) from exc
+            raise SnapshotError(disk_message(folder / "live.json", exc)) from exc
+
+    def mark_bad(self, view: str, number: int, reason: str, *, rows: bool = True) -> None:
+        """Mark a snapshot bad, for good; marking it twice is no error.
+
+        Args:
+            view: name of the view.
+            number: of the snapshot.
+            reason: kept in the mark.
+            rows: its rows are at fault, so that the same rows once more are bad too; not only its files.
+
+        Raises:
+            SnapshotError: the file system failed.
+        """
+        content = ""
+        if rows:
+            try:
+                content = self.snapshot(view, number).content
+            except SnapshotError as exc:  # damaged besides
+                log.warning("%s", exc)
+        self._mark(view, "bad", number, asdict(BadMark(reason, utc_now(), content, rows)))
+
+    def pin(self, view: str, number: int, reason: str) -> None:
+        """Keep a snapshot whatever its age; pinning it twice is no error.
+
+        Raises:
+            SnapshotError: there is no such snapshot, or the file system failed.
+        """
+        self.snapshot(view, number)
+        self._mark(view, "pins", number, {"reason": reason, "at": utc_now()})
+
+    def unpin(self, view: str, number: int) -> None:
+        """Let go of a pin; one that is not there is no error.
+
+        Raises:
+            SnapshotError: the file system failed.
+        """
+        path = self.root / view / "refs" / "pins" / f"{number}.json"
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as exc:
+            raise SnapshotError(disk_message(path, exc)) from exc
+
+    def pins(self, view: str) -> set[int]:
+        """Numbers of the pinned snapshots."""
+        return {int(p.stem) for p in (self.root / view / "refs" / "pins").glob("*.json") if p.stem.isdigit()}
+
+    def _mark(self, view: str, kind: str, number: int, note: Mapping[str, Any]) -> None:
+        folder = self.root / view / "refs" / kind
+        path = folder / f"{number}.json"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                create_once(path, json.dumps(note).encode(), folder / f".{number}.{os.getpid()}.tmp")
+        except OSError as exc:
+            raise SnapshotError(disk_message(path, exc)) from exc
 
     # ---- runs
 
-    @contextlib.contextmanager
-    def run_lock(self, view: str) -> Iterator[None]:
-        """Hold the view for one run; the kernel lets go when the process dies, however it dies.
+    def lease_folder(self, view: str) -> Path:
+        """Where the view's leases are: see :mod:`store.lease`."""
+        return self.root / view / "refs"
+
+    def running(self, view: str, partition: str | None = None) -> bool:
+        """Whether a run of the partition (None: of a view that has none) goes on."""
+        return is_held(self.lease_folder(view), run_lease(partition))
+
+    def write_report(
+        self, view: str, run: str, report: Mapping[str, Any], state: str = "only the run's report is missing"
+    ) -> Path:
+        """Write a run's report, whole or not at all; a second report of the same run replaces the first.
 
         Raises:
-            ConflictError: another run of the view is going on.
+            SnapshotError: it cannot be written; ``state`` says what else is lost.
         """
-        folder = self.root / view
-        with contextlib.ExitStack() as held:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                busy = f"another run of view {view!r} is going on; wait for it, or look at `status`"
-                held.enter_context(locked(folder / ".run.lock", busy=busy))
-            except OSError as exc:
-                raise SnapshotError(disk_message(folder / ".run.lock", exc)) from exc
-            yield
-
-    def write_report(self, view: str, run: str, report: Mapping[str, Any]) -> Path:
-        """Write a run's report, whole or not at all; a second report of the same run replaces the first."""
         folder = self.root / view / "runs"
         path = folder / f"{run}.json"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             replace_durably(path, json.dumps(report, indent=1, default=str).encode())
         except OSError as exc:
-            raise SnapshotError(disk_message(path, exc, "only the run's report is missing")) from exc
+            raise SnapshotError(disk_message(path, exc, state)) from exc
         return path
 
-    def last_report(self, view: str) -> dict[str, Any] | None:
-        """The newest run's report; run ids sort by time."""
+    def reports(self, view: str, limit: int = 100) -> list[dict[str, Any]]:
+        """Reports of the newest runs, the newest first; run ids sort by time. One that cannot be read is skipped, and told in the log."""
         folder = self.root / view / "runs"
-        reports = sorted(p for p in folder.glob("*.json")) if folder.is_dir() else []
-        if not reports:
-            return None
-        try:
-            return dict(json.loads(reports[-1].read_bytes()))
-        except (OSError, ValueError, TypeError) as exc:
-            raise SnapshotError(f"the run's report {reports[-1]} cannot be read ({exc}); remove the file") from exc
+        found: list[dict[str, Any]] = []
+        for path in sorted(folder.glob("*.json"), reverse=True) if folder.is_dir() else ():
+            if len(found) == limit:
+                break
+            try:
+                found.append(dict(json.loads(path.read_bytes())))
+            except (OSError, ValueError, TypeError) as exc:
+                log.warning("the run's report %s cannot be read (%s); remove the file", path, exc)
+        return found
+
+    def last_report(self, view: str) -> dict[str, Any] | None:
+        """The newest run's report."""
+        return next(iter(self.reports(view, 1)), None)
 
     def _manifest_path(self, view: str, number: int) -> Path:
         return self.root / view / "manifests" / f"{number:020d}.json"
+
+
+def run_lease(partition: str | None) -> str:
+    """Name of the lease that a run of the partition (None: of a view that has none) holds in :meth:`OfflineStore.lease_folder`."""
+    return "run" if partition is None else "run-" + partition.partition("/")[0].replace(":", "")
+
+
+PUBLISH_LEASE = "publish"
+"""Name of the lease that publishing, rolling back and removing snapshots hold."""
 
 
 def utc_now() -> str:
@@ -350,3 +823,55 @@ class _HashingFile:
 def _dictionary_columns(schema: pa.Schema) -> list[str]:
     """Dictionaries only for text: on float vectors they triple the write time (151 against 43 ms for 8,192 × 384) and shrink nothing."""
     return [f.name for f in schema if pa.types.is_string(f.type)]
+
+
+def _dead_rows(parts: Sequence[str], deletes: Sequence[Path]) -> dict[int, npt.NDArray[np.int64]]:
+    """Position of a part → numbers of its dead rows, ascending."""
+    position = {path: number for number, path in enumerate(parts)}
+    gathered: dict[int, list[npt.NDArray[np.int64]]] = {}
+    for path in deletes:
+        try:
+            table = pq.read_table(path, columns=["part", "row"])
+        except (pa.ArrowException, OSError) as exc:
+            raise SnapshotError(f"{path} cannot be read ({exc}); publish another snapshot") from exc
+        names = table.column("part").combine_chunks().dictionary_encode()
+        codes, rows = np.asarray(names.indices), np.asarray(table.column("row"))
+        for code, name in enumerate(names.dictionary.to_pylist()):
+            if name not in position:
+                raise SnapshotError(f"{path} names part {name}, which no manifest of its chain does; publish another snapshot")
+            gathered.setdefault(position[name], []).append(rows[codes == code])
+    return {number: np.unique(np.concatenate(pieces)) for number, pieces in gathered.items()}
+
+
+def _living(batches: Iterator[pa.RecordBatch], dead: npt.NDArray[np.int64] | None) -> Iterator[pa.RecordBatch]:
+    """``batches`` of one part without its dead rows."""
+    if dead is None:
+        yield from batches
+        return
+    first = 0
+    for batch in batches:
+        start, stop = np.searchsorted(dead, (first, first + batch.num_rows))
+        if stop == start:
+            yield batch
+        elif stop - start < batch.num_rows:
+            keep = np.ones(batch.num_rows, np.bool_)
+            keep[dead[start:stop] - first] = False
+            yield batch.filter(pa.array(keep))
+        first += batch.num_rows
+
+
+def _read_journal(path: Path, recipe: str, partition: str | None, full: bool) -> Iterator[Finished]:
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError:
+        return
+    for number, line in enumerate(lines):
+        try:
+            entry = json.loads(line)
+            if number == 0:
+                if (entry["recipe"], entry["partition"]) != (recipe, partition) or (full and not entry["full"]):
+                    return
+                continue
+            yield Finished(*(None if entry[k] is None else known_fields(Part, entry[k]) for k in ("part", "rejected")))
+        except (ValueError, KeyError, TypeError):
+            return  # torn: neither this line nor what follows it was finished

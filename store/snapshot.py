@@ -1,5 +1,9 @@
 """Snapshot: an immutable, numbered result of one view. Its manifest is the commit.
 
+A **full** snapshot holds all its rows in its own parts. A **delta** holds the rows that were computed anew; the rest are its parent's,
+but for those its **deletes** name: a Parquet file with the part and row number of every row that was replaced or left the source. So a
+reader of a chain drops rows by position, and hashes no key.
+
 A manifest is JSON that ends with its own SHA-256, so that a torn or edited one is told from a whole one without reading a
 single part.
 """
@@ -8,14 +12,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import pyarrow as pa
 
 from store.errors import SnapshotError
 from store.feature_view import FeatureView, known_fields
 
-FORMAT_VERSION = 1
-"""Major version of the manifest: a reader refuses one it does not know and ignores fields it does not know."""
+FORMAT_VERSION = 2
+"""Major version of the manifest: a reader refuses a later one, and ignores fields it does not know. 1 knew no deltas."""
+
+
+DELETES_SCHEMA = pa.schema([("part", pa.dictionary(pa.int32(), pa.string())), ("row", pa.int64()), ("removed", pa.bool_())])
+"""Of ``deletes.parquet``: path of the part as manifests name it, number of the row in it, and whether its key left the source (a
+tombstone) or came again with another value. The entity key's columns follow, with ``key_`` before their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +42,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What became of every source row. ``source = written + unchanged + rejected + removed``, or the run fails.
+    """What became of every row that came in: ``source + removed = written + unchanged + rejected + removed``, or the run fails.
 
-    ``duplicates`` are exact repetitions of a row, folded into one before the count. ``unchanged`` and ``removed`` are zero in a
-    full snapshot.
+    ``source`` rows came from the source, exact repetitions (``duplicates``) folded into one before the count. ``removed`` rows were in the
+    parent and left the source; ``unchanged`` ones were taken over without inference. Both are zero where nothing came before.
     """
 
     source: int
@@ -43,16 +55,20 @@ class Counts:
     removed: int = 0
     duplicates: int = 0
 
+    @property
+    def rows(self) -> int:
+        """Rows a reader of the snapshot sees."""
+        return self.written + self.unchanged
+
     def check(self) -> None:
         """Raises:
         SnapshotError: a row was lost or doubled.
         """
-        total = self.written + self.unchanged + self.rejected + self.removed
+        total = self.written + self.unchanged + self.rejected
         if total != self.source:
             raise SnapshotError(
                 f"{self.source} rows came from the source but {total} are accounted for (written {self.written}, unchanged "
-                f"{self.unchanged}, rejected {self.rejected}, removed {self.removed}); nothing was committed: this is a bug, keep the "
-                "run's report"
+                f"{self.unchanged}, rejected {self.rejected}); nothing was committed: this is a bug, keep the run's report"
             )
 
 
@@ -82,7 +98,43 @@ class Snapshot:
     versions: Mapping[str, str] = field(default_factory=dict)
     number: int = 0
     kind: str = "full"
+    """``full`` or ``delta``."""
     parent: int | None = None
+    """Of a delta: the snapshot whose rows it builds on."""
+    bases: tuple[int, ...] = ()
+    """Of a compacted one: the snapshots whose rows it copied."""
+    deletes: Part | None = None
+    """Which rows of this and earlier parts are no rows of this snapshot: see :data:`DELETES_SCHEMA`."""
+    own_deletes: int = 0
+    """How many of these are in its own parts: rows an interrupted run had computed that this one had no use for."""
+    recipe: str = ""
+    """Digest of all that makes a row besides its input: model fingerprint, SQL, columns, features. Rows of one recipe and one input hash
+    are interchangeable."""
+    content: str = ""
+    """Digest of the recipe and of all keys and input hashes: two snapshots of one content hold the same values."""
+    partition: str | None = None
+    """Interval of data time it covers, as :class:`store.partition.Partition` writes it."""
+    renewed_at: int | None = None
+    """When its unchanged rows were found to be what the model would answer, µs since 1970: their age counts from there."""
+    quality: Mapping[str, float] = field(default_factory=dict)
+    """Figures the gates judged by."""
+    gates: Sequence[Mapping[str, Any]] = ()
+    """Verdicts: ``{gate, passed, measured, limit, message}``."""
+    accepted: Sequence[str] = ()
+    """Gates an operator accepted by name."""
+    fence: int = 0
+    """Of the lease the writer held."""
+
+    @property
+    def rows(self) -> int:
+        """Rows a reader sees."""
+        return self.counts.rows
+
+    @property
+    def refused_by(self) -> list[str]:
+        """Gates that refuse to publish it and that nobody accepted."""
+        failed = dict.fromkeys(gate["gate"] for gate in self.gates if not gate["passed"])
+        return [gate for gate in failed if gate not in self.accepted]
 
     def to_bytes(self) -> bytes:
         """The manifest: canonical JSON whose last line is the SHA-256 of all before it."""
@@ -110,25 +162,18 @@ class Snapshot:
                 f"{where} is torn or was edited: its checksum does not match; run the view again or go back to an older snapshot"
             )
         body = json.loads(body_text + b"\n}")
-        if body["format_version"] != FORMAT_VERSION:
+        version = body["format_version"]
+        if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
             raise SnapshotError(
-                f"{where} has manifest format {body['format_version']}, this version reads {FORMAT_VERSION}: upgrade precompute"
+                f"{where} has manifest format {version}, this version reads 1 to {FORMAT_VERSION}: upgrade precompute"
             )
-        return cls(
-            view=FeatureView.from_json(body["view"]),
-            run=body["run"],
-            model=body["model"],
-            counts=known_fields(Counts, body["counts"]),
-            parts=tuple(known_fields(Part, p) for p in body["parts"]),
-            rejected=None if body["rejected"] is None else known_fields(Part, body["rejected"]),
-            created_at=body["created_at"],
-            computed_at_min=body["computed_at_min"],
-            computed_at_max=body["computed_at_max"],
-            inputs=body["inputs"],
-            input_columns=body["input_columns"],
-            timings_s=body["timings_s"],
-            versions=body["versions"],
-            number=body["number"],
-            kind=body["kind"],
-            parent=body["parent"],
-        )
+        body |= {
+            "view": FeatureView.from_json(body["view"]),
+            "counts": known_fields(Counts, body["counts"]),
+            "parts": tuple(known_fields(Part, p) for p in body["parts"]),
+        }
+        for name in ("gates", "accepted", "bases"):
+            body[name] = tuple(body.get(name, ()))
+        for name in ("rejected", "deletes"):
+            body[name] = None if body.get(name) is None else known_fields(Part, body[name])
+        return cls(**{f.name: body[f.name] for f in fields(cls) if f.name in body})

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
+import os
+import re
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +21,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jobs.progress import Silent
 from jobs.run import run_view
-from store.errors import ConflictError, SnapshotError
+from store.crashpoint import arm, disarm
+from store.errors import ConflictError, FencedError, SnapshotError
 from store.feature_view import Feature, FeatureView
-from store.offline_store import OfflineStore
-from store.snapshot import Counts, Part, Snapshot
+from store.lease import take
+from store.offline_store import Finished, Layers, LiveRef, OfflineStore, run_lease
+from store.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot
 from tests.conftest import MakeProject
 
 VIEW = FeatureView("numbers", ("id",), (Feature("double", "float64"),), ttl_s=1.0, stale_for_s=1.0)
@@ -72,6 +80,43 @@ def test_a_part_is_plain_parquet_and_is_described_as_it_is(store: OfflineStore) 
     assert (part.rows, part.size_bytes, part.sha256) == (3, path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
     assert pq.read_table(path).equals(TABLE)
     assert list(tree(store.root)) == ["numbers/data/run/part-00000.parquet"]
+
+
+@pytest.mark.parametrize("point", ["part.write", "part.fsync", "part.rename", "dir.fsync"])
+def test_a_part_the_disk_failed_on_is_written_once_more_under_another_name(
+    store: OfflineStore, caplog: pytest.LogCaptureFixture, point: str
+) -> None:
+    """What a failed fsync left on the disk nobody knows; a second one may report success over lost pages."""
+    arm(point, 1, "eio")
+    try:
+        part = store.write_part("numbers", "run", "part-00000.parquet", TABLE)
+    finally:
+        disarm()
+    assert part.path == "data/run/part-00000-again.parquet"
+    assert "Input/output error" in caplog.text
+    snapshot = store.commit(uncommitted(part))
+    store.check_parts(snapshot)
+    assert pa.Table.from_batches(store.batches(snapshot)).equals(TABLE)
+    assert not [name for name in tree(store.root) if "tmp" in name]
+
+
+def test_a_part_the_disk_failed_on_twice_or_has_no_space_for_is_told(
+    store: OfflineStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", failing)
+        with pytest.raises(SnapshotError, match=r"cannot write .*part-00000.parquet: Input/output error"):
+            store.write_part("numbers", "run", "part-00000.parquet", TABLE)
+    arm("part.write", 1, "enospc")
+    try:
+        with pytest.raises(SnapshotError, match="no space left while writing"):
+            store.write_part("numbers", "run", "part-00000.parquet", TABLE)
+    finally:
+        disarm()
+    assert tree(store.root) == {}
 
 
 def test_a_snapshot_is_read_part_by_part_in_the_order_written(store: OfflineStore) -> None:
@@ -152,7 +197,9 @@ def test_a_number_is_not_given_again_while_a_later_one_stands(store: OfflineStor
     [
         {"counts": Counts(4, 3)},
         {"counts": Counts(2, 3)},
-        {"counts": Counts(3, 3, removed=1)},
+        {"counts": Counts(3, 2, removed=1)},
+        {"counts": Counts(3, 2, unchanged=1), "kind": "delta", "own_deletes": 0},
+        {"own_deletes": 1},
         {"counts": Counts(2, 2)},
         {"counts": Counts(4, 4)},
         {"parts": ()},
@@ -208,6 +255,422 @@ def test_strange_files_beside_the_manifests_are_no_snapshots(store: OfflineStore
     assert committed(store, TABLE, run="run2").number == 2
 
 
+# ---- chains
+
+
+def deletes(*rows: tuple[Part, int, bool, int]) -> pa.Table:
+    """(part, row, whether its key left the source, key) of each dead row, as ``deletes.parquet`` holds them."""
+    parts, numbers, removed, keys = zip(*rows, strict=True)
+    columns = [pa.array([part.path for part in parts]).dictionary_encode(), pa.array(numbers, pa.int64()), pa.array(removed)]
+    return pa.Table.from_arrays([*columns, pa.array(keys, pa.int64())], names=[*DELETES_SCHEMA.names, "id"])
+
+
+def rows_table(**values: float) -> pa.Table:
+    """``k3=1.5`` is a row of key 3."""
+    return pa.table({"id": [int(k[1:]) for k in values], "double": list(values.values())})
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """A full snapshot, a delta on it, a delta on that; and the chunks an interrupted run left, which the last one adopted."""
+
+    full: Snapshot
+    delta: Snapshot
+    last: Snapshot
+
+
+ROWS_OF_LAST = [(1, 1.0), (4, 4.0), (6, 6.5), (2, 2.5), (7, 7.75), (3, 3.75), (9, 9.5)]
+
+
+@pytest.fixture
+def chain(store: OfflineStore) -> Chain:
+    one = store.write_part("numbers", "r1", "part-00000.parquet", rows_table(k1=1.0, k2=2.0, k3=3.0))
+    two = store.write_part("numbers", "r1", "part-00001.parquet", rows_table(k4=4.0, k5=5.0))
+    full = store.commit(uncommitted(one, two, run="r1"))
+    three = store.write_part("numbers", "r2", "part-00000.parquet", rows_table(k6=6.5, k2=2.5, k7=7.5))
+    gone = store.write_part("numbers", "r2", "deletes.parquet", deletes((one, 1, False, 2), (two, 1, True, 5)))
+    counts = Counts(source=6, written=3, unchanged=3, removed=1)
+    delta = store.commit(uncommitted(three, run="r2", kind="delta", parent=1, deletes=gone, counts=counts))
+    adopted = store.write_part("numbers", "r3", "part-00000.parquet", rows_table(k7=7.75, k8=8.5, k3=3.25))
+    four = store.write_part("numbers", "r4", "part-00000.parquet", rows_table(k3=3.75, k9=9.5))
+    found = deletes((one, 2, False, 3), (three, 2, False, 7), (adopted, 1, False, 8), (adopted, 2, False, 3))
+    gone = store.write_part("numbers", "r4", "deletes.parquet", found)
+    counts = Counts(source=7, written=3, unchanged=4)
+    last = store.commit(uncommitted(adopted, four, run="r4", kind="delta", parent=2, deletes=gone, own_deletes=2, counts=counts))
+    return Chain(full, delta, last)
+
+
+def read(store: OfflineStore, snapshot: Snapshot, batch_rows: int = 8192) -> list[tuple[int, float]]:
+    return [(row["id"], row["double"]) for batch in store.batches(snapshot, batch_rows=batch_rows) for row in batch.to_pylist()]
+
+
+@pytest.mark.parametrize("batch_rows", [1, 2, 8192])
+def test_a_delta_over_a_delta_is_read_as_the_last_value_of_every_key(store: OfflineStore, chain: Chain, batch_rows: int) -> None:
+    assert read(store, chain.full, batch_rows) == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 5.0)]
+    assert read(store, chain.delta, batch_rows) == [(1, 1.0), (3, 3.0), (4, 4.0), (6, 6.5), (2, 2.5), (7, 7.5)]
+    assert read(store, chain.last, batch_rows) == ROWS_OF_LAST
+    assert [s.rows for s in (chain.full, chain.delta, chain.last)] == [5, 6, 7]
+    for snapshot in (chain.full, chain.delta, chain.last):
+        assert all(batch.num_rows for batch in store.batches(snapshot, batch_rows=batch_rows))
+        store.check_parts(snapshot)
+    assert {tuple(batch.schema.names) for batch in store.batches(chain.last, ["double"], batch_rows)} == {("double",)}
+    assert [d for b in store.batches(chain.last, ["double"]) for d in b.column("double").to_pylist()] == [
+        d for _, d in ROWS_OF_LAST
+    ]
+
+
+def test_the_layers_name_every_file_once_with_its_dead_rows(store: OfflineStore, chain: Chain) -> None:
+    assert store.chain(chain.last) == [chain.full, chain.delta, chain.last]
+    assert store.chain(chain.full) == [chain.full]
+    layers = store.layers(chain.last)
+    assert isinstance(layers, Layers)
+    folder = store.root.absolute() / "numbers" / "data"
+    names = ["r1/part-00000", "r1/part-00001", "r2/part-00000", "r3/part-00000", "r4/part-00000"]
+    assert layers.paths == store.part_paths(chain.last) == [folder / f"{name}.parquet" for name in names]
+    assert {n: rows.tolist() for n, rows in layers.dead.items()} == {0: [1, 2], 1: [1], 2: [2], 3: [1, 2]}
+    assert {rows.dtype for rows in layers.dead.values()} == {np.dtype(np.int64)}
+    assert store.layers(chain.full).dead == {}
+
+
+def test_the_rows_of_some_keys_are_their_last_values(store: OfflineStore, chain: Chain) -> None:
+    found = store.rows(chain.last, ["3", "7", "5", "8", "1", "nobody"]).to_pylist()
+    assert found == [
+        {"id": 1, "double": 1.0, "key": "1"},
+        {"id": 7, "double": 7.75, "key": "7"},
+        {"id": 3, "double": 3.75, "key": "3"},
+    ]
+    assert store.rows(chain.last, ["9"], ["double"]).to_pylist() == [{"id": 9, "double": 9.5, "key": "9"}]
+    nothing = store.rows(chain.last, ["5", "8"], ["double"])
+    assert (nothing.num_rows, nothing.schema.names) == (0, ["id", "double", "key"])
+    assert store.rows(chain.delta, ["7", "5"]).to_pylist() == [{"id": 7, "double": 7.5, "key": "7"}]
+
+
+def test_a_sample_holds_living_rows_only(store: OfflineStore, chain: Chain) -> None:
+    for rows in (1, 5, 100):
+        sample = store.sample(chain.last, rows)
+        assert set(zip(sample["id"].to_pylist(), sample["double"].to_pylist(), strict=True)) <= set(ROWS_OF_LAST)
+        assert store.sample(chain.last, rows).equals(sample)
+    assert store.sample(chain.last, 100)["id"].to_pylist() == [key for key, _ in ROWS_OF_LAST]
+    assert store.sample(chain.last, 100, ["double"]).schema.names == ["double"]
+
+
+def test_a_sample_of_many_files_takes_from_all_over(store: OfflineStore) -> None:
+    tables = [pa.table({"id": list(range(100 * n, 100 * n + 100)), "double": [0.0] * 100}) for n in range(40)]
+    snapshot = committed(store, *tables)
+    files = {key // 100 for key in store.sample(snapshot, 200)["id"].to_pylist()}
+    assert store.sample(snapshot, 200).num_rows <= 200
+    assert len(files) >= 16
+    assert max(files) >= 37
+
+
+def test_a_part_whose_every_row_is_dead_gives_none(store: OfflineStore) -> None:
+    one = store.write_part("numbers", "r1", "part-00000.parquet", rows_table(k1=1.0, k2=2.0))
+    store.commit(uncommitted(one, run="r1"))
+    two = store.write_part("numbers", "r2", "part-00000.parquet", rows_table(k1=1.5, k3=3.5))
+    gone = store.write_part("numbers", "r2", "deletes.parquet", deletes((one, 1, True, 2), (one, 0, False, 1)))
+    counts = Counts(source=2, written=2, removed=1)
+    delta = store.commit(uncommitted(two, run="r2", kind="delta", parent=1, deletes=gone, counts=counts))
+    assert read(store, delta) == [(1, 1.5), (3, 3.5)]
+    assert store.sample(delta, 9)["id"].to_pylist() == [1, 3]
+
+
+def test_a_delta_of_nothing_but_removed_rows_has_no_part_of_its_own(store: OfflineStore, chain: Chain) -> None:
+    part = chain.full.parts[0]
+    gone = store.write_part("numbers", "r5", "deletes.parquet", deletes((part, 0, True, 1)))
+    counts = Counts(source=6, written=0, unchanged=6, removed=1)
+    delta = store.commit(uncommitted(run="r5", kind="delta", parent=3, deletes=gone, counts=counts))
+    assert read(store, delta) == ROWS_OF_LAST[1:]
+    store.check_parts(delta)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_any_chain_reads_as_a_dictionary_that_was_updated(data: st.DataObject) -> None:
+    """Every delta replaces, adds and removes keys at random; memory is the oracle."""
+    with tempfile.TemporaryDirectory() as name:
+        store = OfflineStore(name)
+        where: dict[int, tuple[Part, int]] = {}
+        now: dict[int, float] = {}
+        parent: Snapshot | None = None
+        for step in range(data.draw(st.integers(1, 5))):
+            keys = data.draw(st.lists(st.integers(0, 9), unique=True, min_size=0 if step else 1, max_size=6))
+            removed = data.draw(st.sets(st.sampled_from(sorted(now)))).difference(keys) if now else set()
+            parts, run = [], f"r{step}"
+            dead = [(*where[key], key in removed, key) for key in (*keys, *removed) if key in where]
+            before = len(now)
+            for number, start in enumerate(range(0, len(keys), 3)):
+                chunk = keys[start : start + 3]
+                table = pa.table({"id": pa.array(chunk, pa.int64()), "double": [step + key / 16 for key in chunk]})
+                parts.append(store.write_part("numbers", run, f"part-{number:05d}.parquet", table))
+                for row, key in enumerate(chunk):
+                    where[key], now[key] = (parts[-1], row), step + key / 16
+            for key in removed:
+                del where[key], now[key]
+            gone = store.write_part("numbers", run, "deletes.parquet", deletes(*dead)) if dead else None
+            kept = before - len(dead)
+            parent = store.commit(
+                uncommitted(
+                    *parts,
+                    run=run,
+                    kind="full" if parent is None else "delta",
+                    parent=None if parent is None else parent.number,
+                    deletes=gone,
+                    counts=Counts(source=len(keys) + kept, written=len(keys), unchanged=kept, removed=len(removed)),
+                )
+            )
+            found = read(store, parent, data.draw(st.sampled_from([1, 2, 100])))
+            assert dict(found) == now
+            assert len(found) == parent.rows == len(now)
+        assert parent is not None
+        wanted = data.draw(st.lists(st.integers(0, 12).map(str), max_size=5))
+        if now:
+            rows = store.rows(parent, wanted)
+            assert {key: rows["double"][i].as_py() for i, key in enumerate(rows["key"].to_pylist())} == {
+                str(key): value for key, value in now.items() if str(key) in wanted
+            }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"counts": Counts(source=7, written=3, unchanged=4)}, "3 rows stay but 4"),
+        ({"counts": Counts(source=5, written=3, unchanged=2)}, "3 rows stay but 2"),
+        ({"counts": Counts(source=7, written=4, unchanged=3)}, "hold 3 rows"),
+        ({"own_deletes": 1}, "hold 2 rows"),
+        ({"deletes": None}, "5 rows stay but 3"),
+        ({"parent": 2}, "is its parent's too"),
+        ({"parent": 9}, "no snapshot 9"),
+        ({"kind": "full"}, "hold 3 rows other than the 6"),
+    ],
+    ids=repr,
+)
+def test_a_delta_that_does_not_add_up_with_its_parent_is_not_committed(
+    store: OfflineStore, chain: Chain, changes: dict[str, Any], message: str
+) -> None:
+    before = store.numbers("numbers")
+    good = dataclasses.replace(chain.delta, number=0, run="again")
+    with pytest.raises(SnapshotError, match=message):
+        store.commit(dataclasses.replace(good, **changes))
+    assert store.numbers("numbers") == before
+    assert store.commit(good).number == 4
+
+
+@pytest.mark.parametrize("what", ["deletes", "parts"])
+@pytest.mark.parametrize("of", ["full", "delta", "last"])
+def test_damage_anywhere_in_the_chain_is_found_by_name(store: OfflineStore, chain: Chain, what: str, of: str) -> None:
+    layer: Snapshot = getattr(chain, of)
+    part = layer.deletes if what == "deletes" else layer.parts[-1]
+    if part is None:
+        return  # a full snapshot has no deletes
+    path = store.root / "numbers" / part.path
+    whole = path.read_bytes()
+    flipped(path, len(whole) // 2)
+    with pytest.raises(SnapshotError, match=f"{re.escape(str(path))} differs from its checksum"):
+        store.check_parts(chain.last)
+    path.write_bytes(whole[:-1])
+    for use in (store.check_parts, store.layers, lambda s: list(store.batches(s)), lambda s: store.rows(s, ["1"])):
+        with pytest.raises(SnapshotError, match=f"{re.escape(str(path))} has {len(whole) - 1} bytes instead of"):
+            use(chain.last)
+    path.unlink()
+    for use in (store.check_parts, store.layers, lambda s: store.sample(s, 1)):
+        with pytest.raises(SnapshotError, match=f"{re.escape(str(path))} is missing"):
+            use(chain.last)
+    for number, earlier in enumerate((chain.full, chain.delta), 1):
+        if number < layer.number:
+            store.check_parts(earlier)
+
+
+def test_deletes_of_a_part_that_the_chain_does_not_name_are_refused(store: OfflineStore, chain: Chain) -> None:
+    stranger = store.write_part("numbers", "r9", "part-00000.parquet", rows_table(k1=1.0))
+    gone = store.write_part("numbers", "r9", "deletes.parquet", deletes((stranger, 0, True, 1)))
+    snapshot = store.commit(
+        uncommitted(run="r9", kind="delta", parent=1, deletes=gone, counts=Counts(4, 0, unchanged=4, removed=1))
+    )
+    with pytest.raises(SnapshotError, match=r"names part data/r9/part-00000.parquet, which no manifest of its chain does"):
+        list(store.batches(snapshot))
+
+
+def test_a_chain_whose_ancestor_is_gone_is_refused(store: OfflineStore, chain: Chain) -> None:
+    (store.root / "numbers" / "manifests" / f"{1:020d}.json").unlink()
+    for use in (store.chain, store.layers, store.check_parts, lambda s: list(store.batches(s))):
+        with pytest.raises(SnapshotError, match="no snapshot 1"):
+            use(chain.last)
+
+
+# ---- which snapshot is built on
+
+
+def test_the_newest_is_the_last_committed_of_its_partition(store: OfflineStore) -> None:
+    assert store.newest("numbers") is None
+    day, next_day = "2026-01-01T00:00Z/2026-01-02T00:00Z", "2026-01-02T00:00Z/2026-01-03T00:00Z"
+    part = store.write_part("numbers", "run", "part-00000.parquet", TABLE)
+    for partition in (day, next_day, day):
+        store.commit(uncommitted(part, partition=partition))
+    found = [store.newest("numbers", partition) for partition in (day, next_day, None, "another")]
+    assert [None if s is None else s.number for s in found] == [3, 2, None, None]
+
+
+def test_the_newest_is_none_that_is_bad_or_builds_on_a_bad_one(
+    store: OfflineStore, chain: Chain, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert store.newest("numbers") == chain.last
+    store.mark_bad("numbers", 2, "rolled back from")
+    assert store.newest("numbers") == chain.full
+    store.mark_bad("numbers", 1, "rolled back from")
+    assert store.newest("numbers") is None
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("damaged", "newest"), [(3, 2), (2, 1), (1, None)])
+def test_the_newest_is_none_whose_chain_cannot_be_read(
+    store: OfflineStore, chain: Chain, caplog: pytest.LogCaptureFixture, damaged: int, newest: int | None
+) -> None:
+    path = store.root / "numbers" / "manifests" / f"{damaged:020d}.json"
+    path.write_bytes(path.read_bytes()[:-1])
+    found = store.newest("numbers")
+    assert (None if found is None else found.number) == newest
+    assert [path.name in record.getMessage() for record in caplog.records] == [True] * (4 - damaged)
+
+
+def test_a_snapshot_is_marked_bad_once_and_for_good(store: OfflineStore) -> None:
+    part = store.write_part("numbers", "run", "part-00000.parquet", TABLE)
+    for content in ("one", "two"):
+        store.commit(uncommitted(part, content=content))
+    assert store.bad("numbers") == {}
+    for reason in ("first", "second"):
+        store.mark_bad("numbers", 1, reason)
+    assert {number: (mark.reason, mark.content) for number, mark in store.bad("numbers").items()} == {1: ("first", "one")}
+    folder = store.root / "numbers" / "refs" / "bad"
+    assert json.loads((folder / "1.json").read_text())["reason"] == "first"
+    store.mark_bad("numbers", 2, "its files are damaged", rows=False)
+    assert (store.bad("numbers")[2].reason, store.bad("numbers")[2].content) == ("its files are damaged", "")
+    store.mark_bad("numbers", 9, "its manifest is gone")
+    assert (store.bad("numbers")[9].reason, store.bad("numbers")[9].content) == ("its manifest is gone", "")
+    for torn in ("{torn", "[]", "7", ""):  # is as bad as any
+        (folder / "2.json").write_text(torn)
+        assert (store.bad("numbers")[2].content, sorted(store.bad("numbers"))) == ("", [1, 2, 9])
+    (folder / "notes.json").write_text("{}")
+    assert sorted(store.bad("numbers")) == [1, 2, 9]
+    assert not list(folder.glob(".*"))
+
+
+def test_a_pin_holds_until_it_is_let_go(store: OfflineStore) -> None:
+    committed(store, TABLE)
+    committed(store, TABLE, run="run2")
+    assert store.pins("numbers") == set()
+    for number in (2, 1, 2):
+        store.pin("numbers", number, "why")
+    assert store.pins("numbers") == {1, 2}
+    with pytest.raises(SnapshotError, match="no snapshot 9"):
+        store.pin("numbers", 9, "x")
+    for number in (1, 1, 9):
+        store.unpin("numbers", number)
+    assert store.pins("numbers") == {2}
+    (store.root / "numbers" / "manifests" / f"{2:020d}.json").write_text("{")
+    with pytest.raises(SnapshotError, match="torn"):
+        store.pin("numbers", 2, "x")
+
+
+def test_a_pin_that_cannot_be_removed_is_told(store: OfflineStore) -> None:
+    (store.root / "numbers" / "refs" / "pins" / "1.json").mkdir(parents=True)
+    with pytest.raises(SnapshotError, match="cannot"):
+        store.unpin("numbers", 1)
+
+
+# ---- what an unfinished run leaves
+
+
+def chunk(store: OfflineStore, run: str, number: int, *, rejected: bool = False) -> Finished:
+    """A chunk whose files are there."""
+    part = store.write_part("numbers", run, f"part-{number:05d}.parquet", TABLE.slice(0, number % 3 + 1))
+    other = store.write_part("numbers", run, f"rejected-{number:05d}.parquet", TABLE.slice(0, 1)) if rejected else None
+    return Finished(part, other)
+
+
+def journal(
+    store: OfflineStore, run: str, *chunks: Finished, recipe: str = "recipe", partition: str | None = None, full: bool = False
+) -> None:
+    store.begin_journal("numbers", run, recipe, partition, full=full)
+    for one in chunks:
+        store.add_to_journal("numbers", run, one)
+
+
+def test_finished_chunks_come_back_the_oldest_run_first(store: OfflineStore) -> None:
+    assert store.unfinished("numbers", "recipe", None) == []
+    newer, older = [chunk(store, "r2", n, rejected=n == 1) for n in range(3)], [chunk(store, "r1", 0)]
+    rejected_only = Finished(None, newer[1].rejected)
+    journal(store, "r2", *newer, rejected_only)
+    journal(store, "r1", *older)
+    assert store.unfinished("numbers", "recipe", None) == [*older, *newer, rejected_only]
+    store.end_journal("numbers", "r2")
+    store.end_journal("numbers", "r2")
+    assert store.unfinished("numbers", "recipe", None) == older
+    assert store.unfinished("others", "recipe", None) == []
+
+
+def test_a_journal_torn_at_any_length_gives_the_whole_lines_before(store: OfflineStore) -> None:
+    chunks = [chunk(store, "r1", n, rejected=n == 1) for n in range(3)]
+    journal(store, "r1", *chunks)
+    path = store.root / "numbers" / "data" / "r1" / "journal.jsonl"
+    whole = path.read_bytes()
+    ends = [i for i, byte in enumerate(whole) if byte == ord("\n")]
+    assert len(ends) == 4
+    for length in range(len(whole) + 1):
+        path.write_bytes(whole[:length])
+        expected = chunks[: max(0, sum(length >= end for end in ends) - 1)]
+        assert store.unfinished("numbers", "recipe", None) == expected, length
+
+
+def test_a_journal_damaged_in_the_middle_gives_the_lines_before(store: OfflineStore) -> None:
+    chunks = [chunk(store, "r1", n) for n in range(3)]
+    journal(store, "r1", *chunks)
+    path = store.root / "numbers" / "data" / "r1" / "journal.jsonl"
+    lines = path.read_bytes().split(b"\n")
+    for damaged in (b"", b"null", b"[]", b"{}", b"\0" * 40, b'{"part": 7, "rejected": null}', b"\xff"):
+        path.write_bytes(b"\n".join([*lines[:2], damaged, *lines[3:]]))
+        assert store.unfinished("numbers", "recipe", None) == chunks[:1]
+
+
+def test_only_chunks_of_the_same_recipe_partition_and_demand_are_taken_over(store: OfflineStore) -> None:
+    day = "2026-01-01T00:00Z/2026-01-02T00:00Z"
+    made = {}
+    for run, kind in {
+        "a": ("recipe", None, False),
+        "b": ("recipe", None, True),
+        "c": ("recipe", day, False),
+        "d": ("other", None, True),
+    }.items():
+        made[run] = chunk(store, run, 0)
+        journal(store, run, made[run], recipe=kind[0], partition=kind[1], full=kind[2])
+
+    def found(recipe: str, partition: str | None, full: bool) -> list[str]:
+        chunks = store.unfinished("numbers", recipe, partition, full=full)
+        return [run for run, one in made.items() if one in chunks]
+
+    assert found("recipe", None, False) == ["a", "b"]
+    assert found("recipe", None, True) == ["b"]
+    assert found("recipe", day, False) == ["c"]
+    assert found("recipe", day, True) == []
+    assert (found("other", None, False), found("other", day, False), found("x", None, False)) == (["d"], [], [])
+
+
+def test_chunks_whose_files_are_gone_or_cut_and_those_of_committed_runs_are_not_taken_over(store: OfflineStore) -> None:
+    chunks = [chunk(store, "r1", n, rejected=True) for n in range(4)]
+    journal(store, "r1", *chunks)
+    files = [store.root / "numbers" / part.path for one in chunks for part in (one.part, one.rejected) if part is not None]
+    files[0].unlink()
+    files[3].write_bytes(files[3].read_bytes()[:-1])
+    files[4].write_bytes(files[4].read_bytes() + b"x")
+    assert store.unfinished("numbers", "recipe", None) == chunks[3:]
+    assert chunks[3].part is not None
+    store.commit(uncommitted(chunks[3].part, run="r2"))  # by a run that took it over
+    assert store.unfinished("numbers", "recipe", None) == []
+    journal(store, "r3", chunk(store, "r3", 0))
+    assert len(store.unfinished("numbers", "recipe", None)) == 1
+    committed(store, TABLE, run="r3")  # its journal stayed by accident
+    assert store.unfinished("numbers", "recipe", None) == []
+
+
 # ---- the live pointer
 
 
@@ -219,6 +682,30 @@ def test_the_live_pointer_tells_where_it_is_and_was(store: OfflineStore) -> None
     assert (second.epoch, second.snapshot, second.previous, second.reason) == (7, 5, 4, "é")
     assert OfflineStore(store.root).live("numbers") == second
     assert list(tree(store.root)) == ["numbers/refs/live.json"]
+
+
+def test_the_live_pointer_tells_generations_renewal_and_why_it_is_held(store: OfflineStore) -> None:
+    first = store.move_live("numbers", 4, expected_epoch=0, epoch=3, reason="run")
+    assert first == LiveRef(3, 4, None, "run", first.at, generation=3, previous_generation=None, renewed_at=None, held=None)
+    second = store.move_live("numbers", 5, expected_epoch=3, epoch=7, reason="run")
+    renewed = store.renew_live("numbers", second, 2**53 + 1)
+    assert renewed == dataclasses.replace(second, renewed_at=2**53 + 1) == store.live("numbers")
+    with pytest.raises(ConflictError, match="moved meanwhile; nothing was renewed"):
+        store.renew_live("numbers", second, 9)
+    back = store.move_live("numbers", 4, expected_epoch=7, epoch=8, reason="rollback", generation=3, held="held")
+    assert back == LiveRef(8, 4, 5, "rollback", back.at, generation=3, previous_generation=7, renewed_at=None, held="held")
+    assert store.resume_live("numbers") == dataclasses.replace(back, held=None) == store.live("numbers")
+    assert store.resume_live("numbers") == store.live("numbers")
+    with pytest.raises(SnapshotError, match="never published"):
+        store.resume_live("others")
+
+
+def test_a_live_pointer_of_the_first_version_is_read(store: OfflineStore) -> None:
+    path = store.root / "numbers" / "refs" / "live.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"epoch": 3, "snapshot": 2, "previous": 1, "reason": "run", "at": "now", "from_the_future": 1}))
+    assert store.live("numbers") == LiveRef(3, 2, 1, "run", "now")
+    assert store.move_live("numbers", 3, expected_epoch=3, epoch=4, reason="run").previous == 2
 
 
 @pytest.mark.parametrize(("expected", "epoch"), [(0, 3), (1, 3), (3, 4), (2, 2), (2, 1), (2, 0)])
@@ -308,33 +795,74 @@ def test_racing_processes_commit_under_distinct_numbers_and_one_alone_moves_the_
     assert not [name for name in tree(store.root) if "tmp" in name]
 
 
-HOLD = """
+EPOCHS = """
 import sys
 from store.offline_store import OfflineStore
-with OfflineStore(sys.argv[1]).run_lock("numbers"):
-    print("held", flush=True)
-    sys.stdin.read()
+store, rounds = OfflineStore(sys.argv[1]), int(sys.argv[2])
+print("ready", flush=True)
+sys.stdin.readline()
+print([store.claim_epoch("numbers", 0) for _ in range(rounds)])
 """
 
 
-def test_a_run_holds_its_view_until_it_is_killed(store: OfflineStore) -> None:
-    process = start(HOLD, store.root)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
-    with pytest.raises(ConflictError, match="another run of view 'numbers'"), store.run_lock("numbers"):
-        pass
-    with store.run_lock("others"):  # another view is free
-        pass
-    process.kill()
-    process.communicate()
-    with (
-        store.run_lock("numbers"),
-        pytest.raises(ConflictError),
-        OfflineStore(store.root).run_lock("numbers"),  # nor twice in one process
-    ):
-        pass
-    with store.run_lock("numbers"):
-        pass
+def test_no_epoch_is_claimed_twice_by_racing_processes(store: OfflineStore) -> None:
+    rounds = 60
+    processes = [start(EPOCHS, store.root, rounds) for _ in range(3)]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    claimed = [json.loads(process.communicate(timeout=60)[0]) for process in processes]
+    assert all(mine == sorted(mine) for mine in claimed)
+    assert sorted(epoch for mine in claimed for epoch in mine) == list(range(1, 3 * rounds + 1))
+
+
+def test_an_epoch_is_past_all_that_were_claimed_live_or_seen(store: OfflineStore) -> None:
+    assert [store.claim_epoch("numbers", above) for above in (0, 0, 7, 3, -5)] == [1, 2, 8, 9, 10]
+    assert store.claim_epoch("others", 0) == 1
+    store.move_live("numbers", 1, expected_epoch=0, epoch=40, reason="run")
+    assert store.claim_epoch("numbers", 0) == 41
+    path = store.root / "numbers" / "refs" / "epoch.json"
+    for damaged in (b"", b"{", b"{}", b"null", b"[]", b"\xff", b'{"last": "x"}'):
+        path.write_bytes(damaged)
+        assert store.claim_epoch("numbers", 50) == 51
+        assert store.claim_epoch("numbers", 0) == 52
+    path.unlink()
+    assert store.claim_epoch("numbers", 0) == 41  # what is live is never claimed again, whatever was lost
+
+
+def test_who_lost_the_lease_neither_commits_nor_moves_nor_renews(store: OfflineStore) -> None:
+    part = store.write_part("numbers", "run", "part-00000.parquet", TABLE)
+    late = take(store.lease_folder("numbers"), "publish", "late")
+    first = store.commit(uncommitted(part), late)
+    assert first.fence == late.record.fence == 1
+    ref = store.move_live("numbers", 1, expected_epoch=0, epoch=1, reason="run", lease=late)
+    ref = store.renew_live("numbers", ref, 5, late)
+    with take(store.lease_folder("numbers"), "publish", "other", force=True) as lease:
+        before = tree(store.root)
+        for write in (
+            lambda: store.commit(uncommitted(part, run="late"), late),
+            lambda: store.move_live("numbers", 1, expected_epoch=1, epoch=2, reason="late", lease=late),
+            lambda: store.renew_live("numbers", ref, 6, late),
+        ):
+            with pytest.raises(FencedError, match="lost its lease 'publish' to other"):
+                write()
+        assert tree(store.root) == before
+        assert store.commit(uncommitted(part, run="other"), lease).fence == 2
+        assert store.move_live("numbers", 2, expected_epoch=1, epoch=2, reason="other", lease=lease).snapshot == 2
+    late.release()
+
+
+def test_a_run_of_each_partition_is_known_by_its_lease(store: OfflineStore) -> None:
+    day, next_day = "2026-01-01T00:00Z/2026-01-02T00:00Z", "2026-01-02T00:00Z/2026-01-03T00:00Z"
+    assert (run_lease(None), run_lease(day)) == ("run", "run-2026-01-01T0000Z")
+    with take(store.lease_folder("numbers"), run_lease(day), "me"):
+        assert [store.running("numbers", partition) for partition in (None, day, next_day)] == [False, True, False]
+        assert not store.running("others", day)
+    assert not store.running("numbers", day)
 
 
 # ---- the file system refuses
@@ -396,18 +924,44 @@ def test_a_root_that_cannot_be_a_folder_is_told_by_every_writer_and_reader(tmp_p
         lambda: store.commit(uncommitted()),
         lambda: store.move_live("numbers", 1, expected_epoch=0, epoch=1, reason="run"),
         lambda: store.write_report("numbers", "run", {}),
-        lambda: store.run_lock("numbers").__enter__(),
+        lambda: store.begin_journal("numbers", "run", "recipe", None),
+        lambda: store.add_to_journal("numbers", "run", Finished(None, None)),
+        lambda: store.claim_epoch("numbers", 0),
+        lambda: store.renew_live("numbers", LiveRef(1, 1, None, "run", "now"), 1),
+        lambda: take(store.lease_folder("numbers"), "run", "me"),
     ]
     for write in writers:
         with pytest.raises(SnapshotError, match="cannot write"):
             write()
     assert (store.views(), store.numbers("numbers"), store.last_report("numbers")) == ([], [], None)
+    assert (store.newest("numbers"), store.bad("numbers"), store.pins("numbers"), store.reports("numbers")) == (
+        None,
+        {},
+        set(),
+        [],
+    )
+    assert store.unfinished("numbers", "recipe", None) == []
     for read in (lambda: store.snapshot("numbers", 1), lambda: store.live("numbers")):
         with pytest.raises(SnapshotError):
             read()
 
 
 # ---- reports
+
+
+def test_reports_come_newest_first_and_as_many_as_asked(store: OfflineStore, caplog: pytest.LogCaptureFixture) -> None:
+    for day in (2, 1, 3):
+        store.write_report("numbers", f"2025010{day}", {"day": day})
+    assert store.reports("numbers") == [{"day": 3}, {"day": 2}, {"day": 1}]
+    assert store.reports("numbers", 2) == [{"day": 3}, {"day": 2}]
+    torn = store.root / "numbers" / "runs" / "20250103.json"
+    for damaged in (b"", b"{", b"7", b"\xff"):
+        torn.write_bytes(damaged)
+        caplog.clear()
+        assert store.reports("numbers") == [{"day": 2}, {"day": 1}]
+        assert [str(torn) in record.getMessage() for record in caplog.records] == [True]
+        assert store.reports("numbers", 1) == [{"day": 2}]
+        assert store.last_report("numbers") == {"day": 2}
 
 
 def test_the_last_report_is_the_newest_runs(store: OfflineStore) -> None:

@@ -27,7 +27,7 @@ FULL = Snapshot(
     view=VIEW,
     run="20250101T000000-ab",
     model="f" * 64,
-    counts=Counts(source=7, written=4, rejected=1, unchanged=1, removed=1, duplicates=2),
+    counts=Counts(source=6, written=4, rejected=1, unchanged=1, removed=1, duplicates=2),
     parts=(Part("data/r/part-00000.parquet", 3, 1234, "a" * 64), Part("data/r/part-00001.parquet", 1, 99, "b" * 64)),
     rejected=Part("data/r/rejected.parquet", 1, 10, "c" * 64),
     created_at="2025-01-01T00:00:00.000001+00:00",
@@ -40,6 +40,16 @@ FULL = Snapshot(
     number=12,
     kind="delta",
     parent=11,
+    deletes=Part("data/r/deletes.parquet", 2, 20, "d" * 64),
+    own_deletes=1,
+    recipe="e" * 64,
+    content="e:6-1",
+    partition="2025-01-01T00:00Z/2025-01-02T00:00Z",
+    renewed_at=2**53 + 1,
+    quality={"zero": 0.0},
+    gates=({"gate": "zero", "passed": False, "measured": 0.5, "limit": 0.01, "message": "é"},),
+    accepted=("zero",),
+    fence=3,
 )
 SMALL = Snapshot(VIEW, "r", "m", Counts(0, 0), (), None, "now", None, None)
 
@@ -67,6 +77,183 @@ def test_a_manifest_is_plain_json_for_anybody() -> None:
     assert body["view_fingerprint"] == VIEW.fingerprint()
     assert body["counts"]["written"] == sum(part["rows"] for part in body["parts"])
     assert set(body) - {"format_version", "view_fingerprint", "zz_sha256"} == {f.name for f in dataclasses.fields(Snapshot)}
+
+
+def version_1() -> bytes:
+    """A manifest as the first version of the format had it, spelled out: it must be read for as long as there are any."""
+    text = """{
+ "computed_at_max": 1735689600000002,
+ "computed_at_min": 1735689600000001,
+ "counts": {
+  "duplicates": 2,
+  "rejected": 1,
+  "removed": 0,
+  "source": 4,
+  "unchanged": 0,
+  "written": 3
+ },
+ "created_at": "2025-01-01T00:00:00.000003+00:00",
+ "format_version": 1,
+ "input_columns": {
+  "x": "double"
+ },
+ "inputs": {
+  "other": 3
+ },
+ "kind": "full",
+ "model": "ffff",
+ "number": 7,
+ "parent": null,
+ "parts": [
+  {
+   "path": "data/r/part-00000.parquet",
+   "rows": 3,
+   "sha256": "aaaa",
+   "size_bytes": 1234
+  }
+ ],
+ "rejected": {
+  "path": "data/r/rejected.parquet",
+  "rows": 1,
+  "sha256": "bbbb",
+  "size_bytes": 10
+ },
+ "run": "20250101T000000.000000Z-abcdef",
+ "timings_s": {
+  "model": 0.125
+ },
+ "versions": {
+  "python": "3.11.2"
+ },
+ "view": {
+  "definition": {
+   "model": {
+    "args": {},
+    "use": "x"
+   },
+   "source": "SELECT '\\u00e9'"
+  },
+  "entity": [
+   "id"
+  ],
+  "fallback": false,
+  "fallback_deadline_s": 0.1,
+  "features": [
+   {
+    "dim": null,
+    "dtype": "float64",
+    "max_items": null,
+    "name": "double"
+   }
+  ],
+  "index": null,
+  "name": "numbers",
+  "stale_for_s": 60.5,
+  "ttl_s": 3600.0
+ },
+ "view_fingerprint": "no reader looks at it"
+}"""[: -len("\n}")]
+    return f'{text},\n "zz_sha256": "{hashlib.sha256(text.encode()).hexdigest()}"\n}}\n'.encode()
+
+
+def test_a_manifest_of_version_1_is_read() -> None:
+    assert Snapshot.from_bytes(version_1(), "here") == Snapshot(
+        view=FeatureView(
+            "numbers",
+            ("id",),
+            (Feature("double", "float64"),),
+            ttl_s=3600.0,
+            stale_for_s=60.5,
+            definition={"source": "SELECT 'é'", "model": {"use": "x", "args": {}}},
+        ),
+        run="20250101T000000.000000Z-abcdef",
+        model="ffff",
+        counts=Counts(source=4, written=3, rejected=1, duplicates=2),
+        parts=(Part("data/r/part-00000.parquet", 3, 1234, "aaaa"),),
+        rejected=Part("data/r/rejected.parquet", 1, 10, "bbbb"),
+        created_at="2025-01-01T00:00:00.000003+00:00",
+        computed_at_min=1735689600000001,
+        computed_at_max=1735689600000002,
+        inputs={"other": 3},
+        input_columns={"x": "double"},
+        timings_s={"model": 0.125},
+        versions={"python": "3.11.2"},
+        number=7,
+        kind="full",
+        parent=None,
+        deletes=None,
+        own_deletes=0,
+        recipe="",
+        content="",
+        partition=None,
+        renewed_at=None,
+        quality={},
+        gates=(),
+        accepted=(),
+        fence=0,
+    )
+
+
+def test_a_manifest_of_version_1_torn_at_any_length_is_refused() -> None:
+    manifest = version_1()
+    for length in range(len(manifest)):
+        with pytest.raises(SnapshotError, match="is torn"):
+            Snapshot.from_bytes(manifest[:length], "here")
+
+
+def test_the_bytes_of_a_manifest_of_version_2_are_pinned() -> None:
+    """A change here is a change of the format: older readers must still understand it, or the version goes up."""
+    assert FORMAT_VERSION == 2
+    assert hashlib.sha256(FULL.to_bytes()).hexdigest() == "ecb6f927f966dbd23d81821a44b0b63821a0fd42190f1ea1b6ae6c1a27b0627f"
+    assert list(json.loads(FULL.to_bytes())) == [
+        "accepted",
+        "bases",
+        "computed_at_max",
+        "computed_at_min",
+        "content",
+        "counts",
+        "created_at",
+        "deletes",
+        "fence",
+        "format_version",
+        "gates",
+        "input_columns",
+        "inputs",
+        "kind",
+        "model",
+        "number",
+        "own_deletes",
+        "parent",
+        "partition",
+        "parts",
+        "quality",
+        "recipe",
+        "rejected",
+        "renewed_at",
+        "run",
+        "timings_s",
+        "versions",
+        "view",
+        "view_fingerprint",
+        "zz_sha256",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("gates", "accepted", "refused_by"),
+    [
+        ([], (), []),
+        ([("a", True)], (), []),
+        ([("a", False), ("b", True), ("c", False)], (), ["a", "c"]),
+        ([("a", False), ("b", True), ("c", False)], ("c",), ["a"]),
+        ([("a", False)], ("a", "z"), []),
+    ],
+)
+def test_a_snapshot_is_refused_by_the_gates_that_failed_and_nobody_accepted(
+    gates: list[tuple[str, bool]], accepted: tuple[str, ...], refused_by: list[str]
+) -> None:
+    verdicts = tuple({"gate": name, "passed": passed} for name, passed in gates)
+    assert dataclasses.replace(SMALL, gates=verdicts, accepted=accepted).refused_by == refused_by
 
 
 def test_a_manifest_torn_at_any_length_is_refused() -> None:
@@ -106,7 +293,7 @@ def test_a_manifest_edited_in_any_way_is_refused(damaged: bytes) -> None:
         Snapshot.from_bytes(damaged, "here")
 
 
-@pytest.mark.parametrize("version", [0, 2, 99, "1", None])
+@pytest.mark.parametrize("version", [-1, 0, 3, 99, "1", "2", 1.5, None])
 def test_a_manifest_of_a_format_this_version_does_not_know_is_refused(version: Any) -> None:
     newer = resealed(FULL.to_bytes(), lambda body: body.update(format_version=version))
     with pytest.raises(SnapshotError, match=r"manifest format .* upgrade"):
@@ -115,7 +302,7 @@ def test_a_manifest_of_a_format_this_version_does_not_know_is_refused(version: A
 
 @pytest.mark.parametrize(
     "path",
-    [(), ("counts",), ("parts", 0), ("rejected",), ("view",), ("view", "features", 0), ("view", "index")],
+    [(), ("counts",), ("parts", 0), ("rejected",), ("deletes",), ("view",), ("view", "features", 0), ("view", "index")],
     ids=lambda path: ".".join(map(str, path)) or "top",
 )
 def test_fields_of_a_later_minor_version_are_ignored(path: tuple[Any, ...]) -> None:
@@ -134,7 +321,8 @@ def test_fields_of_a_later_minor_version_are_ignored(path: tuple[Any, ...]) -> N
         Counts(0, 0),
         Counts(5, 5),
         Counts(5, 4, rejected=1),
-        Counts(6, 1, rejected=2, unchanged=2, removed=1),
+        Counts(5, 1, rejected=2, unchanged=2, removed=1),
+        Counts(0, 0, removed=7),
         Counts(1, 1, duplicates=9),
     ],
 )
@@ -148,7 +336,9 @@ def test_counts_that_add_up_pass(counts: Counts) -> None:
         Counts(5, 4),
         Counts(4, 5),
         Counts(5, 5, rejected=1),
+        Counts(6, 1, rejected=2, unchanged=2, removed=1),
         Counts(5, 4, removed=2),
+        Counts(5, 4, removed=1),
         Counts(5, 4, duplicates=1),
         Counts(0, 0, unchanged=1),
     ],
