@@ -126,7 +126,7 @@ class Answer:
             read = _COMPUTED_AT.unpack_from
             self._computed_at = [read(v)[0] for v in self.values]  # type: ignore[arg-type]
             limit_s = view.ttl_s if max_age_s is None else min(view.ttl_s, max_age_s)
-            if self.now_us - min(self._computed_at) <= limit_s * 1e6:
+            if self.now_us - max(min(self._computed_at), self.pointer.renewed_at_us) <= limit_s * 1e6:
                 return []
         except TypeError:  # a None among the values
             self._computed_at = [0 if v is None else _COMPUTED_AT.unpack_from(v)[0] for v in self.values]
@@ -136,7 +136,7 @@ class Answer:
             if value is None:
                 status, reason = Status.MISSING, Reason.UNKNOWN_ENTITY
             else:
-                status, reason = status_of(view, age_s(self._computed_at[i], self.now_us), max_age_s), Reason.EXPIRED
+                status, reason = status_of(view, self._age_s(self._computed_at[i]), max_age_s), Reason.EXPIRED
             statuses.append(status)
             if status is Status.MISSING:
                 self.values[i] = None
@@ -188,7 +188,11 @@ class Answer:
 
     def age_s(self, i: int) -> float:
         """Age of row ``i`` in seconds; 0 for a missing one."""
-        return 0.0 if self.values[i] is None else age_s(self._computed_at[i], self.now_us)
+        return 0.0 if self.values[i] is None else self._age_s(self._computed_at[i])
+
+    def _age_s(self, computed_at_us: int) -> float:
+        """Age of what was computed then, or was found unchanged since."""
+        return age_s(max(computed_at_us, self.pointer.renewed_at_us), self.now_us)
 
     def computed_at_us(self, i: int) -> int:
         """When row ``i`` was computed, µs since 1970."""
@@ -198,7 +202,7 @@ class Answer:
         """The answer as Arrow: see :meth:`Lookup.get`."""
         plan, rows = self.plan, len(self.keys)
         decoded = plan.codec.decode(self.values, plan.features)
-        ages = np.maximum(self.now_us - decoded.computed_at_us, 0) / 1e6
+        ages = np.maximum(self.now_us - np.maximum(decoded.computed_at_us, self.pointer.renewed_at_us), 0) / 1e6
         valid = None if decoded.all_present else pa.array(decoded.present).buffers()[1]
         status, source, reason, ttl, snapshot, model = plan.constants(rows)
         if self._statuses is not None:
@@ -234,7 +238,7 @@ class Answer:
             features: dict[str, Any] | None = None
         else:
             us, features = plan.codec.decode_one(value, plan.features)
-            row |= {"computed_at": as_datetime(us), "age_s": age_s(us, self.now_us)}
+            row |= {"computed_at": as_datetime(us), "age_s": self._age_s(us)}
         row |= {"ttl_s": plan.view.ttl_s, "snapshot": plan.pointer.snapshot, "model": plan.pointer.model, "features": features}
         return row
 

@@ -91,7 +91,7 @@ class LmdbStore(OnlineStore):
                 get = txn.get
                 return live.pointer, [get(key) for key in keys]
         except lmdb.Error as exc:
-            raise OnlineStoreError(f"cannot read {self._path(view, live.pointer.epoch)}: {exc}") from exc
+            raise OnlineStoreError(f"cannot read {self._path(view, live.pointer.generation)}: {exc}") from exc
 
     def live(self, view: str) -> Pointer | None:
         """See :meth:`OnlineStore.live`; the generation itself is not opened, so a publish can mend one that is gone."""
@@ -116,12 +116,12 @@ class LmdbStore(OnlineStore):
             if pointer is None:
                 return None
             try:
-                generation = _generation(self._path(view, pointer.epoch))
+                generation = _generation(self._path(view, pointer.generation))
             except (OSError, lmdb.Error) as exc:
                 if attempt == 1:  # the pointer moved twice between the two reads and the old generation is gone
                     continue
                 raise OnlineStoreError(
-                    f"cannot open the live generation {self._path(view, pointer.epoch)}: {exc}; publish the view again"
+                    f"cannot open the live generation {self._path(view, pointer.generation)}: {exc}; publish the view again"
                 ) from exc
             known = self._live[view] = _Live(identity, pointer, generation)
             return known
@@ -185,7 +185,8 @@ class LmdbStore(OnlineStore):
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.unlink(missing_ok=True)
+            for left in path.parent.glob(".*.mdb.*.tmp"):  # by processes that were killed while loading: only one loads at a time
+                left.unlink(missing_ok=True)
             env = lmdb.open(str(temporary), subdir=False, map_size=FIRST_MAP_BYTES, sync=False, metasync=False, lock=False)
             try:
                 for number, items in enumerate(_sorted(rows)):
@@ -200,7 +201,9 @@ class LmdbStore(OnlineStore):
         except OSError as exc:
             raise OnlineStoreError(disk_message(path, exc)) from exc
         except lmdb.Error as exc:
-            raise OnlineStoreError(f"cannot write {path}: {exc} (the live generation is untouched)") from exc
+            full = "No space left" in str(exc) or "File too large" in str(exc)  # LMDB gives words, and no number
+            cause = f"no space left while writing {path}; free some and run again" if full else f"cannot write {path}: {exc}"
+            raise OnlineStoreError(f"{cause} (the live generation is untouched)") from exc
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)

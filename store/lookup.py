@@ -227,7 +227,7 @@ class Lookup:
         """One element of :meth:`views`."""
         view = pointer.view
         oldest = pointer.computed_at_min
-        age = None if oldest is None else age_s(oldest, int(self._clock() * 1e6))
+        age = None if oldest is None else age_s(max(oldest, pointer.renewed_at_us), int(self._clock() * 1e6))
         return {
             "view": view.name,
             "entity": list(view.entity),

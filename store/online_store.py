@@ -1,7 +1,7 @@
 """Online store: entity key → packed row, by view and generation. The contract, and the in-memory reference.
 
-A **generation** is one snapshot loaded into the store: immutable once loaded, and numbered by the epoch its publishing will have, so
-that loading a snapshot again never touches what readers use. One pointer per view says which generation is live and carries what
+A **generation** is one snapshot loaded into the store: immutable once loaded, and numbered by the epoch of the publishing that loaded
+it, so that loading a snapshot again never touches what readers use, and rolling back is a new epoch over an old generation. One pointer per view says which generation is live and carries what
 a reader must know to unpack it.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from store.codec import Buffer
 from store.errors import ConflictError, OnlineStoreError
-from store.feature_view import FeatureView
+from store.feature_view import FeatureView, known_fields
 
 Rows = Iterable[tuple[Sequence[bytes], Sequence[Buffer]]]
 """Batches of (keys, packed rows), equally long."""
@@ -26,9 +26,11 @@ Rows = Iterable[tuple[Sequence[bytes], Sequence[Buffer]]]
 class Pointer:
     """What is live for a view.
 
-    ``epoch`` counts the view's publishings and names the generation; a pointer never moves to a smaller one. ``rows`` is the
-    generation's row count, ``input_columns`` maps the model's inputs to Arrow type names, ``inputs`` the views the snapshot was
-    computed from to their snapshot's number, ``index`` is the vector index's folder relative to the offline store's root.
+    ``epoch`` counts the view's publishings; a pointer never moves to a smaller one. ``generation`` is what is read, the epoch's own unless
+    the pointer went back to an older one. ``rows`` is the generation's row count, ``input_columns`` maps the model's inputs to Arrow type
+    names, ``inputs`` the views the snapshot was computed from to their snapshot's number, ``index`` is the vector index's folder relative to
+    the offline store's root, ``partition`` the interval of data time, ``renewed_at_us`` (µs since 1970) when all rows were last found to be
+    what the model would answer: no row's age counts from earlier.
     """
 
     view: FeatureView
@@ -42,6 +44,13 @@ class Pointer:
     input_columns: dict[str, str] = field(default_factory=dict)
     inputs: dict[str, int] = field(default_factory=dict)
     index: str | None = None
+    generation: int = 0
+    partition: str | None = None
+    renewed_at_us: int = 0
+
+    def __post_init__(self) -> None:
+        if self.generation == 0:
+            object.__setattr__(self, "generation", self.epoch)
 
     def to_bytes(self) -> bytes:
         """JSON that :meth:`from_bytes` reads back to an equal pointer."""
@@ -54,7 +63,7 @@ class Pointer:
         """The pointer that :meth:`to_bytes` wrote."""
         body = json.loads(data)
         body["view"] = FeatureView.from_json(body["view"])
-        return cls(**body)
+        return known_fields(cls, body)
 
 
 class OnlineStore(ABC):
@@ -159,7 +168,7 @@ class MemoryStore(OnlineStore):
             pointer = self._pointers.get(view)
             if pointer is None:
                 return None
-            table = self._generations[view][pointer.epoch]
+            table = self._generations[view][pointer.generation]
         return pointer, [table.get(key) for key in keys]
 
     def read_generation(self, view: str, generation: int, keys: Sequence[bytes]) -> list[Buffer | None]:
@@ -189,7 +198,7 @@ def check_not_live(pointer: Pointer | None, view: str, generation: int) -> None:
     """Raises:
     ConflictError: ``generation`` is what readers are using.
     """
-    if pointer is not None and pointer.epoch == generation:
+    if pointer is not None and pointer.generation == generation:
         raise ConflictError(
             f"generation {generation} of view {view!r} is live in the online store and cannot be replaced or dropped"
         )
@@ -199,10 +208,10 @@ def check_loaded(pointer: Pointer, generations: Sequence[int]) -> None:
     """Raises:
     OnlineStoreError: the pointer names a generation that was not loaded whole.
     """
-    if pointer.epoch not in generations:
+    if pointer.generation not in generations:
         have = ", ".join(map(str, generations)) or "none"
         raise OnlineStoreError(
-            f"generation {pointer.epoch} of view {pointer.view.name!r} is not loaded whole (loaded: {have}); publish it again"
+            f"generation {pointer.generation} of view {pointer.view.name!r} is not loaded whole (loaded: {have}); publish it again"
         )
 
 

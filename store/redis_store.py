@@ -33,7 +33,7 @@ MSETS_PER_ROUND_TRIP = 8
 _FLIP = """
 local current = redis.call('HGET', KEYS[1], 'epoch')
 if current and tonumber(current) > tonumber(ARGV[1]) then return tonumber(current) end
-if not redis.call('HGET', KEYS[1], 'rows:' .. ARGV[1]) then return -1 end
+if not redis.call('HGET', KEYS[1], 'rows:' .. ARGV[4]) then return -1 end
 redis.call('HDEL', KEYS[1], '-')
 redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'version', ARGV[2], 'pointer', ARGV[3])
 return 0
@@ -88,7 +88,7 @@ class RedisStore(OnlineStore):
                 pipe = self._redis.pipeline(transaction=False)
                 pipe.hget(self._meta(view), "version")
                 if keys:
-                    prefix = self._data_prefix(view, pointer.epoch)
+                    prefix = self._data_prefix(view, pointer.generation)
                     pipe.mget([prefix + key for key in keys])
                 now, *values = pipe.execute()
                 if now == version:
@@ -151,8 +151,14 @@ class RedisStore(OnlineStore):
         check_not_live(self._readable(view), view, generation)
         meta, prefix = self._meta(view), self._data_prefix(view, generation)
         with self._translated(f"load generation {generation} of {view!r}"):
-            if self._redis.hexists(meta, f"loading:{generation}") or self._redis.hexists(meta, f"rows:{generation}"):
-                self._unlink(view, generation)
+            fields = {_bytes(field).decode() for field in self._redis.hkeys(meta)}
+            left = {
+                int(field[8:]) for field in fields if field.startswith("loading:")
+            }  # by processes that were killed while loading
+            if f"rows:{generation}" in fields:
+                left.add(generation)
+            for unfinished in sorted(left):
+                self._unlink(view, unfinished)
             self._redis.sadd(f"{self._prefix}:views", view)  # here, where memory is needed anyway, and not in the flip
             self._redis.hset(meta, f"loading:{generation}", 1)
             self._redis.hdel(meta, f"rows:{generation}")
@@ -189,11 +195,13 @@ class RedisStore(OnlineStore):
             if self._flip_script is None:
                 major = int(str(self._redis.info("server")["redis_version"]).split(".")[0])
                 self._flip_script = (_ALLOW_OOM if major >= 7 else "") + _FLIP
-            version = f"{pointer.epoch}:{pointer.at}"
-            answer = self._redis.eval(self._flip_script, 1, self._meta(view), pointer.epoch, version, pointer.to_bytes())
+            version = f"{pointer.epoch}:{pointer.at}:{pointer.renewed_at_us}"
+            answer = self._redis.eval(
+                self._flip_script, 1, self._meta(view), pointer.epoch, version, pointer.to_bytes(), pointer.generation
+            )
         if answer == -1:
             raise OnlineStoreError(
-                f"generation {pointer.epoch} of view {view!r} is not loaded whole in {self._where}; publish it again"
+                f"generation {pointer.generation} of view {view!r} is not loaded whole in {self._where}; publish it again"
             )
         if answer != 0:
             raise stale_epoch(view, int(answer), pointer.epoch)

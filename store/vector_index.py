@@ -56,7 +56,7 @@ class VectorIndex:
                 raise ValueError("meta.json does not fit the index")
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as exc:
             raise VectorIndexError(
-                f"the vector index {folder} cannot be opened ({exc}): publish the view again to rebuild it"
+                f"the vector index {folder} cannot be opened ({exc}): `precompute publish <view> --reload` builds it again"
             ) from exc
         self.metric: str = meta["metric"]
         self.dim: int = self._index.d
@@ -102,6 +102,11 @@ class VectorIndex:
         keys = self._keys.take(pa.array(rows[0][found])).to_pylist()
         kept = [(key, score) for key, score in zip(keys, scores[0][found].tolist(), strict=True) if key not in exclude][:k]
         return [key for key, _ in kept], [score for _, score in kept]
+
+
+def is_there(folder: Path) -> bool:
+    """Whether an index's files are there; opening it tells whether they are whole."""
+    return all((folder / name).is_file() for name in (*_FILES, "meta.json"))
 
 
 def build_index(folder: Path, rows: Iterable[tuple[pa.Array, pa.Array]], dim: int, metric: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -455,6 +455,53 @@ def test_views_tell_what_is_live_and_how_old_the_oldest_row_is(house: House) -> 
     ]
 
 
+# ---- rows found unchanged by a later run
+
+RENEWED_S = 3.0
+
+
+@pytest.mark.parametrize("ago_s", [RENEWED_S, 0.0, -60.0, TTL, TTL + 0.5, TTL + STALE_FOR + 0.5])
+def test_no_row_is_older_than_the_renewal_and_when_it_was_computed_stays(house: House, ago_s: float) -> None:
+    pointer = house.publish(ROWS, metric="l2")
+    lookup = house.lookup()
+    assert ask(lookup, list(ANSWERS)) == list(ANSWERS.values())
+    house.online.flip(replace(pointer, renewed_at_us=NOW_US - round(ago_s * 1e6)))
+    expected = []
+    for key, row in ROWS.items():
+        age = max(0.0, min(row.age, ago_s))
+        if age > TTL + STALE_FOR:
+            expected.append(gone(key, "expired"))
+        else:
+            expected.append(there(key, row, "fresh" if age <= TTL else "stale") | {"age_s": age})
+    assert ask(lookup, list(ROWS)) == expected
+    for key, answer in zip(ROWS, expected, strict=True):
+        assert from_rows([lookup.row("things", key)]) == [answer]
+    answer = lookup.search("things", vector=[1.0, 1.0], k=1, features=["double"])
+    assert [(row["key"], row["age_s"]) for row in answer["rows"]] == [("new", 0.0)]
+    oldest = max(0.0, min(TTL + STALE_FOR + 1e-6, ago_s))
+    (line,) = lookup.views()
+    assert line["age_s"] == oldest
+    assert line["status"] == ("fresh" if oldest <= TTL else "stale" if oldest <= TTL + STALE_FOR else "missing")
+
+
+def test_a_limit_of_the_callers_counts_from_the_renewal_too(house: House) -> None:
+    pointer = house.publish({"a": Row(1.0, 8.0)})
+    lookup = house.lookup()
+    assert ask(lookup, ["a"], max_age_s=5.0) == [gone("a", "expired")]
+    house.online.flip(replace(pointer, renewed_at_us=NOW_US - 3_000_000))
+    assert [(row["status"], row["age_s"]) for row in ask(lookup, ["a"], max_age_s=5.0)] == [("fresh", 3.0)]
+    assert ask(lookup, ["a"], max_age_s=2.0) == [gone("a", "expired")]
+
+
+def test_what_went_back_to_an_older_generation_answers_from_it(house: House) -> None:
+    first = house.publish({"a": Row(1.0), "b": Row(2.0)}, 1)
+    house.publish({"a": Row(9.0)}, 2)
+    lookup = house.lookup()
+    assert ask(lookup, ["a", "b"]) == [there("a", Row(9.0), "fresh", number=2), gone("b", "unknown_entity", 2)]
+    house.online.flip(replace(first, epoch=3))
+    assert ask(lookup, ["a", "b"]) == [there("a", Row(1.0), "fresh"), there("b", Row(2.0), "fresh")]
+
+
 # ---- search
 
 NEIGHBOURS = {f"k{i}": Row(float(i)) for i in range(6)}
@@ -601,7 +648,7 @@ def test_an_index_that_is_gone_or_damaged_is_its_own_error(memory: House) -> Non
     path = memory.root / pointer.index / "keys.arrow"
     path.write_bytes(path.read_bytes()[:-1])
     for call in (lambda: memory.lookup().search("things", key="k1"), lambda: memory.lookup().warm(pointer)):
-        with pytest.raises(VectorIndexError, match="publish the view again"):
+        with pytest.raises(VectorIndexError, match="--reload"):
             call()
     assert memory.lookup().row("things", "k1")["status"] == "fresh"  # rows do not need it
 

@@ -238,6 +238,71 @@ def test_a_generation_that_is_not_loaded_whole_cannot_go_live(store: OnlineStore
     assert values(store.read("numbers", [b"a"])) == [b"1"]
 
 
+def back_to(generation: int, epoch: int, **changes: Any) -> Pointer:
+    """A pointer of a later publishing that goes back to an older generation."""
+    return dataclasses.replace(pointer(epoch), generation=generation, **changes)
+
+
+def test_a_pointer_may_go_back_to_an_older_generation_under_a_higher_epoch(open_store: OpenStore) -> None:
+    writer, reader = open_store(), open_store()
+    publish(writer, 1, {b"a": b"old", b"b": b"old"})
+    assert values(reader.read("numbers", [b"a"])) == [b"old"]
+    publish(writer, 2, {b"a": b"bad"})
+    assert values(reader.read("numbers", [b"a", b"b"])) == [b"bad", None]
+    writer.flip(back_to(1, 3))
+    found = reader.read("numbers", [b"a", b"b"])
+    assert found is not None
+    assert (found[0], plain(found[1])) == (back_to(1, 3), [b"old", b"old"])
+    assert (found[0].epoch, found[0].generation) == (3, 1)
+    assert reader.live("numbers") == writer.live("numbers") == back_to(1, 3)
+    for late in (pointer(2), back_to(2, 2), back_to(1, 1)):
+        with pytest.raises(ConflictError, match="epoch 3, past"):
+            writer.flip(late)
+    writer.flip(back_to(2, 4))
+    assert values(reader.read("numbers", [b"a", b"b"])) == [b"bad", None]
+    assert (open_store().read("numbers", [b"a"]) or (None,))[0] == back_to(2, 4)
+
+
+def test_the_generation_pointed_at_can_neither_be_replaced_nor_dropped_whatever_its_epoch(store: OnlineStore) -> None:
+    publish(store, 1, TABLE)
+    publish(store, 2, {b"a": b"two"})
+    store.load("numbers", 3, rows_of({b"a": b"three"}))
+    store.flip(back_to(1, 3))
+    for refused in (lambda: store.drop("numbers", 1), lambda: store.load("numbers", 1, rows_of({b"a": b"9"}))):
+        with pytest.raises(ConflictError, match="generation 1 of view 'numbers' is live"):
+            refused()
+    assert values(store.read("numbers", list(TABLE))) == list(TABLE.values())
+    assert store.load("numbers", 3, rows_of({b"a": b"again"})) == 1  # of the pointer's epoch, but not what it points at
+    store.drop("numbers", 3)
+    store.drop("numbers", 2)
+    assert store.generations("numbers") == [1]
+    assert values(store.read("numbers", list(TABLE))) == list(TABLE.values())
+
+
+def test_going_back_to_a_generation_that_is_gone_is_refused(store: OnlineStore) -> None:
+    publish(store, 1, TABLE)
+    publish(store, 2, {b"a": b"two"})
+    store.drop("numbers", 1)
+    for gone in (1, 9):
+        with pytest.raises(OnlineStoreError, match=f"generation {gone} of view 'numbers' is not loaded whole"):
+            store.flip(back_to(gone, 3))
+    assert store.live("numbers") == pointer(2)
+    assert values(store.read("numbers", [b"a"])) == [b"two"]
+
+
+def test_a_renewal_is_seen_by_who_has_read_before(open_store: OpenStore) -> None:
+    writer, reader = open_store(), open_store()
+    publish(writer, 1, TABLE)
+    for renewed_at_us in (0, 5, 2**53 + 1, 6):
+        writer.flip(dataclasses.replace(pointer(1), renewed_at_us=renewed_at_us))
+        found = reader.read("numbers", [b"a"])
+        assert found is not None
+        assert (found[0].renewed_at_us, plain(found[1])) == (renewed_at_us, [b"1"])
+        live = reader.live("numbers")
+        assert live is not None
+        assert live.renewed_at_us == renewed_at_us
+
+
 class Stopped(Exception):
     """A load that does not come to its end."""
 
@@ -395,6 +460,16 @@ def test_a_pointer_comes_back_equal_from_its_bytes() -> None:
         assert Pointer.from_bytes(pointer(epoch).to_bytes()) == pointer(epoch)
     bare = Pointer(dataclasses.replace(pointer(1).view, index=None), 1, 1, "m", 0, 0, "now", None)
     assert Pointer.from_bytes(bare.to_bytes()) == bare
+    whole = back_to(7, 9, partition="2026-01-01T00:00Z/2026-01-02T00:00Z", renewed_at_us=2**53 + 1)
+    assert Pointer.from_bytes(whole.to_bytes()) == whole
+    assert (whole.generation, pointer(3).generation) == (7, 3)
+
+
+def test_a_pointer_of_another_version_is_read_without_what_it_does_not_say_and_what_nobody_knows() -> None:
+    body = json.loads(pointer(4).to_bytes())
+    for name in ("generation", "partition", "renewed_at_us"):  # the first version's pointers had none of these
+        del body[name]
+    assert Pointer.from_bytes(json.dumps(body | {"from_the_future": 1}).encode()) == pointer(4)
 
 
 @pytest.mark.parametrize("url", ["", "memory", "lmdb:", "http://x", "redis", "file:///x", "sqlite:x"])
@@ -498,6 +573,13 @@ def test_the_pointer_still_moves_when_redis_is_full(redis_url: str, raw: redis.R
         store.flip(pointer(1))
     with pytest.raises(OnlineStoreError, match="not loaded whole"):
         store.flip(pointer(3))
+    store.flip(back_to(1, 3))
+    assert (values(reader.read("numbers", [b"a", b"b"])), reader.live("numbers")) == ([b"1", b"22"], back_to(1, 3))
+    store.flip(dataclasses.replace(back_to(2, 4), renewed_at_us=5))
+    assert (values(reader.read("numbers", [b"a", b"b"])), (reader.live("numbers") or pointer(1)).renewed_at_us) == (
+        [b"two", None],
+        5,
+    )
     store.drop("numbers", 1)
     assert store.generations("numbers") == [2]
     store.close()

@@ -197,10 +197,10 @@ def test_a_missing_or_cut_file_is_refused_at_every_length(tmp_path: Path, name: 
     whole = path.read_bytes()
     for damaged in [*(whole[:n] for n in range(len(whole))), whole + b"x"]:
         path.write_bytes(damaged)
-        with pytest.raises(VectorIndexError, match="publish the view again"):
+        with pytest.raises(VectorIndexError, match="--reload"):
             VectorIndex(tmp_path)
     path.unlink()
-    with pytest.raises(VectorIndexError, match="publish the view again"):
+    with pytest.raises(VectorIndexError, match="--reload"):
         VectorIndex(tmp_path)
 
 
