@@ -2,31 +2,73 @@
 
 The SQL runs once, into a temporary table that DuckDB keeps compressed and spills to disk beyond ``memory_mb``. So the input is
 pinned for the whole run, its rows are counted and its keys checked before the model sees the first one, and memory stays bounded.
-A view's own live snapshot is a table: ``SELECT … FROM live.item_vector``.
+A view's own live snapshot is a table: ``SELECT … FROM live.item_vector``. Then :meth:`Source.diff` tells which rows are worth computing:
+those whose input hash no earlier snapshot, and no interrupted run, has.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import duckdb
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
-from store.errors import ConfigError, SourceError
+from precompute.spill_folder import SpillFolder
+from store.errors import ConfigError, SnapshotError, SourceError
 
 KEY_TYPES = (pa.string(), pa.large_string(), pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32())
 
 _BAD_SQL = (duckdb.ParserException, duckdb.BinderException, duckdb.CatalogException)
 
 
-RESERVED = ("key", "input_hash")
+RESERVED = ("key", "input_hash", "rowid")
 """Columns that are added to a source's own, so that it can have none of these names."""
+
+
+BOUNDS = ("start", "end")
+"""Parameters a partitioned view's SQL takes: TIMESTAMP, UTC, start included and end excluded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Parquet files and, by position, the row numbers (int64, ascending) of those of their rows that do not count."""
+
+    paths: Sequence[Path] = ()
+    dead: Mapping[int, npt.NDArray[np.int64]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Diff:
+    """What becomes of the source's rows, compared with what was computed before.
+
+    ``new``, ``changed`` and ``expired`` (past their TTL) rows need a value, but for ``resumed`` ones, which an interrupted run computed, and
+    ``refused`` ones, which the model rejected with the same input before. ``removed`` counts rows that left the source; ``oldest_us`` and
+    ``newest_us`` (µs since 1970) when the rows that are taken over were computed, None without any.
+    """
+
+    new: int
+    changed: int = 0
+    expired: int = 0
+    unchanged: int = 0
+    removed: int = 0
+    resumed: int = 0
+    refused: int = 0
+    oldest_us: int | None = None
+    newest_us: int | None = None
+
+    @property
+    def compute(self) -> int:
+        """Rows for the model."""
+        return self.new + self.changed + self.expired - self.resumed - self.refused
 
 
 def referenced_views(sql: str) -> list[str]:
@@ -66,7 +108,7 @@ def _statement(sql: str) -> str:
 
 
 def check_sql(sql: str) -> None:
-    """Refuse SQL that does not parse, or is anything but one SELECT.
+    """Refuse SQL that does not parse, is anything but one SELECT, or takes other parameters than :data:`BOUNDS`.
 
     Raises:
         ConfigError: with DuckDB's own words.
@@ -77,6 +119,21 @@ def check_sql(sql: str) -> None:
         raise ConfigError(f"not valid SQL: {_first_line(exc)}") from exc
     if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
         raise ConfigError("a source is exactly one SELECT statement")
+    unknown = sorted(parameters(sql).difference(BOUNDS))
+    if unknown:
+        raise ConfigError(f"the SQL takes a parameter ${unknown[0]}; there are $start and $end, of a view with a partition")
+
+
+def parameters(sql: str) -> frozenset[str]:
+    """Names of the parameters the SQL takes.
+
+    Raises:
+        ConfigError: it does not parse.
+    """
+    try:
+        return frozenset(name for statement in duckdb.extract_statements(sql) for name in statement.named_parameters)
+    except duckdb.Error as exc:
+        raise ConfigError(f"not valid SQL: {_first_line(exc)}") from exc
 
 
 class Source:
@@ -85,7 +142,8 @@ class Source:
     Args:
         sql: one SELECT, yielding the entity's columns and the model's inputs.
         entity: names of the key columns.
-        live: name → Parquet files of each view the SQL may read as ``live.<name>``.
+        live: name → files of each view the SQL may read as ``live.<name>``.
+        bounds: ``$start`` and ``$end`` of the partition, aware; None for a view that has none.
         memory_mb: DuckDB's memory limit; it spills to a temporary folder beyond.
         threads: DuckDB's threads.
 
@@ -98,18 +156,22 @@ class Source:
         self,
         sql: str,
         entity: Sequence[str],
-        live: Mapping[str, Sequence[Path]],
+        live: Mapping[str, Files],
         *,
+        bounds: tuple[datetime, datetime] | None = None,
         memory_mb: int = 1024,
         threads: int = 2,
     ) -> None:
         self.entity = tuple(entity)
         self._sql = _statement(sql)
-        self._spill = tempfile.TemporaryDirectory(prefix="precompute-duckdb-")
+        self._spill = SpillFolder()
         self._connection = duckdb.connect(
-            config={"memory_limit": f"{memory_mb}MB", "threads": threads, "temp_directory": self._spill.name}
+            config={"memory_limit": f"{memory_mb}MB", "threads": threads, "temp_directory": str(self._spill.path)}
         )
         self._loaded = False
+        self._partial = False
+        self._bounds = {} if bounds is None else {n: at.replace(tzinfo=None) for n, at in zip(BOUNDS, bounds, strict=True)}
+        self._given = {name: value for name, value in self._bounds.items() if name in parameters(sql)}
         try:
             with _translated():
                 # No surprises at 2 a.m.: nothing is fetched from the network, and nothing in the SQL can change these settings.
@@ -118,10 +180,11 @@ class Source:
                 self._connection.execute("SET TimeZone = 'UTC'")  # the hash of a time must not depend on the machine
                 self._connection.execute("SET lock_configuration = true")
                 self._connection.execute("CREATE SCHEMA live")
-                for name, paths in live.items():
-                    files = ", ".join("'" + str(path).replace("'", "''") + "'" for path in paths)
-                    self._connection.execute(f"CREATE VIEW live.{_quoted(name)} AS SELECT * FROM read_parquet([{files}])")
-                self.schema: pa.Schema = self._query(f"SELECT * FROM ({self._sql}\n) LIMIT 0").schema
+                self._connection.execute("CREATE SCHEMA dead")
+                for name, files in live.items():
+                    scan = self._scan(files, f"live {name}", "*", ordered=True)
+                    self._connection.execute(f"CREATE VIEW live.{_quoted(name)} AS {scan}")
+                self.schema: pa.Schema = self._query(f"SELECT * FROM ({self._sql}\n) LIMIT 0", self._given).schema
             self._check_entity()
         except BaseException:
             self.close()
@@ -150,17 +213,22 @@ class Source:
 
     # ---- all rows
 
-    def load(self) -> int:
+    def load(self, within: str | None = None) -> int:
         """Run the SQL into the temporary table; returns its rows, exact repetitions folded into one.
 
+        Args:
+            within: a column whose values must lie in the partition: SQL that forgot to bind ``$start`` and ``$end`` shows here.
+
         Raises:
-            SourceError: the source cannot be read, or a key has two rows with different values (some are named).
+            SourceError: the source cannot be read, a key has two rows with different values (some are named), or a row lies outside.
         """
         columns = ", ".join(_quoted(name) for name in self.schema.names)
         with _translated():
             self._connection.execute(
-                f"CREATE TEMP TABLE input AS SELECT {columns}, {self._hash_sql()} AS input_hash FROM ({self._sql}\n)"
+                f"CREATE TEMP TABLE input AS SELECT {columns}, {self._hash_sql()} AS input_hash FROM ({self._sql}\n)", self._given
             )
+            if within is not None:
+                self._check_within(within)
             self._loaded = True
             keys = ", ".join(_quoted(name) for name in self.entity)
             not_null = " AND ".join(f"{_quoted(name)} IS NOT NULL" for name in self.entity)
@@ -185,8 +253,143 @@ class Source:
                 )
             return self._scalar("SELECT count(*) FROM input")
 
+    def _check_within(self, column: str) -> None:
+        if column not in self.schema.names:
+            raise ConfigError(f"partition.column: the source yields no {column!r} (it yields: {', '.join(self.schema.names)})")
+        kind = self.schema.field(column).type
+        if not (pa.types.is_date(kind) or pa.types.is_timestamp(kind)):
+            raise ConfigError(
+                f"partition.column: {column!r} is {kind}, no date or timestamp: leave it out, or CAST it in the source"
+            )
+        name = _quoted(column)
+        outside = self._query(
+            f"SELECT count(*) AS n, min({name})::VARCHAR AS low, max({name})::VARCHAR AS high FROM input "
+            f"WHERE ({name} >= $start AND {name} < $end) IS NOT TRUE",
+            self._bounds,
+        ).to_pylist()[0]
+        if outside["n"]:
+            raise SourceError(
+                f"{outside['n']} rows have a {column} outside the partition {self._bounds['start']} to {self._bounds['end']} (from "
+                f"{outside['low']} to {outside['high']}): bind $start and $end in the source, as in WHERE {column} >= $start AND {column} < $end"
+            )
+
+    def content(self) -> str:
+        """Digest of all loaded keys and input hashes, whatever their order; exact repetitions count once."""
+        with _translated():
+            key = self._key_text_sql()
+            found = self._query(
+                f"SELECT count(*) AS n, sum(md5_number_lower(coalesce({key}, '') || '=' || input_hash)::HUGEINT)::VARCHAR AS s FROM input"
+            ).to_pylist()[0]
+        return f"{found['n']}-{found['s']}"
+
+    # ---- what was computed before
+
+    def diff(
+        self,
+        known: Files | None = None,
+        finished: Files | None = None,
+        refused: Sequence[Path] = (),
+        *,
+        expired_before_us: int | None = None,
+    ) -> Diff:
+        """Compare the loaded rows with earlier results; :meth:`batches` then yields only those that need a value.
+
+        Args:
+            known: files of the snapshot to build on: unique keys, ``computed_at``, ``input_hash``, same recipe.
+            finished: files of interrupted runs: the same columns; a key may come several times.
+            refused: Parquet files of rejected rows, by ``key`` text and ``input_hash``.
+            expired_before_us: a known row computed before this (µs since 1970) is computed again.
+
+        Raises:
+            SnapshotError: one of these files cannot be read.
+        """
+        if not self._loaded:
+            raise SourceError("load() comes before diff()")
+        try:
+            return self._diff(known, finished, refused, expired_before_us)
+        except (SourceError, ConfigError) as exc:  # the source itself lies in a table of ours by now
+            raise SnapshotError(f"earlier results cannot be read: {exc}") from exc
+
+    def _diff(self, known: Files | None, finished: Files | None, refused: Sequence[Path], expired_before_us: int | None) -> Diff:
+        same_key = " AND ".join(f"i.{_quoted(c)} = o.{_quoted('key_' + c)}" for c in self.entity)
+        expired = -(2**62) if expired_before_us is None else int(expired_before_us)
+        with _translated():
+            for table, files in (("known", known), ("finished", finished)):
+                columns = ", ".join(f"{_quoted(c)} AS {_quoted('key_' + c)}" for c in self.entity)
+                scan = self._scan(
+                    files or Files(),
+                    table,
+                    f"{columns}, input_hash AS hash, epoch_us(computed_at) AS us, file_index::INTEGER AS f, file_row_number AS r",
+                )
+                self._connection.execute(f"CREATE OR REPLACE TEMP TABLE {table} AS {scan}")
+            self._connection.execute(
+                "CREATE OR REPLACE TEMP TABLE plan AS SELECT i.rowid AS i, i.input_hash AS hash, o.f, o.r, o.us, (CASE WHEN o.f IS NULL THEN 0 "
+                f"WHEN o.hash <> i.input_hash THEN 1 WHEN o.us < {expired} THEN 2 ELSE 3 END)::UTINYINT AS state "
+                f"FROM input i LEFT JOIN known o ON {same_key}"
+            )
+            self._connection.execute(
+                "CREATE OR REPLACE TEMP TABLE taken AS SELECT p.i, min({'f': o.f, 'r': o.r, 'us': o.us}) AS pick FROM finished o "
+                f"JOIN input i ON {same_key} AND o.hash = i.input_hash JOIN plan p ON p.i = i.rowid "
+                f"WHERE p.state < 3 AND o.us >= {expired} GROUP BY p.i"
+            )
+            self._connection.execute(
+                "CREATE OR REPLACE TEMP TABLE refused (i BIGINT, key VARCHAR, stage VARCHAR, error VARCHAR, input_hash BIGINT, attempts INTEGER)"
+            )
+            if refused:
+                self._connection.execute(
+                    "INSERT INTO refused SELECT i.rowid, min(o.key), min(o.stage), min(o.error), min(o.input_hash), max(o.attempts) "
+                    f"FROM (SELECT key, input_hash, min(stage) AS stage, min(error) AS error, max(attempts) AS attempts "
+                    f"FROM read_parquet([{_listed(refused)}]) GROUP BY key, input_hash) o "
+                    f"JOIN (SELECT rowid, input_hash, {self._key_text_sql()} AS key FROM input) i "
+                    "ON i.key IS NOT DISTINCT FROM o.key AND i.input_hash = o.input_hash JOIN plan p ON p.i = i.rowid "
+                    "WHERE p.state < 3 AND i.rowid NOT IN (SELECT i FROM taken) GROUP BY i.rowid"
+                )
+            self._connection.execute(
+                "CREATE OR REPLACE TEMP TABLE todo AS SELECT i FROM plan WHERE state < 3 AND i NOT IN (SELECT i FROM taken) "
+                "AND i NOT IN (SELECT i FROM refused)"
+            )
+            states = dict.fromkeys(range(4), 0) | {
+                row["state"]: row["n"] for row in self._query("SELECT state, count(*) AS n FROM plan GROUP BY state").to_pylist()
+            }
+            ages = self._query(
+                "SELECT min(us) AS oldest, max(us) AS newest FROM (SELECT us FROM plan WHERE state = 3 UNION ALL SELECT pick.us FROM taken)"
+            ).to_pylist()[0]
+            diff = Diff(
+                new=states[0],
+                changed=states[1],
+                expired=states[2],
+                unchanged=states[3],
+                removed=self._scalar("SELECT count(*) FROM known") - sum(states[n] for n in (1, 2, 3)),
+                resumed=self._scalar("SELECT count(*) FROM taken"),
+                refused=self._scalar("SELECT count(*) FROM refused"),
+                oldest_us=ages["oldest"],
+                newest_us=ages["newest"],
+            )
+            self._partial = diff.compute < self._scalar("SELECT count(*) FROM input")
+        return diff
+
+    def deletes(self) -> pa.Table:
+        """Rows of the compared files that are no rows of the result: ``file`` (position among the known files, then the finished ones; int32),
+        ``row`` (int64), ``finished`` (bool), ``removed`` (bool: the key left the source) and the entity's columns with ``key_`` before their names."""
+        columns = ", ".join(f"o.{_quoted('key_' + c)}" for c in self.entity)
+        with _translated():
+            return self._query(
+                f'SELECT o.f AS file, o.r AS "row", false AS finished, p.i IS NULL AS removed, {columns} FROM known o '
+                "LEFT JOIN plan p ON o.f = p.f AND o.r = p.r WHERE p.state IS DISTINCT FROM 3 "
+                f"UNION ALL SELECT o.f, o.r, true, false, {columns} FROM finished o LEFT JOIN taken t ON o.f = t.pick.f AND o.r = t.pick.r "
+                'WHERE t.i IS NULL ORDER BY finished, file, "row"'
+            )
+
+    def refused(self) -> pa.Table:
+        """The rows that were rejected before with the same input: ``key``, ``stage``, ``error``, ``input_hash``, ``attempts``."""
+        with _translated():
+            return self._query("SELECT key, stage, error, input_hash, attempts FROM refused ORDER BY i")
+
+    # ---- streaming
+
     def batches(self, batch_rows: int) -> Iterator[pa.RecordBatch]:
-        """The loaded rows in source order, with an ``input_hash`` int64 column, streamed in batches of at most ``batch_rows``.
+        """The loaded rows in source order, with an ``input_hash`` int64 column, streamed in batches of at most ``batch_rows``; after
+        :meth:`diff`, those that need a value.
 
         Raises:
             SourceError: reading failed on the way.
@@ -194,8 +397,8 @@ class Source:
         if not self._loaded:
             raise SourceError("load() comes before batches()")
         with _translated():
-            reader = self._connection.sql("SELECT * FROM input").to_arrow_reader(batch_rows)
-            yield from reader
+            wanted = " WHERE rowid IN (SELECT i FROM todo) ORDER BY rowid" if self._partial else ""
+            yield from self._connection.sql(f"SELECT * FROM input{wanted}").to_arrow_reader(batch_rows)
 
     def _hash_sql(self) -> str:
         """64 bits of MD5 over the input columns as netstrings (``length:text``), so that no two rows share a text by accident of
@@ -209,11 +412,12 @@ class Source:
 
     # ---- some rows
 
-    def rows(self, keys: Sequence[str]) -> pa.Table:
+    def rows(self, keys: Sequence[str], *, with_hash: bool = False) -> pa.Table:
         """The source rows of some entities, by key text, read now: what the fallback computes from.
 
         Args:
             keys: key texts of an entity of one column, or of several joined as :mod:`store.entity_key` does.
+            with_hash: add the ``input_hash`` column.
 
         Returns:
             the source's columns and a ``key`` column with the key text; entities the source does not know are absent.
@@ -221,10 +425,7 @@ class Source:
         Raises:
             SourceError: the source cannot be read.
         """
-        parts = [f"CAST({_quoted(c)} AS VARCHAR)" for c in self.entity]
-        if len(parts) > 1:
-            parts = [f"replace(replace({p}, '%', '%25'), '/', '%2F')" for p in parts]
-        key = " || '/' || ".join(parts)
+        key = self._key_text_sql()
         with _translated():
             # Each key is compared with the column itself where it can be, so that DuckDB prunes row groups and pushes the filter down.
             column = self.schema.field(self.entity[0]).type
@@ -236,9 +437,17 @@ class Source:
                 where = f"{_quoted(self.entity[0])} IN (SELECT unnest($keys::VARCHAR[]))"
             else:
                 where = f"{key} IN (SELECT unnest($keys::VARCHAR[]))"
-            sql = f'SELECT {key} AS "key", * FROM ({self._sql}\n) WHERE {where}'
+            hashed = f"{self._hash_sql()} AS input_hash, " if with_hash else ""
+            sql = f'SELECT {key} AS "key", {hashed}* FROM ({self._sql}\n) WHERE {where}'
             with self._connection.cursor() as cursor:
-                return cursor.sql(sql, params={"keys": list(values)}).to_arrow_table()
+                return cursor.sql(sql, params={"keys": list(values)} | self._given).to_arrow_table()
+
+    def _key_text_sql(self) -> str:
+        """The key text of a row, as :mod:`store.entity_key` makes it."""
+        parts = [f"CAST({_quoted(c)} AS VARCHAR)" for c in self.entity]
+        if len(parts) > 1:
+            parts = [f"replace(replace({p}, '%', '%25'), '/', '%2F')" for p in parts]
+        return " || '/' || ".join(parts)
 
     def sample(self, rows: int) -> pa.Table:
         """Any few of the source's rows, read now: something to warm a model up with.
@@ -247,7 +456,7 @@ class Source:
             SourceError: the source cannot be read.
         """
         with _translated(), self._connection.cursor() as cursor:
-            return cursor.sql(f"SELECT * FROM ({self._sql}\n) LIMIT {int(rows)}").to_arrow_table()
+            return cursor.sql(f"SELECT * FROM ({self._sql}\n) LIMIT {int(rows)}", params=self._given).to_arrow_table()
 
     def table(self, sql: str) -> pa.Table:
         """A whole query, for a model's ``{sql: …}`` argument; it must fit in memory.
@@ -257,12 +466,12 @@ class Source:
             SourceError: a file cannot be read.
         """
         with _translated():
-            return self._query(_statement(sql))
+            return self._query(_statement(sql), {n: v for n, v in self._bounds.items() if n in parameters(sql)})
 
     def close(self) -> None:
         """Drop the temporary table and its spilled files."""
         self._connection.close()
-        self._spill.cleanup()
+        self._spill.close()
 
     def __enter__(self) -> Source:
         return self
@@ -270,11 +479,40 @@ class Source:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _query(self, sql: str) -> pa.Table:
-        return self._connection.sql(sql).to_arrow_table()
+    def _scan(self, files: Files, name: str, columns: str, *, ordered: bool = False) -> str:
+        """SQL that reads ``columns`` of the rows that count, in the files' order if ``ordered``; ``file_index`` and ``file_row_number`` are columns too."""
+        if not files.paths:
+            keys = ", ".join(f"NULL::{'BIGINT' if self._is_integer(c) else 'VARCHAR'} AS {_quoted(c)}" for c in self.entity)
+            nothing = "NULL::BIGINT AS input_hash, NULL::TIMESTAMPTZ AS computed_at, NULL::BIGINT AS file_index, NULL::BIGINT AS file_row_number"
+            return f"SELECT {columns} FROM (SELECT {keys}, {nothing}) WHERE false"
+        read = f"read_parquet([{_listed(files.paths)}])"
+        if not files.dead:
+            return f"SELECT {columns} FROM {read}"
+        dead = pa.table(
+            {
+                "f": np.concatenate([np.full(len(rows), number) for number, rows in files.dead.items()]),
+                "r": np.concatenate(list(files.dead.values())),
+            }
+        )
+        self._connection.register("dead_rows", dead)
+        self._connection.execute(f"CREATE OR REPLACE TABLE dead.{_quoted(name)} AS SELECT * FROM dead_rows")
+        self._connection.unregister("dead_rows")
+        living = f"{read} AS t ANTI JOIN dead.{_quoted(name)} AS d ON t.file_index = d.f AND t.file_row_number = d.r"
+        # In the order of the files, as without dead rows: a model's table in another order is another fingerprint, and a join keeps none.
+        return f"SELECT {columns} FROM {living}" + (" ORDER BY t.file_index, t.file_row_number" if ordered else "")
+
+    def _is_integer(self, column: str) -> bool:
+        return bool(pa.types.is_integer(self.schema.field(column).type))
+
+    def _query(self, sql: str, given: Mapping[str, Any] | None = None) -> pa.Table:
+        return self._connection.sql(sql, params=given or None).to_arrow_table()
 
     def _scalar(self, sql: str) -> int:
         return int(self._query(sql).column(0)[0].as_py())
+
+
+def _listed(paths: Sequence[Path]) -> str:
+    return ", ".join("'" + str(path).replace("'", "''") + "'" for path in paths)
 
 
 def _quoted(name: str) -> str:
@@ -283,7 +521,7 @@ def _quoted(name: str) -> str:
 
 def _as_text(field: pa.Field) -> str:
     if pa.types.is_binary(field.type):
-        return f"hex({_quoted(field.name)})"
+        return f"hex({_quoted(field.name)}::BLOB)"  # a BIT column comes as binary too
     return f"CAST({_quoted(field.name)} AS VARCHAR)"
 
 

@@ -6,18 +6,24 @@ import hashlib
 import os
 import subprocess
 import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from precompute.source import Source, check_sql, referenced_views
+from precompute.source import Diff, Files, Source, check_sql, referenced_views
 from store.entity_key import key_column
-from store.errors import ConfigError, SourceError
+from store.errors import ConfigError, SnapshotError, SourceError
 
 HOSTILE = [
     "o'brien",
@@ -46,7 +52,9 @@ def loaded(sql: str, entity: tuple[str, ...] = ("id",), batch_rows: int = 4096, 
 
 
 def hashes(sql: str) -> list[int]:
-    return [row["input_hash"] for row in loaded(sql)]
+    with Source(sql, ("id",), {}) as source:
+        source.load()
+        return [value for batch in source.batches(4096) for value in batch.column("input_hash").to_pylist()]
 
 
 def values_sql(folder: Path, table: pa.Table) -> str:
@@ -75,7 +83,7 @@ def test_another_views_snapshot_is_a_table_of_all_its_parts(tmp_path: Path) -> N
     paths = [tmp_path / "it's part 0.parquet", tmp_path / "part-1.parquet"]
     pq.write_table(pa.table({"id": [1, 2], "v": pa.array([[1.0, 2.0], [3.0, 4.0]], pa.list_(pa.float32(), 2))}), paths[0])
     pq.write_table(pa.table({"id": [3], "v": pa.array([[5.0, 6.0]], pa.list_(pa.float32(), 2))}), paths[1])
-    with Source("SELECT id, v FROM live.items ORDER BY id DESC", ("id",), {"items": paths}) as source:
+    with Source("SELECT id, v FROM live.items ORDER BY id DESC", ("id",), {"items": Files(paths)}) as source:
         assert source.load() == 3
         batch = next(source.batches(10))
         assert batch.column("id").to_pylist() == [3, 2, 1]
@@ -416,3 +424,446 @@ def test_nothing_is_left_on_disk_after_close(tmp_path: Path, monkeypatch: pytest
 )
 def test_the_views_that_sql_reads_are_known(sql: str, views: list[str]) -> None:
     assert referenced_views(sql) == views
+
+
+# ---- what was computed before
+
+MODULI = 3
+"""Rows of the made-up histories differ in an input of that many values, so that many agree by chance."""
+
+
+@cache
+def hash_of(x: int) -> int:
+    return hashes(f"SELECT 'k' AS id, {x}::BIGINT AS x")[0]
+
+
+@dataclass(frozen=True)
+class Past:
+    """A row of an earlier result."""
+
+    key: tuple[Any, ...]
+    x: int
+    us: int
+    dead: bool
+
+
+@dataclass(frozen=True)
+class History:
+    """What a source yields now, and what was computed before."""
+
+    entity: tuple[str, ...]
+    rows: list[tuple[tuple[Any, ...], int]]
+    known: list[list[Past]]
+    finished: list[list[Past]]
+    refused: list[list[tuple[str | None, int, int]]]
+    expired_before_us: int | None
+
+
+def key_text(key: tuple[Any, ...]) -> str | None:
+    """As rejected rows are kept: a key with a null in it has no text."""
+    if None in key:
+        return None
+    parts = [str(part) for part in key]
+    return parts[0] if len(parts) == 1 else "/".join(p.replace("%", "%25").replace("/", "%2F") for p in parts)
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> History:
+    """Keys are few, so that everything meets everything."""
+    texts = st.sampled_from(["a", "a/b", "%2F", "é", "1"])
+    entity: tuple[str, ...] = draw(st.sampled_from([("i",), ("t",), ("i", "t")]))
+    whole = {"i": st.integers(0, 6), "t": texts}
+    keys = st.tuples(*(whole[name] for name in entity))
+    nullable = st.tuples(*(whole[name] | st.none() for name in entity))
+    xs, us = st.integers(0, MODULI - 1), st.integers(-3, 3)
+    pasts = st.builds(Past, keys, xs, us, st.booleans())
+    rows = list(draw(st.dictionaries(keys, xs, max_size=8)).items())
+    rows += draw(st.lists(st.tuples(nullable.filter(lambda key: None in key), xs), max_size=2))
+    if rows:
+        rows += draw(st.lists(st.sampled_from([row for row in rows if None not in row[0]] or [rows[0]]), max_size=2))
+    rows = draw(st.permutations(rows))
+    living: set[tuple[Any, ...]] = set()
+    known: list[list[Past]] = []
+    for part in draw(st.lists(st.lists(pasts, max_size=5), max_size=3)):
+        known.append([])
+        for past in part:  # of a snapshot's living rows no two have one key
+            known[-1].append(replace(past, dead=past.dead or past.key in living))
+            living.add(past.key)
+    finished = draw(st.lists(st.lists(pasts, max_size=4), max_size=3))
+    texts_of = keys.map(key_text) | st.none()
+    refused = draw(st.lists(st.lists(st.tuples(texts_of, xs, st.integers(1, 3)), min_size=1, max_size=4), max_size=2))
+    return History(entity, rows, known, finished, refused, draw(st.none() | us))
+
+
+def write_past(folder: Path, name: str, history: History, parts: list[list[Past]]) -> Files:
+    paths, dead = [], {}
+    for number, part in enumerate(parts):
+        columns: dict[str, Any] = {
+            c: pa.array([past.key[i] for past in part], pa.int64() if c == "i" else pa.string())
+            for i, c in enumerate(history.entity)
+        }
+        columns |= {
+            "double": pa.array([float(past.x) for past in part], pa.float64()),
+            "computed_at": pa.array([past.us for past in part], pa.timestamp("us", "UTC")),
+            "input_hash": pa.array([hash_of(past.x) for past in part], pa.int64()),
+        }
+        paths.append(folder / f"{name}-{number}.parquet")
+        pq.write_table(pa.table(columns), paths[-1])
+        if gone := [row for row, past in enumerate(part) if past.dead]:
+            dead[number] = np.array(gone, np.int64)
+    return Files(paths, dead)
+
+
+@settings(max_examples=40, deadline=None)
+@given(histories())
+def test_a_diff_is_what_comparing_row_by_row_gives(history: History) -> None:
+    with tempfile.TemporaryDirectory() as name, ExitStack() as opened:
+        folder = Path(name)
+        table = {
+            c: pa.array([key[i] for key, _ in history.rows], pa.int64() if c == "i" else pa.string())
+            for i, c in enumerate(history.entity)
+        }
+        sql = values_sql(folder, pa.table(table | {"x": pa.array([x for _, x in history.rows], pa.int64())}))
+        known, finished = (
+            write_past(folder, "known", history, history.known),
+            write_past(folder, "done", history, history.finished),
+        )
+        refused = []
+        for number, part in enumerate(history.refused):
+            refused.append(folder / f"refused-{number}.parquet")
+            pq.write_table(
+                pa.table(
+                    {
+                        "key": pa.array([key for key, _, _ in part], pa.string()),
+                        "stage": pa.array(["model"] * len(part)),
+                        "error": pa.array(["cannot"] * len(part)),
+                        "input_hash": pa.array([hash_of(x) for _, x, _ in part], pa.int64()),
+                        "attempts": pa.array([n for _, _, n in part], pa.int32()),
+                    }
+                ),
+                refused[-1],
+            )
+        source = opened.enter_context(Source(sql, history.entity, {}))
+        source.load()
+        found = source.diff(known, finished, refused, expired_before_us=history.expired_before_us)
+        deletes, again, todo = source.deletes().to_pylist(), source.refused().to_pylist(), list(source.batches(3))
+        check_diff(history, found, deletes, again, [row for batch in todo for row in batch.to_pylist()])
+
+
+def check_diff(
+    history: History, found: Diff, deletes: list[dict[str, Any]], again: list[dict[str, Any]], todo: list[dict[str, Any]]
+) -> None:
+    """The same by hand, one row at a time."""
+    before = -(2**62) if history.expired_before_us is None else history.expired_before_us
+    rows: list[tuple[tuple[Any, ...], int]] = []
+    for key, x in history.rows:
+        if None in key or (key, x) not in rows:
+            rows.append((key, x))
+    living = {past.key: (f, r, past) for f, part in enumerate(history.known) for r, past in enumerate(part) if not past.dead}
+    kept, picked, ages = set(), set(), []
+    counts = dict.fromkeys(("new", "changed", "expired", "unchanged", "resumed", "refused"), 0)
+    wanted, expected_again = [], []
+    for key, x in rows:
+        past = living.get(key)
+        state = "new" if past is None else "changed" if past[2].x != x else "expired" if past[2].us < before else "unchanged"
+        counts[state] += 1
+        if past is not None and state == "unchanged":
+            kept.add(past[:2])
+            ages.append(past[2].us)
+            continue
+        done = [
+            (f, r, p.us)
+            for f, part in enumerate(history.finished)
+            for r, p in enumerate(part)
+            if not p.dead and (p.key, p.x) == (key, x) and p.us >= before
+        ]
+        attempts = [n for part in history.refused for k, rx, n in part if (k, rx) == (key_text(key), x)]
+        if done:
+            counts["resumed"] += 1
+            picked.add(min(done)[:2])
+            ages.append(min(done)[2])
+        elif attempts:
+            counts["refused"] += 1
+            expected_again.append(
+                {"key": key_text(key), "stage": "model", "error": "cannot", "input_hash": hash_of(x), "attempts": max(attempts)}
+            )
+        else:
+            wanted.append(dict(zip(history.entity, key, strict=True)) | {"x": x, "input_hash": hash_of(x)})
+    removed = [past.key for _, _, past in living.values() if past.key not in {key for key, _ in rows}]
+    expected = Diff(**counts, removed=len(removed), oldest_us=min(ages, default=None), newest_us=max(ages, default=None))
+    assert found == expected
+    assert found.compute == len(wanted)
+    assert todo == wanted
+    assert again == expected_again
+    gone = [
+        {"file": f, "row": r, "finished": False, "removed": past.key in removed}
+        | dict(zip([f"key_{c}" for c in history.entity], past.key, strict=True))
+        for f, r, past in sorted(living.values(), key=lambda entry: entry[:2])
+        if (f, r) not in kept
+    ]
+    gone += [
+        {"file": f, "row": r, "finished": True, "removed": False}
+        | dict(zip([f"key_{c}" for c in history.entity], past.key, strict=True))
+        for f, part in enumerate(history.finished)
+        for r, past in enumerate(part)
+        if not past.dead and (f, r) not in picked
+    ]
+    assert deletes == gone
+
+
+def rejected_file(folder: Path, rows: list[tuple[str, int, int]]) -> Path:
+    keys, found, attempts = zip(*rows, strict=True)
+    columns = {"key": pa.array(keys), "stage": pa.array(["model"] * len(rows)), "error": pa.array(["cannot"] * len(rows))}
+    columns |= {"input_hash": pa.array(found, pa.int64()), "attempts": pa.array(attempts, pa.int32())}
+    pq.write_table(pa.table(columns), folder / "rejected.parquet")
+    return folder / "rejected.parquet"
+
+
+def test_a_row_that_was_rejected_with_the_same_input_is_not_computed_again(tmp_path: Path) -> None:
+    path = rejected_file(tmp_path, [("1", hash_of(0), 1), ("2", hash_of(1), 1), ("1", hash_of(0), 2), ("9", hash_of(0), 1)])
+    with Source("SELECT * FROM (VALUES (1, 0::BIGINT), (2, 2::BIGINT), (3, 0::BIGINT)) t(id, x)", ("id",), {}) as source:
+        source.load()
+        diff = source.diff(refused=[path])
+        assert (diff, diff.compute) == (Diff(new=3, refused=1), 2)
+        assert [row["id"] for batch in source.batches(10) for row in batch.to_pylist()] == [2, 3]
+        assert source.refused().to_pylist() == [
+            {"key": "1", "stage": "model", "error": "cannot", "input_hash": hash_of(0), "attempts": 2}
+        ]
+        assert source.deletes().num_rows == 0
+
+
+def test_without_anything_before_every_row_is_new() -> None:
+    with Source("SELECT range AS id, 1 AS x FROM range(5)", ("id",), {}) as source:
+        source.load()
+        assert source.diff() == Diff(new=5)
+        assert (source.deletes().num_rows, source.refused().num_rows) == (0, 0)
+        assert [row["id"] for batch in source.batches(2) for row in batch.to_pylist()] == [0, 1, 2, 3, 4]
+
+
+def test_a_diff_before_load_is_refused() -> None:
+    with Source("SELECT 1 AS id", ("id",), {}) as source, pytest.raises(SourceError, match=r"load\(\) comes before diff\(\)"):
+        source.diff()
+
+
+def test_a_changed_row_among_many_is_found_and_the_rest_streams_past(tmp_path: Path) -> None:
+    """More rows than DuckDB takes at once, in several row groups, dead ones among them."""
+    rows = 250_000
+    with Source(f"SELECT range AS id, 0::BIGINT AS x FROM range({rows})", ("id",), {}) as source:
+        source.load()
+        hashed = pa.Table.from_batches(source.batches(100_000))
+    columns = {
+        "id": hashed["id"],
+        "input_hash": hashed["input_hash"],
+        "computed_at": pa.array([7] * rows, pa.timestamp("us", "UTC")),
+    }
+    path = tmp_path / "part.parquet"
+    pq.write_table(pa.table(columns), path, row_group_size=30_000)
+    dead = {0: np.array([1, 199_999], np.int64)}
+    changed = f"SELECT range AS id, (range = 123456)::BIGINT AS x FROM range(1, {rows + 2}) WHERE range <> 249998"
+    with Source(changed, ("id",), {}) as source:
+        source.load()
+        diff = source.diff(Files([path], dead))
+        assert diff == Diff(new=4, changed=1, unchanged=rows - 5, removed=2, oldest_us=7, newest_us=7)
+        assert [row["id"] for batch in source.batches(10) for row in batch.to_pylist()] == [1, 123_456, 199_999, 250_000, 250_001]
+        assert [(row["row"], row["removed"]) for row in source.deletes().to_pylist()] == [
+            (0, True),
+            (123_456, False),
+            (249_998, True),
+        ]
+
+
+def test_files_that_cannot_be_compared_with_are_damage_and_no_fault_of_the_source(tmp_path: Path) -> None:
+    (tmp_path / "part.parquet").write_bytes(b"not Parquet")
+    for files in ({"known": Files([tmp_path / "part.parquet"])}, {"refused": [tmp_path / "part.parquet"]}):
+        with Source("SELECT 1 AS id", ("id",), {}) as source:
+            source.load()
+            with pytest.raises(SnapshotError, match=r"part\.parquet"):
+                source.diff(**files)  # type: ignore[arg-type]
+
+
+def test_dead_rows_of_another_views_snapshot_are_not_read(tmp_path: Path) -> None:
+    paths = [tmp_path / "part-0.parquet", tmp_path / "it's part 1.parquet"]
+    for number, path in enumerate(paths):
+        pq.write_table(pa.table({"id": [10 * number, 10 * number + 1, 10 * number + 2], "v": ["a", "b", "c"]}), path)
+    files = Files(paths, {0: np.array([0, 2], np.int64), 1: np.array([1], np.int64)})
+    with Source("SELECT * FROM live.items ORDER BY id", ("id",), {"items": files}) as source:
+        assert source.load() == 3
+        batch = next(source.batches(10))
+        assert batch.schema.names == ["id", "v", "input_hash"]
+        assert list(zip(batch.column("id").to_pylist(), batch.column("v").to_pylist(), strict=True)) == [
+            (1, "b"),
+            (10, "a"),
+            (12, "c"),
+        ]
+        assert source.rows(["0", "1"]).select(["key", "v"]).to_pylist() == [{"key": "1", "v": "b"}]
+
+
+# ---- the digest of a whole source
+
+
+def content_of(sql: str, entity: tuple[str, ...] = ("id",)) -> str:
+    with Source(sql, entity, {}) as source:
+        source.load()
+        return source.content()
+
+
+CONTENT = "SELECT * FROM (VALUES (1, 'a'), (2, 'b'), (3, NULL)) t(id, x)"
+
+
+def test_the_content_is_pinned_and_does_not_depend_on_order_or_repetition() -> None:
+    assert content_of(CONTENT) == "3-35647766572982404128"
+    assert content_of(f"{CONTENT} ORDER BY id DESC") == content_of(CONTENT)
+    assert content_of(f"({CONTENT}) UNION ALL ({CONTENT})") == content_of(CONTENT)
+    assert content_of("SELECT id::TINYINT AS id, x FROM (" + CONTENT + ")") == content_of(CONTENT)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        "(1, 'a'), (2, 'b')",
+        "(1, 'a'), (2, 'b'), (3, NULL), (4, NULL)",
+        "(1, 'a'), (2, 'b'), (3, 'c')",
+        "(1, 'b'), (2, 'a'), (3, NULL)",
+        "(1, 'a'), (2, 'b'), (4, NULL)",
+        "(1, 'a'), (2, 'b'), (NULL, NULL)",
+        "(1, 'a'), (2, 'b'), (3, '')",
+    ],
+)
+def test_the_content_changes_with_any_key_and_any_value(values: str) -> None:
+    assert content_of(f"SELECT * FROM (VALUES {values}) t(id, x)") != content_of(CONTENT)
+
+
+def test_the_content_tells_composite_keys_apart() -> None:
+    one, other = (content_of(f"SELECT {a} AS a, {b} AS b, 1 AS x", ("a", "b")) for a, b in (("'a/b'", "'c'"), ("'a'", "'b/c'")))
+    assert one != other
+
+
+# ---- partitions
+
+FIRST = datetime(2026, 1, 1, tzinfo=UTC)
+DAY = (FIRST, FIRST + timedelta(days=1))
+DAYS = "(VALUES (1, DATE '2025-12-31'), (2, DATE '2026-01-01'), (3, DATE '2026-01-02')) t(id, day)"
+
+
+def test_the_bounds_of_a_partition_are_bound_wherever_the_sql_runs() -> None:
+    sql = f"SELECT id, day FROM {DAYS} WHERE day >= $start AND day < $end"
+    with Source(sql, ("id",), {}, bounds=DAY) as source:
+        assert source.load() == 1
+        assert [row["id"] for row in next(source.batches(10)).to_pylist()] == [2]
+        assert source.rows(["1", "2", "3"]).column("key").to_pylist() == ["2"]
+        assert source.sample(9).column("id").to_pylist() == [2]
+        assert source.table("SELECT $start AS s").to_pylist() == [{"s": datetime(2026, 1, 1)}]
+        assert source.table("SELECT 1 AS one").to_pylist() == [{"one": 1}]
+
+
+@pytest.mark.parametrize(("where", "ids"), [("day >= $start", [2, 3]), ("day < $end", [1, 2]), ("$end > $start", [1, 2, 3])])
+def test_sql_may_take_one_of_the_bounds_or_use_them_as_it_likes(where: str, ids: list[int]) -> None:
+    with Source(f"SELECT id FROM {DAYS} WHERE {where}", ("id",), {}, bounds=DAY) as source:
+        assert source.load() == len(ids)
+        assert [row["id"] for row in next(source.batches(10)).to_pylist()] == ids
+
+
+@pytest.mark.parametrize(
+    ("column", "first", "last", "after"),
+    [
+        ("DATE", "2026-01-01", "2026-01-01", "2026-01-02"),
+        ("TIMESTAMP", "2026-01-01 00:00:00", "2026-01-01 23:59:59.999999", "2026-01-02 00:00:00"),
+        ("TIMESTAMPTZ", "2026-01-01 00:00:00+00", "2026-01-02 01:59:59+02", "2026-01-01 23:00:00-01"),
+    ],
+)
+def test_rows_outside_their_partition_are_refused(column: str, first: str, last: str, after: str) -> None:
+    inside = f"SELECT 1 AS id, {column} '{first}' AS at, $start AS s UNION ALL SELECT 2, {column} '{last}', $start"
+    with Source(inside, ("id",), {}, bounds=DAY) as source:
+        assert source.load("at") == 2
+    for outside in (f"{column} '{after}'", f"NULL::{column}", f"{column} '2025-12-31'"):
+        sql = f"{inside} UNION ALL SELECT 3, {outside}, $start"
+        with (
+            Source(sql, ("id",), {}, bounds=DAY) as source,
+            pytest.raises(SourceError, match=r"^1 rows have a at outside the partition 2026"),
+        ):
+            source.load("at")
+
+
+def test_a_partition_column_that_the_source_does_not_yield_is_refused() -> None:
+    with (
+        Source("SELECT 1 AS id, $start AS s", ("id",), {}, bounds=DAY) as source,
+        pytest.raises(ConfigError, match=r"yields no 'day' \(it yields: id, s\)"),
+    ):
+        source.load("day")
+
+
+@pytest.mark.parametrize(
+    ("sql", "message"),
+    [("SELECT $begin AS id", r"parameter \$begin"), ("SELECT ? AS id", "parameter"), ("SELECT $1 AS id", "parameter")],
+)
+def test_parameters_other_than_the_bounds_are_refused(sql: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_sql(sql)
+
+
+# ---- golden hashes
+
+TYPED = [
+    ("1::TINYINT", "1"),
+    ("(-128)::TINYINT", "-128"),
+    ("255::UTINYINT", "255"),
+    ("(-32768)::SMALLINT", "-32768"),
+    ("65535::USMALLINT", "65535"),
+    ("(-2147483648)::INTEGER", "-2147483648"),
+    ("4294967295::UINTEGER", "4294967295"),
+    ("(-9223372036854775808)::BIGINT", "-9223372036854775808"),
+    ("18446744073709551615::UBIGINT", "18446744073709551615"),
+    ("170141183460469231731687303715884105727::HUGEINT", "170141183460469231731687303715884105727"),
+    ("1.5::FLOAT", "1.5"),
+    ("0.1::FLOAT", "0.1"),
+    ("1e38::FLOAT", "1e+38"),
+    ("0.1::DOUBLE", "0.1"),
+    ("(1/3)::DOUBLE", "0.3333333333333333"),
+    ("1e300::DOUBLE", "1e+300"),
+    ("123456789.125::DOUBLE", "123456789.125"),
+    ("0.0::DOUBLE", "0.0"),
+    ("'-0.0'::DOUBLE", "-0.0"),
+    ("'nan'::DOUBLE", "nan"),
+    ("'-inf'::DOUBLE", "-inf"),
+    ("1.10::DECIMAL(9, 3)", "1.100"),
+    ("12345678901234567890.12::DECIMAL(38, 2)", "12345678901234567890.12"),
+    ("'é, \"quoted\"'", 'é, "quoted"'),
+    ("''", ""),
+    ("'\\xFF\\x00'::BLOB", "FF00"),
+    ("true", "true"),
+    ("false", "false"),
+    ("DATE '2024-02-29'", "2024-02-29"),
+    ("DATE '0001-01-01'", "0001-01-01"),
+    ("'infinity'::DATE", "infinity"),
+    ("TIME '01:02:03.000004'", "01:02:03.000004"),
+    ("TIMESTAMP '2024-02-29 01:02:03'", "2024-02-29 01:02:03"),
+    ("TIMESTAMP '2024-02-29 01:02:03.000004'", "2024-02-29 01:02:03.000004"),
+    ("TIMESTAMP_S '2024-02-29 01:02:03'", "2024-02-29 01:02:03"),
+    ("TIMESTAMP_MS '2024-02-29 01:02:03.004'", "2024-02-29 01:02:03.004"),
+    ("TIMESTAMP_NS '2024-02-29 01:02:03.000000004'", "2024-02-29 01:02:03.000000004"),
+    ("TIMESTAMPTZ '2024-02-29 01:02:03+02'", "2024-02-28 23:02:03+00"),
+    ("INTERVAL '1 day 2 hours'", "1 day 02:00:00"),
+    ("'00000000-0000-0000-0000-00000000000a'::UUID", "00000000-0000-0000-0000-00000000000a"),
+    ("[1, NULL, 3]", "[1, NULL, 3]"),
+    ("[]::INTEGER[]", "[]"),
+    ("['a, b', 'c''d', NULL, 'NULL']", "['a, b', 'c\\'d', NULL, 'NULL']"),
+    ("[[1], [2, 3]]", "[[1], [2, 3]]"),
+    ("[1.5, 2]::FLOAT[2]", "[1.5, 2.0]"),
+    ("{'a': 1, 'b': 'x'}", "{'a': 1, 'b': x}"),
+    ("MAP {'k': 1}", "{k=1}"),
+    ("'b'::ENUM('a', 'b')", "b"),
+    ("NULL::INTEGER", None),
+]
+
+
+@pytest.mark.parametrize(("value", "text"), TYPED, ids=[value for value, _ in TYPED])
+def test_a_value_of_every_type_is_hashed_as_this_text(value: str, text: str | None) -> None:
+    """Another text, from another DuckDB or from us, would compute every row of every view once more."""
+    netstring = b"-" if text is None else b"%d:%b" % (len(text.encode()), text.encode())
+    expected = int.from_bytes(hashlib.md5(netstring).digest()[8:], "little") - 2**63
+    assert hashes(f"SELECT 'k' AS id, {value} AS v") == [expected]
+
+
+def test_the_hash_of_all_types_together_is_pinned() -> None:
+    columns = ", ".join(f"{value} AS v{number}" for number, (value, _) in enumerate(TYPED))
+    assert hashes(f"SELECT 1 AS id, {columns}") == [-1223610316563614737]

@@ -1,0 +1,54 @@
+"""The spill folder: one's own while one lives, and gone afterwards, however one died."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from precompute.spill_folder import SpillFolder
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return tmp_path
+
+
+def test_it_is_removed_when_closed(folder: Path) -> None:
+    spill = SpillFolder()
+    (spill.path / "block").write_bytes(b"x")
+    assert spill.path.parent == folder
+    spill.close()
+    spill.close()
+    assert list(folder.iterdir()) == []
+
+
+def test_that_of_a_living_process_stays_and_that_of_a_killed_one_goes(folder: Path) -> None:
+    code = "import time; from precompute.spill_folder import SpillFolder; s = SpillFolder(); print(s.path, flush=True); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+    assert process.stdout is not None
+    theirs = Path(process.stdout.readline().strip())
+    SpillFolder().close()
+    assert theirs.is_dir()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    SpillFolder().close()
+    assert list(folder.iterdir()) == []
+
+
+def test_one_that_is_being_made_is_left_alone_for_an_hour(folder: Path) -> None:
+    made = folder / "precompute-duckdb-abc"
+    made.mkdir()
+    SpillFolder().close()
+    assert made.is_dir()
+    os.utime(made, (0, 0))
+    SpillFolder().close()
+    assert not made.exists()
