@@ -1,0 +1,666 @@
+"""History against brute force: made-up snapshots of every kind, asked for every key at every time."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jobs.cli import main
+from jobs.config import Project
+from jobs.progress import Silent
+from jobs.run import run_view
+from store.errors import RequestError, SnapshotError
+from store.feature_view import Feature, FeatureView
+from store.history import Explanation, explain, get_historical_features, read, snapshot_at
+from store.offline_store import OfflineStore
+from store.partition import containing
+from store.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot
+from tests.conftest import MakeProject
+
+FEATURES = (
+    Feature("double", "float64"),
+    Feature("half", "float16", dim=2),
+    Feature("tags", "string", max_items=3),
+    Feature("name", "string"),
+    Feature("flag", "bool"),
+)
+ENTITIES: dict[str, dict[str, pa.DataType]] = {
+    "number": {"id": pa.int64()},
+    "text": {"id": pa.string()},
+    "several": {"us": pa.int64(), "known": pa.string()},  # names that are columns of the join, too
+}
+START = datetime(2026, 1, 1, tzinfo=UTC)
+REFUSED = ({"gate": "drift", "passed": False, "measured": 1.0, "limit": 0.5, "message": "far off"},)
+Key = tuple[Any, ...]
+
+
+def at(second: float) -> datetime:
+    return START + timedelta(seconds=second)
+
+
+@dataclass(frozen=True)
+class Value:
+    """A row: when it was computed (s after START) and from what."""
+
+    computed: int
+    x: int
+
+    def features(self) -> dict[str, Any]:
+        x = self.x
+        return {
+            "double": 2.0 * x,
+            "half": [x / 2, -x / 2],
+            "tags": None if x % 4 == 0 else [str(x)] * (x % 3),
+            "name": None if x % 3 == 0 else f"n{x}",
+            "flag": x % 2 == 0,
+        }
+
+
+@dataclass
+class Made:
+    """A store with snapshots made by hand, and what each of them holds."""
+
+    store: OfflineStore
+    entity: Mapping[str, pa.DataType]
+    snapshots: list[Snapshot] = field(default_factory=list)
+    rows: dict[int, dict[Key, Value]] = field(default_factory=dict)
+    places: dict[int, dict[Key, tuple[str, int]]] = field(default_factory=dict)
+    bad: set[int] = field(default_factory=set)
+
+    @property
+    def view(self) -> FeatureView:
+        return FeatureView("made", tuple(self.entity), FEATURES, ttl_s=1.0, stale_for_s=1.0)
+
+    def parent(self, partition: str | None) -> Snapshot | None:
+        found = [s for s in self.snapshots if s.partition == partition and s.number not in self.bad]
+        return found[-1] if found else None
+
+    def commit(
+        self,
+        rows: Mapping[Key, Value],
+        created: int,
+        *,
+        how: str = "full",
+        refused: bool = False,
+        partition: str | None = None,
+        content: str = "",
+    ) -> Snapshot:
+        """A snapshot of these rows: ``full``, ``delta`` to the newest good one, or ``compact``: its parent's rows copied."""
+        parent = None if how == "full" else self.parent(partition)
+        old = {} if parent is None else self.rows[parent.number]
+        run = f"run{len(self.snapshots) + 1}"
+        same = {key for key, value in rows.items() if old.get(key) == value}
+        written = [key for key in rows if key not in same]
+        delta = parent is not None and how == "delta"
+        parts, places = self._parts(run, {key: rows[key] for key in rows if not delta or key in written})
+        deletes = None
+        if delta:
+            assert parent is not None
+            before = self.places[parent.number]
+            places |= {key: before[key] for key in same}
+            gone = {key: place for key, place in before.items() if key not in same}
+            if gone:
+                deletes = self.store.write_part("made", run, "deletes.parquet", self._deletes(gone, rows))
+        removed = len(old.keys() - rows.keys())
+        counts = Counts(source=len(rows), written=len(written), unchanged=len(same), removed=removed)
+        snapshot = self.store.commit(
+            Snapshot(
+                self.view, run, "model", counts, tuple(parts), None, at(created).isoformat(), None, None,
+                kind="delta" if delta else "full", parent=parent.number if delta and parent is not None else None,
+                deletes=deletes, partition=partition, gates=REFUSED if refused else (), content=content,
+            )
+        )  # fmt: skip
+        self.snapshots.append(snapshot)
+        self.rows[snapshot.number], self.places[snapshot.number] = dict(rows), places
+        return snapshot
+
+    def mark_bad(self, number: int) -> None:
+        self.store.mark_bad("made", number, "test")
+        self.bad.add(number)
+
+    def good(self) -> list[Snapshot]:
+        return [s for s in self.snapshots if s.number not in self.bad and not s.refused_by]
+
+    def _parts(self, run: str, rows: Mapping[Key, Value]) -> tuple[list[Part], dict[Key, tuple[str, int]]]:
+        parts, places, keys = [], {}, list(rows)
+        for number in range(0, len(keys), 2):  # two rows a file, so that files are shared
+            here = keys[number : number + 2]
+            part = self.store.write_part("made", run, f"part-{number:05d}.parquet", self.table({key: rows[key] for key in here}))
+            parts.append(part)
+            places |= {key: (part.path, row) for row, key in enumerate(here)}
+        return parts, places
+
+    def table(self, rows: Mapping[Key, Value]) -> pa.Table:
+        columns = [pa.array([key[i] for key in rows], kind) for i, kind in enumerate(self.entity.values())]
+        for feature in FEATURES:
+            columns.append(pa.array([value.features()[feature.name] for value in rows.values()], feature.arrow_type))
+        columns.append(pa.array([at(value.computed) for value in rows.values()], pa.timestamp("us", "UTC")))
+        columns.append(pa.array([value.x for value in rows.values()], pa.int64()))
+        return pa.table(columns, names=[*self.entity, *(f.name for f in FEATURES), "computed_at", "input_hash"])
+
+    def _deletes(self, gone: Mapping[Key, tuple[str, int]], rows: Mapping[Key, Value]) -> pa.Table:
+        columns = [
+            pa.array([path for path, _ in gone.values()], pa.string()).dictionary_encode(),
+            pa.array([row for _, row in gone.values()], pa.int64()),
+            pa.array([key not in rows for key in gone], pa.bool_()),
+            *(pa.array([key[i] for key in gone], kind) for i, kind in enumerate(self.entity.values())),
+        ]
+        return pa.table(columns, names=[*DELETES_SCHEMA.names, *self.entity])
+
+    def asked(self, questions: list[tuple[Key, float]], unit: str = "us") -> pa.Table:
+        columns = {name: pa.array([key[i] for key, _ in questions], kind) for i, (name, kind) in enumerate(self.entity.items())}
+        times = pa.array([at(second) for _, second in questions], pa.timestamp("us", "UTC")).cast(pa.timestamp(unit, "UTC"))
+        return pa.table({"label": pa.array(range(len(questions)), pa.int64()), **columns, "event_timestamp": times})
+
+    def check(self, asked: pa.Table, expected: list[Value | None], **options: Any) -> None:
+        """The join gives these values, with every type as declared and the asked columns as they were."""
+        found = get_historical_features(self.store, asked, ["made"], **options)
+        assert found.select(asked.column_names).equals(asked)
+        schema = [(f"made__{f.name}", f.arrow_type) for f in FEATURES] + [("made__computed_at", pa.timestamp("us", "UTC"))]
+        assert [(f.name, f.type) for f in found.schema][asked.num_columns :] == schema
+        nothing: dict[str, Any] = dict.fromkeys((name for name, _ in schema))
+        want = [
+            nothing
+            if value is None
+            else {f"made__{n}": v for n, v in value.features().items()} | {"made__computed_at": at(value.computed)}
+            for value in expected
+        ]
+        assert found.select([name for name, _ in schema]).to_pylist() == want
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Made:
+    return Made(OfflineStore(tmp_path / "root"), ENTITIES["number"])
+
+
+def keys_of(kind: str) -> list[Key]:
+    return {
+        "number": [(n,) for n in (1, 2, 3, -4, 2**62)],
+        "text": [(t,) for t in ("1", "01", "a/b", "é", "x y")],
+        "several": [(1, "a"), (1, "a/b"), (1, "%"), (2, "a"), (-3, "")],
+    }[kind]
+
+
+# ---- the point-in-time join against brute force
+
+
+@st.composite
+def histories(draw: st.DrawFn, partitioned: bool = False, plain: bool = False) -> tuple[str, list[dict[str, Any]]]:
+    """The kind of key, and what happened: each step's rows, times and mishaps."""
+    kind = draw(st.sampled_from(sorted(ENTITIES)))
+    keys = keys_of(kind)[:4]
+    now, held, steps = 0, dict[Key, Value](), []
+    for _ in range(draw(st.integers(1, 6))):
+        now += draw(st.integers(1 if plain else 0, 4))
+        changed = draw(st.dictionaries(st.sampled_from(keys), st.one_of(st.none(), st.integers(0, 9)), max_size=4))
+        how = draw(st.sampled_from(["full", "delta", "delta", "delta", "compact"]))
+        rows = dict(held)
+        for key, x in changed.items():
+            if x is None:
+                rows.pop(key, None)
+            else:
+                computed = now if plain else now - draw(st.integers(0, 3))  # earlier: an interrupted run had computed it
+                rows[key] = Value(computed, x)
+        if how == "full" and draw(st.booleans()):
+            rows = {key: Value(now, value.x) for key, value in rows.items()}
+        if not rows:
+            rows = {keys[0]: Value(now, 5)}
+        now += draw(st.integers(1 if plain else 0, 3))
+        mishap = draw(st.sampled_from([None, None, None, "bad", "refused"]))
+        steps.append(
+            {
+                "rows": rows,
+                "created": now,
+                "how": how,
+                "mishap": mishap,
+                "late": draw(st.booleans()),
+                "day": draw(st.integers(0, 2)) if partitioned else None,
+            }
+        )
+        held = rows
+    return kind, steps
+
+
+@st.composite
+def questions(draw: st.DrawFn, kind: str, latest: int) -> list[tuple[Key, int]]:
+    asked = st.tuples(st.sampled_from(keys_of(kind)), st.integers(-2, latest + 2))
+    return draw(st.lists(asked, min_size=1, max_size=25))
+
+
+def build(made: Made, steps: list[dict[str, Any]]) -> None:
+    later = []
+    for step in steps:
+        partition = None if step["day"] is None else str(containing("day", START + timedelta(days=step["day"])))
+        refused = step["mishap"] == "refused"
+        snapshot = made.commit(step["rows"], step["created"], how=step["how"], refused=refused, partition=partition)
+        if step["mishap"] == "bad":
+            if step["late"]:  # after others were built on it
+                later.append(snapshot.number)
+            else:
+                made.mark_bad(snapshot.number)
+    for number in later:
+        made.mark_bad(number)
+
+
+def seconds(moment: str) -> int:
+    return round((datetime.fromisoformat(moment) - START).total_seconds())
+
+
+def plainly(made: Made, key: Key, second: float) -> Value | None:
+    """The definition, where clocks only go forward and every value is computed by the run that commits it."""
+    good = made.good()
+    values = [made.rows[s.number][key] for s in good if key in made.rows[s.number]]
+    known = [value for value in values if value.computed <= second]
+    if not known:
+        return None
+    last = max(known, key=lambda value: value.computed)
+    for snapshot in good:
+        created = seconds(snapshot.created_at)
+        if key not in made.rows[snapshot.number] and last.computed < created <= second:
+            return None
+    return last
+
+
+def carefully(made: Made, key: Key, second: float) -> Value | None:
+    """The same where values come back and clocks stand still: a timeline in the order of the snapshots."""
+    timeline: list[tuple[int, Value | None]] = []
+    current: Value | None = None
+    latest = -(10**9)
+    for snapshot in made.good():
+        value, created = made.rows[snapshot.number].get(key), seconds(snapshot.created_at)
+        if value == current:
+            continue
+        born = created if value is None else value.computed
+        known = born if born > latest else max(created, latest)
+        timeline.append((max([known, *(before for before, _ in timeline)]), value))
+        current, latest = value, max(latest, born)
+    answers = [value for known, value in timeline if known <= second]
+    return answers[-1] if answers else None
+
+
+def by_partition(made: Made, key: Key, second: float) -> Value | None:
+    newest = {s.partition or "": s for s in made.good()}
+    over = [p for p in sorted(newest) if seconds(p.partition("/")[2].replace("Z", "+00:00")) <= second]
+    return made.rows[newest[over[-1]].number].get(key) if over else None
+
+
+def in_types(asked: pa.Table, draw: st.DataObject) -> pa.Table:
+    """The same questions in other types: what a training set comes with."""
+    others = {
+        pa.int64(): [pa.int64(), pa.string()],
+        pa.string(): [pa.string(), pa.large_string(), pa.dictionary(pa.int8(), pa.string())],
+    }
+    for i, column in enumerate(asked.schema):
+        if column.name not in ("label", "event_timestamp"):
+            kind = draw.draw(st.sampled_from(others[column.type]))
+            asked = asked.set_column(i, column.name, asked.column(i).cast(kind))
+    unit = draw.draw(st.sampled_from(["s", "ms", "us", "ns"]))
+    zone = draw.draw(st.sampled_from(["UTC", "America/New_York"]))
+    at_column = asked.column_names.index("event_timestamp")
+    return asked.set_column(at_column, "event_timestamp", asked.column(at_column).cast(pa.timestamp(unit, zone)))
+
+
+@pytest.mark.parametrize("reference", [plainly, carefully, by_partition])
+@settings(max_examples=25, deadline=None)
+@given(draw=st.data())
+def test_the_join_answers_as_brute_force_does(reference: Any, draw: st.DataObject) -> None:
+    partitioned = reference is by_partition
+    kind, steps = draw.draw(histories(partitioned=partitioned, plain=reference is plainly))
+    with tempfile.TemporaryDirectory() as folder:
+        made = Made(OfflineStore(folder), ENTITIES[kind])
+        build(made, steps)
+        if partitioned:
+            asked = [(key, 43_200 * half) for key, half in draw.draw(questions(kind, 8))]
+        else:
+            asked = draw.draw(questions(kind, steps[-1]["created"]))
+        table = in_types(made.asked(asked), draw)
+        if not made.good():
+            with pytest.raises(SnapshotError, match=r"has no snapshot under .* that counts"):
+                get_historical_features(made.store, table, ["made"])
+            return
+        expected = [reference(made, key, second) for key, second in asked]
+        made.check(table, expected)
+        if reference is carefully:
+            for value, (_, second) in zip(expected, asked, strict=True):
+                assert value is None or value.computed <= second
+            age = draw.draw(st.integers(0, 5))
+            old = [v if v is not None and s - v.computed <= age else None for v, (_, s) in zip(expected, asked, strict=True)]
+            made.check(table, old, max_age_s=age)
+
+
+# ---- the join's edges
+
+
+def test_nothing_of_the_future_is_known(made: Made) -> None:
+    made.commit({(1,): Value(10, 1)}, 11)
+    made.commit({(1,): Value(20, 2)}, 22, how="delta")
+    asked = [((1,), 9.999999), ((1,), 10), ((1,), 19.999999), ((1,), 20), ((1,), 21), ((2,), 99)]
+    made.check(made.asked(asked), [None, Value(10, 1), Value(10, 1), Value(20, 2), Value(20, 2), None])
+
+
+def test_a_time_finer_than_a_microsecond_knows_only_what_was_before_it(made: Made) -> None:
+    made.commit({(1,): Value(10, 1)}, 11)
+    ns = int(at(10).timestamp()) * 10**9
+    times = pa.array([ns - 1, ns, ns + 1, -1], pa.timestamp("ns", "UTC"))
+    made.check(pa.table({"id": [1, 1, 1, 1], "event_timestamp": times}), [None, Value(10, 1), Value(10, 1), None])
+
+
+def test_rows_and_their_order_stay_and_others_columns_do_not_matter(made: Made) -> None:
+    made.commit({(1,): Value(1, 1), (2,): Value(1, 2)}, 1)
+    table = made.asked([((2,), 5), ((1,), 5), ((2,), 5), ((3,), 5), ((2,), 0)])
+    chunked = pa.concat_tables([table.slice(0, 2), table.slice(2)])
+    made.check(chunked, [Value(1, 2), Value(1, 1), Value(1, 2), None, None])
+    made.check(table.slice(0, 0), [])
+    made.check(
+        table.set_column(1, "id", pa.array([None, 2**64 - 1, 2, 1, 1], pa.uint64())), [None, None, Value(1, 2), Value(1, 1), None]
+    )
+
+
+def test_a_value_that_came_back_counts_from_its_return(made: Made) -> None:
+    first, second = Value(1, 1), Value(5, 2)
+    made.commit({(1,): first, (2,): first}, 2)
+    made.commit({(1,): second}, 6, how="delta")
+    made.commit({(1,): first, (2,): Value(4, 7)}, 9, how="delta")  # as computed before, by a run that was interrupted
+    made.check(made.asked([((1,), t) for t in (4, 5, 8, 9)]), [first, second, second, first])
+    made.check(made.asked([((2,), t) for t in (5, 6, 8, 9)]), [first, None, None, Value(4, 7)])
+
+
+def test_a_compaction_changes_no_history(made: Made) -> None:
+    for how in ("delta", "compact"):
+        made.commit({(1,): Value(1, 1), (2,): Value(1, 1)}, 2)
+        made.commit({(1,): Value(1, 1)}, 10, how=how)
+        made.commit({(1,): Value(7, 2)}, 12, how="delta")  # computed by a run that was interrupted before the second commit
+        made.check(made.asked([((1,), 6), ((1,), 7)]), [Value(1, 1), Value(7, 2)])
+        made = Made(OfflineStore(made.store.root / "compacted"), made.entity)
+
+
+def test_snapshots_rolled_back_from_do_not_count_nor_later_ones_of_their_content(made: Made) -> None:
+    made.commit({(1,): Value(1, 1)}, 2, content="one")
+    made.commit({(1,): Value(3, 2)}, 4, content="two")
+    made.commit({(1,): Value(5, 2)}, 6, content="two")
+    made.check(made.asked([((1,), 9)]), [Value(5, 2)])
+    made.mark_bad(2)
+    made.check(made.asked([((1,), 9)]), [Value(1, 1)])
+    assert snapshot_at(made.store, "made", at(9)).number == 1
+
+
+def test_a_refusal_that_was_accepted_counts(made: Made) -> None:
+    made.commit({(1,): Value(1, 1)}, 2)
+    refused = made.commit({(1,): Value(3, 2)}, 4, how="delta", refused=True)
+    made.check(made.asked([((1,), 9)]), [Value(1, 1)])
+    made.store.commit(replace(refused, accepted=["drift"], run="publish"))
+    made.check(made.asked([((1,), 9)]), [Value(3, 2)])
+
+
+def test_features_may_be_chosen_and_views_joined(made: Made) -> None:
+    made.commit({(1,): Value(1, 2)}, 2)
+    found = get_historical_features(made.store, made.asked([((1,), 3)]), {"made": ["name", "double"]})
+    assert found.column_names[3:] == ["made__name", "made__double", "made__computed_at"]
+    assert found.to_pylist()[0]["made__name"] == "n2"
+    assert get_historical_features(made.store, found, {}).equals(found)
+
+
+def test_a_feature_an_older_snapshot_lacked_or_had_otherwise_is_null_there(made: Made) -> None:
+    made.commit({(1,): Value(1, 2)}, 2)
+    newer = FeatureView(
+        "made", ("id",), (Feature("double", "float32"), Feature("name", "string"), Feature("new", "int8")), 1.0, 1.0
+    )
+    columns = {
+        "id": pa.array([1]),
+        "double": pa.array([5.0], pa.float32()),
+        "name": ["n"],
+        "new": pa.array([7], pa.int8()),
+        "computed_at": pa.array([at(5)], pa.timestamp("us", "UTC")),
+        "input_hash": pa.array([1]),
+    }
+    part = made.store.write_part("made", "newer", "part-00000.parquet", pa.table(columns))
+    made.store.commit(Snapshot(newer, "newer", "model", Counts(1, 1), (part,), None, at(6).isoformat(), None, None))
+    found = get_historical_features(made.store, made.asked([((1,), 3), ((1,), 5)]), ["made"])
+    assert found.schema.field("made__double").type == pa.float32()
+    assert found.select(["made__double", "made__name", "made__new"]).to_pylist() == [
+        {"made__double": None, "made__name": "n2", "made__new": None},
+        {"made__double": 5.0, "made__name": "n", "made__new": 7},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.drop_columns(["id"]), "no column 'id', a key column of view 'made'"),
+        (
+            lambda t: t.set_column(1, "id", pa.array([1.0])),
+            "column 'id' of the entity table is double: a key is text or an integer",
+        ),
+        (lambda t: t.drop_columns(["event_timestamp"]), "no timestamp column 'event_timestamp'"),
+        (lambda t: t.set_column(2, "event_timestamp", pa.array([datetime(2026, 1, 1)])), "must be a timestamp with a time zone"),
+        (
+            lambda t: t.set_column(2, "event_timestamp", pa.array([None], pa.timestamp("us", "UTC"))),
+            r"1 rows .* no 'event_timestamp'",
+        ),
+        (
+            lambda t: t.set_column(2, "event_timestamp", pa.array([2**62], pa.timestamp("s", "UTC"))),
+            "no timestamp in µs can hold",
+        ),
+        (lambda t: t.append_column("made__name", pa.array([1])), "has a column made__name already"),
+    ],
+)
+def test_an_entity_table_that_cannot_be_used_is_refused(made: Made, change: Any, message: str) -> None:
+    made.commit({(1,): Value(1, 1)}, 2)
+    with pytest.raises(RequestError, match=message):
+        get_historical_features(made.store, change(made.asked([((1,), 3)])), ["made"])
+
+
+def test_unknown_features_ages_and_views_are_refused(made: Made) -> None:
+    made.commit({(1,): Value(1, 1)}, 2)
+    asked = made.asked([((1,), 3)])
+    with pytest.raises(RequestError, match=r"no feature 'nam' \(it has: double, half, tags, name, flag\)") as caught:
+        get_historical_features(made.store, asked, {"made": ["nam"]})
+    assert caught.value.code == "unknown_feature"
+    for age in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(RequestError, match="max_age_s is a number of seconds"):
+            get_historical_features(made.store, asked, ["made"], max_age_s=age)
+    with pytest.raises(SnapshotError, match="view 'other' has no snapshot"):
+        get_historical_features(made.store, asked, "other")
+
+
+def test_a_missing_file_is_told(made: Made) -> None:
+    snapshot = made.commit({(1,): Value(1, 1)}, 2)
+    (made.store.root / "made" / snapshot.parts[0].path).unlink()
+    with pytest.raises(SnapshotError, match=r"part-00000.parquet is missing: snapshot 1 of 'made'"):
+        get_historical_features(made.store, made.asked([((1,), 3)]), ["made"])
+
+
+def test_each_file_is_read_once_however_many_snapshots_share_it(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {(n,): Value(0, n) for n in range(6)}
+    for n in range(6):
+        rows[(n,)] = Value(n, n)
+        made.commit(rows, n, how="delta")
+    opened: list[str] = []
+    original = pa.parquet.ParquetFile
+
+    def counting(path: Path, *arguments: Any, **named: Any) -> Any:
+        opened.append(str(path))
+        return original(path, *arguments, **named)
+
+    monkeypatch.setattr("store.history.pq.ParquetFile", counting)
+    made.check(made.asked([((n,), 9) for n in range(6)] * 2), [Value(n, n) for n in range(6)] * 2)
+    assert len(opened) == len(set(opened)) == len({made.places[6][(n,)][0] for n in range(6)})
+
+
+# ---- the whole view at a time
+
+
+@settings(max_examples=15, deadline=None)
+@given(draw=st.data())
+def test_read_gives_the_newest_snapshot_committed_by_then(draw: st.DataObject) -> None:
+    kind, steps = draw.draw(histories(plain=True))
+    with tempfile.TemporaryDirectory() as folder:
+        made = Made(OfflineStore(folder), ENTITIES[kind])
+        build(made, steps)
+        for second in range(-1, steps[-1]["created"] + 1):
+            committed = [s for s in made.good() if seconds(s.created_at) <= second]
+            if not committed:
+                with pytest.raises(SnapshotError):
+                    read(made.store, "made", at(second))
+                continue
+            rows = made.rows[committed[-1].number]
+            found = read(made.store, "made", at(second)).sort_by([(name, "ascending") for name in made.entity])
+            assert found.equals(made.table({key: rows[key] for key in sorted(rows)}))
+
+
+def test_read_of_a_partitioned_view_is_in_data_time(made: Made) -> None:
+    days = [containing("day", START + timedelta(days=day)) for day in range(3)]
+    for n, day in enumerate((2, 0, 0)):  # backfilled: the later partition first
+        made.commit({(1,): Value(10**7 + n, n)}, 10**7 + n, partition=str(days[day]))
+    assert [snapshot_at(made.store, "made", day.end).number for day in days] == [3, 3, 1]
+    with pytest.raises(SnapshotError, match=r"no snapshot yet at .*: the oldest one kept is 3, of partition 2026-01-01T00:00Z/"):
+        snapshot_at(made.store, "made", days[0].end - timedelta(microseconds=1))
+    asked = made.asked([((1,), day * 86_400 + second) for day in (1, 2, 3) for second in (-1, 0)])
+    made.check(asked, [None, *[Value(10**7 + 2, 2)] * 4, Value(10**7, 0)])
+    made.check(asked, [None, Value(10**7 + 2, 2), None, None, None, Value(10**7, 0)], max_age_s=86_398)
+
+
+def test_read_of_what_is_live_and_of_nothing(made: Made) -> None:
+    with pytest.raises(SnapshotError, match="view 'made' was never published"):
+        read(made.store, "made")
+    first = made.commit({(1,): Value(1, 1)}, 5)
+    made.commit({(1,): Value(6, 2)}, 7)
+    made.store.move_live("made", first.number, expected_epoch=0, epoch=1, reason="test")
+    assert read(made.store, "made").equals(made.table({(1,): Value(1, 1)}))
+    with pytest.raises(
+        SnapshotError,
+        match=r"no snapshot yet at 2026-01-01T00:00:04\+00:00: the oldest one kept is 1, committed 2026-01-01T00:00:05",
+    ):
+        read(made.store, "made", at(4))
+    with pytest.raises(RequestError, match="has no time zone"):
+        read(made.store, "made", datetime(2026, 1, 1))
+
+
+# ---- one row
+
+
+def told(found: Explanation) -> list[tuple[Any, ...]]:
+    return [(v.snapshot, v.run, v.features["double"], v.before, v.removed_in, v.live, v.void) for v in found.versions]
+
+
+def test_explain_tells_each_version_once_and_what_it_was_before(made: Made) -> None:
+    one, two, three = Value(1, 1), Value(3, 5), Value(9, 2)
+    made.commit({(1,): one, (2,): one}, 2)
+    made.commit({(1,): two, (2,): one}, 4, how="delta")
+    made.commit({(1,): two, (2,): one}, 5, how="compact")
+    made.commit({(2,): one}, 6, how="delta")
+    made.commit({(1,): three, (2,): one}, 10, how="delta", refused=True)
+    made.store.move_live("made", 3, expected_epoch=0, epoch=1, reason="test")
+    found = explain(made.store, "made", 1)
+    assert (found.view, found.key, found.live, found.rejections) == ("made", "1", 3, [])
+    difference = {"double": 10.0, "half": [2.5, -2.5], "tags": ["5", "5"], "name": "n5", "flag": False}
+    assert told(found) == [
+        (5, "run5", 4.0, difference, None, False, "refused by drift"),
+        (2, "run2", 10.0, {"double": 2.0, "half": [0.5, -0.5], "tags": ["1"], "name": "n1"}, 4, True, None),
+        (1, "run1", 2.0, None, None, False, None),
+    ]
+    assert [(v.computed_at, v.input_hash, v.removed_at) for v in found.versions] == [
+        (at(9), 2, None), (at(3), 5, at(6).isoformat()), (at(1), 1, None)
+    ]  # fmt: skip
+    assert len(explain(made.store, "made", "2").versions) == 1
+    body = found.to_json()
+    assert (body["versions"][0]["computed_at"], body["versions"][0]["features"]) == (at(9).isoformat(), three.features())
+
+
+def test_explain_finds_the_run_of_a_copied_row_in_the_reports(made: Made) -> None:
+    made.commit({(1,): Value(1, 1), (2,): Value(1, 1)}, 2)
+    made.commit({(1,): Value(1, 1), (2,): Value(5, 2)}, 6, how="compact")
+    (made.store.root / "made" / "manifests" / f"{1:020d}.json").unlink()  # as gc does
+    assert told(explain(made.store, "made", 1))[0][:2] == (2, None)
+    for run, command, began, ended in (("a", "run", -9, 0), ("b", "run", 0, 3), ("c", "publish", 0, 3), ("d", "run", 4, 7)):
+        report = {"run": run, "command": command, "started_at": at(began).isoformat(), "finished_at": at(ended).isoformat()}
+        made.store.write_report("made", run, report)
+    assert told(explain(made.store, "made", 1))[0][:2] == (2, "b")
+    assert told(explain(made.store, "made", 2))[0][:2] == (2, "d")
+
+
+@pytest.mark.parametrize("kind", sorted(ENTITIES))
+def test_explain_finds_every_kind_of_key(tmp_path: Path, kind: str) -> None:
+    made = Made(OfflineStore(tmp_path), ENTITIES[kind])
+    made.commit({key: Value(1, n) for n, key in enumerate(keys_of(kind))}, 2)
+    for n, key in enumerate(keys_of(kind)):
+        assert told(explain(made.store, "made", list(key)))[0][2] == 2.0 * n
+    with pytest.raises(RequestError, match="no history of key '77") as caught:
+        explain(made.store, "made", ["77"] * len(made.entity))
+    assert (caught.value.status, caught.value.code) == (404, "unknown_entity")
+
+
+def test_explain_of_a_partitioned_view_keeps_the_partitions_apart(made: Made) -> None:
+    days = [str(containing("day", START + timedelta(days=day))) for day in range(2)]
+    made.commit({(1,): Value(1, 1)}, 2, partition=days[1])
+    made.commit({(1,): Value(3, 2), (2,): Value(3, 2)}, 4, partition=days[0])
+    made.commit({(2,): Value(3, 2)}, 6, partition=days[0], how="delta")
+    found = explain(made.store, "made", 1).versions
+    assert [(v.partition, v.snapshot, v.removed_in) for v in found] == [(days[1], 1, None), (days[0], 2, 3)]
+
+
+# ---- with real runs
+
+
+def lines(text: str) -> Iterator[str]:
+    return (line for line in text.splitlines() if line)
+
+
+def call(project: Project, *command: str) -> int:
+    return main(["-c", str(project.folder), *command])
+
+
+def test_real_runs_leave_a_history(make_project: MakeProject, capsys: pytest.CaptureFixture[str]) -> None:
+    ran = []
+    for rows in ([(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 5.0)], [(1, 1.0), (2, 9.0), (4, 4.0), (5, 5.0)]):
+        project = make_project(rows)
+        ran.append(run_view(project, "numbers", Silent()))
+    store = OfflineStore(project.root)
+    first, second = (store.snapshot("numbers", number) for number in (1, 2))
+    assert second.kind == "delta" or second.counts.unchanged == 3
+    assert first.computed_at_max is not None
+    before = START.replace(year=2000)
+    middle = datetime.fromisoformat(first.created_at)
+    now = datetime.now(UTC)
+    asked = pa.table({"id": pa.array([1, 2, 3, 9] * 3, pa.int32()), "event_timestamp": [before] * 4 + [middle] * 4 + [now] * 4})
+    found = get_historical_features(store, asked, ["numbers"])
+    assert found["numbers__double"].to_pylist() == [None] * 4 + [2.0, 4.0, 6.0, None, 2.0, 18.0, None, None]
+    assert found["numbers__vector"].type == pa.list_(pa.float32(), 4)
+    assert found["numbers__vector"].to_pylist()[9] == [9.0, 10.0, 11.0, 12.0]
+    assert read(store, "numbers", middle)["double"].to_pylist() == [2.0, 4.0, 6.0, 8.0, 10.0]
+    assert sorted(read(store, "numbers")["double"].to_pylist()) == [2.0, 8.0, 10.0, 18.0]
+    versions = explain(store, "numbers", 2).versions
+    assert [(v.run, v.model, v.live) for v in versions] == [(ran[1].run, ran[1].model, True), (ran[0].run, ran[0].model, False)]
+    assert versions[0].before == {"double": 4.0, "vector": [2.0, 3.0, 4.0, 5.0]}
+    assert explain(store, "numbers", 1).versions[0].live
+    gone = explain(store, "numbers", 3).versions[0]
+    assert (gone.live, gone.removed_in, gone.removed_at) == (False, 2, second.created_at)
+
+
+def test_the_command_line_explains(make_project: MakeProject, capsys: pytest.CaptureFixture[str]) -> None:
+    for rows in ([(1, 1.0), (2, 2.0), (3, None)], [(1, 5.0), (2, 2.0), (3, None)]):
+        project = make_project(rows)
+        run_view(project, "numbers", Silent())
+    capsys.readouterr()
+    assert call(project, "explain", "numbers", "1") == 0
+    said = list(lines(capsys.readouterr().out))
+    assert said[0] == "numbers 1: 2 version(s), live in snapshot 2"
+    assert said[1].endswith("Z  snapshot 2 (live)")
+    assert [line.split()[0] for line in said[2:7]] == ["run", "model", "input", "double", "vector"]
+    assert said[5:7] == ["  double  10  (was 2)", "  vector  [5, 6, 7, 8] (4)  (was [1, 2, 3, 4] (4))"]
+    assert said[7].endswith("Z  snapshot 1 (replaced)")
+    assert call(project, "explain", "numbers", "3") == 0
+    said = list(lines(capsys.readouterr().out))
+    assert said[0] == "numbers 3: 0 version(s), live is snapshot 2, without it"
+    assert said[1].startswith("rejected by snapshot 2, stage ")
+    assert call(project, "explain", "numbers", "8") == 2
+    assert "has no history of key '8'" in capsys.readouterr().err
