@@ -1,24 +1,43 @@
 """The command line: ``precompute -c configs/<project> COMMAND``. Each command has the name of the function it calls.
 
-Exit status: 0 done · 1 failed · 2 bad usage or configuration · 3 rows were rejected past the threshold, nothing published.
+Exit status: 0 done · 1 failed, or something needs attention (status, verify) · 2 bad usage or configuration · 3 rows were rejected past the
+threshold or a gate refused: nothing was published.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jobs.config import Project, json_schemas
+from jobs.config import GatesConfig, Project, json_schemas, parse_time
 from jobs.progress import progress_for
 from jobs.report import Report
 from store.api.page import duration
-from store.errors import ConfigError, OnlineStoreError, PrecomputeError, RejectedError, RequestError
+from store.errors import (
+    ConfigError,
+    ConflictError,
+    GateError,
+    OnlineStoreError,
+    PrecomputeError,
+    RejectedError,
+    RequestError,
+    SnapshotError,
+)
 from store.online_store import OnlineStore, Pointer
+from store.partition import Partition, containing
+
+if TYPE_CHECKING:
+    from jobs.gc import Garbage
+    from store.history import Explanation
+
+GATES = tuple(GatesConfig.model_fields)
 
 DONE, FAILED, BAD_USAGE, REJECTED = 0, 1, 2, 3
 
@@ -28,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    with contextlib.suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGTERM, _terminated)
     for room in ("jobs", "precompute", "store"):
         logging.getLogger(room).setLevel(logging.INFO)
     try:
@@ -38,16 +59,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed(exc, BAD_USAGE)
     except RequestError as exc:
         return _failed(exc, FAILED if exc.status >= 500 else BAD_USAGE)
-    except RejectedError as exc:
+    except (RejectedError, GateError) as exc:
         return _failed(exc, REJECTED)
     except PrecomputeError as exc:
         return _failed(exc, FAILED)
     except BrokenPipeError:  # the reader of our output went away, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+    except _Terminated as exc:
+        print("precompute: ended by SIGTERM; the live snapshots are untouched", file=sys.stderr)
+        return 128 + int(exc.args[0])
     except KeyboardInterrupt:
         print("precompute: interrupted; the live snapshots are untouched", file=sys.stderr)
         return 130
+
+
+def _terminated(number: int, _: object) -> None:
+    raise _Terminated(number)
+
+
+class _Terminated(BaseException):
+    """SIGTERM, so that a run's report tells its end. No SystemExit, which a model may raise; serve and schedule handle the signal."""
 
 
 def _failed(exc: Exception, status: int) -> int:
@@ -78,10 +110,34 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(call=call, command=name)
         return sub
 
-    command("run", _run, "materialize a view and publish it", view=True)
-    command("materialize", _run, "compute a view into a new snapshot, without publishing it", view=True)
+    run = command("run", _run, "materialize a view and publish it", view=True)
+    materialize = command("materialize", _materialize, "compute a view into a new snapshot, without publishing it", view=True)
+    materialize.add_argument("--dry-run", action="store_true", help="only tell how many rows would be computed, and why")
+    for sub in (run, materialize):
+        sub.add_argument("--full", action="store_true", help="compute every row, changed or not")
+        sub.add_argument(
+            "--retry-rejected", action="store_true", help="compute rejected rows again, though their input is the same"
+        )
+        sub.add_argument("--partition", metavar="TIME", help="the partition that contains it (default: the latest that is over)")
+        sub.add_argument("--due", help=argparse.SUPPRESS)
+        sub.add_argument("--backfill", help=argparse.SUPPRESS)
     publish = command("publish", _run, "load a snapshot into the online store and make it live", view=True)
-    publish.add_argument("--snapshot", type=int, metavar="N", help="which one (default: the newest)")
+    publish.add_argument("--snapshot", type=int, metavar="N", help="which one (default: the newest that may be published)")
+    publish.add_argument("--reload", action="store_true", help="load it again, though the online store seems to hold it")
+    for sub in (run, materialize, publish):
+        sub.add_argument(
+            "--accept",
+            action="append",
+            default=[],
+            choices=GATES,
+            metavar="GATE",
+            help=f"publish although this gate refuses: {', '.join(GATES)}",
+        )
+    _add_backfill(command("backfill", _backfill, "compute the partitions of a view over a range of data time", view=True))
+    rollback = command("rollback", _rollback, "make an earlier snapshot live and mark the present one bad", view=True)
+    rollback.add_argument("--to", type=int, metavar="N", help="which one (default: the one that was live before)")
+    rollback.add_argument("--hold", action="store_true", help="runs publish nothing until `publish` or `resume`")
+    command("resume", _resume, "let runs publish again after `rollback --hold`", view=True)
     command("schedule", _schedule, "run the views by their cron lines until SIGTERM")
     command("serve", _serve, "serve the HTTP API until SIGTERM")
     lookup = command("lookup", _lookup, "look up rows by key, with their freshness", view=True)
@@ -93,9 +149,89 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--key", help="neighbours of this row")
     what.add_argument("--text", help="neighbours of this text, embedded now by the view's model")
     search.add_argument("-k", type=int, default=10, help="how many (default: 10)")
+    why = command("explain", _explain, "which run, snapshot, input and model made a row, and what it was before", view=True)
+    why.add_argument("key", metavar="KEY", help="entity key; parts of a composite one separated by /")
+    command("verify", _verify, "re-read what is live: checksums, counts, online rows, index", view=True)
+    gc = command("gc", _gc, "remove snapshots and files that nothing can reach")
+    gc.add_argument("--dry-run", action="store_true", help="only list them")
+    pin = command("pin", _pin, "keep a snapshot whatever its age", view=True)
+    pin.add_argument("--snapshot", type=int, metavar="N", help="which one (default: the live one)")
+    pin.add_argument("--remove", action="store_true", help="let go of it")
     command("status", _status, "each view's live snapshot, its age against the TTL, and its last run")
     command("schema", _schema, "JSON Schemas of project.yaml and views/*.yaml, for editors")
     return parser
+
+
+def _add_backfill(sub: argparse.ArgumentParser) -> None:
+    sub.formatter_class = argparse.RawDescriptionHelpFormatter
+    sub.description = """Compute the partitions of a view over a range of data time, each in a process of its own; then publish the newest
+snapshot that may be, unless what is live is newer.
+
+--reprocess  missing  partitions that have no snapshot: never run, or interrupted
+             failed   also those whose last run failed, or had too many rows rejected
+             stale    also those computed by another model, SQL or features than configured now, or (--check-inputs) from other rows
+             all      every one; each computes what changed, or all rows with --full
+
+SIGINT or SIGTERM cancels a backfill, for good. One that was killed, or in which something failed, goes on with --resume.
+Exit status: 0 all done; 1 a partition or publishing failed; 3 only refused ones are left."""
+    sub.add_argument(
+        "--from", dest="first", metavar="TIME", help="begin with the partition that contains it, as 2026-01-01 (UTC)"
+    )
+    sub.add_argument("--to", dest="last", metavar="TIME", help="end with the partition that contains it, which is included too")
+    sub.add_argument("--reprocess", choices=("missing", "failed", "stale", "all"), help="which partitions (default: missing)")
+    sub.add_argument(
+        "--check-inputs", action="store_true", help="read every source to tell stale ones: as slow as reading them is"
+    )
+    sub.add_argument("--full", action="store_true", help="compute every row of them, changed or not")
+    sub.add_argument("--dry-run", action="store_true", help="only tell what would be done, why, and how long it takes")
+    sub.add_argument("--max-active", type=int, metavar="N", help="how many at once (default: 1)")
+    sub.add_argument("--backwards", action="store_true", help="begin with the newest")
+    sub.add_argument("--no-publish", action="store_true", help="leave what is live as it is")
+    sub.add_argument("--resume", metavar="ID", help="go on with this one; all but --max-active is as it was")
+
+
+def _backfill(arguments: argparse.Namespace) -> int:
+    from jobs.backfill import resume_backfill, run_backfill
+    from jobs.backfill_plan import describe_plans, plan_backfill, plans_json, range_of
+    from jobs.backfill_state import Options
+
+    project, name = _project(arguments), arguments.view
+    if arguments.max_active is not None and arguments.max_active < 1:
+        raise ConfigError(f"--max-active: {arguments.max_active}: at least 1 at once")
+    tell: Callable[[str], None] = (lambda _: None) if arguments.json else (lambda line: print(line, flush=True))
+    if arguments.resume is not None:
+        given = ("first", "last", "reprocess", "check_inputs", "full", "dry_run", "backwards", "no_publish")
+        wrong = [option for option in given if getattr(arguments, option)]
+        if wrong:
+            option = {"first": "from", "last": "to"}.get(wrong[0], wrong[0]).replace("_", "-")
+            raise ConfigError(
+                f"--{option}: a resumed backfill does what it was begun with; leave it out, or begin anew without --resume"
+            )
+        state = resume_backfill(project, name, arguments.resume, max_active=arguments.max_active, announce=tell)
+    else:
+        if arguments.first is None or arguments.last is None:
+            raise ConfigError("which partitions? Give --from and --to, as in --from 2026-01-01 --to 2026-01-31; or --resume ID")
+        options = Options(
+            first=arguments.first,
+            last=arguments.last,
+            reprocess=arguments.reprocess or "missing",
+            check_inputs=arguments.check_inputs,
+            full=arguments.full,
+            max_active=arguments.max_active or 1,
+            backwards=arguments.backwards,
+            publish=not arguments.no_publish,
+        )
+        if arguments.dry_run:
+            first, last = range_of(options.first, options.last)
+            plans = plan_backfill(project, name, first, last, reprocess=options.reprocess, check_inputs=options.check_inputs)
+            print(json.dumps(plans_json(plans, options)) if arguments.json else describe_plans(plans, options))
+            return DONE
+        state = run_backfill(project, name, options, announce=tell)
+    if arguments.json:
+        print(json.dumps(state.to_json()))
+    if state.signal is not None:
+        return 128 + state.signal
+    return DONE if state.status == "done" else REJECTED if state.only_refused else FAILED
 
 
 def _project(arguments: argparse.Namespace) -> Project:
@@ -110,20 +246,154 @@ def _run(arguments: argparse.Namespace) -> int:
     )  # torch and faiss are loaded only by the commands that need them: `status` takes 0.8 s in all
 
     project = _project(arguments)
-
-    def finished(report: Report) -> None:
-        if arguments.json:
-            print(json.dumps(report.to_json()))  # of a failed run too: that is when a program needs it
-        elif report.error is None:
-            print(describe_report(report.to_json()))
-
+    schedule = project.schedules().get(arguments.view)
+    given = {name: getattr(arguments, name) for name in ("full", "retry_rejected", "due", "backfill") if hasattr(arguments, name)}
     run_view(
         project,
         arguments.view,
         progress_for(arguments.json),
         command=arguments.command,
         number=getattr(arguments, "snapshot", None),
-        finished=finished,
+        reload=getattr(arguments, "reload", False),
+        partition=_partition(project, arguments),
+        accept=arguments.accept,
+        deadline_s=None if schedule is None else schedule.deadline_s,
+        finished=_finished(arguments),
+        **given,
+    )
+    return DONE
+
+
+def _materialize(arguments: argparse.Namespace) -> int:
+    if not arguments.dry_run:
+        return _run(arguments)
+    from jobs.run import plan_view
+
+    project = _project(arguments)
+    plan = plan_view(
+        project,
+        arguments.view,
+        partition=_partition(project, arguments),
+        full=arguments.full,
+        retry_rejected=arguments.retry_rejected,
+    )
+    print(json.dumps(plan.to_json()) if arguments.json else f"{arguments.view}: {plan}")
+    return DONE
+
+
+def _partition(project: Project, arguments: argparse.Namespace) -> Partition | None:
+    """The partition ``--partition`` names."""
+    text = getattr(arguments, "partition", None)
+    if text is None:
+        return None
+    by = project.view(arguments.view).partition
+    if by is None:
+        raise ConfigError(f"--partition: view {arguments.view!r} has none; add partition: {{by: day, start: …}} to it")
+    try:
+        return containing(by.by, parse_time(text))
+    except (ValueError, OverflowError) as exc:
+        raise ConfigError(f"--partition: {text!r}: {exc}") from exc
+
+
+def _finished(arguments: argparse.Namespace) -> Callable[[Report], None]:
+    def finished(report: Report) -> None:
+        if arguments.json:
+            print(json.dumps(report.to_json()))  # of a failed run too: that is when a program needs it
+        elif report.error is None:
+            print(describe_report(report.to_json()))
+
+    return finished
+
+
+def _rollback(arguments: argparse.Namespace) -> int:
+    from jobs.rollback import rollback
+
+    rollback(
+        _project(arguments),
+        arguments.view,
+        progress_for(arguments.json),
+        to=arguments.to,
+        hold=arguments.hold,
+        finished=_finished(arguments),
+    )
+    return DONE
+
+
+def _resume(arguments: argparse.Namespace) -> int:
+    from store.offline_store import OfflineStore
+
+    project = _project(arguments)
+    name = project.view(arguments.view).name
+    ref = OfflineStore(project.root).resume_live(name)
+    print(
+        json.dumps({"view": name, "snapshot": ref.snapshot, "held": ref.held})
+        if arguments.json
+        else f"{name}: runs publish again"
+    )
+    return DONE
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from jobs.verify import verify
+
+    checks = verify(_project(arguments), arguments.view)
+    if arguments.json:
+        found = [{"check": c.check, "ok": c.ok, "found": c.found} for c in checks]
+        print(json.dumps({"view": arguments.view, "ok": all(c.ok for c in checks), "checks": found}))
+    else:
+        for c in checks:
+            print(f"{'ok ' if c.ok else 'BAD'}  {c.check}: {c.found}")
+    return DONE if all(c.ok for c in checks) else FAILED
+
+
+def _gc(arguments: argparse.Namespace) -> int:
+    from jobs.gc import collect
+    from store.lease import take
+    from store.offline_store import PUBLISH_LEASE, OfflineStore
+
+    project = _project(arguments)
+    store, settings = OfflineStore(project.root), project.settings
+    garbage: list[Garbage] = []
+    skipped = False
+    for name in store.views():
+        try:
+            with take(
+                store.lease_folder(name), PUBLISH_LEASE, "gc", ttl_s=settings.lease, busy=f"view {name!r} is being published"
+            ) as lease:
+                keep, grace_s = settings.retention.keep, settings.retention.grace
+                garbage += collect(store, name, keep=keep, grace_s=grace_s, leases=[lease], dry_run=arguments.dry_run)
+        except (ConflictError, SnapshotError) as exc:
+            print(f"precompute: {exc}", file=sys.stderr)
+            skipped = True
+    size = sum(item.size_bytes for item in garbage)
+    if arguments.json:
+        files = [{"path": str(item.path), "size_bytes": item.size_bytes, "why": item.why} for item in garbage]
+        print(json.dumps({"removed": not arguments.dry_run, "size_bytes": size, "files": files}))
+    else:
+        for item in garbage:
+            print(f"{item.path.relative_to(store.root)}  {item.size_bytes:,} bytes  ({item.why})")
+        print(f"{'would remove' if arguments.dry_run else 'removed'} {len(garbage):,} files, {size / 1e6:,.1f} MB")
+    return FAILED if skipped else DONE
+
+
+def _pin(arguments: argparse.Namespace) -> int:
+    from store.offline_store import OfflineStore
+
+    project = _project(arguments)
+    name, store = project.view(arguments.view).name, OfflineStore(project.root)
+    number = arguments.snapshot
+    if number is None:
+        ref = store.live(name)
+        if ref is None:
+            raise ConfigError(f"view {name!r} was never published: name a snapshot with --snapshot")
+        number = ref.snapshot
+    if arguments.remove:
+        store.unpin(name, number)
+    else:
+        store.pin(name, number, "pinned by hand")
+    pins = sorted(store.pins(name))
+    print(
+        json.dumps({"view": name, "pins": pins}) if arguments.json else f"{name}: pinned: {', '.join(map(str, pins)) or 'none'}"
     )
     return DONE
 
@@ -131,13 +401,18 @@ def _run(arguments: argparse.Namespace) -> int:
 def describe_report(report: dict[str, Any]) -> str:
     """A run's report in two lines."""
     head = f"{report['view']}: {report['status']}, snapshot {report['snapshot']}"
+    head += f", partition {report['partition']}" if report["partition"] else ""
     if report["counts"]:
         counts = report["counts"]
-        head += f", {counts['written']:,} of {counts['source']:,} rows"
-        head += f" ({counts['rejected']:,} rejected)" if counts["rejected"] else ""
+        head += f", {counts['written'] + counts['unchanged']:,} of {counts['source']:,} rows"
+        told = [("unchanged", counts["unchanged"]), ("removed", counts["removed"]), ("rejected", counts["rejected"])]
+        told.append(("resumed", report["resumed"]))
+        shown = ", ".join(f"{n:,} {what}" for what, n in told if n)
+        head += f" ({shown})" if shown else ""
         head += f", {report['rows_per_s']:,.0f} rows/s" if report["rows_per_s"] else ""
+    refused = [f"  gate {g['gate']}: {g['message']} (limit {g['limit']:g})" for g in report["gates"] if not g["passed"]]
     stages = " · ".join(f"{name} {seconds:.2f}" for name, seconds in report["stages_s"].items())
-    return f"{head}, {report['seconds']:.1f} s\n  seconds: {stages}"
+    return "\n".join([f"{head}, {report['seconds']:.1f} s", f"  seconds: {stages}", *refused])
 
 
 def _schedule(arguments: argparse.Namespace) -> int:
@@ -205,6 +480,44 @@ def describe_row(row: dict[str, Any]) -> str:
     return "\n".join([head, *(f"  {name}: {_short(value)}" for name, value in row["features"].items())])
 
 
+def _explain(arguments: argparse.Namespace) -> int:
+    from store.entity_key import key_from_path
+    from store.history import explain
+    from store.offline_store import OfflineStore
+
+    project = _project(arguments)
+    view = project.view(arguments.view)
+    key = key_from_path(arguments.key.encode(), view.entity) if len(view.entity) > 1 else arguments.key
+    found = explain(OfflineStore(project.root), view.name, key, memory_mb=project.settings.memory_mb)
+    print(json.dumps(found.to_json()) if arguments.json else describe_explanation(found))
+    return DONE
+
+
+def describe_explanation(found: Explanation) -> str:
+    """How a row came to be, for people: the newest version first."""
+    said = "never published" if found.live is None else f"live is snapshot {found.live}, without it"
+    if any(version.live for version in found.versions):
+        said = f"live in snapshot {found.live}"
+    lines = [f"{found.view} {found.key}: {len(found.versions)} version(s), {said}"]
+    for rejection in found.rejections:
+        where = f"run {rejection.run}" if rejection.snapshot is None else f"snapshot {rejection.snapshot}"
+        lines.append(f"rejected by {where}, stage {rejection.stage}: {rejection.error}")
+    for version in found.versions:
+        state = "live" if version.live else version.void or "replaced"
+        if version.removed_in is not None and version.void is None:
+            state = f"removed in snapshot {version.removed_in}, {str(version.removed_at)[:19]}Z"
+        lines.append(f"{version.computed_at:%Y-%m-%dT%H:%M:%SZ}  snapshot {version.snapshot} ({state})")
+        facts = {"run": version.run or "unknown", "model": version.model[:12], "input": str(version.input_hash)}
+        if version.partition is not None:
+            facts["partition"] = version.partition
+        for name, value in version.features.items():
+            before = version.before or {}
+            facts[name] = _short(value) + (f"  (was {_short(before[name])})" if name in before else "")
+        width = max(map(len, facts))
+        lines += [f"  {name.ljust(width)}  {value}" for name, value in facts.items()]
+    return "\n".join(lines)
+
+
 def _published(online: OnlineStore, view: str) -> Pointer:
     """The view's pointer.
 
@@ -266,11 +579,24 @@ def _status(arguments: argparse.Namespace) -> int:
         print(json.dumps(lines))
     else:
         print(_table(lines))
-    return DONE
+    return FAILED if any(line["attention"] for line in lines) else DONE
 
 
 def _table(lines: Sequence[dict[str, Any]]) -> str:
-    head = ("view", "status", "age", "ttl", "snapshot", "rows", "coverage", "online", "last run", "schedule")
+    head = (
+        "view",
+        "status",
+        "age",
+        "ttl",
+        "snapshot",
+        "rows",
+        "coverage",
+        "rejected",
+        "online",
+        "last run",
+        "next due",
+        "schedule",
+    )
     rows = [head]
     for line in lines:
         last = line["last_run"]
@@ -283,17 +609,22 @@ def _table(lines: Sequence[dict[str, Any]]) -> str:
                 str(line["snapshot"] or "–"),
                 "–" if line["rows"] is None else f"{line['rows']:,}",
                 "–" if line["coverage"] is None else f"{line['coverage']:.1%}",
+                "–" if line["rejected"] is None else f"{line['rejected']:,}",
                 {True: "yes", False: "NO", None: "–"}[line["online"]],
                 "–" if last is None else last["status"],
+                "–" if line["next_due"] is None else line["next_due"][:16].replace("T", " "),
                 line["schedule"] or "–",
             )
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head) - 2)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head) - 1)]
     table = [
         "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), *row[len(widths) :]]).rstrip() for row in rows
     ]
-    errors = [f"{line['view']}: {line['last_run']['error']}" for line in lines if line["last_run"] and line["last_run"]["error"]]
-    return "\n".join(table + (["", *errors] if errors else []))
+    attention = [f"{line['view']}: {'; '.join(line['attention'])}" for line in lines if line["attention"]]
+    attention += [
+        f"{line['view']}: {line['last_run']['error']}" for line in lines if line["last_run"] and line["last_run"]["error"]
+    ]
+    return "\n".join(table + (["", *attention] if attention else []))
 
 
 def _schema(arguments: argparse.Namespace) -> int:

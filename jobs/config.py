@@ -13,6 +13,8 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -21,9 +23,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from jobs.config_file import PREFIX, merged, overrides, read_yaml, substituted
 from jobs.cron import check_cron, check_timezone
 from precompute.model import check_use
-from precompute.source import check_sql, referenced_views
+from precompute.source import check_sql, parameters, referenced_views
 from store.errors import ConfigError
 from store.feature_view import NAME, RESERVED, Feature, FeatureView, IndexSpec
+from store.partition import Partition, containing
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 _DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*$")
@@ -43,6 +46,19 @@ def parse_duration(value: Any) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
+def parse_time(value: Any) -> datetime:
+    """``2026-01-31``, ``2026-01-31 06:00`` or an ISO 8601 time, in UTC unless it says otherwise → aware datetime in UTC.
+
+    Raises:
+        ValueError: anything else.
+    """
+    try:
+        at = datetime.fromisoformat(str(value))
+        return at.replace(tzinfo=UTC) if at.tzinfo is None else at.astimezone(UTC)
+    except (ValueError, OverflowError):
+        raise ValueError("write a date or time, such as 2026-01-31 or 2026-01-31T06:00Z") from None
+
+
 Duration = Annotated[float, BeforeValidator(parse_duration, json_schema_input_type=str | float)]
 
 
@@ -50,7 +66,7 @@ _Config = TypeVar("_Config", bound=BaseModel)
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class SourceConfig(_Strict):
@@ -120,6 +136,54 @@ class FallbackConfig(_Strict):
     deadline: Duration = Field(default=0.1, description="how long a lookup waits for the model")
 
 
+class PartitionConfig(_Strict):
+    """Makes a view of intervals of data time: each run computes one, with ``$start`` and ``$end`` bound in the SQL."""
+
+    by: Literal["hour", "day", "week", "month"] = "day"
+    column: str | None = Field(
+        default=None, description="of the source: a date or timestamp (UTC) that must lie in the partition"
+    )
+    start: datetime = Field(description="the first partition begins here, or contains it")
+
+    @field_validator("start", mode="before")
+    @classmethod
+    def _time(cls, start: Any) -> Any:
+        at = parse_time(start)
+        if not 1970 <= at.year <= 2200:
+            raise ValueError("a partition begins between 1970 and 2200")
+        return at
+
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class GatesConfig(_Strict):
+    """What a new snapshot must look like to be published; null switches one off."""
+
+    rows: float | None = Field(
+        default=0.2, ge=0, description="largest share by which the row count may differ from the live one's"
+    )
+    coverage: Share | Literal["auto"] | None = Field(
+        default="auto", description="least share of source rows with a value; auto is 1 - max_rejected"
+    )
+    rejected: Share | Literal["auto"] | None = Field(
+        default="auto", description="largest share of rejected rows; auto is max_rejected"
+    )
+    finite: float | None = Field(default=0.0, ge=0, le=1, description="largest share of sampled rows with a NaN or infinity")
+    zero: float | None = Field(default=0.01, ge=0, le=1, description="largest share of vectors that are all zeros")
+    norm: float | None = Field(default=0.5, ge=0, description="largest relative change of the mean norm since the live snapshot")
+    duplicates: float | None = Field(default=0.5, ge=0, le=1, description="largest share of vectors equal to another one")
+    drift: float | None = Field(
+        default=0.8,
+        ge=-1,
+        le=1,
+        description="least mean cosine to the live snapshot's vectors of the same keys, by the same model",
+    )
+    parity: float | None = Field(
+        default=0.05, ge=0, le=1, description="largest share of sampled rows that the fallback computes differently"
+    )
+
+
 def _name(value: str) -> str:
     if not NAME.match(value):
         raise ValueError("a name has lower-case letters, digits and _, starts with a letter, and is at most 63 long")
@@ -143,6 +207,13 @@ class ViewConfig(_Strict):
     fallback: FallbackConfig = FallbackConfig()
     max_rejected: float = Field(default=0.01, ge=0, le=1, description="share of rejected rows past which nothing is published")
 
+    renew_unchanged: bool = Field(
+        default=True,
+        description="rows whose input did not change are as fresh as the run that saw it; false computes them past ttl",
+    )
+    partition: PartitionConfig | None = None
+    gates: GatesConfig = GatesConfig()
+
     @field_validator("entity")
     @classmethod
     def _keys(cls, entity: list[str]) -> list[str]:
@@ -158,6 +229,24 @@ class ViewConfig(_Strict):
         taken = [name for name in self.features if name in RESERVED or name in self.entity]
         if taken:
             raise ValueError(f"features: {taken[0]!r} is the name of an answer's own column; call the feature something else")
+        wanted = parameters(self.source.sql)
+        for name, query in model_queries(self.model.args).items():
+            try:
+                check_sql(query)
+            except ConfigError as exc:
+                raise ValueError(f"model.args.{name}.sql: {exc}") from exc
+            if self.partition is None and parameters(query):
+                raise ValueError(
+                    f"model.args.{name}.sql: takes ${min(parameters(query))}, which only a view with a partition has"
+                )
+        if self.partition is None and wanted:
+            raise ValueError(
+                f"source.sql: takes ${min(wanted)}, which only a view with a partition has; add partition: {{by: day, start: …}}"
+            )
+        if self.partition is not None and not wanted:
+            raise ValueError(
+                "partition: the source's SQL names neither $start nor $end; bind them, as in WHERE day >= $start AND day < $end"
+            )
         if self.index is not None:
             indexed = self.features.get(self.index.on)
             if indexed is None or indexed.dim is None or not indexed.dtype.startswith("float"):
@@ -165,6 +254,22 @@ class ViewConfig(_Strict):
                     f"index.on: {self.index.on!r} is no feature with a float dtype and a dim{_did_you_mean(self.index.on, self.features)}"
                 )
         return self
+
+    def partition_at(self, now: datetime) -> Partition | None:
+        """The latest partition that is over at ``now`` (aware); None for a view that has none.
+
+        Raises:
+            ConfigError: not one is over yet.
+        """
+        if self.partition is None:
+            return None
+        current = containing(self.partition.by, now)
+        latest = containing(self.partition.by, current.start - timedelta(microseconds=1))
+        if latest.end <= self.partition.start:
+            raise ConfigError(
+                f"view {self.name!r}: its first partition, of {self.partition.start:%Y-%m-%d %H:%M}, is not over yet"
+            )
+        return latest
 
     def feature_view(self) -> FeatureView:
         """The view as the other rooms know it."""
@@ -191,6 +296,13 @@ def model_queries(args: Mapping[str, Any]) -> dict[str, str]:
     return {k: v["sql"] for k, v in args.items() if isinstance(v, Mapping) and set(v) == {"sql"}}
 
 
+class RetentionConfig(_Strict):
+    """Which snapshots ``gc`` keeps, beside the live one, the one before, pinned ones and what other views were computed from."""
+
+    keep: int = Field(default=3, ge=1, description="the newest, of each view; of a partitioned one, the newest of each partition")
+    grace: Duration = Field(default=86400.0, description="nothing younger is removed")
+
+
 class ServeConfig(_Strict):
     """The HTTP API."""
 
@@ -204,6 +316,73 @@ class ServeConfig(_Strict):
         return bind
 
 
+CatchUp = Literal["latest", "all", "none"]
+
+
+class RunsConfig(_Strict):
+    """How scheduled runs are caught up on, retried and ended; a view's schedule may say otherwise."""
+
+    catch_up: CatchUp = Field(default="latest", description="which of the times that were missed are run for")
+    retries: int = Field(default=3, ge=0, le=20, description="how often a run that failed or was killed is tried again")
+    retry_after: Duration = Field(default=60.0, description="wait before the first retry; twice as long before each further one")
+    deadline: Duration = Field(default=6 * 3600.0, gt=0, description="a run that takes longer is killed")
+
+
+def _names(value: Any) -> Any:
+    return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
+
+
+class ScheduleConfig(_Strict):
+    """When a view runs; what is left out is as in ``runs``."""
+
+    at: str | None = Field(default=None, description="five cron fields")
+    after: Annotated[list[Name] | None, BeforeValidator(_names, json_schema_input_type=str | list[str] | None)] = Field(
+        default=None, description="views; runs when a new snapshot of one of them is live"
+    )
+    catch_up: CatchUp | None = None
+    retries: int | None = Field(default=None, ge=0, le=20)
+    retry_after: Duration | None = None
+    deadline: Duration | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> ScheduleConfig:
+        if (self.at is None) == (self.after is None):
+            raise ValueError("write one of both: at, five cron fields, or after, the views it runs after")
+        if self.after == []:
+            raise ValueError("after: names no view; write after: [view]")
+        return self
+
+
+def _schedule(value: Any) -> Any:
+    """The short forms, spelled out."""
+    if isinstance(value, Mapping):
+        return value
+    if not isinstance(value, str):
+        raise ValueError("write a string, five cron fields or 'after <view>', or the keys at or after")
+    parents = after(value)
+    if parents == []:
+        raise ValueError("names no view; write 'after <view>'")
+    return {"at": value} if parents is None else {"after": parents}
+
+
+When = Annotated[ScheduleConfig, BeforeValidator(_schedule, json_schema_input_type=str | ScheduleConfig)]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """When one view runs, spelled out. Either ``cron`` is set or ``parents``; durations in seconds."""
+
+    when: str
+    """For people: the cron line, or ``after a, b``."""
+    cron: str | None
+    timezone: str
+    parents: tuple[str, ...]
+    catch_up: CatchUp
+    retries: int
+    retry_after_s: float
+    deadline_s: float
+
+
 class ProjectConfig(_Strict):
     """``project.yaml``: where and when."""
 
@@ -213,8 +392,18 @@ class ProjectConfig(_Strict):
         default_factory=dict, description="values for ${name} in the views; relative paths start with ./ or ../"
     )
     serve: ServeConfig = ServeConfig()
-    schedule: dict[Name, str] = Field(default_factory=dict, description="view → five cron fields, or 'after view[, view]'")
+    schedule: dict[Name, When] = Field(
+        default_factory=dict, description="view → five cron fields, 'after view[, view]', or either with options"
+    )
+    runs: RunsConfig = RunsConfig()
+    lease: Duration = Field(
+        default=60.0, ge=1, description="how long a run or the scheduler may be silent before another one takes over"
+    )
     timezone: str = Field(default="UTC", description="of the cron lines")
+    retention: RetentionConfig = RetentionConfig()
+    notify: list[str] = Field(
+        default_factory=list, description="a command and its arguments, run after every publishing, refusal, failure and rollback"
+    )
     memory_mb: int = Field(default=1024, ge=64, description="DuckDB's memory; it spills to disk beyond")
 
     @field_validator("timezone")
@@ -302,6 +491,23 @@ class Project:
             )
         return self.views[name]
 
+    def schedules(self) -> dict[str, Schedule]:
+        """The schedule section, every view's options spelled out."""
+        runs, found = self.settings.runs, {}
+        for name, own in self.settings.schedule.items():
+            parents = tuple(own.after or ())
+            found[name] = Schedule(
+                when=f"after {', '.join(parents)}" if own.at is None else own.at,
+                cron=own.at,
+                timezone=self.settings.timezone,
+                parents=parents,
+                catch_up=runs.catch_up if own.catch_up is None else own.catch_up,
+                retries=runs.retries if own.retries is None else own.retries,
+                retry_after_s=runs.retry_after if own.retry_after is None else own.retry_after,
+                deadline_s=runs.deadline if own.deadline is None else own.deadline,
+            )
+        return found
+
     def _absolute_online(self, online: str) -> str:
         scheme, _, rest = online.partition(":")
         return f"lmdb:{(self.folder / rest).absolute()}" if scheme == "lmdb" else online
@@ -313,35 +519,33 @@ class Project:
                     raise ConfigError(
                         f"{self.folder / 'views' / name}.yaml: live.{other}: no such view{_did_you_mean(other, self.views)}"
                     )
-        for name, when in self.settings.schedule.items():
-            where = f"{project_file}: schedule.{name}: {when!r}"
+        schedules = self.schedules()
+        for name, schedule in schedules.items():
+            where = f"{project_file}: schedule.{name}: {schedule.when!r}"
             if name not in self.views:
                 raise ConfigError(f"{where}: no such view{_did_you_mean(name, self.views)}")
-            parents = after(when)
-            if parents == []:
-                raise ConfigError(f"{where}: names no view; write 'after <view>'")
-            if parents is None:
+            if schedule.cron is not None:
                 try:
-                    check_cron(when, self.settings.timezone)
+                    check_cron(schedule.cron, schedule.timezone)
                 except ValueError as exc:
                     raise ConfigError(f"{where}: {exc}") from exc
-            for parent in parents or ():
-                if parent not in self.settings.schedule:
-                    raise ConfigError(
-                        f"{where}: {parent!r} is not scheduled itself{_did_you_mean(parent, self.settings.schedule)}"
-                    )
+            for parent in schedule.parents:
+                if parent not in schedules:
+                    raise ConfigError(f"{where}: {parent!r} is not scheduled itself{_did_you_mean(parent, schedules)}")
         self._check_cycle(project_file)
 
     def _check_cycle(self, project_file: Path) -> None:
+        schedules = self.schedules()
+
         def walk(name: str, path: tuple[str, ...]) -> None:
             if name in path:
                 raise ConfigError(
                     f"{project_file}: schedule: {' after '.join((*path, name))} goes round in a circle; give one of them a cron line"
                 )
-            for parent in after(self.settings.schedule[name]) or ():
+            for parent in schedules[name].parents:
                 walk(parent, (*path, name))
 
-        for name in self.settings.schedule:
+        for name in schedules:
             walk(name, ())
 
 

@@ -12,7 +12,7 @@ import yaml
 from store.errors import ConfigError
 
 PREFIX = "PRECOMPUTE_"
-OWN_VARIABLES = frozenset({"PRECOMPUTE_CONFIG"})
+OWN_VARIABLES = frozenset({"PRECOMPUTE_CONFIG", "PRECOMPUTE_CRASH"})
 """Environment variables with our prefix that are no configuration values."""
 
 
@@ -75,7 +75,7 @@ def overrides(environment: Mapping[str, str]) -> dict[str, Any]:
             if not isinstance(node, dict):
                 raise ConfigError(f"environment {variable}: contradicts {PREFIX}{'__'.join(path).upper()}; set one of them")
         # texts whatever they look like: a year, a country called `no`
-        node[last] = text if path[:1] in (["vars"], ["schedule"]) else _value(text)
+        node[last] = text if path[:1] == ["vars"] or path == ["schedule"] else _value(text)
     return tree
 
 

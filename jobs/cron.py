@@ -1,13 +1,22 @@
-"""Cron lines, with cron's meaning. The seam to APScheduler's triggers, which read two things in another way:
+"""Cron lines, with cron's meaning: which moments a line names. The seam to APScheduler's triggers, which read two things in another way:
 
 - a day of the week by number: cron counts from Sunday = 0, APScheduler from Monday = 0. Numbers become names here.
 - both a day of the month and a day of the week: cron fires when either matches, APScheduler when both do.
+
+A trigger is only asked about wall clock times; which moments these are is worked out here. Where the clocks change, as in Debian's cron:
+
+- a line with fixed hours (``30 2 * * *``) fires once for each of its wall clock times: at the first of two moments that have it, and, when
+  no moment has it since the clocks jumped over it, right after the jump. A daily line so fires exactly once on every day.
+- a line with a star for the hour (``*/15 * * * *``) fires whenever a clock on the wall shows one of its times.
 """
 
 from __future__ import annotations
 
 import re
+from collections import deque
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from apscheduler.triggers.base import BaseTrigger
@@ -16,18 +25,105 @@ from apscheduler.triggers.cron import CronTrigger
 
 _DAYS = ("sun", "mon", "tue", "wed", "thu", "fri", "sat", "sun")
 _ORDER = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+_TICK = timedelta(microseconds=1)
+_DAY = timedelta(days=1)
 
 
-def cron_trigger(line: str, timezone: str) -> BaseTrigger:
-    """The trigger of five cron fields: minute, hour, day of month, month, day of week.
+def fire_times(line: str, timezone: str, after: datetime, until: datetime | None = None) -> Iterator[datetime]:
+    """When a line fires, in order.
+
+    Args:
+        line: five cron fields: minute, hour, day of month, month, day of week.
+        timezone: whose wall clock counts.
+        after: aware; not included.
+        until: aware; included. Without it there is no end.
+
+    Yields:
+        aware datetimes in UTC.
 
     Raises:
         ValueError: not a cron line, or no such time zone.
     """
+    zone, trigger, fixed = check_timezone(timezone), _trigger(line), not line.split()[1].startswith("*")
+    after, last = after.astimezone(UTC), None if until is None else until.astimezone(UTC)
+    start, end, offset = _stretch(zone, after)
+    before = _offset(zone, start - _TICK)
+    asked, at = None, None
+    while last is None or start <= last:
+        wall = max(start, after + _TICK) + offset
+        if fixed and offset < before:
+            wall = max(wall, start + before)  # the times shown twice fired when they were shown first
+        if asked is None or at is None or not asked <= wall <= at:  # else it is known from the stretch before
+            asked, at = wall, _next(trigger, wall)
+        if fixed and offset > before and start > after and (last is None or start <= last):
+            skipped = _next(trigger, start + before)
+            if skipped is not None and skipped < start + offset and at != start + offset:
+                yield start
+        while at is not None and at - offset < end and (last is None or at - offset <= last):
+            yield at - offset
+            asked, at = at + _TICK, _next(trigger, at + _TICK)
+        if at is None:
+            return
+        start, end, before, offset = end, _next_change(zone, end), offset, _offset(zone, end)
+
+
+def last_fire(line: str, timezone: str, after: datetime, until: datetime) -> datetime | None:
+    """The last moment a line fires, ``after`` excluded and ``until`` included (both aware); None when there is none. In UTC.
+
+    Raises:
+        ValueError: not a cron line, or no such time zone.
+    """
+    end, length = until, timedelta(hours=1)
+    while end > after:  # backwards in ever longer steps: a month has 43,200 minutes, and the last one is wanted
+        start = max(after, end - length)
+        found = deque(fire_times(line, timezone, start, end), maxlen=1)
+        if found:
+            return found[0]
+        end, length = start, 2 * length
+    return None
+
+
+def _stretch(zone: ZoneInfo, at: datetime) -> tuple[datetime, datetime, timedelta]:
+    """The time around ``at`` in which the zone's clocks were not changed: start (included; two days before at most), end, UTC offset."""
+    start = end = at - 2 * _DAY
+    while end <= at:
+        start, end = end, _next_change(zone, end)
+    return start, end, _offset(zone, start)
+
+
+def _next_change(zone: ZoneInfo, at: datetime) -> datetime:
+    """When the clocks change next after ``at``, or a day on when they do not until then."""
+    offset, end = _offset(zone, at), at + _DAY
+    if _offset(zone, end) == offset:
+        return end
+    while end - at > _TICK:
+        middle = at + (end - at) / 2
+        at, end = (middle, end) if _offset(zone, middle) == offset else (at, middle)
+    return end
+
+
+def _offset(zone: ZoneInfo, at: datetime) -> timedelta:
+    offset = at.astimezone(zone).utcoffset()
+    assert offset is not None
+    return offset
+
+
+def _next(trigger: BaseTrigger, wall: datetime) -> datetime | None:
+    """The first wall clock time from ``wall`` on that a trigger names; both are written as if they were UTC."""
+    found: datetime | None = trigger.get_next_fire_time(None, wall)
+    return found
+
+
+@lru_cache(256)
+def _trigger(line: str) -> BaseTrigger:
+    """A line's trigger over wall clock times.
+
+    Raises:
+        ValueError: not a cron line.
+    """
     fields = line.split()
     if len(fields) != 5:
         raise ValueError("write five cron fields (minute hour day month weekday), such as '0 2 * * *', or 'after <view>'")
-    zone = check_timezone(timezone)
     minute, hour, day, month, weekday = fields
     for field in (minute, hour, day):
         if not re.fullmatch(r"[\d*/,-]+", field):
@@ -37,28 +133,13 @@ def cron_trigger(line: str, timezone: str) -> BaseTrigger:
 
     def trigger(day: str, weekday: str) -> BaseTrigger:
         try:
-            return CronTrigger(minute=minute, hour=hour, day=day, month=month.lower(), day_of_week=weekday, timezone=zone)
+            return CronTrigger(minute=minute, hour=hour, day=day, month=month.lower(), day_of_week=weekday, timezone=UTC)
         except ValueError as exc:
             raise ValueError(f"not a cron line: {exc}") from exc
 
     # crontab(5): the two day fields are alternatives unless one of them starts with a star
     both = not day.startswith("*") and not weekday_starred
-    combined = OrTrigger([trigger(day, "*"), trigger("*", weekday)]) if both else trigger(day, weekday)
-    return combined if hour.startswith("*") else _OnceADay(combined)
-
-
-class _OnceADay(BaseTrigger):  # type: ignore[misc]
-    """Where clocks are set back, a fixed hour comes twice; cron runs it once, APScheduler both times."""
-
-    def __init__(self, trigger: BaseTrigger) -> None:
-        self._trigger = trigger
-
-    def get_next_fire_time(self, previous_fire_time: datetime | None, now: datetime) -> datetime | None:
-        """The next time whose wall clock is another than the last one's."""
-        at: datetime | None = self._trigger.get_next_fire_time(previous_fire_time, now)
-        while at is not None and at.fold and at.utcoffset() != at.replace(fold=0).utcoffset():
-            at = self._trigger.get_next_fire_time(at, (at.astimezone(UTC) + timedelta(seconds=1)).astimezone(at.tzinfo))
-        return at
+    return OrTrigger([trigger(day, "*"), trigger("*", weekday)]) if both else trigger(day, weekday)
 
 
 def check_timezone(name: str) -> ZoneInfo:
@@ -77,8 +158,8 @@ def check_cron(line: str, timezone: str) -> None:
     """Raises:
     ValueError: not a cron line, or one that never fires.
     """
-    trigger = cron_trigger(line, timezone)
-    if trigger.get_next_fire_time(None, datetime.now(ZoneInfo(timezone))) is None:
+    check_timezone(timezone)
+    if _next(_trigger(line), datetime.now(UTC)) is None:
         raise ValueError("this cron line never fires")
 
 

@@ -24,6 +24,7 @@ from store.freshness import Reason
 from store.lookup import Computed, Miss
 from store.offline_store import OfflineStore
 from store.online_store import Pointer
+from store.partition import Partition
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +159,10 @@ class ViewFallback:
         PrecomputeError: the model on disk is not the live snapshot's.
         """
         for load in (self._model, load_model):  # a shared model may be older than the files it was loaded from
-            opened = open_view(pointer.view, self._store, pinned=pointer.inputs, memory_mb=self._memory_mb, load=load)
+            partition = None if pointer.partition is None else Partition.parse(pointer.partition)
+            opened = open_view(
+                pointer.view, self._store, pinned=pointer.inputs, partition=partition, memory_mb=self._memory_mb, load=load
+            )
             if opened.fingerprint == pointer.model:
                 if load is load_model:
                     self._models.clear()

@@ -1,7 +1,7 @@
 """Materialize: compute a feature view into a snapshot.
 
-source ─ rows ─► windows ─► model ─► Parquet parts ─► manifest. Nothing is visible before the manifest; a run that dies leaves the old
-snapshot as it was.
+source ─ rows ─► plan ─► windows ─► model ─► chunks: Parquet parts and a journal ─► gates ─► manifest. Nothing is visible before the
+manifest; a run that dies leaves the old snapshot as it was, and its finished chunks to the next run.
 """
 
 from __future__ import annotations
@@ -9,26 +9,33 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from jobs.config import ViewConfig
+from jobs.gates import judge, verdicts_json
 from jobs.open_view import OpenView, open_view
+from jobs.plan import Plan, make_plan, now_us
 from jobs.progress import Progress
 from jobs.report import Report
 from precompute.batching import WINDOW_ROWS
 from precompute.runner import compute
 from store.entity_key import bad_keys, key_column
-from store.errors import RejectedError, SourceError
-from store.offline_store import OfflineStore, utc_now
-from store.snapshot import Counts, Part, Snapshot
+from store.errors import RejectedError, SnapshotError, SourceError
+from store.lease import Lease
+from store.offline_store import Finished, OfflineStore, utc_now
+from store.partition import Partition
+from store.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot
 
 PART_BYTES = 64 * 2**20
 """Rows are gathered to about this size before a Parquet file is written."""
+CHUNK_S = 30.0
+"""Or for this long: a chunk is what a killed run loses at most."""
 
 _REJECTED = pa.schema(
     [
@@ -42,67 +49,216 @@ _REJECTED = pa.schema(
 
 
 def materialize(
-    config: ViewConfig, store: OfflineStore, report: Report, progress: Progress, *, memory_mb: int = 1024
+    config: ViewConfig,
+    store: OfflineStore,
+    report: Report,
+    progress: Progress,
+    *,
+    partition: Partition | None = None,
+    full: bool = False,
+    retry_rejected: bool = False,
+    accept: Collection[str] = (),
+    lease: Lease | None = None,
+    memory_mb: int = 1024,
 ) -> Snapshot:
-    """Compute every row of a view and commit the result; the caller holds the view's run lock.
+    """Compute the rows of a view that need it, and commit the result; the caller holds the run's lease.
 
     Args:
         config: the view.
         store: where the snapshot goes.
         report: counts and stage times are added to it.
         progress: told of every window.
+        partition: which one, of a partitioned view.
+        full: compute every row.
+        retry_rejected: compute rows that were rejected with the same input, too.
+        accept: gates whose refusal is accepted; the manifest records them.
+        lease: checked before the commit.
         memory_mb: DuckDB's share of the memory.
 
     Returns:
-        the committed snapshot, not yet published.
+        the committed snapshot, not yet published; or the one there was, when nothing changed (``report.status`` is ``current`` then).
 
     Raises:
         SourceError: the source failed, is empty, or has a key with two values.
         RejectedError: more rows were rejected than the view allows; ``rejected.parquet`` of the run has them.
-        ModelError, ConfigError, SnapshotError: as their names say.
+        ModelError, ConfigError, SnapshotError, FencedError: as their names say.
     """
-    view = config.feature_view()
     with report.stage("open"):
-        opened = open_view(view, store, memory_mb=memory_mb)
-    with opened.source as source:
-        report.model, report.inputs = opened.fingerprint, dict(opened.inputs)
-        with report.stage("source"):
-            total = source.load()
-        if total == 0:
-            raise SourceError(
-                f"view {view.name!r}: the source yielded no rows; nothing was published and the live snapshot stays"
-            )
-        run = _Run(opened, store, report, math.floor(total * config.max_rejected + 1e-9))
-        progress.begin(f"materialize {view.name}", total)
+        opened = open_view(config.feature_view(), store, partition=partition, memory_mb=memory_mb)
+    with opened:
+        source = opened.source
+        plan = _planned(config, opened, store, report, partition, full=full, retry_rejected=retry_rejected)
+        if plan.nothing_to_do:
+            assert plan.parent is not None
+            report.snapshot, report.status = plan.parent.number, "current"
+            rejected = plan.parent.counts.rejected
+            report.counts = _counts_json(Counts(plan.source_rows, 0, rejected, plan.source_rows - rejected))
+            return _judged_again(config, opened, store, report, plan.parent, accept, lease)
+        store.begin_journal(config.name, report.run, plan.recipe, report.partition, full=full)
+        run = _Run(opened, store, report, math.floor(plan.source_rows * config.max_rejected + 1e-9), config.renew_unchanged)
+        run.take_over(plan)
+        progress.begin(f"materialize {config.name}", plan.diff.compute)
         batches = source.batches(WINDOW_ROWS)
         while (batch := _next(batches, report)) is not None:
             run.add(batch)
             progress.advance(batch.num_rows)
         run.finish()
         progress.end()
-        counts = Counts(total, run.written, rejected=run.rejected_rows, duplicates=source.rows_read - total)
-        report.counts = {name: getattr(counts, name) for name in Counts.__slots__}
-        if run.written == 0:
-            raise RejectedError(f"view {view.name!r}: all {total} rows were rejected ({run.reasons()}); see {run.rejected_path}")
-        snapshot = Snapshot(
-            view=view,
-            run=report.run,
-            model=opened.fingerprint,
-            counts=counts,
-            parts=tuple(run.parts),
-            rejected=run.rejected_part,
-            created_at=utc_now(),
-            computed_at_min=run.computed_at_min,
-            computed_at_max=run.computed_at_max,
-            inputs=dict(opened.inputs),
-            input_columns={name: str(source.schema.field(name).type) for name in source.input_columns},
-            timings_s={name: round(s, 3) for name, s in report.stages_s.items()},
-            versions=report.versions,
+        counts = Counts(
+            source=plan.source_rows,
+            written=run.written,
+            rejected=run.rejected_rows,
+            unchanged=plan.diff.unchanged,
+            removed=plan.diff.removed,
+            duplicates=source.rows_read - plan.source_rows,
         )
+        report.counts = _counts_json(counts)
+        if counts.rows == 0:
+            raise RejectedError(
+                f"view {config.name!r}: all {plan.source_rows} rows were rejected ({run.reasons()}); see {run.rejected_path}"
+            )
+        snapshot = _snapshot(plan, run, counts)
+        if plan.compact:
+            with report.stage("compact"):
+                snapshot = run.compacted(snapshot)
+        with report.stage("gates"):
+            snapshot = _judged(config, opened, store, snapshot, accept)
+            report.gates = [dict(gate) for gate in snapshot.gates]
         with report.stage("commit"):
-            snapshot = store.commit(snapshot)
+            snapshot = store.commit(snapshot, lease)
+        for name in {
+            report.run,
+            *(Path(part.path).parent.name for part in snapshot.parts),
+        }:  # its own, and those it took over from
+            store.end_journal(config.name, name)
     report.snapshot, report.status = snapshot.number, "committed"
     return snapshot
+
+
+def dry_run(
+    config: ViewConfig,
+    store: OfflineStore,
+    report: Report,
+    *,
+    partition: Partition | None = None,
+    full: bool = False,
+    retry_rejected: bool = False,
+    memory_mb: int = 1024,
+) -> Plan:
+    """What :func:`materialize` would do, and why; nothing is written.
+
+    Raises:
+        SourceError, ModelError, ConfigError, SnapshotError: as :func:`materialize`.
+    """
+    with report.stage("open"):
+        opened = open_view(config.feature_view(), store, partition=partition, memory_mb=memory_mb)
+    with opened:
+        return _planned(config, opened, store, report, partition, full=full, retry_rejected=retry_rejected)
+
+
+def _planned(
+    config: ViewConfig,
+    opened: OpenView,
+    store: OfflineStore,
+    report: Report,
+    partition: Partition | None,
+    *,
+    full: bool,
+    retry_rejected: bool,
+) -> Plan:
+    report.model, report.inputs = opened.fingerprint, dict(opened.inputs)
+    read_at_us = report.read_at_us = now_us()
+    with report.stage("source"):
+        total = opened.source.load(None if config.partition is None else config.partition.column)
+    if total == 0:
+        raise SourceError(f"view {config.name!r}: the source yielded no rows; nothing was published and the live snapshot stays")
+    with report.stage("plan"):
+        plan = make_plan(
+            config,
+            opened,
+            store,
+            None if partition is None else str(partition),
+            total,
+            read_at_us=read_at_us,
+            full=full,
+            retry_rejected=retry_rejected,
+        )
+    report.plan, report.resumed = str(plan), plan.diff.resumed
+    return plan
+
+
+def _snapshot(plan: Plan, run: _Run, counts: Counts) -> Snapshot:
+    diff, source, report = plan.diff, run.opened.source, run.report
+    with report.stage("write"):
+        deletes, own = run.write_deletes(plan)
+    ages = [us for us in (diff.oldest_us, diff.newest_us, run.computed_at_min, run.computed_at_max) if us is not None]
+    return Snapshot(
+        view=run.opened.view,
+        run=report.run,
+        model=run.opened.fingerprint,
+        counts=counts,
+        parts=tuple(run.parts),
+        rejected=run.rejected_part,
+        created_at=utc_now(),
+        computed_at_min=min(ages),
+        computed_at_max=max(ages),
+        inputs=dict(run.opened.inputs),
+        input_columns={name: str(source.schema.field(name).type) for name in source.input_columns},
+        timings_s={name: round(s, 3) for name, s in report.stages_s.items()},
+        versions=report.versions,
+        kind="full" if plan.parent is None else "delta",
+        parent=None if plan.parent is None else plan.parent.number,
+        deletes=deletes,
+        own_deletes=own,
+        recipe=plan.recipe,
+        content=plan.content,
+        partition=report.partition,
+        renewed_at=plan.read_at_us if run.renew and diff.unchanged + diff.resumed else None,
+    )
+
+
+def _judged(config: ViewConfig, opened: OpenView, store: OfflineStore, snapshot: Snapshot, accept: Collection[str]) -> Snapshot:
+    live = None
+    if snapshot.partition is not None:
+        live = store.newest(config.name, snapshot.partition)  # another day's rows are no measure of this one's
+    elif (ref := store.readable_live(config.name)) is not None:
+        try:
+            live = store.snapshot(config.name, ref.snapshot)
+            store.layers(live)
+        except SnapshotError:  # what is live is damaged: a reason to replace it, not to keep it
+            live = None
+    if live is not None and live.number == snapshot.number:
+        live = None
+    quality, verdicts = judge(config, opened, store, snapshot, live)
+    failed = {verdict.gate for verdict in verdicts if not verdict.passed}
+    return replace(
+        snapshot, quality=quality, gates=tuple(verdicts_json(verdicts)), accepted=tuple(sorted(failed.intersection(accept)))
+    )
+
+
+def _judged_again(
+    config: ViewConfig,
+    opened: OpenView,
+    store: OfflineStore,
+    report: Report,
+    snapshot: Snapshot,
+    accept: Collection[str],
+    lease: Lease | None,
+) -> Snapshot:
+    """A snapshot that a gate refused, as the gates are configured now; itself when they still say the same."""
+    if not snapshot.refused_by:
+        return snapshot
+    judged = _judged(config, opened, store, snapshot, accept)
+    report.gates = [dict(gate) for gate in judged.gates]
+    if judged.refused_by == snapshot.refused_by:
+        return snapshot
+    judged = store.commit(replace(judged, run=report.run, created_at=utc_now()), lease)
+    report.snapshot, report.status = judged.number, "committed"
+    return judged
+
+
+def _counts_json(counts: Counts) -> dict[str, int]:
+    return {name: getattr(counts, name) for name in Counts.__slots__}
 
 
 def _next(batches: Iterator[pa.RecordBatch], report: Report) -> pa.RecordBatch | None:
@@ -118,16 +274,37 @@ class _Run:
     store: OfflineStore
     report: Report
     max_rejected: int
+    renew: bool
     written: int = 0
+    chunks: int = 0
     rejected_rows: int = 0
     computed_at_min: int | None = None
     computed_at_max: int | None = None
     parts: list[Part] = field(default_factory=list)
     rejected_part: Part | None = None
+    _began: float = field(default_factory=time.monotonic)
+    _unjournaled: int = 0
     _pending: list[pa.Table] = field(default_factory=list)
     _pending_bytes: int = 0
     _rejected: list[pa.RecordBatch] = field(default_factory=list)
     _reasons: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def name(self) -> str:
+        """The view's."""
+        return self.opened.view.name
+
+    def take_over(self, plan: Plan) -> None:
+        """Begin with what interrupted runs left, and with the rows that were rejected before."""
+        self.parts = [chunk.part for chunk in plan.finished if chunk.part is not None] if plan.diff.resumed else []
+        self.written = plan.diff.resumed
+        if plan.diff.refused:
+            table = self.opened.source.refused().cast(_REJECTED)
+            self._rejected = table.to_batches()
+            self._unjournaled = len(self._rejected)
+            self._reasons.update(table.column("error").to_pylist())
+            self.rejected_rows = table.num_rows
+            self._check_rejected()
 
     def add(self, batch: pa.RecordBatch) -> None:
         """Compute a window and keep its rows."""
@@ -169,21 +346,88 @@ class _Run:
         self._pending.append(table)
         self._pending_bytes += table.nbytes
         self.written += table.num_rows
-        if self._pending_bytes >= PART_BYTES:
-            self._write_part()
+        if self._pending_bytes >= PART_BYTES or time.monotonic() - self._began >= CHUNK_S:
+            self._finish_chunk()
 
     def finish(self) -> None:
         """Write what is pending."""
-        if self._pending:
-            self._write_part()
+        self._finish_chunk()
         self._write_rejected()
 
-    def _write_part(self) -> None:
+    def _finish_chunk(self) -> None:
+        """Make what was computed since the last chunk durable, and note it in the journal."""
+        number = self.chunks
+        part = rejected = None
         with self.report.stage("write"):
-            table = pa.concat_tables(self._pending)
-            name = f"part-{len(self.parts):05d}.parquet"
-            self.parts.append(self.store.write_part(self.opened.view.name, self.report.run, name, table))
+            if self._pending:
+                part = self.store.write_part(
+                    self.name, self.report.run, f"part-{number:05d}.parquet", pa.concat_tables(self._pending)
+                )
+                self.parts.append(part)
+            if len(self._rejected) > self._unjournaled:
+                table = pa.Table.from_batches(self._rejected[self._unjournaled :], _REJECTED)
+                rejected = self.store.write_part(self.name, self.report.run, f"rejected-{number:05d}.parquet", table)
+            if part is not None or rejected is not None:
+                self.store.add_to_journal(self.name, self.report.run, Finished(part, rejected))
+                self.chunks += 1
         self._pending, self._pending_bytes = [], 0
+        self._unjournaled, self._began = len(self._rejected), time.monotonic()
+
+    def write_deletes(self, plan: Plan) -> tuple[Part | None, int]:
+        """Write which rows of the parent's parts and of the chunks taken over are no rows of the result: (file, how many of the chunks)."""
+        if plan.parent is None and not plan.diff.resumed:
+            return None, 0
+        found = self.opened.source.deletes()
+        if not plan.diff.resumed:
+            found = found.filter(pc.invert(found.column("finished")))
+        if not found.num_rows:
+            return None, 0
+        known = [] if plan.parent is None else self._relative(self.store.part_paths(plan.parent))
+        finished = [chunk.part for chunk in plan.finished if chunk.part is not None]
+        number = np.asarray(found.column("file")) + np.where(np.asarray(found.column("finished")), len(known), 0)
+        dead = np.bincount(number, minlength=len(known) + len(finished))[len(known) :]
+        useless = {part.path for part, rows in zip(finished, dead.tolist(), strict=True) if rows == part.rows}
+        if useless:  # chunks of which not one row is wanted any more
+            self.parts = [part for part in self.parts if part.path not in useless]
+            keep = ~np.isin(number, [len(known) + i for i, part in enumerate(finished) if part.path in useless])
+            found, number = found.filter(pa.array(keep)), number[keep]
+            if not found.num_rows:
+                return None, 0
+        names = pa.array([*known, *(part.path for part in finished)], pa.string())
+        parts = pa.DictionaryArray.from_arrays(pa.array(number, pa.int32()), names)
+        keys = {f"key_{name}": _key_values(found.column(f"key_{name}").combine_chunks()) for name in self.opened.view.entity}
+        table = pa.Table.from_arrays(
+            [parts, found.column("row"), found.column("removed"), *keys.values()], names=[*DELETES_SCHEMA.names, *keys]
+        )
+        own = int(pc.sum(found.column("finished")).as_py() or 0)
+        return self.store.write_part(self.name, self.report.run, "deletes.parquet", table), own
+
+    def _relative(self, paths: list[Path]) -> list[str]:
+        folder = (self.store.root / self.name).absolute()
+        return [str(path.relative_to(folder)) for path in paths]
+
+    def compacted(self, snapshot: Snapshot) -> Snapshot:
+        """The same rows, all in parts of their own: nothing is computed, only copied."""
+        parts: list[Part] = []
+        gathered: list[pa.RecordBatch] = []
+        size = 0
+
+        def write() -> None:
+            name = f"compact-{len(parts):05d}.parquet"
+            parts.append(self.store.write_part(self.name, self.report.run, name, pa.Table.from_batches(gathered)))
+            gathered.clear()
+
+        for batch in self.store.batches(snapshot):
+            gathered.append(batch)
+            size += batch.nbytes
+            if size >= PART_BYTES:
+                write()
+                size = 0
+        if gathered:
+            write()
+        chain = self.store.chain(snapshot)[:-1]
+        bases = tuple(sorted({layer.number for layer in chain} | {number for layer in chain for number in layer.bases}))
+        return replace(snapshot, kind="full", parent=None, bases=bases, parts=tuple(parts), deletes=None, own_deletes=0)
 
     def _reject(self, keys: pa.Array, stages: list[str], errors: list[str], hashes: pa.Array) -> None:
         self._rejected.append(
@@ -200,10 +444,13 @@ class _Run:
         )
         self._reasons.update(errors)
         self.rejected_rows += len(keys)
+        self._check_rejected()
+
+    def _check_rejected(self) -> None:
         if self.rejected_rows > self.max_rejected:
             self._write_rejected()
             raise RejectedError(
-                f"view {self.opened.view.name!r}: {self.rejected_rows} rows rejected so far, {self.max_rejected} allowed ({self.reasons()}); nothing was "
+                f"view {self.name!r}: {self.rejected_rows} rows rejected so far, {self.max_rejected} allowed ({self.reasons()}); nothing was "
                 f"published and the live snapshot stays. See {self.rejected_path}; mend the source, or raise max_rejected"
             )
 

@@ -6,17 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from jobs.config import model_queries
 from precompute.model import Model, load_model, model_fingerprint
-from precompute.source import Source, referenced_views
+from precompute.source import Files, Source, referenced_views
 from store.errors import ConfigError, SourceError
 from store.feature_view import FeatureView
-from store.offline_store import OfflineStore
+from store.offline_store import Layers, OfflineStore
+from store.partition import Partition
 
 PRECISIONS = {"auto": "fp32", "fp32": "fp32"}
 
@@ -34,12 +34,19 @@ class OpenView:
     fingerprint: str
     inputs: Mapping[str, int]
 
+    def __enter__(self) -> OpenView:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.source.close()
+
 
 def open_view(
     view: FeatureView,
     store: OfflineStore,
     *,
     pinned: Mapping[str, int] | None = None,
+    partition: Partition | None = None,
     memory_mb: int = 1024,
     load: Callable[[str, Mapping[str, Any]], Model] = load_model,
 ) -> OpenView:
@@ -49,6 +56,7 @@ def open_view(
         view: its ``definition`` holds source SQL and model.
         store: where other views' snapshots are.
         pinned: snapshot numbers of the views it reads, as a manifest recorded them; the live ones by default.
+        partition: of a partitioned view: what ``$start`` and ``$end`` stand for.
         memory_mb: DuckDB's memory.
         load: makes the model from ``use`` and args; a server passes one that shares models between views.
 
@@ -61,9 +69,10 @@ def open_view(
     queries = model_queries(model["args"])
     wanted = sorted({name for text in (sql, *queries.values()) for name in referenced_views(text)})
     inputs = {name: pinned[name] if pinned is not None else _live_number(store, name, view.name) for name in wanted}
-    live: dict[str, list[Path]] = {name: store.part_paths(store.snapshot(name, number)) for name, number in inputs.items()}
+    live = {name: files_of(store.layers(store.snapshot(name, number))) for name, number in inputs.items()}
+    bounds = None if partition is None else (partition.start, partition.end)
     try:
-        source = Source(sql, view.entity, live, memory_mb=memory_mb)
+        source = Source(sql, view.entity, live, bounds=bounds, memory_mb=memory_mb)
     except ConfigError as exc:
         raise ConfigError(f"view {view.name!r}: source.sql: {exc}") from exc
     except SourceError as exc:
@@ -84,6 +93,11 @@ def open_view(
         source.close()
         raise
     return OpenView(view, source, loaded, fingerprint, inputs)
+
+
+def files_of(layers: Layers) -> Files:
+    """A snapshot's files as a source takes them."""
+    return Files(layers.paths, layers.dead)
 
 
 def _live_number(store: OfflineStore, name: str, reader: str) -> int:

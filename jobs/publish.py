@@ -1,7 +1,8 @@
 """Publish: load a snapshot into the online store and the vector index, verify, then move the live pointer.
 
 Order: generation and index beside what is live → read back → live.json by compare-and-swap → the online pointer. A reader follows only
-the online pointer, so it sees rows and index of one snapshot, the old or the new.
+the online pointer, so it sees rows and index of one snapshot, the old or the new. Every attempt loads a generation of its own number, so
+that a writer that slept never writes into what another one made live.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -18,12 +20,14 @@ import pyarrow.compute as pc
 from jobs.progress import Progress
 from jobs.report import Report
 from store.codec import Buffer, RowCodec
+from store.crashpoint import crashpoint
 from store.entity_key import key_column
-from store.errors import DamagedPointerError, OnlineStoreError, SnapshotError
-from store.offline_store import OfflineStore, utc_now
+from store.errors import ConflictError, DamagedPointerError, GateError, OnlineStoreError, SnapshotError, VectorIndexError
+from store.lease import Lease
+from store.offline_store import LiveRef, OfflineStore, utc_now
 from store.online_store import OnlineStore, Pointer
 from store.snapshot import Snapshot
-from store.vector_index import build_index
+from store.vector_index import VectorIndex, build_index, is_there
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +45,11 @@ def publish(
     *,
     number: int | None = None,
     reason: str = "publish",
+    held: str | None = None,
+    reload: bool = False,
+    lease: Lease | None = None,
 ) -> Pointer:
-    """Make a snapshot live; the caller holds the view's run lock.
+    """Make a snapshot live; the caller holds the view's publishing lease.
 
     Args:
         view: name of the view.
@@ -50,56 +57,184 @@ def publish(
         online: where it goes.
         report: stage times are added to it.
         progress: told of every batch.
-        number: which snapshot; the newest by default.
+        number: which snapshot; by default the newest of the newest partition that no gate refused and nobody rolled back from.
         reason: kept in the live pointer.
+        held: why scheduled runs are to publish nothing after this.
+        reload: load it again, though the online store seems to hold it.
+        lease: checked when the pointer moves.
 
     Returns:
         the pointer that is live now; nothing is loaded when it was live already.
 
     Raises:
         SnapshotError: there is no such snapshot, or it is damaged.
+        GateError: a gate refused it and nobody accepted that, or it was rolled back from.
         OnlineStoreError: the store refused, or gave back other bytes than were loaded; the old generation stays live.
-        ConflictError: somebody else published meanwhile.
+        ConflictError: somebody else published meanwhile; FencedError, if that took this one's lease.
     """
-    number = _newest(view, store) if number is None else number
+    number = newest_publishable(view, store) if number is None else number
     snapshot = store.snapshot(view, number)
-    ref, current = store.readable_live(view), _readable_pointer(view, online)
     report.snapshot, report.model = number, snapshot.model
-    same = ref is not None and current is not None and (ref.snapshot, ref.epoch) == (number, current.epoch)
-    if same and current is not None and _is_served(view, online, current.epoch):
-        report.status, report.epoch = "current", current.epoch
-        return current
-    with report.stage("check"):
-        store.check_parts(snapshot)
+    mended = mend(view, store, online)
+    ref, current = store.readable_live(view), _readable_pointer(view, online)
+    if ref is not None and ref.snapshot == number and not reload and ref.epoch >= (0 if current is None else current.epoch):
+        pointer = _pointer(snapshot, ref)
+        if _can_be_read(pointer, store, online):
+            if current != pointer:
+                online.flip(pointer)
+            _drop_old(view, store, online, ref, current, lease)
+            report.status, report.epoch = "published" if mended or current != pointer else "current", ref.epoch
+            return pointer
+    check_publishable(snapshot, store)
     # Past both pointers: the root may have been restored, or the online store emptied, behind each other's back.
     expected = 0 if ref is None else ref.epoch
-    epoch = max(expected, 0 if current is None else current.epoch, *online.generations(view), 0) + 1
-    with report.stage("load"):
-        sample = _load(snapshot, store, online, epoch, progress)
-    with report.stage("verify"):
-        _verify(snapshot, online, epoch, sample)
-    index = None
-    if snapshot.view.index is not None:
-        index = f"{view}/index/{epoch:020d}"
-        with report.stage("index"):
-            _build(snapshot, store, index)
-    pointer = _pointer(snapshot, epoch, index)
+    epoch = store.claim_epoch(view, max(0 if current is None else current.epoch, *online.generations(view), 0))
+    generation = None if reload else _retained(snapshot, ref, store, online)
+    if generation is None:
+        generation = epoch
+        with report.stage("check"):
+            store.check_parts(snapshot)
+        with report.stage("load"):
+            sample = _load(snapshot, store, online, epoch, progress)
+            crashpoint("online.load")
+        with report.stage("verify"):
+            _verify(snapshot, online, epoch, sample)
+            crashpoint("online.verify")
+        if snapshot.view.index is not None:
+            with report.stage("index"):
+                _build(snapshot, store, _index_folder(view, generation))
+                crashpoint("index.build")
     with report.stage("flip"):
-        store.move_live(view, number, expected_epoch=expected, epoch=epoch, reason=reason)
-        online.flip(pointer)
-    try:
-        _drop_old(view, store, online, keep={epoch, epoch if current is None else current.epoch})
-    except OnlineStoreError as exc:  # the new generation is live and whole: what is left over is dropped by the next publishing
-        log.warning("view %r: old generations stay for now: %s", view, exc)
+        try:
+            ref = store.move_live(
+                view, number, expected_epoch=expected, epoch=epoch, reason=reason, generation=generation, held=held, lease=lease
+            )
+        except ConflictError:  # somebody else won: what was loaded here will never be read
+            if generation == epoch:
+                with contextlib.suppress(OnlineStoreError):
+                    online.drop(view, epoch)
+                shutil.rmtree(store.root / _index_folder(view, epoch), ignore_errors=True)
+            raise
+        online.flip(_pointer(snapshot, ref))
+        crashpoint("online.flip")
+    _drop_old(view, store, online, ref, current, lease)
     report.status, report.epoch = "published", epoch
-    return pointer
+    return _pointer(snapshot, ref)
 
 
-def _newest(view: str, store: OfflineStore) -> int:
+def mend(view: str, store: OfflineStore, online: OnlineStore) -> bool:
+    """Flip the online pointer to what ``live.json`` says, where a crash between the two left it behind; whether there was need."""
+    ref, current = store.readable_live(view), _readable_pointer(view, online)
+    if ref is None or (current is not None and current.epoch >= ref.epoch):
+        return False
+    try:
+        pointer = _pointer(store.snapshot(view, ref.snapshot), ref)
+    except SnapshotError as exc:
+        log.warning("%s", exc)
+        return False
+    if not _can_be_read(pointer, store, online):
+        return False
+    online.flip(pointer)
+    return True
+
+
+def renew(view: str, store: OfflineStore, online: OnlineStore, renewed_at_us: int, *, lease: Lease | None = None) -> None:
+    """Tell readers that a run found nothing changed since what is live; the caller holds the publishing lease.
+
+    Raises:
+        SnapshotError, OnlineStoreError, ConflictError: as :func:`publish`.
+    """
+    ref = store.live(view)
+    assert ref is not None  # the caller just published it
+    ref = store.renew_live(view, ref, renewed_at_us, lease)
+    online.flip(_pointer(store.snapshot(view, ref.snapshot), ref))
+
+
+def check_publishable(snapshot: Snapshot, store: OfflineStore) -> None:
+    """Raises:
+    GateError: a gate refused the snapshot and nobody accepted that, or it is bad: rolled back from, built on one that was, or the same rows
+        once more.
+    SnapshotError: it cannot be read.
+    """
+    view, number = snapshot.view.name, snapshot.number
+    bad = _bad(snapshot, store)
+    if bad is not None:
+        how = "" if number == bad else f", and snapshot {number} builds on it or holds the very same rows"
+        raise GateError(
+            f"view {view!r}: snapshot {bad} is marked bad ({store.bad(view)[bad].reason}){how}; the live one stays. Mend the source or the model, "
+            f"or remove {store.root / view / 'refs' / 'bad' / f'{bad}.json'} if the mark was a mistake"
+        )
+    if snapshot.refused_by:
+        said = "; ".join(
+            f"{g['gate']}: {g['message']} (limit {g['limit']:g})" for g in snapshot.gates if g["gate"] in snapshot.refused_by
+        )
+        accept = " ".join(f"--accept {name}" for name in snapshot.refused_by)
+        raise GateError(
+            f"view {view!r}: snapshot {number} is not published, the live one stays. {said}. If this is as it should be: "
+            f"precompute publish {view} --snapshot {number} {accept}"
+        )
+
+
+def _bad(snapshot: Snapshot, store: OfflineStore) -> int | None:
+    """Number of the bad snapshot that this one is, builds on, or repeats; None when it is good."""
+    below = store.bad_below(snapshot)
+    if below is not None:
+        return below
+    marked = store.bad(snapshot.view.name)
+    # Only what came after: the snapshot before a `--full` run holds the same content, and is what one goes back to.
+    return next(
+        (n for n, mark in marked.items() if mark.content and mark.content == snapshot.content and n < snapshot.number), None
+    )
+
+
+def accepted(snapshot: Snapshot, store: OfflineStore, accept: Collection[str], run: str) -> Snapshot:
+    """The same snapshot committed once more, as one whose failed gates were accepted by name; itself when none of them failed.
+
+    Raises:
+        SnapshotError: the file system failed.
+    """
+    names = tuple(sorted({*snapshot.accepted, *set(snapshot.refused_by).intersection(accept)}))
+    if names == tuple(sorted(snapshot.accepted)):
+        return snapshot
+    return store.commit(replace(snapshot, accepted=names, run=run, created_at=utc_now()))
+
+
+def _retained(snapshot: Snapshot, ref: LiveRef | None, store: OfflineStore, online: OnlineStore) -> int | None:
+    """The generation that still holds a snapshot, from before the last publishing: going back to it loads nothing."""
+    if ref is None or ref.previous_generation is None or ref.previous != snapshot.number:
+        return None
+    pointer = _pointer(snapshot, replace(ref, generation=ref.previous_generation))
+    if pointer.index is not None:
+        try:
+            VectorIndex(store.root / pointer.index)
+        except VectorIndexError as exc:
+            log.warning("%s; it is built again", exc)
+            return None
+    return ref.previous_generation if _can_be_read(pointer, store, online) else None
+
+
+def newest_publishable(view: str, store: OfflineStore, accept: Collection[str] = ()) -> int:
+    """Number of the newest snapshot of the newest partition that nobody rolled back from and no gate refused but those in ``accept``; the
+    newest of all when there is none such, to be told why it cannot be published.
+
+    Raises:
+        SnapshotError: there is no snapshot.
+    """
     numbers = store.numbers(view)
     if not numbers:
         raise SnapshotError(f"view {view!r} has no snapshot yet: run `precompute run {view}`")
-    return numbers[-1]
+    candidates = []
+    for number in numbers:
+        try:
+            snapshot = store.snapshot(view, number)
+            if not set(snapshot.refused_by).difference(accept) and _bad(snapshot, store) is None:
+                candidates.append(snapshot)
+        except SnapshotError as exc:
+            log.warning("%s", exc)
+    if not candidates:
+        return numbers[-1]
+    last = candidates[-1].partition is not None  # a view that lost or got its partitions: what it has now counts
+    return max((s for s in candidates if (s.partition is not None) == last), key=lambda s: (s.partition or "", s.number)).number
 
 
 def _readable_pointer(view: str, online: OnlineStore) -> Pointer | None:
@@ -111,26 +246,39 @@ def _readable_pointer(view: str, online: OnlineStore) -> Pointer | None:
         return None
 
 
-def _pointer(snapshot: Snapshot, epoch: int, index: str | None) -> Pointer:
+def _pointer(snapshot: Snapshot, ref: LiveRef) -> Pointer:
+    """What readers are told: a function of manifest and live pointer alone, so that it can be mended at any time."""
+    renewed = [us for us in (snapshot.renewed_at, ref.renewed_at) if us is not None]
     return Pointer(
         view=snapshot.view,
         snapshot=snapshot.number,
-        epoch=epoch,
+        epoch=ref.epoch,
         model=snapshot.model,
-        rows=snapshot.counts.written,
+        rows=snapshot.rows,
         source_rows=snapshot.counts.source,
-        at=utc_now(),
+        at=ref.at,
         computed_at_min=snapshot.computed_at_min,
         input_columns=dict(snapshot.input_columns),
         inputs=dict(snapshot.inputs),
-        index=index,
+        index=None if snapshot.view.index is None else _index_folder(snapshot.view.name, ref.generation),
+        generation=ref.generation,
+        partition=snapshot.partition,
+        renewed_at_us=max(renewed, default=0),
     )
 
 
-def _is_served(view: str, online: OnlineStore, epoch: int) -> bool:
-    """Whether the live generation is there and can be opened; one that is gone or damaged is loaded again."""
+def _index_folder(view: str, generation: int) -> str:
+    return f"{view}/index/{generation:020d}"
+
+
+def _can_be_read(pointer: Pointer, store: OfflineStore, online: OnlineStore) -> bool:
+    """Whether generation and index are there and can be opened; what is gone or damaged is loaded again."""
+    view, generation = pointer.view.name, pointer.generation
+    if pointer.index is not None and not is_there(store.root / pointer.index):
+        log.warning("view %r: the vector index %s is gone; it is built again", view, pointer.index)
+        return False
     try:
-        return epoch in online.generations(view) and online.read(view, [b"-"]) is not None
+        return generation in online.generations(view) and online.read_generation(view, generation, [b"-"]) is not None
     except OnlineStoreError as exc:
         log.warning("%s; it is loaded again", exc)
         return False
@@ -153,16 +301,16 @@ def _load(
             yield keys, packed
             progress.advance(len(keys))
 
-    progress.begin(f"publish {view.name}", snapshot.counts.written)
+    progress.begin(f"publish {view.name}", snapshot.rows)
     try:
         count = online.load(view.name, epoch, rows())
     finally:
         progress.end()
-    if count != snapshot.counts.written:
+    if count != snapshot.rows:
         with contextlib.suppress(OnlineStoreError):
             online.drop(view.name, epoch)
         raise OnlineStoreError(
-            f"the online store holds {count} of {snapshot.counts.written} rows of view {view.name!r} after loading; is it evicting keys? Nothing was published"
+            f"the online store holds {count} of {snapshot.rows} rows of view {view.name!r} after loading; is it evicting keys? Nothing was published"
         )
     return sample
 
@@ -189,11 +337,26 @@ def _build(snapshot: Snapshot, store: OfflineStore, folder: str) -> None:
     build_index(store.root / folder, ((key_column(b, view.entity), b.column(on)) for b in batches), dim, view.index.metric)
 
 
-def _drop_old(view: str, store: OfflineStore, online: OnlineStore, keep: set[int]) -> None:
-    """Remove generations and indexes but the live and the last: a request that began before the flip still reads the last."""
-    for generation in online.generations(view):
-        if generation not in keep:
-            online.drop(view, generation)
+def _drop_old(
+    view: str, store: OfflineStore, online: OnlineStore, ref: LiveRef, current: Pointer | None, lease: Lease | None
+) -> None:
+    """Remove generations and indexes but the live and the last: a request that began before the flip still reads the last.
+
+    Raises:
+        FencedError: the lease was lost, and what is there may be what somebody else is loading.
+    """
+    if lease is not None:
+        lease.check()
+    last = ref.previous_generation
+    if last is None and current is not None:  # the offline pointer was lost
+        last = current.generation
+    keep = {ref.generation, last}
+    try:
+        for generation in online.generations(view):
+            if generation not in keep:
+                online.drop(view, generation)
+    except OnlineStoreError as exc:  # what is live is whole: what is left over is dropped by the next publishing
+        log.warning("view %r: old generations stay for now: %s", view, exc)
     folder = store.root / view / "index"
     for path in folder.glob("*") if folder.is_dir() else ():
         if not path.name.isdigit() or int(path.name) not in keep:

@@ -1,26 +1,41 @@
-"""Report: what one run did, written to ``<root>/<view>/runs/<run>.json`` whatever becomes of it."""
+"""Report: what one run did, written to ``<root>/<view>/runs/<run>.json`` whatever becomes of it.
+
+It is written when the run begins (``running``) and again when it ends. A run that was killed leaves ``running`` behind; the next one, which
+finds its lease free, closes it as ``killed``. So these files are the ledger that planning and scheduling read.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import os
 import platform
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from store.errors import PrecomputeError, RejectedError
+from store.errors import GateError, PrecomputeError, RejectedError
 from store.offline_store import OfflineStore, utc_now
+
+LEASED = ("run", "materialize")
+"""Commands that hold the lease of their partition while they go on."""
+
+PUBLISHING = ("publish", "rollback")
+"""Commands that hold the publishing lease, and no other."""
 
 VERSIONED = ("precompute", "torch", "pyarrow", "duckdb", "transformers", "faiss-cpu", "numpy")
 
 
 @dataclass(slots=True)
 class Report:
-    """One run. ``status``: running, published, committed, current (nothing to do), rejected or failed; times in seconds."""
+    """One run; times in seconds.
+
+    ``status``: running · published · committed (not published) · current (nothing to do) · refused (by a gate) · rejected (too many rows) ·
+    failed · cancelled (interrupted) · killed.
+    """
 
     run: str
     view: str
@@ -36,6 +51,21 @@ class Report:
     rows_per_s: float | None = None
     stages_s: dict[str, float] = field(default_factory=dict)
     inputs: dict[str, int] = field(default_factory=dict)
+    gates: list[dict[str, Any]] = field(default_factory=list)
+    resumed: int = 0
+    """Rows an interrupted run had computed."""
+    plan: str | None = None
+    """Which rows were computed, and why."""
+    partition: str | None = None
+    backfill: str | None = None
+    """Id of the backfill it was a part of."""
+    due: str | None = None
+    """The schedule's time it ran for, ISO 8601 in UTC."""
+    parents: dict[str, int] = field(default_factory=dict)
+    """Views it is scheduled after → the epoch of their live pointer when it began."""
+    pid: int = 0
+    read_at_us: int = 0
+    """When the source was read, µs since 1970."""
     error: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -62,24 +92,59 @@ class Report:
 
 @contextlib.contextmanager
 def recorded(
-    store: OfflineStore, view: str, command: str, finished: Callable[[Report], None] = lambda _: None
+    store: OfflineStore, view: str, command: str, finished: Callable[[Report], None] = lambda _: None, **known: Any
 ) -> Iterator[Report]:
-    """A run from start to end: its report is written when it succeeds, fails or is interrupted (not when it is killed), and given to
-    ``finished``."""
+    """A run from start to end: its report is written when it begins, and when it succeeds, fails or is interrupted; then it is given to
+    ``finished``. ``known`` are fields of it that are known at the start."""
     run = f"{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}-{secrets.token_hex(3)}"
-    report = Report(run, view, command, started_at=utc_now(), versions=versions())
+    report = Report(run, view, command, started_at=utc_now(), versions=versions(), pid=os.getpid(), **known)
     started = time.monotonic()
+    store.write_report(view, run, report.to_json(), "nothing was begun, the live snapshot is untouched")
     try:
         yield report
     except BaseException as exc:
-        report.status = "rejected" if isinstance(exc, RejectedError) else "failed"
-        report.error = str(exc) if isinstance(exc, PrecomputeError) else f"{type(exc).__name__}: {exc}"
+        report.status = _status(exc)
+        report.error = str(exc) if isinstance(exc, PrecomputeError) else f"{type(exc).__name__}: {exc}".removesuffix(": ")
         with contextlib.suppress(PrecomputeError):  # a full disk must not hide why the run failed
             _write(store, report, started)
         finished(report)
         raise
     _write(store, report, started)
     finished(report)
+
+
+def _status(exc: BaseException) -> str:
+    if isinstance(exc, RejectedError):
+        return "rejected"
+    if isinstance(exc, GateError):
+        return "refused"
+    if isinstance(exc, KeyboardInterrupt):
+        return "cancelled"
+    return "failed" if isinstance(exc, Exception) else "killed"  # by SIGTERM, as the command line raises it
+
+
+def close_dead(
+    store: OfflineStore,
+    view: str,
+    partition: str | None,
+    why: str = "it ended without a word",
+    commands: Collection[str] = LEASED,
+) -> list[str]:
+    """Close as ``killed`` the reports of runs of this partition that never did it themselves; the caller knows that none goes on, since it
+    holds their lease, or saw the process end. ``commands`` other than those that compute have no partition.
+
+    Returns:
+        ids of the runs closed.
+    """
+    closed = []
+    for report in store.reports(view, limit=1000):
+        if report.get("command") not in commands or report.get("partition") != partition:
+            continue
+        if report.get("status") == "running" and report.get("pid") != os.getpid():
+            report |= {"status": "killed", "error": f"killed: {why}", "finished_at": utc_now()}
+            store.write_report(view, report["run"], report)
+            closed.append(str(report["run"]))
+    return closed
 
 
 def _write(store: OfflineStore, report: Report, started: float) -> None:

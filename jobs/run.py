@@ -1,18 +1,38 @@
-"""Run: materialize, then publish, under the view's lock and with one report. What cron calls."""
+"""Run: materialize, then publish, each under its lease and with one report. What cron calls."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import logging
+import signal
+import threading
+from collections.abc import Callable, Collection, Iterator
+from datetime import UTC, datetime
 
-from jobs.config import Project
-from jobs.materialize import materialize
+from jobs.config import Project, ViewConfig
+from jobs.due import FINISHED
+from jobs.gc import collect
+from jobs.materialize import dry_run, materialize
+from jobs.notify import notify
+from jobs.plan import Plan
 from jobs.progress import Progress
-from jobs.publish import publish
-from jobs.report import Report, recorded
-from store.errors import PrecomputeError, RequestError
-from store.offline_store import OfflineStore
+from jobs.publish import accepted, newest_publishable, publish, renew
+from jobs.report import PUBLISHING, Report, close_dead, recorded
+from store.crashpoint import crashpoint
+from store.errors import ConfigError, PrecomputeError, RequestError, SnapshotError
+from store.feature_view import known_fields
+from store.lease import Lease, take
+from store.offline_store import PUBLISH_LEASE, OfflineStore, run_lease
 from store.online_url import open_online_store
+from store.partition import Partition
+from store.snapshot import Snapshot
+
+log = logging.getLogger(__name__)
+
+BRIEFLY_S = 2.0
+"""How long a command waits for a lease: garbage collection holds one for an instant."""
+PATIENTLY_S = 600.0
+"""How long a run that has computed its rows waits to publish them."""
 
 
 def run_view(
@@ -22,6 +42,14 @@ def run_view(
     *,
     command: str = "run",
     number: int | None = None,
+    partition: Partition | None = None,
+    full: bool = False,
+    retry_rejected: bool = False,
+    accept: Collection[str] = (),
+    reload: bool = False,
+    due: str | None = None,
+    backfill: str | None = None,
+    deadline_s: float | None = None,
     finished: Callable[[Report], None] = lambda _: None,
 ) -> Report:
     """Run one view.
@@ -32,31 +60,223 @@ def run_view(
         progress: told how far it is.
         command: ``run``, or only its first half ``materialize``, or only its second half ``publish``.
         number: which snapshot to publish; the newest by default.
+        partition: which one to compute; of a partitioned view the latest that is over by default.
+        full: compute every row.
+        retry_rejected: compute rows that were rejected with the same input, too.
+        accept: gates whose refusal is accepted.
+        reload: publish it again, though the online store seems to hold it.
+        due: the schedule's time this run is for.
+        backfill: id of the backfill this run is a part of.
+        deadline_s: the kernel ends the process after this long, whatever it hangs in.
         finished: given the report once it is complete, of a failed run too.
 
     Returns:
         the report, as written.
 
     Raises:
-        ConflictError: another run of the view is going on.
+        ConflictError: another run of the view, or of the partition, is going on.
+        GateError: a gate refused to publish; the snapshot is committed.
         PrecomputeError: what :func:`materialize` and :func:`publish` raise; the report says it too.
     """
-    config = project.view(name)
-    store = OfflineStore(project.root)
-    with store.run_lock(name), recorded(store, name, command, finished) as report, named(name):
-        try:
-            if command != "publish":
-                snapshot = materialize(config, store, report, progress, memory_mb=project.settings.memory_mb)
-                number = snapshot.number
-            if command != "materialize":
-                online = open_online_store(project.online)
-                try:
-                    publish(name, store, online, report, progress, number=number, reason=command)
-                finally:
-                    online.close()
-        finally:
-            progress.end()
+    config, store = project.view(name), OfflineStore(project.root)
+    part = None
+    if command != "publish":
+        partition = partition_of(config, partition)
+        part = None if partition is None else str(partition)
+
+    def ended(report: Report) -> None:
+        if report.error is not None:
+            notify(project.settings.notify, report)
+        finished(report)
+
+    with contextlib.ExitStack() as held:
+        lease = None
+        if command != "publish":
+            busy = f"another run of view {name!r}{'' if part is None else f' and partition {part}'} is going on; wait for it, or look at `status`"
+            lease = held.enter_context(
+                take(
+                    store.lease_folder(name), run_lease(part), command, ttl_s=project.settings.lease, busy=busy, wait_s=BRIEFLY_S
+                )
+            )
+            close_dead(store, name, part)
+            if due is not None and (done := _done(store, name, due)) is not None:
+                log.info("view %r: the run due at %s is done already", name, due)
+                return done
+        known = {"partition": part, "due": due, "backfill": backfill, "parents": _parents(project, name, store)}
+        report = held.enter_context(recorded(store, name, command, ended, **known))
+        held.enter_context(named(name))
+        held.enter_context(_ended_by_kernel(deadline_s))
+        held.callback(progress.end)
+        if lease is None:
+            snapshot = _asked(store, name, number, accept, report)
+        else:
+            snapshot = materialize(
+                config,
+                store,
+                report,
+                progress,
+                partition=partition,
+                full=full,
+                retry_rejected=retry_rejected,
+                accept=accept,
+                lease=lease,
+                memory_mb=project.settings.memory_mb,
+            )
+        if command != "materialize":
+            _publish(project, store, config, snapshot, report, progress, accept=accept, reload=reload, run=lease)
     return report
+
+
+def plan_view(
+    project: Project, name: str, *, partition: Partition | None = None, full: bool = False, retry_rejected: bool = False
+) -> Plan:
+    """What :func:`run_view` would compute, and why; nothing is written.
+
+    Raises:
+        PrecomputeError: as :func:`jobs.materialize.materialize`.
+    """
+    config, store = project.view(name), OfflineStore(project.root)
+    with named(name):
+        return dry_run(
+            config,
+            store,
+            Report("", name, "plan"),
+            partition=partition_of(config, partition),
+            full=full,
+            retry_rejected=retry_rejected,
+            memory_mb=project.settings.memory_mb,
+        )
+
+
+def partition_of(config: ViewConfig, partition: Partition | None) -> Partition | None:
+    """The partition to compute: the one asked for, or the latest that is over; None for a view that has none.
+
+    Raises:
+        ConfigError: the view has no partitions, not one is over yet, or the one asked for is not over or before the first.
+    """
+    if config.partition is None and partition is not None:
+        raise ConfigError(f"view {config.name!r} has no partitions: add partition: {{by: day, start: …}} to it, or ask for none")
+    now = datetime.now(UTC)
+    if partition is None or config.partition is None:
+        return config.partition_at(now)
+    if partition.end <= config.partition.start or partition.end > now:
+        when = (
+            "is not over yet" if partition.end > now else f"lies before the view's start, {config.partition.start:%Y-%m-%d %H:%M}"
+        )
+        raise ConfigError(f"view {config.name!r}: partition {partition} {when}")
+    return partition
+
+
+def _done(store: OfflineStore, name: str, due: str) -> Report | None:
+    """What became of the run for this time of the schedule: a scheduler that was killed may have started it before."""
+    for report in store.reports(name, 200):
+        if report.get("due") == due and report.get("status") in FINISHED:
+            return known_fields(Report, report)
+    return None
+
+
+def _parents(project: Project, name: str, store: OfflineStore) -> dict[str, int]:
+    """Views this one is scheduled after → the epoch of what is live of them."""
+    schedule = project.schedules().get(name)
+    refs = {parent: store.readable_live(parent) for parent in (() if schedule is None else schedule.parents)}
+    return {parent: ref.epoch for parent, ref in refs.items() if ref is not None}
+
+
+def _asked(store: OfflineStore, name: str, number: int | None, accept: Collection[str], report: Report) -> Snapshot:
+    """The snapshot to publish, with the gates that were accepted now."""
+    number = newest_publishable(name, store, accept) if number is None else number
+    return accepted(store.snapshot(name, number), store, accept, report.run)
+
+
+def _may_go_live(store: OfflineStore, snapshot: Snapshot) -> bool:
+    """Whether a run may publish what it computed; an operator's ``publish`` always may."""
+    name = snapshot.view.name
+    ref = store.readable_live(name)
+    if ref is None:
+        return True
+    if ref.held is not None:
+        log.warning(
+            "view %r is held (%s): snapshot %d is not published; `precompute resume %s` ends that",
+            name,
+            ref.held,
+            snapshot.number,
+            name,
+        )
+        return False
+    try:
+        live = store.snapshot(name, ref.snapshot)
+    except SnapshotError:
+        return True
+    if live.partition is not None and snapshot.partition is not None and live.partition > snapshot.partition:
+        log.info(
+            "view %r: partition %s is older than the live %s and stays unpublished", name, snapshot.partition, live.partition
+        )
+        return False
+    return True
+
+
+def _publish(
+    project: Project,
+    store: OfflineStore,
+    config: ViewConfig,
+    snapshot: Snapshot,
+    report: Report,
+    progress: Progress,
+    *,
+    accept: Collection[str],
+    reload: bool,
+    run: Lease | None,
+) -> None:
+    name, nothing_new = config.name, report.status == "current"
+    snapshot = accepted(snapshot, store, accept, report.run)
+    wait_s = BRIEFLY_S if run is None else PATIENTLY_S
+    busy = f"view {name!r} is being published, rolled back or cleaned up; wait for it, or look at `status`"
+    with take(
+        store.lease_folder(name), PUBLISH_LEASE, report.command, ttl_s=project.settings.lease, busy=busy, wait_s=wait_s
+    ) as lease:
+        close_dead(store, name, None, commands=PUBLISHING)
+        if run is not None:
+            run.check()  # once the publishing lease is held, nobody else can publish what a later run computed
+        goes_live = (report.command == "publish" and report.backfill is None) or _may_go_live(store, snapshot)
+        online = open_online_store(project.online)
+        try:
+            if goes_live:
+                number, reason = snapshot.number, report.command
+                publish(name, store, online, report, progress, number=number, reason=reason, reload=reload, lease=lease)
+            elif report.status == "running":
+                report.snapshot, report.status = snapshot.number, "current"
+            ref = store.readable_live(name)
+            if ref is not None and ref.snapshot == snapshot.number:
+                if goes_live and ref.held is not None:  # it was live already, and an operator wants it published
+                    store.resume_live(name)
+                if nothing_new and config.renew_unchanged:
+                    renew(name, store, online, report.read_at_us, lease=lease)
+        finally:
+            online.close()
+        if report.status == "published":
+            notify(project.settings.notify, report)
+        crashpoint("notify")
+        settings = project.settings.retention
+        with report.stage("gc"):
+            try:
+                collect(store, name, keep=settings.keep, grace_s=settings.grace, leases=[lease] if run is None else [lease, run])
+            except SnapshotError as exc:  # what was published stays published; the next run removes it
+                log.warning("%s", exc)
+
+
+@contextlib.contextmanager
+def _ended_by_kernel(deadline_s: float | None) -> Iterator[None]:
+    """SIGALRM at the deadline, which ends the process whatever it hangs in: no thread of a hung interpreter could."""
+    if deadline_s is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, deadline_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @contextlib.contextmanager

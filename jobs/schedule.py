@@ -1,7 +1,11 @@
-"""Schedule: the views' cron lines and ``after`` dependencies. The seam to APScheduler, which only says when.
+"""Schedule: starts what is due, and ends what takes too long. The seam to APScheduler, which only ticks.
 
-Each run is a process of its own (``precompute run VIEW``): a view that crashes, leaks or hangs takes nothing else with it, and is ended
-with its whole process group. One run per view at a time; a tick that comes while the last run goes on is noted and dropped.
+What is due is computed anew at each tick, by :mod:`jobs.due`; so it makes no difference which scheduler ticks, or for how long none did.
+Of several on one root, one acts, the holder of a lease; the others stand by and take over when it dies or falls silent.
+
+Each run is a process of its own (``precompute run VIEW``) in a session of its own: a view that crashes, leaks or hangs takes nothing else
+with it, and is ended with its whole process group. One run of a view at a time. A run outlives a scheduler that is killed, and the next
+one takes it into its care, deadline and all.
 """
 
 from __future__ import annotations
@@ -9,29 +13,81 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 from apscheduler.events import EVENT_JOB_ERROR, EVENT_JOB_MISSED, JobExecutionEvent
 from apscheduler.schedulers.background import BackgroundScheduler
+from apscheduler.triggers.base import BaseTrigger
 
-from jobs.config import Project, after
-from jobs.cron import cron_trigger
+from jobs.config import Project
+from jobs.due import LEADER, RETRIED, Decision, Ledger, report_time
+from jobs.report import Report, close_dead
+from store.api.page import duration
+from store.errors import ConflictError, FencedError, PrecomputeError
+from store.lease import Lease, holder, take
+from store.offline_store import OfflineStore, run_lease, utc_now
 
 log = logging.getLogger(__name__)
+
+TICK_S = 1.0
+"""How often is looked what is due: a cron line knows minutes, so a second is soon enough; a look costs well under a millisecond a view."""
 
 STOP_GRACE_S = 10.0
 """How long a run may take to end after SIGTERM before it is killed. Killing is safe: nothing is visible before its manifest."""
 
+POLL_S = 0.05
+"""How often is looked whether a run has ended."""
 
-def run_command(project: Project, view: str) -> list[str]:
-    """The command line that runs a view."""
-    return [sys.executable, "-m", "jobs.cli", "-c", str(project.folder), "run", view]
+STOPPED = "the scheduler was stopped"
+
+
+def run_command(project: Project, view: str, due: str) -> list[str]:
+    """The command line that runs a view for a time of its schedule, ISO 8601 in UTC."""
+    return [sys.executable, "-m", "jobs.cli", "-c", str(project.folder), "run", view, "--due", due]
+
+
+def utc_clock() -> datetime:
+    """Now, aware, in UTC."""
+    return datetime.now(UTC)
+
+
+@dataclass(slots=True)
+class _Run:
+    """A run in this scheduler's care; ``process`` is None for one that another scheduler started. Times of the monotonic clock, in s."""
+
+    view: str
+    due: datetime
+    epochs: Mapping[str, int]
+    pid: int
+    process: subprocess.Popen[bytes] | None
+    began: float
+    began_at: str
+    earlier: set[str]
+    """Ids of the runs there were for the same time."""
+    started_ticks: int | None = None
+    end: threading.Event = field(default_factory=threading.Event)
+    why: str = ""
+    """Why it was ended from here."""
+
+    def ended(self) -> bool:
+        """Whether its process is gone."""
+        if self.process is not None:
+            return self.process.poll() is not None
+        return _started_ticks(self.pid) != self.started_ticks
+
+    def signal(self, number: int) -> None:
+        """Send a signal to its process group, of which it is the first."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
 
 
 @dataclass(slots=True)
@@ -40,46 +96,55 @@ class Scheduler:
 
     Args:
         project: its schedule section counts.
-        command: makes the command line of a run; tests put their own here.
+        command: makes the command line of a run, of view and due time; tests put their own here.
         announce: told what is scheduled, begins and ends.
+        clock: tells the time, aware.
     """
 
     project: Project
-    command: Callable[[Project, str], Sequence[str]] = run_command
+    command: Callable[[Project, str, str], Sequence[str]] = run_command
     announce: Callable[[str], None] = log.info
-    _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-    _begun: set[str] = field(default_factory=set)
+    clock: Callable[[], datetime] = utc_clock
+    _store: OfflineStore = field(init=False)
+    _ledger: Ledger = field(init=False)
+    _lease: Lease | None = None
+    _running: dict[str, _Run] = field(default_factory=dict)
+    _threads: list[threading.Thread] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _stopping: threading.Event = field(default_factory=threading.Event)
-    _threads: list[threading.Thread] = field(default_factory=list)
+    _told: dict[str, str] = field(default_factory=dict)
+    _kept: dict[str, datetime] = field(default_factory=dict)
+    _not_before: dict[str, float] = field(default_factory=dict)
+    """View → when it may start again, by the monotonic clock, after a failure that could not be written down."""
+
+    def __post_init__(self) -> None:
+        self._store = OfflineStore(self.project.root)
+        self._ledger = Ledger(self.project, self._store)
 
     def run(self) -> None:
-        """Run until :meth:`stop` is called, by SIGTERM or SIGINT too; then end the runs at hand."""
-        settings = self.project.settings
-        # The memory job store only: what is due is in the configuration, and every persistent job store unpickles what it reads.
+        """Run until :meth:`stop` is called, by SIGTERM or SIGINT too; then end the runs at hand, and let another scheduler act."""
+        # The memory job store only: there is nothing to keep, and every persistent job store unpickles what it reads.
         ticker = BackgroundScheduler(
-            timezone=settings.timezone, job_defaults={"coalesce": True, "max_instances": 1, "misfire_grace_time": None}
+            timezone=UTC, job_defaults={"coalesce": True, "max_instances": 1, "misfire_grace_time": None}
         )
         ticker.add_listener(_trouble, EVENT_JOB_ERROR | EVENT_JOB_MISSED)
-        for view, when in settings.schedule.items():
-            if after(when) is None:
-                ticker.add_job(self.start, cron_trigger(when, settings.timezone), args=[view], id=view)
+        job = ticker.add_job(self.tick, _Ticks(), id="tick")
         previous = (
             {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
             if threading.current_thread() is threading.main_thread()
             else {}
         )
         ticker.start()
-        for job in ticker.get_jobs():
-            self.announce(f"{job.id}: next at {job.next_run_time.isoformat()}")
-        for view, when in settings.schedule.items():
-            if after(when) is not None:
-                self.announce(f"{view}: {when}")
         try:
-            self._stopping.wait()
+            while not self._stopping.wait(TICK_S):
+                # APScheduler waits by the clock on the wall: set back by an hour, it would be silent for that hour.
+                now = utc_clock()
+                if job.next_run_time is not None and job.next_run_time - now > timedelta(seconds=2 * TICK_S):
+                    job.modify(next_run_time=now)
         finally:
             ticker.shutdown(wait=True)
             self._end_runs()
+            self._stand_by()
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
@@ -87,67 +152,215 @@ class Scheduler:
         """Make :meth:`run` return; safe to call from a signal handler or another thread."""
         self._stopping.set()
 
-    def start(self, view: str) -> bool:
-        """Begin a run of ``view`` unless one is going on; returns whether it began."""
-        with self._lock:
-            if self._stopping.is_set():
-                return False
-            if view in self._begun:
-                self.announce(f"{view}: the last run still goes on; this tick is dropped")
-                return False
+    def tick(self) -> None:
+        """Start what is due now, if this is the scheduler that acts."""
+        try:
+            first = self._lease is None
+            if not self._leads():
+                return
+            self._look(first)
+        except FencedError as exc:
+            self._stand_by()
+            self._tell("scheduler", f"standing by: {exc}")
+        except PrecomputeError as exc:
+            self._tell("scheduler", str(exc))
+
+    def _leads(self) -> bool:
+        if self._lease is None:
             try:
-                process = subprocess.Popen(
-                    list(self.command(self.project, view)), stdin=subprocess.DEVNULL, start_new_session=True
+                by = f"the scheduler on {os.uname().nodename}"
+                busy = "standing by: another one acts"
+                self._lease = take(self._store.root / ".scheduler", LEADER, by, ttl_s=self.project.settings.lease, busy=busy)
+            except ConflictError as exc:
+                self._tell("scheduler", str(exc))
+                return False
+            if self._told.pop("scheduler", None) is not None:
+                self.announce("scheduler: acting now")
+        self._lease.check()
+        return True
+
+    def _look(self, first: bool) -> None:
+        """Decide about each view, and do it. ``first``: since this scheduler acts."""
+        now, known = self.clock(), dict[str, Decision]()
+        with self._lock:
+            running = set(self._running)
+        for view in self.project.schedules():
+            try:
+                if view not in running:
+                    for partition in self._ledger.dead(view):
+                        close_dead(self._store, view, partition)
+                decision = self._ledger.decision(view, now, running, known)
+                if decision.since is not None and decision.since != self._kept.get(view):
+                    self._check()
+                    self._ledger.settle(view, decision.since)
+                    self._kept[view] = decision.since
+                if first or decision.state == "retry":
+                    self._tell(view, decision.reason)
+                if decision.state == "running" and view not in running:
+                    self._adopt(view)
+                if decision.state == "run" and time.monotonic() >= self._not_before.get(view, 0.0):
+                    self._check()
+                    self.start(view, decision)
+            except FencedError:
+                raise
+            except PrecomputeError as exc:  # of this view; the others go on
+                self._tell(view, str(exc))
+
+    def _check(self) -> None:
+        assert self._lease is not None
+        self._lease.check()
+
+    def start(self, view: str, decision: Decision) -> bool:
+        """Begin the run of ``view`` that was decided on, unless one is going on; returns whether it began."""
+        due = decision.due
+        assert due is not None
+        schedule = self.project.schedules()[view]
+        earlier = {str(r.get("run")) for r in self._ledger.reports(view)[0]}
+        with self._lock:
+            if self._stopping.is_set() or view in self._running:
+                return False
+            run = _Run(view, due, decision.epochs, 0, None, time.monotonic(), utc_now(), earlier)
+            try:
+                run.process = subprocess.Popen(
+                    list(self.command(self.project, view, due.isoformat())), stdin=subprocess.DEVNULL, start_new_session=True
                 )
             except OSError as exc:
-                self.announce(f"{view}: cannot be started: {exc}")
-                return False
-            self._begun.add(view)
-            self._running[view] = process
-            thread = threading.Thread(target=self._watch, args=(view, process), name=f"run-{view}", daemon=True)
-            self._threads = [t for t in self._threads if t.is_alive()] + [thread]
-        self.announce(f"{view}: started")
+                failure = f"cannot be started: {exc}"
+            else:
+                failure, run.pid = "", run.process.pid
+                thread = self._care_for(run, schedule.deadline_s)
+        self._tell(view, failure or f"started ({decision.reason})", always=True)
+        if failure:
+            self._noted(run, lambda: self._write_failure(run, "failed", failure))
+            return False
         thread.start()
         return True
 
-    def _watch(self, view: str, process: subprocess.Popen[bytes]) -> None:
-        started = time.monotonic()
-        status = process.wait()
-        with self._lock:
-            self._running.pop(view, None)
-            self._begun.discard(view)
-        self.announce(f"{view}: {_outcome(status)} after {time.monotonic() - started:.1f} s")
-        if status == 0:
-            for child in self._children(view):
-                self.start(child)
+    def _adopt(self, view: str) -> None:
+        """Care for a run that a scheduler before this one started on this machine."""
+        assert self._lease is not None
+        schedule = self.project.schedules()[view]
+        reports = self._ledger.reports(view)[0]
+        for report in reports:
+            due = report_time(report.get("due"))
+            if report.get("status") != "running" or due is None or report.get("backfill"):
+                continue
+            held = holder(self._store.lease_folder(view), run_lease(report.get("partition")))
+            if held is None or held.host != self._lease.record.host or held.pid != report.get("pid"):
+                continue
+            ticks = _started_ticks(held.pid)
+            if ticks is None or not _leads_a_group(held.pid):
+                continue
+            age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+            began = time.monotonic() - max(0.0, age_s)
+            earlier = {str(r.get("run")) for r in reports if r is not report}
+            run = _Run(view, due, {}, held.pid, None, began, str(report.get("started_at")), earlier, ticks)
+            with self._lock:
+                if self._stopping.is_set() or view in self._running:
+                    return
+                thread = self._care_for(run, schedule.deadline_s)
+            self._tell(view, f"goes on, started by another scheduler (process {held.pid})", always=True)
+            thread.start()
+            return
 
-    def _children(self, view: str) -> list[str]:
-        """Views that run after ``view``, unless another of their parents is running and will start them itself."""
-        with self._lock:
-            running = set(self._begun)
-        ready = []
-        for name, when in self.project.settings.schedule.items():
-            parents = after(when) or []
-            if view in parents and not running.intersection(parents):
-                ready.append(name)
-        return ready
+    def _care_for(self, run: _Run, deadline_s: float) -> threading.Thread:
+        self._running[run.view] = run
+        thread = threading.Thread(target=self._watch, args=(run, deadline_s), name=f"run-{run.view}", daemon=True)
+        self._threads = [t for t in self._threads if t.is_alive()] + [thread]
+        return thread
+
+    def _watch(self, run: _Run, deadline_s: float) -> None:
+        """Wait for a run's end, or bring it about; then see that its report says what became of it."""
+        kill_at: float | None = None
+        while not run.ended():
+            now = time.monotonic()
+            if kill_at is None and (run.end.is_set() or now >= run.began + deadline_s):
+                if not run.end.is_set():
+                    run.why = f"its deadline of {duration(deadline_s)} passed"
+                kill_at = now + STOP_GRACE_S
+                run.signal(signal.SIGTERM)
+            elif kill_at is not None and now >= kill_at:
+                run.signal(signal.SIGKILL)
+            time.sleep(POLL_S)
+        run.signal(signal.SIGKILL)  # what it left behind in its group
+        seconds = time.monotonic() - run.began
+        try:
+            self._noted(run, lambda: self._close(run, seconds))
+        finally:
+            with self._lock:
+                self._running.pop(run.view, None)
+        outcome = "ended" if run.process is None else _outcome(run.process.returncode)
+        because = f" ({run.why})" if run.why and run.why != STOPPED else ""
+        self._tell(run.view, f"{outcome}{because} after {seconds:.1f} s", always=True)
+
+    def _close(self, run: _Run, seconds: float) -> None:
+        status = None if run.process is None else run.process.returncode
+        killed = bool(run.why) or (status is not None and status < 0)
+        why = run.why or ("" if status is None else _outcome(status))
+        for partition in self._ledger.dead(run.view):
+            close_dead(self._store, run.view, partition, why or "it ended without a word")
+        reports, goes_on = self._ledger.reports(run.view)
+        own = [r for r in reports if report_time(r.get("due")) == run.due and str(r.get("run")) not in run.earlier]
+        for report in own:
+            if run.why and report.get("status") in RETRIED:  # it was told to end, and does not know why
+                self._store.write_report(run.view, report["run"], report | {"status": "killed", "error": f"killed: {run.why}"})
+        if run.process is not None and not own and not goes_on:  # else another run was quicker, which will tell
+            self._write_failure(
+                run, "killed" if killed else "failed", f"{why}, and left no report; its output tells more", seconds
+            )
+        if status == 2:
+            self._ledger.settle(run.view, run.due)  # what it refuses now it will refuse again
+
+    def _write_failure(self, run: _Run, status: str, error: str, seconds: float = 0.0) -> None:
+        """A report for a run that wrote none itself, so that it counts, and shows."""
+        name = f"{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}-{secrets.token_hex(3)}"
+        report = Report(name, run.view, "run", status, run.began_at, utc_now(), seconds, pid=run.pid, error=error)
+        report.due, report.parents = run.due.isoformat(), dict(run.epochs)
+        self._store.write_report(run.view, name, report.to_json())
+
+    def _noted(self, run: _Run, write: Callable[[], None]) -> None:
+        """Write something down about a run; when that fails, hold the view off, or it would be started at every tick."""
+        try:
+            write()
+        except PrecomputeError as exc:
+            wait_s = self.project.schedules()[run.view].retry_after_s
+            self._not_before[run.view] = time.monotonic() + max(wait_s, 10 * TICK_S)
+            self._tell(run.view, str(exc), always=True)
+
+    def _tell(self, what: str, text: str, always: bool = False) -> None:
+        """Announce a text, unless it is what was told last about the same thing."""
+        if always or self._told.get(what) != text:
+            self._told[what] = text
+            self.announce(text if what == "scheduler" else f"{what}: {text}")
+
+    def _stand_by(self) -> None:
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+            self._kept.clear()
 
     def _end_runs(self) -> None:
         with self._lock:
-            processes = dict(self._running)
-        for view, process in processes.items():
-            self.announce(f"{view}: stopping")
-            _signal_group(process, signal.SIGTERM)
-        limit = time.monotonic() + STOP_GRACE_S
-        for process in processes.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, limit - time.monotonic()))
-            _signal_group(process, signal.SIGKILL)
+            runs = list(self._running.values())
+        for run in runs:
+            self.announce(f"{run.view}: stopping")
+            run.why = run.why or STOPPED
+            run.end.set()
+        limit = time.monotonic() + STOP_GRACE_S + 5.0
         for thread in self._threads:
-            thread.join(timeout=5)
+            if thread.ident is not None:
+                thread.join(max(0.0, limit - time.monotonic()))
 
     def _on_signal(self, number: int, _: object) -> None:
         self._stopping.set()
+
+
+class _Ticks(BaseTrigger):  # type: ignore[misc]
+    """Now, and then always a tick from now: APScheduler's interval counts every second of a jump of the clock, and there may be millions."""
+
+    def get_next_fire_time(self, previous_fire_time: datetime | None, now: datetime) -> datetime:
+        """When to tick next."""
+        return now if previous_fire_time is None else now + timedelta(seconds=TICK_S)
 
 
 def _outcome(status: int) -> str:
@@ -155,13 +368,25 @@ def _outcome(status: int) -> str:
         return "done"
     if status < 0:
         return f"killed by signal {-status}"
-    return {2: "refused: bad configuration", 3: "not published: rows were rejected"}.get(status, f"failed with status {status}")
+    known = {2: "refused: bad configuration", 3: "not published: rows were rejected, or a gate refused", 130: "cancelled"}
+    return known.get(status, f"ended on signal {status - 128}" if status > 128 else f"failed with status {status}")
 
 
-def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)
+def _started_ticks(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None when it is gone, or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else int(fields[19])
+
+
+def _leads_a_group(pid: int) -> bool:
+    try:
+        return os.getpgid(pid) == pid
+    except ProcessLookupError:
+        return False
 
 
 def _trouble(event: JobExecutionEvent) -> None:
-    log.error("tick of %s was lost: %s", event.job_id, event.exception or "missed")
+    log.error("a tick was lost: %s", event.exception or "missed")

@@ -23,7 +23,7 @@ SEAMS = {
     "transformers": {"precompute/models/text_encoder.py"},
     "tokenizers": {"precompute/models/text_encoder.py"},
     "safetensors": {"precompute/models/two_tower.py"},
-    "duckdb": {"precompute/source.py", "jobs/demo/__main__.py", "jobs/demo/data.py"},
+    "duckdb": {"precompute/source.py", "store/history.py", "jobs/demo/__main__.py", "jobs/demo/data.py"},
     "redis": {"store/redis_store.py"},
     "lmdb": {"store/lmdb_store.py"},
     "faiss": {"store/vector_index.py"},

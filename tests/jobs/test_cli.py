@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from datetime import datetime
@@ -65,16 +66,20 @@ def test_run_says_what_it_did_in_two_lines(make_project: MakeProject, capsys: Ca
 
 
 def test_run_materialize_and_publish_report_as_json(make_project: MakeProject, capsys: Captured) -> None:
-    project = make_project(ROWS)
-    for command, status, snapshot, epoch in (
-        ("run", "published", 1, 1),
-        ("materialize", "committed", 2, None),
-        ("publish", "published", 2, 2),
-        ("publish", "current", 2, 2),
+    changed = [*ROWS[:2], (3, 31.0)]
+    for rows, command, status, snapshot, epoch in (
+        (ROWS, ["run"], "published", 1, 1),
+        (ROWS, ["run"], "current", 1, 1),
+        (ROWS, ["materialize"], "current", 1, None),
+        (changed, ["materialize"], "committed", 2, None),
+        (changed, ["publish"], "published", 2, 2),
+        (changed, ["publish"], "current", 2, 2),
+        (changed, ["run", "--full"], "published", 3, 3),
     ):
-        assert call(project, command, "numbers", "--json") == 0
+        project = make_project(rows)
+        assert call(project, *command, "numbers", "--json") == 0
         report = report_of(capsys)
-        assert (report["command"], report["status"], report["snapshot"], report["epoch"]) == (command, status, snapshot, epoch)
+        assert (report["command"], report["status"], report["snapshot"], report["epoch"]) == (command[0], status, snapshot, epoch)
         assert report == OfflineStore(project.root).last_report("numbers")
 
 
@@ -89,6 +94,50 @@ def test_publish_takes_a_snapshots_number(make_project: MakeProject, capsys: Cap
     assert report_of(capsys)["rows"][0]["features"]["double"] == 2.0
     assert call(project, "publish", "numbers", "--snapshot", "9") == 1
     assert "no snapshot 9" in capsys.readouterr().err
+
+
+def test_a_dry_run_tells_what_would_be_computed_and_writes_nothing(make_project: MakeProject, capsys: Captured) -> None:
+    project = make_project(ROWS)
+    assert call(project, "materialize", "numbers", "--dry-run") == 0
+    captured = capsys.readouterr()
+    expected = "numbers: full: 3 of 3 rows to compute (3 new); the first snapshot\n"
+    assert (captured.out, captured.err) == (expected, "")
+    assert not (project.root / "numbers").exists()
+    assert call(project, "run", "numbers", "--json") == 0
+    capsys.readouterr()
+    before = sorted(project.root.rglob("*"))
+    for rows, options, kind, compute in (
+        (ROWS, [], "none", 0),
+        ([*ROWS, (4, 4.0)], [], "full", 1),  # more than a quarter: the others would be copied
+        (ROWS, ["--full"], "full", 3),
+    ):
+        assert call(make_project(rows), "materialize", "numbers", "--dry-run", "--json", *options) == 0
+        plan = report_of(capsys)
+        assert (plan["kind"], plan["source"], plan["compute"]) == (kind, len(rows), compute)
+    assert sorted(project.root.rglob("*")) == before
+
+
+def test_a_partition_of_a_view_that_has_none_is_status_2(published: Project, capsys: Captured) -> None:
+    assert call(published, "run", "numbers", "--partition", "2026-01-01") == 2
+    assert "'numbers' has none" in capsys.readouterr().err
+
+
+def test_a_run_of_a_partition_takes_the_interval_that_contains_the_time(make_project: MakeProject, capsys: Captured) -> None:
+    view = {
+        "source": {"sql": "SELECT id, x FROM read_parquet('${data}/data.parquet') WHERE $start < $end"},
+        "partition": {"by": "day", "start": "2026-01-01"},
+    }
+    project = make_project(ROWS, view=view)
+    for time, status, number in (
+        ("2026-01-02", "published", 1),
+        ("2026-01-01T12:00", "committed", 2),
+        ("2026-01-03", "published", 3),
+    ):
+        assert call(project, "run", "numbers", "--json", "--partition", time) == 0
+        report = report_of(capsys)
+        assert (report["status"], report["snapshot"], report["partition"][:10]) == (status, number, time[:10])
+    assert call(project, "run", "numbers", "--partition", "yesterday") == 2
+    assert "'yesterday'" in capsys.readouterr().err
 
 
 # ---- lookup
@@ -189,19 +238,35 @@ def test_search_by_text_asks_the_model(make_project: MakeProject, capsys: Captur
 def test_status_before_and_after_a_run(make_project: MakeProject, capsys: Captured) -> None:
     project = make_project(ROWS, project={"schedule": {"numbers": "0 2 * * *"}})
 
-    def table() -> list[str]:
-        assert call(project, "status") == 0
-        return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    def table(code: int) -> list[str]:
+        assert call(project, "status") == code
+        due = r"\d{4}-\d\d-\d\d 0?\d+:\d\d"
+        lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+        assert re.search(due, lines[1])
+        return [re.sub(due, "DUE", line) for line in lines]
 
-    assert table() == [
-        "view status age ttl snapshot rows coverage online last run schedule",
-        "numbers unpublished – 60 min – – – – – 0 2 * * *",
+    assert table(1) == [
+        "view status age ttl snapshot rows coverage rejected online last run next due schedule",
+        "numbers unpublished – 60 min – – – – – – DUE 0 2 * * *",
+        "",
+        "numbers: unpublished",
     ]
     assert call(project, "run", "numbers", "--json") == 0
     capsys.readouterr()
-    assert table()[1] == "numbers fresh 0 s 60 min 1 3 100.0% yes published 0 2 * * *"
+    assert table(0)[1:] == ["numbers fresh 0 s 60 min 1 3 100.0% 0 yes published DUE 0 2 * * *"]
     assert call(project, "status", "--json") == 0
-    assert [row["view"] for row in report_of(capsys)] == ["numbers"]
+    assert [(row["view"], row["attention"]) for row in report_of(capsys)] == [("numbers", [])]
+    make_project([(1, 1.0), (1, 2.0)], project={"schedule": {"numbers": "0 2 * * *"}})
+    assert call(project, "run", "numbers") == 1
+    error = capsys.readouterr().err.removeprefix("precompute: ").strip()
+    assert table(1)[1:] == [
+        "numbers fresh 0 s 60 min 1 3 100.0% 0 yes failed DUE 0 2 * * *",
+        "",
+        "numbers: the last run failed",
+        f"numbers: {error}",
+    ]
+    assert call(project, "status", "--json") == 1
+    assert [row["attention"] for row in report_of(capsys)] == [["the last run failed"]]
 
 
 def test_schema_is_json_for_people_and_programs(published: Project, capsys: Captured) -> None:
@@ -287,10 +352,10 @@ def test_no_project_or_a_wrong_one_is_status_2(
 
 def test_an_online_store_that_does_not_answer_is_status_1(make_project: MakeProject, capsys: Captured) -> None:
     project = make_project(ROWS, project={"online": "redis://:hunter2@127.0.0.1:1/0"})
-    for command in (["run", "numbers"], ["lookup", "numbers", "1"], ["status"]):
+    for command in (["run", "numbers"], ["lookup", "numbers", "1"], ["status"], ["status", "--json"]):
         assert call(project, *command) == 1
         captured = capsys.readouterr()
-        assert "is it running?" in captured.err
+        assert "is it running?" in (captured.out if command[0] == "status" else captured.err)
         assert "hunter2" not in captured.err + captured.out
     assert "hunter2" not in "".join(p.read_text() for p in (project.root / "numbers" / "runs").iterdir())
 
@@ -357,8 +422,11 @@ def test_a_report_in_words() -> None:
         "view": "v",
         "status": "published",
         "snapshot": 3,
-        "counts": {"source": 1200, "written": 1100, "rejected": 100},
+        "partition": None,
+        "counts": {"source": 1200, "written": 1100, "rejected": 100, "unchanged": 0, "removed": 0, "duplicates": 0},
+        "resumed": 0,
         "rows_per_s": 1234.5,
+        "gates": [],
         "stages_s": {"open": 0.1},
         "seconds": 2.0,
     }
@@ -366,3 +434,20 @@ def test_a_report_in_words() -> None:
         describe_report(report)
         == "v: published, snapshot 3, 1,100 of 1,200 rows (100 rejected), 1,234 rows/s, 2.0 s\n  seconds: open 0.10"
     )
+    report |= {
+        "status": "refused",
+        "partition": "2026-01-01T00:00Z/2026-01-02T00:00Z",
+        "counts": {"source": 1200, "written": 100, "rejected": 0, "unchanged": 1100, "removed": 3, "duplicates": 0},
+        "resumed": 40,
+        "rows_per_s": None,
+        "gates": [
+            {"gate": "rows", "passed": True, "measured": 0.0, "limit": 0.2, "message": "as before"},
+            {"gate": "zero", "passed": False, "measured": 0.5, "limit": 0.01, "message": "50.0% are all zeros"},
+        ],
+    }
+    assert describe_report(report).splitlines() == [
+        "v: refused, snapshot 3, partition 2026-01-01T00:00Z/2026-01-02T00:00Z, 1,200 of 1,200 rows (1,100 unchanged, 3 removed, "
+        "40 resumed), 2.0 s",
+        "  seconds: open 0.10",
+        "  gate zero: 50.0% are all zeros (limit 0.01)",
+    ]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import UTC, date, datetime, timedelta
-from itertools import islice
+from itertools import islice, pairwise
 from zoneinfo import ZoneInfo
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jobs import cron
 from jobs.config import Project
-from jobs.cron import check_cron, cron_trigger
+from jobs.cron import check_cron, last_fire
 from store.errors import ConfigError
 from tests.conftest import MakeProject
 
@@ -22,12 +23,8 @@ DAYS = ["sun", "mon", "tue", "wed", "thu", "fri", "sat"]
 
 
 def fire_times(line: str, timezone: str = "UTC", start: datetime = START) -> Iterator[datetime]:
-    """When the trigger fires, asked as the scheduler asks it: a little after each time, in its own zone."""
-    trigger, zone = cron_trigger(line, timezone), ZoneInfo(timezone)
-    at = trigger.get_next_fire_time(None, start.astimezone(zone))
-    while at is not None:
-        yield at
-        at = trigger.get_next_fire_time(at, (at.astimezone(UTC) + timedelta(milliseconds=1)).astimezone(zone))
+    """When the line fires after ``start``, without end."""
+    return cron.fire_times(line, timezone, start)
 
 
 def _values(field: str, low: int, high: int, names: list[str], first_name: int) -> set[int]:
@@ -183,22 +180,121 @@ def test_an_unknown_time_zone_is_refused_by_name(timezone: str) -> None:
 def test_hours_are_those_of_the_time_zone() -> None:
     winter, summer = datetime(2026, 1, 5, tzinfo=UTC), datetime(2026, 7, 5, tzinfo=UTC)
     for start, hour in ((winter, 1), (summer, 0)):
-        assert next(fire_times("0 2 * * *", "Europe/Berlin", start)) == start.replace(hour=hour)
+        assert next(fire_times("0 2 * * *", "Europe/Berlin", start - timedelta(hours=2))) == start.replace(hour=hour)
     assert next(fire_times("0 2 1 * 0", "Europe/Berlin", winter)) == datetime(2026, 1, 11, 1, tzinfo=UTC)
     assert next(fire_times("30 4 * * *", "Asia/Kolkata", winter)) == datetime(2026, 1, 5, 23, 0, tzinfo=UTC)
 
 
-@pytest.mark.parametrize("line", ["30 2 * * *", "0 3 * * *", "30 2 1-31 * 0"])
-@pytest.mark.parametrize(("around", "once"), [(date(2026, 3, 29), {0, 1}), (date(2026, 10, 25), {1})])
-def test_where_the_clocks_change_a_day_has_one_run_at_most_and_the_days_beside_it_one_each(
-    line: str, around: date, once: set[int]
+CHANGES = {
+    "Europe/Berlin": (date(2026, 3, 29), date(2026, 10, 25)),  # 2:00 → 3:00, 3:00 → 2:00
+    "America/New_York": (date(2026, 3, 8), date(2026, 11, 1)),  # 2:00 → 3:00, 2:00 → 1:00
+    "Australia/Lord_Howe": (date(2026, 10, 4), date(2026, 4, 5)),  # 2:00 → 2:30, 2:00 → 1:30
+    "Africa/Casablanca": (date(2026, 3, 22), date(2026, 2, 15)),  # 2:00 → 3:00, 3:00 → 2:00
+    "America/Santiago": (date(2026, 9, 6), date(2026, 4, 4)),  # at midnight
+}
+"""Time zone → the days on which its clocks are set forward and back."""
+
+
+@pytest.mark.parametrize("timezone", CHANGES)
+@pytest.mark.parametrize(
+    "line", ["30 2 * * *", "0 2 * * *", "15 2 * * *", "45 1 * * *", "0 3 * * *", "0 0 * * *", "30 0 1-31 * *"]
+)
+def test_a_daily_line_fires_once_on_every_day_of_the_year(line: str, timezone: str) -> None:
+    start, zone = datetime(2026, 1, 1, 12, tzinfo=UTC), ZoneInfo(timezone)
+    days = [at.astimezone(zone).date() for at in islice(fire_times(line, timezone, start), 360)]
+    first = days[0]
+    assert days == [first + timedelta(n) for n in range(360)]
+    assert {change for change in CHANGES[timezone] if change > first} <= set(days)
+
+
+@pytest.mark.parametrize(
+    ("timezone", "line", "day", "clock"),
+    [
+        ("Europe/Berlin", "30 2 * * *", date(2026, 3, 29), ["03:00+0200"]),  # there is no 2:30
+        ("Europe/Berlin", "0 3 * * *", date(2026, 3, 29), ["03:00+0200"]),
+        ("Europe/Berlin", "0,30 2 * * *", date(2026, 3, 29), ["03:00+0200"]),
+        ("Europe/Berlin", "0,30 2,3 * * *", date(2026, 3, 29), ["03:00+0200", "03:30+0200"]),
+        ("Europe/Berlin", "30 1-3 * * *", date(2026, 3, 29), ["01:30+0100", "03:00+0200", "03:30+0200"]),
+        ("Europe/Berlin", "30 2 30 * *", date(2026, 3, 29), []),
+        ("Europe/Berlin", "30 2 * * sun", date(2026, 3, 29), ["03:00+0200"]),
+        ("Europe/Berlin", "30 2 * * *", date(2026, 10, 25), ["02:30+0200"]),  # there are two
+        ("Europe/Berlin", "0,30 2,3 * * *", date(2026, 10, 25), ["02:00+0200", "02:30+0200", "03:00+0100", "03:30+0100"]),
+        ("America/New_York", "30 2 * * *", date(2026, 3, 8), ["03:00-0400"]),
+        ("America/New_York", "30 1 * * *", date(2026, 11, 1), ["01:30-0400"]),
+        ("America/New_York", "0 2 * * *", date(2026, 11, 1), ["02:00-0500"]),
+        ("Australia/Lord_Howe", "15 2 * * *", date(2026, 10, 4), ["02:30+1100"]),
+        ("Australia/Lord_Howe", "45 2 * * *", date(2026, 10, 4), ["02:45+1100"]),
+        ("Australia/Lord_Howe", "45 1 * * *", date(2026, 4, 5), ["01:45+1100"]),
+        ("Australia/Lord_Howe", "15 1 * * *", date(2026, 4, 5), ["01:15+1100"]),
+        ("America/Santiago", "30 0 * * *", date(2026, 9, 6), ["01:00-0300"]),
+        ("America/Santiago", "30 23 * * *", date(2026, 4, 4), ["23:30-0300"]),
+        ("Pacific/Apia", "30 2 * * *", date(2011, 12, 30), []),  # a day that never was
+    ],
+)
+def test_a_fixed_time_where_the_clocks_change(timezone: str, line: str, day: date, clock: list[str]) -> None:
+    assert shown(line, timezone, day) == clock
+
+
+def shown(line: str, timezone: str, day: date) -> list[str]:
+    """What clocks on the wall show when the line fires on a day, with the UTC offset."""
+    zone = ZoneInfo(timezone)
+    noon = datetime(day.year, day.month, day.day, 12, tzinfo=UTC)
+    times = [at.astimezone(zone) for at in cron.fire_times(line, timezone, noon - timedelta(days=2), noon + timedelta(days=2))]
+    return [f"{at:%H:%M%z}" for at in times if at.date() == day]
+
+
+@pytest.mark.parametrize("timezone", CHANGES)
+@pytest.mark.parametrize("line", ["*/15 * * * *", "*/5 * * * *"])
+def test_a_line_for_every_so_many_minutes_fires_every_so_many_minutes(timezone: str, line: str) -> None:
+    step = timedelta(minutes=int(line[2:].split()[0]))
+    for change in CHANGES[timezone]:
+        start = datetime(change.year, change.month, change.day, tzinfo=UTC) - timedelta(days=1)
+        times = list(cron.fire_times(line, timezone, start, start + timedelta(days=3)))
+        assert times == [start + n * step for n in range(1, timedelta(days=3) // step + 1)]
+
+
+@pytest.mark.parametrize(
+    ("timezone", "day", "clock"),
+    [
+        ("Europe/Berlin", date(2026, 3, 29), ["00:30+0100", "01:30+0100", "03:30+0200"]),
+        ("Europe/Berlin", date(2026, 10, 25), ["00:30+0200", "01:30+0200", "02:30+0200", "02:30+0100"]),
+        ("America/New_York", date(2026, 11, 1), ["00:30-0400", "01:30-0400", "01:30-0500", "02:30-0500"]),
+        ("Australia/Lord_Howe", date(2026, 4, 5), ["00:30+1100", "01:30+1100", "01:30+1030", "02:30+1030"]),
+        ("Australia/Lord_Howe", date(2026, 10, 4), ["00:30+1030", "01:30+1030", "02:30+1100", "03:30+1100"]),
+    ],
+)
+def test_an_hourly_line_fires_whenever_a_clock_shows_its_minute(timezone: str, day: date, clock: list[str]) -> None:
+    assert shown("30 * * * *", timezone, day)[: len(clock)] == clock
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    line=st.sampled_from(["*/10 * * * *", "30 2 * * *", "0 1-4 * * *", "15 */2 * * *", "0 3 1 * 0"]),
+    timezone=st.sampled_from(["UTC", *CHANGES]),
+    day=st.integers(0, 364),
+    cuts=st.lists(st.integers(0, 6 * 24 * 3600), min_size=2, max_size=6).map(sorted),
+)
+def test_times_in_pieces_are_the_times_of_the_whole_and_the_last_one_is_the_last(
+    line: str, timezone: str, day: int, cuts: list[int]
 ) -> None:
-    start = datetime(around.year, around.month, around.day, tzinfo=UTC) - timedelta(days=2)
-    zone = ZoneInfo("Europe/Berlin")
-    days = [at.astimezone(zone).date() for at in islice(fire_times(line, "Europe/Berlin", start), 8)]
-    for offset in (-1, 0, 1, 2):
-        runs = days.count(around + timedelta(offset))
-        assert runs in (once if offset == 0 else {1}), (offset, days)
+    points = [datetime(2026, 1, 1, tzinfo=UTC) + timedelta(days=day, seconds=cut) for cut in cuts]
+    whole = list(cron.fire_times(line, timezone, points[0], points[-1]))
+    assert [at for a, b in pairwise(points) for at in cron.fire_times(line, timezone, a, b)] == whole
+    assert last_fire(line, timezone, points[0], points[-1]) == (whole[-1] if whole else None)
+    if whole:
+        assert list(cron.fire_times(line, timezone, whole[0], whole[-1])) == whole[1:]
+        assert last_fire(line, timezone, whole[-1], whole[-1]) is None
+        assert last_fire(line, timezone, points[-1], points[0]) is None
+
+
+def test_the_last_time_of_years_is_found_in_any_zone() -> None:
+    start, end = datetime(2016, 1, 1, tzinfo=UTC), datetime(2026, 7, 1, 12, 34, 56, tzinfo=UTC)
+    assert last_fire("* * * * *", "Europe/Berlin", start, end) == datetime(2026, 7, 1, 12, 34, tzinfo=UTC)
+    assert last_fire("0 0 29 2 *", "Europe/Berlin", start, end) == datetime(2024, 2, 28, 23, tzinfo=UTC)
+    assert last_fire("0 0 29 2 *", "Europe/Berlin", datetime(2024, 3, 1, tzinfo=UTC), end) is None
+    assert last_fire("0 12 * * *", "Asia/Tokyo", start.astimezone(ZoneInfo("Asia/Tokyo")), end) == datetime(
+        2026, 7, 1, 3, tzinfo=UTC
+    )
 
 
 def test_no_moment_is_given_twice_and_time_goes_on() -> None:

@@ -273,10 +273,10 @@ def test_views_with_the_same_model_share_it(make_project: MakeProject, open_look
 
 
 def test_requests_of_the_old_and_the_new_snapshot_side_by_side_are_each_answered(make_project: MakeProject) -> None:
-    project = make_project([(1, 1.0)], view=FALLBACK)
+    project = make_project([(1, 0.5)], view=FALLBACK)
     online, pointers = open_online_store(project.online), []
-    for _ in range(2):
-        publish(project)
+    for x in (0.5, 1.0):
+        publish(make_project([(1, x)], view=FALLBACK))
         pointer = online.live("numbers")
         assert pointer is not None
         pointers.append(pointer)
@@ -289,6 +289,7 @@ def test_requests_of_the_old_and_the_new_snapshot_side_by_side_are_each_answered
         finally:
             fallback.close()
         assert [c.features.column("double").to_pylist() for c in computed] == [[2.0]] * 3
+    assert [p.epoch for p in pointers] == [1, 2]
 
 
 def _submit(fallback: ViewFallback, pointer: Pointer, key: str, **inputs: Any) -> Future[Computed]:
@@ -299,8 +300,8 @@ def test_it_is_ready_for_the_epoch_it_was_warmed_for(make_project: MakeProject) 
     project = make_project([(1, 1.0)], view=FALLBACK)
     online, fallback = open_online_store(project.online), ViewFallback(OfflineStore(project.root), memory_mb=64)
     try:
-        for _ in range(2):
-            publish(project)
+        for x in (1.0, 2.0):
+            publish(make_project([(1, x)], view=FALLBACK))
             pointer = online.live("numbers")
             assert pointer is not None
             assert not fallback.ready(pointer)

@@ -22,6 +22,7 @@ from precompute.source import Source
 from store.errors import ConfigError, ModelError, PrecomputeError, RejectedError, SnapshotError, SourceError
 from store.offline_store import OfflineStore
 from store.snapshot import Counts, Snapshot
+from tests.arithmetic import Doubler
 from tests.conftest import MakeProject
 
 NAN = float("nan")
@@ -86,7 +87,8 @@ def test_a_snapshot_on_disk_is_what_the_design_says(make_project: MakeProject) -
         f"data/{run}/part-00000.parquet",
         "manifests/00000000000000000001.json",
         f"runs/{run}.json",
-        ".run.lock",
+        "refs/lease-run.json",
+        "refs/.lock",
     }
     part = root / "data" / run / "part-00000.parquet"
     table = pq.read_table(part)
@@ -120,6 +122,10 @@ def test_a_snapshot_on_disk_is_what_the_design_says(make_project: MakeProject) -
     ]
     assert manifest["counts"] == {"source": 3, "written": 3, "rejected": 0, "unchanged": 0, "removed": 0, "duplicates": 0}
     assert (manifest["number"], manifest["kind"], manifest["parent"], manifest["rejected"]) == (1, "full", None, None)
+    assert (manifest["deletes"], manifest["own_deletes"], manifest["partition"], manifest["renewed_at"]) == (None, 0, None, None)
+    assert (manifest["format_version"], manifest["fence"], manifest["accepted"]) == (2, 1, [])
+    assert len(manifest["recipe"]) == 64
+    assert manifest["content"].startswith(manifest["recipe"] + ":3-")
     assert manifest["view"] == project.view("numbers").feature_view().to_json()
     assert manifest["view_fingerprint"] == project.view("numbers").feature_view().fingerprint()
     assert len(manifest["model"]) == 64
@@ -351,7 +357,7 @@ def test_a_run_that_cannot_work_fails_in_words(
 def test_a_count_that_does_not_add_up_is_not_committed(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
     project = make_project([(1, 1.0), (2, 2.0)])
     load = Source.load
-    monkeypatch.setattr(Source, "load", lambda source: load(source) + 1)
+    monkeypatch.setattr(Source, "load", lambda source, within: load(source, within) + 1)
     report = refused(project, SnapshotError)
     assert "3 rows came from the source but 2 are accounted for" in report["error"]
 
@@ -382,6 +388,375 @@ def test_the_models_fingerprint_is_its_own_and_not_its_arguments(make_project: M
     second = made(make_project(rows, view={"model": {"use": "tests.arithmetic:Doubler", "args": args}}))
     assert (first.model == second.model) == ("version" not in args)
     assert first.view.fingerprint() != second.view.fingerprint()
+
+
+# ---- only what changed is computed
+
+UNJUDGED = {"gates": {"rows": None, "norm": None, "duplicates": None, "drift": None}}
+MANY = [(i, float(i)) for i in range(40)]
+
+
+class Calls:
+    """Counts the rows every model of a test was given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows = 0
+        original = Doubler.compute
+
+        def counted(model: Doubler, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
+            self.rows += batch.num_rows
+            return original(model, batch)
+
+        monkeypatch.setattr(Doubler, "compute", counted)
+
+    def take(self) -> int:
+        """Rows since the last time."""
+        rows, self.rows = self.rows, 0
+        return rows
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(monkeypatch)
+
+
+def built(project: Project, status: str = "committed", **how: Any) -> Snapshot:
+    report = run_view(project, "numbers", Silent(), command="materialize", **how)
+    assert (report.status, report.error) == (status, None)
+    assert report.snapshot is not None
+    store = OfflineStore(project.root)
+    snapshot = store.snapshot("numbers", report.snapshot)
+    store.check_parts(snapshot)
+    return snapshot
+
+
+def values(project: Project, snapshot: Snapshot) -> dict[int, float]:
+    found = [(row["id"], row["double"]) for row in rows_of(project, snapshot)]
+    assert len(dict(found)) == len(found) == snapshot.rows
+    return dict(found)
+
+
+def test_a_run_over_unchanged_rows_computes_and_commits_nothing(make_project: MakeProject, calls: Calls) -> None:
+    project = make_project([*MANY, (99, None)])
+    first = built(project)
+    assert calls.take() == 41
+    folders = [project.root / "numbers" / name for name in ("data", "manifests")]
+    before = {path: path.read_bytes() for folder in folders for path in folder.rglob("*") if path.is_file()}
+    assert len(before) == 4  # a part, two files of the rejected row, and the manifest
+    for rows in ([*MANY, (99, None)], [(99, None), *MANY[::-1]], [*MANY, *MANY, (99, None)]):
+        assert built(make_project(rows), "current") == first
+        assert calls.take() == 0
+        report = last_report(project)
+        assert report["counts"] == {"source": 41, "written": 0, "rejected": 1, "unchanged": 40, "removed": 0, "duplicates": 0}
+        assert report["plan"].startswith("nothing to do: 0 of 41 rows to compute (")
+    assert {path: path.read_bytes() for folder in folders for path in folder.rglob("*") if path.is_file()} == before
+    assert OfflineStore(project.root).numbers("numbers") == [1]
+
+
+def test_changed_rows_make_a_delta_and_the_others_cost_no_inference(make_project: MakeProject, calls: Calls) -> None:
+    first = built(make_project(MANY))
+    calls.take()
+    changed = [(i, 100.0 if i == 7 else x) for i, x in MANY if i not in (3, 39)] + [(50, 5.0)]
+    project = make_project(changed)
+    second = built(project)
+    assert calls.take() == 2
+    assert (second.number, second.kind, second.parent) == (2, "delta", 1)
+    assert second.counts == Counts(source=39, written=2, unchanged=37, removed=2)
+    assert sum(part.rows for part in second.parts) == 2
+    assert values(project, second) == {i: 2 * x for i, x in changed}
+    assert values(project, first) == {i: 2 * x for i, x in MANY}
+    assert second.deletes is not None
+    found = pq.read_table(project.root / "numbers" / second.deletes.path).to_pylist()
+    path = first.parts[0].path
+    assert found == [{"part": path, "row": i, "removed": i != 7, "key_id": i} for i in (3, 7, 39)]
+    assert (second.recipe, second.model) == (first.recipe, first.model)
+    assert second.content != first.content
+    assert (second.computed_at_min, second.computed_at_max or 0) > (first.computed_at_min, first.computed_at_max or 0)
+    assert second.renewed_at == last_report(project)["read_at_us"]
+
+
+def test_rows_keep_the_time_they_were_computed(make_project: MakeProject) -> None:
+    first = built(make_project(MANY))
+    project = make_project([(0, 9.0), *MANY[1:]])
+    second = built(project)
+    before = {row["id"]: (row["computed_at"], row["input_hash"]) for row in rows_of(project, first)}
+    for row in rows_of(project, second):
+        same = (row["computed_at"], row["input_hash"]) == before[row["id"]]
+        assert same == (row["id"] != 0)
+    assert second.computed_at_min == first.computed_at_min
+
+
+def test_a_row_that_comes_back_as_it_was_is_a_new_one(make_project: MakeProject, calls: Calls) -> None:
+    project = make_project(MANY)
+    built(project)
+    assert built(make_project(MANY[1:])).counts == Counts(source=39, written=0, unchanged=39, removed=1)
+    calls.take()
+    last = built(make_project(MANY))
+    assert (calls.take(), last.counts) == (1, Counts(source=40, written=1, unchanged=39))
+    assert values(project, last) == {i: 2 * x for i, x in MANY}
+    assert [layer.number for layer in OfflineStore(project.root).chain(last)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("changed", "kind"), [(10, "delta"), (11, "full")])
+def test_past_a_quarter_of_the_base_the_rows_are_copied_together(
+    make_project: MakeProject, calls: Calls, changed: int, kind: str
+) -> None:
+    built(make_project(MANY, view=UNJUDGED))
+    calls.take()
+    rows = [(i, x + 0.5 if i < changed else x) for i, x in MANY]
+    project = make_project(rows, view=UNJUDGED)
+    second = built(project)
+    assert (calls.take(), second.kind, second.parent) == (changed, kind, 1 if kind == "delta" else None)
+    assert second.counts == Counts(source=40, written=changed, unchanged=40 - changed)
+    assert values(project, second) == {i: 2 * x for i, x in rows}
+    if kind == "full":
+        assert (second.deletes, second.own_deletes, sum(part.rows for part in second.parts)) == (None, 0, 40)
+        assert len(OfflineStore(project.root).chain(second)) == 1
+
+
+def test_after_eight_deltas_the_rows_are_copied_together(make_project: MakeProject, calls: Calls) -> None:
+    rows = [(i, float(i)) for i in range(200)]
+    built(make_project(rows, view=UNJUDGED))
+    calls.take()
+    kinds = []
+    for n in range(1, 11):
+        rows[n] = (n, 1000.0 + n)
+        project = make_project(rows, view=UNJUDGED)
+        snapshot = built(project)
+        kinds.append(snapshot.kind)
+        assert calls.take() == 1
+        assert values(project, snapshot) == {i: 2 * x for i, x in rows}
+    assert kinds == ["delta"] * 8 + ["full", "delta"]
+    assert [layer.number for layer in OfflineStore(project.root).chain(snapshot)] == [10, 11]
+
+
+@pytest.mark.parametrize(
+    ("view", "reason"),
+    [
+        (
+            {"model": {"use": "tests.arithmetic:Doubler", "args": {"version": 2}}},
+            "model (or its tokenizer or tables) changed, fingerprint",
+        ),
+        ({"source": {"sql": "SELECT id, x + 0 AS x FROM read_parquet('${data}/data.parquet')"}}, "source's SQL changed"),
+        ({"features": {"double": {"dtype": "float64"}}}, "features or the entity changed"),
+        (
+            {"features": {"double": {"dtype": "float32"}, "vector": {"dtype": "float32", "dim": 4}}},
+            "features or the entity changed",
+        ),
+    ],
+)
+def test_a_view_that_means_something_else_is_computed_anew_and_says_why(
+    make_project: MakeProject, calls: Calls, view: dict[str, Any], reason: str
+) -> None:
+    built(make_project(MANY))
+    calls.take()
+    project = make_project(MANY, view=view)
+    second = built(project)
+    assert (calls.take(), second.kind, second.parent, second.counts) == (40, "full", None, Counts(40, 40))
+    assert reason in last_report(project)["plan"]
+    assert set(values(project, second).values()) == {2 * x for _, x in MANY}
+
+
+@pytest.mark.parametrize(
+    "view",
+    [{"ttl": "2h"}, {"stale_for": "2d"}, {"index": {"on": "vector"}}, {"fallback": {"enabled": True}, "gates": {"parity": None}}],
+)
+def test_an_edited_view_takes_effect_with_its_next_run_though_no_row_is_computed(
+    make_project: MakeProject, calls: Calls, view: dict[str, Any]
+) -> None:
+    built(make_project(MANY))
+    calls.take()
+    project = make_project(MANY, view=view)
+    snapshot = built(project)
+    assert snapshot.view == project.view("numbers").feature_view()
+    assert (calls.take(), snapshot.counts) == (0, Counts(40, 0, unchanged=40))
+    assert values(project, snapshot) == {i: 2 * x for i, x in MANY}
+    assert built(project, "current") == snapshot
+
+
+def test_full_computes_every_row_once_more(make_project: MakeProject, calls: Calls) -> None:
+    project = make_project(MANY)
+    built(project)
+    calls.take()
+    second = built(project, full=True)
+    assert (calls.take(), second.number, second.kind, second.parent, second.counts) == (40, 2, "full", None, Counts(40, 40))
+    assert last_report(project)["plan"].endswith("; asked for every row")
+
+
+def test_what_the_model_rejected_is_not_given_to_it_again_until_its_input_changes(
+    make_project: MakeProject, calls: Calls
+) -> None:
+    view = {"model": {"use": "tests.arithmetic:Doubler", "args": {"fail_on": 7}}}
+    first = built(make_project(MANY, view=view))
+    assert first.counts == Counts(40, 39, rejected=1)
+    calls.take()
+    changed = [*MANY[:20], (20, 20.5), *MANY[21:]]
+    project = make_project(changed, view=view)
+    second = built(project)
+    assert (calls.take(), second.counts) == (1, Counts(40, 1, rejected=1, unchanged=38))
+    assert rejected_of(project, second.run) == rejected_of(project, first.run)
+    mended = [(i, 7.5 if i == 7 else x) for i, x in changed]
+    third = built(make_project(mended, view=view))
+    assert (calls.take(), third.counts) == (1, Counts(40, 1, unchanged=39))
+    assert values(project, third) == {i: 2 * x for i, x in mended}
+
+
+def test_rows_with_a_bad_key_are_rejected_again_without_making_a_snapshot(make_project: MakeProject) -> None:
+    table = pa.table({"id": ["a", "b", "c", None, None, "", "k" * 512], "x": [1.0, 2.0, 3.0, 4.0, 4.0, 5.0, 6.0]})
+    project = make_project(table, view={"max_rejected": 0.9})
+    first = built(project)
+    assert first.counts == Counts(7, 3, rejected=4)
+    assert built(project, "current") == first
+    assert last_report(project)["counts"]["rejected"] == 4
+
+
+def test_rejected_rows_are_tried_again_when_asked(make_project: MakeProject, calls: Calls) -> None:
+    use = "tests.arithmetic:Doubler"
+    built(make_project(MANY, view={"model": {"use": use, "args": {"fail_on": 7}}}))
+    calls.take()
+    project = make_project(MANY)
+    second = built(project, retry_rejected=True)
+    assert (calls.take(), second.counts) == (1, Counts(40, 1, unchanged=39))
+    assert values(project, second) == {i: 2 * x for i, x in MANY}
+
+
+def test_rejected_rows_of_before_count_against_the_threshold(make_project: MakeProject) -> None:
+    view = {"model": {"use": "tests.arithmetic:Doubler", "args": {"fail_on": 7}}, "max_rejected": 0.05}
+    rows = [(i, 7.0 if i < 2 else float(i + 10)) for i in range(40)]
+    built(make_project(rows, view=view))
+    rows[5] = (5, 7.0)
+    project = make_project(rows, view=view)
+    report = refused(project, RejectedError)
+    assert "3 rows rejected so far, 2 allowed" in report["error"]
+
+
+def test_without_renewal_rows_past_their_ttl_are_computed_again(make_project: MakeProject, calls: Calls) -> None:
+    project = make_project(MANY, view={"ttl": "0s", "renew_unchanged": False})
+    first = built(project)
+    calls.take()
+    second = built(project)
+    assert (calls.take(), second.counts, second.renewed_at) == (40, Counts(40, 40), None)
+    assert (second.computed_at_min or 0) > (first.computed_at_max or 0)
+    assert values(project, second) == {i: 2 * x for i, x in MANY}
+    assert "40 past ttl" in last_report(project)["plan"]
+
+
+def test_a_snapshot_marked_bad_is_not_built_on(make_project: MakeProject, calls: Calls) -> None:
+    project = make_project(MANY)
+    built(project)
+    built(make_project([(0, 9.0), *MANY[1:]]))
+    store = OfflineStore(project.root)
+    store.mark_bad("numbers", 2, "rolled back from")
+    calls.take()
+    third = built(make_project([(0, 8.0), *MANY[1:]]))
+    assert (calls.take(), third.parent, third.counts) == (1, 1, Counts(40, 1, unchanged=39))
+
+
+def test_composite_and_text_keys_are_compared_whole(make_project: MakeProject, calls: Calls) -> None:
+    table = pa.table({"a": [1, 1, 2, 2], "b": ["x", "x/y", "x", "%"], "x": [1.0, 2.0, 3.0, 4.0]})
+    built(make_project(table, view=COMPOSITE))
+    calls.take()
+    table = pa.table({"a": [1, 1, 2, 1], "b": ["x", "x/y", "x", "%"], "x": [1.0, 2.5, 3.0, 4.0]})
+    project = make_project(table, view=COMPOSITE)
+    second = built(project)
+    assert (calls.take(), second.counts) == (2, Counts(4, 2, unchanged=2, removed=1))
+    found = {(row["a"], row["b"]): row["double"] for row in rows_of(project, second)}
+    assert found == {(1, "x"): 2.0, (1, "x/y"): 5.0, (2, "x"): 6.0, (1, "%"): 8.0}
+
+
+# ---- chunks of interrupted runs
+
+
+def interrupted(project: Project, monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
+    """A run that ends without a word once it has journaled so many chunks."""
+    original = OfflineStore.add_to_journal
+    noted = 0
+
+    def ending(*arguments: Any) -> None:
+        nonlocal noted
+        original(*arguments)
+        noted += 1
+        if noted == chunks:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(OfflineStore, "add_to_journal", ending)
+        with pytest.raises(KeyboardInterrupt):
+            run_view(project, "numbers", Silent(), command="materialize")
+    assert noted == chunks
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(materialize, "WINDOW_ROWS", 5)
+    monkeypatch.setattr(materialize, "PART_BYTES", 1)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("window_rows", [1, 5, 1000])
+def test_finished_chunks_of_an_interrupted_run_are_not_computed_again(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, calls: Calls, window_rows: int
+) -> None:
+    project = make_project(MANY, view={"model": {"use": "tests.arithmetic:Doubler", "args": {"fail_on": 7}}})
+    interrupted(project, monkeypatch, 3)
+    calls.take()
+    monkeypatch.setattr(materialize, "WINDOW_ROWS", window_rows)
+    snapshot = built(project)
+    assert calls.take() == 25
+    report = last_report(project)
+    assert report["resumed"] == 14
+    assert snapshot.counts == Counts(40, 39, rejected=1)
+    assert values(project, snapshot) == {i: 2 * x for i, x in MANY if i != 7}
+    assert [row["key"] for row in rejected_of(project, snapshot.run)] == ["7"]
+    assert built(project, "current") == snapshot
+    assert calls.take() == 0
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_rows_that_changed_since_the_interruption_are_computed_and_the_old_ones_hidden(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, calls: Calls
+) -> None:
+    interrupted(make_project(MANY), monkeypatch, 3)
+    calls.take()
+    changed = [(i, x + 100 if i in (0, 1, 2, 3, 4, 6) else x) for i, x in MANY if i != 8]
+    project = make_project(changed)
+    snapshot = built(project)
+    assert calls.take() == 39 - 8
+    assert (snapshot.kind, snapshot.counts, snapshot.own_deletes) == ("full", Counts(39, 39), 2)
+    assert last_report(project)["resumed"] == 8
+    assert values(project, snapshot) == {i: 2 * x for i, x in changed}
+    assert len([part for part in snapshot.parts if snapshot.run not in part.path]) == 2  # no row of the first chunk was of use
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_an_interrupted_delta_is_resumed_onto_its_parent(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, calls: Calls
+) -> None:
+    rows = [(i, float(i)) for i in range(200)]
+    built(make_project(rows, view=UNJUDGED))
+    changed = [(i, x + 0.5 if i < 20 else x) for i, x in rows]
+    project = make_project(changed, view=UNJUDGED)
+    interrupted(project, monkeypatch, 2)
+    calls.take()
+    second = built(project)
+    assert (calls.take(), second.kind, second.parent, second.counts) == (10, "delta", 1, Counts(200, 20, unchanged=180))
+    assert values(project, second) == {i: 2 * x for i, x in changed}
+    third = built(make_project([*changed, (500, 1.0)], view=UNJUDGED))
+    assert (calls.take(), third.counts) == (1, Counts(201, 1, unchanged=200))
+    assert values(project, third) == {i: 2 * x for i, x in [*changed, (500, 1.0)]}
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("args", [{"version": 2}])
+def test_chunks_of_another_recipe_are_not_taken_over(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, calls: Calls, args: dict[str, Any]
+) -> None:
+    interrupted(make_project(MANY), monkeypatch, 3)
+    calls.take()
+    project = make_project(MANY, view={"model": {"use": "tests.arithmetic:Doubler", "args": args}})
+    snapshot = built(project)
+    assert (calls.take(), last_report(project)["resumed"]) == (40, 0)
+    assert values(project, snapshot) == {i: 2 * x for i, x in MANY}
 
 
 def test_temporary_files_are_gone_after_every_run(make_project: MakeProject, tmp_path: Path) -> None:

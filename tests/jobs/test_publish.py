@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +19,17 @@ from jobs.publish import publish
 from jobs.report import Report, recorded
 from jobs.run import run_view
 from store.codec import Buffer
-from store.errors import ConflictError, OnlineStoreError, PrecomputeError, SnapshotError
+from store.errors import ConflictError, GateError, OnlineStoreError, PrecomputeError, SnapshotError
+from store.lease import take
 from store.lookup import Lookup
-from store.offline_store import OfflineStore
+from store.offline_store import PUBLISH_LEASE, OfflineStore
 from store.online_store import MemoryStore, Pointer, Rows
 from store.online_url import open_online_store
 from store.vector_index import VectorIndex
 from tests.conftest import MakeProject
 
 INDEXED = {"index": {"on": "vector", "metric": "l2"}}
+UNJUDGED = {"gates": {"rows": None, "norm": None, "duplicates": None, "drift": None}}
 
 
 @pytest.fixture(params=["lmdb", "redis"])
@@ -83,8 +87,8 @@ def committed(project: Project) -> OfflineStore:
 
 
 def publish_to(online: MemoryStore, store: OfflineStore, number: int | None = None) -> tuple[Report, Pointer]:
-    with store.run_lock("numbers"), recorded(store, "numbers", "publish") as report:
-        return report, publish("numbers", store, online, report, Silent(), number=number)
+    with take(store.lease_folder("numbers"), PUBLISH_LEASE, "publish") as lease, recorded(store, "numbers", "publish") as report:
+        return report, publish("numbers", store, online, report, Silent(), number=number, lease=lease)
 
 
 # ---- the good case
@@ -129,6 +133,190 @@ def test_publishing_what_is_live_does_nothing(make_project: MakeProject, online:
     assert "load" not in report.stages_s
 
 
+class NoLoad(MemoryStore):
+    """Must not be loaded into."""
+
+    def load(self, view: str, generation: int, rows: Rows) -> int:
+        raise AssertionError("nothing is to be loaded")
+
+
+def test_publishing_what_is_live_reads_none_of_its_parts(make_project: MakeProject) -> None:
+    store = committed(make_project([(1, 1.0)]))
+    memory = MemoryStore()
+    _, before = publish_to(memory, store)
+    for path in store.part_paths(store.snapshot("numbers", 1)):
+        path.unlink()
+    memory.__class__ = NoLoad
+    report, pointer = publish_to(memory, store)
+    assert (report.status, report.epoch, report.snapshot, pointer) == ("current", 1, 1, before)
+    assert memory.live("numbers") == before
+
+
+def test_a_run_that_found_nothing_changed_renews_what_is_live(make_project: MakeProject, online: str) -> None:
+    project = make_project([(1, 1.0), (2, 2.0)], project={"online": online})
+    first = run(project)
+    opened = open_online_store(project.online)
+    before = opened.live("numbers")
+    again = run(project)
+    after, ref = opened.live("numbers"), OfflineStore(project.root).live("numbers")
+    opened.close()
+    assert before is not None
+    assert ref is not None
+    assert (first.status, again.status, again.snapshot, again.epoch) == ("published", "current", 1, 1)
+    assert before.renewed_at_us == 0
+    assert after == replace(before, renewed_at_us=again.read_at_us)
+    assert ref.renewed_at == again.read_at_us > first.read_at_us
+    assert (epochs(project), generations(project)) == ((1, 1), [1])
+    assert run(project, "publish").status == "current"  # and publishing does not take the renewal back
+    assert OfflineStore(project.root).live("numbers") == ref
+
+
+def test_a_run_over_unchanged_rows_publishes_what_was_only_committed(make_project: MakeProject) -> None:
+    project = make_project([(1, 1.0)])
+    committed(project)
+    report = run(project)
+    assert (report.status, report.snapshot, report.epoch, report.counts["written"]) == ("published", 1, 1, 0)
+    assert served(project) == (1, [2.0, None, None])
+
+
+def test_a_delta_is_served_whole(make_project: MakeProject, online: str) -> None:
+    make = {"project": {"online": online}, "view": INDEXED}
+    rows = [(i, float(i)) for i in range(30)]
+    run(make_project(rows, **make))
+    project = make_project([(1, 100.0), *rows[2:], (30, 30.0)], **make)  # 0 left, 1 changed, 30 is new
+    assert run(project).snapshot == 2
+    snapshot = OfflineStore(project.root).snapshot("numbers", 2)
+    assert (snapshot.kind, snapshot.counts.written, snapshot.counts.unchanged) == ("delta", 2, 28)
+    assert served(project, range(32)) == (2, [None, 200.0, *(2.0 * i for i in range(2, 31)), None])
+    assert nearest(project, 100.0) == (2, "1")
+    assert nearest(project, 0.0) == (2, "2")
+    assert len(VectorIndex(project.root / "numbers" / "index" / f"{2:020d}")) == 30
+
+
+@pytest.mark.parametrize("damage", ["part", "deletes"])
+def test_a_delta_over_a_damaged_parent_is_never_published(make_project: MakeProject, damage: str) -> None:
+    rows = [(i, float(i)) for i in range(30)]
+    project = make_project(rows)
+    run(project)
+    run(make_project([(1, 100.0), *rows[2:]]))
+    committed(make_project([(1, 200.0), *rows[2:]]))
+    store = OfflineStore(project.root)
+    full, delta, last = store.chain(store.snapshot("numbers", 3))
+    part = full.parts[0] if damage == "part" else delta.deletes
+    assert part is not None
+    flip(project.root / "numbers" / part.path, Path())
+    with pytest.raises(SnapshotError, match=f"{re.escape(part.path)} differs from its checksum"):
+        run(project, "publish", last.number)
+    assert epochs(project) == (2, 2)
+    assert served(project, [1, 2]) == (2, [200.0, 4.0])
+
+
+def test_going_back_to_the_snapshot_before_loads_nothing(make_project: MakeProject, online: str) -> None:
+    make = {"project": {"online": online}, "view": INDEXED}
+    for x in (1.0, 10.0):
+        project = make_project([(1, x), (2, x), (3, x)], **make)
+        run(project)
+    store = OfflineStore(project.root)
+    for path in store.part_paths(store.snapshot("numbers", 1)):
+        path.unlink()  # what is not read may be missing
+    report = run(project, "publish", 1)
+    assert (report.status, report.snapshot, report.epoch) == ("published", 1, 3)
+    assert report.stages_s.keys() & {"check", "load", "verify", "index"} == set()
+    ref = store.live("numbers")
+    assert ref is not None
+    assert (ref.epoch, ref.generation, ref.previous, ref.previous_generation) == (3, 1, 2, 2)
+    assert served(project) == (1, [2.0, 2.0, 2.0])
+    assert nearest(project, 1.0)[0] == 1
+    assert (epochs(project), generations(project)) == ((3, 3), [1, 2])
+    report = run(project, "publish", 2)  # and forth
+    assert (report.epoch, "load" in report.stages_s) == (4, False)
+    assert served(project) == (2, [20.0, 20.0, 20.0])
+    ref = store.live("numbers")
+    assert ref is not None
+    assert (ref.epoch, ref.generation, ref.previous, ref.previous_generation) == (4, 2, 1, 1)
+    assert generations(project) == [1, 2]
+
+
+def test_the_snapshot_before_is_loaded_again_when_its_generation_is_gone(make_project: MakeProject, online: str) -> None:
+    for x in (1.0, 10.0):
+        project = make_project([(1, x)], project={"online": online})
+        run(project)
+    opened = open_online_store(project.online)
+    opened.drop("numbers", 1)
+    opened.close()
+    report = run(project, "publish", 1)
+    assert (report.epoch, "load" in report.stages_s) == (3, True)
+    assert served(project, [1]) == (1, [2.0])
+    assert generations(project) == [2, 3]
+
+
+def test_a_generations_number_is_never_used_again(make_project: MakeProject) -> None:
+    """Whoever slept inside its load wakes up in a generation of its own, whatever became of its publishing."""
+    store, loaded = committed(make_project([(1, 1.0)])), []
+
+    class Noted(MemoryStore):
+        def load(self, view: str, generation: int, rows: Rows) -> int:
+            loaded.append(generation)
+            count = super().load(view, generation, rows)
+            if len(loaded) in (2, 3):
+                raise OnlineStoreError("gone")
+            return count
+
+    memory = Noted()
+    publish_to(memory, store)
+    committed(make_project([(1, 2.0)]))
+    for _ in range(2):
+        with pytest.raises(OnlineStoreError, match="gone"):
+            publish_to(memory, store)
+    report, pointer = publish_to(memory, store)
+    assert loaded == [1, 2, 3, 4]
+    assert (report.epoch, pointer.generation) == (4, 4)
+    assert Lookup(memory).get("numbers", [1])["double"].to_pylist() == [4.0]
+
+
+def test_what_was_rolled_back_from_is_published_by_nobody_nor_are_the_same_rows_again(make_project: MakeProject) -> None:
+    for x in (1.0, 10.0):
+        project = make_project([(1, x)])
+        run(project)
+    store = OfflineStore(project.root)
+    run(project, "publish", 1)
+    store.mark_bad("numbers", 2, "rolled back from")
+    with pytest.raises(GateError, match=r"snapshot 2 is marked bad \(rolled back from\); the live one stays.*bad/2.json"):
+        run(project, "publish", 2)
+    with pytest.raises(GateError, match=r"snapshot 2 is marked bad.*snapshot 3 builds on it or holds the very same rows"):
+        run(project)
+    assert (served(project, [1]), epochs(project)) == ((1, [2.0]), (3, 3))
+    report = run(project, "publish")
+    assert (report.status, report.snapshot) == ("current", 1)
+    assert run(make_project([(1, 20.0)])).status == "published"
+    assert served(project, [1]) == (4, [40.0])
+
+
+def test_a_snapshot_that_a_gate_refused_is_committed_and_published_once_that_is_accepted(make_project: MakeProject) -> None:
+    rows = [(i, float(i + 1)) for i in range(40)]
+    project = make_project(rows)
+    run(project)
+    make_project(rows[:20])
+    with pytest.raises(GateError, match=r"snapshot 2 is not published.*rows: 20 rows, -50.0%.*--snapshot 2 --accept rows"):
+        run(project)
+    store = OfflineStore(project.root)
+    report = store.last_report("numbers")
+    assert report is not None
+    assert (report["status"], report["snapshot"], report["counts"]["removed"]) == ("refused", 2, 20)
+    assert [gate["gate"] for gate in report["gates"] if not gate["passed"]] == ["rows"]
+    assert (store.numbers("numbers"), store.snapshot("numbers", 2).refused_by) == ([1, 2], ["rows"])
+    assert served(project, [1, 30]) == (1, [4.0, 62.0])
+    with pytest.raises(GateError):  # nothing changed, nothing is computed, and it is refused all the same
+        run(project)
+    assert (store.numbers("numbers"), served(project, [1])) == ([1, 2], (1, [4.0]))
+    assert run(project, "publish").status == "current"  # the newest that may be published is live
+    accepted = run_view(project, "numbers", Silent(), command="publish", number=2, accept=["rows"])
+    assert (accepted.status, accepted.snapshot) == ("published", 3)
+    snapshot = store.snapshot("numbers", 3)
+    assert (snapshot.accepted, snapshot.refused_by, snapshot.parts) == (("rows",), [], store.snapshot("numbers", 2).parts)
+    assert served(project, [1, 30]) == (3, [4.0, None])
+
+
 def test_an_older_snapshot_can_be_published_again_and_then_the_newest(make_project: MakeProject, online: str) -> None:
     for x in (1.0, 10.0, 100.0):
         project = make_project([(1, x), (2, x), (3, x)], project={"online": online}, view=INDEXED)
@@ -169,7 +357,7 @@ def test_a_view_that_loses_its_index_is_no_longer_searchable(make_project: MakeP
 
 
 def test_a_reader_sees_one_snapshot_or_the_next_and_never_both(make_project: MakeProject, online: str) -> None:
-    rows, make = 500, {"project": {"online": online}}
+    rows, make = 500, {"project": {"online": online}, "view": UNJUDGED}
     project = make_project([(i, 1.0) for i in range(rows)], **make)
     run(project)
     failures: list[str] = []
@@ -286,17 +474,18 @@ def test_a_store_that_lost_or_altered_rows_is_not_made_live(
 
 
 def test_a_redis_that_runs_full_keeps_what_is_live(make_project: MakeProject, redis_url: str) -> None:
-    project = make_project([(1, 1.0)], project={"online": redis_url})
+    make: dict[str, Any] = {"project": {"online": redis_url}, "view": UNJUDGED}
+    project = make_project([(1, 1.0)], **make)
     run(project)
     client = redis.Redis.from_url(redis_url)
     used = client.info("memory")["used_memory"]
     client.config_set("maxmemory", used + 300_000)
     with pytest.raises(OnlineStoreError, match="full"):
-        run(make_project([(i, 2.0) for i in range(20_000)], project={"online": redis_url}))
+        run(make_project([(i, 2.0) for i in range(20_000)], **make))
     assert served(project, [1]) == (1, [2.0])
     assert epochs(project) == (1, 1)
     client.config_set("maxmemory", 0)
-    run(make_project([(i, 2.0) for i in range(2_000)], project={"online": redis_url}))
+    run(make_project([(i, 2.0) for i in range(2_000)], **make))
     assert served(project, [1]) == (3, [4.0])
     assert len(client.keys("precompute:numbers:*")) == 2_001  # the live generation and the last; nothing of the failed one
     client.close()
@@ -327,7 +516,8 @@ def test_a_damaged_snapshot_is_never_published(make_project: MakeProject, damage
     store = OfflineStore(project.root)
     parts = [store.part_paths(store.snapshot("numbers", n))[0] for n in (1, 2)]
     damage(parts[1], parts[0])
-    with pytest.raises(SnapshotError, match=r"part-00000\.parquet"):
+    assert parts[0] != parts[1]
+    with pytest.raises(SnapshotError, match=re.escape(str(parts[1]))):
         run(project, "publish")
     assert epochs(project) == (1, 1)
     assert served(project, [1, 2]) == (1, [2.0, 4.0])
@@ -340,8 +530,10 @@ def test_a_torn_manifest_is_never_published(make_project: MakeProject, text: str
     committed(make_project([(1, 9.0)]))
     (project.root / "numbers" / "manifests" / f"{2:020d}.json").write_text(text)
     with pytest.raises(SnapshotError, match="torn"):
-        run(project, "publish")
+        run(project, "publish", 2)
     assert served(project, [1]) == (1, [2.0])
+    report = run(project, "publish")  # the newest that can be published
+    assert (report.status, report.snapshot) == ("current", 1)
     run(make_project([(1, 5.0)]))
     assert served(project, [1]) == (3, [10.0])
 
@@ -356,7 +548,7 @@ def test_a_damaged_pointer_is_mended_by_publishing_again(make_project: MakeProje
     (path / "live.json").write_bytes(text)
     assert run(project, "publish").status == "published"
     assert served(project, [1]) == (1, [2.0])
-    assert epochs(project) == (2, 2)
+    assert epochs(project) == ((2, 2) if where == "offline" else (1, 1))  # what tells it all is the offline pointer
 
 
 # ---- pointers that disagree
@@ -463,6 +655,8 @@ def test_an_index_that_cannot_be_written_keeps_rows_and_index_as_they_were(make_
     assert served(project, [1, 2]) == (1, [2.0, None])
     assert nearest(project, 5.0) == (1, "1")
     blocked.unlink()
-    run(project)
-    assert nearest(project, 5.0) == (3, "2")
+    report = run(project)
+    assert (report.status, report.snapshot, report.counts["written"]) == ("published", 2, 0)
+    assert served(project, [1, 2]) == (2, [None, 10.0])
+    assert nearest(project, 5.0) == (2, "2")
     assert VectorIndex(project.root / "numbers" / "index" / f"{epochs(project)[1]:020d}").dim == 4

@@ -6,6 +6,7 @@ import json
 import resource
 import select
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,9 +20,10 @@ from jobs.cli import main
 from jobs.config import Project
 from jobs.progress import Silent
 from jobs.run import run_view
-from store.errors import ConfigError, ConflictError, RejectedError
+from store.errors import ConfigError, ConflictError, FencedError, RejectedError
+from store.lease import Lease, take
 from store.lookup import Lookup
-from store.offline_store import OfflineStore
+from store.offline_store import OfflineStore, run_lease
 from store.online_url import open_online_store
 from tests.conftest import MakeProject
 
@@ -62,8 +64,15 @@ def rows(factor: float = 1.0) -> list[tuple[int, float]]:
     return [(key, key * factor) for key in KEYS]
 
 
-def run(project: Project, command: str = "run") -> int | None:
-    return run_view(project, "numbers", Silent(), command=command).snapshot
+def run(project: Project, command: str = "run", **how: Any) -> int | None:
+    return run_view(project, "numbers", Silent(), command=command, **how).snapshot
+
+
+def report_of(project: Project) -> dict[str, Any]:
+    """The newest run's."""
+    report = OfflineStore(project.root).last_report("numbers")
+    assert report is not None
+    return report
 
 
 def served(project: Project) -> list[float | None]:
@@ -92,23 +101,24 @@ def killed(project: Project, where: str, when: str) -> None:
 
 LMDB, REDIS = "store.lmdb_store:", "store.redis_store:RedisStore."
 
-KILLS = [
-    ("lmdb", "store.offline_store:OfflineStore.write_part", "after", OLD),  # between two parts
-    ("lmdb", "store.offline_store:OfflineStore.commit", "before", OLD),  # before the manifest
-    ("lmdb", "os:link", "before", OLD),  # the manifest written, not linked
-    ("lmdb", "os:link", "after", OLD),  # the manifest linked, its temporary name still there
-    ("lmdb", LMDB + "sync_file", "before", OLD),  # a generation inserted, not renamed
-    ("lmdb", "jobs.publish:build_index", "after", OLD),
-    ("lmdb", "store.offline_store:OfflineStore.move_live", "after", OLD),  # between the two pointers
-    ("lmdb", LMDB + "LmdbStore.flip", "after", NEW),
-    ("redis", REDIS + "_send", "after", OLD),  # inside a load
-    ("redis", REDIS + "flip", "before", OLD),
+KILLS = [  # with the number of snapshots there are afterwards
+    ("lmdb", "store.offline_store:OfflineStore.write_part", "after", 1, OLD),  # between two parts
+    ("lmdb", "store.offline_store:OfflineStore.add_to_journal", "after", 1, OLD),
+    ("lmdb", "store.offline_store:OfflineStore.commit", "before", 1, OLD),  # before the manifest
+    ("lmdb", "os:link", "before", 1, OLD),  # the manifest written, not linked
+    ("lmdb", "os:link", "after", 2, OLD),  # the manifest linked, its temporary name still there
+    ("lmdb", LMDB + "sync_file", "before", 2, OLD),  # a generation inserted, not renamed
+    ("lmdb", "jobs.publish:build_index", "after", 2, OLD),
+    ("lmdb", "store.offline_store:OfflineStore.move_live", "after", 2, OLD),  # between the two pointers
+    ("lmdb", LMDB + "LmdbStore.flip", "after", 2, NEW),
+    ("redis", REDIS + "_send", "after", 2, OLD),  # inside a load
+    ("redis", REDIS + "flip", "before", 2, OLD),
 ]
 
 
-@pytest.mark.parametrize(("kind", "where", "when", "then"), KILLS)
+@pytest.mark.parametrize(("kind", "where", "when", "snapshots", "then"), KILLS)
 def test_killed_anywhere_old_or_new_is_served_whole_and_the_next_run_publishes(
-    make_project: MakeProject, request: pytest.FixtureRequest, kind: str, where: str, when: str, then: list[float]
+    make_project: MakeProject, request: pytest.FixtureRequest, kind: str, where: str, when: str, snapshots: int, then: list[float]
 ) -> None:
     online = "lmdb:./online" if kind == "lmdb" else request.getfixturevalue("redis_url")
     run(make_project(rows(), **options(online)))
@@ -119,9 +129,10 @@ def test_killed_anywhere_old_or_new_is_served_whole_and_the_next_run_publishes(
     numbers = store.numbers("numbers")
     for number in numbers:
         store.check_parts(store.snapshot("numbers", number))
-    assert run(project) == numbers[-1] + 1
+    assert numbers == list(range(1, snapshots + 1))
+    assert run(project) == 2  # what was committed is not computed again
     assert served(project) == NEW
-    last = store.snapshot("numbers", numbers[-1] + 1)
+    last = store.snapshot("numbers", 2)
     assert (last.counts.source, last.counts.written, sum(part.rows for part in last.parts)) == (5, 5, 5)
     assert main(["-c", str(project.folder), "publish", "numbers"]) == 0
     assert served(project) == NEW
@@ -136,6 +147,36 @@ def test_a_model_that_takes_the_process_with_it_leaves_the_old_rows(make_project
     assert OfflineStore(project.root).numbers("numbers") == [1]
     run(make_project(rows(10), **options()))
     assert served(project) == NEW
+
+
+def test_after_a_kill_at_most_the_chunk_in_flight_is_computed_again(make_project: MakeProject) -> None:
+    run(make_project(rows(), **options()))
+    project = make_project(rows(10), **options())
+    killed(project, "store.offline_store:OfflineStore.add_to_journal", "after")
+    assert OfflineStore(project.root).numbers("numbers") == [1]
+    # the two rows of the finished chunk would make the model die; it never sees them again
+    project = make_project(rows(10), **options(kill_on=10.0))
+    assert run(project) == 2
+    report = report_of(project)
+    assert (report["status"], report["resumed"], report["counts"]["written"]) == ("published", 2, 5)
+    assert served(project) == NEW
+
+
+def test_a_killed_runs_report_says_running_until_the_next_run_closes_it(make_project: MakeProject) -> None:
+    run(make_project(rows(), **options()))
+    project = make_project(rows(10), **options())
+    killed(project, "store.offline_store:OfflineStore.commit", "before")
+    dead = report_of(project)
+    assert (dead["status"], dead["error"], dead["finished_at"]) == ("running", None, "")
+    assert main(["-c", str(project.folder), "publish", "numbers"]) == 0  # is no run, and closes none
+    reports = {report["run"]: report for report in OfflineStore(project.root).reports("numbers")}
+    assert reports[dead["run"]] == dead
+    run(project)
+    reports = {report["run"]: report for report in OfflineStore(project.root).reports("numbers")}
+    closed = reports[dead["run"]]
+    assert (closed["status"], closed["error"]) == ("killed", "killed: it ended without a word")
+    assert closed["finished_at"] > closed["started_at"]
+    assert report_of(project)["status"] == "published"
 
 
 def test_what_was_committed_before_a_kill_can_be_published_without_computing_again(make_project: MakeProject) -> None:
@@ -170,15 +211,78 @@ def test_a_second_run_is_refused_while_the_first_goes_on_and_works_once_it_is_de
     make_project: MakeProject, running: tuple[Project, subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     project, process = running
-    for command in ("run", "materialize", "publish"):
+    for command in ("run", "materialize"):
         assert main(["-c", str(project.folder), command, "numbers"]) == 1
-        assert "another run of view 'numbers' is going on" in capsys.readouterr().err
+        message = f"another run of view 'numbers' is going on; wait for it, or look at `status` (by run, process {process.pid})"
+        assert message in capsys.readouterr().err
+    assert main(["-c", str(project.folder), "publish", "numbers"]) == 1
+    assert "has no snapshot yet" in capsys.readouterr().err  # publishing does not wait for a run
     with pytest.raises(ConflictError):
         run(project)
     assert OfflineStore(project.root).numbers("numbers") == []
     process.kill()
     process.wait()
     assert run(make_project(rows(), **options())) == 1
+
+
+def test_an_earlier_snapshot_can_be_published_while_a_run_goes_on(make_project: MakeProject) -> None:
+    for factor in (1, 10):
+        run(make_project(rows(factor), **options()))
+    project = make_project(rows(100), **options(sleep_s=60))
+    command = [sys.executable, "-m", "jobs.cli", "-c", str(project.folder), "run", "numbers"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "materialize numbers: 5 rows\n"
+        assert run(project, "publish", number=1) == 1
+        assert served(project) == OLD
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_run_that_is_told_to_end_reports_it_and_lets_go(running: tuple[Project, subprocess.Popen[str]]) -> None:
+    project, process = running
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, "ended by SIGTERM; the live snapshots are untouched" in err) == (143, True)
+    report = report_of(project)
+    assert (report["status"], report["finished_at"] > report["started_at"]) == ("killed", True)
+    assert "_Terminated" in report["error"]
+    assert not OfflineStore(project.root).running("numbers")
+
+
+def test_a_run_is_told_as_running_while_it_goes_on(running: tuple[Project, subprocess.Popen[str]]) -> None:
+    project, process = running
+    report = report_of(project)
+    assert (report["status"], report["command"], report["pid"], report["finished_at"]) == ("running", "run", process.pid, "")
+    assert OfflineStore(project.root).running("numbers")
+    with pytest.raises(ConflictError):
+        run(project)
+    assert report_of(project) == report  # a refused run closes no report of the one that goes on
+
+
+def test_a_run_whose_lease_was_taken_commits_nothing(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(make_project(rows(), **options()))
+    project = make_project(rows(10), **options())
+    store = OfflineStore(project.root)
+    taken: list[Lease] = []
+    original = OfflineStore.add_to_journal
+
+    def overtaken(*arguments: Any) -> None:
+        original(*arguments)
+        taken.append(take(store.lease_folder("numbers"), run_lease(None), "the next run", force=True))
+
+    monkeypatch.setattr(OfflineStore, "add_to_journal", overtaken)
+    with pytest.raises(FencedError, match="lost its lease 'run' to the next run"):
+        run(project)
+    monkeypatch.undo()
+    taken[0].release()
+    assert (store.numbers("numbers"), report_of(project)["status"]) == ([1], "failed")
+    assert served(project) == OLD
+    assert run(project) == 2
+    assert served(project) == NEW
 
 
 def test_two_views_run_at_once(make_project: MakeProject, running: tuple[Project, subprocess.Popen[str]]) -> None:
@@ -224,7 +328,7 @@ def test_every_run_leaves_a_report(
 
 def test_a_refused_second_run_leaves_no_report(make_project: MakeProject) -> None:
     project = make_project(rows(), **options())
-    with OfflineStore(project.root).run_lock("numbers"), pytest.raises(ConflictError):
+    with take(OfflineStore(project.root).lease_folder("numbers"), run_lease(None), "somebody"), pytest.raises(ConflictError):
         run(project)
     assert OfflineStore(project.root).last_report("numbers") is None
 
@@ -242,7 +346,7 @@ def test_an_interrupted_run_is_reported_and_leaves_the_old_rows(
     assert main(["-c", str(project.folder), "run", "numbers"]) == 130
     report = OfflineStore(project.root).last_report("numbers")
     assert report is not None
-    assert (report["status"], report["error"]) == ("failed", "KeyboardInterrupt: ")
+    assert (report["status"], report["error"]) == ("cancelled", "KeyboardInterrupt")
     assert served(project) == OLD
 
 
@@ -290,7 +394,8 @@ def blocked_by_a_folder(path: Path) -> None:
 
 
 FILES = ("var", "var/numbers", *(f"var/numbers/{name}" for name in ("data", "manifests", "refs", "runs", "index")))
-FOLDERS = tuple(f"var/numbers/{name}" for name in (".run.lock", "refs/.lock", "refs/live.json"))
+LEASES = ("refs/lease-run.json", "refs/lease-publish.json")
+FOLDERS = tuple(f"var/numbers/{name}" for name in (*LEASES, "refs/.lock", "refs/epoch.json", "refs/live.json"))
 BLOCKS = [
     *((name, blocked_by_a_file) for name in (*FILES, "online", "online/numbers")),
     *((name, blocked_by_a_folder) for name in (*FOLDERS, "online/numbers/.lock", "online/numbers/live.json")),
@@ -311,8 +416,7 @@ def test_whatever_cannot_be_written_ends_in_a_message(
         lookup = Lookup(open_online_store(project.online))
         found = lookup.get("numbers", KEYS)["double"].to_pylist()
         lookup.close()
-        assert found == (NEW if where.endswith("runs") else OLD)  # the report comes last
-        assert found == OLD or "untouched" not in err
+        assert found == OLD
 
 
 @pytest.mark.parametrize(("where", "block"), [b for b in BLOCKS if "lock" not in b[0]])
@@ -321,11 +425,20 @@ def test_whatever_cannot_be_read_ends_in_a_message(
     make_project: MakeProject, capsys: pytest.CaptureFixture[str], where: str, block: Any, command: list[str]
 ) -> None:
     project = make_project(rows(), **options())
+    run(project)
     block(project.folder / where)
     code = main(["-c", str(project.folder), *command])
     captured = capsys.readouterr()
-    assert captured.err.startswith("precompute: ") == (code != 0)
-    assert code in (0, 1, 2)
+    assert "Traceback" not in captured.err
+    if command == ["status"]:
+        assert captured.out.splitlines()[1].startswith("numbers ")
+        # what status reads must be there and readable; a view whose folder is no folder was never run
+        reads = ("var", "var/numbers", "var/numbers/manifests", "var/numbers/refs", "var/numbers/refs/live.json")
+        assert code == (1 if where.startswith("online") or where in reads else 0)
+        assert ("unreadable" in captured.out or "unpublished" in captured.out) == (code == 1)
+    else:
+        assert code == (1 if where.startswith("online") else 0)
+        assert captured.err.startswith("precompute: ") == (code != 0)
 
 
 @pytest.mark.parametrize("where", ["root", "online"])
@@ -343,9 +456,9 @@ def test_a_full_disk_at_any_moment_ends_in_a_message_and_keeps_the_old_rows(
     make_project: MakeProject, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The limit on a file's size stands for the disk: each larger one lets the run come further."""
-    many = range(6, 3000)
-    run(make_project([*rows(), *((i, -1.0) for i in many)], **options()))
-    project = make_project([*rows(10), *((i, -1.0) for i in many)], **options())
+    many = [(i, -float(i)) for i in range(6, 3000)]
+    run(make_project([*rows(), *many], **options()))
+    project = make_project([*rows(10), *many], **options())
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     codes, messages = [], set[str]()
     for limit in (0, 300, 2_000, 20_000, 50_000, 100_000, 150_000, 10_000_000):
@@ -376,6 +489,22 @@ def test_rejected_past_the_threshold_is_status_3_with_the_rows_on_disk(
     with pytest.raises(RejectedError):
         run(project)
     assert len(list(project.root.glob("numbers/data/*/rejected.parquet"))) == 2
+
+
+def test_a_refusing_gate_is_status_3_and_accepting_it_by_name_is_status_0(
+    make_project: MakeProject, capsys: pytest.CaptureFixture[str]
+) -> None:
+    many = [(i, float(i)) for i in range(6, 60)]
+    run(make_project([*rows(), *many], **options()))
+    project = make_project([*rows(10), *many[:10]], **options())
+    assert main(["-c", str(project.folder), "run", "numbers"]) == 3
+    assert "--accept rows" in capsys.readouterr().err
+    assert (report_of(project)["status"], served(project)) == ("refused", OLD)
+    assert main(["-c", str(project.folder), "run", "numbers", "--accept", "rows"]) == 0
+    assert (report_of(project)["status"], served(project)) == ("published", NEW)
+    with pytest.raises(SystemExit) as caught:
+        main(["-c", str(project.folder), "run", "numbers", "--accept", "nonsense"])
+    assert caught.value.code == 2
 
 
 def test_rows_rejected_below_the_threshold_are_status_0_and_told(

@@ -1,4 +1,4 @@
-"""The schedule: what begins after what, what never runs twice at a time, and that everything ends with it."""
+"""The schedule: what begins when and after what, what never runs twice, who acts, and that everything ends with it."""
 
 from __future__ import annotations
 
@@ -10,22 +10,61 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from apscheduler.triggers.interval import IntervalTrigger
+from apscheduler.job import Job
 
 import jobs.schedule
 from jobs.config import Project
+from jobs.cron import last_fire
+from jobs.due import LEADER, Decision, Ledger
 from jobs.schedule import Scheduler, run_command
-from store.offline_store import OfflineStore
+from store.lease import holder, is_held, take
+from store.offline_store import OfflineStore, run_lease
 from tests.conftest import MakeProject
 from tests.jobs.test_serve import REPOSITORY, eventually
 
-NEVER = "0 0 29 2 *"  # not while a test runs
+RARELY = "0 0 29 2 *"  # not while a test runs
+LONG_AGO = datetime(2024, 1, 1, tzinfo=UTC)
+_missed = last_fire(RARELY, "UTC", LONG_AGO, datetime.now(UTC))
+assert _missed is not None
+LEAP_DAY = _missed.isoformat()
+SINCE = f"due since {_missed:%Y-%m-%d} 00:00+00:00"
+YEARLY = "0 0 1 1 *"
 
-Shell = dict[str, str]
+BASE: dict[str, Any] = {
+    "entity": ["id"],
+    "source": {"sql": "SELECT 1 AS id, 1.0 AS x"},
+    "model": {"use": "tests.arithmetic:Doubler"},
+    "features": {"double": {"dtype": "float64"}},
+    "ttl": "1h",
+}
+
+SHELL = """
+now() { date -u +%Y-%m-%dT%H:%M:%S.%6N+00:00; }
+BEGAN=$(now); ID=$(date -u +%Y%m%dT%H%M%S.%NZ)-$$
+known() {
+    for p in $PARENTS; do printf '%s"%s": %s' "$comma" $p $(cat $ROOT/$p/epoch 2>/dev/null || echo 0); comma=", "; done
+}
+report() {  # a run's report, with the status given
+    mkdir -p $ROOT/$VIEW/runs
+    printf '{"run": "%s", "view": "%s", "command": "run", "status": "%s", "started_at": "%s", "finished_at": "%s", "due": "%s", ' \\
+        $ID $VIEW $1 $BEGAN $(now) $DUE > $ROOT/$VIEW/tmp
+    printf '"partition": null, "pid": %s, "parents": {%s}}' $$ "$(known)" >> $ROOT/$VIEW/tmp
+    mv $ROOT/$VIEW/tmp $ROOT/$VIEW/runs/$ID.json
+}
+published() {  # that, and another live snapshot
+    mkdir -p $ROOT/$VIEW/refs
+    echo $(($(cat $ROOT/$VIEW/epoch 2>/dev/null || echo 0) + 1)) > $ROOT/$VIEW/epoch
+    printf '{"epoch": %s, "snapshot": 1, "previous": null, "reason": "run", "at": "%s"}' $(cat $ROOT/$VIEW/epoch) $(now) > $ROOT/$VIEW/tmp2
+    mv $ROOT/$VIEW/tmp2 $ROOT/$VIEW/refs/live.json
+    report published
+}
+"""
+"""What stands in for a run: a line of shell that may call ``report STATUS`` or ``published``."""
 
 
 class Running:
@@ -34,32 +73,42 @@ class Running:
     ``log`` is the file the lines may append to, as ``$LOG``; ``said`` what was announced.
     """
 
-    def __init__(self, project: Project, shell: Shell, folder: Path) -> None:
+    def __init__(self, project: Project, shell: dict[str, str], folder: Path) -> None:
         self.log, self.said = folder / "log", list[str]()
         self.log.touch()
+        self.project, self.store = project, OfflineStore(project.root)
         self.scheduler = Scheduler(project, command=self._command, announce=self.said.append)
         self._shell = shell
         self._thread = threading.Thread(target=self.scheduler.run)
 
-    def _command(self, project: Project, view: str) -> Sequence[str]:
-        return ["/bin/sh", "-c", f"LOG={self.log}; VIEW={view}; {self._shell[view]}"]
+    def _command(self, project: Project, view: str, due: str) -> Sequence[str]:
+        parents = " ".join(project.schedules()[view].parents)
+        known = f"LOG={self.log}; VIEW={view}; DUE={due}; ROOT={project.root}; PARENTS='{parents}'"
+        return ["/bin/sh", "-c", f"{known}{SHELL}{self._shell[view]}"]
 
-    def __enter__(self) -> Running:
+    def start(self) -> Running:
         self._thread.start()
         eventually(lambda: bool(self.said))
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
     def stop(self) -> None:
         self.scheduler.stop()
-        self._thread.join(20)
+        if self._thread.ident is not None:
+            self._thread.join(20)
         assert not self._thread.is_alive()
 
     def ran(self) -> list[str]:
         """The words of the log."""
         return self.log.read_text().split()
+
+    def make_due(self, *views: str) -> None:
+        """Let the last leap day be missed by views with that line."""
+        for view in views:
+            Ledger(self.project, self.store).settle(view, LONG_AGO)
+
+    def statuses(self, view: str) -> list[str]:
+        """Of the view's runs, the newest first."""
+        return [report["status"] for report in self.store.reports(view)]
 
     def await_said(self, *lines: str) -> None:
         """Until each line was announced, written as a regular expression."""
@@ -73,20 +122,26 @@ class Running:
 MakeRunning = Callable[..., Running]
 
 
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs.schedule, "TICK_S", 0.1)
+
+
 @pytest.fixture
 def running(make_project: MakeProject, tmp_path: Path) -> Iterator[MakeRunning]:
-    """Makes a running scheduler from view → (when, shell)."""
+    """Makes a running scheduler from view → (when, shell); those of ``due`` missed the last leap day."""
     made: list[Running] = []
 
-    def make(views: dict[str, tuple[str, str]]) -> Running:
-        base = {"entity": ["id"], "source": {"sql": "SELECT 1 AS id, 1.0 AS x"}, "ttl": "1h"}
-        base |= {"model": {"use": "tests.arithmetic:Doubler"}, "features": {"double": {"dtype": "float64"}}}
+    def make(views: dict[str, tuple[Any, str]], due: Sequence[str] = (), start: bool = True, **settings: Any) -> Running:
         schedule = {view: when for view, (when, _) in views.items()}
         project = make_project(
-            [(1, 1.0)], project={"schedule": schedule}, views={view: base for view in views if view != "numbers"}
+            [(1, 1.0)],
+            project={"schedule": schedule, "runs": {"retry_after": "0s"}, **settings},
+            views={view: BASE for view in views if view != "numbers"},
         )
         made.append(Running(project, {view: shell for view, (_, shell) in views.items()}, tmp_path))
-        return made[-1].__enter__()
+        made[-1].make_due(*due)
+        return made[-1].start() if start else made[-1]
 
     yield make
     for one in made:
@@ -94,90 +149,187 @@ def running(make_project: MakeProject, tmp_path: Path) -> Iterator[MakeRunning]:
 
 
 NOTE = "echo $VIEW >> $LOG"
+DONE = f"{NOTE}; published"
 
 
 def test_it_tells_what_is_scheduled_and_runs_nothing_before_its_time(running: MakeRunning) -> None:
-    schedule = running({"numbers": ("0 0 29 2 *", NOTE), "b": ("after numbers", NOTE)})
-    schedule.await_said(r"numbers: next at \d{4}-02-29T00:00:00\+00:00", "b: after numbers")
+    schedule = running({"numbers": (RARELY, DONE), "b": ("after numbers", DONE)})
+    schedule.await_said(r"numbers: next at \d{4}-02-29 00:00\+00:00", "b: after numbers: waits for the first snapshot of numbers")
+    time.sleep(0.3)
     schedule.stop()
     assert (schedule.ran(), len(schedule.said)) == ([], 2)
 
 
-def test_every_tick_starts_the_view_and_one_that_comes_while_it_still_runs_is_dropped(
-    running: MakeRunning, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jobs.schedule, "cron_trigger", lambda line, timezone: IntervalTrigger(seconds=0.2, timezone=timezone))
-    schedule = running({"numbers": (NEVER, "echo in >> $LOG; sleep 0.5; echo out >> $LOG")})
-    eventually(lambda: schedule.ran().count("out") >= 2)
-    assert any("still goes on" in line for line in schedule.said)
-    schedule.stop()
-    ran = schedule.ran()
-    assert ran[: ran.count("out") * 2] == ["in", "out"] * ran.count("out")
-
-
-def test_a_chain_runs_each_view_after_the_success_of_the_one_before(running: MakeRunning) -> None:
-    schedule = running(
-        {"c": ("after b", NOTE), "numbers": (NEVER, f"sleep 0.2; {NOTE}"), "b": ("after numbers", f"sleep 0.2; {NOTE}")}
-    )
-    assert schedule.scheduler.start("numbers")
+def test_a_chain_runs_each_view_when_the_one_before_is_live(running: MakeRunning) -> None:
+    schedule = running({"c": ("after b", DONE), "numbers": (RARELY, DONE), "b": ("after numbers", DONE)}, ["numbers"])
     schedule.await_said(r"c: done after .*")
     assert schedule.ran() == ["numbers", "b", "c"]
-    assert [line for line in schedule.said if "started" in line] == ["numbers: started", "b: started", "c: started"]
+    assert [line for line in schedule.said if "started" in line] == [
+        f"numbers: started ({SINCE})",
+        "b: started (new: numbers)",
+        "c: started (new: b)",
+    ]
+    assert [schedule.store.last_report(view)["due"] for view in ("numbers", "b", "c")] == [
+        LEAP_DAY,
+        schedule.store.live("numbers").at,
+        schedule.store.live("b").at,
+    ]
+    time.sleep(0.3)
+    assert schedule.ran() == ["numbers", "b", "c"]
+
+
+def test_a_parent_that_found_nothing_new_starts_nothing(running: MakeRunning) -> None:
+    schedule = running({"numbers": ({"at": YEARLY, "catch_up": "all"}, DONE), "b": ("after numbers", DONE)}, start=False)
+    schedule._shell["numbers"] = f"{NOTE}; if [ -e $ROOT/b/runs ]; then report current; else published; fi"
+    now = datetime.now(UTC)
+    Ledger(schedule.project, schedule.store).settle("numbers", now.replace(month=1, day=1, hour=0) - timedelta(hours=1))
+    schedule.start().await_said(r"b: done after .*")
+    Path(schedule.project.root / "numbers/runs").rename(schedule.project.root / "numbers/old")  # as if it had not run
+    schedule.make_due("numbers")
+    eventually(lambda: schedule.statuses("numbers")[:1] == ["current"])
+    time.sleep(0.3)
+    assert schedule.ran()[:3] == ["numbers", "b", "numbers"]
+    assert schedule.ran().count("b") == 1
 
 
 @pytest.mark.parametrize(
-    ("shell", "outcome"),
+    ("shell", "outcome", "status"),
     [
-        ("exit 1", "failed with status 1"),
-        ("exit 2", "refused: bad configuration"),
-        ("exit 3", "not published: rows were rejected"),
-        ("kill -9 $$", "killed by signal 9"),
-        ("kill -SEGV $$", "killed by signal 11"),
+        ("exit 1", "failed with status 1", "failed"),
+        ("exit 2", "refused: bad configuration", "failed"),
+        ("exit 0", "done", "failed"),
+        ("report rejected; exit 3", "not published: rows were rejected, or a gate refused", "rejected"),
+        ("report cancelled; exit 130", "cancelled", "cancelled"),
+        ("kill -9 $$", "killed by signal 9", "killed"),
+        ("report running; kill -SEGV $$", "killed by signal 11", "killed"),
     ],
 )
-def test_after_a_failure_nothing_follows_it_is_told_and_the_others_go_on(running: MakeRunning, shell: str, outcome: str) -> None:
-    schedule = running({"numbers": (NEVER, f"{NOTE}; {shell}"), "b": ("after numbers", NOTE), "other": (NEVER, NOTE)})
-    assert schedule.scheduler.start("numbers")
-    schedule.await_said(rf"numbers: {outcome} after \d+\.\d s")
-    assert schedule.scheduler.start("other")
-    schedule.await_said("other: done after .*")
-    assert schedule.ran() == ["numbers", "other"]
-    assert schedule.scheduler.start("numbers")
-    schedule.await_said("numbers: started")
+def test_after_a_failure_nothing_follows_it_shows_and_the_others_go_on(
+    running: MakeRunning, shell: str, outcome: str, status: str
+) -> None:
+    schedule = running(
+        {
+            "numbers": ({"at": RARELY, "retries": 0}, f"{NOTE}; {shell}"),
+            "b": ("after numbers", DONE),
+            "other": (RARELY, f"while [ ! -e $ROOT/numbers/runs ]; do sleep 0.05; done; {DONE}"),
+        },
+        ["numbers", "other"],
+    )
+    schedule.await_said(rf"numbers: {outcome} after \d+\.\d s", "other: done after .*")
+    time.sleep(0.3)
+    assert sorted(schedule.ran()) == ["numbers", "other"]
+    (report,) = schedule.store.reports("numbers")
+    assert (report["status"], report["due"]) == (status, LEAP_DAY)
+    if "report" not in shell:
+        assert report["error"] == f"{outcome}, and left no report; its output tells more"
 
 
 def test_a_view_after_two_others_runs_once_when_the_last_of_them_is_done(running: MakeRunning) -> None:
     wait = "while [ ! -e $LOG.$VIEW ]; do sleep 0.05; done"
-    schedule = running(
-        {"numbers": (NEVER, f"{wait}; {NOTE}"), "b": (NEVER, f"{wait}; {NOTE}"), "both": ("after numbers, b", NOTE)}
-    )
-    assert schedule.scheduler.start("numbers")
-    assert schedule.scheduler.start("b")
+    views = {"numbers": (RARELY, f"{wait}; {DONE}"), "b": (RARELY, f"{wait}; {DONE}"), "both": ("after numbers, b", DONE)}
+    schedule = running(views, ["numbers", "b"])
     Path(f"{schedule.log}.numbers").touch()
     schedule.await_said("numbers: done after .*")
     Path(f"{schedule.log}.b").touch()
     schedule.await_said("both: done after .*")
+    time.sleep(0.3)
     assert schedule.ran() == ["numbers", "b", "both"]
 
 
 def test_one_run_of_a_view_at_a_time_and_different_views_side_by_side(running: MakeRunning) -> None:
-    schedule = running({"numbers": (NEVER, f"{NOTE}; sleep 60"), "b": (NEVER, NOTE)})
-    assert [schedule.scheduler.start("numbers") for _ in range(3)] == [True, False, False]
-    assert schedule.scheduler.start("b")
-    schedule.await_said("b: done after .*", "numbers: the last run still goes on.*")
-    eventually(lambda: sorted(schedule.ran()) == ["b", "numbers"])
+    views = {"numbers": ({"at": YEARLY, "catch_up": "all"}, f"{NOTE}; sleep 60"), "b": (RARELY, DONE)}
+    schedule = running(views, ["numbers", "b"])
+    schedule.await_said("b: done after .*", "numbers: started .*")
+    due = Decision("run", "by hand", datetime(2026, 1, 1, tzinfo=UTC))
+    assert not schedule.scheduler.start("numbers", due)
+    time.sleep(0.3)
+    assert sorted(schedule.ran()) == ["b", "numbers"]
 
 
-def test_a_command_that_cannot_be_started_is_told_and_stops_nothing(make_project: MakeProject, tmp_path: Path) -> None:
-    project = make_project([(1, 1.0)], project={"schedule": {"numbers": NEVER}})
-    schedule = Running(project, {"numbers": NOTE}, tmp_path)
-    schedule.scheduler.command = lambda project, view: [str(tmp_path / "no such program")]
-    with schedule:
-        assert not schedule.scheduler.start("numbers")
-        schedule.await_said("numbers: cannot be started: .*no such program.*")
-        schedule.scheduler.command = schedule._command
-        assert schedule.scheduler.start("numbers")
-        schedule.await_said("numbers: done after .*")
+@pytest.mark.parametrize(("catch_up", "years"), [("all", ["2023", "2024", "2025", "2026"]), ("latest", ["2026"]), ("none", [])])
+def test_what_was_missed_while_no_scheduler_was_up_is_caught_up_on(running: MakeRunning, catch_up: str, years: list[str]) -> None:
+    note = "echo $DUE | cut -c 1-4 >> $LOG; sleep 0.1; published"
+    schedule = running({"numbers": ({"at": YEARLY, "catch_up": catch_up}, note)}, start=False)
+    schedule.scheduler.clock = lambda: datetime(2026, 6, 1, tzinfo=UTC)
+    ledger = Ledger(schedule.project, schedule.store)
+    ledger.settle("numbers", datetime(2022, 6, 1, tzinfo=UTC))
+    schedule.start()
+    eventually(lambda: ledger.decision("numbers", datetime(2026, 6, 1, tzinfo=UTC)).state == "idle")
+    schedule.stop()
+    assert schedule.ran() == years
+    again = Running(schedule.project, schedule._shell, schedule.log.parent)
+    again.scheduler.clock = schedule.scheduler.clock
+    again.start().await_said(r"numbers: next at 2027-01-01 00:00\+00:00.*")
+    time.sleep(0.3)
+    again.stop()
+    assert again.ran() == years
+
+
+def test_a_run_that_fails_is_tried_again_after_a_restart_too_and_then_given_up(running: MakeRunning) -> None:
+    views = {"numbers": ({"at": RARELY, "retries": 2, "retry_after": "1s"}, f"{NOTE}; report failed; exit 1")}
+    schedule = running(views, ["numbers"])
+    schedule.await_said(rf"numbers: {re.escape(SINCE)}, retry 1 of 2 at .*")
+    schedule.stop()
+    again = Running(schedule.project, schedule._shell, schedule.log.parent)
+    again.start().await_said(rf"numbers: started \({re.escape(SINCE)}, retry 2 of 2\)")
+    eventually(lambda: again.statuses("numbers") == ["failed"] * 3)
+    time.sleep(0.3)
+    again.stop()
+    assert again.ran() == ["numbers"] * 3
+    assert {report["due"] for report in again.store.reports("numbers")} == {LEAP_DAY}
+
+
+def test_a_retry_that_succeeds_ends_it_and_the_next_view_follows(running: MakeRunning) -> None:
+    shell = f"{NOTE}; if [ $(wc -l < $LOG) -lt 3 ]; then report killed; exit 1; fi; published"
+    schedule = running({"numbers": (RARELY, shell), "b": ("after numbers", DONE)}, ["numbers"])
+    schedule.await_said("b: done after .*")
+    assert schedule.ran() == ["numbers"] * 3 + ["b"]
+    assert schedule.statuses("numbers") == ["published", "killed", "killed"]
+
+
+def test_a_bad_configuration_is_not_tried_again_nor_after_a_restart(running: MakeRunning) -> None:
+    schedule = running({"numbers": (RARELY, DONE), "b": ("after numbers", f"{NOTE}; exit 2")}, ["numbers"])
+    schedule._shell["numbers"] = DONE
+    schedule.await_said("b: refused: bad configuration after .*")
+    time.sleep(0.3)
+    schedule.stop()
+    again = Running(schedule.project, schedule._shell, schedule.log.parent)
+    again.start().await_said("b: after numbers: was given up.*")
+    time.sleep(0.3)
+    again.stop()
+    assert again.ran() == ["numbers", "b"]
+
+
+def test_a_command_that_cannot_be_started_is_told_counts_and_stops_nothing(running: MakeRunning, tmp_path: Path) -> None:
+    schedule = running({"numbers": ({"at": RARELY, "retry_after": "1s"}, DONE)}, ["numbers"], start=False)
+    schedule.scheduler.command = lambda project, view, due: [str(tmp_path / "no such program")]
+    schedule.start().await_said("numbers: cannot be started: .*no such program.*", ".*retry 1 of 3 at.*")
+    assert schedule.statuses("numbers") == ["failed"]
+    schedule.scheduler.command = schedule._command
+    schedule.await_said("numbers: done after .*")
+    assert schedule.statuses("numbers") == ["published", "failed"]
+
+
+def test_a_failure_that_cannot_be_written_down_holds_the_view_off(running: MakeRunning) -> None:
+    schedule = running({"numbers": (RARELY, f"{NOTE}; exit 1"), "b": (RARELY, DONE)}, ["numbers"], start=False)
+    (schedule.project.root / "numbers" / "runs").touch()  # where the folder should be
+    schedule.start().await_said("numbers: cannot write .*runs.*")
+    schedule.make_due("b")
+    schedule.await_said("b: done after .*")
+    time.sleep(0.3)
+    assert schedule.ran() == ["numbers", "b"]
+
+
+def test_a_damaged_file_of_one_view_is_told_once_and_the_others_go_on(running: MakeRunning) -> None:
+    schedule = running({"numbers": (RARELY, DONE), "b": ("after numbers", DONE), "c": (RARELY, DONE)}, ["c"], start=False)
+    path = schedule.project.root / "numbers" / "refs" / "live.json"
+    path.parent.mkdir(parents=True)
+    path.write_text("{torn")
+    schedule.start().await_said("b: .*live.json is damaged.*", "c: done after .*")
+    time.sleep(0.3)
+    assert len([line for line in schedule.said if "damaged" in line]) == 1
+    schedule.make_due("numbers")
+    schedule.await_said("b: done after .*")
 
 
 def _alive(pid: int) -> bool:
@@ -189,25 +341,29 @@ def _alive(pid: int) -> bool:
 
 
 def test_stop_ends_what_runs_with_all_its_processes_and_begins_nothing_more(running: MakeRunning) -> None:
-    schedule = running(
-        {"numbers": (NEVER, "echo $$ >> $LOG; sleep 60 & echo $! >> $LOG; wait"), "b": ("after numbers", "echo b >> $LOG")}
-    )
-    assert schedule.scheduler.start("numbers")
+    shell = "report running; echo $$ >> $LOG; sleep 60 & echo $! >> $LOG; wait"
+    schedule = running({"numbers": (RARELY, shell), "b": ("after numbers", "echo b >> $LOG")}, ["numbers"])
     eventually(lambda: len(schedule.ran()) == 2)
     pids = [int(word) for word in schedule.ran()]
     assert all(map(_alive, pids))
+    assert is_held(schedule.project.root / ".scheduler", LEADER)
     schedule.stop()
     eventually(lambda: not any(map(_alive, pids)))
     schedule.await_said("numbers: stopping", "numbers: killed by signal 15 after .*")
-    assert not schedule.scheduler.start("numbers")
+    assert not schedule.scheduler.start("numbers", Decision("run", "by hand", LONG_AGO))
     assert len(schedule.ran()) == 2
+    assert [(r["status"], r["error"]) for r in schedule.store.reports("numbers")] == [
+        ("killed", "killed: the scheduler was stopped")
+    ]
+    assert not is_held(schedule.project.root / ".scheduler", LEADER)
+
+
+DEAF = "trap '' TERM; report running; echo $$ >> $LOG; sleep 60 & echo $! >> $LOG; while :; do sleep 0.05; done"
 
 
 def test_what_does_not_heed_sigterm_is_killed_after_the_grace(running: MakeRunning, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs.schedule, "STOP_GRACE_S", 0.3)
-    deaf = "trap '' TERM; echo $$ >> $LOG; sleep 60 & echo $! >> $LOG; while :; do sleep 0.05; done"
-    schedule = running({"numbers": (NEVER, deaf), "b": ("after numbers", NOTE)})
-    assert schedule.scheduler.start("numbers")
+    schedule = running({"numbers": (RARELY, DEAF), "b": ("after numbers", NOTE)}, ["numbers"])
     eventually(lambda: len(schedule.ran()) == 2)
     pids = [int(word) for word in schedule.ran()]
     schedule.stop()
@@ -215,107 +371,304 @@ def test_what_does_not_heed_sigterm_is_killed_after_the_grace(running: MakeRunni
     schedule.await_said("numbers: killed by signal 9 after .*")
 
 
+def test_a_run_past_its_deadline_is_ended_with_its_children_and_tried_again(
+    running: MakeRunning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs.schedule, "STOP_GRACE_S", 0.3)
+    shell = f"if [ -e $ROOT/numbers/runs ]; then published; exit; fi; {DEAF}"
+    schedule = running({"numbers": ({"at": RARELY, "deadline": "1s"}, shell)}, ["numbers"])
+    eventually(lambda: len(schedule.ran()) == 2)
+    pids = [int(word) for word in schedule.ran()]
+    schedule.await_said(r"numbers: killed by signal 9 \(its deadline of 1 s passed\) after .*", "numbers: done after .*")
+    eventually(lambda: not any(map(_alive, pids)))
+    assert [(r["status"], r.get("error")) for r in schedule.store.reports("numbers")] == [
+        ("published", None),
+        ("killed", "killed: its deadline of 1 s passed"),
+    ]
+
+
+def test_what_a_run_leaves_behind_in_its_group_is_ended_too(running: MakeRunning) -> None:
+    schedule = running({"numbers": (RARELY, "sleep 60 & echo $! >> $LOG; published")}, ["numbers"])
+    schedule.await_said("numbers: done after .*")
+    eventually(lambda: not _alive(int(schedule.ran()[0])))
+
+
 def test_a_run_that_ends_well_on_sigterm_starts_nothing_after_it(running: MakeRunning) -> None:
-    schedule = running(
-        {"numbers": (NEVER, "trap 'exit 0' TERM; echo in >> $LOG; while :; do sleep 0.05; done"), "b": ("after numbers", NOTE)}
-    )
-    assert schedule.scheduler.start("numbers")
+    shell = "trap 'published; exit 0' TERM; echo in >> $LOG; while :; do sleep 0.05; done"
+    schedule = running({"numbers": (RARELY, shell), "b": ("after numbers", NOTE)}, ["numbers"])
     eventually(lambda: schedule.ran() == ["in"])
     schedule.stop()
     schedule.await_said("numbers: done after .*")
     assert schedule.ran() == ["in"]
 
 
-def test_a_run_begun_in_the_moment_of_stopping_is_ended_with_the_others(make_project: MakeProject, tmp_path: Path) -> None:
-    sleeper = {
-        "source": {"sql": "SELECT 1 AS id, 1.0 AS x"},
-        "model": {"use": "tests.arithmetic:Doubler"},
-        "entity": ["id"],
-        "ttl": "1h",
-    }
-    sleeper |= {"features": {"double": {"dtype": "float64"}}}
-    project = make_project([(1, 1.0)], project={"schedule": {"numbers": NEVER, "b": "after numbers"}}, views={"b": sleeper})
-    schedule = Running(project, {"numbers": NOTE, "b": "echo $$ >> $LOG; exec sleep 60"}, tmp_path)
+def test_a_run_begun_in_the_moment_of_stopping_is_ended_with_the_others(running: MakeRunning) -> None:
+    views = {"numbers": (RARELY, DONE), "b": ("after numbers", "echo $$ >> $LOG; exec sleep 60")}
+    schedule = running(views, ["numbers"], start=False)
 
     def announce(line: str) -> None:
         schedule.said.append(line)
-        if line == "b: started":
+        if line.startswith("b: started"):
             schedule.scheduler.stop()
             time.sleep(0.3)  # the scheduler ends meanwhile
 
     schedule.scheduler.announce = announce
-    with schedule:
-        assert schedule.scheduler.start("numbers")
-        schedule.await_said("b: stopping")
+    schedule.start().await_said("b: stopping")
+    schedule.stop()
     eventually(lambda: not any(_alive(int(word)) for word in schedule.ran() if word.isdigit()))
 
 
+# ---- ticks
+
+
+def test_a_clock_set_back_does_not_silence_the_ticks(running: MakeRunning, monkeypatch: pytest.MonkeyPatch) -> None:
+    """APScheduler would wait for the time it had in mind."""
+    jobs_seen: list[Job] = []
+    plain = jobs.schedule.BackgroundScheduler.add_job
+
+    def remembered(self: Any, *args: Any, **kwargs: Any) -> Job:
+        jobs_seen.append(plain(self, *args, **kwargs))
+        return jobs_seen[-1]
+
+    monkeypatch.setattr(jobs.schedule.BackgroundScheduler, "add_job", remembered)
+    schedule = running({"numbers": (RARELY, DONE)})
+    jobs_seen[0].modify(next_run_time=datetime.now(UTC) + timedelta(hours=1))
+    schedule.make_due("numbers")
+    schedule.await_said("numbers: done after .*")
+
+
+def test_a_clock_set_forward_is_one_tick_and_not_one_for_every_second() -> None:
+    trigger = jobs.schedule._Ticks()
+    now = datetime(2026, 1, 1, tzinfo=UTC)
+    assert trigger.get_next_fire_time(None, now) == now
+    assert trigger.get_next_fire_time(now - timedelta(days=365), now) == now + timedelta(seconds=jobs.schedule.TICK_S)
+
+
+# ---- who acts
+
+
+def test_a_second_scheduler_stands_by_and_takes_over_when_the_first_stops(running: MakeRunning) -> None:
+    first = running({"numbers": (RARELY, DONE)})
+    second = Running(first.project, {"numbers": DONE}, first.log.parent)
+    second.start().await_said("standing by: another one acts .*")
+    first.make_due("numbers")
+    first.await_said("numbers: done after .*")
+    time.sleep(0.3)
+    assert (first.ran(), len(second.said)) == (["numbers"], 1)
+    first.stop()
+    second.await_said("scheduler: acting now", r"numbers: next at \d{4}-02-29 .*")
+    second.stop()
+    assert second.ran() == ["numbers"]
+
+
+def test_a_scheduler_that_lost_its_lease_stands_by_and_starts_nothing(running: MakeRunning) -> None:
+    schedule = running({"numbers": (RARELY, DONE)})
+    with take(schedule.project.root / ".scheduler", LEADER, "a test", force=True):
+        schedule.await_said("standing by: the scheduler on .* was silent .* lost its lease 'leader' to a test.*")
+        schedule.make_due("numbers")
+        time.sleep(0.5)
+        assert schedule.ran() == []
+    schedule.await_said("scheduler: acting now", "numbers: done after .*")
+
+
+def test_a_view_that_somebody_else_runs_is_not_started(running: MakeRunning) -> None:
+    schedule = running({"numbers": (RARELY, DONE)}, start=False)
+    with take(schedule.store.lease_folder("numbers"), run_lease(None), "a run by hand"):
+        schedule.make_due("numbers")
+        schedule.start().await_said("numbers: runs now")
+        time.sleep(0.3)
+        assert schedule.ran() == []
+    schedule.await_said("numbers: done after .*")
+
+
 # ---- the real thing
-
-
-def _spawn(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-    return subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 
 def _command(project: Project) -> list[str]:
     return [sys.executable, "-m", "jobs.cli", "-c", str(project.folder), "schedule"]
 
 
+class Process:
+    """``precompute schedule``, and the lines it has said."""
+
+    def __init__(self, project: Project) -> None:
+        self.popen = subprocess.Popen(
+            _command(project), cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        self.said = list[str]()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.popen.stdout is not None
+        self.said.extend(iter(lambda: self.popen.stdout.readline().rstrip(), ""))
+
+    def await_said(self, line: str) -> None:
+        eventually(lambda: any(re.fullmatch(line, said) for said in list(self.said)), lambda: f"{line} not in {self.said}")
+
+    def end(self, number: int) -> tuple[int, str]:
+        """Send a signal; returns the exit status and stderr."""
+        self.popen.send_signal(number)
+        self.popen.wait(20)
+        with self.popen as popen:
+            assert popen.stderr is not None
+            self._reader.join(20)
+            return popen.returncode, popen.stderr.read()
+
+    def kill(self) -> None:
+        """End it with no time to do anything; its runs keep its output open."""
+        self.popen.kill()
+        self.popen.wait(20)
+
+
+@pytest.fixture
+def process() -> Iterator[Callable[[Project], Process]]:
+    """Starts ``precompute schedule``; whatever is left of it ends with the test."""
+    made: list[Process] = []
+
+    def make(project: Project) -> Process:
+        made.append(Process(project))
+        return made[-1]
+
+    yield make
+    for one in made:
+        if one.popen.stderr is not None and not one.popen.stderr.closed:
+            one.popen.send_signal(signal.SIGCONT)
+            one.end(signal.SIGTERM)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_precompute_schedule_ends_on_a_signal_with_status_0(make_project: MakeProject, number: int) -> None:
-    project = make_project([(1, 1.0)], project={"schedule": {"numbers": NEVER}, "timezone": "Europe/Berlin"})
-    with _spawn(_command(project)) as process:
-        assert process.stdout is not None
-        assert re.fullmatch(r"numbers: next at \d{4}-02-29T00:00:00\+01:00\n", process.stdout.readline())
-        process.send_signal(number)
-        out, err = process.communicate(timeout=20)
-    assert (process.returncode, out, "Traceback" in err) == (0, "", False)
+def test_precompute_schedule_ends_on_a_signal_with_status_0(
+    make_project: MakeProject, process: Callable[[Project], Process], number: int
+) -> None:
+    project = make_project([(1, 1.0)], project={"schedule": {"numbers": RARELY}, "timezone": "Europe/Berlin"})
+    schedule = process(project)
+    schedule.await_said(r"numbers: next at \d{4}-02-29 00:00\+01:00")
+    status, err = schedule.end(number)
+    assert (status, len(schedule.said), "Traceback" in err) == (0, 1, False)
 
 
-def test_sigterm_ends_the_runs_of_a_schedule_too_within_seconds_and_the_live_snapshot_stays(make_project: MakeProject) -> None:
-    model = {"use": "tests.arithmetic:Doubler", "args": {"sleep_s": 60}}
-    project = make_project([(1, 1.0)], view={"model": model}, project={"schedule": {"numbers": NEVER}})
-    script = (
-        "import sys, threading; from jobs.config import Project; from jobs.schedule import Scheduler\n"
-        "scheduler = Scheduler(Project(sys.argv[1]), announce=lambda line: print(line, flush=True))\n"
-        "threading.Timer(0.1, scheduler.start, ['numbers']).start(); scheduler.run()"
+def test_real_views_run_for_their_missed_time_and_after_each_other(
+    make_project: MakeProject, process: Callable[[Project], Process]
+) -> None:
+    twice = BASE | {"source": {"sql": "SELECT id, double AS x FROM live.numbers"}}
+    project = make_project(
+        [(1, 1.0), (2, 2.0)], project={"schedule": {"numbers": RARELY, "twice": "after numbers"}}, views={"twice": twice}
     )
-    with _spawn([sys.executable, "-c", script, str(project.folder)]) as process:
-        store = OfflineStore(project.root)
-        eventually(lambda: _locked(store.root / "numbers" / ".run.lock"))
-        run = _children(process.pid)
-        assert len(run) == 1
-        process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=9)
-    assert process.returncode == 0, err
-    assert out.splitlines()[1:] == ["numbers: started", "numbers: stopping", out.splitlines()[3]]
-    assert out.splitlines()[3].startswith("numbers: killed by signal 15 after")
-    assert not _alive(run[0])
-    assert store.numbers("numbers") == []
-    with store.run_lock("numbers"):
-        pass
+    store = OfflineStore(project.root)
+    Ledger(project, store).settle("numbers", LONG_AGO)
+    schedule = process(project)
+    schedule.await_said("twice: done after .*")
+    assert schedule.end(signal.SIGTERM)[0] == 0
+    live = {view: store.live(view) for view in ("numbers", "twice")}
+    assert live["numbers"] is not None
+    assert live["twice"] is not None
+    rows = [row for batch in store.batches(store.snapshot("twice", live["twice"].snapshot)) for row in batch.to_pylist()]
+    assert sorted((row["id"], row["double"]) for row in rows) == [(1, 4.0), (2, 8.0)]
+    ledger = {view: [(r["status"], r["due"], r["parents"]) for r in store.reports(view)] for view in live}
+    assert ledger == {
+        "numbers": [("published", LEAP_DAY, {})],
+        "twice": [("published", live["numbers"].at, {"numbers": live["numbers"].epoch})],
+    }
 
 
-def _locked(path: Path) -> bool:
-    if not path.exists():
-        return False
-    inode = os.stat(path).st_ino
-    return any(f":{inode} " in line for line in Path("/proc/locks").read_text().splitlines())
+def slow(make_project: MakeProject, **options: Any) -> tuple[Project, OfflineStore]:
+    """A project whose view is due and takes a minute."""
+    model = {"use": "tests.arithmetic:Doubler", "args": {"sleep_s": 60}}
+    schedule = {"numbers": {"at": RARELY} | options}
+    project = make_project([(1, 1.0)], view={"model": model}, project={"schedule": schedule, "lease": "2s"})
+    store = OfflineStore(project.root)
+    Ledger(project, store).settle("numbers", LONG_AGO)
+    return project, store
 
 
-def _children(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()] or [
-        int(word) for task in Path(f"/proc/{pid}/task").iterdir() for word in (task / "children").read_text().split()
+def running_report(store: OfflineStore) -> dict[str, Any]:
+    """The report of the run that goes on."""
+    eventually(lambda: [r["status"] for r in store.reports("numbers")][:1] == ["running"])
+    return store.reports("numbers")[0]
+
+
+def test_sigterm_ends_the_runs_of_a_schedule_too_within_seconds_and_the_live_snapshot_stays(
+    make_project: MakeProject, process: Callable[[Project], Process]
+) -> None:
+    project, store = slow(make_project)
+    schedule = process(project)
+    pid = running_report(store)["pid"]
+    status, err = schedule.end(signal.SIGTERM)
+    assert status == 0, err
+    assert schedule.said[1:3] == [f"numbers: started ({SINCE})", "numbers: stopping"]
+    assert not _alive(pid)
+    assert (store.numbers("numbers"), store.running("numbers")) == ([], False)
+    assert [(r["status"], r["error"]) for r in store.reports("numbers")] == [("killed", "killed: the scheduler was stopped")]
+
+
+def test_when_the_acting_scheduler_is_killed_its_run_goes_on_and_the_next_one_cares_for_it(
+    make_project: MakeProject, process: Callable[[Project], Process]
+) -> None:
+    project, store = slow(make_project)
+    first = process(project)
+    report = running_report(store)
+    second = process(project)
+    second.await_said("standing by: another one acts .*")
+    first.kill()
+    second.await_said("scheduler: acting now")
+    second.await_said(rf"numbers: goes on, started by another scheduler \(process {report['pid']}\)")
+    assert _alive(report["pid"])
+    assert [r["run"] for r in store.reports("numbers")] == [report["run"]]
+    second.end(signal.SIGTERM)
+    assert not _alive(report["pid"])
+    assert [(r["run"], r["status"], r["error"]) for r in store.reports("numbers")] == [
+        (report["run"], "killed", "killed: the scheduler was stopped")
+    ]
+    assert not any("started (" in line for line in second.said)
+
+
+def test_the_deadline_of_a_run_outlives_the_scheduler_that_started_it(
+    make_project: MakeProject, process: Callable[[Project], Process]
+) -> None:
+    project, store = slow(make_project, deadline="1h", retries=1)
+    before = {"run": "20240101T000000.000000Z-000000", "status": "failed", "due": LEAP_DAY, "command": "run", "error": "x"}
+    store.write_report("numbers", before["run"], before)
+    first = process(project)
+    report = running_report(store)
+    first.kill()
+    project, store = slow(make_project, deadline="1s", retries=1)
+    second = process(project)
+    second.await_said(r"numbers: ended \(its deadline of 1 s passed\) after .*")
+    assert not _alive(report["pid"])
+    second.end(signal.SIGTERM)
+    assert [(r["run"], r["status"], r["error"]) for r in store.reports("numbers")] == [
+        (report["run"], "killed", "killed: its deadline of 1 s passed"),
+        (before["run"], "failed", "x"),
     ]
 
 
+def test_a_scheduler_that_was_stopped_loses_the_lead_within_the_lease_and_stands_by_when_it_wakes(
+    make_project: MakeProject, process: Callable[[Project], Process]
+) -> None:
+    project = make_project([(1, 1.0)], project={"schedule": {"numbers": RARELY}, "lease": "1s"})
+    store = OfflineStore(project.root)
+    first = process(project)
+    first.await_said("numbers: next at .*")
+    second = process(project)
+    second.await_said("standing by: .*")
+    os.kill(first.popen.pid, signal.SIGSTOP)
+    second.await_said("scheduler: acting now")
+    os.kill(first.popen.pid, signal.SIGCONT)
+    first.await_said("standing by: .* was silent .*")
+    leader = holder(project.root / ".scheduler", LEADER)
+    assert leader is not None
+    assert leader.pid == second.popen.pid
+    Ledger(project, store).settle("numbers", LONG_AGO)
+    second.await_said("numbers: done after .*")
+    assert [r["status"] for r in store.reports("numbers")] == ["published"]
+    assert not any("started" in line for line in first.said)
+
+
 def test_a_run_is_precompute_run_of_that_view_with_this_python(make_project: MakeProject) -> None:
-    project = make_project([(1, 1.0)], view={"index": {"on": "vector"}})
-    done = subprocess.run(run_command(project, "numbers"), cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    live = OfflineStore(project.root).live("numbers")
-    assert live is not None
-    assert (live.snapshot, live.reason) == (1, "run")
+    project = make_project([(1, 1.0)])
+    command = [sys.executable, "-m", "jobs.cli", "-c", str(project.folder), "run", "numbers", "--due", LEAP_DAY]
+    assert run_command(project, "numbers", LEAP_DAY) == command
 
 
 def test_an_empty_schedule_is_refused_with_status_2(make_project: MakeProject) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ from jobs.progress import Silent
 from jobs.run import run_view
 from jobs.status import project_status, view_status
 from store.errors import PrecomputeError, SnapshotError
-from store.offline_store import OfflineStore
+from store.lease import take
+from store.offline_store import OfflineStore, run_lease
 from store.online_url import open_online_store
 from tests.conftest import MakeProject
 
@@ -35,14 +38,19 @@ def test_a_view_that_was_never_run(make_project: MakeProject) -> None:
         "view": "numbers",
         "status": "unpublished",
         "snapshot": None,
+        "partition": None,
         "rows": None,
         "age_s": None,
         "ttl_s": 3600.0,
         "coverage": None,
         "rejected": None,
         "online": None,
+        "held": None,
         "last_run": None,
         "schedule": None,
+        "next_due": None,
+        "next_due_why": "not scheduled",
+        "attention": ["unpublished"],
     }
 
 
@@ -60,24 +68,32 @@ def test_a_view_that_is_live(make_project: MakeProject) -> None:
     run = run_view(project, "numbers", Silent())
     line = status(project)
     assert 0 <= line.pop("age_s") <= time.time() - before
+    due = datetime.fromisoformat(line.pop("next_due"))
+    assert (due.hour, due.minute, due.utcoffset()) == (2, 0, timedelta(0))
+    assert before < due.timestamp() <= before + 86_400
+    assert line.pop("next_due_why")
     assert line == {
         "view": "numbers",
         "status": "fresh",
         "snapshot": 1,
+        "partition": None,
         "rows": 3,
         "ttl_s": 3600.0,
         "coverage": 0.75,
         "rejected": 1,
         "online": True,
+        "held": None,
         "last_run": {
             "run": run.run,
             "command": "run",
             "status": "published",
             "started_at": run.started_at,
             "seconds": round(run.seconds, 3),
+            "partition": None,
             "error": None,
         },
         "schedule": "0 2 * * *",
+        "attention": [],
     }
 
 
@@ -88,7 +104,8 @@ def test_a_view_that_is_live(make_project: MakeProject) -> None:
 def test_the_age_is_judged_by_the_ttl_that_is_served(make_project: MakeProject, ttl: str, stale_for: str, status_: str) -> None:
     """Which is the published one: an edited TTL takes effect with the next run, here as in every lookup."""
     run_view(make_project([(1, 1.0)], view={"ttl": ttl, "stale_for": stale_for}), "numbers", Silent())
-    assert status(make_project())["status"] == status_
+    line = status(make_project())
+    assert (line["status"], line["attention"]) == (status_, [] if status_ == "fresh" else [status_])
 
 
 def test_a_failed_run_shows_beside_what_is_still_live(make_project: MakeProject) -> None:
@@ -99,6 +116,7 @@ def test_a_failed_run_shows_beside_what_is_still_live(make_project: MakeProject)
     line = status(project)
     assert (line["status"], line["snapshot"], line["rows"], line["online"]) == ("fresh", 1, 1, True)
     assert line["last_run"]["status"] == "failed"
+    assert line["attention"] == ["the last run failed"]
     assert "unique" in line["last_run"]["error"]
 
 
@@ -108,8 +126,10 @@ def test_an_online_store_that_serves_something_else_shows(make_project: MakeProj
     shutil.rmtree(project.root / "online")
     line = status(project)
     assert (line["status"], line["online"]) == ("fresh", False)
+    assert line["attention"] == ["the online store does not serve what is live"]
     run_view(project, "numbers", Silent(), command="publish")
-    assert status(project)["online"] is True
+    line = status(project)
+    assert (line["online"], line["attention"]) == (True, [])
 
 
 def test_every_view_has_its_line(make_project: MakeProject) -> None:
@@ -122,13 +142,103 @@ def test_every_view_has_its_line(make_project: MakeProject) -> None:
     ]
 
 
-@pytest.mark.parametrize("file", ["refs/live.json", f"manifests/{1:020d}.json", "runs/99999999T000000.000000Z-ffffff.json"])
-def test_a_damaged_file_is_an_error_in_words(make_project: MakeProject, file: str) -> None:
+@pytest.mark.parametrize("file", ["refs/live.json", f"manifests/{1:020d}.json"])
+def test_a_damaged_file_is_an_error_in_words_and_the_other_views_have_their_lines(make_project: MakeProject, file: str) -> None:
+    project = make_project([(1, 1.0)], views={"another": OTHER})
+    run_view(project, "numbers", Silent())
+    run_view(project, "another", Silent())
+    (project.root / "numbers" / file).write_text("{torn")
+    with pytest.raises(SnapshotError, match=file.rpartition("/")[2]) as caught:
+        status(project)
+    another, numbers = project_status(project)
+    assert (another["view"], another["status"], another["attention"]) == ("another", "fresh", [])
+    assert (numbers["view"], numbers["status"], numbers["attention"]) == ("numbers", "unreadable", [str(caught.value)])
+    assert (numbers["ttl_s"], numbers.keys()) == (3600.0, another.keys())
+    assert {numbers[k] for k in numbers.keys() - {"view", "status", "attention", "ttl_s"}} == {None}
+
+
+def test_a_damaged_report_is_skipped_with_a_warning(make_project: MakeProject, caplog: pytest.LogCaptureFixture) -> None:
+    project = make_project([(1, 1.0)])
+    run = run_view(project, "numbers", Silent())
+    torn = project.root / "numbers" / "runs" / "99999999T000000.000000Z-ffffff.json"
+    torn.write_text("{torn")
+    line = status(project)
+    assert (line["last_run"]["run"], line["last_run"]["status"], line["attention"]) == (run.run, "published", [])
+    assert [str(torn) in record.getMessage() for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("command", ["run", "materialize"])
+def test_a_run_that_was_killed_shows_as_killed_and_one_that_goes_on_as_running(make_project: MakeProject, command: str) -> None:
     project = make_project([(1, 1.0)])
     run_view(project, "numbers", Silent())
-    (project.root / "numbers" / file).write_text("{torn")
-    with pytest.raises(SnapshotError, match=file.rpartition("/")[2]):
-        status(project)
+    store = OfflineStore(project.root)
+    report = {"run": "99999999T000000.000000Z-ffffff", "command": command, "status": "running", "partition": None, "error": None}
+    store.write_report("numbers", report["run"] or "", report)
+    with take(store.lease_folder("numbers"), run_lease(None), command):
+        line = status(project)
+        assert (line["last_run"]["status"], line["attention"]) == ("running", [])
+    line = status(project)
+    assert (line["last_run"]["status"], line["attention"]) == ("killed", ["the last run killed"])
+    assert "without a word" in line["last_run"]["error"]
+
+
+@pytest.mark.parametrize(
+    ("ended", "attention"),
+    [
+        ("published", []),
+        ("committed", []),
+        ("current", []),
+        ("cancelled", []),
+        ("failed", ["the last run failed"]),
+        ("rejected", ["the last run rejected"]),
+        ("refused", ["the last run refused"]),
+        ("killed", ["the last run killed"]),
+    ],
+)
+def test_how_the_last_run_ended_needs_attention_when_it_was_badly(
+    make_project: MakeProject, ended: str, attention: list[str]
+) -> None:
+    project = make_project([(1, 1.0)])
+    run_view(project, "numbers", Silent())
+    OfflineStore(project.root).write_report("numbers", "99999999T000000.000000Z-ffffff", {"status": ended})
+    assert status(project)["attention"] == attention
+
+
+def test_a_run_that_found_nothing_changed_makes_the_view_fresh_again(make_project: MakeProject) -> None:
+    project = make_project([(1, 1.0)])
+    run_view(project, "numbers", Silent())
+    time.sleep(0.02)
+    before = time.time()
+    report = run_view(project, "numbers", Silent())
+    line = status(project)
+    assert (report.status, line["snapshot"], line["online"], line["last_run"]["status"]) == ("current", 1, True, "current")
+    assert line["age_s"] <= time.time() - before
+
+
+def test_without_renewal_a_view_grows_old_however_often_it_runs(make_project: MakeProject) -> None:
+    project = make_project([(1, 1.0)], view={"renew_unchanged": False})
+    before = time.time()
+    run_view(project, "numbers", Silent())
+    computed_at = OfflineStore(project.root).snapshot("numbers", 1).computed_at_min or 0
+    assert before <= computed_at / 1e6
+    assert run_view(project, "numbers", Silent()).status == "current"
+    assert status(project)["age_s"] >= time.time() - computed_at / 1e6 - 1
+    ref, pointer = OfflineStore(project.root).live("numbers"), open_online_store(project.online).live("numbers")
+    assert ref is not None
+    assert pointer is not None
+    assert (ref.renewed_at, pointer.renewed_at_us) == (None, 0)
+
+
+def test_a_view_that_is_held_needs_attention(make_project: MakeProject) -> None:
+    project = make_project([(1, 1.0)])
+    run_view(project, "numbers", Silent())
+    store = OfflineStore(project.root)
+    path = store.lease_folder("numbers") / "live.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"held": "a reason"}))
+    line = status(project)
+    assert (line["held"], line["attention"]) == ("a reason", ["held: a reason"])
+    store.resume_live("numbers")
+    assert status(project)["attention"] == []
 
 
 def test_a_live_snapshot_whose_manifest_is_gone_is_an_error_in_words(make_project: MakeProject) -> None:

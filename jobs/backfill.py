@@ -1,0 +1,541 @@
+"""Backfill: compute the partitions of a view over a range of data time.
+
+What is to be done is planned from the manifests and the runs' reports. Each partition is a process of its own (``precompute materialize VIEW
+--partition …``) under the partition's lease, at most ``max_active`` of them at once, the next one begun as soon as any ends. How far it is stands
+in ``<root>/<view>/backfills/<id>.json``; that file is for people and for ``--resume``, and is believed only as far as manifests and reports agree.
+
+A backfill that was killed leaves ``running`` behind with its lease free: ``--resume`` goes on with it, and waits for its processes that still run.
+One that was cancelled is final. The live pointer is moved once, at the end, and only forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from jobs.backfill_plan import REPORTS, Known, Recipes, plan_backfill, range_of, why_partition
+from jobs.backfill_state import Backfill, Item, Options, backfill_folder, backfills, lease_name, read_backfill
+from jobs.config import Project
+from jobs.due import FINISHED
+from jobs.progress import Silent
+from jobs.publish import newest_publishable
+from store.durable_file import disk_message, locked, replace_durably
+from store.errors import ConfigError, ConflictError, GateError, PrecomputeError, SnapshotError
+from store.feature_view import known_fields
+from store.lease import Lease, is_held, take
+from store.offline_store import OfflineStore, utc_now
+from store.partition import Partition
+
+log = logging.getLogger(__name__)
+
+STOP_GRACE_S = 10.0
+"""How long a run may take to end after SIGTERM before it is killed. Killing is safe: nothing is visible before its manifest."""
+
+
+LOOK_AGAIN_S = 0.5
+"""How often a partition that somebody else computes is looked at."""
+
+
+ATTEMPTS = 3
+"""How often a run is begun that finds its partition taken the moment before."""
+
+
+def _check_overlap(store: OfflineStore, view: str, asked: Sequence[str], own: str) -> None:
+    """Raises:
+    ConflictError: another backfill of the view is at some of the partitions.
+    """
+    for id in backfills(store, view):
+        if id != own and is_held(store.lease_folder(view), lease_name(id)):
+            common = sorted(set(asked).intersection(item.partition for item in read_backfill(store, view, id).items))
+            if common:
+                raise ConflictError(
+                    f"view {view!r}: backfill {id} is going on over {len(common)} of these partitions, as {common[0]}; wait for it, or end it "
+                    "with SIGTERM"
+                )
+
+
+def run_backfill(
+    project: Project,
+    name: str,
+    options: Options,
+    *,
+    announce: Callable[[str], None] = lambda _: None,
+    now: datetime | None = None,
+) -> Backfill:
+    """Plan a backfill and carry it out; SIGINT and SIGTERM cancel it.
+
+    Args:
+        project: the configuration.
+        name: of a view with a partition.
+        options: what to do.
+        announce: told how it goes, a line at a time.
+        now: aware; the time by the clock by default.
+
+    Returns:
+        the backfill at its end: done, failed or cancelled.
+
+    Raises:
+        ConfigError, PrecomputeError: as :func:`plan_backfill`.
+        ConflictError: another backfill of the view is at some of the partitions.
+        SnapshotError: the file system failed; what was begun can be resumed.
+    """
+    store = OfflineStore(project.root)
+    first, last = range_of(options.first, options.last)
+    plans = plan_backfill(project, name, first, last, reprocess=options.reprocess, check_inputs=options.check_inputs, now=now)
+    items = [Item(str(plan.partition), plan.why) for plan in plans if plan.action != "skip"]
+    state = Backfill(f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}", name, options, items)
+    with contextlib.ExitStack() as held:
+        with _exclusive(store, name):
+            lease = held.enter_context(_taken(project, store, state))
+            _check_overlap(store, name, [item.partition for item in items], state.id)
+            _save(store, state, lease)
+        skipped = Counter(plan.why for plan in plans if plan.action == "skip")
+        left_out = "; skipped: " + ", ".join(f"{n} {why}" for why, n in skipped.items()) if skipped else ""
+        announce(f"backfill {state.id} of {name}: {_partitions(len(items))}, {options.max_active} at once{left_out}")
+        _Conductor(project, store, state, lease, announce).conduct()
+    return state
+
+
+def resume_backfill(
+    project: Project, name: str, id: str, *, max_active: int | None = None, announce: Callable[[str], None] = lambda _: None
+) -> Backfill:
+    """Go on with a backfill that was killed, or try again what failed in it.
+
+    What manifests and reports tell to be done is not done again; its processes that are still at work are waited for.
+
+    Raises:
+        ConfigError: there is no such backfill, or it was cancelled, which is final.
+        ConflictError: it is going on, or another one is at some of its partitions.
+        SnapshotError: the file system failed.
+    """
+    store = OfflineStore(project.root)
+    state = read_backfill(store, project.view(name).name, id)
+    if state.status == "cancelled":
+        options = state.options
+        raise ConfigError(
+            f"backfill {id} of view {name!r} was cancelled, which is final; begin anew: precompute backfill {name} "
+            f"--from {shlex.quote(options.first)} --to {shlex.quote(options.last)} --reprocess {options.reprocess}"
+        )
+    with contextlib.ExitStack() as held:
+        with _exclusive(store, name):
+            lease = held.enter_context(_taken(project, store, state))
+            state = read_backfill(store, name, id)
+            _check_overlap(store, name, [item.partition for item in state.items if item.state != "done"], id)
+            state.status, state.finished_at = "running", None
+            if max_active is not None:
+                state.options = known_fields(Options, asdict(state.options) | {"max_active": max_active})
+            _save(store, state, lease)
+        _settle(project, store, state)
+        _save(store, state, lease)
+        left = _partitions(state.count("pending"))
+        announce(f"backfill {id} of {name} resumed: {state.count('done')} done, {left} left, {state.options.max_active} at once")
+        _Conductor(project, store, state, lease, announce).conduct()
+    return state
+
+
+def _settle(project: Project, store: OfflineStore, state: Backfill) -> None:
+    """Tell of each partition, by manifests and reports, whether it is done or still to do."""
+    config, options = project.view(state.view), state.options
+    todo = [item for item in state.items if item.state != "done"]
+    running = {item.partition for item in todo if store.running(state.view, item.partition)}
+    known = Known(store, state.view)  # read after: what does not run any more had written its report by then
+    with Recipes(config, store, project.settings.memory_mb) as recipes:
+        for item in todo:
+            item.state, item.error = "pending", None
+            if item.partition in running:
+                continue
+            report = known.done_by(state.id, item.partition)
+            if report is not None:
+                _note(item, store, state.view, report)
+            elif options.reprocess != "all" and not options.full:
+                why, _ = why_partition(Partition.parse(item.partition), config, known, recipes, options.check_inputs)
+                if why == "done":  # by somebody else, meanwhile
+                    _note(item, store, state.view)
+
+
+def _taken(project: Project, store: OfflineStore, state: Backfill) -> Lease:
+    busy = f"backfill {state.id} of view {state.view!r} is going on; wait for it, or look at {backfill_folder(store, state.view) / state.id}.json"
+    return take(store.lease_folder(state.view), lease_name(state.id), "backfill", ttl_s=project.settings.lease, busy=busy)
+
+
+@contextlib.contextmanager
+def _exclusive(store: OfflineStore, view: str) -> Iterator[None]:
+    """One backfill of the view begins at a time, so that two never overlook each other."""
+    path = backfill_folder(store, view) / ".lock"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(path):
+            yield
+    except OSError as exc:
+        raise SnapshotError(disk_message(path, exc)) from exc
+
+
+def _save(store: OfflineStore, state: Backfill, lease: Lease) -> None:
+    lease.check()
+    path = backfill_folder(store, state.view) / f"{state.id}.json"
+    try:
+        replace_durably(path, json.dumps(state.to_json(), indent=1).encode())
+    except OSError as exc:
+        raise SnapshotError(disk_message(path, exc, f"free some, then --resume {state.id}")) from exc
+
+
+def _note(item: Item, store: OfflineStore, view: str, report: Mapping[str, Any] | None = None) -> None:
+    """The partition was computed, by the run of this report or by whomever: done, or refused by a gate."""
+    number = None if report is None else report.get("snapshot")
+    # A run that was killed after the commit had no time to tell which snapshot it made.
+    snapshot = store.newest(view, item.partition) if number is None else store.snapshot(view, number)
+    assert snapshot is not None  # the caller saw it
+    item.run, item.snapshot = snapshot.run if report is None else report["run"], snapshot.number
+    counts = (report or {}).get("counts") or asdict(snapshot.counts)
+    item.rows, item.written = counts["source"], counts["written"]
+    item.state, item.error = "done", None
+    if snapshot.refused_by:
+        said = "; ".join(f"{g['gate']}: {g['message']}" for g in snapshot.gates if g["gate"] in snapshot.refused_by)
+        accept = " ".join(f"--accept {gate}" for gate in snapshot.refused_by)
+        item.state = "refused"
+        item.error = (
+            f"refused by {said}; to publish it all the same: precompute publish {view} --snapshot {snapshot.number} {accept}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    item: Item
+    status: int
+    out: bytes
+    err: bytes
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Conductor:
+    """Keeps the slots full until no partition is left."""
+
+    project: Project
+    store: OfflineStore
+    state: Backfill
+    lease: Lease
+    announce: Callable[[str], None]
+    _active: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _elsewhere: dict[str, Item] = field(default_factory=dict)
+    """Partitions somebody else computes."""
+    _survivors: set[str] = field(default_factory=set)
+    """Those of them whose process is this backfill's own, from before it was killed: they fill slots."""
+    _since: dict[str, str] = field(default_factory=dict)
+    """Partition → run ids from here on count: they begin with the time."""
+    _attempts: Counter[str] = field(default_factory=Counter)
+    _events: SimpleQueue[_Ended | int] = field(default_factory=SimpleQueue)
+    """Processes that ended, and signals: a queue whose put() may be called from a signal handler."""
+    _began: float = field(default_factory=time.monotonic)
+    _finished: int = 0
+
+    def conduct(self) -> None:
+        """Run everything, then publish."""
+        state = self.state
+        with self._signals():
+            try:
+                self._run()
+            except BaseException:
+                self._end_all()
+                raise
+        while state.signal is None and not self._events.empty():
+            if isinstance(event := self._events.get(), int):  # after the last process had ended
+                state.signal = event
+        try:
+            if state.signal is None:
+                state.status = "done" if state.count("done") == len(state.items) else "failed"
+                self._publish()
+        except BaseException as exc:
+            if not isinstance(exc, Exception):  # interrupted
+                self._close("cancelled")
+            raise
+        self._close(state.status if state.signal is None else "cancelled")
+        self._tell_end()
+
+    def _close(self, status: str) -> None:
+        self.state.status, self.state.finished_at = status, utc_now()
+        _save(self.store, self.state, self.lease)
+
+    def _run(self) -> None:
+        todo = sorted(
+            (item for item in self.state.items if item.state == "pending"),
+            key=lambda i: i.partition,
+            reverse=self.state.options.backwards,
+        )
+        while todo or self._active or self._elsewhere:
+            while todo and len(self._active) + len(self._survivors) < self.state.options.max_active:
+                self._start(todo.pop(0))
+            if not self._active and not self._elsewhere:
+                continue
+            try:
+                event = self._events.get(timeout=LOOK_AGAIN_S if self._elsewhere else None)
+            except Empty:
+                todo[:0] = self._look_elsewhere()
+                continue
+            if isinstance(event, int):
+                self._cancel(event)
+                return
+            del self._active[event.item.partition]
+            if self._judge(event):
+                todo.insert(0, event.item)
+            _save(self.store, self.state, self.lease)
+
+    def _start(self, item: Item) -> None:
+        self._since[item.partition] = f"{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}"
+        if self.store.running(self.state.view, item.partition):
+            self._wait_for(item)
+            return
+        command = [sys.executable, "-m", "jobs.cli", "-c", str(self.project.folder), "materialize", self.state.view, "--json"]
+        command += ["--partition", item.label, "--backfill", self.state.id, *(["--full"] if self.state.options.full else [])]
+        began = time.monotonic()
+        item.started_at = utc_now()
+        try:
+            # Files and not pipes: who outlives this process can still write to them, and nobody else can hold them open.
+            out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
+        except OSError as exc:
+            item.state, item.error = "failed", f"its process cannot be started: {exc.strerror or exc}"
+            self._tell(item)
+            return
+        self._active[item.partition] = process
+        self._attempts[item.partition] += 1
+        item.state = "running"
+
+        def watch() -> None:
+            status = process.wait()
+            seconds = time.monotonic() - began
+            with out, err:
+                out.seek(0), err.seek(0)
+                self._events.put(_Ended(item, status, out.read(), err.read(), seconds))
+
+        threading.Thread(target=watch, name=f"backfill-{item.label}", daemon=True).start()
+        _save(self.store, self.state, self.lease)
+
+    def _judge(self, ended: _Ended) -> bool:
+        """Note how a process ended; returns whether the partition is to be tried again."""
+        item, report = ended.item, _report(ended.out)
+        item.seconds = round(ended.seconds, 3)
+        if ended.status == 0 and report is not None:
+            _note(item, self.store, self.state.view, report)
+        elif report is None and ended.status == 1 and self._attempts[item.partition] < ATTEMPTS:
+            # It failed before its run began: somebody else took the partition's lease, if only for a moment.
+            item.state = "pending"
+            if self.store.running(self.state.view, item.partition):
+                self._wait_for(item)
+                return False
+            return not self._done_elsewhere(item)
+        else:
+            item.state = "refused" if ended.status == 3 else "failed"
+            item.run = None if report is None else report["run"]
+            item.error = str(report["error"]) if report is not None and report.get("error") else _last_words(ended)
+        self._tell(item)
+        return False
+
+    # ---- partitions somebody else computes
+
+    def _wait_for(self, item: Item) -> None:
+        item.state = "running"
+        self._elsewhere[item.partition] = item
+        last = self._last_report(item)
+        if last is not None and last.get("status") == "running":
+            self._since[item.partition] = str(last["run"])
+            if last.get("backfill") == self.state.id:
+                self._survivors.add(item.partition)
+        self.announce(f"{item.label}  waits for a run of it that is going on")
+
+    def _look_elsewhere(self) -> list[Item]:
+        """Partitions that nobody computes any more and that are still to do."""
+        again = []
+        for partition, item in list(self._elsewhere.items()):
+            if not self.store.running(self.state.view, partition):
+                del self._elsewhere[partition]
+                self._survivors.discard(partition)
+                if not self._done_elsewhere(item):
+                    again.append(item)
+                _save(self.store, self.state, self.lease)
+        return again
+
+    def _done_elsewhere(self, item: Item) -> bool:
+        """Whether the run that was waited for, or a later one, did the partition; otherwise it is pending."""
+        last, view = self._last_report(item), self.state.view
+        item.state = "pending"
+        if last is None or str(last["run"]) < self._since[item.partition]:
+            return False
+        if self.state.options.full and last.get("backfill") != self.state.id:
+            return False
+        newest = self.store.newest(view, item.partition)
+        if last.get("status") not in FINISHED and (newest is None or newest.run != last["run"]):
+            return False
+        _note(item, self.store, view, last)
+        self._tell(item)
+        return True
+
+    def _last_report(self, item: Item) -> Mapping[str, Any] | None:
+        reports = self.store.reports(self.state.view, REPORTS)
+        return next((r for r in reports if r.get("partition") == item.partition and r.get("command") != "publish"), None)
+
+    # ---- the end
+
+    def _cancel(self, number: int) -> None:
+        self.announce(f"{signal.Signals(number).name}: ending {_partitions(len(self._active))} that run")
+        self.state.signal = number
+        self._end_all()
+        for item in self.state.items:
+            if item.state in ("pending", "running"):
+                item.state = "cancelled"
+
+    def _end_all(self) -> None:
+        """SIGTERM to every process and what it started, SIGKILL after :data:`STOP_GRACE_S`; what they did by then is noted."""
+        for process in self._active.values():
+            _signal_group(process, signal.SIGTERM)
+        limit = time.monotonic() + STOP_GRACE_S
+        while self._active:
+            try:
+                event = self._events.get(timeout=max(0.0, limit - time.monotonic()))
+            except Empty:
+                for process in self._active.values():
+                    _signal_group(process, signal.SIGKILL)
+                limit = time.monotonic() + STOP_GRACE_S
+                continue
+            if isinstance(event, _Ended):
+                del self._active[event.item.partition]
+                report = _report(event.out)
+                if event.status == 0 and report is not None:
+                    _note(event.item, self.store, self.state.view, report)
+
+    def _publish(self) -> None:
+        """Make the newest publishable snapshot live, if that is a step forward."""
+        state = self.state
+        if not state.options.publish:
+            state.not_published = "not asked to"
+            return
+        limit = time.monotonic() + self.project.settings.lease
+        while True:
+            try:
+                number, state.not_published = self._newer_than_live()
+                if number is not None:
+                    from jobs.run import run_view
+
+                    run_view(self.project, state.view, Silent(), command="publish", number=number, backfill=state.id)
+                    ref = self.store.live(state.view)
+                    if ref is None or ref.snapshot != number:
+                        state.not_published = "something newer went live meanwhile"
+                    else:
+                        state.published = number
+                return
+            except ConflictError as exc:
+                if time.monotonic() > limit:
+                    state.status, state.not_published = "failed", str(exc)
+                    return
+                time.sleep(LOOK_AGAIN_S)  # somebody else publishes, perhaps something newer
+            except GateError as exc:
+                state.not_published = str(exc)
+                return
+            except PrecomputeError as exc:
+                state.status, state.not_published = "failed", str(exc)
+                return
+
+    def _newer_than_live(self) -> tuple[int | None, str | None]:
+        """Number of the snapshot to publish; or None, and why."""
+        view = self.state.view
+        if not self.store.numbers(view):
+            return None, "there is no snapshot"
+        number, ref = newest_publishable(view, self.store), self.store.readable_live(view)
+        if ref is None:
+            return number, None
+        if ref.held is not None:
+            return None, f"the view is held ({ref.held}); `precompute resume {view}` ends that"
+        try:
+            live = self.store.snapshot(view, ref.snapshot)
+        except SnapshotError:  # what is live is lost: a reason to replace it
+            return number, None
+        newest = self.store.snapshot(view, number)
+        if (newest.partition or "", number) > (live.partition or "", live.number):
+            return number, None
+        return None, f"snapshot {live.number} of {live.partition} is live and the newest"
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGINT and SIGTERM become events, so that none comes between the start of a process and its being known."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, lambda n, _: self._events.put(n)) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    # ---- words
+
+    def _tell(self, item: Item) -> None:
+        self._finished += 1
+        total = self.state.count("pending", "running")
+        elapsed = time.monotonic() - self._began
+        left = f", {total} left, about {elapsed / self._finished * total:,.0f} s" if total else ""
+        rows = "" if item.rows is None else f"  {item.rows:,} rows"
+        seconds = "" if item.seconds is None else f"  {item.seconds:.1f} s"
+        error = "" if item.error is None else f"  {item.error}"
+        self.announce(
+            f"{item.label}  {item.state}{rows}{seconds}  ({len(self.state.items) - total} of {len(self.state.items)}{left}){error}"
+        )
+
+    def _tell_end(self) -> None:
+        state = self.state
+        counted = Counter(item.state for item in state.items)
+        kinds = ", ".join(f"{n} {what}" for what, n in counted.items()) or "nothing to do"
+        self.announce(f"backfill {state.id} of {state.view}: {state.status} ({kinds}), {time.monotonic() - self._began:.1f} s")
+        if state.published is not None:
+            self.announce(f"published snapshot {state.published}")
+        elif state.not_published is not None:
+            self.announce(f"nothing was published: {state.not_published}")
+        if state.status == "failed":
+            for item in state.items:
+                if item.state != "done":
+                    self.announce(f"  {item.label}  {item.state}: {item.error}")
+            if any(item.state != "done" and item.snapshot is None for item in state.items):
+                self.announce(f"what failed is tried again by: precompute backfill {state.view} --resume {state.id}")
+
+
+def _report(out: bytes) -> dict[str, Any] | None:
+    """What ``materialize --json`` printed; None when it came to no run."""
+    try:
+        report = json.loads(out.strip().splitlines()[-1])
+        return report if isinstance(report, dict) and "run" in report else None
+    except (ValueError, IndexError):
+        return None
+
+
+def _last_words(ended: _Ended) -> str:
+    if ended.status < 0:
+        return f"its process was ended by signal {-ended.status} ({signal.Signals(-ended.status).name})"
+    lines = [line for line in ended.err.decode(errors="replace").splitlines() if line.strip()]
+    return f"exit status {ended.status}: {lines[-1].removeprefix('precompute: ') if lines else 'no word'}"
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
+    if process.returncode is None:  # else its number may be another one's by now
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+
+
+def _partitions(count: int) -> str:
+    return f"{count} partition{'' if count == 1 else 's'}"

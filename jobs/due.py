@@ -1,0 +1,387 @@
+"""Due: which view is to run now, and for which of its times.
+
+Computed anew every time, from the schedule, the runs' reports and the live pointers: nothing is remembered that a crash could lose. So
+missed ticks, a dead scheduler and a changed clock repair themselves. :func:`decide` is a function of its arguments, the clock among them;
+:class:`Ledger` reads these from the store. The one thing kept beside is ``<root>/<view>/refs/schedule.json``: up to when a line's times
+are settled, so that a new line does not run for the past.
+
+A time is **settled** when it was run for, given up or skipped. Which of the unsettled ones are run for is the catch-up policy: ``latest``
+the last one, ``all`` each in order, ``none`` the last one if it is not late. A run that failed or was killed is tried again; one that was
+refused by a gate, had too many rows rejected or was cancelled is not: it would end in the same way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from functools import lru_cache
+from typing import Any, Literal
+from zoneinfo import ZoneInfo
+
+from jobs.config import Project, Schedule
+from jobs.cron import fire_times, last_fire
+from store.durable_file import disk_message, replace_durably
+from store.errors import SnapshotError
+from store.lease import is_held
+from store.offline_store import OfflineStore
+
+log = logging.getLogger(__name__)
+
+FINISHED = ("published", "committed", "current")
+"""Statuses of runs that did what they were for."""
+
+RETRIED = ("failed", "killed")
+"""Statuses of runs that may do better the next time."""
+
+LATE_S = 60.0
+"""How late a run may begin under ``catch_up: none``. The scheduler looks every second, so only one that was away, or busy with the run
+before, comes later; a minute is the finest step of a cron line."""
+
+AHEAD_S = 86400.0
+"""How far ahead of the clock settled times may lie: a clock set back by hours runs nothing twice. Beyond that the clock was wrong when
+they were settled, and they begin anew now."""
+
+JITTER = 0.2
+"""Share by which a wait before a retry is longer or shorter, so that views that failed together do not come back together."""
+
+LEADER = "leader"
+"""Name of the lease the acting scheduler holds in ``<root>/.scheduler``."""
+
+REPORTS = 200
+"""How many of a view's newest reports are looked at. Settled times are kept apart, so a backfill of more runs nothing twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parent:
+    """A view that another one runs after."""
+
+    epoch: int
+    """Of its live pointer; 0 when it was never published."""
+    at: datetime
+    """When that was moved."""
+    pending: bool
+    """Whether it runs now, or will without anything else happening."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known about a view. Reports are the newest first, those of dead runs with the status ``killed``."""
+
+    reports: Sequence[Mapping[str, Any]] = ()
+    running: bool = False
+    since: datetime | None = None
+    """Its times up to here are settled; None when no scheduler saw this schedule before."""
+    parents: Mapping[str, Parent] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do about a view.
+
+    ``state``: ``run`` now, for ``due`` · ``retry``: run again, not before ``at`` · ``running`` · ``idle``.
+    """
+
+    state: Literal["run", "retry", "running", "idle"]
+    reason: str
+    """For people."""
+    due: datetime | None = None
+    """The time the run is for."""
+    at: datetime | None = None
+    """When it runs next; None when that is not a matter of time."""
+    since: datetime | None = None
+    """As in :class:`Facts`, to be kept."""
+    epochs: Mapping[str, int] = field(default_factory=dict)
+    """The parents' live epochs."""
+
+
+def decide(view: str, schedule: Schedule, facts: Facts, now: datetime) -> Decision:
+    """What to do about a view at ``now`` (aware)."""
+    return _by_cron(view, schedule, facts, now) if schedule.cron is not None else _by_parents(view, schedule, facts, now)
+
+
+def retry_wait_s(view: str, schedule: Schedule, due: datetime, failures: int) -> float:
+    """Seconds to wait after the ``failures``-th failure (from 1). The jitter follows from the arguments: a restart changes nothing."""
+    digest = hashlib.sha256(f"{view} {due.isoformat()} {failures}".encode()).digest()
+    share = int.from_bytes(digest[:4]) / 2**32
+    return float(schedule.retry_after_s * 2 ** (failures - 1) * (1 - JITTER + 2 * JITTER * share))
+
+
+def _by_cron(view: str, schedule: Schedule, facts: Facts, now: datetime) -> Decision:
+    assert schedule.cron is not None
+    since = facts.since
+    if since is None or since > now + timedelta(seconds=AHEAD_S):
+        since = now
+    following = next(fire_times(schedule.cron, schedule.timezone, max(now, since)), None)
+    if facts.running:
+        return Decision("running", "runs now", at=following, since=since)
+    gave_up = ""
+    while (fire := _unsettled(schedule, since, now)) is not None:
+        state, at, why = _standing(view, schedule, fire, _attempts_for(facts, fire), now)
+        if schedule.catch_up == "latest" and _ran_since(facts, fire, now):
+            state, why = "done", ""
+        if state == "run" and not why and schedule.catch_up == "none" and now - fire > timedelta(seconds=LATE_S):
+            state, why = "given up", "was missed"
+        if state in ("run", "retry"):
+            text = f"due since {_local(fire, schedule)}" + (f", {why}" if why else "")
+            return Decision("run" if state == "run" else "retry", text, fire, at, since)
+        since, gave_up = fire, f"; {_local(fire, schedule)} {why}" if why else ""
+    gave_up = gave_up or _last_failure(schedule, facts, since, now)
+    return Decision(
+        "idle", "never again" if following is None else f"next at {_local(following, schedule)}{gave_up}", None, following, since
+    )
+
+
+def _unsettled(schedule: Schedule, since: datetime, now: datetime) -> datetime | None:
+    """The fire time to look at: by policy the first or the last one in (since, now]."""
+    assert schedule.cron is not None
+    first = next(fire_times(schedule.cron, schedule.timezone, since, now), None)
+    if first is None or schedule.catch_up == "all":
+        return first
+    return last_fire(schedule.cron, schedule.timezone, first, now) or first
+
+
+def _by_parents(view: str, schedule: Schedule, facts: Facts, now: datetime) -> Decision:
+    runs = [r for r in facts.reports if r.get("command") == "run" and not r.get("backfill")]
+    finished = [r for r in runs if r.get("status") in FINISHED]
+    epochs = {name: parent.epoch for name, parent in facts.parents.items()}
+
+    def idle(reason: str) -> Decision:
+        return Decision("idle", f"{schedule.when}: {reason}", since=facts.since, epochs=epochs)
+
+    if facts.running:
+        return Decision("running", "runs now", since=facts.since, epochs=epochs)
+    unpublished = [name for name, epoch in epochs.items() if not epoch]
+    if unpublished and (not finished or len(unpublished) == len(epochs)):
+        return idle(f"waits for the first snapshot of {', '.join(unpublished)}")
+    due = max(parent.at for parent in facts.parents.values() if parent.epoch)
+    # The highest epoch it ever ran with, not that of its newest report: a clock set back makes an older report look newer.
+    seen = {name: max((_epochs(r).get(name, 0) for r in finished), default=0) for name in epochs}
+    new = [name for name, epoch in epochs.items() if epoch > seen[name]]
+    if not new or any(not _epochs(r) and report_time(r.get("due")) == due for r in finished):
+        return idle("nothing new")
+    pending = [name for name, parent in facts.parents.items() if parent.pending]
+    if pending:
+        return idle(f"waits for {', '.join(pending)}")
+    attempts = [r for r in runs if r.get("due") and {name: _epochs(r).get(name, 0) for name in epochs} == epochs]
+    state, at, why = _standing(view, schedule, due, attempts, now)
+    if facts.since == due:
+        state, why = "given up", "was given up"
+    if state not in ("run", "retry"):
+        return idle(f"{why or 'nothing new'}; runs again after the next snapshot of {' or '.join(epochs)}")
+    text = f"new: {', '.join(new)}" + (f", {why}" if why else "")
+    return Decision("run" if state == "run" else "retry", text, due, at, facts.since, epochs)
+
+
+def _standing(
+    view: str, schedule: Schedule, due: datetime, attempts: Sequence[Mapping[str, Any]], now: datetime
+) -> tuple[Literal["run", "retry", "done", "given up"], datetime | None, str]:
+    """How it stands with one time, by the runs there were for it: what to do, when, and why."""
+    if any(r.get("status") in FINISHED for r in attempts):
+        return "done", None, ""
+    for report in attempts:
+        if report.get("status") not in RETRIED:
+            return "given up", None, f"was given up: {report.get('status')}"
+    failures = len(attempts)
+    if not failures:
+        return "run", now, ""
+    if failures > schedule.retries:
+        return "given up", None, f"was given up: {attempts[0].get('status')}" + (f" {failures} times" if failures > 1 else "")
+    ends = [end for r in attempts if (end := report_time(r.get("finished_at")) or report_time(r.get("started_at"))) is not None]
+    ended = max(ends, default=None)
+    # An end in the future was written before the clock was set back. How long ago it was nobody knows; waiting for it could take a year.
+    at = now if ended is None or ended > now else ended + timedelta(seconds=retry_wait_s(view, schedule, due, failures))
+    why = f"retry {failures} of {schedule.retries}"
+    return ("run", now, why) if at <= now else ("retry", at, f"{why} at {_local(at, schedule)}")
+
+
+def _attempts_for(facts: Facts, due: datetime) -> list[Mapping[str, Any]]:
+    return [r for r in facts.reports if r.get("due") and report_time(r["due"]) == due]
+
+
+def _ran_since(facts: Facts, fire: datetime, now: datetime) -> bool:
+    """Whether a run that began after the fire time, started by whomever, did its work already."""
+    for report in facts.reports:
+        started = report_time(report.get("started_at"))
+        whole = report.get("command") == "run" and not report.get("backfill")
+        if whole and report.get("status") in FINISHED and started is not None and fire <= started <= now:
+            return True
+    return False
+
+
+def _last_failure(schedule: Schedule, facts: Facts, since: datetime, now: datetime) -> str:
+    """What to tell about the last settled time when its run did not succeed."""
+    times = [due for r in facts.reports if (due := report_time(r.get("due"))) is not None]
+    last = max((due for due in times if due <= since), default=None)
+    attempts = [] if last is None else _attempts_for(facts, last)
+    if last is None or any(r.get("status") in FINISHED for r in attempts) or _ran_since(facts, last, now):
+        return ""
+    count = f" {len(attempts)} times" if len(attempts) > 1 else ""
+    return f"; {_local(last, schedule)} was given up: {attempts[0].get('status')}{count}"
+
+
+def _epochs(report: Mapping[str, Any]) -> Mapping[str, int]:
+    parents = report.get("parents")
+    return parents if isinstance(parents, Mapping) else {}
+
+
+def report_time(text: Any) -> datetime | None:
+    """An ISO 8601 time of a report, in UTC; None when there is none, or none that can be read."""
+    return _parsed(str(text))
+
+
+@lru_cache(4096)
+def _parsed(text: str) -> datetime | None:
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return at.replace(tzinfo=UTC) if at.tzinfo is None else at.astimezone(UTC)
+
+
+def _local(at: datetime, schedule: Schedule) -> str:
+    return at.astimezone(ZoneInfo(schedule.timezone)).isoformat(" ", "minutes")
+
+
+class Ledger:
+    """What the store tells about the views' runs. Reports are read again only when some changed.
+
+    Args:
+        project: the configuration.
+        store: its offline store.
+    """
+
+    def __init__(self, project: Project, store: OfflineStore) -> None:
+        self._store, self._schedules = store, project.schedules()
+        self._cached: dict[str, tuple[int, list[dict[str, Any]]]] = {}
+
+    def decision(
+        self, view: str, now: datetime, running: Collection[str] = (), known: dict[str, Decision] | None = None
+    ) -> Decision:
+        """:func:`decide` for a view.
+
+        Args:
+            view: one that is scheduled.
+            now: aware.
+            running: views the caller knows to run, whatever the leases say.
+            known: decisions made already at ``now``; gets those of this view and the ones it runs after.
+
+        Raises:
+            SnapshotError: a lease or live pointer is damaged, or cannot be read.
+        """
+        known = {} if known is None else known
+        if view not in known:
+            schedule = self._schedules[view]
+            parents = {name: self._parent(name, now, running, known) for name in schedule.parents}
+            reports, goes_on = self.reports(view)
+            facts = Facts(reports, view in running or goes_on, self._since(view), parents)
+            known[view] = decide(view, schedule, facts, now)
+        return known[view]
+
+    def _parent(self, name: str, now: datetime, running: Collection[str], known: dict[str, Decision]) -> Parent:
+        live = self._store.live(name)
+        self.decision(name, now, running, known)
+        at = None if live is None else report_time(live.at)
+        return Parent(0 if live is None else live.epoch, now if at is None else at, self._pending(name, known))
+
+    def _pending(self, name: str, known: Mapping[str, Decision]) -> bool:
+        """Whether it runs, or will: by itself, or after one that does."""
+        return known[name].state != "idle" or any(self._pending(parent, known) for parent in self._schedules[name].parents)
+
+    def reports(self, view: str) -> tuple[list[dict[str, Any]], bool]:
+        """A view's newest reports, dead runs' as ``killed``; and whether a run goes on that is no part of a backfill.
+
+        Raises:
+            SnapshotError: a lease is damaged or cannot be read.
+        """
+        reports, dead = self._look(view)
+        reports = [r | {"status": "killed"} if r.get("run") in dead else r for r in reports]
+        goes_on = any(r.get("status") == "running" and r.get("command") != "publish" and not r.get("backfill") for r in reports)
+        return reports, goes_on or self._store.running(view)
+
+    def dead(self, view: str) -> set[str | None]:
+        """Partitions (None: of a view that has none) of the runs that say they go on, though they do not.
+
+        Raises:
+            SnapshotError: a lease is damaged or cannot be read.
+        """
+        reports, dead = self._look(view)
+        return {r.get("partition") for r in reports if r.get("run") in dead}
+
+    def _look(self, view: str) -> tuple[list[dict[str, Any]], set[Any]]:
+        reports = self._read(view)
+        silent = self._silent(view, reports)
+        if silent:  # one that has ended since the reading wrote so before it let go of its lease
+            reports = self._read(view, fresh=True)
+            silent &= self._silent(view, reports)
+        return reports, silent
+
+    def _silent(self, view: str, reports: Sequence[Mapping[str, Any]]) -> set[Any]:
+        """Runs that say they go on though nobody holds their lease. Publishing alone holds another one, and is left out."""
+        return {
+            r.get("run")
+            for r in reports
+            if r.get("status") == "running"
+            and r.get("command") != "publish"
+            and not self._store.running(view, r.get("partition"))
+        }
+
+    def _read(self, view: str, fresh: bool = False) -> list[dict[str, Any]]:
+        try:
+            changed_ns = (self._store.root / view / "runs").stat().st_mtime_ns
+        except FileNotFoundError:
+            return []
+        except OSError as exc:
+            raise SnapshotError(f"{self._store.root / view / 'runs'} cannot be read: {exc.strerror or exc}") from exc
+        if fresh or view not in self._cached or self._cached[view][0] != changed_ns:
+            reports = self._store.reports(view, REPORTS)
+            # A second change within one step of the file system's clock does not show: what is that new is read once more.
+            settled = time.time_ns() - changed_ns > 1_000_000_000
+            self._cached[view] = (changed_ns if settled else -1, reports)
+        return self._cached[view][1]
+
+    def _since(self, view: str) -> datetime | None:
+        schedule = self._schedules[view]
+        path = self._store.root / view / "refs" / "schedule.json"
+        try:
+            kept = json.loads(path.read_bytes())
+            if (kept["when"], kept["timezone"]) != (schedule.when, schedule.timezone):
+                return None
+            return report_time(kept["since"])
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError) as exc:
+            log.warning("%s cannot be read (%s); the schedule of %r begins anew", path, exc, view)
+            return None
+
+    def settle(self, view: str, since: datetime) -> None:
+        """Keep that the times up to ``since`` are settled; for a view that runs after others, that this one is.
+
+        Raises:
+            SnapshotError: the file system failed.
+        """
+        schedule = self._schedules[view]
+        path = self._store.root / view / "refs" / "schedule.json"
+        kept = {"when": schedule.when, "timezone": schedule.timezone, "since": since.isoformat()}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_durably(path, json.dumps(kept).encode())
+        except OSError as exc:
+            raise SnapshotError(disk_message(path, exc, "nothing was started")) from exc
+
+
+def next_due(project: Project, store: OfflineStore, view: str, now: datetime) -> tuple[datetime | None, str]:
+    """When a view runs next, in UTC, and in words; None when it is not scheduled, or when that is not a matter of time.
+
+    Raises:
+        SnapshotError: a lease or live pointer is damaged, or cannot be read.
+    """
+    if view not in project.schedules():
+        return None, "not scheduled"
+    decision = Ledger(project, store).decision(view, now)
+    idle = "" if is_held(store.root / ".scheduler", LEADER) else "; no scheduler is up"
+    return decision.due if decision.state == "run" else decision.at, decision.reason + idle

@@ -1,0 +1,121 @@
+"""Rollback: back to a snapshot that was good, at once. One pointer move when the online store still holds it, which works when Redis is full."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+
+from jobs.config import Project
+from jobs.notify import notify
+from jobs.progress import Progress
+from jobs.publish import check_publishable, mend, publish
+from jobs.report import PUBLISHING, Report, close_dead, recorded
+from jobs.run import named
+from store.errors import GateError, SnapshotError
+from store.lease import take
+from store.offline_store import PUBLISH_LEASE, LiveRef, OfflineStore
+from store.online_url import open_online_store
+from store.snapshot import Snapshot
+
+log = logging.getLogger(__name__)
+
+
+def rollback(
+    project: Project,
+    name: str,
+    progress: Progress,
+    *,
+    to: int | None = None,
+    hold: bool = False,
+    finished: Callable[[Report], None] = lambda _: None,
+) -> Report:
+    """Make an earlier snapshot live and mark the one that was live bad: neither it nor the same rows again are ever published.
+
+    A publishing that is going on is fenced: the rollback wins.
+
+    Args:
+        project: the configuration.
+        name: of the view.
+        progress: told of the rows, if they must be loaded again.
+        to: which snapshot; by default the one that was live before, or the newest good one below.
+        hold: scheduled runs compute but publish nothing until ``publish`` or ``resume``.
+        finished: given the report.
+
+    Raises:
+        SnapshotError: there is none to go back to, or not the one asked for; names those there are.
+        GateError: the one asked for is marked bad itself.
+        OnlineStoreError: the online store does not answer.
+    """
+    project.view(name)
+    store = OfflineStore(project.root)
+
+    def ended(report: Report) -> None:
+        if report.error is not None:
+            notify(project.settings.notify, report)
+        finished(report)
+
+    with (
+        named(name),
+        take(store.lease_folder(name), PUBLISH_LEASE, "rollback", ttl_s=project.settings.lease, force=True) as lease,
+        recorded(store, name, "rollback", ended) as report,
+        contextlib.ExitStack() as held,
+    ):
+        ref = store.live(name)
+        if ref is None:
+            raise SnapshotError(f"view {name!r} was never published: there is nothing to go back from")
+        close_dead(store, name, None, commands=PUBLISHING)
+        online = held.enter_context(contextlib.closing(open_online_store(project.online)))
+        if mend(name, store, online) and ref.reason.startswith("rollback") and to in (None, ref.snapshot):
+            report.snapshot, report.epoch, report.status = ref.snapshot, ref.epoch, "published"  # the last one, killed half-way
+            return report
+        target = _target(store, name, ref) if to is None else to
+        snapshot = store.snapshot(name, target)
+        if target == ref.snapshot:
+            raise SnapshotError(
+                f"snapshot {target} of view {name!r} is live already; name another one (there are: {_numbers(store, name)})"
+            )
+        check_publishable(snapshot, store)  # before anything is marked
+        store.mark_bad(name, ref.snapshot, "rolled back from")
+        reason = f"rollback from {ref.snapshot}"
+        publish(
+            name,
+            store,
+            online,
+            report,
+            progress,
+            number=target,
+            reason=reason,
+            held=f"{reason}, with --hold" if hold else None,
+            lease=lease,
+        )
+        notify(project.settings.notify, report)
+    return report
+
+
+def _target(store: OfflineStore, name: str, ref: LiveRef) -> int:
+    """What was live before, if it is still there and good, or the newest good snapshot below the live one."""
+    candidates: list[Snapshot] = []
+    for number in store.numbers(name):
+        try:
+            snapshot = store.snapshot(name, number)
+            if number < ref.snapshot or number == ref.previous:
+                check_publishable(snapshot, store)
+                candidates.append(snapshot)
+        except (SnapshotError, GateError) as exc:
+            log.warning("%s", exc)
+    try:
+        live = store.snapshot(name, ref.snapshot).partition
+    except SnapshotError:
+        live = None
+    good = [s for s in candidates if s.number != ref.snapshot and (live is None or (s.partition or "") <= live)]
+    if good:
+        return max(good, key=lambda s: (s.number == ref.previous, s.partition or "", s.number)).number
+    raise SnapshotError(
+        f"view {name!r} has no good snapshot before {ref.snapshot} to go back to (there are: {_numbers(store, name)})"
+    )
+
+
+def _numbers(store: OfflineStore, name: str) -> str:
+    bad = store.bad(name)
+    return ", ".join(f"{n} (bad)" if n in bad else str(n) for n in store.numbers(name)) or "none"

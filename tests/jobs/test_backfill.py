@@ -1,0 +1,643 @@
+"""Backfill: what is planned and why, that slots are refilled, that nothing is computed twice, and that a killed one goes on. Real processes; a
+model that waits for a file says when each goes on."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from jobs.backfill import resume_backfill, run_backfill
+from jobs.backfill_plan import plan_backfill, range_of
+from jobs.backfill_state import Options, read_backfill
+from jobs.cli import main
+from jobs.config import Project
+from jobs.progress import Silent
+from jobs.run import run_view
+from store.errors import ConfigError, ConflictError, SnapshotError, SourceError
+from store.lease import take
+from store.lookup import Lookup
+from store.offline_store import OfflineStore, run_lease
+from store.online_url import open_online_store
+from store.partition import Partition, containing
+from tests.conftest import MakeProject
+
+ROOT = Path(__file__).parents[2]
+KEYS = (1, 2, 3)
+SQL = "SELECT id, x, day FROM read_parquet('${data}/data.parquet') WHERE day >= $start AND day < $end"
+NOW = dt.datetime(2024, 3, 1, tzinfo=dt.UTC)
+
+
+MODEL = '''
+import signal
+import time
+from pathlib import Path
+
+from tests.arithmetic import Doubler
+
+
+class Gated(Doubler):
+    """Leaves begun-<day> in a folder, and goes on once go-<day> or go is there; without the folder it never waits."""
+
+    def __init__(self, path, deaf=False, **args):
+        super().__init__(**args)
+        self._path = Path(path)
+        if deaf:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def compute(self, batch):
+        day = batch.column("day")[0].as_py().day
+        if self._path.is_dir():
+            (self._path / f"begun-{day}").touch()
+        while self._path.is_dir() and not any((self._path / name).exists() for name in (f"go-{day}", "go")):
+            time.sleep(0.02)
+        return super().compute(batch)
+
+
+class WithTable(Doubler):
+    """Knows a table, which makes it another model."""
+
+    def __init__(self, table):
+        super().__init__()
+'''
+"""A file beside the views, so that a run loads no more than it needs."""
+
+
+def day(number: int) -> dt.date:
+    return dt.date(2024, 1, number)
+
+
+def part(number: int) -> str:
+    return str(containing("day", dt.datetime(2024, 1, number, tzinfo=dt.UTC)))
+
+
+def rows_of(number: int) -> list[tuple[int, float, dt.date]]:
+    """Every day has the same keys and another x."""
+    return [(key, 10.0 * number + key, day(number)) for key in KEYS]
+
+
+MakeDaily = Callable[..., Project]
+
+
+@pytest.fixture
+def daily(make_project: MakeProject, tmp_path: Path) -> MakeDaily:
+    """Makes a project whose view ``numbers`` is partitioned by day from 2024-01-01, over ``days`` and extra rows; ``args`` of the model. The gate
+    is shut if ``tmp_path / "gate"`` is there."""
+
+    def make(
+        days: Sequence[int] = (),
+        extra: Sequence[tuple[int, float | None, dt.date]] = (),
+        view: dict[str, Any] | None = None,
+        **args: Any,
+    ) -> Project:
+        rows = [*(row for number in days for row in rows_of(number)), *extra]
+        table = pa.table(
+            {
+                "id": pa.array([r[0] for r in rows], pa.int64()),
+                "x": pa.array([r[1] for r in rows], pa.float64()),
+                "day": pa.array([r[2] for r in rows], pa.date32()),
+            }
+        )
+        folder = tmp_path / "project"
+        folder.mkdir(exist_ok=True)
+        (folder / "gated_model.py").write_text(MODEL)
+        settings = {
+            "source": {"sql": SQL},
+            "model": {"use": "gated_model:Gated", "args": {"path": str(tmp_path / "gate"), **args}},
+            "partition": {"by": "day", "column": "day", "start": "2024-01-01"},
+            "max_rejected": 0.4,
+            "gates": {"drift": None, "norm": None},
+        }
+        return make_project(table if rows else None, view=settings | (view or {}))
+
+    return make
+
+
+class Gate:
+    """The folder the model waits at."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+
+    def begun(self) -> set[int]:
+        return {int(path.name.partition("-")[2]) for path in self.folder.glob("begun-*")}
+
+    def open(self, number: int | None = None) -> None:
+        (self.folder / ("go" if number is None else f"go-{number}")).touch()
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    return Gate(tmp_path / "gate")
+
+
+class Command:
+    """``precompute -c <project> …`` in a process of its own."""
+
+    def __init__(self, project: Project, *arguments: str) -> None:
+        command = [sys.executable, "-m", "jobs.cli", "-c", str(project.folder), *arguments]
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def end(self) -> tuple[int, str, str]:
+        """Exit status, stdout, stderr."""
+        out, err = self.process.communicate(timeout=60)
+        return self.process.returncode, out, err
+
+    def kill(self) -> None:
+        self.process.kill()
+        if not self.process.stdout.closed:  # type: ignore[union-attr]
+            self.process.communicate(timeout=60)
+
+
+@pytest.fixture
+def command(gate: Gate) -> Iterator[Callable[..., Command]]:
+    """Starts ``backfill numbers …``; at the end of the test everything is killed, or let go."""
+    started: list[Command] = []
+
+    def start(project: Project, *arguments: str) -> Command:
+        started.append(Command(project, *arguments))
+        return started[-1]
+
+    yield start
+    gate.open()
+    for one in started:
+        one.kill()
+
+
+Start = Callable[..., Command]
+
+
+def eventually(holds: Callable[[], bool], why: Callable[[], str] = lambda: "") -> None:
+    """Poll until something holds."""
+    limit = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < limit, why()
+        time.sleep(0.02)
+
+
+def ids(project: Project) -> list[str]:
+    return sorted(path.stem for path in (project.root / "numbers" / "backfills").glob("*.json"))
+
+
+def await_begun(gate: Gate, *days: int) -> None:
+    eventually(lambda: set(days) <= gate.begun(), lambda: f"{gate.begun()}")
+
+
+def await_free(project: Project, *days: int) -> None:
+    store = OfflineStore(project.root)
+    eventually(lambda: not any(store.running("numbers", part(n)) for n in days))
+
+
+def committed(project: Project) -> list[str]:
+    """Partition of every snapshot ever committed, in the order of their numbers."""
+    store = OfflineStore(project.root)
+    return [str(store.snapshot("numbers", n).partition) for n in store.numbers("numbers")]
+
+
+def live(project: Project) -> str | None:
+    store = OfflineStore(project.root)
+    ref = store.live("numbers")
+    return None if ref is None else store.snapshot("numbers", ref.snapshot).partition
+
+
+def check_rows(project: Project, *days: int) -> None:
+    """Every partition's newest snapshot holds exactly its rows."""
+    store = OfflineStore(project.root)
+    for number in days:
+        snapshot = store.newest("numbers", part(number))
+        assert snapshot is not None, number
+        found = {row["id"]: row["double"] for batch in store.batches(snapshot) for row in batch.to_pylist()}
+        assert found == {key: 2 * x for key, x, _ in rows_of(number)}, number
+
+
+def compute(project: Project, number: int, command: str = "materialize") -> int | None:
+    return run_view(project, "numbers", Silent(), command=command, partition=Partition.parse(part(number))).snapshot
+
+
+def plans(project: Project, first: int = 1, last: int = 6, **asked: Any) -> list[tuple[int, str, str]]:
+    found = plan_backfill(project, "numbers", *range_of(str(day(first)), str(day(last))), now=NOW, **asked)
+    return [(plan.partition.start.day, plan.action, plan.why) for plan in found]
+
+
+def options(first: int, last: int, **asked: Any) -> Options:
+    return Options(str(day(first)), str(day(last)), **asked)
+
+
+# ---- the plan
+
+
+@pytest.fixture
+def mixed(daily: MakeDaily) -> Iterator[Project]:
+    """Day 1 done, 2 never run, 3 failed, 4 interrupted, 5 computed by another model, 6 running, 7 killed after an older snapshot."""
+    days = (1, 2, 3, 4, 5, 6, 7)
+    project = daily(days, version=1)
+    compute(project, 5)
+    project = daily(days, extra=[(1, -1.0, day(3))], version=2)
+    compute(project, 1)
+    with pytest.raises(SourceError, match="more than one row"):
+        compute(project, 3)
+    compute(project, 7)
+    store = OfflineStore(project.root)
+    report = {"view": "numbers", "command": "materialize", "status": "running", "pid": 1, "snapshot": None, "counts": {}}
+    for number in (4, 7):
+        run = f"20990101T00000{number}.000000Z-abcdef"
+        store.write_report("numbers", run, report | {"run": run, "partition": part(number)})
+    with take(store.lease_folder("numbers"), run_lease(part(6)), "test"):
+        yield project
+
+
+@pytest.mark.parametrize(
+    ("reprocess", "run"),
+    [("missing", {2, 4}), ("failed", {2, 3, 4, 7}), ("stale", {2, 3, 4, 5, 7}), ("all", {1, 2, 3, 4, 5, 7})],
+)
+def test_every_partition_is_planned_with_its_reason(mixed: Project, reprocess: str, run: set[int]) -> None:
+    whys = {1: "done", 2: "missing", 3: "failed", 4: "missing", 5: "stale model", 6: "running", 7: "failed"}
+    if reprocess == "all":
+        whys[1] = "forced"
+    expected = [(n, "wait" if n == 6 else "run" if n in run else "skip", why) for n, why in whys.items()]
+    assert plans(mixed, last=7, reprocess=reprocess) == expected
+
+
+def test_a_dry_run_tells_reasons_and_what_takes_the_rest(mixed: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(mixed.root.rglob("*"))
+    arguments = ["-c", str(mixed.folder), "backfill", "numbers", "--from", "2024-01-01", "--to", "2024-01-07", "--dry-run"]
+    assert main(arguments) == 0
+    lines = {line[:10]: line for line in capsys.readouterr().out.splitlines() if line.startswith("2024")}
+    assert list(lines) == [str(day(n)) for n in range(1, 8)]
+    assert "done: snapshot 2" in lines["2024-01-01"]
+    assert "missing: no snapshot" in lines["2024-01-02"]
+    assert "keys with more than one row" in lines["2024-01-03"]
+    assert "--reprocess failed takes it" in lines["2024-01-03"]
+    assert "its last run was killed" in lines["2024-01-04"]
+    assert "--reprocess stale takes it" in lines["2024-01-05"]
+    assert "running" in lines["2024-01-06"]
+    assert "was killed; snapshot 3 is older; --reprocess failed takes it" in lines["2024-01-07"]
+    assert main([*arguments, "--json", "--reprocess", "all", "--max-active", "2", "--backwards"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [p["partition"] for p in found["partitions"]] == [part(n) for n in range(7, 0, -1)]
+    assert (found["run"], found["skip"], found["wait"], found["rows"]) == (6, 0, 1, 18)
+    assert sorted(mixed.root.rglob("*")) == before
+
+
+def test_other_sql_makes_partitions_stale_and_changed_input_only_when_looked_at(daily: MakeDaily) -> None:
+    project = daily((1, 2))
+    for number in (1, 2):
+        compute(project, number)
+    assert plans(project, last=2, check_inputs=True) == [(1, "skip", "done"), (2, "skip", "done")]
+    project = daily((1,), extra=[(1, 0.5, day(2)), (2, 22.0, day(2)), (3, 23.0, day(2))])
+    assert plans(project, last=2, reprocess="stale") == [(1, "skip", "done"), (2, "skip", "done")]
+    asked = plans(project, last=2, reprocess="stale", check_inputs=True)
+    assert asked == [(1, "skip", "done"), (2, "run", "stale input")]
+    project = daily((1, 2), view={"source": {"sql": SQL + " AND true"}})
+    assert plans(project, last=2, reprocess="stale") == [(1, "run", "stale recipe"), (2, "run", "stale recipe")]
+
+
+def test_tables_of_the_model_that_depend_on_the_partition_are_read_for_each(daily: MakeDaily) -> None:
+    model = {"use": "gated_model:WithTable", "args": {"table": {"sql": SQL}}}
+    project = daily((1, 2), view={"model": model})
+    for number in (1, 2):
+        compute(project, number)
+    assert plans(project, last=2) == [(1, "skip", "done"), (2, "skip", "done")]
+    project = daily((1,), extra=[(1, 0.5, day(2)), (2, 22.0, day(2)), (3, 23.0, day(2))], view={"model": model})
+    assert plans(project, last=2) == [(1, "skip", "done"), (2, "skip", "stale model")]
+
+
+def test_estimates_follow_what_was_measured(daily: MakeDaily) -> None:
+    project = daily((1, 2, 3), extra=[(key, 1000.0 + key, day(3)) for key in range(10, 17)])
+    first, last = range_of("2024-01-01", "2024-01-06")
+
+    def estimates() -> dict[int, tuple[Any, Any, Any]]:
+        found = plan_backfill(project, "numbers", first, last, now=NOW, reprocess="all")
+        return {plan.partition.start.day: (plan.rows, plan.seconds, plan.size_bytes) for plan in found}
+
+    assert set(estimates().values()) == {(None, None, None)}
+    for number in (1, 3):
+        compute(project, number)
+    found = estimates()
+    assert {number: rows for number, (rows, _, _) in found.items()} == {1: 3, 2: 6, 3: 10, 4: 6, 5: 6, 6: 6}
+    store = OfflineStore(project.root)
+    size = sum(p.size_bytes for n in (1, 2) for p in store.snapshot("numbers", n).parts)
+    assert {found[n][2] for n in (2, 4)} == {-(-6 * size // 13)}
+    assert 0 < found[1][1] < found[2][1] < found[3][1] < 60
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "expected"),
+    [
+        ("2023-12-01", "2024-01-02", [1, 2]),  # the view begins on the 1st
+        ("2024-01-02T23:59", "2024-01-03T00:00", [2, 3]),
+        ("2024-01-30", "2024-05-01", [30, 31]),  # February has begun
+    ],
+)
+def test_the_range_is_cut_to_what_there_is(daily: MakeDaily, first: str, last: str, expected: list[int]) -> None:
+    now = dt.datetime(2024, 2, 1, 12, tzinfo=dt.UTC)
+    found = plan_backfill(daily((1,)), "numbers", *range_of(first, last), now=now)
+    assert [plan.partition.start.day for plan in found] == expected
+
+
+def test_a_date_as_the_end_is_the_whole_day(daily: MakeDaily) -> None:
+    project = daily((1,), view={"partition": {"by": "hour", "start": "2024-01-01"}})
+    found = plan_backfill(project, "numbers", *range_of("2024-01-02", "2024-01-02"), now=NOW)
+    assert [plan.partition.start.hour for plan in found] == list(range(24))
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "why"),
+    [
+        ("2024-01-03", "2024-01-02", "the end is before the beginning"),
+        ("2023-01-01", "2023-12-31", "its first one begins at 2024-01-01"),
+        ("2024-03-01", "2024-03-05", "is over yet.*until 2024-03-02 00:00"),
+        ("9999-12-31", "9999-12-31", "is over yet"),
+        ("yesterday", "2024-01-01", "--from: 'yesterday': write a date"),
+        ("2024-01-01", "0001-01-01T00:00+09:00", "--to: '0001"),
+    ],
+)
+def test_a_range_without_partitions_is_refused_in_words(daily: MakeDaily, first: str, last: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        plan_backfill(daily((1,)), "numbers", *range_of(first, last), now=NOW)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--from", "2024-01-01"], "Give --from and --to"),
+        (["--from", "2024-01-01", "--to", "2024-01-02", "--max-active", "0"], "at least 1"),
+        (["--resume", "x", "--from", "2024-01-01"], "--from: a resumed backfill"),
+        (["--resume", "x", "--check-inputs"], "--check-inputs: a resumed"),
+        (["--resume", "nothing"], "has no backfill 'nothing'"),
+    ],
+)
+def test_bad_usage(daily: MakeDaily, arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-c", str(daily((1,)).folder), "backfill", "numbers", *arguments]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_a_view_without_partitions_is_refused(make_project: MakeProject) -> None:
+    with pytest.raises(ConfigError, match="has no partitions: add partition"):
+        run_backfill(make_project([(1, 1.0)]), "numbers", options(1, 2))
+
+
+# ---- the run
+
+
+def test_the_oldest_comes_first_and_the_newest_goes_live(daily: MakeDaily) -> None:
+    project = daily((1, 2, 3))
+    said: list[str] = []
+    done = run_backfill(project, "numbers", options(1, 3), announce=said.append)
+    assert (done.status, [item.state for item in done.items]) == ("done", ["done"] * 3)
+    assert committed(project) == [part(1), part(2), part(3)]
+    assert (live(project), done.published) == (part(3), 3)
+    check_rows(project, 1, 2, 3)
+    lookup = Lookup(open_online_store(project.online), project.root)
+    table = lookup.get("numbers", KEYS, features=["double"])
+    lookup.close()
+    assert table.column("double").to_pylist() == [62.0, 64.0, 66.0]
+    assert [line.split("  ")[0] for line in said[1:4]] == [f"2024-01-0{n}T00:00Z" for n in (1, 2, 3)]
+    assert "3 rows" in said[1]
+    assert said[0].endswith("3 partitions, 1 at once")
+    again = run_backfill(project, "numbers", options(1, 3))
+    assert (again.status, again.items, len(committed(project))) == ("done", [], 3)
+
+
+def test_backwards_begins_with_the_newest_and_nothing_is_published_unasked(
+    daily: MakeDaily, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project = daily((1, 2))
+    arguments = ["--from", "2024-01-01", "--to", "2024-01-02", "--backwards", "--no-publish", "--json"]
+    assert main(["-c", str(project.folder), "backfill", "numbers", *arguments]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["status"], found["published"], found["not_published"]) == ("done", None, "not asked to")
+    assert committed(project) == [part(2), part(1)]
+    assert live(project) is None
+
+
+def test_a_slot_is_refilled_as_soon_as_it_is_free(daily: MakeDaily, gate: Gate, command: Start) -> None:
+    project = daily((1, 2, 3))
+    running = command(project, "backfill", "numbers", "--from", "2024-01-01", "--to", "2024-01-03", "--max-active", "2")
+    await_begun(gate, 1, 2)
+    assert gate.begun() == {1, 2}
+    gate.open(2)
+    await_begun(gate, 3)  # while 1 goes on
+    assert gate.begun() == {1, 2, 3}
+    gate.open()
+    status, _, err = running.end()
+    assert (status, err) == (0, "")
+    assert committed(project)[0] == part(2)
+    assert sorted(committed(project)) == [part(1), part(2), part(3)]
+    assert live(project) == part(3)
+
+
+def test_a_failure_stops_no_other_and_is_tried_again_by_resume(daily: MakeDaily, capsys: pytest.CaptureFixture[str]) -> None:
+    project = daily((1, 2), extra=[(1, -1.0, day(1))])
+    call = ["-c", str(project.folder), "backfill", "numbers"]
+    assert main([*call, "--from", "2024-01-01", "--to", "2024-01-02"]) == 1
+    said = capsys.readouterr().out
+    assert "  2024-01-01T00:00Z  failed: view 'numbers': keys with more than one row" in said
+    assert (committed(project), live(project)) == ([part(2)], part(2))
+    (id,) = ids(project)
+    assert f"--resume {id}" in said
+    daily((1, 2))
+    assert main([*call, "--resume", id, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["status"], [item["state"] for item in found["items"]]) == ("done", ["done"] * 2)
+    assert committed(project) == [part(2), part(1)]
+    assert live(project) == part(2)  # never backwards
+    assert main([*call, "--resume", id]) == 0
+    assert len(committed(project)) == 2
+
+
+def test_refused_partitions_are_told_from_failed_ones(daily: MakeDaily, capsys: pytest.CaptureFixture[str]) -> None:
+    view = {"gates": {"coverage": 1.0}}
+    project = daily((1, 2), extra=[(1, None, day(3)), (2, 32.0, day(3)), (3, 33.0, day(3))], view=view, nan_on=22.0, fail_on=23.0)
+    assert main(["-c", str(project.folder), "backfill", "numbers", "--from", "2024-01-01", "--to", "2024-01-03", "--json"]) == 3
+    found = json.loads(capsys.readouterr().out)
+    assert [(item["state"], item["snapshot"]) for item in found["items"]] == [("done", 1), ("refused", None), ("refused", 2)]
+    assert "2 rows rejected so far, 1 allowed" in found["items"][1]["error"]
+    assert "refused by coverage: 2 of 3 source rows have a value; to publish it all the same:" in found["items"][2]["error"]
+    assert (found["status"], live(project)) == ("failed", part(1))
+
+
+def test_what_is_live_never_moves_backwards(daily: MakeDaily) -> None:
+    project = daily((1, 6))
+    compute(project, 6, "run")
+    done = run_backfill(project, "numbers", options(1, 1))
+    assert (done.status, done.published, live(project)) == ("done", None, part(6))
+    assert done.not_published == f"snapshot 1 of {part(6)} is live and the newest"
+    assert OfflineStore(project.root).live("numbers").epoch == 1  # type: ignore[union-attr]
+
+
+def test_a_held_view_stays_as_it_is(daily: MakeDaily) -> None:
+    project = daily((1, 2))
+    compute(project, 1, "run")
+    store = OfflineStore(project.root)
+    epoch = store.claim_epoch("numbers", 1)
+    store.move_live("numbers", 1, expected_epoch=1, epoch=epoch, reason="test", generation=1, held="a bad model")
+    done = run_backfill(project, "numbers", options(2, 2))
+    assert (done.status, done.published, live(project)) == ("done", None, part(1))
+    assert "the view is held (a bad model)" in str(done.not_published)
+
+
+def test_forced_in_full_computes_every_row_again(daily: MakeDaily) -> None:
+    project = daily((1,))
+    compute(project, 1)
+    same = run_backfill(project, "numbers", options(1, 1, reprocess="all"))
+    assert [(item.state, item.written) for item in same.items] == [("done", 0)]
+    assert committed(project) == [part(1)]
+    full = run_backfill(project, "numbers", options(1, 1, reprocess="all", full=True))
+    assert [(item.state, item.written) for item in full.items] == [("done", 3)]
+    assert committed(project) == [part(1), part(1)]
+
+
+# ---- killed, cancelled, twice at once
+
+
+@pytest.mark.parametrize("survivor", ["went on", "still runs", "was killed too"])
+def test_killed_it_goes_on_where_it_was(daily: MakeDaily, gate: Gate, command: Start, survivor: str) -> None:
+    project = daily((1, 2))
+    forced = ["--reprocess", "all", "--full"] if survivor == "went on" else []  # the ledger alone tells then what is done
+    first = command(project, "backfill", "numbers", "--from", "2024-01-01", "--to", "2024-01-02", *forced)
+    await_begun(gate, 1)
+    first.kill()
+    (id,) = ids(project)
+    store = OfflineStore(project.root)
+    assert read_backfill(store, "numbers", id).status == "running"
+    if survivor == "went on":
+        gate.open()
+        await_free(project, 1)
+    elif survivor == "was killed too":
+        kill_runs(project, 1)
+        gate.open()
+    resumed = command(project, "backfill", "numbers", "--resume", id)
+    if survivor == "still runs":
+        assert resumed.process.stdout is not None
+        head = [resumed.process.stdout.readline() for _ in range(2)]
+        assert head[1] == "2024-01-01T00:00Z  waits for a run of it that is going on\n"
+        gate.open()
+    status, _, err = resumed.end()
+    assert (status, err) == (0, "")
+    found = read_backfill(store, "numbers", id)
+    assert (found.status, found.published) == ("done", 2)
+    assert [(i.partition, i.state, i.snapshot) for i in found.items] == [(part(n), "done", n) for n in (1, 2)]
+    assert committed(project) == [part(1), part(2)]
+    check_rows(project, 1, 2)
+    (ended,) = (r["finished_at"] for r in store.reports("numbers") if r["partition"] == part(1) and r["status"] == "committed")
+    assert ended <= str(found.items[1].started_at)  # one at once: a survivor fills its slot
+
+
+def kill_runs(project: Project, *days: int) -> None:
+    for report in OfflineStore(project.root).reports("numbers"):
+        if report["status"] == "running" and report["partition"] in [part(n) for n in days]:
+            os.kill(report["pid"], signal.SIGKILL)
+    await_free(project, *days)
+
+
+def test_a_killed_run_fails_alone_and_resume_makes_it_good(daily: MakeDaily, gate: Gate, command: Start) -> None:
+    project = daily((1, 2, 3))
+    running = command(project, "backfill", "numbers", "--from", "2024-01-01", "--to", "2024-01-03", "--json")
+    gate.open(1)
+    await_begun(gate, 2)
+    kill_runs(project, 2)
+    gate.open()
+    status, out, _ = running.end()
+    found = json.loads(out)
+    assert (status, [item["state"] for item in found["items"]]) == (1, ["done", "failed", "done"])
+    assert found["items"][1]["error"] == "its process was ended by signal 9 (SIGKILL)"
+    resumed = resume_backfill(project, "numbers", found["id"])
+    assert (resumed.status, committed(project)) == ("done", [part(1), part(3), part(2)])
+    check_rows(project, 1, 2, 3)
+
+
+def test_cancelled_is_final_and_can_be_run_again(daily: MakeDaily, gate: Gate, command: Start) -> None:
+    project = daily((1, 2))
+    running = command(project, "backfill", "numbers", "--from", "2024-01-01", "--to", "2024-01-02", "--json")
+    gate.open(1)
+    await_begun(gate, 2)
+    running.process.terminate()
+    status, out, _ = running.end()
+    found = json.loads(out)
+    assert (status, found["status"], found["published"]) == (128 + signal.SIGTERM, "cancelled", None)
+    assert [item["state"] for item in found["items"]] == ["done", "cancelled"]
+    store = OfflineStore(project.root)
+    assert not store.running("numbers", part(2))
+    assert store.reports("numbers")[0]["status"] == "killed"
+    with pytest.raises(ConfigError, match="final; begin anew: precompute backfill numbers --from 2024-01-01 --to 2024-01-02"):
+        resume_backfill(project, "numbers", found["id"])
+    gate.open()
+    assert run_backfill(project, "numbers", options(1, 2)).status == "done"
+    assert committed(project) == [part(1), part(2)]
+
+
+def test_a_run_that_is_deaf_to_sigterm_is_killed(daily: MakeDaily, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.backfill.STOP_GRACE_S", 0.2)
+    project = daily((1, 2), deaf=True)
+
+    def cancel() -> None:
+        await_begun(gate, 1, 2)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    done = run_backfill(project, "numbers", options(1, 2, max_active=2))
+    thread.join()
+    assert (done.status, [item.state for item in done.items]) == ("cancelled", ["cancelled"] * 2)
+    assert [report["status"] for report in OfflineStore(project.root).reports("numbers")] == ["running"] * 2
+    assert plans(project, last=2) == [(1, "run", "missing"), (2, "run", "missing")]  # nobody holds them
+
+
+def test_one_of_two_over_the_same_partitions_is_refused(daily: MakeDaily, gate: Gate, command: Start) -> None:
+    project = daily((1, 2, 3))
+    running = command(project, "backfill", "numbers", "--from", "2024-01-01", "--to", "2024-01-02", "--max-active", "2")
+    await_begun(gate, 1, 2)
+    (id,) = ids(project)
+    with pytest.raises(ConflictError, match=f"backfill {id} is going on over 1 of these partitions, as 2024-01-02"):
+        run_backfill(project, "numbers", options(2, 3))
+    with pytest.raises(ConflictError, match=f"backfill {id} of view 'numbers' is going on"):
+        resume_backfill(project, "numbers", id)
+    gate.open(3)
+    assert run_backfill(project, "numbers", options(3, 3)).status == "done"
+    assert len(ids(project)) == 2  # the refused one left nothing
+    gate.open()
+    assert running.end()[0] == 0
+    assert sorted(committed(project)) == [part(1), part(2), part(3)]
+    assert live(project) == part(3)
+
+
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_a_partition_somebody_else_computes_is_waited_for(daily: MakeDaily, gate: Gate, command: Start, ends_well: bool) -> None:
+    project = daily((1, 2))
+    other = command(project, "materialize", "numbers", "--partition", "2024-01-01")
+    await_begun(gate, 1)
+    gate.open(2)
+    running = command(project, "backfill", "numbers", "--from", "2024-01-01", "--to", "2024-01-02", "--json")
+    eventually(lambda: committed(project) == [part(2)])  # it holds no slot meanwhile
+    if not ends_well:
+        other.kill()
+    gate.open()
+    status, out, _ = running.end()
+    (first, second) = json.loads(out)["items"]
+    assert (status, first["state"], second["state"]) == (0, "done", "done")
+    assert committed(project) == [part(2), part(1)]
+    by = {report["run"]: report["backfill"] for report in OfflineStore(project.root).reports("numbers")}
+    assert (by[first["run"]] is None) == ends_well
+
+
+def test_a_damaged_file_is_refused_by_name(daily: MakeDaily) -> None:
+    project = daily((1,))
+    done = run_backfill(project, "numbers", options(1, 1))
+    path = project.root / "numbers" / "backfills" / f"{done.id}.json"
+    path.write_text(path.read_text()[:-20])
+    with pytest.raises(SnapshotError, match=rf"{done.id}\.json is damaged"):
+        resume_backfill(project, "numbers", done.id)
+    assert plans(project, last=1) == [(1, "skip", "done")]  # it takes no part in anything else

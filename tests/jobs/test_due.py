@@ -1,0 +1,510 @@
+"""What is due, from plain facts; and over any history of stops, failures and jumps of the clock, against a plain reading of the rules."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jobs.config import CatchUp, Schedule
+from jobs.cron import fire_times
+from jobs.due import AHEAD_S, JITTER, LEADER, Decision, Facts, Ledger, Parent, decide, next_due, retry_wait_s
+from jobs.progress import Silent
+from jobs.run import run_view
+from store.errors import SnapshotError
+from store.lease import take
+from store.offline_store import OfflineStore, run_lease
+from tests.conftest import MakeProject
+
+DAILY = Schedule("0 2 * * *", "0 2 * * *", "UTC", (), "latest", 3, 60.0, 3600.0)
+AFTER = Schedule("after a, b", None, "UTC", ("a", "b"), "latest", 3, 60.0, 3600.0)
+
+
+def at(day: int, hour: int = 2, minute: int = 0, second: float = 0.0) -> datetime:
+    """A time in January 2026."""
+    return datetime(2026, 1, day, hour, minute, tzinfo=UTC) + timedelta(seconds=second)
+
+
+def report(status: str, due: datetime | None = None, began: datetime | None = None, **more: Any) -> dict[str, Any]:
+    """A run that took ten seconds, begun at its due time unless told otherwise."""
+    began = began or due
+    assert began is not None
+    known = {"run": f"{began:%Y%m%dT%H%M%S}", "command": "run", "status": status, "started_at": began.isoformat()}
+    known |= {"finished_at": (began + timedelta(seconds=10)).isoformat(), "due": None if due is None else due.isoformat()}
+    return known | more
+
+
+def decided(schedule: Schedule, now: datetime, *reports: Mapping[str, Any], **facts: Any) -> tuple[str, datetime | None]:
+    decision = decide("v", schedule, Facts(reports, **facts), now)
+    return decision.state, decision.due
+
+
+# ---- by the clock
+
+
+def test_a_new_line_does_not_run_for_the_past_and_is_kept_from_now_on() -> None:
+    decision = decide("v", DAILY, Facts(), at(5, 12))
+    assert decision == Decision("idle", "next at 2026-01-06 02:00+00:00", None, at(6), at(5, 12))
+    assert decided(DAILY, at(6, 1, 59, 59), since=at(5, 12)) == ("idle", None)
+    assert decided(DAILY, at(6), since=at(5, 12)) == ("run", at(6))
+
+
+def test_what_is_due_is_told_in_the_time_zone_of_the_line() -> None:
+    berlin = replace(DAILY, timezone="Europe/Berlin")
+    decision = decide("v", berlin, Facts(since=at(5, 12)), at(6, 1, 30))
+    assert decision == Decision("run", "due since 2026-01-06 02:00+01:00", at(6, 1), at(6, 1, 30), at(5, 12))
+
+
+@pytest.mark.parametrize(("catch_up", "due"), [("latest", [at(9)]), ("all", [at(6), at(7), at(8), at(9)]), ("none", [])])
+def test_missed_times_are_caught_up_on_by_policy(catch_up: CatchUp, due: list[datetime]) -> None:
+    schedule, reports, since, ran = replace(DAILY, catch_up=catch_up), list[dict[str, Any]](), at(5, 12), list[datetime]()
+    for step in count():
+        now = at(9, 12, second=60 * step)
+        decision = decide("v", schedule, Facts(reports, since=since), now)
+        assert decision.since is not None
+        since = decision.since
+        if decision.state != "run":
+            break
+        assert decision.due is not None
+        ran.append(decision.due)
+        reports.insert(0, report("published", decision.due, began=now))
+    assert ran == due
+    assert (decision.state, decision.at, since) == ("idle", at(10), at(9))
+
+
+@pytest.mark.parametrize(("late_s", "state"), [(0, "run"), (60, "run"), (61, "idle")])
+def test_without_catching_up_a_run_begins_within_a_minute_or_not_at_all(late_s: float, state: str) -> None:
+    schedule = replace(DAILY, catch_up="none")
+    assert decided(schedule, at(6, second=late_s), since=at(5, 12))[0] == state
+
+
+def test_without_catching_up_what_failed_in_time_is_tried_again_late() -> None:
+    schedule = replace(DAILY, catch_up="none")
+    assert decided(schedule, at(6, 2, 5), report("failed", at(6)), since=at(5, 12)) == ("run", at(6))
+    assert "was missed" in decide("v", schedule, Facts(since=at(5, 12)), at(6, 2, 5)).reason
+
+
+@pytest.mark.parametrize("status", ["published", "committed", "current"])
+@pytest.mark.parametrize("catch_up", ["latest", "all", "none"])
+def test_a_time_that_was_run_for_is_settled(status: str, catch_up: CatchUp) -> None:
+    decision = decide("v", replace(DAILY, catch_up=catch_up), Facts([report(status, at(6))], since=at(5, 12)), at(6, 3))
+    assert decision == Decision("idle", "next at 2026-01-07 02:00+00:00", None, at(7), at(6))
+
+
+@pytest.mark.parametrize(
+    ("by_hand", "state"),
+    [
+        (report("published", began=at(6, 2, 30)), "idle"),
+        (report("current", began=at(6)), "idle"),
+        (report("published", began=at(6, 1, 59)), "run"),  # it read the source before
+        (report("failed", began=at(6, 2, 30)), "run"),
+        (report("published", began=at(6, 2, 30), command="publish"), "run"),
+        (report("committed", began=at(6, 2, 30), command="materialize"), "run"),
+        (report("published", began=at(6, 2, 30), backfill="b"), "run"),
+        (report("published", began=at(6, 4)), "run"),  # from the future: the clock was wrong then
+        (report("published", began=at(6, 2, 30), started_at="?"), "run"),
+    ],
+)
+def test_a_run_by_hand_after_the_time_does_for_the_latest(by_hand: dict[str, Any], state: str) -> None:
+    assert decided(DAILY, at(6, 3), by_hand, since=at(5, 12))[0] == state
+    assert decided(replace(DAILY, catch_up="all"), at(6, 3), by_hand, since=at(5, 12)) == ("run", at(6))
+    failed = report("failed", at(6))
+    assert decided(DAILY, at(6, 3), by_hand, failed, since=at(5, 12))[0] == state
+
+
+def test_a_run_that_fails_is_tried_again_ever_later_and_then_given_up() -> None:
+    reports, began, waits = list[dict[str, Any]](), at(6), list[float]()
+    for failures in (1, 2, 3):
+        reports.insert(0, report("killed" if failures == 2 else "failed", at(6), began=began))
+        ended = began + timedelta(seconds=10)
+        waiting = decide("v", DAILY, Facts(reports, since=at(5, 12)), ended)
+        assert (waiting.state, waiting.due, waiting.since) == ("retry", at(6), at(5, 12))
+        assert waiting.at is not None
+        assert f"retry {failures} of 3 at" in waiting.reason
+        assert decided(DAILY, waiting.at - timedelta(milliseconds=1), *reports, since=at(5, 12)) == ("retry", at(6))
+        assert decided(DAILY, waiting.at, *reports, since=at(5, 12)) == ("run", at(6))
+        waits.append((waiting.at - ended).total_seconds())
+        began = waiting.at
+    for wait, plain in zip(waits, (60, 120, 240), strict=True):
+        assert plain * (1 - JITTER) <= wait <= plain * (1 + JITTER)
+    reports.insert(0, report("failed", at(6), began=began))
+    for now in (began, at(6, 23)):
+        decision = decide("v", DAILY, Facts(reports, since=at(5, 12)), now)
+        assert (decision.state, decision.at, decision.since) == ("idle", at(7), at(6))
+        assert decision.reason == "next at 2026-01-07 02:00+00:00; 2026-01-06 02:00+00:00 was given up: failed 4 times"
+    later = decide("v", DAILY, Facts(reports, since=at(6)), at(6, 23))
+    assert later == decision
+    assert decided(DAILY, at(7), *reports, since=at(6)) == ("run", at(7))
+
+
+@pytest.mark.parametrize("status", ["refused", "rejected", "cancelled"])
+@pytest.mark.parametrize("catch_up", ["latest", "all", "none"])
+def test_what_would_end_in_the_same_way_is_not_tried_again(status: str, catch_up: CatchUp) -> None:
+    decision = decide("v", replace(DAILY, catch_up=catch_up), Facts([report(status, at(6))], since=at(5, 12)), at(6, 3))
+    assert (decision.state, decision.since) == ("idle", at(6))
+    assert decision.reason == f"next at 2026-01-07 02:00+00:00; 2026-01-06 02:00+00:00 was given up: {status}"
+
+
+def test_a_newer_time_takes_the_place_of_a_retry_unless_all_are_wanted() -> None:
+    failed = report("failed", at(6, 23, 59))
+    schedule = replace(DAILY, when="59 23 * * *", cron="*/1 * * * *", retry_after_s=3600.0)
+    assert decided(schedule, at(7, 0, 0, 30), failed, since=at(6, 23, 58)) == ("run", at(7, 0))
+    assert decided(replace(schedule, catch_up="all"), at(7, 0, 0, 30), failed, since=at(6, 23, 58)) == ("retry", at(6, 23, 59))
+
+
+def test_while_a_view_runs_nothing_is_decided_and_nothing_is_settled() -> None:
+    decision = decide("v", DAILY, Facts(running=True, since=at(5, 12)), at(6, 3))
+    assert decision == Decision("running", "runs now", None, at(7), at(5, 12))
+
+
+def test_a_retry_after_the_clock_was_set_back_waits_for_nothing_and_at_most_its_own_time() -> None:
+    ended_later = report("failed", at(6), began=at(6, 9))
+    assert decided(DAILY, at(6, 3), ended_later, since=at(5, 12)) == ("run", at(6))
+
+
+def test_a_clock_set_back_by_hours_runs_nothing_twice_and_one_that_was_wrong_by_days_begins_anew() -> None:
+    assert decide("v", DAILY, Facts(since=at(6)), at(6, 1, 30)) == Decision(
+        "idle", "next at 2026-01-07 02:00+00:00", None, at(7), at(6)
+    )
+    assert decided(DAILY, at(6, 2, 30), since=at(6)) == ("idle", None)
+    wrong = at(6) + timedelta(days=365)
+    decision = decide("v", DAILY, Facts(since=wrong), at(6, 1))
+    assert (decision.since, decision.at) == (at(6, 1), at(6))
+    assert decide("v", DAILY, Facts(since=at(6) + timedelta(seconds=AHEAD_S)), at(6)).since == at(6) + timedelta(seconds=AHEAD_S)
+
+
+@pytest.mark.parametrize("text", ["", "yesterday", None, 5])
+def test_a_report_with_a_time_nobody_can_read_is_as_one_without(text: Any) -> None:
+    odd = report("published", at(6)) | {"due": text, "started_at": text, "finished_at": text}
+    assert decided(DAILY, at(6, 3), odd, since=at(5, 12)) == ("run", at(6))
+    no_end = report("failed", at(6)) | {"finished_at": text}
+    assert decided(DAILY, at(6, 3), no_end, since=at(5, 12)) == ("run", at(6))
+    assert decided(DAILY, at(6, 3), no_end | {"started_at": text}, since=at(5, 12)) == ("run", at(6))
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(view=st.text(max_size=5), hours=st.integers(0, 10**5), failures=st.integers(1, 20), wait_s=st.floats(0, 1e4))
+def test_waits_keep_within_the_jitter_and_follow_from_the_arguments(view: str, hours: int, failures: int, wait_s: float) -> None:
+    schedule, due = replace(DAILY, retry_after_s=wait_s), at(1) + timedelta(hours=hours)
+    wait = retry_wait_s(view, schedule, due, failures)
+    plain = wait_s * 2 ** (failures - 1)
+    assert plain * (1 - JITTER) <= wait <= plain * (1 + JITTER)
+    assert wait == retry_wait_s(view, schedule, due, failures)
+
+
+def test_views_that_failed_together_do_not_come_back_together() -> None:
+    assert len({retry_wait_s(f"v{n}", DAILY, at(6), 1) for n in range(100)}) == 100
+
+
+# ---- any history
+
+
+@dataclass
+class World:
+    """A scheduler that may be down, whose clock may jump, over runs that may fail."""
+
+    schedule: Schedule
+    now: datetime = field(default_factory=lambda: at(1, 0, 0, 30))
+    since: datetime | None = None
+    reports: list[dict[str, Any]] = field(default_factory=list)
+    ran: list[datetime] = field(default_factory=list)
+    """Times that were run for with success, in order."""
+
+    def tick(self, fails: bool) -> None:
+        """One look, and the run it starts, which takes no time."""
+        decision = decide("v", self.schedule, Facts(self.reports[:50], since=self.since), self.now)
+        self.since = decision.since
+        assert decision.at is None or decision.state != "retry" or decision.at <= self.now + timedelta(seconds=1000)
+        if decision.state == "run":
+            assert decision.due is not None
+            assert decision.due <= self.now
+            begun = report("failed" if fails else "published", decision.due, began=self.now)
+            self.reports.insert(0, begun | {"run": f"{len(self.reports)}", "finished_at": self.now.isoformat()})
+            if not fails:
+                self.ran.append(decision.due)
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["up", "up", "up", "down", "jump"]),
+        st.integers(-60, 60),  # minutes of a jump
+        st.integers(1, 200),  # minutes of the rest
+        st.booleans(),  # the first run fails
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@pytest.mark.parametrize("catch_up", ["latest", "all"])
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(line=st.sampled_from(["*/7 * * * *", "30 * * * *", "15 */3 * * *"]), steps=STEPS)
+def test_whatever_happened_each_time_is_run_for_once(
+    catch_up: CatchUp, line: str, steps: list[tuple[str, int, int, bool]]
+) -> None:
+    """``all``: every time since the line was first seen. ``latest``: the last one, and none twice."""
+    world = World(replace(DAILY, when=line, cron=line, catch_up=catch_up, retries=20, retry_after_s=0.5))
+    world.tick(fails=False)
+    seen, reached = world.now, world.now
+    for what, jump, minutes, fails in [*steps, ("up", 0, 61, False), ("up", 0, 61, False)]:
+        if what == "jump":
+            world.now += timedelta(minutes=jump)
+        for minute in range(minutes):
+            if what != "down":
+                for attempt in range(40):  # each tick of the minute that could matter
+                    before = len(world.reports)
+                    world.tick(fails=fails and attempt == 0 and minute == 0)
+                    if len(world.reports) == before:
+                        break
+                reached = max(reached, world.now)
+            world.now += timedelta(minutes=1)
+    expected = list(fire_times(line, "UTC", seen, reached))
+    assert len(world.ran) == len(set(world.ran)), "no time was run for twice"
+    assert set(world.ran) <= set(expected)
+    assert world.ran == sorted(world.ran)
+    if catch_up == "all":
+        assert world.ran == expected
+    elif expected:
+        assert world.ran[-1] == expected[-1]
+
+
+# ---- after others
+
+
+def parents(a: int = 1, b: int = 1, *, moved: datetime | None = None, pending: str = "") -> dict[str, Parent]:
+    return {"a": Parent(a, moved or at(6), "a" in pending), "b": Parent(b, at(5), "b" in pending)}
+
+
+def ran_with(status: str, a: int, b: int, due: datetime | None = None, began: datetime | None = None) -> dict[str, Any]:
+    return report(status, due, began=began or due or at(4), parents={"a": a, "b": b})
+
+
+def test_a_view_runs_for_the_first_time_when_all_its_parents_are_live() -> None:
+    assert decided(AFTER, at(6, 3), parents=parents(0, 0)) == ("idle", None)
+    assert decided(AFTER, at(6, 3), parents=parents(1, 0)) == ("idle", None)
+    assert "first snapshot of b" in decide("v", AFTER, Facts(parents=parents(1, 0)), at(6, 3)).reason
+    assert decided(AFTER, at(6, 3), parents=parents(1, 1)) == ("run", at(6))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "state"), [(2, 5, "idle"), (3, 5, "run"), (2, 6, "run"), (3, 6, "run"), (2, 0, "idle"), (3, 0, "run")]
+)
+def test_a_view_runs_when_a_parent_has_another_live_snapshot_than_it_ran_with(a: int, b: int, state: str) -> None:
+    decision = decide("v", AFTER, Facts([ran_with("published", 2, 5)], parents=parents(a, b)), at(6, 3))
+    assert decision.state == state
+    assert decision.due == (at(6) if state == "run" else None)
+    assert decision.epochs == {"a": a, "b": b}
+
+
+def test_it_is_the_highest_epoch_it_ran_with_that_counts_whatever_the_clock_said() -> None:
+    newest_by_name, really_last = ran_with("published", 2, 5), ran_with("current", 3, 6)
+    assert decided(AFTER, at(6, 3), newest_by_name, really_last, parents=parents(3, 6)) == ("idle", None)
+
+
+@pytest.mark.parametrize("more", [{"command": "publish"}, {"command": "materialize"}, {"backfill": "x"}, {"status": "failed"}])
+def test_only_a_whole_run_of_the_view_counts(more: dict[str, Any]) -> None:
+    runs = ran_with("published", 2, 5), ran_with("published", 3, 5) | more
+    assert decided(AFTER, at(6, 3), *runs, parents=parents(3, 5)) == ("run", at(6))
+
+
+def test_a_parent_that_will_come_soon_is_waited_for() -> None:
+    for pending in ("a", "b", "ab"):
+        decision = decide("v", AFTER, Facts([ran_with("current", 2, 5)], parents=parents(3, 5, pending=pending)), at(6, 3))
+        assert (decision.state, decision.reason) == ("idle", f"after a, b: waits for {', '.join(pending)}")
+
+
+def test_a_view_after_others_is_retried_until_it_is_given_up_or_a_parent_moves() -> None:
+    old = ran_with("published", 2, 5)
+    failures = [ran_with("failed", 3, 5, at(6), began=at(6, 2, n)) for n in range(4)]
+    for n in (1, 2, 3):
+        waiting = decide("v", AFTER, Facts([*failures[:n][::-1], old], parents=parents(3, 5)), at(6, 2, n - 1, 10))
+        assert waiting.state == "retry"
+        assert waiting.at is not None
+        assert decided(AFTER, waiting.at, *failures[:n][::-1], old, parents=parents(3, 5)) == ("run", at(6))
+    done = decide("v", AFTER, Facts([*failures[::-1], old], parents=parents(3, 5)), at(9))
+    assert (done.state, done.at) == ("idle", None)
+    assert done.reason == "after a, b: was given up: failed 4 times; runs again after the next snapshot of a or b"
+    assert decided(AFTER, at(9), *failures[::-1], old, parents=parents(3, 6)) == ("run", at(6))
+    assert decided(AFTER, at(9), *failures[::-1], old, parents=parents(4, 5, moved=at(9))) == ("run", at(9))
+
+
+@pytest.mark.parametrize("status", ["refused", "rejected", "cancelled"])
+def test_after_others_too_what_would_end_in_the_same_way_is_not_tried_again(status: str) -> None:
+    assert decided(AFTER, at(9), ran_with(status, 3, 5, at(6)), parents=parents(3, 5)) == ("idle", None)
+    assert decided(AFTER, at(9), ran_with(status, 3, 5, at(6)), parents=parents(4, 5)) == ("run", at(6))
+
+
+def test_what_was_settled_for_these_parents_is_not_run_again() -> None:
+    assert decided(AFTER, at(9), parents=parents(3, 5), since=at(6)) == ("idle", None)
+    assert decided(AFTER, at(9), parents=parents(4, 5, moved=at(8)), since=at(6)) == ("run", at(8))
+
+
+def test_a_run_by_hand_that_failed_is_no_attempt_of_the_schedule() -> None:
+    by_hand = [ran_with("failed", 3, 5) for _ in range(9)]
+    assert decided(AFTER, at(6, 3), *by_hand, parents=parents(3, 5)) == ("run", at(6))
+
+
+def test_a_view_after_others_that_runs_is_left_alone() -> None:
+    assert decided(AFTER, at(6, 3), running=True, parents=parents(3, 5)) == ("running", None)
+
+
+# ---- what the store tells
+
+
+OTHER: dict[str, Any] = {
+    "entity": ["id"],
+    "source": {"sql": "SELECT 1 AS id, 1.0 AS x"},
+    "model": {"use": "tests.arithmetic:Doubler"},
+    "features": {"double": {"dtype": "float64"}},
+    "ttl": "1h",
+}
+
+
+def test_next_due_of_a_real_project(make_project: MakeProject) -> None:
+    project = make_project(
+        [(1, 1.0)],
+        project={"schedule": {"numbers": "0 2 * * *", "b": "after numbers"}, "timezone": "Europe/Berlin"},
+        views={"b": OTHER, "c": OTHER},
+    )
+    store, now = OfflineStore(project.root), datetime(2026, 7, 1, 12, tzinfo=UTC)
+    assert next_due(project, store, "c", now) == (None, "not scheduled")
+    due = (datetime(2026, 7, 2, tzinfo=UTC), "next at 2026-07-02 02:00+02:00; no scheduler is up")
+    assert next_due(project, store, "numbers", now) == due
+    with take(store.root / ".scheduler", LEADER, "a test"):
+        assert next_due(project, store, "numbers", now) == (due[0], "next at 2026-07-02 02:00+02:00")
+        assert next_due(project, store, "b", now) == (None, "after numbers: waits for the first snapshot of numbers")
+        run_view(project, "numbers", Silent())
+        live = store.live("numbers")
+        assert live is not None
+        moved = datetime.fromisoformat(live.at)
+        assert next_due(project, store, "b", now) == (moved, "new: numbers")
+        run_view(project, "b", Silent())
+        assert next_due(project, store, "b", now) == (None, "after numbers: nothing new")
+        run_view(project, "numbers", Silent())  # which finds nothing changed
+        assert next_due(project, store, "b", now) == (None, "after numbers: nothing new")
+        run_view(project, "numbers", Silent(), full=True)
+        assert next_due(project, store, "b", now)[1] == "new: numbers"
+
+
+def test_a_view_waits_for_what_its_parents_wait_for(make_project: MakeProject) -> None:
+    schedule = {"numbers": "0 2 * * *", "b": "after numbers", "c": "0 0 1 1 *", "d": "after b, c"}
+    project = make_project([(1, 1.0)], project={"schedule": schedule}, views=dict.fromkeys("bcd", OTHER))
+    store, now = OfflineStore(project.root), at(6, 12)
+    for view in schedule:
+        run_view(project, view, Silent())
+    run_view(project, "c", Silent(), full=True)
+    ledger = Ledger(project, store)
+    assert ledger.decision("d", now).state == "run"
+    assert ledger.decision("d", now, {"numbers"}).reason == "after b, c: waits for b"
+    assert ledger.decision("d", now, {"d"}).state == "running"
+
+
+def test_settled_times_are_kept_for_the_line_and_the_zone_they_belong_to(make_project: MakeProject) -> None:
+    def project(line: str, timezone: str = "UTC") -> Ledger:
+        made = make_project([(1, 1.0)], project={"schedule": {"numbers": line}, "timezone": timezone})
+        return Ledger(made, OfflineStore(made.root))
+
+    ledger = project("0 2 * * *")
+    ledger.settle("numbers", at(5, 12))
+    assert project("0 2 * * *").decision("numbers", at(6, 3)).due == at(6)
+    for other in (project("0 1 * * *"), project("0 2 * * *", "Europe/Berlin")):
+        assert other.decision("numbers", at(6, 3)).state == "idle"
+    path = make_project().root / "numbers" / "refs" / "schedule.json"
+    for text in ("", "{torn", "[]", "{}", '"x"', json.dumps({"when": "0 2 * * *", "timezone": "UTC", "since": "?"})):
+        path.write_text(text)
+        assert project("0 2 * * *").decision("numbers", at(6, 3)).state == "idle", text
+
+
+def test_a_run_whose_lease_nobody_holds_is_a_killed_one_and_counts_as_that(make_project: MakeProject) -> None:
+    project = make_project([(1, 1.0)], project={"schedule": {"numbers": "0 2 * * *"}})
+    store = OfflineStore(project.root)
+    ledger = Ledger(project, store)
+    ledger.settle("numbers", at(5, 12))
+    store.write_report("numbers", "1", report("running", at(6)) | {"run": "1", "finished_at": "", "partition": None})
+    with take(store.lease_folder("numbers"), run_lease(None), "a test"):
+        assert ledger.decision("numbers", at(6)).state == "running"
+        assert ledger.dead("numbers") == set()
+    assert ledger.decision("numbers", at(6)).state == "retry"
+    assert ledger.decision("numbers", at(6, 3)).state == "run"
+    assert ledger.dead("numbers") == {None}
+
+
+def test_a_run_that_ends_between_two_looks_is_no_killed_one(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    project = make_project([(1, 1.0)], project={"schedule": {"numbers": "0 2 * * *"}})
+    store = OfflineStore(project.root)
+    ledger = Ledger(project, store)
+    ledger.settle("numbers", at(5, 12))
+    store.write_report("numbers", "1", report("running", at(6)) | {"run": "1"})
+
+    def ended(self: OfflineStore, view: str, partition: str | None = None) -> bool:
+        store.write_report("numbers", "1", report("published", at(6)) | {"run": "1"})
+        return False
+
+    monkeypatch.setattr(OfflineStore, "running", ended)
+    assert ledger.decision("numbers", at(6)) == Decision("idle", "next at 2026-01-07 02:00+00:00", None, at(7), at(6))
+
+
+def test_a_backfill_or_a_publishing_that_goes_on_keeps_no_run_back_and_a_run_of_a_partition_does(
+    make_project: MakeProject,
+) -> None:
+    project = make_project([(1, 1.0)], project={"schedule": {"numbers": "0 2 * * *"}})
+    store = OfflineStore(project.root)
+    ledger = Ledger(project, store)
+    ledger.settle("numbers", at(5, 12))
+    part = "2026-01-01T00:00Z/2026-01-02T00:00Z"
+    running = report("running", began=at(6)) | {"run": "1", "partition": part}
+    with take(store.lease_folder("numbers"), run_lease(part), "a test"):
+        for more, state in (({"backfill": "b"}, "run"), ({"command": "publish", "partition": None}, "run"), ({}, "running")):
+            store.write_report("numbers", "1", running | more)
+            assert ledger.decision("numbers", at(6, 3)).state == state
+            assert ledger.dead("numbers") == set()
+
+
+def test_reports_are_read_again_when_one_was_added_or_replaced_and_else_not(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = make_project([(1, 1.0)], project={"schedule": {"numbers": "0 2 * * *"}})
+    store, reads = OfflineStore(project.root), list[str]()
+    plain = OfflineStore.reports
+
+    def counted(self: OfflineStore, view: str, limit: int = 100) -> list[dict[str, Any]]:
+        reads.append(view)
+        return plain(self, view, limit)
+
+    monkeypatch.setattr(OfflineStore, "reports", counted)
+    ledger = Ledger(project, store)
+    assert ledger.reports("numbers") == ([], False)
+    first, second = (report("failed", at(day)) for day in (6, 7))
+    store.write_report("numbers", "1", first)
+    assert ledger.reports("numbers") == ([first], False)
+    runs = project.root / "numbers" / "runs"
+    same_ns = runs.stat().st_mtime_ns
+    store.write_report("numbers", "1", second)
+    os.utime(runs, ns=(same_ns, same_ns))  # within the same step of the file system's clock
+    assert ledger.reports("numbers") == ([second], False)
+    os.utime(runs, (1e9, 1e9))
+    reads.clear()
+    assert [ledger.reports("numbers") for _ in range(3)] == [([second], False)] * 3
+    assert reads == ["numbers"]
+    store.write_report("numbers", "2", first)
+    assert ledger.reports("numbers") == ([first, second], False)
+
+
+def test_a_damaged_live_pointer_of_a_parent_is_an_error_in_words(make_project: MakeProject) -> None:
+    schedule = {"numbers": "0 2 * * *", "b": "after numbers"}
+    project = make_project([(1, 1.0)], project={"schedule": schedule}, views={"b": OTHER})
+    path = project.root / "numbers" / "refs" / "live.json"
+    path.parent.mkdir(parents=True)
+    path.write_text("{torn")
+    store = OfflineStore(project.root)
+    with pytest.raises(SnapshotError, match=r"live\.json is damaged"):
+        next_due(project, store, "b", at(6))
+    assert next_due(project, store, "numbers", at(6))[0] == at(7)

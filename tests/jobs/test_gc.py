@@ -1,0 +1,479 @@
+"""Garbage collection: what anything can still reach stays, whatever else goes; and nothing goes while somebody works."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs import materialize
+from jobs.cli import main
+from jobs.config import Project
+from jobs.fallback import ViewFallback
+from jobs.gc import Garbage, collect
+from jobs.progress import Silent
+from jobs.report import Report
+from jobs.rollback import rollback
+from jobs.run import run_view
+from jobs.verify import verify
+from store.errors import ConflictError, RejectedError
+from store.lease import take
+from store.lookup import Lookup
+from store.offline_store import PUBLISH_LEASE, OfflineStore, run_lease
+from store.online_url import open_online_store
+from tests.conftest import MakeProject
+
+ROOT = Path(__file__).parents[2]
+LATER = 10.0**6
+"""Seconds: past every grace."""
+Captured = pytest.CaptureFixture[str]
+
+
+def make(make_project: MakeProject, rows: list[tuple[Any, Any]], keep: int = 1, grace: str = "1d", **view: Any) -> Project:
+    retention = {"retention": {"keep": keep, "grace": grace}}
+    return make_project(rows, view={"gates": {"rows": None}} | view, project=retention)
+
+
+def run(project: Project, view: str = "numbers", **options: Any) -> Report:
+    return run_view(project, view, Silent(), **options)
+
+
+def published(make_project: MakeProject, factors: list[float], **options: Any) -> Project:
+    """One snapshot for each factor; each of them full, since every row changes."""
+    for factor in factors:
+        project = make(make_project, [(i, i * factor) for i in (1, 2, 3)], **options)
+        run(project)
+    return project
+
+
+def gc(project: Project, view: str = "numbers", after_s: float = LATER, dry_run: bool = False) -> list[Garbage]:
+    retention = project.settings.retention
+    now = time.time() + after_s
+    return collect(OfflineStore(project.root), view, keep=retention.keep, grace_s=retention.grace, dry_run=dry_run, now_s=now)
+
+
+def numbers(project: Project, view: str = "numbers") -> list[int]:
+    return OfflineStore(project.root).numbers(view)
+
+
+def files(project: Project) -> set[Path]:
+    return {path for path in project.root.rglob("*") if path.is_file() and "refs" not in path.parts}
+
+
+def reads_well(project: Project, view: str = "numbers") -> None:
+    """Every snapshot there is can be read whole."""
+    store = OfflineStore(project.root)
+    for number in store.numbers(view):
+        snapshot = store.snapshot(view, number)
+        store.check_parts(snapshot)
+        assert sum(batch.num_rows for batch in store.batches(snapshot)) == snapshot.rows
+
+
+# ---- what stays
+
+
+def test_live_previous_newest_pinned_and_young_stay(make_project: MakeProject) -> None:
+    project = published(make_project, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    store = OfflineStore(project.root)
+    run(project, command="publish", number=3)  # live 3, previous 6
+    store.pin("numbers", 1, "a test")
+    assert gc(project, after_s=0) == []  # all are young
+    gone = gc(project)
+    assert numbers(project) == [1, 3, 6]
+    assert [item.path.name for item in gone[:3]] == [f"{n:020d}.json" for n in (2, 4, 5)]
+    reads_well(project)
+    assert [check for check in verify(project, "numbers") if not check.ok] == []
+    store.unpin("numbers", 1)
+    gc(project)
+    assert numbers(project) == [3, 6]
+    assert gc(project) == []
+
+
+def test_the_newest_are_kept_and_bad_ones_do_not_count(make_project: MakeProject) -> None:
+    project = published(make_project, [1.0, 2.0, 3.0, 4.0, 5.0], keep=2)
+    rollback(project, "numbers", Silent())
+    rollback(project, "numbers", Silent())  # 5 and 4 are bad; live 3, previous 4
+    gc(project)
+    assert {2, 3, 4} <= set(numbers(project))
+    assert 1 not in numbers(project)
+
+
+def test_a_number_is_never_given_twice(make_project: MakeProject) -> None:
+    project = published(make_project, [1.0, 2.0, 3.0])
+    rollback(project, "numbers", Silent())
+    rollback(project, "numbers", Silent())  # 3 and 2 are bad; live 1, previous 2
+    gc(project)
+    project = published(make_project, [4.0])
+    ref = OfflineStore(project.root).live("numbers")
+    assert ref is not None
+    assert ref.snapshot == 4
+
+
+def test_ancestors_of_a_delta_stay(make_project: MakeProject) -> None:
+    rows = {i: float(i) for i in range(100)}
+    for step in range(4):
+        rows[step] += 1000
+        project = make(make_project, list(rows.items()))
+        run(project)
+    assert [OfflineStore(project.root).snapshot("numbers", n).parent for n in (1, 2, 3, 4)] == [None, 1, 2, 3]
+    assert gc(project) == []
+    assert numbers(project) == [1, 2, 3, 4]
+    for i in rows:
+        rows[i] += 1
+    for _ in range(2):
+        rows[0] += 1
+        project = make(make_project, list(rows.items()))
+        run(project)
+    gc(project)
+    assert numbers(project) == [5, 6]
+    reads_well(project)
+
+
+def test_what_others_were_computed_from_stays_and_their_fallback_works(make_project: MakeProject) -> None:
+    derived = {
+        "entity": ["id"],
+        "source": {"sql": "SELECT id, double AS x FROM live.numbers"},
+        "model": {"use": "tests.arithmetic:Doubler", "args": {"dim": 0}},
+        "features": {"double": {"dtype": "float64"}},
+        "ttl": "1h",
+        "gates": {"rows": None},
+        "fallback": {"enabled": True, "deadline": "20s"},
+    }
+    for factor in (1.0, 2.0, 3.0, 4.0):
+        rows = [(i, i * factor) for i in (1, 2, 3)]
+        project = make_project(
+            rows, views={"derived": derived}, project={"retention": {"keep": 1}}, view={"gates": {"rows": None}}
+        )
+        run(project)
+        if factor == 1.0:
+            run(project, "derived")
+    gc(project)
+    assert numbers(project) == [1, 3, 4]
+    store = OfflineStore(project.root)
+    online = open_online_store(project.online)
+    lookup = Lookup(online, project.root, ViewFallback(store), clock=lambda: time.time() + LATER)  # expired, so computed now
+    row = lookup.row("derived", 2)
+    assert (row["status"], row["features"]) == ("computed", {"double": 8.0})
+    assert lookup.fallback is not None
+    lookup.fallback.close()
+    lookup.close()
+    run(project, "derived")
+    gc(project)
+    assert numbers(project) == [1, 3, 4]  # 1 still stands behind derived's previous one
+    run(published_again(make_project, derived, 5.0), "derived")
+    gc(project)
+    assert numbers(project) == [4, 5]
+
+
+def published_again(make_project: MakeProject, derived: dict[str, Any], factor: float) -> Project:
+    project = make_project(
+        [(i, i * factor) for i in (1, 2, 3)],
+        views={"derived": derived},
+        project={"retention": {"keep": 1}},
+        view={"gates": {"rows": None}},
+    )
+    run(project)
+    return project
+
+
+def test_while_another_views_manifest_cannot_be_read_what_it_may_need_stays(make_project: MakeProject) -> None:
+    derived = {
+        "entity": ["id"],
+        "source": {"sql": "SELECT id, double AS x FROM live.numbers"},
+        "model": {"use": "tests.arithmetic:Doubler", "args": {"dim": 0}},
+        "features": {"double": {"dtype": "float64"}},
+        "ttl": "1h",
+    }
+    project = published_again(make_project, derived, 1.0)
+    run(project, "derived")
+    for factor in (2.0, 3.0, 4.0):
+        project = published_again(make_project, derived, factor)
+    path = project.root / "derived" / "manifests" / f"{1:020d}.json"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:50])
+    gc(project)
+    path.write_bytes(whole)  # restored from a backup
+    assert 1 in numbers(project)
+
+
+def test_the_newest_of_every_partition_stays(make_project: MakeProject) -> None:
+    view = {
+        "source": {"sql": "SELECT id, x FROM read_parquet('${data}/data.parquet') WHERE $start IS NOT NULL"},
+        "partition": {"by": "day", "start": "2026-01-01"},
+    }
+    days = ("2026-01-01", "2026-01-02", "2026-01-03")
+    for factor in (1.0, 2.0):
+        project = make(make_project, [(i, i * factor) for i in (1, 2, 3)], **view)
+        for day in days:
+            assert main(["-c", str(project.folder), "materialize", "numbers", "--partition", day]) == 0
+    run(project, command="publish", number=6)
+    gc(project)
+    assert numbers(project) == [4, 5, 6]
+    reads_well(project)
+
+
+def test_without_a_readable_pointer_no_snapshot_goes(make_project: MakeProject) -> None:
+    project = published(make_project, [1.0, 2.0, 3.0, 4.0])
+    path = project.root / "numbers" / "refs" / "live.json"
+    for damage in (b"{", b""):
+        path.write_bytes(damage)
+        gc(project)
+        assert numbers(project) == [1, 2, 3, 4]
+    path.unlink()
+    gc(project)
+    assert numbers(project) == [1, 2, 3, 4]
+    reads_well(project)
+
+
+def test_nothing_goes_while_a_manifest_cannot_be_read(make_project: MakeProject) -> None:
+    rows = {i: float(i) for i in range(100)}
+    for _ in range(3):
+        rows[0] += 1000
+        project = make(make_project, list(rows.items()))
+        run(project)
+    project = published(make_project, [1.0, 2.0], keep=1)
+    run(project, command="publish", number=3)  # a delta on 2 and 1
+    path = project.root / "numbers" / "manifests" / f"{3:020d}.json"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-10])
+    before = files(project)
+    gc(project)
+    assert {p for p in before if "data" in p.parts} <= files(project)
+    path.write_bytes(whole)  # restored: it must be readable as before, with all it builds on
+    store = OfflineStore(project.root)
+    assert sum(batch.num_rows for batch in store.batches(store.snapshot("numbers", 3))) == 100
+
+
+# ---- what goes
+
+
+def test_a_dry_run_lists_exactly_what_then_goes(make_project: MakeProject, capsys: Captured) -> None:
+    project = published(make_project, [1.0, 2.0, 3.0, 4.0])
+    orphan = project.root / "numbers" / "data" / "20000101T000000.000000Z-dead" / "part-00000.parquet"
+    orphan.parent.mkdir()
+    orphan.write_bytes(b"half a part")
+    before = files(project)
+    listed = gc(project, dry_run=True)
+    assert files(project) == before
+    gone = gc(project)
+    assert gone == listed
+    assert before - files(project) == {item.path for item in gone}
+    assert orphan in {item.path for item in gone}
+    kinds = ["manifests" if "manifests" in item.path.parts else "data" for item in gone]
+    assert kinds == sorted(kinds, reverse=True)  # manifests before data
+    assert not orphan.parent.exists()
+    reads_well(project)
+
+
+def test_the_command_lists_removes_and_reports(make_project: MakeProject, capsys: Captured) -> None:
+    project = published(make_project, [1.0, 2.0, 3.0, 4.0])
+    old = time.time() - LATER
+    for path in (project.root / "numbers" / "data").rglob("*"):
+        os.utime(path, (old, old))
+    project = make(make_project, [(1, 4.0), (2, 8.0), (3, 12.0)], grace="0s")
+    before = files(project)
+    capsys.readouterr()
+    assert main(["-c", str(project.folder), "gc", "--dry-run", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert (listed["removed"], files(project)) == (False, before)
+    assert main(["-c", str(project.folder), "gc", "--json"]) == 0
+    gone = json.loads(capsys.readouterr().out)
+    assert (gone["removed"], gone["files"], gone["size_bytes"]) == (True, listed["files"], listed["size_bytes"])
+    assert {str(path) for path in before - files(project)} == {item["path"] for item in gone["files"]}
+    assert numbers(project) == [3, 4]
+    assert main(["-c", str(project.folder), "gc"]) == 0
+    assert capsys.readouterr().out == "removed 0 files, 0.0 MB\n"
+
+
+def test_pin_keeps_and_its_removal_lets_go(make_project: MakeProject, capsys: Captured) -> None:
+    project = published(make_project, [1.0, 2.0, 3.0, 4.0])
+    command = ["-c", str(project.folder), "pin", "numbers"]
+    assert main([*command, "--snapshot", "1"]) == 0
+    assert main([*command, "--snapshot", "9"]) == 1
+    assert main(command) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "numbers: pinned: 1, 4"
+    gc(project)
+    assert numbers(project) == [1, 3, 4]
+    assert main([*command, "--snapshot", "1", "--remove"]) == 0
+    gc(project)
+    assert numbers(project) == [3, 4]
+
+
+def killed(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> Project:
+    """A run that ended after some chunks, without a snapshot."""
+    monkeypatch.setattr(materialize, "WINDOW_ROWS", 1)
+    monkeypatch.setattr(materialize, "PART_BYTES", 1)
+    project = make(make_project, [(1, 1.0), (2, 2.0), (3, None)], max_rejected=0.0)
+    with pytest.raises(RejectedError):
+        run(project)
+    return project
+
+
+def test_what_a_killed_run_left_goes_after_the_grace_and_not_before(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = killed(make_project, monkeypatch)
+    (folder,) = (project.root / "numbers" / "data").iterdir()
+    left = set(folder.iterdir())
+    assert {"journal.jsonl", "part-00000.parquet", "part-00001.parquet"} <= {path.name for path in left}
+    assert gc(project, after_s=3600) == []
+    assert {item.path for item in gc(project)} == left
+    assert not folder.exists()
+    assert run(make(make_project, [(1, 1.0), (2, 2.0)])).resumed == 0
+
+
+def test_chunks_that_were_taken_over_belong_to_the_snapshot(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed(make_project, monkeypatch)
+    project = make(make_project, [(1, 1.0), (2, 2.0), (3, 3.0)], max_rejected=0.0)
+    assert run(project).resumed == 2
+    gc(project)
+    reads_well(project)
+    assert [check for check in verify(project, "numbers") if not check.ok] == []
+
+
+def test_temporary_files_of_killed_processes_go(make_project: MakeProject) -> None:
+    project = published(make_project, [1.0])
+    folder = project.root / "numbers"
+    left = [folder / "manifests" / ".20000101.tmp", folder / "refs" / ".live.json.1.tmp", folder / "refs" / "bad" / ".1.9.tmp"]
+    left.append(folder / "runs" / ".x.json.1.tmp")
+    (folder / "refs" / "bad").mkdir()
+    for path in left:
+        path.write_bytes(b"half")
+    assert gc(project, after_s=3600) == []
+    assert {item.path for item in gc(project)} == set(left)
+
+
+def test_a_copy_that_was_accepted_keeps_the_files_it_shares(make_project: MakeProject) -> None:
+    project = make(make_project, [(i, 1.0 + i) for i in range(40)])
+    run(project)
+    rows = [(i, 1.0 + i) for i in range(10)]
+    project = make(make_project, rows, gates={"rows": 0.2})
+    run(project, command="materialize")
+    run(project, command="publish", number=2, accept=["rows"])
+    gc(project)
+    assert numbers(project) == [1, 3]
+    reads_well(project)
+    assert [check for check in verify(project, "numbers") if not check.ok] == []
+
+
+# ---- while others work
+
+
+@pytest.fixture
+def other_process(make_project: MakeProject) -> Iterator[Any]:
+    """Starts a process that holds a lease of the view until the test ends."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(project: Project, lease: str) -> None:
+        script = (
+            "import sys; from pathlib import Path; from store.lease import take\n"
+            "with take(Path(sys.argv[1]), sys.argv[2], 'a test'):\n  print('held', flush=True); sys.stdin.read()"
+        )
+        folder = OfflineStore(project.root).lease_folder("numbers")
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, str(folder), lease], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        processes.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+
+    yield start
+    for process in processes:
+        process.communicate()
+
+
+@pytest.mark.parametrize(("partition", "stays"), [(None, True), ("2026-01-01T00:00Z/2026-01-02T00:00Z", False)])
+def test_what_a_killed_run_left_stays_while_another_process_may_take_it_over(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, other_process: Any, partition: str | None, stays: bool
+) -> None:
+    project = killed(make_project, monkeypatch)
+    before = files(project)
+    other_process(project, run_lease(partition))
+    gone = gc(project)
+    assert (gone == []) == stays
+    assert files(project) == before - {item.path for item in gone}
+
+
+def test_the_lease_of_a_process_that_died_does_not_count(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    project = killed(make_project, monkeypatch)
+    folder = OfflineStore(project.root).lease_folder("numbers")
+    script = "import os, sys; from pathlib import Path; from store.lease import take; take(Path(sys.argv[1]), 'run', 'a test'); os._exit(9)"
+    assert subprocess.run([sys.executable, "-c", script, str(folder)], cwd=ROOT).returncode == 9
+    assert len(gc(project)) > 2
+
+
+def test_one_at_a_time(make_project: MakeProject, capsys: Captured) -> None:
+    project = published(make_project, [1.0, 2.0, 3.0, 4.0], grace="0s")
+    with take(OfflineStore(project.root).lease_folder("numbers"), PUBLISH_LEASE, "somebody"):
+        assert main(["-c", str(project.folder), "gc"]) == 1
+        assert "is being published" in capsys.readouterr().err
+        with pytest.raises(ConflictError):
+            run(project, command="publish")
+
+
+def test_a_view_at_work_holds_up_no_other(make_project: MakeProject, capsys: Captured) -> None:
+    other = {
+        "entity": ["id"],
+        "source": {"sql": "SELECT * FROM read_parquet('${data}/data.parquet')"},
+        "model": {"use": "tests.arithmetic:Doubler", "args": {"dim": 0}},
+        "features": {"double": {"dtype": "float64"}},
+        "ttl": "1h",
+    }
+    for factor in (1.0, 2.0, 3.0, 4.0):
+        rows = [(i, i * factor) for i in (1, 2, 3)]
+        retention = {"retention": {"keep": 1, "grace": "1d"}}
+        project = make_project(rows, project=retention, views={"other": other}, view={"gates": {"norm": None}})
+        run(project, "other")
+        run(project)
+    project = make_project(project={"retention": {"keep": 1, "grace": "0s"}}, views={"other": other})
+    with take(OfflineStore(project.root).lease_folder("numbers"), PUBLISH_LEASE, "somebody"):
+        main(["-c", str(project.folder), "gc"])
+    assert numbers(project, "numbers") == [1, 2, 3, 4]
+    assert numbers(project, "other") == [3, 4]
+    with take(OfflineStore(project.root).lease_folder("other"), PUBLISH_LEASE, "somebody"):
+        main(["-c", str(project.folder), "gc"])
+    assert numbers(project, "numbers") == [3, 4]
+
+
+def test_what_cannot_be_removed_does_not_undo_a_publishing(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    unlink = Path.unlink
+
+    def refusing(path: Path, missing_ok: bool = False) -> None:
+        if path.parent.name == "manifests" and path.suffix == ".json":
+            raise PermissionError(1, "Operation not permitted", str(path))
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refusing)
+    project = make(make_project, [(1, 1.0)], grace="0s")
+    for x in (2.0, 3.0, 4.0):
+        project = make(make_project, [(1, x)], grace="0s")
+        report = run(project)
+        assert report.status == "published"
+    assert numbers(project) == [1, 2, 3]
+
+
+def test_a_run_collects_after_it_published(make_project: MakeProject) -> None:
+    project = published(make_project, [1.0, 2.0, 3.0, 4.0], grace="0s")
+    assert numbers(project) == [3, 4]
+    reads_well(project)
+    report = OfflineStore(project.root).last_report("numbers")
+    assert report is not None
+    assert "gc" in report["stages_s"]
+
+
+def test_a_thousand_reports_are_kept(make_project: MakeProject) -> None:
+    project = published(make_project, [1.0])
+    folder = project.root / "numbers" / "runs"
+    for n in range(1005):
+        (folder / f"20000101T{n:06d}.000000Z-abcdef.json").write_text("{}")
+    assert len(gc(project)) == 6
+    assert len(list(folder.iterdir())) == 1000
+    assert (folder / "20000101T000006.000000Z-abcdef.json").exists()
+    assert not (folder / "20000101T000005.000000Z-abcdef.json").exists()

@@ -1,0 +1,146 @@
+"""Notify: what the operator's command is told, and that whatever it does, the run's outcome stays what it was."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs import notify as notify_module
+from jobs.cli import main
+from jobs.config import Project
+from jobs.notify import notify
+from jobs.progress import Silent
+from jobs.report import Report
+from jobs.run import run_view
+from store.errors import GateError, RejectedError, SourceError
+from tests.conftest import MakeProject
+
+NAMES = ("VIEW", "STATUS", "COMMAND", "RUN", "SNAPSHOT", "EPOCH", "ERROR")
+
+
+def python(script: str) -> list[str]:
+    return [sys.executable, "-c", script]
+
+
+def writing(told: Path) -> list[str]:
+    """A command that appends what it was told to a file, as a line of JSON."""
+    return python(
+        "import json, os\n"
+        f"with open({str(told)!r}, 'a') as file:\n"
+        f"    file.write(json.dumps({{n: os.environ['NOTIFY_' + n] for n in {NAMES!r}}}) + '\\n')"
+    )
+
+
+def lines(told: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in told.read_text().splitlines()] if told.exists() else []
+
+
+def project_of(make_project: MakeProject, command: list[str], x: float | None = 1.0, **view: Any) -> Project:
+    return make_project([(1, x), (2, 2.0)], project={"notify": command}, view={"gates": {"rejected": 0.0}} | view)
+
+
+def test_a_publishing_a_refusal_and_a_failure_are_told(make_project: MakeProject, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    project = project_of(make_project, writing(told))
+    report = run_view(project, "numbers", Silent())
+    assert lines(told) == [
+        {
+            "VIEW": "numbers",
+            "STATUS": "published",
+            "COMMAND": "run",
+            "RUN": report.run,
+            "SNAPSHOT": "1",
+            "EPOCH": "1",
+            "ERROR": "",
+        }
+    ]
+    run_view(project, "numbers", Silent())  # nothing to do, nothing to tell
+    assert len(lines(told)) == 1
+    project = project_of(make_project, writing(told), x=None)
+    with pytest.raises(GateError) as refused:
+        run_view(project, "numbers", Silent())
+    line = lines(told)[1]
+    assert (line["STATUS"], line["SNAPSHOT"], line["ERROR"]) == ("refused", "2", str(refused.value))
+    project = project_of(make_project, writing(told), x=None, max_rejected=0.0)
+    with pytest.raises(RejectedError):
+        run_view(project, "numbers", Silent(), retry_rejected=True)
+    (project.folder / "data.parquet").unlink()
+    with pytest.raises(SourceError):
+        run_view(project, "numbers", Silent())
+    assert [line["STATUS"] for line in lines(told)] == ["published", "refused", "rejected", "failed"]
+
+
+def test_a_materialize_is_told_only_when_it_fails(make_project: MakeProject, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    project = project_of(make_project, writing(told))
+    run_view(project, "numbers", Silent(), command="materialize")
+    assert lines(told) == []
+    run_view(project, "numbers", Silent(), command="publish")
+    assert [line["COMMAND"] for line in lines(told)] == ["publish"]
+
+
+FAILING = {
+    "no such command": ["/no/such/command"],
+    "no permission": ["/etc/passwd"],
+    "another status": python("import sys; print('gone wrong', file=sys.stderr); sys.exit(3)"),
+    "not UTF-8": python("import sys; sys.stdout.buffer.write(bytes(range(128, 256))); sys.exit(1)"),
+    "not UTF-8, and well": python("import sys; sys.stdout.buffer.write(bytes(range(128, 256)))"),
+    "killed": python("import os; os.kill(os.getpid(), 9)"),
+    "reads": python("import sys; sys.stdin.read()"),
+}
+
+
+@pytest.mark.parametrize("how", FAILING)
+def test_a_command_that_fails_does_not_fail_the_run(
+    make_project: MakeProject, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    project = project_of(make_project, FAILING[how])
+    report = run_view(project, "numbers", Silent())
+    assert (report.status, report.error) == ("published", None)
+    warned = [r.getMessage() for r in caplog.records if r.name == "jobs.notify" and r.levelno == logging.WARNING]
+    assert len(warned) == (0 if how in ("reads", "not UTF-8, and well") else 1)
+    if how == "another status":
+        assert "status 3: gone wrong" in warned[0]
+
+
+def test_a_command_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(notify_module, "TIMEOUT_S", 0.2)
+    notify(python("import time; time.sleep(100)"), Report("id", "numbers", "run"))
+    assert "timed out after 0.2 seconds" in caplog.text
+
+
+@pytest.mark.parametrize("error", ["a\0b", "x" * 200_000, "é – \ud800", "a\nb"])
+def test_any_error_can_be_told(tmp_path: Path, error: str) -> None:
+    told = tmp_path / "told"
+    notify(writing(told), Report("id", "numbers", "run", status="failed", error=error))
+    (line,) = lines(told)
+    assert (line["VIEW"], line["STATUS"], line["ERROR"][:1]) == ("numbers", "failed", error[:1])
+
+
+def test_the_runs_own_error_is_told_whatever_it_holds(make_project: MakeProject, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    rows = [("a\0b", 1.0), ("a\0b", 2.0)]
+    project = make_project(rows, project={"notify": writing(told)})
+    with pytest.raises(SourceError, match="more than one row and different values"):
+        run_view(project, "numbers", Silent())
+
+
+def test_the_command_may_be_precompute_itself(make_project: MakeProject, tmp_path: Path) -> None:
+    out = tmp_path / "status.json"
+    project = make_project([(1, 1.0)])
+    script = f"import os; os.system({f'{sys.executable} -m jobs.cli -c {project.folder} status --json > {out} 2>&1'!r})"
+    project = make_project([(1, 1.0)], project={"notify": python(script)})
+    run_view(project, "numbers", Silent())
+    (line,) = json.loads(out.read_text())
+    assert (line["view"], line["snapshot"]) == ("numbers", 1)
+
+
+def test_its_output_is_not_the_reports(make_project: MakeProject, capfd: pytest.CaptureFixture[str]) -> None:
+    project = project_of(make_project, python("print('hello')"))
+    assert main(["-c", str(project.folder), "run", "numbers", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["status"] == "published"

@@ -1,0 +1,432 @@
+"""A partitioned view: what $start and $end stand for, which partition a run takes, and that live never moves back in data time."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jobs import materialize
+from jobs import run as run_module
+from jobs.cli import main
+from jobs.config import Project
+from jobs.fallback import ViewFallback
+from jobs.progress import Silent
+from jobs.report import Report
+from jobs.run import plan_view, run_view
+from store.errors import ConfigError, GateError, RejectedError, SourceError
+from store.lease import Lease, take
+from store.lookup import Lookup
+from store.offline_store import PUBLISH_LEASE, OfflineStore
+from store.online_url import open_online_store
+from store.partition import Partition, containing
+from tests.conftest import MakeProject
+
+TODAY = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+DAYS = [TODAY - timedelta(days=n) for n in (4, 3, 2, 1, 0)]
+"""Four days that are over, and today."""
+SQL = "SELECT id, x FROM read_parquet('${data}/data.parquet') WHERE t >= $start AND t < $end"
+Captured = pytest.CaptureFixture[str]
+
+
+def events(factor: float = 1.0, kind: pa.DataType | None = None) -> pa.Table:
+    """Three rows a day; x is the key, times the factor, plus a hundred for every day since the first."""
+    times = [day + timedelta(hours=8 * n) for day in DAYS for n in range(3)]
+    rows = [(n + 1, (n + 1) * factor + 100 * d) for d in range(len(DAYS)) for n in range(3)]
+    kind = kind or pa.timestamp("us", "UTC")
+    seconds = pa.array([int(at.timestamp()) for at in times], pa.int64())
+    at = (
+        seconds
+        if kind == pa.int64()
+        else pa.array([at.replace(tzinfo=None) for at in times], pa.timestamp("us")).cast(pa.timestamp("us"))
+    )
+    if kind != pa.int64():
+        at = at.cast(pa.date32(), safe=False) if kind == pa.date32() else pa.array(times, kind) if kind.tz else at
+    return pa.table({"id": [i for i, _ in rows], "x": [x for _, x in rows], "t": at})
+
+
+def make(make_project: MakeProject, table: pa.Table | None = None, **view: Any) -> Project:
+    definition = {
+        "source": {"sql": SQL},
+        "partition": {"by": "day", "start": DAYS[0].date().isoformat()},
+        "gates": {"rows": None, "drift": None, "norm": None},
+    }
+    return make_project(events() if table is None else table, view=definition | view)
+
+
+def run(project: Project, day: datetime | None = None, command: str = "run", **options: Any) -> Report:
+    partition = None if day is None else containing("day", day)
+    return run_view(project, "numbers", Silent(), command=command, partition=partition, **options)
+
+
+def values(project: Project, number: int) -> dict[int, float]:
+    store = OfflineStore(project.root)
+    return {row["id"]: row["double"] / 2 for b in store.batches(store.snapshot("numbers", number)) for row in b.to_pylist()}
+
+
+def expected(day: int, factor: float = 1.0) -> dict[int, float]:
+    return {n: n * factor + 100 * day for n in (1, 2, 3)}
+
+
+def live(project: Project) -> tuple[int, str | None]:
+    """(snapshot, day) that offline and online pointer agree on."""
+    store, online = OfflineStore(project.root), open_online_store(project.online)
+    try:
+        ref, pointer = store.live("numbers"), online.live("numbers")
+        assert ref is not None
+        assert pointer is not None
+        assert pointer.snapshot == ref.snapshot
+        assert pointer.partition == store.snapshot("numbers", ref.snapshot).partition
+        return ref.snapshot, None if pointer.partition is None else pointer.partition[:10]
+    finally:
+        online.close()
+
+
+def day(n: int) -> str:
+    return DAYS[n].date().isoformat()
+
+
+# ---- the configuration
+
+
+@pytest.mark.parametrize(
+    ("view", "message"),
+    [
+        ({"partition": None}, r"source\.sql: takes \$end, which only a view with a partition has; add partition"),
+        ({"source": {"sql": "SELECT 1 AS id, 2 AS x"}}, r"names neither \$start nor \$end; bind them"),
+        ({"source": {"sql": "SELECT 1 AS id, $stop AS x"}}, r"takes a parameter \$stop; there are \$start and \$end"),
+        ({"source": {"sql": "SELECT 1 AS id, ? AS x"}}, r"takes a parameter"),
+        (
+            {"partition": {"by": "days", "start": "2026-01-01"}},
+            r"partition\.by: 'days' is not one of hour, day, week, month.*did you mean 'day'",
+        ),
+        ({"partition": {"by": "day"}}, r"partition\.start: missing"),
+        ({"partition": {"by": "day", "start": "yesterday"}}, r"partition\.start: 'yesterday': write a date or time"),
+        ({"partition": {"by": "day", "start": "0001-01-01T00:00+05:00"}}, r"partition\.start: .*write a date or time"),
+        ({"partition": {"by": "day", "start": "2026-01-01", "colum": "at"}}, r"unknown key; did you mean 'column'"),
+    ],
+)
+def test_mistakes_are_told(make_project: MakeProject, view: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(make_project, **view)
+
+
+def test_a_partition_column_the_source_does_not_have(make_project: MakeProject) -> None:
+    project = make(make_project, partition={"by": "day", "start": day(0), "column": "tt"})
+    with pytest.raises(ConfigError, match=r"partition\.column: the source yields no 'tt' \(it yields: id, x\)"):
+        run(project)
+
+
+def test_a_model_table_that_takes_a_bound_of_a_view_without_partitions(make_project: MakeProject) -> None:
+    model = {"use": "tests.arithmetic:Doubler", "args": {"version": {"sql": "SELECT $start"}}}
+    with pytest.raises(ConfigError, match=r"\$start"):
+        run_view(make_project([(1, 1.0)], view={"model": model}), "numbers", Silent())
+
+
+# ---- what the SQL is given
+
+
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        (pa.date32(), "t >= $start AND t < $end"),
+        (pa.timestamp("us"), "t >= $start AND t < $end"),
+        (pa.timestamp("us", "UTC"), "t >= $start AND t < $end"),
+        (pa.timestamp("us", "America/New_York"), "t >= $start AND t < $end"),
+        (pa.int64(), "t >= epoch($start) AND t < epoch($end)"),
+        (pa.timestamp("us"), "t BETWEEN $start AND $end - INTERVAL 1 microsecond"),
+        (pa.date32(), "t = $start::DATE"),
+    ],
+)
+def test_start_and_end_bound_each_kind_of_time(make_project: MakeProject, kind: pa.DataType, where: str) -> None:
+    sql = f"SELECT id, x FROM read_parquet('${{data}}/data.parquet') WHERE {where}"
+    project = make(make_project, events(kind=kind), source={"sql": sql})
+    for n in (0, 3):
+        report = run(project, DAYS[n], "materialize")
+        assert values(project, report.snapshot or 0) == expected(n)
+        assert report.partition == f"{day(n)}T00:00Z/{day(n + 1)}T00:00Z"
+
+
+@pytest.mark.parametrize("zone", ["America/New_York", "Asia/Tokyo"])
+def test_the_machines_time_zone_does_not_count(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, zone: str) -> None:
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        project = make(make_project)
+        assert values(project, run(project, DAYS[1], "materialize").snapshot or 0) == expected(1)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+@pytest.mark.parametrize("kind", [pa.date32(), pa.timestamp("us"), pa.timestamp("us", "UTC")])
+def test_rows_outside_the_partition_are_refused(make_project: MakeProject, kind: pa.DataType) -> None:
+    partition = {"by": "day", "start": day(0), "column": "t"}
+    sql = "SELECT id + day(t) * 1000 AS id, x, t FROM read_parquet('${data}/data.parquet') WHERE t >= $start"
+    project = make(make_project, events(kind=kind), source={"sql": sql}, partition=partition)
+    with pytest.raises(SourceError, match=rf"6 rows have a t outside the partition {day(2)} .*bind \$start and \$end"):
+        run(project, DAYS[2])
+    good = make(make_project, source={"sql": f"{sql} AND t < $end"}, partition=partition)
+    assert run(good, DAYS[2]).counts["written"] == 3
+
+
+def test_a_null_time_lies_outside(make_project: MakeProject) -> None:
+    sql = "SELECT 1 AS id, 2.0 AS x, NULL::TIMESTAMP AS t WHERE $start < $end"
+    project = make(make_project, source={"sql": sql}, partition={"by": "day", "start": day(0), "column": "t"})
+    with pytest.raises(SourceError, match="1 rows have a t outside"):
+        run(project)
+
+
+def test_a_column_that_is_no_time_is_told(make_project: MakeProject) -> None:
+    sql = f"SELECT id, x, t FROM ({SQL.replace('SELECT id, x', 'SELECT *').replace('$start', 'epoch($start)').replace('$end', 'epoch($end)')})"
+    project = make(
+        make_project, events(kind=pa.int64()), source={"sql": sql}, partition={"by": "day", "start": day(0), "column": "t"}
+    )
+    with pytest.raises(ConfigError, match=r"partition\.column"):
+        run(project)
+
+
+def test_tables_of_the_model_take_the_bounds_too(make_project: MakeProject) -> None:
+    args = {"table": {"sql": "SELECT max(x) AS m FROM read_parquet('${data}/data.parquet') WHERE t < $end"}}
+    model = {"use": "tests.jobs.test_plan:WithTable", "args": args}
+    project = make(make_project, model=model, features={"double": {"dtype": "float64"}})
+    first, second = (run(project, DAYS[n], "materialize") for n in (0, 1))
+    assert first.model != second.model
+    assert run(project, DAYS[0], "materialize").status == "current"
+
+
+# ---- which partition
+
+
+def test_a_run_takes_the_latest_that_is_over(make_project: MakeProject) -> None:
+    project = make(make_project)
+    report = run(project)
+    assert report.partition == f"{day(3)}T00:00Z/{day(4)}T00:00Z"
+    assert values(project, 1) == expected(3)
+    assert live(project) == (1, day(3))
+    assert run(project).status == "current"
+
+
+def test_the_first_partition_must_be_over(make_project: MakeProject) -> None:
+    project = make(make_project, partition={"by": "day", "start": day(4)})
+    with pytest.raises(ConfigError, match=f"its first partition, of {day(4)} 00:00, is not over yet"):
+        run(project)
+    noon = (DAYS[3] + timedelta(hours=12)).isoformat()
+    assert run(make(make_project, partition={"by": "day", "start": noon})).partition == f"{day(3)}T00:00Z/{day(4)}T00:00Z"
+
+
+@pytest.mark.parametrize(
+    ("by", "now", "start", "end"),
+    [
+        ("hour", "2026-03-29T02:30+02:00", "2026-03-28T23:00", "2026-03-29T00:00"),  # a clock change is no matter in UTC
+        ("day", "2026-03-01T00:00", "2026-02-28T00:00", "2026-03-01T00:00"),
+        ("day", "2026-03-01T23:59:59.999999", "2026-02-28T00:00", "2026-03-01T00:00"),
+        ("week", "2026-03-02T00:00", "2026-02-23T00:00", "2026-03-02T00:00"),
+        ("week", "2026-03-08T12:00", "2026-02-23T00:00", "2026-03-02T00:00"),
+        ("month", "2026-03-31T12:00", "2026-02-01T00:00", "2026-03-01T00:00"),
+        ("month", "2027-01-01T00:00", "2026-12-01T00:00", "2027-01-01T00:00"),
+    ],
+)
+def test_the_latest_partition_that_is_over(make_project: MakeProject, by: str, now: str, start: str, end: str) -> None:
+    project = make(make_project, partition={"by": by, "start": "2020-01-01"})
+    at = datetime.fromisoformat(now)
+    found = project.view("numbers").partition_at(at.replace(tzinfo=UTC) if at.tzinfo is None else at)
+    assert str(found) == f"{start}Z/{end}Z"
+    assert Partition.parse(str(found)) == found
+
+
+def test_materialize_takes_a_partition_by_any_time_in_it(make_project: MakeProject, capsys: Captured) -> None:
+    project = make(make_project)
+    for text in (day(1), f"{day(1)}T13:45", f"{day(2)}T01:00+02:00"):
+        assert main(["-c", str(project.folder), "materialize", "numbers", "--partition", text, "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert (report["partition"][:10], report["snapshot"]) == (day(1), 1)
+    assert main(["-c", str(project.folder), "materialize", "numbers", "--partition", day(0), "--dry-run"]) == 0
+    assert "3 of 3 rows to compute (3 new); the first snapshot" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["tomorrow", "2026-13-01", "", "9999-12-31", "0001-01-01T00:00+05:00"])
+def test_a_partition_that_is_no_time_is_bad_usage(make_project: MakeProject, capsys: Captured, text: str) -> None:
+    project = make(make_project)
+    assert main(["-c", str(project.folder), "materialize", "numbers", "--partition", text]) == 2
+    assert "--partition" in capsys.readouterr().err
+
+
+def test_a_partition_before_the_first_or_not_over_is_bad_usage(make_project: MakeProject, capsys: Captured) -> None:
+    project = make(make_project, partition={"by": "day", "start": day(1)})
+    assert main(["-c", str(project.folder), "materialize", "numbers", "--partition", day(0)]) == 2
+    assert day(1) in capsys.readouterr().err
+    assert (
+        main(["-c", str(project.folder), "run", "numbers", "--partition", day(4)]) == 2
+    )  # half a day would look like a whole one
+    assert OfflineStore(project.root).numbers("numbers") == []
+
+
+def test_a_view_without_partitions_takes_none(make_project: MakeProject, capsys: Captured) -> None:
+    project = make_project([(1, 1.0)])
+    assert main(["-c", str(project.folder), "run", "numbers", "--partition", day(1)]) == 2
+    assert "has none; add partition" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="has no partitions"):
+        run(project, DAYS[0])
+
+
+# ---- what is live
+
+
+def test_live_never_moves_back(make_project: MakeProject) -> None:
+    project = make(make_project)
+    run(project, DAYS[2])
+    report = run(project, DAYS[0])
+    assert (report.status, live(project)) == ("committed", (1, day(2)))
+    run(project, DAYS[3])
+    assert live(project) == (3, day(3))
+    project = make(make_project, events(2.0))
+    assert run(project, DAYS[2]).status == "committed"  # mended, and still not the latest
+    assert run(project, DAYS[3]).status == "published"  # mended, and the latest
+    assert live(project) == (5, day(3))
+    assert values(project, 5) == expected(3, 2.0)
+    assert run(project, command="publish").status == "current"
+    assert run(project, command="publish", number=1).status == "published"  # an operator may
+    assert live(project) == (1, day(2))
+    assert run(project, command="publish").snapshot == 5
+
+
+def test_live_does_not_move_back_though_the_run_had_looked_before(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting: list[Callable[[], object]] = []
+
+    def taking(folder: Path, name: str, by: str, **options: Any) -> Lease:
+        if name == PUBLISH_LEASE and waiting:
+            waiting.pop()()
+        return take(folder, name, by, **options)
+
+    monkeypatch.setattr(run_module, "take", taking)
+    project = make(make_project)
+    waiting.append(lambda: run(project, DAYS[3]))
+    run(project, DAYS[1])
+    assert live(project)[1] == day(3)
+
+
+def test_each_partition_builds_on_its_own_snapshots(make_project: MakeProject) -> None:
+    project = make(make_project)
+    for n in range(4):
+        assert run(project, DAYS[n], "materialize").plan == "full: 3 of 3 rows to compute (3 new); the first snapshot"
+    table = events().to_pylist()
+    table[3]["x"] = -5.0  # of the second day
+    project = make(make_project, pa.Table.from_pylist(table, events().schema), gates={})
+    for n in range(4):
+        found = plan_view(project, "numbers", partition=containing("day", DAYS[n]))
+        assert found.reason == f"builds on snapshot {n + 1}"
+        assert (found.diff.compute, found.diff.unchanged) == ((1, 2) if n == 1 else (0, 3))
+
+
+def test_a_partition_is_judged_against_its_own_earlier_snapshot_and_not_another_days(make_project: MakeProject) -> None:
+    from tests.jobs.test_gates import view as vectors
+
+    def with_second_day(x: Callable[[int], float], rows: int) -> Project:
+        days = [(i, 5.0 + i, DAYS[0] + timedelta(hours=1)) for i in range(30)]
+        days += [(i, x(i), DAYS[1] + timedelta(hours=1)) for i in range(rows)]
+        table = pa.table({name: [row[n] for row in days] for n, name in enumerate(("id", "x", "t"))})
+        return make(make_project, table, **(vectors() | {"gates": {}}))
+
+    project = with_second_day(lambda i: -2.0 - i, 90)
+    assert run(project, DAYS[0]).status == "published"
+    assert run(project, DAYS[1]).status == "published"  # three times the rows, and vectors that point elsewhere
+    with pytest.raises(GateError, match="drift"):
+        run(with_second_day(lambda i: 2.0 + i, 90), DAYS[1])
+    with pytest.raises(GateError, match="rows"):
+        run(with_second_day(lambda i: -2.0 - i, 30), DAYS[1])
+    assert live(project) == (2, day(1))
+
+
+def test_a_view_that_loses_its_partitions_is_published_again(make_project: MakeProject) -> None:
+    run(make(make_project))
+    project = make_project([(1, 1.0), (2, 2.0), (3, 3.0)], view={"gates": {"rows": None, "norm": None}})
+    assert run(project).status == "published"
+    assert live(project) == (2, None)
+    assert run(project, command="publish").snapshot == 2
+
+
+def test_a_view_that_gets_partitions_is_published(make_project: MakeProject) -> None:
+    run(make_project([(1, 1.0), (2, 2.0), (3, 3.0)]))
+    project = make(make_project)
+    assert run(project).status == "published"
+    assert live(project) == (2, day(3))
+
+
+# ---- the fallback
+
+
+def test_the_fallback_computes_with_the_partition_that_is_live(make_project: MakeProject) -> None:
+    project = make(make_project, fallback={"enabled": True, "deadline": "20s"}, ttl="1s", stale_for="0s")
+    run(project, DAYS[2])
+    store = OfflineStore(project.root)
+    fallback = ViewFallback(store)
+    lookup = Lookup(open_online_store(project.online), project.root, fallback, clock=lambda: time.time() + 10**6)
+    try:
+        for n in (2, 3):
+            if n == 3:
+                run(project, DAYS[3])
+            rows = [lookup.row("numbers", key) for key in (1, 2, 3, 4)]
+            assert [row["status"] for row in rows] == ["computed"] * 3 + ["missing"]
+            assert {key: rows[key - 1]["features"]["double"] / 2 for key in (1, 2, 3)} == expected(n)
+    finally:
+        fallback.close()
+        lookup.close()
+
+
+def test_the_parity_gate_reads_the_partition(make_project: MakeProject) -> None:
+    project = make(make_project, fallback={"enabled": True, "deadline": "20s"})
+    run(project, DAYS[1])
+    snapshot = OfflineStore(project.root).snapshot("numbers", 1)
+    assert [g["message"] for g in snapshot.gates if g["gate"] == "parity"] == [
+        "0 of 3 sampled rows come out differently from the fallback"
+    ]
+
+
+# ---- resume
+
+
+def test_what_is_resumed_is_of_the_same_partition(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(materialize, "WINDOW_ROWS", 1)
+    monkeypatch.setattr(materialize, "PART_BYTES", 1)
+    rows = events().to_pylist()
+    for row in rows[3:6]:  # the second day has the first one's inputs, and a row that fails
+        row["x"] -= 100
+    bad = [*rows]
+    bad[2] = bad[2] | {"x": None}
+    project = make(make_project, pa.Table.from_pylist(bad, events().schema), max_rejected=0.0)
+    with pytest.raises(RejectedError):
+        run(project, DAYS[0], "materialize")
+    project = make(make_project, pa.Table.from_pylist(rows, events().schema), max_rejected=0.0)
+    assert run(project, DAYS[1], "materialize").resumed == 0
+    assert run(project, DAYS[0], "materialize").resumed == 2
+    assert values(project, 1) == values(project, 2) == expected(0)
+
+
+def test_two_partitions_run_at_once_and_one_only_once(make_project: MakeProject) -> None:
+    from store.errors import ConflictError
+    from store.offline_store import run_lease
+
+    project = make(make_project)
+    folder = OfflineStore(project.root).lease_folder("numbers")
+    with take(folder, run_lease(str(containing("day", DAYS[0]))), "another"):
+        with pytest.raises(ConflictError, match=f"another run of view 'numbers' and partition {day(0)}"):
+            run(project, DAYS[0])
+        assert run(project, DAYS[1]).status == "published"
+
+
+def test_any_parquet_reader_can_read_one_partition(make_project: MakeProject) -> None:
+    project = make(make_project)
+    run(project, DAYS[1])
+    snapshot = OfflineStore(project.root).snapshot("numbers", 1)
+    table = pq.read_table(project.root / "numbers" / snapshot.parts[0].path)
+    assert dict(zip(table["id"].to_pylist(), (v / 2 for v in table["double"].to_pylist()), strict=True)) == expected(1)

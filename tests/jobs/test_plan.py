@@ -1,0 +1,591 @@
+"""Plan: which rows a run computes and the words it says so with; and that a chain of deltas is, row by row, what a full run makes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jobs import materialize, plan
+from jobs.cli import main
+from jobs.config import Project
+from jobs.plan import Plan
+from jobs.progress import Silent
+from jobs.report import Report
+from jobs.run import plan_view, run_view
+from jobs.status import project_status
+from precompute.source import Diff
+from store.errors import PrecomputeError, RejectedError
+from store.lookup import Lookup
+from store.offline_store import OfflineStore
+from store.online_url import open_online_store
+from store.snapshot import Snapshot
+from tests.arithmetic import Doubler
+from tests.conftest import MakeProject
+
+HERE = "tests.jobs.test_plan"
+ROWS = [(i, float(i)) for i in range(1, 9)]
+GATES_OFF = {"gates": {"rows": None}}
+Captured = pytest.CaptureFixture[str]
+
+computed: list[float] = []
+"""Every x the :class:`Counting` model saw, in order; emptied by the tests."""
+
+
+class Counting(Doubler):
+    """A doubler that notes what it computed, and raises on a negative x."""
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
+        x = [float(v) for v in batch.column("x").to_pylist()]
+        if any(v < 0 for v in x):
+            raise ValueError("negative")
+        computed.extend(x)
+        return super().compute(batch)
+
+
+COUNTING = {"model": {"use": f"{HERE}:Counting"}} | GATES_OFF
+
+
+@pytest.fixture(autouse=True)
+def nothing_computed() -> None:
+    computed.clear()
+
+
+def run(project: Project, view: str = "numbers", command: str = "materialize", **options: Any) -> Report:
+    return run_view(project, view, Silent(), command=command, **options)
+
+
+def snapshot_of(project: Project, report: Report, view: str = "numbers") -> Snapshot:
+    assert report.snapshot is not None
+    return OfflineStore(project.root).snapshot(view, report.snapshot)
+
+
+def rows_of(project: Project, number: int, view: str = "numbers") -> list[dict[str, Any]]:
+    store = OfflineStore(project.root)
+    return [row for batch in store.batches(store.snapshot(view, number)) for row in batch.to_pylist()]
+
+
+def values(project: Project, number: int) -> dict[Any, float]:
+    rows = rows_of(project, number)
+    found = {row["id"]: row["double"] for row in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+# ---- the words
+
+
+def test_the_first_run_computes_every_row(make_project: MakeProject) -> None:
+    project = make_project(ROWS)
+    found = plan_view(project, "numbers")
+    assert str(found) == "full: 8 of 8 rows to compute (8 new); the first snapshot"
+    assert found.to_json() == {
+        "kind": "full",
+        "source": 8,
+        "compute": 8,
+        "new": 8,
+        "changed": 0,
+        "expired": 0,
+        "unchanged": 0,
+        "removed": 0,
+        "resumed": 0,
+        "refused": 0,
+        "parent": None,
+        "compact": False,
+        "reason": "the first snapshot",
+    }
+
+
+def test_nothing_to_do_changed_new_and_removed_are_counted(make_project: MakeProject) -> None:
+    project = make_project(ROWS)
+    assert run(project).plan == "full: 8 of 8 rows to compute (8 new); the first snapshot"
+    found = plan_view(project, "numbers")
+    assert (str(found), found.to_json()["kind"]) == (
+        "nothing to do: 0 of 8 rows to compute, 8 unchanged; builds on snapshot 1",
+        "none",
+    )
+    project = make_project([(1, 10.0), *ROWS[2:], (9, 9.0)])
+    found = plan_view(project, "numbers")
+    assert str(found) == (
+        "full, compacting: 2 of 8 rows to compute (1 new, 1 changed), 6 unchanged, 1 removed; builds on snapshot 1"
+    )
+    project = make_project([*ROWS[:7], (9, 9.0)])  # two rows of eight: a quarter, and no more
+    found = plan_view(project, "numbers")
+    assert str(found) == "delta: 1 of 8 rows to compute (1 new), 7 unchanged, 1 removed; builds on snapshot 1"
+    kinds = {name: found.to_json()[name] for name in ("kind", "new", "changed", "unchanged", "removed", "parent", "compact")}
+    assert kinds == {"kind": "delta", "new": 1, "changed": 0, "unchanged": 7, "removed": 1, "parent": 1, "compact": False}
+
+
+def test_a_dry_run_writes_nothing_and_says_the_same_as_the_run(make_project: MakeProject, capsys: Captured) -> None:
+    project = make_project(ROWS)
+    run(project)
+    project = make_project([(1, 10.0), *ROWS[1:]])
+    before = sorted(project.root.rglob("*"))
+    assert main(["-c", str(project.folder), "materialize", "numbers", "--dry-run"]) == 0
+    assert capsys.readouterr().out == "numbers: delta: 1 of 8 rows to compute (1 changed), 7 unchanged; builds on snapshot 1\n"
+    assert main(["-c", str(project.folder), "materialize", "numbers", "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["changed"] == 1
+    assert sorted(project.root.rglob("*")) == before
+    assert run(project).plan == "delta: 1 of 8 rows to compute (1 changed), 7 unchanged; builds on snapshot 1"
+
+
+def test_full_computes_every_row(make_project: MakeProject) -> None:
+    project = make_project(ROWS, view=COUNTING)
+    run(project)
+    computed.clear()
+    assert str(plan_view(project, "numbers", full=True)) == "full: 8 of 8 rows to compute (8 new); asked for every row"
+    report = run(project, full=True)
+    assert sorted(computed)[-8:] == [x for _, x in ROWS]
+    assert (snapshot_of(project, report).kind, report.snapshot) == ("full", 2)
+
+
+OTHER = {
+    "the model's fingerprint": (
+        {"model": {"use": "tests.arithmetic:Doubler", "args": {"version": 2}}},
+        "model (or its tokenizer or tables) changed, fingerprint ",
+    ),
+    "the SQL": ({"source": {"sql": "SELECT *, 1 AS y FROM read_parquet('${data}/data.parquet')"}}, "source's SQL changed"),
+    "a feature": (
+        {"features": {"double": {"dtype": "float32"}, "vector": {"dtype": "float32", "dim": 4}}},
+        "features or the entity changed",
+    ),
+    "one feature less": ({"features": {"double": {"dtype": "float64"}}}, "features or the entity changed"),
+}
+
+
+@pytest.mark.parametrize("what", OTHER)
+def test_another_recipe_computes_every_row_and_says_why(make_project: MakeProject, what: str) -> None:
+    change, reason = OTHER[what]
+    run(make_project(ROWS))
+    project = make_project(ROWS, view=change)
+    found = plan_view(project, "numbers")
+    assert (found.parent, found.diff) == (None, Diff(new=8))
+    assert found.reason.startswith(f"every row, since the {reason}")
+    report = run(project)
+    assert (snapshot_of(project, report).kind, report.counts["written"]) == ("full", 8)
+
+
+def test_another_table_of_the_model_computes_every_row(make_project: MakeProject) -> None:
+    items = {
+        "entity": ["id"],
+        "source": {"sql": "SELECT * FROM read_parquet('${data}/data.parquet')"},
+        "model": {
+            "use": f"{HERE}:WithTable",
+            "args": {"table": {"sql": "SELECT max(x) AS m FROM read_parquet('${data}/data.parquet')"}},
+        },
+        "features": {"double": {"dtype": "float64"}},
+        "ttl": "1h",
+    }
+    run(make_project(ROWS, views={"tabled": items}), "tabled")
+    project = make_project([*ROWS[:7], (8, 80.0)], views={"tabled": items})
+    found = plan_view(project, "tabled")
+    assert found.reason.startswith("every row, since the model (or its tokenizer or tables) changed")
+    assert found.diff.compute == 8
+
+
+class WithTable(Doubler):
+    """A doubler that is given a table."""
+
+    def __init__(self, table: pa.Table) -> None:
+        super().__init__(dim=0)
+
+
+def test_another_column_type_computes_every_row(make_project: MakeProject) -> None:
+    run(make_project(pa.table({"id": [1, 2], "x": pa.array([1, 2], pa.int32())})))
+    project = make_project(pa.table({"id": [1, 2], "x": pa.array([1, 2], pa.int64())}))
+    assert plan_view(project, "numbers").reason == "every row, since the source's column types changed"
+
+
+def test_two_changes_are_both_said(make_project: MakeProject) -> None:
+    run(make_project(ROWS))
+    change = OTHER["the SQL"][0] | OTHER["a feature"][0]
+    reason = plan_view(make_project(ROWS, view=change), "numbers").reason
+    assert reason == "every row, since the source's SQL changed, and the features or the entity changed"
+
+
+def test_an_edited_ttl_index_or_fallback_takes_effect_with_the_next_run_though_no_row_changed(make_project: MakeProject) -> None:
+    project = make_project(ROWS, view=COUNTING)
+    run(project, command="run")
+    computed.clear()
+    project = make_project(ROWS, view=COUNTING | {"ttl": "2h", "index": {"on": "vector", "metric": "l2"}})
+    run(project, command="run")
+    pointer = open_online_store(project.online).live("numbers")
+    assert pointer is not None
+    assert (pointer.view.ttl_s, pointer.index is not None) == (7200.0, True)
+    assert computed == []  # no row of it is another
+
+
+# ---- rejected rows
+
+
+def test_a_rejected_row_is_not_tried_again_before_its_input_changes(make_project: MakeProject) -> None:
+    rows = [*ROWS[:7], (8, -1.0)]
+    project = make_project(rows, view=COUNTING)
+    assert run(project).counts["rejected"] == 1
+    found = plan_view(project, "numbers")
+    assert str(found) == (
+        "nothing to do: 0 of 8 rows to compute (1 new, –1 rejected before with the same input), 7 unchanged; builds on snapshot 1"
+    )
+    assert run(project).status == "current"
+    assert plan_view(project, "numbers", retry_rejected=True).diff.compute == 1
+    report = run(project, retry_rejected=True)
+    assert (report.counts["rejected"], report.counts["unchanged"], report.counts["written"]) == (1, 7, 0)
+    report = run(make_project([*ROWS[:6], (7, 70.0), (8, -1.0)], view=COUNTING))  # what was rejected stays told
+    assert report.counts == {"source": 8, "written": 1, "rejected": 1, "unchanged": 6, "removed": 0, "duplicates": 0}
+    report = run(make_project([*ROWS[:6], (7, 70.0), (8, 8.0)], view=COUNTING))
+    assert report.counts == {"source": 8, "written": 1, "rejected": 0, "unchanged": 7, "removed": 0, "duplicates": 0}
+    assert values(make_project(), report.snapshot or 0) == {i: 2.0 * i for i in range(1, 9)} | {7: 140.0}
+
+
+def test_rows_that_turn_bad_leave_the_snapshot(make_project: MakeProject) -> None:
+    run(make_project(ROWS, view=COUNTING))
+    project = make_project([*ROWS[:7], (8, -8.0)], view=COUNTING)
+    report = run(project)
+    assert report.counts == {"source": 8, "written": 0, "rejected": 1, "unchanged": 7, "removed": 0, "duplicates": 0}
+    assert values(project, 2) == {i: 2.0 * i for i in range(1, 8)}
+
+
+def test_a_source_with_a_null_key_has_nothing_to_do_when_nothing_changed(make_project: MakeProject) -> None:
+    project = make_project([*ROWS, (None, 1.0), (None, 1.0)])
+    report = run(project)
+    assert (report.counts["rejected"], report.counts["source"]) == (2, 10)
+    report = run(project)
+    assert (report.status, report.counts["rejected"]) == ("current", 2)
+    assert OfflineStore(project.root).numbers("numbers") == [1]
+
+
+# ---- what an interrupted run left
+
+
+def test_resumed_rows_are_said_and_not_computed(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(materialize, "WINDOW_ROWS", 2)
+    monkeypatch.setattr(materialize, "PART_BYTES", 1)
+    view = COUNTING | {"max_rejected": 0.0}
+    project = make_project([*ROWS[:7], (8, -8.0)], view=view)
+    with pytest.raises(RejectedError):
+        run(project)
+    assert str(plan_view(make_project(ROWS, view=view), "numbers")) == (
+        "full: 2 of 8 rows to compute (8 new, –6 computed by an interrupted run); the first snapshot"
+    )
+    computed.clear()
+    report = run(make_project(ROWS, view=view))
+    assert (report.resumed, sorted(computed), report.counts["written"]) == (6, [7.0, 8.0], 8)
+    assert values(project, 1) == {i: 2.0 * i for i in range(1, 9)}
+
+
+# ---- compaction
+
+
+def test_the_ninth_delta_compacts_without_a_model(make_project: MakeProject) -> None:
+    rows = {i: float(i) for i in range(100)}
+    project = make_project(list(rows.items()), view=COUNTING)
+    run(project)
+    kinds = []
+    for step in range(1, 11):
+        rows[step] += 1000
+        project = make_project(list(rows.items()), view=COUNTING)
+        computed.clear()
+        assert ("compacting" in str(plan_view(project, "numbers"))) == (step == 9)
+        report = run(project)
+        assert computed == [rows[step]]
+        snapshot = snapshot_of(project, report)
+        kinds.append(snapshot.kind)
+        assert (snapshot.counts.written, snapshot.counts.unchanged) == (1, 99)
+        assert values(project, snapshot.number) == {i: 2 * x for i, x in rows.items()}
+    assert kinds == ["delta"] * 8 + ["full"] + ["delta"]
+    assert len(OfflineStore(project.root).chain(snapshot_of(project, report))) == 2
+
+
+def test_more_than_a_quarter_of_the_base_compacts(make_project: MakeProject) -> None:
+    rows = [(i, float(i)) for i in range(20)]
+    run(make_project(rows))
+    for changed, kind in ((3, "delta"), (5, "delta"), (6, "full")):  # 3, then 3 + 2, then 5 + 1 rows of 20
+        project = make_project([(i, x + 100 if i < changed else x) for i, x in rows])
+        assert snapshot_of(project, run(project)).kind == kind
+    assert values(project, 4) == {i: 2 * (x + 100 if i < 6 else x) for i, x in rows}
+
+
+def test_removed_rows_count_towards_compaction(make_project: MakeProject) -> None:
+    run(make_project(ROWS, view=GATES_OFF))
+    project = make_project(ROWS[:5], view=GATES_OFF)
+    report = run(project)
+    assert (snapshot_of(project, report).kind, report.counts["removed"], report.counts["written"]) == ("full", 3, 0)
+    assert set(values(project, 2)) == {1, 2, 3, 4, 5}
+
+
+# ---- only what must be
+
+
+def test_one_percent_changed_is_one_percent_computed(make_project: MakeProject) -> None:
+    n = 20_000
+    x = np.arange(n, dtype=np.float64)
+    project = make_project(pa.table({"id": np.arange(n), "x": x}), view=COUNTING)
+    run(project)
+    computed.clear()
+    x = np.where(np.arange(n) % 100 == 7, x + 0.5, x)
+    project = make_project(pa.table({"id": np.arange(n), "x": x}), view=COUNTING)
+    report = run(project)
+    assert sorted(computed) == sorted(x[np.arange(n) % 100 == 7])
+    assert report.counts == {"source": n, "written": 200, "rejected": 0, "unchanged": n - 200, "removed": 0, "duplicates": 0}
+    rows = rows_of(project, 2)
+    assert len(rows) == n
+    assert {row["id"]: row["double"] for row in rows} == dict(zip(range(n), (2 * x).tolist(), strict=True))
+
+
+def test_unchanged_rows_keep_their_computed_at_through_deltas_and_compaction(make_project: MakeProject) -> None:
+    rows = {i: float(i) for i in range(50)}
+    project = make_project(list(rows.items()))
+    run(project)
+    first = {row["id"]: row["computed_at"] for row in rows_of(project, 1)}
+    for step in range(10):
+        rows[step] += 100
+        project = make_project(list(rows.items()))
+        run(project)
+        now = {row["id"]: row["computed_at"] for row in rows_of(project, step + 2)}
+        assert {i for i in now if now[i] != first[i]} == set(range(step + 1))
+    snapshot = OfflineStore(project.root).snapshot("numbers", 11)
+    ages = [int(row["computed_at"].timestamp() * 1e6) for row in rows_of(project, 11)]
+    assert abs((snapshot.computed_at_min or 0) - min(ages)) <= 1
+    assert abs((snapshot.computed_at_max or 0) - max(ages)) <= 1
+
+
+# ---- any sequence of changes
+
+X = st.sampled_from([-1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
+KEY = st.tuples(st.sampled_from(["a", "a/b", "50%", "", None]), st.one_of(st.none(), st.integers(1, 4)))
+TABLES = st.lists(st.dictionaries(KEY, X, min_size=1, max_size=12), min_size=2, max_size=6)
+
+
+@given(tables=TABLES, doubled=st.booleans(), renew=st.booleans())
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_chain_of_deltas_is_what_a_full_run_makes(
+    make_project: MakeProject,
+    tmp_path_factory: pytest.TempPathFactory,
+    tables: list[dict[tuple[str | None, int | None], float]],
+    doubled: bool,
+    renew: bool,
+) -> None:
+    root = str(tmp_path_factory.mktemp("root"))
+    view = COUNTING | {"entity": ["a", "b"], "max_rejected": 1.0, "renew_unchanged": renew}
+    previous: dict[Any, float] = {}
+    for table in tables:
+        items = list(table.items())
+        items += items[:2] if doubled else []
+        data = pa.table(
+            {
+                "a": pa.array([a for (a, _), _ in items], pa.string()),
+                "b": pa.array([b for (_, b), _ in items], pa.int64()),
+                "x": pa.array([x for _, x in items], pa.float64()),
+            }
+        )
+        project = make_project(data, view=view, project={"root": root})
+        good = {key: 2 * x for key, x in table.items() if None not in key and x >= 0}
+        computed.clear()
+        if not good:
+            with pytest.raises(PrecomputeError):
+                run(project)
+            continue
+        report = run(project)
+        nulls = sum(None in key for key, _ in items)
+        source = sum(None not in key for key in table) + nulls
+        counts = report.counts
+        assert counts["source"] == source
+        assert counts["written"] + counts["unchanged"] == len(good)
+        assert counts["rejected"] == source - len(good)
+        snapshot = snapshot_of(project, report)
+        rows = rows_of(project, snapshot.number)
+        assert len(rows) == len(good)
+        assert {(row["a"], row["b"]): row["double"] for row in rows} == good
+        if report.status == "committed" and snapshot.parent is not None:
+            assert counts["unchanged"] == sum(previous.get(key) == value for key, value in good.items())
+            assert counts["removed"] == sum(key not in table for key in previous)
+        OfflineStore(project.root).check_parts(snapshot)
+        previous = good
+
+
+# ---- renewal
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets how many seconds ahead of the real time all clocks of runs and of ``status`` are."""
+    real, ahead = plan.time.time_ns, [0.0]
+
+    class Ahead:
+        """``time`` as the modules see it."""
+
+        monotonic = staticmethod(plan.time.monotonic)
+
+        @staticmethod
+        def time_ns() -> int:
+            return real() + int(ahead[0] * 1e9)
+
+    from jobs import status
+
+    for module in (plan, materialize, status):
+        monkeypatch.setattr(module, "time", Ahead)
+
+    def move(seconds: float) -> None:
+        ahead[0] = seconds
+
+    return move
+
+
+def looked_up(project: Project, ahead_s: float, keys: list[int]) -> list[tuple[str, int]]:
+    """(status, age in whole hundreds of seconds) of each key, as asked ``ahead_s`` from now."""
+    import time
+
+    lookup = Lookup(open_online_store(project.online), project.root, clock=lambda: time.time() + ahead_s)
+    try:
+        rows = [lookup.row("numbers", key) for key in keys]
+        assert [row["status"] for row in rows] == lookup.get("numbers", keys)["status"].to_pylist()
+        return [(row["status"], round(row["age_s"] / 100)) for row in rows]
+    finally:
+        lookup.close()
+
+
+@pytest.mark.parametrize("online", ["lmdb", "redis"])
+def test_unchanged_rows_are_as_fresh_as_the_run_that_saw_them(
+    make_project: MakeProject, request: pytest.FixtureRequest, clock: Callable[[float], None], online: str
+) -> None:
+    project_yaml = {"online": request.getfixturevalue("redis_url") if online == "redis" else "lmdb:./online"}
+    project = make_project(ROWS, view=COUNTING, project=project_yaml)
+    run(project, command="run")
+    clock(5000)  # past the ttl of an hour
+    assert looked_up(project, 5000, [1, 2]) == [("stale", 50), ("stale", 50)]
+    assert run(project, command="run").status == "current"
+    assert computed == [x for _, x in ROWS]
+    assert looked_up(project, 5000, [1, 2]) == [("fresh", 0), ("fresh", 0)]
+    line = project_status(project)[0]
+    assert (line["status"], round(line["age_s"] / 100)) == ("fresh", 0)
+    project = make_project([(1, 10.0), *ROWS[1:]], view=COUNTING, project=project_yaml)
+    clock(10000)
+    report = run(project, command="run")
+    assert (report.counts["written"], report.counts["unchanged"]) == (1, 7)
+    assert looked_up(project, 10200, [1, 2]) == [("fresh", 2), ("fresh", 2)]
+    table = Lookup(open_online_store(project.online), project.root).get("numbers", [1, 2])
+    at = table["computed_at"].to_pylist()
+    assert (at[0] - at[1]).total_seconds() > 9990  # when it was computed is still told
+
+
+def test_without_renewal_rows_past_their_ttl_are_computed(make_project: MakeProject, clock: Callable[[float], None]) -> None:
+    view = COUNTING | {"renew_unchanged": False}
+    project = make_project(ROWS, view=view)
+    run(project, command="run")
+    clock(2000)
+    project = make_project([(1, 10.0), *ROWS[1:]], view=view)
+    run(project, command="run")
+    assert looked_up(project, 2000, [1, 2]) == [("fresh", 0), ("fresh", 20)]
+    clock(3000)
+    assert run(project, command="run").status == "current"
+    assert looked_up(project, 3000, [1, 2]) == [("fresh", 10), ("fresh", 30)]
+    assert round(project_status(project)[0]["age_s"] / 100) == 30
+    clock(4000)
+    computed.clear()
+    assert str(plan_view(project, "numbers")).startswith("full, compacting: 7 of 8 rows to compute (7 past ttl), 1 unchanged")
+    run(project, command="run")
+    assert sorted(computed) == [x for _, x in ROWS[1:]]
+    assert looked_up(project, 4000, [1, 2]) == [("fresh", 20), ("fresh", 0)]
+
+
+def test_going_back_to_computing_at_ttl_computes_what_was_only_renewed(
+    make_project: MakeProject, clock: Callable[[float], None]
+) -> None:
+    project = make_project(ROWS, view=COUNTING)
+    run(project, command="run")
+    clock(5000)
+    run(project, command="run")
+    project = make_project(ROWS, view=COUNTING | {"renew_unchanged": False})
+    assert plan_view(project, "numbers").diff.expired == 8
+
+
+# ---- other views read a chain
+
+
+def test_views_that_read_a_delta_chain_see_its_rows_and_no_others(make_project: MakeProject) -> None:
+    derived = {
+        "entity": ["id"],
+        "source": {"sql": "SELECT id, double AS x FROM live.numbers"},
+        "model": {"use": f"{HERE}:Counting", "args": {"dim": 0}},
+        "features": {"double": {"dtype": "float64"}},
+        "ttl": "1h",
+        "gates": {"rows": None},
+    }
+    base = {i: float(i) for i in range(40)}
+    project = make_project(list(base.items()), view=GATES_OFF, views={"derived": derived})
+    run(project, command="run")
+    run(project, "derived", command="run")
+    for step in range(3):
+        base[step] += 50
+        del base[39 - step]
+        base[100 + step] = 5.5
+        project = make_project(list(base.items()), view=GATES_OFF, views={"derived": derived})
+        assert snapshot_of(project, run(project, command="run")).kind == "delta"
+        computed.clear()
+        report = run(project, "derived", command="run")
+        assert sorted(computed) == sorted([2 * base[step], 11.0])
+        assert report.counts["removed"] == 1
+        found = {row["id"]: row["double"] for row in rows_of(project, report.snapshot or 0, "derived")}
+        assert found == {i: 4 * x for i, x in base.items()}
+
+
+def test_top_k_ranks_the_items_of_a_delta_chain(make_project: MakeProject) -> None:
+    users = {
+        "entity": ["id"],
+        "source": {"sql": "SELECT id, [1.0::FLOAT, 0, 0, 0] AS vector FROM (VALUES (1), (2)) t(id)"},
+        "model": {"use": "top_k", "args": {"items": {"sql": "SELECT id, vector FROM live.numbers"}, "k": 3}},
+        "features": {"items": {"dtype": "int64", "max_items": 3}, "scores": {"dtype": "float32", "max_items": 3}},
+        "ttl": "1h",
+    }
+    base = {i: float(i) for i in range(40)}
+    project = make_project(list(base.items()), views={"users": users})
+    run(project, command="run")
+    assert rows_of(project, run(project, "users", command="run").snapshot or 0, "users")[0]["items"] == [39, 38, 37]
+    assert run(project, "users", command="run").status == "current"
+    base[0] = 100.0
+    del base[39]
+    project = make_project(list(base.items()), views={"users": users})
+    assert snapshot_of(project, run(project, command="run")).kind == "delta"
+    report = run(project, "users", command="run")
+    assert "tables) changed" in (report.plan or "")
+    assert [row["items"] for row in rows_of(project, report.snapshot or 0, "users")] == [[0, 38, 37]] * 2
+    for _ in range(3):  # the same chain read again is the same table
+        assert run(project, "users", command="run").status == "current"
+
+
+# ---- a parent that cannot be used
+
+
+def test_a_torn_parent_is_passed_over(make_project: MakeProject) -> None:
+    run(make_project(ROWS))
+    project = make_project([(1, 10.0), *ROWS[1:]])
+    run(project)
+    path = project.root / "numbers" / "manifests" / f"{2:020d}.json"
+    path.write_bytes(path.read_bytes()[:-40])
+    report = run(project)
+    assert (report.snapshot, snapshot_of(project, report).parent) == (3, 1)
+    assert values(project, 3) == {i: 2 * x for i, x in ROWS} | {1: 20.0}
+
+
+def test_a_parent_whose_part_is_gone_is_passed_over(make_project: MakeProject) -> None:
+    project = make_project(ROWS)
+    run(project)
+    for path in (project.root / "numbers" / "data").rglob("part-*.parquet"):
+        path.unlink()
+    assert plan_view(project, "numbers").diff == Diff(new=8)
+    assert run(project).snapshot == 2
+    assert values(project, 2) == {i: 2 * x for i, x in ROWS}
+
+
+def test_the_plan_says_nothing_of_compaction_where_there_is_nothing_to_do(make_project: MakeProject) -> None:
+    project = make_project(ROWS)
+    run(project)
+    found: Plan = replace(plan_view(project, "numbers"), compact=True)
+    assert str(found).startswith("nothing to do: 0 of 8 rows")

@@ -1,0 +1,491 @@
+"""Rollback: one pointer move to a snapshot that was good; rows and index together; and what was left is never published again."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from jobs import run as run_module
+from jobs.cli import main
+from jobs.config import Project
+from jobs.progress import Silent
+from jobs.report import Report
+from jobs.rollback import rollback
+from jobs.run import run_view
+from jobs.verify import verify
+from store.errors import GateError, OnlineStoreError, PrecomputeError, SnapshotError
+from store.lease import Lease, take
+from store.lookup import Lookup
+from store.offline_store import PUBLISH_LEASE, OfflineStore
+from store.online_url import open_online_store
+from store.partition import containing
+from tests.conftest import MakeProject
+
+INDEXED = {"index": {"on": "vector", "metric": "l2"}, "gates": {"rows": None}}
+KEYS = (1, 2, 3)
+Versions = Callable[..., Project]
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(params=["lmdb", "redis"])
+def online(request: pytest.FixtureRequest) -> str:
+    return "lmdb:./online" if request.param == "lmdb" else str(request.getfixturevalue("redis_url"))
+
+
+@pytest.fixture
+def versions(make_project: MakeProject) -> Versions:
+    """Publishes one snapshot after the other; in the one of factor f, every x is f times its key."""
+
+    def publish(*factors: float, online: str = "lmdb:./online", project: dict[str, Any] | None = None, **view: Any) -> Project:
+        for factor in factors:
+            made = make_project(
+                [(key, key * factor) for key in KEYS], project={"online": online} | (project or {}), view=INDEXED | view
+            )
+            run(made)
+        return made
+
+    return publish
+
+
+def run(project: Project, **options: Any) -> Report:
+    return run_view(project, "numbers", Silent(), **options)
+
+
+def back(project: Project, **options: Any) -> Report:
+    return rollback(project, "numbers", Silent(), **options)
+
+
+def store_of(project: Project) -> OfflineStore:
+    return OfflineStore(project.root)
+
+
+def served(project: Project) -> tuple[int, float]:
+    """(snapshot, factor) that rows and index serve alike."""
+    lookup = Lookup(open_online_store(project.online), project.root)
+    try:
+        table = lookup.get("numbers", KEYS)
+        (snapshot,) = set(table["snapshot"].to_pylist())
+        factors = {double / 2 / key for double, key in zip(table["double"].to_pylist(), KEYS, strict=True)}
+        assert len(factors) == 1
+        factor = factors.pop()
+        found = lookup.search("numbers", vector=[2 * factor + n for n in range(4)], k=1)
+        assert (found["snapshot"], found["rows"][0]["key"], found["rows"][0]["score"]) == (snapshot, "2", 0.0)
+        return snapshot, factor
+    finally:
+        lookup.close()
+
+
+def all_well(project: Project) -> None:
+    assert [check for check in verify(project, "numbers") if not check.ok] == []
+
+
+# ---- where it goes
+
+
+def test_back_to_what_was_live_before_by_one_pointer_move(versions: Versions, online: str) -> None:
+    project = versions(1.0, 10.0, online=online)
+    report = back(project)
+    assert (report.status, report.command, report.snapshot, report.epoch) == ("published", "rollback", 1, 3)
+    assert {"load", "index", "check"}.isdisjoint(report.stages_s)  # nothing was loaded
+    assert served(project) == (1, 1.0)
+    ref = store_of(project).live("numbers")
+    assert ref is not None
+    assert (ref.snapshot, ref.previous, ref.reason, ref.held) == (1, 2, "rollback from 2", None)
+    assert set(store_of(project).bad("numbers")) == {2}
+    assert store_of(project).last_report("numbers") == report.to_json()
+    all_well(project)
+
+
+def test_twice_in_a_row_goes_back_further(versions: Versions, online: str) -> None:
+    project = versions(1.0, 10.0, 100.0, online=online)
+    assert back(project).snapshot == 2
+    assert back(project).snapshot == 1
+    assert served(project) == (1, 1.0)
+    all_well(project)
+    with pytest.raises(SnapshotError, match=r"no good snapshot before 1 .*2 \(bad\), 3 \(bad\)"):
+        back(project)
+    assert served(project) == (1, 1.0)
+    assert set(store_of(project).bad("numbers")) == {2, 3}
+
+
+def test_to_names_any_snapshot_that_is_there(versions: Versions, online: str) -> None:
+    project = versions(1.0, 10.0, 100.0, 1000.0, online=online)
+    assert back(project, to=1).snapshot == 1
+    assert served(project) == (1, 1.0)
+    all_well(project)
+
+
+def test_what_cannot_be_gone_back_to_is_told_and_nothing_is_marked(versions: Versions) -> None:
+    project = versions(1.0, 10.0)
+    with pytest.raises(SnapshotError, match=r"no snapshot 9 .*\(it has: 1, 2\)"):
+        back(project, to=9)
+    with pytest.raises(SnapshotError, match=r"snapshot 2 .* is live already.*1, 2"):
+        back(project, to=2)
+    assert store_of(project).bad("numbers") == {}
+    assert served(project) == (2, 10.0)
+    report = store_of(project).last_report("numbers")
+    assert report is not None
+    assert (report["command"], report["status"]) == ("rollback", "failed")
+
+
+def test_a_collected_snapshot_is_told_with_those_there_are(versions: Versions) -> None:
+    retention = {"retention": {"keep": 1, "grace": 0}}
+    project = versions(1.0, 10.0, 100.0, 1000.0, project=retention)
+    with pytest.raises(SnapshotError, match=r"no snapshot 1 .*\(it has: 3, 4\)"):
+        back(project, to=1)
+    assert back(project).snapshot == 3
+
+
+def test_a_view_that_was_never_published_is_told(make_project: MakeProject, capsys: Captured) -> None:
+    project = make_project([(1, 1.0)])
+    assert main(["-c", str(project.folder), "rollback", "numbers"]) == 1
+    assert "never published" in capsys.readouterr().err
+    run(project, command="materialize")
+    with pytest.raises(SnapshotError, match="never published"):
+        back(project)
+
+
+def test_a_bad_target_is_refused_and_what_is_live_stays_good(versions: Versions, capsys: Captured) -> None:
+    project = versions(1.0, 10.0)
+    back(project)
+    project = versions(100.0)
+    assert main(["-c", str(project.folder), "rollback", "numbers", "--to", "2"]) == 3
+    assert "marked bad" in capsys.readouterr().err
+    assert set(store_of(project).bad("numbers")) == {2}
+    assert served(project) == (3, 100.0)
+    assert run(project).status == "current"
+
+
+def test_back_from_a_snapshot_of_the_very_same_rows(versions: Versions) -> None:
+    """As after ``run --full``: what was computed anew is wrong, what was there before was right, and the source is the same."""
+    project = versions(1.0)
+    run(project, full=True)
+    assert back(project).snapshot == 1
+    assert served(project)[0] == 1
+    assert run(project).status == "current"
+
+
+def test_back_when_the_live_manifest_is_torn(versions: Versions) -> None:
+    project = versions(1.0, 10.0)
+    path = project.root / "numbers" / "manifests" / f"{2:020d}.json"
+    path.write_bytes(path.read_bytes()[:100])
+    assert back(project).snapshot == 1
+    assert served(project) == (1, 1.0)
+    assert set(store_of(project).bad("numbers")) == {2}
+
+
+def test_back_past_a_torn_manifest(versions: Versions) -> None:
+    project = versions(1.0, 10.0, 100.0)
+    path = project.root / "numbers" / "manifests" / f"{2:020d}.json"
+    path.write_bytes(path.read_bytes()[:100])
+    assert back(project).snapshot == 1
+    assert served(project) == (1, 1.0)
+
+
+def test_a_snapshot_that_a_gate_refused_is_no_default_target(make_project: MakeProject) -> None:
+    rows = [(key, float(key)) for key in KEYS]
+    gates = {"view": {"gates": {"rows": None, "rejected": 0.0}}}
+    run(make_project(rows, **gates))
+    with pytest.raises(GateError):
+        run(make_project([*rows[:2], (3, None)], **gates))
+    for factor in (10, 100):
+        project = make_project([(key, x * factor) for key, x in rows], **gates)
+        run(project)
+    assert [back(project).snapshot, back(project).snapshot] == [3, 1]
+
+
+# ---- what comes after
+
+
+def test_the_same_rows_are_never_published_again_and_others_are(versions: Versions, capsys: Captured) -> None:
+    project = versions(1.0, 10.0)
+    back(project)
+    for _ in range(2):
+        assert main(["-c", str(project.folder), "run", "numbers"]) == 3
+        assert "snapshot 2 is marked bad (rolled back from)" in capsys.readouterr().err
+        assert served(project) == (1, 1.0)
+    numbers = store_of(project).numbers("numbers")
+    assert len(numbers) == 3  # one try is kept, not one for each
+    assert run(project, command="publish").status == "current"  # the newest that may be published is live
+    assert served(project) == (1, 1.0)
+    project = versions(100.0)
+    assert served(project)[1] == 100.0
+    all_well(project)
+
+
+def test_when_the_source_goes_back_too_there_is_nothing_to_do(versions: Versions) -> None:
+    project = versions(1.0, 10.0)
+    back(project)
+    project = versions(1.0)
+    assert served(project) == (1, 1.0)
+    assert store_of(project).numbers("numbers") == [1, 2]
+
+
+def test_publish_never_picks_one_that_builds_on_a_bad_one(make_project: MakeProject) -> None:
+    make = {"view": {"gates": {"rows": None}}}
+    rows = [(i, float(i)) for i in range(20)]
+    run(make_project(rows, **make))
+    run(make_project([(0, 50.0), *rows[1:]], **make))
+    project = make_project([(0, 50.0), (1, 50.0), *rows[2:]], **make)
+    run(project, command="materialize")  # a delta on 2: row 0 is taken over from it
+    back(project)
+    report = run(project, command="publish")
+    assert (report.status, report.snapshot) == ("current", 1)
+    with pytest.raises(GateError):
+        run(project, command="publish", number=3)
+
+
+def test_publish_never_picks_one_that_copied_the_rows_of_a_bad_one(make_project: MakeProject) -> None:
+    make = {"view": {"gates": {"rows": None, "norm": None, "drift": None}}}
+    rows = [(i, float(i)) for i in range(20)]
+    run(make_project(rows, **make))
+    run(make_project([(0, 50.0), *rows[1:]], **make))
+    project = make_project([(0, 50.0), *((i, 60.0 + i) for i in range(1, 10)), *rows[10:]], **make)
+    assert "compacting" in (run(project, command="materialize").plan or "")  # row 0 is copied from 2
+    assert store_of(project).snapshot("numbers", 3).refused_by == []
+    back(project)
+    report = run(project, command="publish")
+    assert (report.status, report.snapshot) == ("current", 1)
+
+
+def test_back_from_a_partition_goes_to_the_latest_before_it_and_not_to_a_backfilled_one(make_project: MakeProject) -> None:
+    sql = "SELECT id, x * $n AS x FROM read_parquet('${data}/data.parquet') WHERE $start < $end"
+
+    def computed(day: int, factor: int, command: str = "run") -> Project:
+        view = {"source": {"sql": sql.replace("$n", str(factor))}, "partition": {"by": "day", "start": "2026-01-01"}}
+        project = make_project([(key, float(key)) for key in KEYS], view=INDEXED | {"gates": {"rows": None, "norm": None}} | view)
+        partition = containing("day", datetime(2026, 1, day, tzinfo=UTC))
+        run_view(project, "numbers", Silent(), command=command, partition=partition)
+        return project
+
+    computed(8, 1)
+    computed(2, 1, "materialize")  # filled in later, never live
+    computed(9, 1)
+    project = computed(9, 2)
+    assert served(project) == (4, 2.0)
+    assert back(project).snapshot == 3
+    assert back(project).snapshot == 1
+
+
+def test_hold_stops_runs_until_resume(versions: Versions, capsys: Captured) -> None:
+    project = versions(1.0, 10.0)
+    assert main(["-c", str(project.folder), "rollback", "numbers", "--hold"]) == 0
+    project = versions(100.0)
+    assert served(project) == (1, 1.0)
+    report = store_of(project).last_report("numbers")
+    assert report is not None
+    assert (report["status"], report["snapshot"]) == ("committed", 3)
+    assert main(["-c", str(project.folder), "status"]) == 1
+    assert "held: rollback from 2, with --hold" in capsys.readouterr().out
+    assert main(["-c", str(project.folder), "resume", "numbers"]) == 0
+    assert run(project).status == "published"
+    assert served(project) == (3, 100.0)
+    assert main(["-c", str(project.folder), "status"]) == 0
+
+
+def test_publish_by_hand_ends_the_hold(versions: Versions) -> None:
+    project = versions(1.0, 10.0)
+    back(project, hold=True)
+    project = versions(100.0)
+    assert run(project, command="publish").snapshot == 3
+    assert served(project) == (3, 100.0)
+    versions(7.0)
+    assert served(project)[1] == 7.0
+
+
+def test_a_publish_that_is_refused_leaves_the_hold(versions: Versions) -> None:
+    project = versions(1.0, 10.0)
+    back(project, hold=True)
+    with pytest.raises(GateError):
+        run(project, command="publish", number=2)
+    ref = store_of(project).live("numbers")
+    assert ref is not None
+    assert ref.held is not None
+
+
+def test_resume_of_a_view_that_is_not_held_or_not_published(versions: Versions, make_project: MakeProject) -> None:
+    project = make_project([(1, 1.0)])
+    assert main(["-c", str(project.folder), "resume", "numbers"]) == 1
+    project = versions(1.0)
+    assert main(["-c", str(project.folder), "resume", "numbers"]) == 0
+    assert served(project) == (1, 1.0)
+
+
+# ---- stores that are full, damaged, or gone
+
+
+def test_when_redis_is_full_the_pointer_still_moves(versions: Versions, redis_url: str) -> None:
+    project = versions(1.0, 10.0, online=redis_url)
+    client = redis.Redis.from_url(redis_url)
+    client.config_set("maxmemory-policy", "noeviction")
+    client.config_set("maxmemory", "1")
+    try:
+        with pytest.raises(redis.exceptions.OutOfMemoryError):
+            client.set("x", "y")
+        report = back(project)
+        assert (report.status, report.snapshot) == ("published", 1)
+        assert served(project) == (1, 1.0)
+        all_well(project)
+        with pytest.raises(OnlineStoreError, match="full"):
+            versions(100.0, online=redis_url)
+        assert served(project) == (1, 1.0)
+    finally:
+        client.config_set("maxmemory", "0")
+        client.close()
+    versions(100.0, online=redis_url)
+    assert served(project)[1] == 100.0
+
+
+def test_a_generation_that_is_gone_is_loaded_again(versions: Versions, online: str) -> None:
+    project = versions(1.0, 10.0, online=online)
+    opened = open_online_store(project.online)
+    opened.drop("numbers", 1)
+    opened.close()
+    assert "load" in back(project).stages_s
+    assert served(project) == (1, 1.0)
+    all_well(project)
+
+
+def test_a_damaged_generation_is_loaded_again(versions: Versions) -> None:
+    project = versions(1.0, 10.0)
+    (path,) = (project.folder / "online" / "numbers").glob(f"{1:020d}.mdb")
+    path.write_bytes(path.read_bytes()[:5000])
+    back(project)
+    assert served(project) == (1, 1.0)
+    all_well(project)
+
+
+@pytest.mark.parametrize("damage", ["gone", "damaged"])
+def test_an_index_that_is_gone_or_damaged_is_built_again(versions: Versions, damage: str) -> None:
+    project = versions(1.0, 10.0)
+    folder = project.root / "numbers" / "index" / f"{1:020d}"
+    if damage == "gone":
+        shutil.rmtree(folder)
+    else:
+        (folder / "vectors.faiss").write_bytes(b"nothing")
+    back(project)
+    assert served(project) == (1, 1.0)
+    all_well(project)
+
+
+def test_a_target_whose_parts_are_damaged_is_refused_and_the_old_rows_stay(versions: Versions) -> None:
+    project = versions(1.0, 10.0, 100.0)
+    run_id = store_of(project).snapshot("numbers", 1).run
+    for path in (project.root / "numbers" / "data" / run_id).glob("*.parquet"):
+        path.write_bytes(path.read_bytes()[::-1])
+    with pytest.raises(SnapshotError, match="checksum"):
+        back(project, to=1)
+    assert served(project) == (3, 100.0)
+    assert back(project).snapshot == 2
+
+
+def test_an_emptied_online_store_is_filled_by_going_back(versions: Versions) -> None:
+    project = versions(1.0, 10.0)
+    shutil.rmtree(project.folder / "online")
+    back(project)
+    assert served(project) == (1, 1.0)
+    all_well(project)
+
+
+# ---- others at work
+
+
+def test_readers_see_one_snapshot_or_the_other_and_never_both(versions: Versions, online: str) -> None:
+    project = versions(1.0, 2.0, online=online)
+    failures: list[str] = []
+    stop = threading.Event()
+
+    def read() -> None:
+        lookup = Lookup(open_online_store(project.online), project.root)
+        try:
+            while not stop.is_set():
+                table = lookup.get("numbers", KEYS)
+                factors = {d / 2 / key for d, key in zip(table["double"].to_pylist(), KEYS, strict=True)}
+                snapshots = set(table["snapshot"].to_pylist())
+                if len(factors) != 1 or len(snapshots) != 1 or factors != {float(next(iter(snapshots)))}:
+                    failures.append(f"{factors} {snapshots}")
+                    return
+                found = lookup.search("numbers", vector=[2.0, 3.0, 4.0, 5.0], k=1)  # 2 of factor 1, 1 of factor 2
+                if found["rows"][0]["score"] == 0.0 and found["rows"][0]["key"] != {1: "2", 2: "1"}.get(found["snapshot"], "1"):
+                    failures.append(str(found))
+                    return
+        except BaseException as exc:
+            failures.append(repr(exc))
+            raise
+        finally:
+            lookup.close()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for factor in (3.0, 4.0, 5.0):
+            versions(factor, online=online)
+        for _ in range(4):
+            back(project)
+    finally:
+        stop.set()
+        reader.join()
+    assert failures == []
+    assert served(project) == (1, 1.0)
+
+
+@pytest.fixture
+def before_publishing(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[], object]]]:
+    """What is to happen just before a run takes the publishing lease."""
+    waiting: list[Callable[[], object]] = []
+
+    def taking(folder: Path, name: str, by: str, **options: Any) -> Lease:
+        if name == PUBLISH_LEASE and waiting:
+            waiting.pop()()
+        return take(folder, name, by, **options)
+
+    monkeypatch.setattr(run_module, "take", taking)
+    yield waiting
+    assert waiting == []
+
+
+def test_a_hold_counts_though_the_run_had_looked_before(
+    versions: Versions, before_publishing: list[Callable[[], object]]
+) -> None:
+    project = versions(1.0, 10.0)
+    before_publishing.append(lambda: back(project, hold=True))
+    versions(100.0)
+    assert served(project) == (1, 1.0)
+
+
+def test_a_publishing_that_goes_on_is_fenced(
+    versions: Versions, make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from jobs import publish
+
+    project = versions(1.0, 10.0)
+    loaded = publish._verify
+
+    def verified(*arguments: Any) -> None:
+        loaded(*arguments)
+        monkeypatch.setattr(publish, "_verify", loaded)
+        back(project)
+
+    monkeypatch.setattr(publish, "_verify", verified)
+    with pytest.raises(PrecomputeError, match="rollback"):
+        versions(100.0)
+    assert served(project) == (1, 1.0)
+    all_well(project)
+    assert run(project).status == "published"
+    assert served(project) == (4, 100.0)  # and not 3, which took rows over from 2
+
+
+def test_the_operators_command_is_told(versions: Versions, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    script = f"import os; open({str(told)!r}, 'a').write(' '.join(os.environ['NOTIFY_' + n] for n in ('COMMAND', 'STATUS', 'SNAPSHOT')) + chr(10))"
+    project = versions(1.0, 10.0, project={"notify": [sys.executable, "-c", script]})
+    back(project)
+    assert told.read_text().splitlines() == ["run published 1", "run published 2", "rollback published 1"]

@@ -1,0 +1,306 @@
+"""Verify: every kind of damage to what is live is found, and named for what it is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import pytest
+import redis
+
+from jobs.cli import main
+from jobs.config import Project
+from jobs.progress import Silent
+from jobs.run import run_view
+from jobs.verify import Check, verify
+from store.offline_store import OfflineStore
+from store.online_url import open_online_store
+from tests.conftest import MakeProject
+
+CHECKS = ["manifest", "checksums", "rows", "online pointer", "online rows", "index"]
+ROWS = 60
+INDEXED = {"index": {"on": "vector", "metric": "l2"}}
+
+
+@pytest.fixture(params=["lmdb", "redis"])
+def online(request: pytest.FixtureRequest) -> str:
+    return "lmdb:./online" if request.param == "lmdb" else str(request.getfixturevalue("redis_url"))
+
+
+def chain(make_project: MakeProject, online: str = "lmdb:./online", **view: Any) -> Project:
+    """A view whose live snapshot is two deltas on a full one."""
+    for step in range(3):
+        rows = [(i, i + 0.5 if i < step else float(i)) for i in range(ROWS)]
+        project = make_project(rows, project={"online": online}, view=INDEXED | view)
+        run_view(project, "numbers", Silent())
+    return project
+
+
+def bad(project: Project) -> dict[str, str]:
+    """Check → what was found, of those that are not ok."""
+    return {c.check: c.found for c in verify(project, "numbers") if not c.ok}
+
+
+def parts(project: Project) -> list[Path]:
+    """Of the live chain: the full snapshot's first."""
+    store = OfflineStore(project.root)
+    ref = store.live("numbers")
+    assert ref is not None
+    layers = store.chain(store.snapshot("numbers", ref.snapshot))
+    return [project.root / "numbers" / part.path for layer in layers for part in layer.parts]
+
+
+def test_all_is_well(make_project: MakeProject, online: str, capsys: pytest.CaptureFixture[str]) -> None:
+    project = chain(make_project, online)
+    capsys.readouterr()
+    assert main(["-c", str(project.folder), "verify", "numbers"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "ok   manifest: snapshot 3, epoch 3; chain: 1 (full), 2 (delta), 3 (delta)"
+    assert lines[1].startswith("ok   checksums: 3 parts, ")
+    assert lines[2:4] == ["ok   rows: 60 rows, as the manifest says", "ok   online pointer: snapshot 3, epoch 3, generation 3"]
+    assert lines[5] == "ok   index: 60 vectors; 10 sampled ones find themselves"
+    assert main(["-c", str(project.folder), "verify", "numbers", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["view"], found["ok"], [c["check"] for c in found["checks"]]) == ("numbers", True, CHECKS)
+
+
+def test_a_view_without_an_index_and_one_with_texts(make_project: MakeProject) -> None:
+    project = make_project([("a/b", 1.0), ("é", 2.0)])
+    run_view(project, "numbers", Silent())
+    assert verify(project, "numbers")[-1] == Check("online rows", True, "2 sampled rows equal those in Parquet")
+
+
+@pytest.mark.parametrize("metric", ["cosine", "dot", "l2"])
+def test_every_metric_verifies(make_project: MakeProject, metric: str) -> None:
+    project = make_project([(i, float(i - 5)) for i in range(30)], view={"index": {"on": "vector", "metric": metric}})
+    run_view(project, "numbers", Silent())
+    assert bad(project) == {}
+
+
+def test_vectors_that_are_all_alike_verify(make_project: MakeProject) -> None:
+    rows = [(i, 1.0) for i in range(50)]
+    for metric in ("l2", "cosine", "dot"):
+        project = make_project(rows, view={"index": {"on": "vector", "metric": metric}, "gates": {"duplicates": None}})
+        run_view(project, "numbers", Silent(), full=True)
+        assert bad(project) == {}
+
+
+def test_exit_status_and_json_for_alerting(make_project: MakeProject, capsys: pytest.CaptureFixture[str]) -> None:
+    project = chain(make_project)
+    parts(project)[0].unlink()
+    capsys.readouterr()
+    assert main(["-c", str(project.folder), "verify", "numbers", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is False
+    assert next(c["check"] for c in found["checks"] if not c["ok"]) == "checksums"
+    assert main(["-c", str(project.folder), "verify", "numbers"]) == 1
+    assert "BAD  checksums: " in capsys.readouterr().out
+    assert main(["-c", str(project.folder), "verify", "nothing"]) == 2
+
+
+def test_a_view_that_is_not_published(make_project: MakeProject) -> None:
+    project = make_project([(1, 1.0)])
+    assert verify(project, "numbers") == [Check("manifest", False, "nothing is live: precompute run numbers")]
+
+
+# ---- offline
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_flipped_byte_is_found_wherever_it_is(make_project: MakeProject, which: int) -> None:
+    project = chain(make_project)
+    path = parts(project)[which]
+    whole = path.read_bytes()
+    for at in range(0, len(whole), max(1, len(whole) // 12)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
+        assert f"{path} differs from its checksum" in bad(project)["checksums"], at
+    path.write_bytes(whole)
+    assert bad(project) == {}
+
+
+def gone(path: Path) -> None:
+    path.unlink()
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def flipped(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("damage", [gone, cut, flipped])
+@pytest.mark.parametrize("name", ["part-00000.parquet", "deletes.parquet"])
+def test_a_damaged_file_of_the_chain_is_found_and_named(
+    make_project: MakeProject, name: str, damage: Callable[[Path], None]
+) -> None:
+    project = chain(make_project)
+    store = OfflineStore(project.root)
+    path = project.root / "numbers" / "data" / store.snapshot("numbers", 2).run / name
+    damage(path)
+    assert str(path) in bad(project)["checksums"]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("damage", [gone, cut, flipped])
+def test_a_damaged_manifest_of_the_chain_is_found(make_project: MakeProject, number: int, damage: Callable[[Path], None]) -> None:
+    project = chain(make_project)
+    damage(project.root / "numbers" / "manifests" / f"{number:020d}.json")
+    found = bad(project)
+    assert list(found) == ["manifest"]
+    assert f"{number}.json" in found["manifest"] or f"no snapshot {number}" in found["manifest"]
+
+
+def test_a_damaged_live_pointer_is_found(make_project: MakeProject) -> None:
+    project = chain(make_project)
+    path = project.root / "numbers" / "refs" / "live.json"
+    path.write_bytes(b"{")
+    assert "live.json is damaged" in bad(project)["manifest"]
+
+
+# ---- online
+
+
+def put(project: Project, key: bytes, value: bytes | None) -> None:
+    """Writes a row into the live generation behind the store's back; None removes it."""
+    if project.online.startswith("lmdb:"):
+        folder = Path(project.online.removeprefix("lmdb:")) / "numbers"
+        path = folder / f"{3:020d}.mdb"
+        copy = folder / "copy"
+        shutil.copy(path, copy)
+        with lmdb.open(str(copy), subdir=False, lock=False, map_size=2**26) as env, env.begin(write=True) as txn:
+            assert txn.delete(key) if value is None else txn.put(key, value)
+        copy.replace(path)
+    else:
+        client = redis.Redis.from_url(project.online)
+        name = b"precompute:numbers:3:" + key
+        assert client.delete(name) if value is None else client.set(name, value)
+        client.close()
+
+
+def row(project: Project, key: bytes) -> bytes:
+    store = open_online_store(project.online)
+    try:
+        (found,) = store.read_generation("numbers", 3, [key])
+        assert found is not None
+        return bytes(found)
+    finally:
+        store.close()
+
+
+def test_a_changed_online_row_is_found_and_named(make_project: MakeProject, online: str) -> None:
+    project = chain(make_project, online)
+    for key in (b"0", b"17", b"59"):  # of each layer
+        right = row(project, key)
+        for wrong in (right[:-1] + bytes([right[-1] ^ 1]), right[:-1], b"", bytes([right[0] ^ 1]) + right[1:]):
+            put(project, key, wrong)
+            found = bad(project)
+            assert list(found) == ["online rows"]
+            assert found["online rows"].startswith(
+                f"key {key.decode()!r} has other bytes than in Parquet: precompute publish numbers"
+            )
+        put(project, key, right)
+    assert bad(project) == {}
+
+
+def test_a_missing_online_row_is_found_and_named(make_project: MakeProject, online: str) -> None:
+    project = chain(make_project, online)
+    put(project, b"17", None)
+    found = bad(project)
+    assert list(found) == ["online rows"]
+    assert found["online rows"].startswith("key '17' is missing: precompute publish numbers")
+
+
+def test_what_verify_says_to_do_mends_it(make_project: MakeProject, online: str) -> None:
+    project = chain(make_project, online)
+    put(project, b"17", None)
+    said = bad(project)["online rows"].partition(": precompute ")[2].split()
+    assert said[:2] == ["publish", "numbers"]
+    assert main(["-c", str(project.folder), *said]) == 0
+    assert bad(project) == {}
+
+
+def test_an_online_pointer_that_is_behind_is_found(make_project: MakeProject, online: str) -> None:
+    project = chain(make_project, online)
+    store = OfflineStore(project.root)
+    store.move_live("numbers", 2, expected_epoch=3, epoch=4, reason="a crash between the two pointers")
+    found = bad(project)
+    assert found["online pointer"] == (
+        "the online store serves snapshot 3, epoch 3, live is snapshot 2, epoch 4: precompute publish numbers --snapshot 2"
+    )
+    assert main(["-c", str(project.folder), "publish", "numbers", "--snapshot", "2"]) == 0
+    assert bad(project) == {}
+
+
+def test_an_emptied_online_store_is_found(make_project: MakeProject) -> None:
+    project = chain(make_project)
+    shutil.rmtree(project.folder / "online")
+    assert "serves nothing" in bad(project)["online pointer"]
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut", "pointer"])
+def test_a_damaged_lmdb_file_is_found(make_project: MakeProject, damage: str) -> None:
+    project = chain(make_project)
+    folder = project.folder / "online" / "numbers"
+    path = folder / ("live.json" if damage == "pointer" else f"{3:020d}.mdb")
+    gone(path) if damage == "gone" else path.write_bytes(path.read_bytes()[:4097] if damage == "cut" else b"{")
+    assert list(bad(project)) == ["online pointer" if damage == "pointer" else "online rows"]
+
+
+def test_a_redis_that_does_not_answer_is_told(make_project: MakeProject, redis_url: str) -> None:
+    project = chain(make_project, redis_url)
+    project = make_project(project={"online": "redis://127.0.0.1:1/0"}, view=INDEXED)
+    assert "does not answer" in bad(project)["online pointer"]
+
+
+# ---- the index
+
+
+def index_folder(project: Project, generation: int = 3) -> Path:
+    return project.root / "numbers" / "index" / f"{generation:020d}"
+
+
+@pytest.mark.parametrize("name", ["vectors.faiss", "keys.arrow", "meta.json"])
+@pytest.mark.parametrize("damage", [gone, cut, flipped])
+def test_a_damaged_index_is_found(make_project: MakeProject, name: str, damage: Callable[[Path], None]) -> None:
+    project = chain(make_project)
+    damage(index_folder(project) / name)
+    found = bad(project)
+    assert list(found) == ["index"]
+    assert str(index_folder(project)) in found["index"]
+
+
+def test_a_missing_index_is_found(make_project: MakeProject) -> None:
+    project = chain(make_project)
+    shutil.rmtree(index_folder(project))
+    assert list(bad(project)) == ["index"]
+
+
+def test_an_index_of_another_row_count_is_found(make_project: MakeProject) -> None:
+    project = chain(make_project)
+    run_view(
+        make_project([(i, float(i)) for i in range(50)], project={"online": "lmdb:./online"}, view=INDEXED), "numbers", Silent()
+    )
+    shutil.rmtree(index_folder(project, 4))
+    shutil.copytree(index_folder(project, 3), index_folder(project, 4))
+    assert bad(project)["index"].startswith("it holds 60 vectors, the snapshot 50")
+
+
+@pytest.mark.parametrize("metric", ["cosine", "dot", "l2"])
+@pytest.mark.parametrize("rows", [6, 60])
+def test_an_index_of_another_snapshot_with_as_many_rows_is_found(make_project: MakeProject, metric: str, rows: int) -> None:
+    view = {"index": {"on": "vector", "metric": metric}, "gates": {"drift": None}}
+    for sign in (1.0, -1.0):
+        project = make_project([(i, sign * (i * i + 1)) for i in range(rows)], view=view)
+        run_view(project, "numbers", Silent())
+    assert bad(project) == {}
+    shutil.rmtree(index_folder(project, 2))
+    shutil.copytree(index_folder(project, 1), index_folder(project, 2))
+    assert list(bad(project)) == ["index"]
