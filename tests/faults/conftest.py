@@ -1,0 +1,103 @@
+"""Fixtures of the fault suite: a folder where fsync costs nothing, and scenes that many cases start from."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from tests.faults.harness import Scene, changed
+
+MEMORY = Path("/dev/shm")
+"""A file system in memory: a killed process cannot lose what it wrote, there or on a disk, and syncing takes no time."""
+
+ROWS = {key: key * 10 for key in range(200)}
+
+MakeScene = Callable[[], Scene]
+
+
+@pytest.fixture(scope="session")
+def memory_folder() -> Iterator[Path]:
+    base = MEMORY if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2**30 else None
+    with tempfile.TemporaryDirectory(prefix="precompute-faults-", dir=base) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def folder(memory_folder: Path) -> Iterator[Path]:
+    """As pytest's tmp_path, in memory, and gone after the test."""
+    with tempfile.TemporaryDirectory(dir=memory_folder) as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def scene(folder: Path) -> Scene:
+    """A project that was never run."""
+    return Scene(folder / "project").write(ROWS)
+
+
+def two_published(scene: Scene) -> Scene:
+    """Two full snapshots of different rows published, and the source changed once more: 24 rows to compute, in three chunks; 5 removed. The run
+    to come makes a delta on snapshot 2, and gc then removes snapshot 1."""
+    scene.write(ROWS)
+    scene.run()
+    scene.write(changed(scene.rows, range(0, 200, 3)))
+    scene.run(full=True)
+    scene.write(changed(scene.rows, range(20, 32), range(300, 312), range(50, 55)))
+    scene.computed()
+    return scene
+
+
+@pytest.fixture(scope="session")
+def prepared(memory_folder: Path) -> Scene:
+    """Never to be run itself: see :func:`two_published`. It was made where its copies are, since the path is part of the source's SQL."""
+    scene = two_published(Scene(memory_folder / "stage"))
+    scene.folder.rename(memory_folder / "prepared")
+    return scene
+
+
+@pytest.fixture
+def delta_to_come(prepared: Scene) -> MakeScene:
+    """Makes a copy of :func:`prepared`, in place of the one before."""
+    return lambda: put_on_stage(prepared, "prepared")
+
+
+def put_on_stage(scene: Scene, original: str) -> Scene:
+    """A fresh copy of a prepared scene."""
+    shutil.rmtree(scene.folder, ignore_errors=True)
+    shutil.copytree(scene.folder.with_name(original), scene.folder)
+    return scene.copied(scene.folder)
+
+
+@pytest.fixture(scope="session")
+def prepared_redis(memory_folder: Path, redis_server: str) -> tuple[Scene, dict[bytes, bytes]]:
+    """As :func:`prepared` on Redis, and what Redis held then."""
+    client = redis.Redis.from_url(redis_server)
+    client.flushdb()
+    scene = two_published(Scene(memory_folder / "stage-redis", online=redis_server))
+    scene.folder.rename(memory_folder / "prepared-redis")
+    dump = {key: client.dump(key) for key in client.scan_iter(count=5000)}
+    client.close()
+    return scene, dump
+
+
+@pytest.fixture
+def delta_to_come_redis(prepared_redis: tuple[Scene, dict[bytes, bytes]], redis_url: str) -> MakeScene:
+    """Makes a copy of :func:`prepared_redis` in place of the one before, the server's content with it."""
+
+    def make() -> Scene:
+        scene, dump = prepared_redis
+        client = redis.Redis.from_url(redis_url)
+        client.flushdb()
+        pipe = client.pipeline(transaction=False)
+        for key, value in dump.items():
+            pipe.restore(key, 0, value)
+        pipe.execute()
+        client.close()
+        return put_on_stage(scene, "prepared-redis")
+
+    return make

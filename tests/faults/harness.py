@@ -1,0 +1,524 @@
+"""Fault harness: small real projects over an arithmetic model, child processes that die as told, and the oracle.
+
+The oracle is arithmetic. Every state the source was ever in is remembered, so every snapshot must equal one of these states as a whole: a row
+that is lost, doubled, or of another state than its neighbours shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import redis
+import yaml
+
+import jobs.materialize
+import jobs.plan
+from jobs.config import Project
+from jobs.gc import collect
+from jobs.progress import Silent
+from jobs.report import Report
+from jobs.rollback import rollback
+from jobs.run import run_view
+from jobs.verify import verify
+from store import crashpoint
+from store.crashpoint import InjectedError
+from store.errors import PrecomputeError
+from store.lookup import Lookup
+from store.offline_store import OfflineStore
+from store.online_store import OnlineStore
+from store.online_url import open_online_store
+from store.vector_index import VectorIndex
+
+VIEW = "numbers"
+DIM = 4
+WINDOW_ROWS = 8
+"""Rows of a window, and with ``PART_BYTES`` of one byte also of a chunk: what a killed run may lose."""
+
+State = tuple[Mapping[int, int], int]
+"""Source rows (key → x) and the version of the model: all that makes a snapshot's values."""
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    ["tests.faults.harness", "duckdb", "pyarrow.parquet", "pyarrow.dataset", "lmdb", "redis", "faiss", "store.lmdb_store"]
+)
+
+
+class Counted:
+    """``x`` → ``double`` = 2x + a million for each version, and ``vector`` = [x, x + 1, …]; every call is noted in a file.
+
+    Args:
+        log: file that gets a line with the number of rows of every batch.
+        version: part of the fingerprint and of the values.
+        raise_at, nan_at, memory_at, kill_at, hang_at: the n-th call of this process raises ValueError, returns NaN, raises MemoryError, kills
+            the process, sleeps for good and takes no SIGTERM.
+    """
+
+    def __init__(
+        self,
+        log: str = "",
+        version: int = 1,
+        raise_at: int = 0,
+        nan_at: int = 0,
+        memory_at: int = 0,
+        kill_at: int = 0,
+        hang_at: int = 0,
+    ) -> None:
+        self.log, self.version, self.calls = log, version, 0
+        self.raise_at, self.nan_at, self.memory_at, self.kill_at, self.hang_at = raise_at, nan_at, memory_at, kill_at, hang_at
+
+    def fingerprint(self) -> str:
+        return f"counted {self.version}"
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
+        self.calls += 1
+        if self.log:
+            with Path(self.log).open("a") as file:
+                file.write(f"{batch.num_rows}\n")
+        if self.calls == self.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.calls == self.hang_at:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            while True:
+                time.sleep(60)
+        if self.calls == self.raise_at:
+            raise ValueError("injected by the model")
+        if self.calls == self.memory_at:
+            raise MemoryError
+        x = np.asarray(batch.column("x")).astype(np.float64)
+        double = 2 * x + 1_000_000 * self.version
+        if self.calls == self.nan_at:
+            double[0] = np.nan
+        return {"double": double, "vector": (x[:, None] + np.arange(DIM)).astype(np.float32)}
+
+
+def values(x: int, version: int) -> tuple[float, tuple[float, ...]]:
+    """What the model makes of ``x``."""
+    return 2.0 * x + 1_000_000 * version, tuple(float(x + i) for i in range(DIM))
+
+
+def values_of(state: State) -> dict[int, tuple[float, tuple[float, ...]]]:
+    """Every row of a state: key → (double, vector)."""
+    rows, version = state
+    return {key: values(x, version) for key, x in rows.items()}
+
+
+# ---- a project
+
+
+@dataclass
+class Scene:
+    """A project on disk and everything its source ever was.
+
+    ``seen`` maps the number of a snapshot to its run: a number that comes again with another run was given out twice.
+    """
+
+    folder: Path
+    online: str = "lmdb:./var/online"
+    model: dict[str, Any] = field(default_factory=dict)
+    view: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    rows: dict[int, int] = field(default_factory=dict)
+    version: int = 1
+    history: list[State] = field(default_factory=list)
+    seen: dict[int, str] = field(default_factory=dict)
+    _project: Project | None = None
+
+    @property
+    def log(self) -> Path:
+        """What the model noted."""
+        return self.folder / "calls"
+
+    @property
+    def store(self) -> OfflineStore:
+        """The offline store."""
+        return OfflineStore(self.folder / "var")
+
+    @property
+    def view_folder(self) -> Path:
+        """The view's folder in the offline store."""
+        return self.folder / "var" / VIEW
+
+    def write(self, rows: Mapping[int, int] | None = None, *, version: int | None = None, **model: Any) -> Scene:
+        """Write the source, and the configuration with these arguments of the model; the state they make is remembered."""
+        if rows is not None:
+            self.rows = dict(rows)
+            self.write_source(self.rows)
+        self.version = self.version if version is None else version
+        self.model = model
+        self.write_configuration()
+        if (self.rows, self.version) not in self.history:
+            self.history.append((dict(self.rows), self.version))
+        return self
+
+    def write_source(self, rows: Mapping[int, int]) -> None:
+        """Replace the source file."""
+        table = pa.table({"id": pa.array(list(rows), pa.int64()), "x": pa.array(list(rows.values()), pa.int64())})
+        temporary = self.folder / "data.tmp"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        pq.write_table(table, temporary)
+        temporary.replace(self.folder / "data.parquet")
+
+    def write_configuration(self) -> None:
+        """Write project.yaml and the view."""
+        self._project = None
+        (self.folder / "views").mkdir(parents=True, exist_ok=True)
+        gates = dict.fromkeys(("rows", "norm", "drift", "zero", "duplicates"))
+        retention = {"keep": 1, "grace": "0s"}
+        settings = {"root": "./var", "online": self.online, "vars": {"data": "./"}, "notify": ["true"], "retention": retention}
+        definition = {
+            "name": VIEW,
+            "entity": ["id"],
+            "source": {"sql": "SELECT * FROM read_parquet('${data}/data.parquet')"},
+            "model": {
+                "use": "tests.faults.harness:Counted",
+                "args": {"log": str(self.log), "version": self.version} | self.model,
+            },
+            "features": {"double": {"dtype": "float64"}, "vector": {"dtype": "float32", "dim": DIM}},
+            "index": {"on": "vector", "metric": "l2"},
+            "ttl": "1h",
+            "max_rejected": 0.0,
+            "gates": gates,
+        }
+        (self.folder / "project.yaml").write_text(yaml.safe_dump(settings | self.settings))
+        (self.folder / "views" / f"{VIEW}.yaml").write_text(yaml.safe_dump(definition | self.view))
+
+    def project(self) -> Project:
+        """The project as it was last written."""
+        if self._project is None:
+            self._project = Project(self.folder, {})
+        return self._project
+
+    def copied(self, folder: Path) -> Scene:
+        """The same scene in a folder that is a copy of this one's."""
+        copy = Scene(
+            folder,
+            self.online,
+            dict(self.model),
+            dict(self.view),
+            dict(self.settings),
+            dict(self.rows),
+            self.version,
+            list(self.history),
+            dict(self.seen),
+        )
+        copy.write_configuration()
+        return copy
+
+    def computed(self) -> int:
+        """Rows the model was given since the last call of this."""
+        lines = self.log.read_text().split() if self.log.exists() else []
+        self.log.unlink(missing_ok=True)
+        return sum(map(int, lines))
+
+    def run(self, **options: Any) -> Report:
+        """A run in this process."""
+        return run_view(self.project(), VIEW, Silent(), **options)
+
+    def forget_lease(self, *names: str) -> None:
+        """Make leases look as if their holder had been silent for an hour: what a stopped process's look like after a while."""
+        for name in names or ("run", "publish"):
+            for path in (self.view_folder / "refs").glob(f".lease-{name}.*.held"):
+                os.utime(path, (time.time() - 3600, time.time() - 3600))
+
+
+def changed(
+    rows: Mapping[int, int], change: Collection[int] = (), new: Collection[int] = (), gone: Collection[int] = ()
+) -> dict[int, int]:
+    """The rows with values nobody had before for ``change`` and ``new``, and without ``gone``."""
+    top = max(rows.values(), default=0)
+    result = {key: x for key, x in rows.items() if key not in set(gone)}
+    for offset, key in enumerate([*change, *new], 1):
+        result[key] = top + offset * 10
+    return result
+
+
+@contextlib.contextmanager
+def small_chunks(window_rows: int = WINDOW_ROWS, part_bytes: int = 1, **plan: Any) -> Iterator[None]:
+    """Make every window a chunk of its own; ``plan`` replaces constants of :mod:`jobs.plan`."""
+    todo = [(jobs.materialize, "WINDOW_ROWS", window_rows), (jobs.materialize, "PART_BYTES", part_bytes)]
+    todo += [(jobs.plan, name, value) for name, value in plan.items()]
+    before = [(module, name, getattr(module, name)) for module, name, _ in todo]
+    for module, name, value in todo:
+        assert hasattr(module, name)
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+# ---- what a process does
+
+
+def act(scene: Scene, what: str, **options: Any) -> str:
+    """Do one thing to the view and say how it ended: a report's status."""
+    project = scene.project()
+    if what == "rollback":
+        return rollback(project, VIEW, Silent(), **options).status
+    if what == "gc":
+        collect(scene.store, VIEW, keep=1, grace_s=0)
+        return "collected"
+    return run_view(project, VIEW, Silent(), command=what, **options).status
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a child ended: what it said, or the signal that ended it. ``error`` is the exception's class and message."""
+
+    status: str | None = None
+    error: str | None = None
+    signal: int | None = None
+
+
+class Child:
+    """A process that does one thing to a scene, perhaps with a crash point armed: ``(name, nth, mode)``.
+
+    Args:
+        before: called in the child first, such as to set a limit.
+    """
+
+    def __init__(
+        self,
+        scene: Scene,
+        what: str = "run",
+        *,
+        crash: tuple[str, int, str] | None = None,
+        chunks: Mapping[str, Any] | None = None,
+        before: Callable[[], None] | None = None,
+        **options: Any,
+    ) -> None:
+        self._answer, theirs = CONTEXT.Pipe(duplex=False)
+        self._process = CONTEXT.Process(
+            target=_child, args=(theirs, replace(scene, _project=None), what, crash, dict(chunks or {}), before, options)
+        )
+        self._process.start()
+        theirs.close()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    def stopped(self) -> None:
+        """Wait until the process is stopped by SIGSTOP."""
+        limit = time.monotonic() + 30
+        while self._state() != "T":
+            assert self._process.is_alive(), self.ended()
+            assert time.monotonic() < limit
+            time.sleep(0.005)
+
+    def go_on(self) -> Ended:
+        """Let a stopped process go on, to its end."""
+        os.kill(self.pid, signal.SIGCONT)
+        return self.ended()
+
+    def kill(self) -> Ended:
+        """SIGKILL."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        return self.ended()
+
+    def ended(self) -> Ended:
+        """Wait for the end."""
+        status = error = None
+        with contextlib.suppress(EOFError):
+            status, error = self._answer.recv()
+        self._process.join(60)
+        code = self._process.exitcode
+        assert code is not None, "the child does not end"
+        self._answer.close()
+        self._process.close()
+        assert code <= 0, f"the child ended with status {code}"
+        return Ended(status, error, -code or None)
+
+    def _state(self) -> str:
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return ""
+
+
+def _child(
+    answer: Connection,
+    scene: Scene,
+    what: str,
+    crash: tuple[str, int, str] | None,
+    chunks: dict[str, Any],
+    before: Callable[[], None] | None,
+    options: dict[str, Any],
+) -> None:
+    tempfile.tempdir = str(scene.folder)  # a killed process leaves DuckDB's folder: it goes with the scene
+    if before is not None:
+        before()
+    with small_chunks(**chunks):
+        if crash is not None:
+            crashpoint.arm(*crash)
+        try:
+            status = act(scene, what, **options)
+        except (PrecomputeError, InjectedError, OSError) as exc:  # anything else ends the child with a traceback and status 1
+            answer.send((None, f"{type(exc).__name__}: {exc}"))
+        else:
+            answer.send((status, None))
+
+
+# ---- the oracle
+
+
+def read_snapshot(scene: Scene, number: int) -> dict[int, tuple[float, tuple[float, ...]]]:
+    """A snapshot's rows from Parquet; none of them twice."""
+    snapshot = scene.store.snapshot(VIEW, number)
+    table = pa.Table.from_batches(scene.store.batches(snapshot, ["id", "double", "vector"]))
+    vectors = map(tuple, np.asarray(table["vector"].combine_chunks().flatten()).reshape(-1, DIM).tolist())
+    found = dict(zip(table["id"].to_pylist(), zip(table["double"].to_pylist(), vectors, strict=True), strict=True))
+    rows = table.num_rows
+    assert len(found) == rows == snapshot.rows, f"snapshot {number}: {rows} rows, {len(found)} keys, {snapshot.rows} told"
+    return found
+
+
+def state_of(scene: Scene, found: Mapping[int, Any], what: str) -> State:
+    """The one state of the source that these rows are all of."""
+    for state in reversed(scene.history):
+        if values_of(state) == found:
+            return state
+    raise AssertionError(f"{what}: its rows are those of no state the source was in; nearest: {nearest(scene, found)}")
+
+
+def nearest(scene: Scene, found: Mapping[int, Any]) -> str:
+    """How the rows differ from the state that is most like them."""
+
+    def differing(state: State) -> list[int]:
+        wanted = values_of(state)
+        return [key for key in {*wanted, *found} if wanted.get(key) != found.get(key)]
+
+    best = min(scene.history, key=lambda state: len(differing(state)))
+    return f"state {scene.history.index(best)} of {len(scene.history)}, but for keys {sorted(differing(best))[:20]}"
+
+
+def check_snapshots(scene: Scene) -> None:
+    """Every snapshot there is equals one state, and no number was given out twice."""
+    store = scene.store
+    for number in store.numbers(VIEW):
+        state_of(scene, read_snapshot(scene, number), f"snapshot {number}")
+        run = store.snapshot(VIEW, number).run
+        assert scene.seen.setdefault(number, run) == run, f"number {number} was given to two snapshots"
+
+
+def read_online(scene: Scene, online: OnlineStore) -> tuple[int, dict[int, tuple[float, tuple[float, ...]]]]:
+    """(epoch, rows) that a lookup finds for every key there ever was: all in one request, so of one generation."""
+    keys = sorted({key for rows, _ in scene.history for key in rows})
+    found: dict[int, tuple[float, tuple[float, ...]]] = {}
+    lookup = Lookup(online, scene.store.root)
+    epochs = set()
+    for start in range(0, len(keys), 1000):
+        part = keys[start : start + 1000]
+        answer = lookup.begin(VIEW, part)
+        epochs.add(answer.pointer.epoch)
+        for key, row in zip(part, answer.rows(), strict=True):
+            assert row["status"] in ("fresh", "stale", "missing"), row
+            if row["status"] != "missing":
+                found[key] = (row["features"]["double"], tuple(row["features"]["vector"]))
+    assert len(epochs) == 1
+    return epochs.pop(), found
+
+
+def check_readers(scene: Scene) -> State:
+    """What is live is readable, all of one state, the one of the snapshot it says; the index fits. Holds at any time, recovered or not."""
+    online = open_online_store(scene.project().online)
+    try:
+        pointer = online.live(VIEW)
+        assert pointer is not None
+        _, found = read_online(scene, online)
+        state = state_of(scene, found, f"live, snapshot {pointer.snapshot}")
+        assert len(found) == pointer.rows
+        if pointer.snapshot in scene.store.numbers(VIEW):
+            assert read_snapshot(scene, pointer.snapshot) == found
+        assert pointer.index is not None
+        index = VectorIndex(scene.store.root / pointer.index)
+        assert len(index) == len(found)
+        key, (_, vector) = next(iter(found.items()))
+        nearest_key, score = index.search(list(vector), 1, frozenset())
+        assert (nearest_key, score[0]) == ([str(key)], 0.0)
+        return state
+    finally:
+        online.close()
+
+
+def check_everything(scene: Scene, *, current: bool = True) -> None:
+    """The whole oracle, after recovery: see the parts. ``current``: live is the newest state of the source."""
+    state = check_readers(scene)
+    if current:
+        assert state == (scene.rows, scene.version)
+    check_snapshots(scene)
+    checks = verify(scene.project(), VIEW)
+    assert [c for c in checks if not c.ok] == []
+    if current:
+        scene.computed()
+        numbers = scene.store.numbers(VIEW)
+        assert scene.run().status == "current"
+        assert scene.computed() == 0
+        assert set(scene.store.numbers(VIEW)) <= set(numbers), "nothing new was committed"
+    check_no_orphans(scene)
+    assert check_readers(scene) == state
+    if current:
+        check_online_is_tidy(scene)
+        assert "running" not in {report["status"] for report in scene.store.reports(VIEW)}
+
+
+def check_no_orphans(scene: Scene) -> None:
+    """After gc without grace, every file is named by a manifest that stays."""
+    store = scene.store
+    collect(store, VIEW, keep=1, grace_s=0)
+    snapshots = [store.snapshot(VIEW, number) for number in store.numbers(VIEW)]
+    named = {part.path for s in snapshots for part in (*s.parts, s.deletes, s.rejected) if part is not None}
+    folder = scene.view_folder
+    data = {str(path.relative_to(folder)) for path in (folder / "data").rglob("*") if path.is_file()}
+    assert data <= named, f"orphans: {sorted(data - named)}"
+    others = [p for name in ("manifests", "refs", "runs") for p in (folder / name).rglob("*.tmp")]
+    assert others == []
+
+
+def check_online_is_tidy(scene: Scene) -> None:
+    """No more than two generations and two indexes, and nothing of any other in the store."""
+    online = open_online_store(scene.project().online)
+    try:
+        generations = online.generations(VIEW)
+        assert 1 <= len(generations) <= 2
+        indexes = {path.name for path in (scene.view_folder / "index").iterdir()}
+        ref = scene.store.live(VIEW)
+        assert ref is not None
+        assert indexes <= {f"{number:020d}" for number in (*generations, ref.previous_generation or 0)}
+        assert len(indexes) <= 2
+    finally:
+        online.close()
+    if scene.online.startswith("lmdb:"):
+        files = {path.name for path in (scene.folder / scene.online.removeprefix("lmdb:") / VIEW).iterdir()}
+        extra = files - {f"{number:020d}.mdb" for number in generations} - {"live.json", ".lock"}
+        assert extra == set(), f"left in the online store: {sorted(extra)}"
+    else:
+        client = redis.Redis.from_url(scene.online)
+        try:
+            of = {key.decode().split(":")[2] for key in client.scan_iter(match=f"precompute:{VIEW}:*", count=5000)}
+            assert of <= {str(number) for number in generations}, f"left in Redis: generations {sorted(of)}"
+            loading = [f for f in client.hkeys(f"precompute:{{{VIEW}}}:meta") if f.startswith(b"loading:")]
+            assert loading == []
+        finally:
+            client.close()
+
+
+def recover(scene: Scene, **options: Any) -> Report:
+    """What the operator, or the schedule, does after a fault: run again. It must succeed."""
+    with small_chunks():
+        report = scene.run(**options)
+    assert report.status in ("published", "current"), report
+    return report

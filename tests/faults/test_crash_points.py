@@ -1,0 +1,306 @@
+"""Every crash point × every way to fail, at every time it is passed: then the oracle, a run without faults, and the oracle again."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+import store.lmdb_store
+import store.redis_store
+from store import crashpoint
+from store.crashpoint import POINTS
+from store.errors import SnapshotError
+from tests.faults.conftest import ROWS, MakeScene, put_on_stage
+from tests.faults.harness import (
+    VIEW,
+    WINDOW_ROWS,
+    Child,
+    Ended,
+    Scene,
+    act,
+    changed,
+    check_everything,
+    check_readers,
+    check_snapshots,
+    recover,
+    small_chunks,
+)
+
+WITH_FILE = ("part.write", "part.fsync", "part.rename", "dir.fsync", "journal.append", "manifest.write", "live.write")
+"""Points that have a file to tear; at the others ``torn`` is ``kill``."""
+PART = ("part.write", "part.fsync", "part.rename", "dir.fsync")
+FLIPPED = ("online.flip", "notify", "gc")
+"""Points after which readers see the new snapshot."""
+TRANSLATED = (*PART, "journal.append", "verify", "manifest.write", "manifest.link", "manifest.dirsync", "live.write", "live.cas")
+"""Points that are operations of the file system, whose errors become ours."""
+MODES = ("kill", "torn", "raise", "eio", "enospc")
+TO_COMPUTE = 24
+CASES = [(point, mode) for point in POINTS for mode in MODES if mode != "torn" or point in WITH_FILE]
+
+
+def inject(scene: Scene, point: str, nth: int, mode: str, what: str = "run", **chunks: int) -> Ended:
+    """Do it with the point armed: in a child where that is the end of a process, here where it is an error."""
+    if mode in ("kill", "torn"):
+        ended = Child(scene, what, crash=(point, nth, mode), chunks=chunks).ended()
+        assert ended == Ended(signal=9), f"{point}:{nth}:{mode} did not kill"
+        return ended
+    crashpoint.arm(point, nth, mode)
+    try:
+        with small_chunks(**chunks):
+            return Ended(act(scene, what))
+    except Exception as exc:  # what it must be is checked below
+        return Ended(error=f"{type(exc).__name__}: {exc}")
+    finally:
+        assert crashpoint.disarm()[point] >= nth, f"{point} was not passed {nth} times"
+
+
+def check_error(ended: Ended, point: str, mode: str) -> None:
+    """An error says what it is: nothing foreign where the file system failed."""
+    if mode == "eio" and point in PART:
+        assert ended == Ended("published"), "a part whose sync failed is written once more under another name"
+    elif mode in ("eio", "enospc") and point == "gc":
+        assert ended == Ended("published"), "what could not be removed is removed another time"
+    elif mode == "raise":
+        assert ended.error == f"InjectedError: injected at {point}"
+    elif mode in ("eio", "enospc"):
+        assert ended.error is not None
+        kind = "SnapshotError" if point in TRANSLATED else "OSError"
+        assert ended.error.startswith(f"{kind}: ")
+        if kind == "SnapshotError":
+            words = "no space left while writing " if mode == "enospc" else "Input/output error"
+            assert words in ended.error
+
+
+def passings(scene: Scene, what: str = "run", **chunks: int) -> dict[str, int]:
+    """How often an undisturbed run passes each point."""
+    crashpoint.arm("")
+    try:
+        with small_chunks(**chunks):
+            act(scene, what)
+    finally:
+        hits = crashpoint.disarm()
+    return hits
+
+
+def check_reports(scene: Scene, ended: Ended) -> None:
+    """The failed run's report tells what became of it."""
+    report = scene.store.reports(VIEW)[1]
+    if ended.signal:
+        assert (report["status"], report["error"]) == ("killed", "killed: it ended without a word")
+    elif ended.error:
+        assert report["status"] == "failed"
+        assert report["error"] in ended.error
+    assert report["finished_at"] >= report["started_at"]
+
+
+@pytest.fixture(scope="module")
+def hits(prepared: Scene) -> dict[str, int]:
+    """How often each point is passed by the run that is disturbed here."""
+    scene = put_on_stage(prepared, "prepared")
+    found = passings(scene)
+    assert scene.computed() == TO_COMPUTE
+    assert scene.store.numbers(VIEW) == [2, 3]
+    check_everything(scene)
+    return found
+
+
+def test_every_declared_point_is_passed(hits: dict[str, int]) -> None:
+    assert [point for point in POINTS if not hits.get(point)] == []
+    assert hits["part.write"] == 4  # three chunks and the deletes
+    assert hits["journal.append"] == 3
+
+
+@pytest.mark.parametrize(("point", "mode"), CASES)
+def test_a_run_that_fails_anywhere(point: str, mode: str, hits: dict[str, int], delta_to_come: MakeScene) -> None:
+    for nth in range(1, hits[point] + 1):
+        scene = delta_to_come()
+        old, new = scene.history[-2], scene.history[-1]
+        ended = inject(scene, point, nth, mode)
+        check_error(ended, point, mode)
+        assert check_readers(scene) == (new if point in FLIPPED or ended.status else old)
+        check_snapshots(scene)
+
+        recover(scene)
+        check_reports(scene, ended)
+        lost = WINDOW_ROWS if point in PART and nth <= 3 and not ended.status else 0  # the chunk in flight, never more
+        computed = scene.computed()
+        if (point, mode) == ("journal.append", "torn"):  # half a journal takes what was noted in it long ago with it
+            assert computed <= 2 * TO_COMPUTE
+        else:
+            assert computed == TO_COMPUTE + lost
+        check_everything(scene)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_first_run_that_is_killed_anywhere(point: str, scene: Scene) -> None:
+    scene.write(dict(list(ROWS.items())[:20]))
+    assert inject(scene, point, 1, "kill").signal == 9
+    recover(scene)
+    assert scene.computed() <= 20 + WINDOW_ROWS
+    check_everything(scene)
+
+
+COMPACTING = {"MAX_DELTAS": 0}
+
+
+@pytest.mark.parametrize(
+    ("point", "mode"),
+    [
+        (point, mode)
+        for point in (*PART, "verify", "manifest.link")
+        for mode in ("kill", "torn", "eio")
+        if mode != "torn" or point in PART
+    ],
+)
+def test_a_compaction_that_fails(point: str, mode: str, delta_to_come: MakeScene) -> None:
+    hits = passings(delta_to_come(), **COMPACTING)
+    for nth in range(hits[point], max(0, hits[point] - 2), -1):  # compaction comes last
+        scene = delta_to_come()
+        old, new = scene.history[-2], scene.history[-1]
+        ended = inject(scene, point, nth, mode, **COMPACTING)
+        assert check_readers(scene) == (new if ended.status else old)
+        with small_chunks(**COMPACTING):
+            scene.run()
+        assert scene.computed() == TO_COMPUTE
+        assert scene.store.newest(VIEW).kind == "full"  # type: ignore[union-attr]
+        check_everything(scene)
+
+
+REDIS_POINTS = (
+    "journal.append",
+    "manifest.link",
+    "online.load",
+    "online.verify",
+    "index.build",
+    "live.write",
+    "live.cas",
+    "online.flip",
+    "gc",
+)
+
+
+@pytest.mark.parametrize("mode", ["kill", "raise"])
+@pytest.mark.parametrize("point", REDIS_POINTS)
+def test_a_run_that_fails_anywhere_with_redis(point: str, mode: str, delta_to_come_redis: MakeScene) -> None:
+    scene = delta_to_come_redis()
+    old, new = scene.history[-2], scene.history[-1]
+    ended = inject(scene, point, 1, mode)
+    check_error(ended, point, mode)
+    assert check_readers(scene) == (new if point in FLIPPED else old)
+    recover(scene)
+    check_reports(scene, ended)
+    assert scene.computed() == TO_COMPUTE
+    check_everything(scene)
+
+
+# ---- rollback
+
+
+@pytest.fixture
+def third_is_live(delta_to_come: MakeScene) -> MakeScene:
+    """Snapshots 1 to 3 published, none collected yet; the third is live and nobody will like it."""
+
+    def make() -> Scene:
+        scene = delta_to_come()
+        scene.settings = {"retention": {"keep": 3, "grace": "1h"}}
+        scene.write()
+        recover(scene)
+        return scene
+
+    return make
+
+
+@pytest.mark.parametrize("mode", ["kill", "raise", "eio"])
+@pytest.mark.parametrize("point", ["live.write", "live.cas", "online.flip"])
+def test_a_rollback_that_fails_is_done_by_doing_it_again(point: str, mode: str, third_is_live: MakeScene) -> None:
+    scene = third_is_live()
+    second, third = scene.history[-2], scene.history[-1]
+    ended = inject(scene, point, 1, mode, "rollback")
+    assert ended.status is None
+    assert check_readers(scene) == (second if point == "online.flip" else third)
+    again(scene, point)
+    check_after_rollback(scene)
+
+
+def again(scene: Scene, point: str) -> None:
+    """Roll back to 2 once more: it gets done, or was already."""
+    if point == "online.flip":
+        with pytest.raises(SnapshotError, match="snapshot 2 of view 'numbers' is live already"):
+            act(scene, "rollback", to=2)
+    else:
+        assert act(scene, "rollback", to=2) in ("published", "current")
+
+
+@pytest.mark.parametrize("mode", ["kill", "raise"])
+@pytest.mark.parametrize("point", ["online.load", "online.verify", "index.build", "live.write", "live.cas", "online.flip"])
+def test_a_rollback_that_loads_and_fails_is_done_by_doing_it_again(point: str, mode: str, third_is_live: MakeScene) -> None:
+    scene = third_is_live()
+    for path in (scene.folder / "var" / "online" / VIEW).glob("*2.mdb"):
+        path.unlink()
+    third = scene.history[-1]
+    inject(scene, point, 1, mode, "rollback")
+    if point != "online.flip":
+        assert check_readers(scene) == third
+    again(scene, point)
+    check_after_rollback(scene)
+
+
+def test_a_rollback_killed_before_the_online_pointer_moved_goes_no_further_when_repeated(third_is_live: MakeScene) -> None:
+    scene = third_is_live()
+    inject(scene, "live.cas", 1, "kill", "rollback")
+    with small_chunks():
+        act(scene, "rollback")
+    check_after_rollback(scene)
+
+
+def test_a_rollback_killed_before_the_online_pointer_moved_is_finished_by_the_next_run(third_is_live: MakeScene) -> None:
+    """The source still yields what was rolled back from, so that the run is refused; readers must not be left with it for all that."""
+    scene = third_is_live()
+    inject(scene, "live.cas", 1, "kill", "rollback")
+    ended = Child(scene, "run").ended()
+    assert ended.error is not None
+    assert ended.error.startswith("GateError: ")
+    assert check_readers(scene) == scene.history[-2]
+
+
+def check_after_rollback(scene: Scene) -> None:
+    ref = scene.store.live(VIEW)
+    assert ref is not None
+    assert ref.snapshot == 2
+    assert list(scene.store.bad(VIEW)) == [3]
+    assert check_readers(scene) == scene.history[-2]
+    check_everything(scene, current=False)
+    scene.write(changed(scene.rows, [1, 2]))
+    recover(scene)
+    check_everything(scene)
+
+
+def test_nothing_is_left_in_the_online_store_by_a_load_that_was_killed(delta_to_come: MakeScene) -> None:
+    scene = delta_to_come()
+    assert Child(scene, before=kill_in_lmdb_load).ended().signal == 9
+    recover(scene)
+    check_everything(scene)
+
+
+def test_nothing_is_left_in_redis_by_a_load_that_was_killed(delta_to_come_redis: MakeScene) -> None:
+    scene = delta_to_come_redis()
+    assert Child(scene, before=kill_in_redis_load).ended().signal == 9
+    assert check_readers(scene) == scene.history[-2]
+    recover(scene)
+    check_everything(scene)
+
+
+def kill_in_lmdb_load() -> None:
+    store.lmdb_store.sync_file = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_in_redis_load() -> None:
+    send = store.redis_store.RedisStore._send
+
+    def killed(self, keys, found):  # type: ignore[no-untyped-def]
+        send(self, keys, found)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    store.redis_store.RedisStore._send = killed  # type: ignore[method-assign]

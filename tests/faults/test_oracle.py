@@ -1,0 +1,139 @@
+"""The oracle itself: it sees a row that is lost, doubled or of another state; a child starts clean; the script of random kills runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import redis
+
+from store import crashpoint
+from tests.faults import random_kills
+from tests.faults.conftest import ROWS, MakeScene
+from tests.faults.harness import (
+    VIEW,
+    Child,
+    Scene,
+    changed,
+    check_everything,
+    check_online_is_tidy,
+    check_readers,
+    check_snapshots,
+    recover,
+    state_of,
+    values_of,
+)
+
+FEW = dict(list(ROWS.items())[:20])
+
+
+def test_rows_of_no_one_state_are_seen(scene: Scene) -> None:
+    scene.write(FEW)
+    scene.write(changed(FEW, [3, 4]))
+    old, new = values_of(scene.history[-2]), values_of(scene.history[-1])
+    assert state_of(scene, new, "x") == scene.history[-1]
+    lost = {key: row for key, row in new.items() if key != 7}
+    mixed = new | {3: old[3]}
+    for wrong in (lost, mixed, new | {99: (0.0, ())}, {}):
+        with pytest.raises(AssertionError, match="those of no state"):
+            state_of(scene, wrong, "x")
+
+
+def test_the_script_counts_what_is_wrong(scene: Scene) -> None:
+    scene.write(FEW)
+    scene.write(changed(FEW, [3, 4]))
+    old, new = values_of(scene.history[-2]), values_of(scene.history[-1])
+    tally = random_kills.Tally()
+    random_kills.compare(tally, scene, new)
+    random_kills.compare(tally, scene, old)
+    assert tally.wrong == 0
+    random_kills.compare(tally, scene, new | {3: old[3]})
+    assert (tally.lost, tally.mixed) == (0, 1)
+    random_kills.compare(tally, scene, {key: row for key, row in new.items() if key != 7})
+    assert (tally.lost, tally.mixed) == (1, 1)
+
+
+def test_a_doubled_row_is_seen(scene: Scene) -> None:
+    scene.write(FEW)
+    recover(scene)
+    part = scene.store.part_paths(scene.store.snapshot(VIEW, 1))[0]
+    table = pq.read_table(part)
+    doubled = pa.concat_tables([table.slice(0, 1), table.slice(0, 1), table.slice(2)])  # as many rows as the manifest says
+    pq.write_table(doubled, part)
+    manifest = scene.view_folder / "manifests" / f"{1:020d}.json"
+    body = scene.store.snapshot(VIEW, 1)
+    parts = tuple(replace(p, size_bytes=part.stat().st_size) if part.name in p.path else p for p in body.parts)
+    manifest.write_bytes(replace(body, parts=parts).to_bytes())
+    with pytest.raises(AssertionError, match="20 rows, 19 keys"):
+        check_snapshots(scene)
+
+
+def test_what_is_left_in_the_online_store_is_seen(scene: Scene) -> None:
+    scene.write(FEW)
+    recover(scene)
+    check_online_is_tidy(scene)
+    (scene.folder / "var" / "online" / VIEW / ".00000000000000000009.mdb.1.tmp").write_bytes(b"x")
+    with pytest.raises(AssertionError, match="left in the online store"):
+        check_online_is_tidy(scene)
+
+
+def test_a_child_starts_without_threads_and_unarmed(scene: Scene, folder: Path) -> None:
+    scene.write(FEW)
+    seen = folder / "seen"
+    crashpoint.arm("verify", 1, "kill")
+    try:
+        assert Child(scene, before=Clean(seen)).ended().status == "published"
+    finally:
+        crashpoint.disarm()
+    assert seen.read_text() == "1 1 {}"
+
+
+class Clean:
+    """Notes how a child finds itself."""
+
+    def __init__(self, seen: Path) -> None:
+        self.seen = seen
+
+    def __call__(self) -> None:
+        tasks = len(list(Path("/proc/self/task").iterdir()))
+        self.seen.write_text(f"{threading.active_count()} {tasks} {crashpoint.disarm()}")
+
+
+def test_the_environment_arms_a_point(scene: Scene) -> None:
+    """As an operator would, to see for himself what a crash leaves."""
+    scene.write(FEW)
+    command = [sys.executable, "-m", "jobs.cli", "-c", str(scene.folder), "run", VIEW]
+    environment = os.environ | {"PRECOMPUTE_CRASH": "manifest.link:1:kill", "TMPDIR": str(scene.folder)}
+    done = subprocess.run(command, env=environment, capture_output=True, check=False, cwd=Path(__file__).parents[2])
+    assert done.returncode == -9, done.stderr
+    assert scene.store.numbers(VIEW) == [1]
+    assert scene.store.live(VIEW) is None
+    recover(scene)
+    check_everything(scene)
+
+
+def test_random_kills(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert random_kills.main(["--kills", "8", "--seed", "1", "--folder", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("seed 1, ")
+    assert "8 kills, " in said
+    assert "0 lost, 0 doubled, 0 mixed" in said
+
+
+def test_a_redis_that_lost_everything_is_loaded_again(delta_to_come_redis: MakeScene) -> None:
+    scene = delta_to_come_redis()
+    scene.write(scene.history[-2][0])
+    scene.history.pop()
+    client = redis.Redis.from_url(scene.online)
+    client.flushdb()
+    client.close()
+    assert recover(scene).status == "published"
+    assert check_readers(scene) == scene.history[-1]
+    check_everything(scene)

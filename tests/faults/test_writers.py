@@ -1,0 +1,250 @@
+"""Several writers: races, processes stopped past their lease and continued, rollbacks during a publishing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from dataclasses import replace
+
+import pytest
+
+import store.redis_store
+from store import durable_file
+from store.errors import ConflictError
+from tests.faults.conftest import ROWS, MakeScene
+from tests.faults.harness import (
+    VIEW,
+    Child,
+    Scene,
+    act,
+    changed,
+    check_everything,
+    check_readers,
+    check_snapshots,
+    recover,
+    small_chunks,
+)
+
+
+def overtaken(scene: Scene, point: str) -> tuple[Child, Scene]:
+    """A run stopped at ``point`` until its leases ran out, and another run, over a source that has changed meanwhile, published."""
+    zombie = Child(scene, crash=(point, 1, "stop"))
+    try:
+        zombie.stopped()
+        scene.forget_lease()
+        scene.write(changed(scene.rows, [1, 2, 3]))
+        recover(scene)
+        check_readers(scene)
+    except BaseException:
+        zombie.kill()
+        raise
+    return zombie, scene
+
+
+BEFORE_COMMIT = ("part.write", "journal.append", "verify", "manifest.write")
+COMMITTED = ("manifest.link", "manifest.dirsync", "online.load", "online.verify", "index.build")
+DONE = ("online.flip", "notify", "gc")
+REFUSED = ("FencedError: ", "ConflictError: ", "SnapshotError: ", "OnlineStoreError: ")
+"""A zombie learns that it lost its lease, or finds first that what it was working on was removed."""
+
+
+@pytest.mark.parametrize("point", [*BEFORE_COMMIT, *COMMITTED, *DONE])
+def test_a_zombie_changes_nothing_that_is_live(point: str, delta_to_come: MakeScene) -> None:
+    zombie, scene = overtaken(delta_to_come(), point)
+    newest = scene.history[-1]
+    assert check_readers(scene) == newest
+    ref = scene.store.live(VIEW)
+    ended = zombie.go_on()
+    assert scene.store.live(VIEW) == ref
+    assert check_readers(scene) == newest
+    check_snapshots(scene)
+    if point not in DONE:
+        assert ended.error is not None
+        assert ended.error.startswith(REFUSED)
+    recover(scene)
+    check_everything(scene)
+
+
+@pytest.mark.parametrize("point", ["manifest.dirsync", "online.load", "online.flip"])
+def test_a_zombie_changes_nothing_that_is_live_in_redis(point: str, delta_to_come_redis: MakeScene) -> None:
+    zombie, scene = overtaken(delta_to_come_redis(), point)
+    newest = scene.history[-1]
+    zombie.go_on()
+    assert check_readers(scene) == newest
+    recover(scene)
+    check_everything(scene)
+
+
+def stop_in_redis_load() -> None:
+    send = store.redis_store.RedisStore._send
+
+    def stopped(self, keys, found):  # type: ignore[no-untyped-def]
+        store.redis_store.RedisStore._send = send  # type: ignore[method-assign]
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return send(self, keys, found)
+
+    store.redis_store.RedisStore._send = stopped  # type: ignore[method-assign]
+
+
+def test_late_writes_of_a_zombie_go_into_a_generation_of_its_own(delta_to_come_redis: MakeScene) -> None:
+    scene = delta_to_come_redis()
+    zombie = Child(scene, before=stop_in_redis_load)
+    zombie.stopped()
+    scene.forget_lease()
+    scene.write(changed(scene.rows, [1, 2, 3]))
+    recover(scene)
+    ended = zombie.go_on()
+    assert ended.error is not None
+    assert ended.error.startswith("FencedError: ")
+    assert check_readers(scene) == scene.history[-1]
+    scene.write(changed(scene.rows, [4]))
+    recover(scene)
+    check_everything(scene)
+
+
+def test_a_zombie_drops_nothing_that_another_one_is_loading(delta_to_come: MakeScene) -> None:
+    """It was stopped after its own flip, before it dropped old generations; the other one's is loaded and not live yet."""
+    zombie, scene = overtaken(delta_to_come(), "online.flip")
+    scene.write(changed(scene.rows, [4, 5]))
+    other = Child(scene, crash=("index.build", 1, "stop"))
+    other.stopped()
+    zombie.go_on()
+    assert check_readers(scene) == scene.history[-2]
+    ended = other.go_on()
+    assert ended.error is None
+    assert check_readers(scene) == scene.history[-1]
+    check_everything(scene)
+
+
+def test_a_zombie_drops_nothing_that_is_loading_after_a_rollback(delta_to_come: MakeScene) -> None:
+    """What is live then is the generation before the zombie's own, which it keeps: nothing stops it but its lease."""
+    scene = delta_to_come()
+    zombie = Child(scene, crash=("online.flip", 1, "stop"))
+    zombie.stopped()
+    scene.forget_lease()
+    assert act(scene, "rollback") == "published"
+    scene.write(changed(scene.rows, [4, 5]))
+    other = Child(scene, crash=("index.build", 1, "stop"))
+    other.stopped()
+    zombie.go_on()
+    assert other.go_on().error is None
+    assert check_readers(scene) == scene.history[-1]
+    check_everything(scene)
+
+
+def test_a_zombie_collects_nothing_that_was_taken_over_meanwhile(delta_to_come: MakeScene) -> None:
+    """Chunks of a killed run, garbage when the collection began and part of what is live when it goes on."""
+    scene = delta_to_come()
+    assert Child(scene, crash=("journal.append", 2, "kill")).ended().signal == 9
+    zombie = Child(scene, "publish", crash=("gc", 1, "stop"))
+    zombie.stopped()
+    scene.forget_lease()
+    recover(scene)
+    assert scene.store.reports(VIEW)[0]["resumed"] == 16
+    zombie.go_on()
+    assert check_readers(scene) == scene.history[-1]
+    check_everything(scene)
+
+
+# ---- races
+
+
+def test_a_second_run_is_refused_while_the_first_goes_on(delta_to_come: MakeScene) -> None:
+    scene = delta_to_come()
+    first = Child(scene, crash=("part.write", 2, "stop"))
+    first.stopped()
+    with pytest.raises(ConflictError, match=rf"another run of view 'numbers' is going on.*process {first.pid}\)"):
+        scene.run()
+    assert first.go_on().status == "published"
+    check_everything(scene)
+
+
+def test_runs_that_start_at_once_do_the_work_once(delta_to_come: MakeScene) -> None:
+    scene = delta_to_come()
+    children = [Child(scene) for _ in range(4)]
+    ended = [child.ended() for child in children]
+    done = [end.status for end in ended if end.status]
+    assert done.count("published") == 1
+    assert set(done) <= {"published", "current"}
+    assert all(end.error.startswith("ConflictError: ") for end in ended if end.error)
+    assert all(end.status or end.error for end in ended)
+    assert scene.computed() == 24
+    check_everything(scene)
+
+
+def test_writers_that_race_for_a_number_get_one_each(scene: Scene) -> None:
+    scene.write(dict(list(ROWS.items())[:20]))
+    recover(scene)
+    store = scene.store
+    first = store.snapshot(VIEW, 1)
+    barrier = threading.Barrier(8)
+    numbers: list[int] = []
+
+    def commit(writer: int) -> None:
+        barrier.wait()
+        for attempt in range(10):
+            numbers.append(store.commit(replace(first, run=f"{first.run}-{writer}-{attempt}")).number)
+
+    threads = [threading.Thread(target=commit, args=(writer,)) for writer in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(numbers) == list(range(2, 82))
+    assert store.numbers(VIEW) == list(range(1, 82))
+    assert len({store.snapshot(VIEW, number).run for number in numbers}) == 80
+
+
+# ---- rollback during a publishing
+
+
+@pytest.mark.parametrize("point", ["online.load", "online.verify", "index.build"])
+def test_a_rollback_wins_over_a_publishing(point: str, delta_to_come: MakeScene) -> None:
+    scene = delta_to_come()
+    publisher = Child(scene, crash=(point, 1, "stop"))
+    publisher.stopped()
+    assert act(scene, "rollback") == "published"
+    first = scene.history[0]
+    assert check_readers(scene) == first
+    ended = publisher.go_on()
+    assert ended.error is not None
+    assert ended.error.startswith(REFUSED)
+    assert check_readers(scene) == first
+    ref = scene.store.live(VIEW)
+    assert ref is not None
+    assert (ref.snapshot, list(scene.store.bad(VIEW))) == (1, [2])
+    recover(scene)
+    check_everything(scene)
+
+
+@pytest.mark.parametrize("point", ["live.write", "live.cas"])
+def test_a_publisher_stopped_while_it_moves_the_pointer_is_named(
+    point: str, delta_to_come: MakeScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds the pointer's lock, which no lease can take from it: the operator is told, kills it, and goes back."""
+    scene = delta_to_come()
+    publisher = Child(scene, crash=(point, 1, "stop"))
+    publisher.stopped()
+    monkeypatch.setattr(durable_file, "LOCK_WAIT_S", 0.2)
+    with pytest.raises(ConflictError, match=r"locked for .* by a process that is stopped or stuck: find it with `fuser "):
+        act(scene, "rollback")
+    assert publisher.kill().signal == 9
+    old, new = scene.history[-2:]
+    assert check_readers(scene) == old
+    recover(scene)
+    assert check_readers(scene) == new
+    with small_chunks():
+        assert act(scene, "rollback") == "published"
+    assert check_readers(scene) == old
+
+
+def test_a_held_view_is_published_by_no_run(delta_to_come: MakeScene) -> None:
+    scene = delta_to_come()
+    assert act(scene, "rollback", hold=True) == "published"
+    with small_chunks():
+        assert scene.run().status == "committed"
+    assert check_readers(scene) == scene.history[0]
+    scene.store.resume_live(VIEW)
+    recover(scene)
+    check_everything(scene)
