@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-SCRIPTS = ("lookup_lmdb", "lookup_http", "encode")
+SCRIPTS = ("lookup_lmdb", "lookup_http", "encode", "store_plan", "store_chain", "store_resume", "store_write")
 
 if __name__ == "__main__":
     sys.exit(max(subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=False).returncode for name in SCRIPTS))

@@ -1,0 +1,62 @@
+"""How long a run takes until it computes its first row when 10,000 chunks of an interrupted one are there to be taken over, against the same
+start with none.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+
+import jobs.materialize
+from benchmarks.common import report
+from benchmarks.store_plan import write_project
+from jobs.config import Project
+from jobs.materialize import dry_run
+from jobs.progress import Silent
+from jobs.report import Report
+from jobs.run import run_view
+from store.offline_store import OfflineStore
+
+CHUNKS = 10_000
+CHUNK_ROWS = 100
+
+
+def start_s(project: Project) -> tuple[float, int]:
+    """(seconds the plan takes beside reading the source, rows taken over)."""
+    made = Report("", "items", "plan")
+    started = time.perf_counter()
+    plan = dry_run(project.view("items"), OfflineStore(project.root), made)
+    return time.perf_counter() - started - made.stages_s["source"] - made.stages_s["open"], plan.diff.resumed
+
+
+def main() -> None:
+    """Measure and report."""
+    with tempfile.TemporaryDirectory() as name:
+        project = write_project(Path(name), CHUNKS * CHUNK_ROWS + 1, 0.0)
+        without, _ = start_s(project)
+        sizes = jobs.materialize.PART_BYTES, jobs.materialize.WINDOW_ROWS
+        jobs.materialize.PART_BYTES, jobs.materialize.WINDOW_ROWS = 1, CHUNK_ROWS
+        commit, OfflineStore.commit = OfflineStore.commit, _interrupted  # type: ignore[method-assign, assignment]
+        try:
+            run_view(project, "items", Silent(), command="materialize")
+        except KeyboardInterrupt:
+            pass
+        finally:
+            jobs.materialize.PART_BYTES, jobs.materialize.WINDOW_ROWS = sizes
+            OfflineStore.commit = commit  # type: ignore[method-assign]
+        resumed, rows = start_s(project)
+    assert rows == CHUNKS * CHUNK_ROWS + 1
+    report(
+        "store_resume",
+        [f"planning with {CHUNKS:,} finished chunks ({rows:,} rows): {resumed:.2f} s; with none: {without:.2f} s"],
+        {"resume_s": resumed, "without_s": without, "chunks": CHUNKS},
+    )
+
+
+def _interrupted(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    main()
