@@ -118,6 +118,16 @@ def test_every_command_of_the_readme_works(demo: tuple[dict[str, str], str], red
         assert server.end() == 0
 
 
+def test_the_history_of_the_readme_is_there(demo: tuple[dict[str, str], str]) -> None:
+    environment, _ = demo
+    code = next(block for block in blocks("python") if "get_historical_features" in block)
+    code = code.replace('"var/movielens"', repr(environment["PRECOMPUTE_ROOT"]))
+    code += "print(items.num_rows, training.column_names, len(past.versions), training['item_vector__vector'].null_count)"
+    done = run([sys.executable, "-c", code], environment)
+    names = ["item_id", "event_timestamp", "item_vector__vector", "item_vector__computed_at"]
+    assert done.stdout.strip() == f"1682 {names} 1 0", done.stderr
+
+
 def test_the_example_project_gives_the_values_one_expects(tmp_path: Path) -> None:
     write_example(tmp_path)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PRECOMPUTE_")} | {"PYTHONPATH": str(REPOSITORY)}
