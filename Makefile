@@ -34,7 +34,7 @@ serve: setup
 	$(BIN)/precompute -c $(CONFIG) serve
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 check: $(VENV)/.base
 	$(BIN)/ruff check .

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from jobs.cli import _parser
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 PRECOMPUTE = [sys.executable, "-m", "jobs.cli"]
@@ -135,6 +137,15 @@ def test_the_example_project_gives_the_values_one_expects(tmp_path: Path) -> Non
     done = run([*PRECOMPUTE, "-c", "mine", "lookup", "title_length", "1", "2", "--json"], environment, cwd=tmp_path)
     lengths = {row["key"]: round(row["features"]["length"], 5) for row in json.loads(done.stdout)["rows"]}
     assert lengths == {"1": 0.4, "2": 1.1}
+
+
+def test_the_commands_of_the_other_documents_are_commands() -> None:
+    """Their views are made up, so they are only parsed."""
+    text = "".join(path.read_text(encoding="utf-8") for path in sorted((REPOSITORY / "docs").glob("*.md")))
+    found = re.findall(r"^\$ precompute (.+)$", text, re.MULTILINE)
+    assert len(found) > 5
+    for line in found:
+        assert _parser().parse_args(shlex.split(line)).command == shlex.split(line)[2], line
 
 
 def test_the_view_in_the_readme_is_the_view_in_the_repository() -> None:
