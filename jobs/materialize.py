@@ -27,8 +27,9 @@ from precompute.batching import WINDOW_ROWS
 from precompute.runner import compute
 from store.entity_key import bad_keys, key_column
 from store.errors import RejectedError, SnapshotError, SourceError
+from store.journal import Finished
 from store.lease import Lease
-from store.offline_store import Finished, OfflineStore, utc_now
+from store.offline_store import OfflineStore, utc_now
 from store.partition import Partition
 from store.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot
 

@@ -15,7 +15,8 @@ from precompute.model import Model, load_model, model_fingerprint
 from precompute.source import Files, Source, referenced_views
 from store.errors import ConfigError, SourceError
 from store.feature_view import FeatureView
-from store.offline_store import Layers, OfflineStore
+from store.layers import Layers
+from store.offline_store import OfflineStore
 from store.partition import Partition
 
 PRECISIONS = {"auto": "fp32", "fp32": "fp32"}

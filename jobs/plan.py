@@ -17,7 +17,8 @@ from jobs.open_view import OpenView, files_of
 from precompute.model import digest
 from precompute.source import Diff, Files
 from store.errors import SnapshotError
-from store.offline_store import Finished, OfflineStore
+from store.journal import Finished
+from store.offline_store import OfflineStore
 from store.snapshot import Snapshot
 
 log = logging.getLogger(__name__)

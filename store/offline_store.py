@@ -24,20 +24,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from store import journal
 from store.crashpoint import crashpoint
-from store.durable_file import create_once, disk_message, locked, replace_durably, sync_folder, write_durably
+from store.durable_file import create_once, disk_message, locked, replace_durably
 from store.entity_key import key_column
 from store.errors import ConflictError, SnapshotError
 from store.feature_view import known_fields
+from store.journal import Finished
+from store.layers import Layers, dead_rows, living
 from store.lease import Lease, is_held
+from store.part_file import write_part_file
 from store.snapshot import Part, Snapshot
 
 log = logging.getLogger(__name__)
@@ -64,17 +66,6 @@ class LiveRef:
 
 
 @dataclass(frozen=True, slots=True)
-class Layers:
-    """All Parquet files of a snapshot, its ancestors' first, and the rows of them that are no rows of it.
-
-    ``dead`` maps a file's position in ``paths`` to the numbers of its dead rows, ascending int64.
-    """
-
-    paths: list[Path]
-    dead: Mapping[int, npt.NDArray[np.int64]]
-
-
-@dataclass(frozen=True, slots=True)
 class BadMark:
     """Why a snapshot is never to be published: it was rolled back from, or its files are damaged. ``rows`` tells whether its rows are at
     fault, and ``content`` is their digest then."""
@@ -83,14 +74,6 @@ class BadMark:
     at: str = ""
     content: str = ""
     rows: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A chunk an unfinished run had finished: its part, its rejected rows, or both; never neither."""
-
-    part: Part | None
-    rejected: Part | None
 
 
 class OfflineStore:
@@ -220,7 +203,7 @@ class OfflineStore:
         deletes = [self.checked_path(layer, layer.deletes) for layer in chain if layer.deletes is not None]
         sizes = {part.path: (part, layer) for layer in chain for part in layer.parts}
         paths = [self.checked_path(layer, part) for part, layer in (sizes[path] for path in parts)]
-        return Layers(paths, _dead_rows(parts, deletes))
+        return Layers(paths, dead_rows(parts, deletes))
 
     def part_paths(self, snapshot: Snapshot) -> list[Path]:
         """Absolute paths of all Parquet parts of a snapshot's chain, checked as :meth:`layers` does."""
@@ -260,7 +243,7 @@ class OfflineStore:
         try:
             with pq.ParquetFile(path) as file:
                 batches = file.iter_batches(batch_rows, columns=None if columns is None else list(columns))
-                yield from _living(batches, layers.dead.get(number))
+                yield from living(batches, layers.dead.get(number))
         except (pa.ArrowException, OSError) as exc:
             raise SnapshotError(
                 f"{path} cannot be read ({exc}): snapshot {snapshot.number} is damaged; publish another one"
@@ -379,34 +362,9 @@ class OfflineStore:
             raise SnapshotError(disk_message(self.root / view / "data" / run / name, exc)) from exc
 
     def _write_part(self, view: str, run: str, name: str, table: pa.Table) -> Part:
-        folder = self.root / view / "data" / run
-        path = folder / name
-        temporary = folder / f".{name}.tmp"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with temporary.open("wb") as raw:
-                sink = _HashingFile(raw)
-                with pq.ParquetWriter(
-                    pa.PythonFile(sink, "w"),
-                    table.schema,
-                    compression="zstd",
-                    compression_level=1,
-                    use_dictionary=_dictionary_columns(table.schema),
-                ) as writer:
-                    writer.write_table(table)
-                raw.flush()
-                crashpoint("part.write", temporary)
-                os.fsync(raw.fileno())
-            crashpoint("part.fsync", temporary)
-            os.replace(temporary, path)
-            crashpoint("part.rename", path)
-            sync_folder(folder)
-            crashpoint("dir.fsync", path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
-        return Part(str(path.relative_to(self.root / view)), table.num_rows, sink.size_bytes, sink.digest.hexdigest())
+        path = self.root / view / "data" / run / name
+        size_bytes, sha256 = write_part_file(path, table)
+        return Part(str(path.relative_to(self.root / view)), table.num_rows, size_bytes, sha256)
 
     # ---- what an unfinished run leaves to the next
 
@@ -416,12 +374,9 @@ class OfflineStore:
         Raises:
             SnapshotError: the file system failed.
         """
-        path = self.root / view / "data" / run / "journal.jsonl"
+        path = self.root / view / "data" / run / journal.NAME
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_durably(path, json.dumps({"recipe": recipe, "partition": partition, "full": full}).encode() + b"\n")
-            sync_folder(path.parent)
-            sync_folder(path.parent.parent)
+            journal.begin(path, recipe, partition, full=full)
         except OSError as exc:
             raise SnapshotError(disk_message(path, exc)) from exc
 
@@ -431,30 +386,21 @@ class OfflineStore:
         Raises:
             SnapshotError: the file system failed.
         """
-        path = self.root / view / "data" / run / "journal.jsonl"
+        path = self.root / view / "data" / run / journal.NAME
         try:
-            with path.open("ab") as file:
-                file.write(json.dumps(asdict(chunk)).encode() + b"\n")
-                file.flush()
-                crashpoint("journal.append", path)
-                os.fsync(file.fileno())
+            journal.add(path, chunk)
         except OSError as exc:
             raise SnapshotError(disk_message(path, exc)) from exc
 
     def end_journal(self, view: str, run: str) -> None:
         """Remove a run's journal: its manifest names its parts now. A journal that stays by accident does no harm."""
         with contextlib.suppress(OSError):
-            (self.root / view / "data" / run / "journal.jsonl").unlink(missing_ok=True)
+            (self.root / view / "data" / run / journal.NAME).unlink(missing_ok=True)
 
     def journals(self, view: str) -> dict[Path, str | None]:
         """Folders of runs that never committed → their partition. A journal whose first line is torn holds nothing and counts for none."""
-        found: dict[Path, str | None] = {}
-        for path in sorted((self.root / view / "data").glob("*/journal.jsonl")):
-            try:
-                found[path.parent] = json.loads(path.read_bytes().partition(b"\n")[0])["partition"]
-            except (OSError, ValueError, KeyError, TypeError):
-                found[path.parent] = None
-        return found
+        paths = sorted((self.root / view / "data").glob(f"*/{journal.NAME}"))
+        return {path.parent: journal.partition_of(path) for path in paths}
 
     def unfinished(self, view: str, recipe: str, partition: str | None, *, full: bool = False) -> list[Finished]:
         """Chunks of runs that never committed, of this recipe and partition, whose files are there with the size noted; the oldest first.
@@ -462,13 +408,13 @@ class OfflineStore:
 
         The caller holds the partition's lease, so that none of these runs goes on.
         """
-        journals = sorted((self.root / view / "data").glob("*/journal.jsonl"))
+        journals = sorted((self.root / view / "data").glob(f"*/{journal.NAME}"))
         runs, parts = self._committed(view) if journals else (frozenset(), frozenset())
         chunks = []
         for path in journals:
             if path.parent.name in runs:
                 continue
-            for chunk in _read_journal(path, recipe, partition, full):
+            for chunk in journal.read(path, recipe, partition, full):
                 # A part that a manifest names is that snapshot's: whoever took it over may not do it twice, since his deletes of its other
                 # rows would hide them from the snapshot he builds on.
                 if chunk.part is not None and chunk.part.path in parts:
@@ -784,94 +730,3 @@ PUBLISH_LEASE = "publish"
 def utc_now() -> str:
     """Now, ISO 8601 in UTC with microseconds."""
     return datetime.now(UTC).isoformat(timespec="microseconds")
-
-
-class _HashingFile:
-    """A write-only file object that hashes and counts what passes through, so that no part is read twice."""
-
-    def __init__(self, raw: BinaryIO) -> None:
-        self._raw = raw
-        self.digest = hashlib.sha256()
-        self.size_bytes = 0
-        self.closed = False
-
-    def write(self, data: bytes) -> int:
-        self.digest.update(data)
-        self.size_bytes += len(data)
-        self._raw.write(data)
-        return len(data)
-
-    def tell(self) -> int:
-        return self.size_bytes
-
-    def flush(self) -> None:
-        self._raw.flush()
-
-    def close(self) -> None:
-        self.closed = True
-
-    def readable(self) -> bool:
-        return False
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return False
-
-
-def _dictionary_columns(schema: pa.Schema) -> list[str]:
-    """Dictionaries only for text: on float vectors they triple the write time (151 against 43 ms for 8,192 × 384) and shrink nothing."""
-    return [f.name for f in schema if pa.types.is_string(f.type)]
-
-
-def _dead_rows(parts: Sequence[str], deletes: Sequence[Path]) -> dict[int, npt.NDArray[np.int64]]:
-    """Position of a part → numbers of its dead rows, ascending."""
-    position = {path: number for number, path in enumerate(parts)}
-    gathered: dict[int, list[npt.NDArray[np.int64]]] = {}
-    for path in deletes:
-        try:
-            table = pq.read_table(path, columns=["part", "row"])
-        except (pa.ArrowException, OSError) as exc:
-            raise SnapshotError(f"{path} cannot be read ({exc}); publish another snapshot") from exc
-        names = table.column("part").combine_chunks().dictionary_encode()
-        codes, rows = np.asarray(names.indices), np.asarray(table.column("row"))
-        for code, name in enumerate(names.dictionary.to_pylist()):
-            if name not in position:
-                raise SnapshotError(f"{path} names part {name}, which no manifest of its chain does; publish another snapshot")
-            gathered.setdefault(position[name], []).append(rows[codes == code])
-    return {number: np.unique(np.concatenate(pieces)) for number, pieces in gathered.items()}
-
-
-def _living(batches: Iterator[pa.RecordBatch], dead: npt.NDArray[np.int64] | None) -> Iterator[pa.RecordBatch]:
-    """``batches`` of one part without its dead rows."""
-    if dead is None:
-        yield from batches
-        return
-    first = 0
-    for batch in batches:
-        start, stop = np.searchsorted(dead, (first, first + batch.num_rows))
-        if stop == start:
-            yield batch
-        elif stop - start < batch.num_rows:
-            keep = np.ones(batch.num_rows, np.bool_)
-            keep[dead[start:stop] - first] = False
-            yield batch.filter(pa.array(keep))
-        first += batch.num_rows
-
-
-def _read_journal(path: Path, recipe: str, partition: str | None, full: bool) -> Iterator[Finished]:
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError:
-        return
-    for number, line in enumerate(lines):
-        try:
-            entry = json.loads(line)
-            if number == 0:
-                if (entry["recipe"], entry["partition"]) != (recipe, partition) or (full and not entry["full"]):
-                    return
-                continue
-            yield Finished(*(None if entry[k] is None else known_fields(Part, entry[k]) for k in ("part", "rejected")))
-        except (ValueError, KeyError, TypeError):
-            return  # torn: neither this line nor what follows it was finished

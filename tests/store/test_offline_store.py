@@ -29,8 +29,10 @@ from jobs.run import run_view
 from store.crashpoint import arm, disarm
 from store.errors import ConflictError, FencedError, SnapshotError
 from store.feature_view import Feature, FeatureView
+from store.journal import Finished
+from store.layers import Layers
 from store.lease import take
-from store.offline_store import Finished, Layers, LiveRef, OfflineStore, run_lease
+from store.offline_store import LiveRef, OfflineStore, run_lease
 from store.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot
 from tests.conftest import MakeProject
 

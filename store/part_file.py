@@ -1,0 +1,96 @@
+"""Part file: one immutable Parquet file, written whole, hashed on the way, and durable when its name appears."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from store.crashpoint import crashpoint
+from store.durable_file import sync_folder
+
+
+def write_part_file(path: Path, table: pa.Table) -> tuple[int, str]:
+    """Write a table under a temporary name, fsync it, rename it and fsync its folder; nothing is left of a failure.
+
+    Args:
+        path: the file to be; its folder is created.
+        table: the rows.
+
+    Returns:
+        size in bytes and SHA-256 (hex).
+
+    Raises:
+        OSError: the file system failed.
+    """
+    folder = path.parent
+    temporary = folder / f".{path.name}.tmp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as raw:
+            sink = _HashingFile(raw)
+            with pq.ParquetWriter(
+                pa.PythonFile(sink, "w"),
+                table.schema,
+                compression="zstd",
+                compression_level=1,
+                use_dictionary=_dictionary_columns(table.schema),
+            ) as writer:
+                writer.write_table(table)
+            raw.flush()
+            crashpoint("part.write", temporary)
+            os.fsync(raw.fileno())
+        crashpoint("part.fsync", temporary)
+        os.replace(temporary, path)
+        crashpoint("part.rename", path)
+        sync_folder(folder)
+        crashpoint("dir.fsync", path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    return sink.size_bytes, sink.digest.hexdigest()
+
+
+class _HashingFile:
+    """A write-only file object that hashes and counts what passes through, so that no part is read twice."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw = raw
+        self.digest = hashlib.sha256()
+        self.size_bytes = 0
+        self.closed = False
+
+    def write(self, data: bytes) -> int:
+        self.digest.update(data)
+        self.size_bytes += len(data)
+        self._raw.write(data)
+        return len(data)
+
+    def tell(self) -> int:
+        return self.size_bytes
+
+    def flush(self) -> None:
+        self._raw.flush()
+
+    def close(self) -> None:
+        self.closed = True
+
+    def readable(self) -> bool:
+        return False
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return False
+
+
+def _dictionary_columns(schema: pa.Schema) -> list[str]:
+    """Dictionaries only for text: on float vectors they triple the write time (151 against 43 ms for 8,192 × 384) and shrink nothing."""
+    return [f.name for f in schema if pa.types.is_string(f.type)]
