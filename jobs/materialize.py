@@ -221,7 +221,7 @@ def _snapshot(plan: Plan, run: _Run, counts: Counts) -> Snapshot:
 def _judged(config: ViewConfig, opened: OpenView, store: OfflineStore, snapshot: Snapshot, accept: Collection[str]) -> Snapshot:
     live = None
     if snapshot.partition is not None:
-        live = store.newest(config.name, snapshot.partition)  # another day's rows are no measure of this one's
+        live = store.newest(config.name, snapshot.partition, refused=False)  # another day's rows are no measure of this one's
     elif (ref := store.readable_live(config.name)) is not None:
         try:
             live = store.snapshot(config.name, ref.snapshot)

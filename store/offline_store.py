@@ -142,12 +142,14 @@ class OfflineStore:
                 return None
             raise
 
-    def newest(self, view: str, partition: str | None = None) -> Snapshot | None:
+    def newest(self, view: str, partition: str | None = None, *, refused: bool = True) -> Snapshot | None:
         """The newest snapshot of a partition (None: of a view that has none) that is not marked bad and whose files are all there, with all
-        its ancestors."""
+        its ancestors; one that a gate refused counts only with ``refused``: its rows are good to build on, not to measure by."""
         for number in reversed(self.numbers(view)):
             try:
                 snapshot = self.snapshot(view, number)
+                if not refused and snapshot.refused_by:
+                    continue
                 if snapshot.partition == partition and self.bad_below(snapshot) is None:
                     self.layers(snapshot)
                     return snapshot

@@ -342,6 +342,9 @@ def test_a_partition_is_judged_against_its_own_earlier_snapshot_and_not_another_
     assert run(project, DAYS[1]).status == "published"  # three times the rows, and vectors that point elsewhere
     with pytest.raises(GateError, match="drift"):
         run(with_second_day(lambda i: 2.0 + i, 90), DAYS[1])
+    for _ in range(3):  # a refused snapshot is no measure, neither of itself nor of what comes after it
+        with pytest.raises(GateError, match="drift"):
+            run(project, DAYS[1])
     with pytest.raises(GateError, match="rows"):
         run(with_second_day(lambda i: -2.0 - i, 30), DAYS[1])
     assert live(project) == (2, day(1))
