@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +24,8 @@ from jobs.plan import Plan, make_plan, now_us
 from jobs.progress import Progress
 from jobs.report import Report
 from precompute.batching import WINDOW_ROWS
-from precompute.runner import compute
+from precompute.meter import Meter
+from precompute.runner import Computed, Runner
 from store.entity_key import bad_keys, key_column
 from store.errors import RejectedError, SnapshotError, SourceError
 from store.journal import Finished
@@ -99,10 +100,7 @@ def materialize(
         run = _Run(opened, store, report, math.floor(plan.source_rows * config.max_rejected + 1e-9), config.renew_unchanged)
         run.take_over(plan)
         progress.begin(f"materialize {config.name}", plan.diff.compute)
-        batches = source.batches(WINDOW_ROWS)
-        while (batch := _next(batches, report)) is not None:
-            run.add(batch)
-            progress.advance(batch.num_rows)
+        run.compute(source.batches(WINDOW_ROWS), progress, memory_mb)
         run.finish()
         progress.end()
         counts = Counts(
@@ -262,11 +260,6 @@ def _counts_json(counts: Counts) -> dict[str, int]:
     return {name: getattr(counts, name) for name in Counts.__slots__}
 
 
-def _next(batches: Iterator[pa.RecordBatch], report: Report) -> pa.RecordBatch | None:
-    with report.stage("source"):
-        return next(batches, None)
-
-
 @dataclass(slots=True)
 class _Run:
     """The rows of one run on their way to Parquet: never more than one window and one part in memory."""
@@ -289,6 +282,7 @@ class _Run:
     _pending_bytes: int = 0
     _rejected: list[pa.RecordBatch] = field(default_factory=list)
     _reasons: Counter[str] = field(default_factory=Counter)
+    _bad_keys: deque[tuple[pa.Array, list[str], pa.Array]] = field(default_factory=deque)
 
     @property
     def name(self) -> str:
@@ -307,25 +301,40 @@ class _Run:
             self.rejected_rows = table.num_rows
             self._check_rejected()
 
-    def add(self, batch: pa.RecordBatch) -> None:
-        """Compute a window and keep its rows."""
+    def compute(self, batches: Iterator[pa.RecordBatch], progress: Progress, memory_mb: int) -> None:
+        """Compute all windows and keep their rows; the report learns what the stages took."""
+        meter, began = Meter(), time.monotonic()
+        runner = Runner(self.opened.model, self.opened.view, meter)
+        stream = runner.stream(self._good_keys(batches), hidden=("input_hash",), memory_mb=memory_mb)
+        try:
+            for batch, done in stream:
+                self.add(batch, done)
+                progress.advance(batch.num_rows)
+        finally:
+            stream.close()  # the source must not be read any more when it is closed
+            seconds = time.monotonic() - began
+            self.report.engine = meter.to_json(seconds)
+            for stage, name in (("read", "source"), ("model", "model")):
+                self.report.add(name, meter.stage(stage).busy_s)
+
+    def _good_keys(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """The rows that have a usable key; the others are kept aside for :meth:`add`, which is the one thread that rejects."""
+        for batch in batches:
+            bad = bad_keys(keys := key_column(batch, self.opened.view.entity))
+            if bad:
+                rows = list(bad)
+                hashes = batch.column("input_hash").take(pa.array(rows))
+                self._bad_keys.append((keys.take(pa.array(rows)), list(bad.values()), hashes))
+                batch = batch.take(pa.array(np.setdiff1d(np.arange(batch.num_rows), rows)))
+            yield batch
+
+    def add(self, batch: pa.RecordBatch, done: Computed) -> None:
+        """Keep a window's rows and note its rejections."""
         view = self.opened.view
+        while self._bad_keys:
+            bad, errors, hashes = self._bad_keys.popleft()
+            self._reject(bad, ["key"] * len(bad), errors, hashes)
         keys = key_column(batch, view.entity)
-        bad = bad_keys(keys)
-        if bad:
-            rows = list(bad)
-            self._reject(
-                keys.take(pa.array(rows)),
-                ["key"] * len(rows),
-                list(bad.values()),
-                batch.column("input_hash").take(pa.array(rows)),
-            )
-            good = np.setdiff1d(np.arange(batch.num_rows), rows)
-            batch, keys = batch.take(pa.array(good)), keys.take(pa.array(good))
-        if batch.num_rows == 0:
-            return
-        done = compute(self.opened.model, view, batch.drop_columns(["input_hash"]))
-        self.report.add("model", done.model_s)
         if done.rejections:
             rows = [r.row for r in done.rejections]
             self._reject(

@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -60,6 +61,70 @@ class SizedModel(Model, Protocol):
 
     def costs(self, batch: pa.RecordBatch) -> npt.NDArray[np.int64]:
         """Cost of each row, for example its tokens: int64 [rows], at least 1."""
+
+
+@dataclass(slots=True)
+class Prepared:
+    """Rows made ready for a device: their ``costs``, int64 [rows] and at least 1, and whatever the model needs to make inputs of them.
+
+    ``bad`` are rows found unusable only now: position → reason.
+    """
+
+    costs: npt.NDArray[np.int64]
+    payload: Any = None
+    bad: Mapping[int, str] = field(default_factory=dict)
+
+
+class ComputeDevice(Protocol):
+    """What the engine must know of the device a staged model runs on; sizes in bytes."""
+
+    name: str
+    depth: int
+    """Batches launched before the first is waited for: 0 where launching means computing."""
+
+    def free_bytes(self) -> int:
+        """Memory that can still be taken."""
+
+    def peak_bytes(self, reset: bool = False) -> int:
+        """Largest memory in use since the last reset."""
+
+    def release(self) -> None:
+        """Give cached memory back, after running out of it."""
+
+    def peak_flops(self) -> float:
+        """FLOP/s of a large matrix product here and now, in the model's precision."""
+
+
+@runtime_checkable
+class StagedModel(Model, Protocol):
+    """A model in stages, so that the engine overlaps them and chooses the batches: see :class:`precompute.torch_model.TorchModel`.
+
+    ``cost_unit`` names what a cost counts (tokens, rows); ``start_cost`` is the budget of the first batches, from which the best is searched;
+    ``max_cost`` fixes it.
+    """
+
+    cost_unit: str
+    start_cost: int
+    max_cost: int | None
+
+    @property
+    def device(self) -> ComputeDevice:
+        """Where it runs."""
+
+    def prepare(self, batch: pa.RecordBatch) -> Prepared:
+        """Tokenise, encode, convert: all that needs no device. Runs in a thread of its own, beside the other stages."""
+
+    def inputs(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> Any:
+        """The inputs of one batch: these positions of the prepared rows, at least one. In the same thread as :meth:`prepare`."""
+
+    def launch(self, inputs: Any) -> Any:
+        """Begin to compute; returns what :meth:`land` waits for."""
+
+    def land(self, launched: Any) -> Features:
+        """Wait for the features of a batch."""
+
+    def flops(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> float:
+        """Floating-point operations that these rows need, padding not counted; 0 when unknown."""
 
 
 @runtime_checkable

@@ -1,12 +1,16 @@
 """Runner: rows → batches → model → checked features. A bad row is one bad row: it is found, rejected with a reason, and the rest go on.
 
-The batch job and the fallback both come through :func:`compute`, so a fallback's values are the batch job's values.
+    read ─► prepare (tokenise, encode; batches of like cost) ─► model (copy in, forward, copy out) ─► whoever takes the windows: write
+
+The batch job takes :meth:`Runner.stream`, whose stages overlap in threads; the fallback takes :meth:`Runner.compute`, the same stages one after the
+other. So a fallback's values are the batch job's values.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,18 +19,28 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from precompute.ahead import Ahead
 from precompute.batching import batches_by_cost
-from precompute.model import CheckingModel, Features, Model, SizedModel
+from precompute.budget import Budget
+from precompute.memory import is_out_of_memory
+from precompute.meter import Meter
+from precompute.model import CheckingModel, Features, Model, Prepared, SizedModel, StagedModel
 from store.errors import ModelError
 from store.feature_view import SCALAR_TYPES, Feature, FeatureView
 
 MAX_BATCH_ROWS = 4096
 """Rows given at once to a model that names no costs: 1–8 k rows is the right size for MLPs on CPUs."""
 
+AHEAD_WINDOWS = 2
+"""Windows that may be computed and not yet taken: one ready, one that the model is at. A killed run loses them, beside its chunk."""
+
+SEARCHED_UP_TO = 64
+"""Multiples of the first budget that are tried on a device that computes while others are launched; 4 on a CPU, whose cache is small."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """Why one row has no features: its number in the batch given, the stage (``input``, ``model``, ``output``) and the error."""
+    """Why one row has no features: its number in the batch given, the stage (``input``, ``prepare``, ``model``, ``output``) and the error."""
 
     row: int
     stage: str
@@ -43,56 +57,378 @@ class Computed:
     rows: npt.NDArray[np.int64]
     features: pa.RecordBatch
     rejections: list[Rejection] = field(default_factory=list)
-    model_s: float = 0.0
 
 
 def compute(model: Model, view: FeatureView, batch: pa.RecordBatch) -> Computed:
-    """Run the model over one window of rows.
+    """Run the model over one window of rows: :meth:`Runner.compute` of a runner made for it.
+
+    Raises:
+        ModelError: see :class:`Runner`.
+    """
+    return Runner(model, view).compute(batch)
+
+
+@dataclass(slots=True)
+class _Window:
+    """Rows sorted together, on their way through the stages."""
+
+    batch: pa.RecordBatch
+    given: pa.RecordBatch
+    """What the model sees of them."""
+    rejections: dict[int, Rejection] = field(default_factory=dict)
+    rows: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    """Row of the window at each position of what was prepared."""
+    prepared: Prepared | None = None
+    costs: npt.NDArray[np.int64] | None = None
+    pieces: list[tuple[npt.NDArray[np.int64], pa.RecordBatch]] = field(default_factory=list)
+
+    def reject(self, row: int, stage: str, error: str) -> None:
+        self.rejections[row] = Rejection(row, stage, error)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Rows computed together; ``positions`` None marks the end of a window."""
+
+    window: _Window
+    positions: npt.NDArray[np.int64] | None
+    budget: int = 0
+    cost: int = 0
+    inputs: Any = None
+
+
+class Runner:
+    """Runs one model for one view.
 
     Args:
         model: the loaded model.
         view: declares names, types and shapes of the features.
-        batch: source rows; memory for their features must be at hand.
+        meter: told what every stage took; kept by the caller to report it.
+        budget: what a batch may cost; by default it finds itself. Given, it is shared with an earlier runner of the same model.
 
     Raises:
-        ModelError: the model returns something other than the view declares: a missing feature, another length or type. That is a
-            mistake in model or view, not in a row, so the run fails.
+        ModelError: (from every method) the model returns something other than the view declares: a missing feature, another length or
+            type. That is a mistake in model or view, not in a row, so the run fails.
     """
-    rejections: dict[int, Rejection] = {}
-    if isinstance(model, CheckingModel):
-        for row, reason in _asked(view, "unusable()", model.unusable, batch).items():
-            rejections[row] = Rejection(row, "input", reason)
-    usable = np.array([row for row in range(batch.num_rows) if row not in rejections], np.int64)
-    started = time.monotonic()
-    pieces: list[tuple[npt.NDArray[np.int64], pa.RecordBatch]] = []
-    for rows in _plan(model, view, batch, usable):
-        for done, features in _attempt(model, view, batch, rows, rejections):
-            keep, bad = _finite(view, features)
-            for position, error in bad.items():
-                rejections[int(done[position])] = Rejection(int(done[position]), "output", error)
-            pieces.append((done[keep], features.filter(pa.array(keep)) if bad else features))
-    model_s = time.monotonic() - started
-    rows, features = _in_order(view, pieces)
-    return Computed(rows, features, [rejections[row] for row in sorted(rejections)], model_s)
+
+    def __init__(self, model: Model, view: FeatureView, meter: Meter | None = None, budget: Budget | None = None) -> None:
+        self.meter = Meter() if meter is None else meter
+        self._model, self._view = model, view
+        self._staged = model if isinstance(model, StagedModel) else None
+        self.budget = budget or self._first_budget()
+        self._depth = 0 if self._staged is None else self._staged.device.depth
+
+    def _first_budget(self) -> Budget:
+        if self._staged is None:
+            return Budget(self._model.max_cost if isinstance(self._model, SizedModel) else MAX_BATCH_ROWS, fixed=True)
+        if self._staged.max_cost is not None:
+            return Budget(self._staged.max_cost, fixed=True)
+        device = self._staged.device
+        reach = SEARCHED_UP_TO if device.depth else 4
+        return Budget(self._staged.start_cost, reach=reach, free_bytes=device.free_bytes)
+
+    def compute(self, batch: pa.RecordBatch) -> Computed:
+        """Run the model over one window of rows; memory for their features must be at hand."""
+        for _, done in self._landed(self._batches(iter([(batch, batch)]))):
+            return done
+        raise AssertionError("a window went in and none came out")
+
+    def stream(
+        self, windows: Iterable[pa.RecordBatch], *, hidden: Iterable[str] = (), memory_mb: int = 512
+    ) -> Generator[tuple[pa.RecordBatch, Computed]]:
+        """Run the model over many windows, the stages overlapping; windows and rows come out in the order they went in.
+
+        Args:
+            windows: rows, at most a few thousand at a time; advanced in a thread.
+            hidden: columns of them that the model is not shown.
+            memory_mb: bound of what lies between the stages, a window in each apart.
+
+        Yields:
+            each window as it came, and its features.
+
+        Raises:
+            ModelError: see :class:`Runner`; and whatever ``windows`` raises.
+        """
+        stages: list[Ahead[Any]] = []
+        left_out = set(hidden)
+        shown = ((w, w.select([n for n in w.schema.names if n not in left_out]) if left_out else w) for w in windows)
+        share = max(1, memory_mb * 2**20 // 3)
+        try:
+            read = Ahead("read", shown, self.meter.stage("read"), lambda w: int(w[0].nbytes), share)
+            stages.append(read)
+            batches = Ahead("prepare", self._batches(read), self.meter.stage("prepare"), _batch_bytes, share, read)
+            stages.append(batches)
+            done = Ahead("model", self._landed(batches), self.meter.stage("model"), _done_bytes, share, batches, 1)
+            stages.append(done)
+            last = self.meter.stage("write")
+            taken = time.monotonic()
+            for item in done:
+                starved = done.waited_s - last.starved_s
+                last.starved_s = done.waited_s
+                self.meter.rows += item[0].num_rows
+                yield item
+                now = time.monotonic()
+                last.busy_s += now - taken - starved
+                taken = now
+        finally:
+            if stages:
+                stages[-1].close()
+
+    # ---- prepare
+
+    def _batches(self, windows: Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]) -> Iterator[_Batch]:
+        """The batches of each window, dearest rows first, and its end."""
+        for batch, given in windows:
+            window = _Window(batch, given)
+            self._prepare(window)
+            for positions in self._plan(window):
+                budget = self._asked_for
+                inputs = self._inputs(window, positions)
+                if inputs is not None:
+                    yield _Batch(window, positions, budget, self._cost(window, positions), inputs)
+            yield _Batch(window, None)
+
+    def _prepare(self, window: _Window) -> None:
+        model, batch = self._model, window.given
+        if isinstance(model, CheckingModel):
+            for row, reason in _asked(self._view, "unusable()", model.unusable, batch).items():
+                window.reject(row, "input", reason)
+        window.rows = np.array([row for row in range(batch.num_rows) if row not in window.rejections], np.int64)
+        if not len(window.rows):
+            return
+        if self._staged is not None:
+            try:
+                window.prepared = self._staged.prepare(_taken(batch, window.rows))
+            except ModelError:
+                raise
+            except (Exception, SystemExit):  # which row did it is what counts
+                self._find_unpreparable(window, window.rows)
+                window.rows = np.array([row for row in window.rows.tolist() if row not in window.rejections], np.int64)
+                window.prepared = self._staged.prepare(_taken(batch, window.rows)) if len(window.rows) else None
+            if window.prepared is None:
+                return
+            for position, reason in window.prepared.bad.items():
+                window.reject(int(window.rows[position]), "input", reason)
+            window.costs = window.prepared.costs
+        elif isinstance(model, SizedModel):
+            window.costs = np.asarray(_asked(self._view, "costs()", model.costs, _taken(batch, window.rows)))
+        if window.costs is not None:
+            costs = window.costs
+            if costs.shape != (len(window.rows),) or costs.dtype.kind not in "iu":
+                raise ModelError(
+                    f"the model of view {self._view.name!r}: its costs are {costs.dtype} {list(costs.shape)}, not an integer for each of "
+                    f"{len(window.rows)} rows"
+                )
+            window.costs = np.maximum(costs, 1).astype(np.int64)
+
+    def _find_unpreparable(self, window: _Window, rows: npt.NDArray[np.int64]) -> None:
+        assert self._staged is not None
+        try:
+            self._staged.prepare(_taken(window.given, rows))
+        except ModelError:
+            raise
+        except (Exception, SystemExit) as exc:
+            if len(rows) == 1:
+                window.reject(int(rows[0]), "prepare", _told(exc))
+                return
+            self._find_unpreparable(window, rows[: len(rows) // 2])
+            self._find_unpreparable(window, rows[len(rows) // 2 :])
+
+    def _plan(self, window: _Window) -> Iterator[npt.NDArray[np.int64]]:
+        """Positions of each batch."""
+        positions = np.arange(len(window.rows))
+        if window.prepared is not None and window.prepared.bad:
+            positions = np.setdiff1d(positions, np.fromiter(window.prepared.bad, np.int64))
+        if window.costs is None:
+            start = 0
+            while start < len(positions):
+                self._asked_for = min(self.budget.next(), MAX_BATCH_ROWS)
+                yield positions[start : start + self._asked_for]
+                start += self._asked_for
+            return
+
+        def asked() -> int:
+            self._asked_for = self.budget.next()
+            return self._asked_for
+
+        for chosen in batches_by_cost(window.costs[positions], asked):
+            yield positions[chosen]
+
+    _asked_for = 0
+    """The budget of the batch being made."""
+
+    def _inputs(self, window: _Window, positions: npt.NDArray[np.int64]) -> Any:
+        """What the model takes; None when it cannot be made, and each row of it was tried alone."""
+        if self._staged is None or window.prepared is None:
+            return _taken(window.given, window.rows[positions])
+        try:
+            return self._staged.inputs(window.prepared, positions)
+        except ModelError:
+            raise
+        except (Exception, SystemExit):
+            return _Later()  # the model's stage makes them once more, and bisects
+
+    def _cost(self, window: _Window, positions: npt.NDArray[np.int64]) -> int:
+        return len(positions) if window.costs is None else int(window.costs[positions].sum())
+
+    # ---- model
+
+    def _landed(self, batches: Iterator[_Batch]) -> Iterator[tuple[pa.RecordBatch, Computed]]:
+        """Windows whose every row has features or a rejection. On a GPU, later batches are launched before the first is waited for."""
+        under_way: deque[tuple[_Batch, Any, float, int]] = deque()
+        for batch in batches:
+            if batch.positions is None:
+                under_way.append((batch, None, 0.0, 0))
+            else:
+                under_way.append(self._launch(batch))
+            while len(under_way) > (self._depth if self.budget.settled else 0):
+                yield from self._land(*under_way.popleft())
+        while under_way:
+            yield from self._land(*under_way.popleft())
+
+    def _launch(self, batch: _Batch) -> tuple[_Batch, Any, float, int]:
+        """Begin a batch; a failure is kept for :meth:`_land`, in whose turn it is dealt with."""
+        started = time.monotonic()
+        before = self._memory_before()
+        try:
+            if isinstance(batch.inputs, _Later):
+                raise _Retry
+            launched = self._model.compute(batch.inputs) if self._staged is None else self._staged.launch(batch.inputs)
+        except (Exception, SystemExit) as exc:
+            launched = _Failed(exc)
+        batch.inputs = None
+        self.meter.forward_s += time.monotonic() - started
+        return batch, launched, started, before
+
+    def _memory_before(self) -> int:
+        """Bytes in use, when it is worth knowing what a batch takes."""
+        if self._staged is None or self.budget.settled:
+            return 0
+        self._staged.device.peak_bytes(reset=True)
+        return self._staged.device.peak_bytes(reset=True)
+
+    def _land(self, batch: _Batch, launched: Any, started: float, before: int) -> Iterator[tuple[pa.RecordBatch, Computed]]:
+        window, positions = batch.window, batch.positions
+        if positions is None:
+            rows, features = _in_order(self._view, window.pieces)
+            window.pieces = []
+            yield window.batch, Computed(rows, features, [window.rejections[row] for row in sorted(window.rejections)])
+            return
+        try:
+            if isinstance(launched, _Failed):
+                raise launched.error
+            waiting = time.monotonic()
+            features = launched if self._staged is None else self._staged.land(launched)
+            self.meter.landing_s += time.monotonic() - waiting
+        except ModelError:  # the model's own word that view and source do not fit it: no row's fault
+            raise
+        except (Exception, SystemExit) as exc:  # a model may raise anything; which row did it is what counts
+            self._retried(window, positions, exc)
+            return
+        self._keep(window, positions, features)
+        seconds = time.monotonic() - started
+        size = 0 if not before or self._staged is None else max(0, self._staged.device.peak_bytes() - before)
+        self.budget.done(batch.budget, batch.cost, seconds, size)
+        self._count(window, positions)
+
+    def _count(self, window: _Window, positions: npt.NDArray[np.int64]) -> None:
+        meter = self.meter
+        meter.batches += 1
+        if window.costs is None:
+            return
+        costs = window.costs[positions]
+        meter.cost += int(costs.sum())
+        meter.padded_cost += len(costs) * int(costs.max())
+        if self._staged is not None and window.prepared is not None:
+            meter.flops += self._staged.flops(window.prepared, positions)
+
+    def _retried(self, window: _Window, positions: npt.NDArray[np.int64], exc: BaseException, *, again: bool = False) -> None:
+        """Compute the rows of a batch that failed in smaller ones: until the row that fails stands alone, or until they fit in memory."""
+        self.meter.retries += 1
+        if is_out_of_memory(exc):
+            if (
+                not again
+            ):  # one halving for each batch: a row that never fits must not shrink the batches of all others to nothing
+                self.meter.out_of_memory += 1
+                self.budget.out_of_memory(self._padded(window, positions))
+            if self._staged is not None:
+                self._staged.device.release()
+            exc = exc.with_traceback(None)  # its frames hold the tensors that did not fit
+        elif len(positions) == 1 and not isinstance(exc, _Retry):
+            window.reject(int(window.rows[positions[0]]), "model", _told(exc))
+            return
+        middle = max(1, len(positions) // 2)
+        for part in (positions[:middle], positions[middle:]):
+            if not len(part):
+                continue
+            try:
+                features = self._computed(window, part)
+            except ModelError:
+                raise
+            except (Exception, SystemExit) as failed:
+                if len(part) == 1:  # with out of memory, that was its second try, alone and with the caches empty
+                    window.reject(int(window.rows[part[0]]), "model", _told(failed))
+                else:
+                    self._retried(window, part, failed, again=True)
+                continue
+            self._keep(window, part, features)
+            self._count(window, part)
+
+    def _computed(self, window: _Window, positions: npt.NDArray[np.int64]) -> Features:
+        if self._staged is None:
+            return self._model.compute(_taken(window.given, window.rows[positions]))
+        assert window.prepared is not None
+        return self._staged.land(self._staged.launch(self._staged.inputs(window.prepared, positions)))
+
+    def _padded(self, window: _Window, positions: npt.NDArray[np.int64]) -> int:
+        return len(positions) * (1 if window.costs is None else int(window.costs[positions].max()))
+
+    def _keep(self, window: _Window, positions: npt.NDArray[np.int64], features: Features) -> None:
+        started = time.monotonic()
+        checked = _checked(self._view, features, len(positions))
+        keep, bad = _finite(self._view, checked)
+        rows = window.rows[positions]
+        for position, error in bad.items():
+            window.reject(int(rows[position]), "output", error)
+        window.pieces.append((rows[keep], checked.filter(pa.array(keep)) if bad else checked))
+        self.meter.checking_s += time.monotonic() - started
 
 
-def _plan(
-    model: Model, view: FeatureView, batch: pa.RecordBatch, usable: npt.NDArray[np.int64]
-) -> Iterator[npt.NDArray[np.int64]]:
-    if not len(usable):
-        return
-    if isinstance(model, SizedModel):
-        subset = batch if len(usable) == batch.num_rows else batch.take(pa.array(usable))
-        costs = np.asarray(_asked(view, "costs()", model.costs, subset))
-        if costs.shape != (len(usable),) or costs.dtype.kind not in "iu":
-            raise ModelError(
-                f"the model of view {view.name!r}: costs() returned {costs.dtype} {list(costs.shape)}, not an integer for each of {len(usable)} rows"
-            )
-        for rows in batches_by_cost(np.maximum(costs, 1).astype(np.int64), model.max_cost):
-            yield usable[rows]
-    else:
-        for start in range(0, len(usable), MAX_BATCH_ROWS):
-            yield usable[start : start + MAX_BATCH_ROWS]
+class _Later:
+    """Inputs that could not be made."""
+
+
+class _Retry(Exception):
+    """A batch without inputs: it is cut in pieces like one that failed."""
+
+
+@dataclass(slots=True)
+class _Failed:
+    error: BaseException
+
+
+def _taken(batch: pa.RecordBatch, rows: npt.NDArray[np.int64]) -> pa.RecordBatch:
+    if len(rows) == batch.num_rows and np.array_equal(rows, np.arange(len(rows))):
+        return batch
+    if len(rows) and int(rows[-1]) - int(rows[0]) == len(rows) - 1 and (np.diff(rows) == 1).all():
+        return batch.slice(int(rows[0]), len(rows))
+    return batch.take(pa.array(rows))
+
+
+def _told(exc: BaseException) -> str:
+    return f"{type(exc).__name__}: {exc}"[:500]
+
+
+def _batch_bytes(batch: _Batch) -> int:
+    inputs = batch.inputs
+    if isinstance(inputs, (tuple, list)):
+        inputs = [i for i in inputs if hasattr(i, "nbytes")]
+        return sum(int(i.nbytes) for i in inputs)
+    return int(getattr(inputs, "nbytes", 0))
+
+
+def _done_bytes(item: tuple[pa.RecordBatch, Computed]) -> int:
+    return int(item[0].nbytes + item[1].features.nbytes)
 
 
 def _asked(view: FeatureView, what: str, method: Callable[[pa.RecordBatch], Any], batch: pa.RecordBatch) -> Any:
@@ -105,30 +441,6 @@ def _asked(view: FeatureView, what: str, method: Callable[[pa.RecordBatch], Any]
         raise
     except Exception as exc:
         raise ModelError(f"the model of view {view.name!r}: {what} raised {type(exc).__name__}: {exc}") from exc
-
-
-def _attempt(
-    model: Model,
-    view: FeatureView,
-    batch: pa.RecordBatch,
-    rows: npt.NDArray[np.int64],
-    rejections: dict[int, Rejection],
-) -> Iterator[tuple[npt.NDArray[np.int64], pa.RecordBatch]]:
-    """Compute ``rows``; when the model raises, halve them until the row that makes it raise stands alone."""
-    whole = len(rows) == batch.num_rows and np.array_equal(rows, np.arange(len(rows)))
-    try:
-        features = model.compute(batch if whole else batch.take(pa.array(rows)))
-    except ModelError:  # the model's own word that view and source do not fit it: no row's fault
-        raise
-    except (Exception, SystemExit) as exc:  # a model may raise anything; which row did it is what counts
-        if len(rows) == 1:
-            rejections[int(rows[0])] = Rejection(int(rows[0]), "model", f"{type(exc).__name__}: {exc}"[:500])
-            return
-        middle = len(rows) // 2
-        yield from _attempt(model, view, batch, rows[:middle], rejections)
-        yield from _attempt(model, view, batch, rows[middle:], rejections)
-        return
-    yield rows, _checked(view, features, len(rows))
 
 
 def _checked(view: FeatureView, features: Features, rows: int) -> pa.RecordBatch:

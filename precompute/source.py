@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -31,8 +32,11 @@ _BAD_SQL = (duckdb.ParserException, duckdb.BinderException, duckdb.CatalogExcept
 
 
 RESERVED = ("key", "input_hash", "rowid")
+
 """Columns that are added to a source's own, so that it can have none of these names."""
 
+CLOSE_TRIES = 500
+"""Of closing a connection that a thread still reads from, 10 ms apart."""
 
 BOUNDS = ("start", "end")
 """Parameters a partitioned view's SQL takes: TIMESTAMP, UTC, start included and end excluded."""
@@ -469,8 +473,15 @@ class Source:
             return self._query(_statement(sql), {n: v for n, v in self._bounds.items() if n in parameters(sql)})
 
     def close(self) -> None:
-        """Drop the temporary table and its spilled files."""
-        self._connection.close()
+        """Drop the temporary table and its spilled files; a thread that still reads is interrupted."""
+        for _ in range(CLOSE_TRIES):
+            with contextlib.suppress(duckdb.Error):
+                self._connection.interrupt()
+            try:
+                self._connection.close()
+                break
+            except duckdb.Error:  # busy with a read that an ended run left in its thread
+                time.sleep(0.01)
         self._spill.close()
 
     def __enter__(self) -> Source:

@@ -16,11 +16,14 @@ FILES = sorted(str(path.relative_to(ROOT)) for room in ROOMS for path in (ROOT /
 
 SEAMS = {
     "torch": {
+        "precompute/attention.py",
+        "precompute/device.py",
         "precompute/models/text_encoder.py",
         "precompute/models/top_k.py",
         "precompute/models/two_tower.py",
+        "precompute/torch_model.py",
     },
-    "transformers": {"precompute/models/text_encoder.py"},
+    "transformers": {"precompute/attention.py", "precompute/models/text_encoder.py"},
     "tokenizers": {"precompute/models/text_encoder.py"},
     "safetensors": {"precompute/models/two_tower.py"},
     "duckdb": {"precompute/source.py", "store/history.py", "jobs/demo/__main__.py", "jobs/demo/data.py"},

@@ -6,7 +6,9 @@ Mean over the tokens that are not padding of the last hidden state, then x / |x|
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,10 @@ from tokenizers import Tokenizer
 from transformers import AutoModel
 from transformers.utils import logging as transformers_logging
 
-from precompute.model import digest, resolve_path
+from precompute import attention
+from precompute.device import Device
+from precompute.model import Prepared, digest, resolve_path
+from precompute.torch_model import Tensors, TorchModel
 from store.errors import ConfigError, ModelError
 
 transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # a run has its own progress; this one ends up in logs
@@ -29,8 +34,56 @@ CODE_VERSION = 1
 CHARS_PER_TOKEN = 16
 """Text is cut to ``max_tokens × 16`` characters before it is tokenised: a megabyte in one row costs no more than a page."""
 
+START_TOKENS = {"cpu": 1024, "cuda": 16384}
+"""First batches: on a CPU small ones stay in its cache, a GPU wants large ones. The engine searches on from here."""
 
-class TextEncoder:
+
+class Encoder(torch.nn.Module):
+    """Token ids → embeddings [B, D], float32, each of norm 1, whatever the transformer's precision."""
+
+    def __init__(self, transformer: torch.nn.Module) -> None:
+        super().__init__()
+        self.transformer = transformer
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Padded: ``ids`` and ``mask`` (1 where there is a token) int64 [B, T]."""
+        hidden = self.transformer(input_ids=ids, attention_mask=mask).last_hidden_state.float()  # [B, T, D]
+        weights = mask.unsqueeze(-1).to(hidden.dtype)
+        pooled = (hidden * weights).sum(1) / weights.sum(1).clamp(min=1e-9)
+        return torch.nn.functional.normalize(pooled, dim=1)
+
+
+class UnpaddedEncoder(torch.nn.Module):
+    """The same of texts laid end to end, without padding."""
+
+    def __init__(self, transformer: Any) -> None:
+        super().__init__()
+        transformer.set_attn_implementation(attention.NAME)
+        self.transformer = transformer
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor, starts: torch.Tensor, longest: torch.Tensor) -> torch.Tensor:
+        """``ids`` and ``positions`` int64 [1, tokens], ``starts`` int32 [B + 1], ``longest`` int64 [] on the host."""
+        hidden = (
+            self.transformer(input_ids=ids, position_ids=positions, starts=starts, longest=int(longest))
+            .last_hidden_state[0]
+            .float()
+        )  # [tokens, D]
+        lengths = starts.diff()
+        texts = torch.repeat_interleave(torch.arange(len(lengths), device=ids.device), lengths, output_size=ids.shape[1])
+        pooled = torch.zeros(len(lengths), hidden.shape[1], device=ids.device).index_add_(0, texts, hidden)
+        return torch.nn.functional.normalize(pooled / lengths.unsqueeze(1), dim=1)
+
+
+@dataclass(slots=True)
+class _Tokens:
+    """Token ids of all rows in a row, int64; row ``i`` is ``ids[starts[i]:starts[i] + lengths[i]]``."""
+
+    ids: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+
+
+class TextEncoder(TorchModel):
     """Embeds one text column.
 
     Args:
@@ -38,19 +91,33 @@ class TextEncoder:
         column: the source's text column: string, or binary holding UTF-8.
         output: name of the feature.
         max_tokens: longest input, special tokens included.
-        max_cost: tokens in one batch. Small batches stay in the CPU's cache: 1,024 tokens measured 7 % faster than 4,096.
+        max_cost: tokens in one batch; by default what the engine finds best.
+        too_long: what becomes of a text beyond ``max_tokens``: ``cut``, or ``bad`` to treat its row as a bad one.
+        device: ``cpu``, ``cuda`` or ``cuda:1``; by default a GPU where there is one.
 
     Raises:
-        ConfigError: no such folder or file.
+        ConfigError: no such folder or file, or an argument out of bounds.
         ModelError: the weights do not load.
     """
 
+    cost_unit = "tokens"
+
     def __init__(
-        self, path: str, column: str = "text", output: str = "embedding", max_tokens: int = 256, max_cost: int = 1024
+        self,
+        path: str,
+        column: str = "text",
+        output: str = "embedding",
+        max_tokens: int = 256,
+        max_cost: int | None = None,
+        too_long: str = "cut",
+        device: str | None = None,
     ) -> None:
         self._folder = resolve_path(path)
         self._column, self._output = column, output
         self.max_tokens, self.max_cost = max_tokens, max_cost
+        if too_long not in ("cut", "bad"):
+            raise ConfigError(f"text_encoder: too_long is cut or bad, got {too_long!r}")
+        self._refuse_long = too_long == "bad"
         for name in ("config.json", "model.safetensors", "tokenizer.json"):
             if not (self._folder / name).is_file():
                 raise ConfigError(
@@ -58,7 +125,7 @@ class TextEncoder:
                 )
         try:
             self._tokenizer = Tokenizer.from_file(str(self._folder / "tokenizer.json"))
-            self._model, found = AutoModel.from_pretrained(
+            transformer, found = AutoModel.from_pretrained(
                 self._folder,
                 local_files_only=True,
                 use_safetensors=True,
@@ -72,15 +139,16 @@ class TextEncoder:
         missing = sorted(name for name in found["missing_keys"] if not name.startswith("pooler."))
         if missing:
             raise ModelError(f"text_encoder: {self._folder} has no weights for {', '.join(missing[:3])}")
-        positions = getattr(self._model.config, "max_position_embeddings", max_tokens)
+        self._config = transformer.config
+        positions = getattr(self._config, "max_position_embeddings", max_tokens)
         if not 2 < max_tokens <= positions:
             raise ConfigError(f"text_encoder: max_tokens is {max_tokens}, this model takes 3 to {positions}")
-        self._model.eval()
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(max_tokens)
-        self.dim: int = self._model.config.hidden_size
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._model.to(self._device)
+        self.dim: int = self._config.hidden_size
+        super().__init__(Encoder(transformer), Device(device))
+        self.start_cost = START_TOKENS[self.device.torch.type]
+        self._unpadded = False
 
     def fingerprint(self) -> str:
         """Weights, config, tokenizer, pooling, length limit and code version."""
@@ -89,6 +157,7 @@ class TextEncoder:
             pooling="mean, l2",
             max_tokens=self.max_tokens,
             column=self._column,
+            **({"too_long": "bad"} if self._refuse_long else {}),
             **{name: self._folder / name for name in ("config.json", "model.safetensors", "tokenizer.json")},
         )
 
@@ -116,26 +185,62 @@ class TextEncoder:
             bad[row] = f"{self._column} is null"
         return bad
 
-    def costs(self, batch: pa.RecordBatch) -> npt.NDArray[np.int64]:
-        """Tokens of each text, int64 [rows]. Tokenising twice costs 3 % of the encoder's time; 34 % of padding costs more."""
-        return np.array([len(ids) for ids in self._tokens(batch)], np.int64)
+    def use(self, forward: Callable[..., torch.Tensor | Tensors], dtype: torch.dtype = torch.float32) -> None:
+        """See :class:`precompute.torch_model.TorchModel`; on a GPU in half precision, texts are laid end to end instead of padded."""
+        half = dtype in (torch.float16, torch.bfloat16)
+        positions = getattr(self._config, "model_type", "") == "bert"  # which others count in ways of their own
+        self._unpadded = self.device.is_cuda and half and positions and isinstance(forward, Encoder)
+        if self._unpadded:
+            assert isinstance(forward, Encoder)
+            forward = UnpaddedEncoder(forward.transformer)
+        super().use(forward, dtype)
 
-    @torch.inference_mode()
-    def compute(self, batch: pa.RecordBatch) -> dict[str, npt.NDArray[Any]]:
+    def prepare(self, batch: pa.RecordBatch) -> Prepared:
+        """Token ids; a row costs its tokens."""
+        limit = self.max_tokens * CHARS_PER_TOKEN
+        texts = [t.decode() if isinstance(t, bytes) else t for t in self._text(batch).to_pylist()]
+        encodings = self._tokenizer.encode_batch_fast([text.lstrip()[:limit] for text in texts])
+        lists = [e.ids for e in encodings]
+        lengths = np.fromiter(map(len, lists), np.int64, len(lists))
+        ids = np.fromiter(itertools.chain.from_iterable(lists), np.int64, int(lengths.sum()))
+        bad = {}
+        if self._refuse_long:
+            for row, (text, encoding) in enumerate(zip(texts, encodings, strict=True)):
+                if encoding.overflowing or len(text.lstrip()) > limit:
+                    bad[row] = f"{self._column} has more than {self.max_tokens} tokens"
+        return Prepared(lengths, _Tokens(ids, np.cumsum(lengths) - lengths, lengths), bad)
+
+    def tensors(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> Tensors:
+        """See :class:`Encoder` and :class:`UnpaddedEncoder`."""
+        tokens: _Tokens = prepared.payload
+        lengths = tokens.lengths[rows]
+        longest = int(lengths.max())
+        row = np.repeat(np.arange(len(rows)), lengths)
+        starts = np.cumsum(lengths) - lengths
+        place = np.arange(int(lengths.sum())) - starts[row]  # of each token in its text
+        ids = tokens.ids[tokens.starts[rows][row] + place]
+        if self._unpadded:
+            bounds = np.append(starts, len(ids)).astype(np.int32)
+            flat = (torch.from_numpy(a) for a in (ids[None], place[None], bounds))
+            return (*flat, torch.tensor(longest))
+        padded = np.zeros((len(rows), longest), np.int64)  # [B, T]; token 0 is [PAD], and masked anyway
+        mask = np.zeros((len(rows), longest), np.int64)
+        padded[row, place] = ids
+        mask[row, place] = 1
+        return torch.from_numpy(padded), torch.from_numpy(mask)
+
+    def features(self, outputs: Sequence[npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
         """``output`` → float32 [rows, dim], each of norm 1."""
-        tokens = self._tokens(batch)
-        longest = max(map(len, tokens))
-        ids = torch.zeros((len(tokens), longest), dtype=torch.long)  # [B, T]; token 0 is [PAD], and masked anyway
-        mask = torch.zeros((len(tokens), longest), dtype=torch.long)
-        for row, token_ids in enumerate(tokens):
-            ids[row, : len(token_ids)] = torch.tensor(token_ids)
-            mask[row, : len(token_ids)] = 1
-        ids, mask = ids.to(self._device), mask.to(self._device)
-        hidden = self._model(input_ids=ids, attention_mask=mask).last_hidden_state  # [B, T, D]
-        weights = mask.unsqueeze(-1).to(hidden.dtype)
-        pooled = (hidden * weights).sum(1) / weights.sum(1).clamp(min=1e-9)
-        embedding = torch.nn.functional.normalize(pooled.float(), dim=1)  # [B, D]
-        return {self._output: embedding.cpu().numpy()}
+        return {self._output: outputs[0]}
+
+    def flops(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> float:
+        """Of the matrix products: per token 2 for each weight of a layer, and 4 · length · dim of attention in each layer
+        (Kaplan et al. 2020, table 1, forward only)."""
+        lengths = prepared.payload.lengths[rows].astype(np.float64)
+        inner = getattr(self._config, "intermediate_size", 4 * self.dim)
+        layers = getattr(self._config, "num_hidden_layers", 1)
+        weights = layers * (4 * self.dim**2 + 2 * self.dim * inner)
+        return float(2 * weights * lengths.sum() + 4 * layers * self.dim * (lengths**2).sum())
 
     def _text(self, batch: pa.RecordBatch) -> pa.Array:
         if self._column not in batch.schema.names:
@@ -144,8 +249,3 @@ class TextEncoder:
                 "name it in the source with AS, or set `column` in the model's args"
             )
         return batch.column(self._column)
-
-    def _tokens(self, batch: pa.RecordBatch) -> list[list[int]]:
-        limit = self.max_tokens * CHARS_PER_TOKEN
-        texts = [t.decode() if isinstance(t, bytes) else t for t in self._text(batch).to_pylist()]
-        return [e.ids for e in self._tokenizer.encode_batch_fast([text.lstrip()[:limit] for text in texts])]

