@@ -5,7 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 
-SCRIPTS = ("lookup_lmdb", "lookup_http", "encode", "store_plan", "store_chain", "store_resume", "store_write")
+SCRIPTS = (
+    "lookup_lmdb",
+    "lookup_http",
+    "engine_text",
+    "engine_mlp",
+    "engine_top_k",
+    "engine_gpu",
+    "store_plan",
+    "store_chain",
+    "store_resume",
+    "store_write",
+)
 
 if __name__ == "__main__":
     sys.exit(max(subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=False).returncode for name in SCRIPTS))

@@ -268,7 +268,7 @@ class Recipes:
             return open_view(self._view, self._store, partition=partition, memory_mb=self._memory_mb)
         return open_view(self._view, self._store, partition=partition, memory_mb=self._memory_mb, load=self._loaded)
 
-    def _loaded(self, use: str, args: Mapping[str, Any]) -> Model:
+    def _loaded(self, use: str, args: Mapping[str, Any], _precision: str) -> Model:
         if use not in self._models:
             self._models[use] = load_model(use, args)
         return self._models[use]

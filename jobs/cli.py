@@ -14,11 +14,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs.config import GatesConfig, Project, json_schemas, parse_time
 from jobs.progress import progress_for
-from jobs.report import Report
+from jobs.report import Report, engine_line
 from store.api.page import duration
 from store.errors import (
     ConfigError,
@@ -157,6 +158,18 @@ def _parser() -> argparse.ArgumentParser:
     pin = command("pin", _pin, "keep a snapshot whatever its age", view=True)
     pin.add_argument("--snapshot", type=int, metavar="N", help="which one (default: the live one)")
     pin.add_argument("--remove", action="store_true", help="let go of it")
+    profile = command("profile", _profile, "run a sample of a view and tell where the time goes; nothing is written", view=True)
+    profile.add_argument("--rows", type=int, default=4096, metavar="N", help="size of the sample (default: 4096)")
+    profile.add_argument("--partition", metavar="TIME", help="the partition that contains it (default: the latest that is over)")
+    profile.add_argument("--trace", metavar="FILE", help="write a trace of one window for chrome://tracing or ui.perfetto.dev")
+    tune = command(
+        "tune", _tune, "measure precisions and back ends on a view's rows, and pick the fastest that is accurate", view=True
+    )
+    tune.add_argument("--rows", type=int, default=1024, metavar="N", help="size of the sample (default: 1024)")
+    tune.add_argument("--partition", metavar="TIME", help="the partition that contains it (default: the latest that is over)")
+    tune.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help="measure this one, as bf16-onednn; may be repeated"
+    )
     command("status", _status, "each view's live snapshot, its age against the TTL, and its last run")
     command("schema", _schema, "JSON Schemas of project.yaml and views/*.yaml, for editors")
     return parser
@@ -399,20 +412,51 @@ def _pin(arguments: argparse.Namespace) -> int:
 
 
 def describe_report(report: dict[str, Any]) -> str:
-    """A run's report in two lines."""
+    """A run's report in two lines, three with what the engine did."""
     head = f"{report['view']}: {report['status']}, snapshot {report['snapshot']}"
     head += f", partition {report['partition']}" if report["partition"] else ""
     if report["counts"]:
         counts = report["counts"]
         head += f", {counts['written'] + counts['unchanged']:,} of {counts['source']:,} rows"
         told = [("unchanged", counts["unchanged"]), ("removed", counts["removed"]), ("rejected", counts["rejected"])]
-        told.append(("resumed", report["resumed"]))
+        told += [("null", counts.get("nulls", 0)), ("resumed", report["resumed"])]
         shown = ", ".join(f"{n:,} {what}" for what, n in told if n)
         head += f" ({shown})" if shown else ""
         head += f", {report['rows_per_s']:,.0f} rows/s" if report["rows_per_s"] else ""
     refused = [f"  gate {g['gate']}: {g['message']} (limit {g['limit']:g})" for g in report["gates"] if not g["passed"]]
+    refused += [f"  engine: {said}"] if (said := engine_line(report.get("engine") or {})) else []
     stages = " · ".join(f"{name} {seconds:.2f}" for name, seconds in report["stages_s"].items())
     return "\n".join([f"{head}, {report['seconds']:.1f} s", f"  seconds: {stages}", *refused])
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    from jobs.profile import describe_profile, profile
+
+    project = _project(arguments)
+    if arguments.rows < 1:
+        raise ConfigError(f"--rows: {arguments.rows}: at least 1")
+    trace = None if arguments.trace is None else Path(arguments.trace)
+    found = profile(project, arguments.view, rows=arguments.rows, partition=_partition(project, arguments), trace=trace)
+    print(json.dumps(found) if arguments.json else describe_profile(found))
+    return DONE
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    from jobs.tune import describe_tuning, tune
+
+    project = _project(arguments)
+    if arguments.rows < 1:
+        raise ConfigError(f"--rows: {arguments.rows}: at least 1")
+    found = tune(
+        project,
+        arguments.view,
+        rows=arguments.rows,
+        partition=_partition(project, arguments),
+        only=arguments.only,
+        tell=(lambda _: None) if arguments.json else (lambda line: print(line, file=sys.stderr, flush=True)),
+    )
+    print(json.dumps(found) if arguments.json else describe_tuning(found))
+    return DONE
 
 
 def _schedule(arguments: argparse.Namespace) -> int:

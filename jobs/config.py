@@ -22,6 +22,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from jobs.config_file import PREFIX, merged, overrides, read_yaml, substituted
 from jobs.cron import check_cron, check_timezone
+from jobs.tuning_file import read_tuning, tuning_path
 from precompute.model import check_use
 from precompute.source import check_sql, parameters, referenced_views
 from store.errors import ConfigError
@@ -91,7 +92,12 @@ class ModelConfig(_Strict):
 
     use: str = Field(description="text_encoder, two_tower, top_k, or a class of yours as package.module:Class")
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments; {sql: SELECT …} becomes an Arrow table")
-    precision: Literal["auto", "fp32"] = Field(default="auto", description="auto is fp32 in this version")
+    precision: Literal["auto", "fp32", "bf16", "fp16", "int8"] = Field(
+        default="auto", description="of the model's numbers; auto is what `precompute tune` picked, or fp32"
+    )
+    backend: Literal["auto", "eager", "onednn", "compile", "aoti", "onnx"] = Field(
+        default="auto", description="what computes the model; auto is what `precompute tune` picked, or eager (onnx for int8)"
+    )
 
     @field_validator("use")
     @classmethod
@@ -134,6 +140,31 @@ class FallbackConfig(_Strict):
 
     enabled: bool = False
     deadline: Duration = Field(default=0.1, description="how long a lookup waits for the model")
+
+
+class AccuracyConfig(_Strict):
+    """How near to float32 another precision or back end must come, on a sample of the view's own rows."""
+
+    cosine: float = Field(
+        default=0.999, gt=0, le=1, description="least mean cosine of vectors; for scores, least Spearman rank correlation"
+    )
+    recall_at_10: float = Field(default=0.985, ge=0, le=1, description="least share of each row's 10 nearest that stay the same")
+
+
+class EngineConfig(_Strict):
+    """What computes: the run's own process, or worker processes, one for each GPU where there are any."""
+
+    workers: int | Literal["auto"] = Field(
+        default="auto", description="processes of their own; 0 is none, auto one for each GPU from two on, and else none"
+    )
+    hang: Duration = Field(default=600.0, gt=0, description="a worker that finishes no batch for this long is replaced")
+
+    @field_validator("workers")
+    @classmethod
+    def _some(cls, workers: int | str) -> int | str:
+        if isinstance(workers, int) and not 0 <= workers <= 64:
+            raise ValueError("from 0 to 64 processes, or auto")
+        return workers
 
 
 class PartitionConfig(_Strict):
@@ -205,7 +236,15 @@ class ViewConfig(_Strict):
     stale_for: Duration = Field(default=7 * 86400.0, description="past ttl, still served, as stale")
     index: IndexConfig | None = None
     fallback: FallbackConfig = FallbackConfig()
+    accuracy: AccuracyConfig = AccuracyConfig()
     max_rejected: float = Field(default=0.01, ge=0, le=1, description="share of rejected rows past which nothing is published")
+    bad_rows: Annotated[
+        Literal["reject", "null", "fail"],
+        BeforeValidator(lambda v: "null" if v is None else v, json_schema_input_type=Literal["reject", "null", "fail"] | None),
+    ] = Field(
+        default="reject",
+        description="rows the model declares unusable: set aside, written with every feature null, or the end of the run",
+    )  # YAML reads a bare null as None
 
     renew_unchanged: bool = Field(
         default=True,
@@ -282,13 +321,19 @@ class ViewConfig(_Strict):
             index=None if self.index is None else IndexSpec(self.index.on, self.index.metric, self.index.recall_at_10),
             fallback=self.fallback.enabled,
             fallback_deadline_s=self.fallback.deadline,
-            definition={"source": self.source.sql, "model": self.model.model_dump()},
+            definition={"source": self.source.sql, "model": _model_definition(self.model)}
+            | ({} if self.bad_rows == "reject" else {"bad_rows": self.bad_rows}),  # as before there was a choice
         )
 
     def inputs(self) -> list[str]:
         """Views whose live snapshot this one reads, in its source or its model's arguments."""
         queries = [self.source.sql, *model_queries(self.model.args).values()]
         return sorted({name for sql in queries for name in referenced_views(sql)})
+
+
+def _model_definition(model: ModelConfig) -> dict[str, Any]:
+    """A ``backend`` that is auto is left out, as it was before there were any: a view defined then is the same view."""
+    return model.model_dump(exclude={"backend"} if model.backend == "auto" else None)
 
 
 def model_queries(args: Mapping[str, Any]) -> dict[str, str]:
@@ -396,6 +441,7 @@ class ProjectConfig(_Strict):
         default_factory=dict, description="view → five cron fields, 'after view[, view]', or either with options"
     )
     runs: RunsConfig = RunsConfig()
+    engine: EngineConfig = EngineConfig()
     lease: Duration = Field(
         default=60.0, ge=1, description="how long a run or the scheduler may be silent before another one takes over"
     )
@@ -460,17 +506,20 @@ class Project:
             for name, v in self.settings.vars.items()
         }
         self.views: dict[str, ViewConfig] = {}
+        self._models: dict[str, dict[str, Any]] = {}
         for path in sorted((self.folder / "views").glob("*.yaml")):
             changes = view_overrides.pop(path.stem, {})
             if not isinstance(changes, Mapping):
                 raise ConfigError(f"environment {PREFIX}VIEWS__{path.stem.upper()}: name a key too, as in …__TTL=1h")
-            data = substituted(merged(read_yaml(path), changes), self._vars, path)
+            written = merged(read_yaml(path), changes)
+            data = substituted(written, self._vars, path)
             view = _validated(ViewConfig, data, path, {"views": {path.stem: changes}}, ("views", path.stem))
             if view.name != path.stem:
                 raise ConfigError(
                     f"{path}: name: {view.name!r} differs from the file's name; call the file views/{view.name}.yaml"
                 )
-            self.views[view.name] = view
+            self._models[view.name] = {"use": view.model.use, "args": written["model"].get("args", {})}
+            self.views[view.name] = self._tuned(view)
         if not self.views:
             raise ConfigError(f"{self.folder / 'views'}: no view there; add views/<name>.yaml (see 'a view' in the README)")
         if view_overrides:
@@ -478,6 +527,27 @@ class Project:
                 f"{PREFIX}VIEWS__{next(iter(view_overrides)).upper()}…: no such view{_did_you_mean(next(iter(view_overrides)), self.views)}"
             )
         self._check_references(project_file)
+
+    def _tuned(self, view: ViewConfig) -> ViewConfig:
+        """The view with ``precision: auto`` as its tuning file says; where that says what auto is anyway, the view as it is."""
+        if (view.model.precision, view.model.backend) != ("auto", "auto"):
+            return view
+        tuning = read_tuning(self.folder, view.name, self._models[view.name])
+        if tuning is None or (tuning["precision"], tuning["backend"]) == ("fp32", "eager"):
+            return view
+        chosen = {"precision": tuning["precision"], "backend": tuning["backend"]}
+        try:
+            model = ModelConfig.model_validate(view.model.model_dump() | chosen)
+        except ValidationError as exc:
+            path = tuning_path(self.folder, view.name)
+            raise ConfigError(
+                f"{path}: picked {chosen}, which is nothing this version knows; run `precompute tune` again"
+            ) from exc
+        return view.model_copy(update={"model": model})
+
+    def model_as_written(self, name: str) -> Mapping[str, Any]:
+        """``use`` and ``args`` of a view's model before ``${…}`` are filled in: the same on every machine."""
+        return self._models[name]
 
     def view(self, name: str) -> ViewConfig:
         """One view's configuration.

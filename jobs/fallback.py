@@ -18,7 +18,7 @@ import pyarrow as pa
 from jobs.open_view import OpenView, open_view
 from precompute.microbatch import MicroBatcher, Refusal
 from precompute.model import Model, load_model
-from precompute.runner import compute
+from precompute.runner import compute, with_null_rows
 from store.errors import PrecomputeError
 from store.freshness import Reason
 from store.lookup import Computed, Miss
@@ -135,7 +135,7 @@ class ViewFallback:
     def _compute(self, opened: OpenView, tables: list[tuple[list[int], pa.Table]], results: list[Computed | Exception]) -> None:
         positions = [i for rows, _ in tables for i in rows]
         batch = pa.concat_tables([t for _, t in tables]).combine_chunks().to_batches()[0]
-        done = compute(opened.model, opened.view, batch)
+        done = with_null_rows(opened.view, compute(opened.model, opened.view, batch))
         now_us = time.time_ns() // 1000
         for j, row in enumerate(done.rows.tolist()):
             results[positions[row]] = Computed(done.features.slice(j, 1), now_us)
@@ -158,13 +158,13 @@ class ViewFallback:
         """Raises:
         PrecomputeError: the model on disk is not the live snapshot's.
         """
-        for load in (self._model, load_model):  # a shared model may be older than the files it was loaded from
+        for load in (self._model, None):  # a shared model may be older than the files it was loaded from
             partition = None if pointer.partition is None else Partition.parse(pointer.partition)
             opened = open_view(
                 pointer.view, self._store, pinned=pointer.inputs, partition=partition, memory_mb=self._memory_mb, load=load
             )
             if opened.fingerprint == pointer.model:
-                if load is load_model:
+                if load is None:
                     self._models.clear()
                 return opened
             opened.source.close()
@@ -172,11 +172,11 @@ class ViewFallback:
             f"the model on disk has fingerprint {opened.fingerprint[:12]}, the live snapshot {pointer.model[:12]}: run `precompute run {pointer.view.name}` so that both agree"
         )
 
-    def _model(self, use: str, args: Mapping[str, Any]) -> Model:
-        """Load a model, or take the one another view loaded with the same arguments; tables are never shared."""
+    def _model(self, use: str, args: Mapping[str, Any], precision: str) -> Model:
+        """Load a model, or take the one another view loaded with the same arguments and precision; tables are never shared."""
         if any(isinstance(v, pa.Table) for v in args.values()):
             return load_model(use, args)
-        key = json.dumps([use, args], sort_keys=True, default=str)
+        key = json.dumps([use, args, precision], sort_keys=True, default=str)
         if key not in self._models:
             self._models[key] = load_model(use, args)
         return self._models[key]

@@ -1,8 +1,9 @@
 """Gates: what a snapshot must look like before it may be published. A green job with half the rows, or with vectors of nothing, is
 stopped here, and the old version stays live.
 
-Shares of rows and vectors are judged on a sample of :data:`SAMPLE_ROWS` rows from all over the snapshot, counts on all of it. The figures
-and verdicts go into the manifest, whatever they are.
+Shares of rows and vectors are judged on a sample of :data:`SAMPLE_ROWS` rows from all over the snapshot, counts on all of it. A row that
+``bad_rows: null`` left without features has no value for coverage, and no vector for any other gate. The figures and verdicts go into the
+manifest, whatever they are.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from jobs.config import GatesConfig, ViewConfig
 from jobs.open_view import OpenView
-from precompute.runner import compute
+from precompute.runner import compute, with_null_rows
 from store.entity_key import key_column
 from store.errors import SnapshotError
 from store.feature_view import Feature
@@ -77,7 +79,11 @@ def judge(
         if limit is not None and not (few and gate in _STATISTICS):
             verdicts.append(Verdict(gate, passed, measured, limit, message))
 
-    few = snapshot.rows < JUDGED_ROWS
+    valued = snapshot.rows
+    if snapshot.view.definition.get("bad_rows") == "null":
+        nulls = _null_rows(store, snapshot)
+        quality["nulls"], valued = float(nulls), snapshot.rows - nulls
+    few = valued < JUDGED_ROWS
     if live is not None and live.rows:
         change = snapshot.rows / live.rows - 1
         limit = gates.rows if max(live.rows, snapshot.rows) >= JUDGED_ROWS else None
@@ -88,14 +94,14 @@ def judge(
     judged(
         "rejected", rejected, limit, limit is None or rejected <= limit, f"{counts.rejected:,} of {counts.source:,} rows rejected"
     )
-    coverage = snapshot.rows / counts.source if counts.source else 0.0
+    coverage = valued / counts.source if counts.source else 0.0
     limit = 1 - config.max_rejected if gates.coverage == "auto" else gates.coverage
     judged(
         "coverage",
         coverage,
         limit,
         limit is None or coverage >= limit - 1e-12,
-        f"{snapshot.rows:,} of {counts.source:,} source rows have a value",
+        f"{valued:,} of {counts.source:,} source rows have a value",
     )
     sample = store.sample(snapshot, SAMPLE_ROWS)
     sample = sample.append_column("key", key_column(sample, snapshot.view.entity))
@@ -123,9 +129,10 @@ def judge(
 def _judge_vectors(
     feature: Feature, sample: pa.Table, before: pa.Table | None, gates: GatesConfig, same: bool, judged: Any
 ) -> None:
-    now = _matrix(sample, feature)
-    if not len(now):
+    sample = sample.filter(sample.column(feature.name).is_valid())
+    if not sample.num_rows:
         return
+    now = _matrix(sample, feature)
     norms = np.linalg.norm(now, axis=1)
     zero = float((norms == 0).mean())
     judged(
@@ -135,7 +142,10 @@ def _judge_vectors(
     doubled = 1 - distinct / len(now)
     message = f"{doubled:.1%} of sampled {feature.name} repeat another one"
     judged("duplicates", doubled, gates.duplicates, gates.duplicates is None or doubled <= gates.duplicates, message)
-    if before is None or not before.num_rows or before.schema.get_field_index(feature.name) < 0:
+    if before is None or before.schema.get_field_index(feature.name) < 0:
+        return
+    before = before.filter(before.column(feature.name).is_valid())
+    if not before.num_rows:
         return
     then = _matrix(before, feature)
     if then.shape[1] != now.shape[1]:
@@ -147,13 +157,16 @@ def _judge_vectors(
         judged("norm", change, gates.norm, gates.norm is None or abs(change) <= gates.norm, message)
     if same:
         pairs = dict(zip(sample.column("key").to_pylist(), now, strict=True))
-        cosines = [_cosine(pairs[key], old) for key, old in zip(before.column("key").to_pylist(), then, strict=True)]
+        cosines = [_cosine(pairs[k], old) for k, old in zip(before.column("key").to_pylist(), then, strict=True) if k in pairs]
+        if not cosines:
+            return
         drift = float(np.mean(cosines))
         message = f"mean cosine of {feature.name} to the live snapshot {drift:.4f}, on {len(cosines):,} common keys"
         judged("drift", drift, gates.drift, gates.drift is None or drift >= gates.drift, message)
 
 
 def _matrix(table: pa.Table, feature: Feature) -> npt.NDArray[np.float64]:
+    """[rows, dim] of a vector column without nulls and with at least a row."""
     column = table.column(feature.name).combine_chunks()
     return np.asarray(column.flatten()).astype(np.float64).reshape(len(column), -1)
 
@@ -169,10 +182,25 @@ def _share_not_finite(sample: pa.Table, snapshot: Snapshot) -> float:
         if feature.dtype.startswith("float") and feature.max_items is None and sample.num_rows:
             values = sample.column(feature.name).combine_chunks()
             if feature.dim is not None:
-                bad |= ~np.isfinite(_matrix(sample, feature)).all(axis=1)
+                valid = np.asarray(values.is_valid())
+                if valid.any():
+                    bad[valid] |= ~np.isfinite(_matrix(sample.filter(pa.array(valid)), feature)).all(axis=1)
             else:
                 bad |= ~np.isfinite(np.asarray(values.fill_null(0)))
     return float(bad.mean()) if len(bad) else 0.0
+
+
+def _null_rows(store: OfflineStore, snapshot: Snapshot) -> int:
+    """Rows of which every feature is null. No model may return a null vector, so that where there is one it tells alone; reads it whole."""
+    view = snapshot.view
+    names = next(([f.name] for f in view.features if f.dim is not None), list(view.feature_names))
+    found = 0
+    for batch in store.batches(snapshot, names, 65536):
+        null = np.ones(batch.num_rows, np.bool_)
+        for name in names:
+            null &= np.asarray(pc.is_null(batch.column(name)))
+        found += int(null.sum())
+    return found
 
 
 def _common_rows(store: OfflineStore, sample: pa.Table, snapshot: Snapshot, live: Snapshot) -> pa.Table | None:
@@ -202,7 +230,7 @@ def _parity(opened: OpenView, sample: pa.Table) -> tuple[int, int]:
     if not found.num_rows:
         return 0, 0
     batch = found.drop_columns(["key", "input_hash"]).combine_chunks().to_batches()[0]
-    done = compute(opened.model, opened.view, batch)
+    done = with_null_rows(opened.view, compute(opened.model, opened.view, batch))
     differing = len(done.rejections)
     keys = key_column(batch, opened.view.entity).to_pylist()
     for row, features in zip(done.rows.tolist(), done.features.to_pylist(), strict=True):

@@ -23,11 +23,12 @@ from jobs.open_view import OpenView, open_view
 from jobs.plan import Plan, make_plan, now_us
 from jobs.progress import Progress
 from jobs.report import Report
+from jobs.tune import check_accuracy
 from precompute.batching import WINDOW_ROWS
 from precompute.meter import Meter
-from precompute.runner import Computed, Runner
+from precompute.runner import Computed, Runner, with_null_rows
 from store.entity_key import bad_keys, key_column
-from store.errors import RejectedError, SnapshotError, SourceError
+from store.errors import GateError, RejectedError, SnapshotError, SourceError
 from store.journal import Finished
 from store.lease import Lease
 from store.offline_store import OfflineStore, utc_now
@@ -82,7 +83,8 @@ def materialize(
 
     Raises:
         SourceError: the source failed, is empty, or has a key with two values.
-        RejectedError: more rows were rejected than the view allows; ``rejected.parquet`` of the run has them.
+        RejectedError: more rows were rejected than the view allows, and ``rejected.parquet`` of the run has them; or ``bad_rows: fail`` and one
+            row is unusable.
         ModelError, ConfigError, SnapshotError, FencedError: as their names say.
     """
     with report.stage("open"):
@@ -95,7 +97,16 @@ def materialize(
             report.snapshot, report.status = plan.parent.number, "current"
             rejected = plan.parent.counts.rejected
             report.counts = _counts_json(Counts(plan.source_rows, 0, rejected, plan.source_rows - rejected))
+            report.counts |= _nulls_json(plan.parent)
             return _judged_again(config, opened, store, report, plan.parent, accept, lease)
+        accuracy = None
+        if plan.parent is None:  # what is built on was computed in the same precision, and was compared then
+            with report.stage("accuracy"):
+                accuracy = check_accuracy(config, opened)
+            if accuracy is not None:
+                report.gates = [accuracy]
+                if not accuracy["passed"]:
+                    raise GateError(f"view {config.name!r}: {accuracy['message']}")
         store.begin_journal(config.name, report.run, plan.recipe, report.partition, full=full)
         run = _Run(opened, store, report, math.floor(plan.source_rows * config.max_rejected + 1e-9), config.renew_unchanged)
         run.take_over(plan)
@@ -122,7 +133,10 @@ def materialize(
                 snapshot = run.compacted(snapshot)
         with report.stage("gates"):
             snapshot = _judged(config, opened, store, snapshot, accept)
+            if accuracy is not None:
+                snapshot = replace(snapshot, gates=(accuracy, *snapshot.gates))
             report.gates = [dict(gate) for gate in snapshot.gates]
+            report.counts |= _nulls_json(snapshot)
         with report.stage("commit"):
             snapshot = store.commit(snapshot, lease)
         for name in {
@@ -248,6 +262,7 @@ def _judged_again(
     if not snapshot.refused_by:
         return snapshot
     judged = _judged(config, opened, store, snapshot, accept)
+    judged = replace(judged, gates=(*(gate for gate in snapshot.gates if gate["gate"] == "accuracy"), *judged.gates))
     report.gates = [dict(gate) for gate in judged.gates]
     if judged.refused_by == snapshot.refused_by:
         return snapshot
@@ -258,6 +273,11 @@ def _judged_again(
 
 def _counts_json(counts: Counts) -> dict[str, int]:
     return {name: getattr(counts, name) for name in Counts.__slots__}
+
+
+def _nulls_json(snapshot: Snapshot) -> dict[str, int]:
+    """Of a view whose bad rows become nulls: how many of the snapshot's rows these are; part of ``written`` and ``unchanged``."""
+    return {"nulls": int(snapshot.quality["nulls"])} if "nulls" in snapshot.quality else {}
 
 
 @dataclass(slots=True)
@@ -298,6 +318,7 @@ class _Run:
             self._rejected = table.to_batches()
             self._unjournaled = len(self._rejected)
             self._reasons.update(table.column("error").to_pylist())
+            self._refuse_bad(table.column("key"), table.column("stage").to_pylist(), table.column("error").to_pylist())
             self.rejected_rows = table.num_rows
             self._check_rejected()
 
@@ -313,7 +334,7 @@ class _Run:
         finally:
             stream.close()  # the source must not be read any more when it is closed
             seconds = time.monotonic() - began
-            self.report.engine = meter.to_json(seconds)
+            self.report.engine = runner.figures(seconds)
             for stage, name in (("read", "source"), ("model", "model")):
                 self.report.add(name, meter.stage(stage).busy_s)
 
@@ -335,14 +356,12 @@ class _Run:
             bad, errors, hashes = self._bad_keys.popleft()
             self._reject(bad, ["key"] * len(bad), errors, hashes)
         keys = key_column(batch, view.entity)
+        done = with_null_rows(view, done)
         if done.rejections:
-            rows = [r.row for r in done.rejections]
-            self._reject(
-                keys.take(pa.array(rows)),
-                [r.stage for r in done.rejections],
-                [r.error for r in done.rejections],
-                batch.column("input_hash").take(pa.array(rows)),
-            )
+            rows = pa.array([r.row for r in done.rejections])
+            bad, stages, errors = keys.take(rows), [r.stage for r in done.rejections], [r.error for r in done.rejections]
+            self._refuse_bad(bad, stages, errors)
+            self._reject(bad, stages, errors, batch.column("input_hash").take(rows))
         if not len(done.rows):
             return
         now_us = time.time_ns() // 1000
@@ -455,6 +474,17 @@ class _Run:
         self._reasons.update(errors)
         self.rejected_rows += len(keys)
         self._check_rejected()
+
+    def _refuse_bad(self, keys: pa.Array | pa.ChunkedArray, stages: list[str], errors: list[str]) -> None:
+        """Raises:
+        RejectedError: the view's policy is to fail, and a row is one that the model declared unusable.
+        """
+        if self.opened.view.definition.get("bad_rows") == "fail" and "input" in stages:
+            row = stages.index("input")
+            raise RejectedError(
+                f"view {self.name!r}: key {keys[row].as_py()!r}: {errors[row]}, and bad_rows is fail; nothing was published and the live "
+                "snapshot stays. Mend the source, or set bad_rows to reject or null"
+            )
 
     def _check_rejected(self) -> None:
         if self.rejected_rows > self.max_rejected:

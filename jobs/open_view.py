@@ -4,14 +4,16 @@ both have the same SQL, the same inputs and the same model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from jobs.config import model_queries
-from precompute.model import Model, load_model, model_fingerprint
+from precompute.batching import batches_by_cost
+from precompute.model import CheckingModel, Model, StagedModel, load_model, model_fingerprint
 from precompute.source import Files, Source, referenced_views
 from store.errors import ConfigError, SourceError
 from store.feature_view import FeatureView
@@ -19,7 +21,13 @@ from store.layers import Layers
 from store.offline_store import OfflineStore
 from store.partition import Partition
 
-PRECISIONS = {"auto": "fp32", "fp32": "fp32"}
+REFERENCE = "fp32-eager"
+"""What other precisions and back ends are compared with, and what is used where nothing else was picked."""
+
+TORCH_MODELS = ("text_encoder", "top_k", "torch_module")
+
+EXAMPLE_ROWS = 256
+"""Of the source, that a conversion is shown: shapes to expect, and the scales of a static int8."""
 
 
 @dataclass(slots=True)
@@ -49,7 +57,7 @@ def open_view(
     pinned: Mapping[str, int] | None = None,
     partition: Partition | None = None,
     memory_mb: int = 1024,
-    load: Callable[[str, Mapping[str, Any]], Model] = load_model,
+    load: Callable[[str, Mapping[str, Any], str], Model] | None = None,
 ) -> OpenView:
     """Open a view's source and load its model.
 
@@ -59,7 +67,7 @@ def open_view(
         pinned: snapshot numbers of the views it reads, as a manifest recorded them; the live ones by default.
         partition: of a partitioned view: what ``$start`` and ``$end`` stand for.
         memory_mb: DuckDB's memory.
-        load: makes the model from ``use`` and args; a server passes one that shares models between views.
+        load: makes the model from ``use``, args and the name of its precision; a server passes one that shares models between views.
 
     Raises:
         ConfigError: bad SQL, or a model that cannot be made as configured.
@@ -79,6 +87,7 @@ def open_view(
     except SourceError as exc:
         raise SourceError(f"view {view.name!r}: {exc}") from exc
     try:
+        variant = variant_name(model)
         tables: dict[str, pa.Table] = {}
         for name, text in queries.items():
             try:
@@ -86,14 +95,70 @@ def open_view(
             except ConfigError as exc:
                 raise ConfigError(f"view {view.name!r}: model.args.{name}.sql: {exc}") from exc
         try:
-            loaded = load(model["use"], {**model["args"], **tables})
+            arguments = {**model["args"], **tables}
+            loaded = load_model(model["use"], arguments) if load is None else load(model["use"], arguments, variant)
+            fingerprint = model_fingerprint(loaded, model["use"], variant.removesuffix("-eager"), tables)
+            if variant != REFERENCE:
+                use_variant(loaded, variant, source, store.root / view.name / "compiled")
         except ConfigError as exc:
             raise ConfigError(f"view {view.name!r}: model: {exc}") from exc
-        fingerprint = model_fingerprint(loaded, model["use"], PRECISIONS[model["precision"]], tables)
     except BaseException:
         source.close()
         raise
     return OpenView(view, source, loaded, fingerprint, inputs)
+
+
+def variant_name(model: Mapping[str, Any]) -> str:
+    """The name (:mod:`precompute.precision`) of what a view's definition says of ``precision`` and ``backend``."""
+    precision, backend = model["precision"], model.get("backend", "auto")
+    if precision == "int8":
+        return f"int8-static-{'onnx' if backend == 'auto' else backend}"
+    return f"{'fp32' if precision == 'auto' else precision}-{'eager' if backend == 'auto' else backend}"
+
+
+def use_variant(model: Model, variant: str, source: Source, folder: Path) -> None:
+    """Let a model compute in another precision or by another back end from now on; its reference stays.
+
+    Args:
+        model: as loaded.
+        variant: its name.
+        source: some rows of it show the conversion what comes.
+        folder: keeps what takes long to make.
+
+    Raises:
+        ConfigError: it cannot be done with this model or on this machine.
+    """
+    from precompute import precision  # torch takes a second to import, and a model of pure Python needs none
+    from precompute.torch_model import TorchModel
+
+    if not isinstance(model, TorchModel):
+        raise ConfigError(
+            f"precision {variant}: this model computes in its own way; only torch models ({', '.join(TORCH_MODELS)}) can be converted"
+        )
+
+    if model.variant == variant:  # another view shares it
+        return
+
+    def examples() -> Sequence[Any]:
+        return example_inputs(model, source.sample(EXAMPLE_ROWS).combine_chunks().to_batches())
+
+    precision.convert(model, precision.parse(variant), examples, folder)
+    model.variant = variant
+
+
+def example_inputs(model: StagedModel, batches: Sequence[pa.RecordBatch]) -> Sequence[Any]:
+    """Inputs of usable rows, in batches of different sizes and costs."""
+    found = []
+    for batch in batches:
+        bad = model.unusable(batch) if isinstance(model, CheckingModel) else {}
+        good = [row for row in range(batch.num_rows) if row not in bad]
+        if not good:
+            continue
+        prepared = model.prepare(batch.take(pa.array(good)))
+        found += [model.inputs(prepared, rows) for rows in batches_by_cost(prepared.costs, model.start_cost)]
+    if not found:
+        raise ConfigError("the source has no usable row to show a conversion")
+    return found
 
 
 def files_of(layers: Layers) -> Files:

@@ -17,6 +17,7 @@ from jobs.open_view import OpenView, files_of
 from precompute.model import digest
 from precompute.source import Diff, Files
 from store.errors import SnapshotError
+from store.feature_view import FeatureView
 from store.journal import Finished
 from store.offline_store import OfflineStore
 from store.snapshot import Snapshot
@@ -202,7 +203,12 @@ def recipe_of(opened: OpenView) -> str:
         entity=list(view.entity),
         columns=columns,
         features=features,
+        **({"bad_rows": "null"} if _keeps_nulls(view) else {}),  # to reject and to fail write the same rows
     )
+
+
+def _keeps_nulls(view: FeatureView) -> bool:
+    return view.definition.get("bad_rows") == "null"
 
 
 def _why_full(previous: Snapshot | None, opened: OpenView, recipe: str, *, first: bool) -> str | None:
@@ -224,6 +230,9 @@ def _why_full(previous: Snapshot | None, opened: OpenView, recipe: str, *, first
         changed.append("source's SQL changed")
     if previous.view.features != view.features or previous.view.entity != view.entity:
         changed.append("features or the entity changed")
+    if _keeps_nulls(previous.view) != _keeps_nulls(view):
+        before, now = (v.definition.get("bad_rows", "reject") for v in (previous.view, view))
+        changed.append(f"policy for bad rows changed, {before} → {now}")
     return "every row, since the " + ", and the ".join(changed or ["source's column types changed"])
 
 

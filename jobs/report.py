@@ -157,6 +157,25 @@ def _write(store: OfflineStore, report: Report, started: float) -> None:
     store.write_report(report.view, report.run, report.to_json())
 
 
+def engine_line(engine: dict[str, Any]) -> str:
+    """Rates, padding, MFU and memory in one line; empty where nothing was computed."""
+    if not engine.get("batches"):
+        return ""
+    said = [f"{engine['rows_per_s']:,.0f} rows/s"]
+    if engine["cost"] and engine["cost_unit"] != "rows":
+        said.append(f"{engine['cost_per_s']:,.0f} {engine['cost_unit']}/s")
+        said.append(f"padding {engine['padding']:.1%}")
+    said.append(
+        f"{engine['batches']:,} batches" + (f" of up to {engine['budget']:,} {engine['cost_unit']}" if engine["cost"] else "")
+    )
+    if engine.get("mfu"):
+        said.append(f"{engine['flops_per_s'] / 1e9:,.0f} GFLOP/s, MFU {engine['mfu']:.0%} of {engine['peak_flops'] / 1e9:,.0f}")
+    said.append(f"peak {engine['peak_memory_bytes'] / 2**20:,.0f} MiB")
+    for count, what in ((engine["retries"], "batches retried"), (engine["out_of_memory"], "times out of memory")):
+        said += [f"{count:,} {what}"] if count else []
+    return " · ".join(said)
+
+
 def versions() -> dict[str, str]:
     """Python's and the main libraries' versions."""
     found = {"python": platform.python_version()}

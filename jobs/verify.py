@@ -131,11 +131,11 @@ def _index(store: OfflineStore, snapshot: Snapshot, ref: LiveRef) -> str:
     view = snapshot.view
     assert view.index is not None
     index = VectorIndex(store.root / view.name / "index" / f"{ref.generation:020d}")
-    if len(index) != snapshot.rows:
-        raise VectorIndexError(
-            f"it holds {len(index)} vectors, the snapshot {snapshot.rows}: precompute publish {view.name} --reload"
-        )
+    vectors = snapshot.rows - int(snapshot.quality.get("nulls", 0))
+    if len(index) != vectors:
+        raise VectorIndexError(f"it holds {len(index)} vectors, the snapshot {vectors}: precompute publish {view.name} --reload")
     sample = store.sample(snapshot, SEARCHED_ROWS)
+    sample = sample.filter(sample.column(view.index.on).is_valid())  # a row without a vector cannot be found by it
     keys = key_column(sample, view.entity).to_pylist()
     for key, vector in list(zip(keys, sample.column(view.index.on).to_pylist(), strict=True))[:SEARCHED_ROWS]:
         found, scores = index.search(vector, 10, frozenset())

@@ -1,6 +1,6 @@
 """Budget: how much one batch may cost. It finds itself, so that nobody sets a batch size.
 
-Search: the first batches take turns with budgets of ½ to 4 times the start (to 64 times on a device that wants large batches), and the
+Search: the first batches take turns with budgets of ½ to 2 times the start (to 64 times on a device that wants large batches), and the
 smallest within 3 % of the best rate wins. They are batches that had to be computed anyway, so the search costs next to nothing.
 Memory: what a batch took per unit of cost, measured, bounds every larger one before it is tried. Ladder: a batch that ran out of
 memory halves the budget; that size is remembered as the ceiling, and the budget grows back towards it in small steps.
@@ -34,7 +34,7 @@ class Budget:
         free_bytes: tells the memory that can still be taken.
     """
 
-    def __init__(self, start: int, *, fixed: bool = False, reach: int = 4, free_bytes: Callable[[], int] | None = None) -> None:
+    def __init__(self, start: int, *, fixed: bool = False, reach: int = 2, free_bytes: Callable[[], int] | None = None) -> None:
         self._lock = threading.Lock()
         self._free_bytes = free_bytes
         self.cost = max(1, start)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -120,3 +122,14 @@ class Fetch:
         if self.done is not None:
             self.done.synchronize()
         return [np.asarray(t.numpy()) for t in self.tensors]
+
+
+@contextlib.contextmanager
+def traced(path: Path) -> Iterator[None]:
+    """Record what torch does inside, in this thread, and write it to ``path`` as a Chrome trace."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as recorded:
+        yield
+    recorded.export_chrome_trace(str(path))

@@ -7,8 +7,6 @@ from typing import Any
 
 from precompute.ahead import StageTime
 
-STAGES = ("read", "prepare", "model", "write")
-
 
 @dataclass(slots=True)
 class Meter:

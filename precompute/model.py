@@ -29,6 +29,7 @@ BUILT_IN = {
     "text_encoder": "precompute.models.text_encoder:TextEncoder",
     "two_tower": "precompute.models.two_tower:TwoTower",
     "top_k": "precompute.models.top_k:TopK",
+    "torch_module": "precompute.models.torch_module:TorchModule",
 }
 """Name in a view's ``model.use`` → class."""
 

@@ -32,6 +32,8 @@ class TorchModel(ABC):
     cost_unit = "rows"
     start_cost = 4096
     max_cost: int | None = None
+    variant = "fp32-eager"
+    """Name of what it computes by: see :mod:`precompute.precision`."""
 
     def __init__(self, module: torch.nn.Module, device: Device | None = None) -> None:
         self.device = device or Device()
@@ -58,6 +60,17 @@ class TorchModel(ABC):
         """Compute with a converted module from now on; ``dtype`` is what its large products are computed in."""
         self.forward = forward
         self.device.dtype = dtype
+        self.variant = "fp32-eager" if forward is self.module else "?"  # whoever converts it says what it is
+
+    def restorer(self) -> Callable[[], None]:
+        """What puts the present conversion back after others were used."""
+        forward, dtype, variant = self.forward, self.device.dtype, self.variant
+
+        def restore() -> None:
+            self.use(forward, dtype)
+            self.variant = variant
+
+        return restore
 
     def flops(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> float:
         """Unknown, unless the model says so."""

@@ -38,7 +38,7 @@ class ModelError(PrecomputeError):
 
 
 class RejectedError(PrecomputeError):
-    """More rows were rejected than the view allows; the snapshot was not committed."""
+    """More rows were rejected than the view allows, or one bad row under ``bad_rows: fail``; the snapshot was not committed."""
 
 
 class GateError(PrecomputeError):

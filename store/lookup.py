@@ -352,9 +352,22 @@ class Lookup:
             except Miss as exc:
                 status = {Reason.DEADLINE: 504, Reason.SHED: 503}.get(exc.reason, 422)
                 raise RequestError(f"the inputs could not be embedded: {exc}", status=status, code=exc.reason) from exc
-            return row.column(view.index.on)[0].as_py()  # type: ignore[no-any-return]
+            value = row.column(view.index.on)[0].as_py()
+            if value is None:
+                raise RequestError(
+                    "the inputs could not be embedded: the model cannot take them, so that their vector is null",
+                    status=422,
+                    code=Reason.MODEL_ERROR,
+                )
+            return value  # type: ignore[no-any-return]
         row = self.row(view.name, key, features=[view.index.on], fallback=False)
         value = row["features"] and row["features"][view.index.on]
+        if value is None and row["features"] is not None:
+            raise RequestError(
+                f"key {key!r} of view {view.name!r} has no vector to search by: it is null, since the model could not take the row's input",
+                status=404,
+                code="null_vector",
+            )
         if value is None:
             reason = row.get("reason", Reason.UNKNOWN_ENTITY)
             raise RequestError(f"key {key!r} of view {view.name!r} has no vector to search by: {reason}", status=404, code=reason)

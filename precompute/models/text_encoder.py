@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 from precompute import attention
 from precompute.device import Device
 from precompute.model import Prepared, digest, resolve_path
+from precompute.token_cache import TokenCache
 from precompute.torch_model import Tensors, TorchModel
 from store.errors import ConfigError, ModelError
 
@@ -92,6 +94,7 @@ class TextEncoder(TorchModel):
         output: name of the feature.
         max_tokens: longest input, special tokens included.
         max_cost: tokens in one batch; by default what the engine finds best.
+        token_cache: folder that keeps tokens by content between runs; by default nowhere.
         too_long: what becomes of a text beyond ``max_tokens``: ``cut``, or ``bad`` to treat its row as a bad one.
         device: ``cpu``, ``cuda`` or ``cuda:1``; by default a GPU where there is one.
 
@@ -110,6 +113,7 @@ class TextEncoder(TorchModel):
         max_tokens: int = 256,
         max_cost: int | None = None,
         too_long: str = "cut",
+        token_cache: str | None = None,
         device: str | None = None,
     ) -> None:
         self._folder = resolve_path(path)
@@ -149,6 +153,10 @@ class TextEncoder(TorchModel):
         super().__init__(Encoder(transformer), Device(device))
         self.start_cost = START_TOKENS[self.device.torch.type]
         self._unpadded = False
+        self._cache = None
+        if token_cache is not None:
+            facts = digest(max_tokens=max_tokens, too_long=too_long, tokenizer=self._folder / "tokenizer.json")
+            self._cache = TokenCache(Path(token_cache), facts)
 
     def fingerprint(self) -> str:
         """Weights, config, tokenizer, pooling, length limit and code version."""
@@ -189,26 +197,41 @@ class TextEncoder(TorchModel):
         """See :class:`precompute.torch_model.TorchModel`; on a GPU in half precision, texts are laid end to end instead of padded."""
         half = dtype in (torch.float16, torch.bfloat16)
         positions = getattr(self._config, "model_type", "") == "bert"  # which others count in ways of their own
-        self._unpadded = self.device.is_cuda and half and positions and isinstance(forward, Encoder)
-        if self._unpadded:
-            assert isinstance(forward, Encoder)
+        if self.device.is_cuda and half and positions and isinstance(forward, Encoder):
             forward = UnpaddedEncoder(forward.transformer)
+        self._unpadded = isinstance(forward, UnpaddedEncoder)
         super().use(forward, dtype)
 
     def prepare(self, batch: pa.RecordBatch) -> Prepared:
         """Token ids; a row costs its tokens."""
         limit = self.max_tokens * CHARS_PER_TOKEN
         texts = [t.decode() if isinstance(t, bytes) else t for t in self._text(batch).to_pylist()]
-        encodings = self._tokenizer.encode_batch_fast([text.lstrip()[:limit] for text in texts])
-        lists = [e.ids for e in encodings]
-        lengths = np.fromiter(map(len, lists), np.int64, len(lists))
-        ids = np.fromiter(itertools.chain.from_iterable(lists), np.int64, int(lengths.sum()))
-        bad = {}
-        if self._refuse_long:
-            for row, (text, encoding) in enumerate(zip(texts, encodings, strict=True)):
-                if encoding.overflowing or len(text.lstrip()) > limit:
-                    bad[row] = f"{self._column} has more than {self.max_tokens} tokens"
+        cut = [text.lstrip()[: limit + 1] for text in texts]  # one character more tells that there was more
+        key = None if self._cache is None else self._cache.key(cut)
+        found = None if self._cache is None or key is None else self._cache.get(key)
+        if found is None:
+            found = self._tokenized(cut, limit)
+            if self._cache is not None and key is not None:
+                self._cache.put(key, *found)
+        ids, lengths = found
+        # a text that is refused for its length was kept as one token more than any may have
+        bad = {
+            int(row): f"{self._column} has more than {self.max_tokens} tokens"
+            for row in np.flatnonzero(lengths > self.max_tokens)
+        }
         return Prepared(lengths, _Tokens(ids, np.cumsum(lengths) - lengths, lengths), bad)
+
+    def _tokenized(self, texts: Sequence[str], limit: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """(ids of all texts in a row, how many of each)."""
+        encodings = self._tokenizer.encode_batch_fast([text[:limit] for text in texts])
+        lists = [e.ids for e in encodings]
+        if self._refuse_long:
+            lists = [
+                ids + [0] * (self.max_tokens + 1 - len(ids)) if encoding.overflowing or len(text) > limit else ids
+                for ids, encoding, text in zip(lists, encodings, texts, strict=True)
+            ]
+        lengths = np.fromiter(map(len, lists), np.int64, len(lists))
+        return np.fromiter(itertools.chain.from_iterable(lists), np.int64, int(lengths.sum())), lengths
 
     def tensors(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> Tensors:
         """See :class:`Encoder` and :class:`UnpaddedEncoder`."""

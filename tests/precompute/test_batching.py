@@ -43,3 +43,33 @@ def test_dearest_first_and_no_batch_could_take_the_next_row(costs: list[int], ma
 )
 def test_examples(costs: list[int], max_cost: int, batches: list[list[int]]) -> None:
     assert [rows.tolist() for rows in batches_by_cost(np.array(costs, np.int64), max_cost)] == batches
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=400), st.integers(1, 2000), st.sampled_from([0.0, 0.01, 0.1]))
+def test_padding_is_kept_down_without_losing_rows_or_making_batches_less_than_half_full(
+    costs: list[int], max_cost: int, max_padding: float
+) -> None:
+    array = np.array(costs, np.int64)
+    batches = list(batches_by_cost(array, max_cost, max_padding))
+    assert sorted(np.concatenate(batches).tolist()) == list(range(len(costs)))
+    for batch in batches[:-1]:
+        dearest = int(array[batch].max())
+        padded = len(batch) * dearest
+        assert len(batch) == 1 or padded <= max_cost
+        most = max(1, max_cost // dearest)
+        if len(batch) < most:  # cut short: for the padding's sake, and then at least half full
+            assert len(batch) >= min(most, -(-max_cost // (2 * dearest)))
+    plain = sum(len(b) * int(array[b].max()) for b in batches_by_cost(array, max_cost))
+    assert sum(len(b) * int(array[b].max()) for b in batches) <= plain * 1.5
+
+
+def test_a_budget_that_changes_is_asked_for_each_batch() -> None:
+    budgets = iter([4, 2, 10])
+    found = [rows.tolist() for rows in batches_by_cost(np.ones(9, np.int64), lambda: next(budgets))]
+    assert found == [[0, 1, 2, 3], [4, 5], [6, 7, 8]]
+
+
+def test_lengths_that_jump_are_cut_where_they_jump() -> None:
+    costs = np.array([10] * 6 + [2] * 20, np.int64)
+    assert [len(rows) for rows in batches_by_cost(costs, 100)] == [10, 16]
+    assert [len(rows) for rows in batches_by_cost(costs, 100, 0.01)] == [6, 20]

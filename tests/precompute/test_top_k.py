@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from precompute.model import model_fingerprint
 from precompute.models import top_k
 from precompute.models.top_k import TopK
-from precompute.runner import compute
+from precompute.runner import Runner, compute
 from store.errors import ConfigError, ModelError
 from store.feature_view import Feature, FeatureView
 
@@ -90,6 +90,92 @@ def test_the_best_is_found_on_either_side_of_a_tiles_edge(monkeypatch: pytest.Mo
         assert without[0][0][0] != best
 
 
+# ---- exactly one order, ties included
+
+
+def in_order(ids: list[Any], items: Any, vectors: Any, seen: list[Any], k: int) -> Lists:
+    """In float64; of items that score the same, the first in the table comes first."""
+    rows = []
+    for row, excluded in zip(np.asarray(vectors, np.float64) @ np.asarray(items, np.float64).T, seen, strict=True):
+        order = np.lexsort((np.arange(len(ids)), -row)).tolist()
+        rows.append([(ids[i], float(row[i])) for i in order if ids[i] not in (excluded or [])][:k])
+    return rows
+
+
+def everything(draw: st.DataObject) -> tuple[list[int], Any, Any, list[Any], int]:
+    """(ids, items, vectors, seen, k) of few different numbers, so that many items score the same."""
+    n_items, n_users = draw.draw(st.integers(1, 150)), draw.draw(st.integers(1, 40))
+    ids = draw.draw(st.permutations(range(n_items)))
+    rng = np.random.default_rng(draw.draw(st.integers(0, 2**32)))
+    items, vectors = rng.integers(-2, 3, (n_items, DIM)), rng.integers(-2, 3, (n_users, DIM))
+    if draw.draw(st.booleans()):  # every tile better than those before
+        items = items[np.argsort(items[:, 0], kind="stable")]
+        vectors[:, 1:] = 0
+    share = draw.draw(st.sampled_from([0.0, 0.2, 0.9, 1.0]))
+    seen = [None if rng.random() < 0.1 else np.flatnonzero(rng.random(n_items) < share).tolist() for _ in range(n_users)]
+    return list(ids), items, vectors, seen, draw.draw(st.sampled_from([1, 2, 5, 30, 200]))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_ties_go_to_the_first_item_whatever_the_tiles(data: st.DataObject) -> None:
+    ids, items, vectors, seen, k = everything(data)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(top_k, "ITEM_TILE", data.draw(st.sampled_from([16, 32, 48, 4096])))
+        patch.setattr(top_k, "USER_TILE", data.draw(st.integers(1, 41)))
+        found = ranked(TopK(table(ids, items), k, exclude="seen"), users(vectors, seen))
+    assert found == in_order(ids, items, vectors, seen, k)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_what_a_gpu_computes_is_the_same(data: st.DataObject) -> None:
+    ids, items, vectors, seen, k = everything(data)
+    model, batch = TopK(table(ids, items), k, exclude="seen", device="cpu"), users(vectors, seen)
+    inputs = model.inputs(model.prepare(batch), np.arange(batch.num_rows))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(top_k, "GPU_SCORES", data.draw(st.sampled_from([1, 500, 2000, 2**26])))
+        made = model.features([model.module.by_topk(*inputs).numpy()])
+    assert made == model.compute(batch)
+
+
+def test_zeros_of_either_sign_score_the_same() -> None:
+    items = table([1, 2, 3], [[-0.0, 0.0], [0.0, 0.0], [0.0, -0.0]])
+    assert ranked(TopK(items, 2), users([[1.0, 0.0], [-1.0, -0.0]])) == [[(1, 0.0), (2, 0.0)]] * 2
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_a_list_does_not_depend_on_the_rows_beside_it(data: st.DataObject) -> None:
+    ids, items, vectors, seen, k = everything(data)
+    model, batch = TopK(table(ids, items), k, exclude="seen"), users(vectors, seen)
+    together = ranked(model, batch)
+    assert [ranked(model, batch.slice(row, 1))[0] for row in range(batch.num_rows)] == together
+    rows = np.array(data.draw(st.lists(st.integers(0, batch.num_rows - 1), min_size=1, max_size=9)))
+    made = model.land(model.launch(model.inputs(model.prepare(batch), rows)))
+    assert made["items"].to_pylist() == [[item for item, _ in together[row]] for row in rows]
+
+
+def test_the_stages_of_a_run_give_what_compute_gives() -> None:
+    rng = np.random.default_rng(0)
+    items, vectors = rng.integers(-9, 10, (700, DIM)), rng.integers(-9, 10, (3000, DIM))
+    seen = [rng.integers(0, 800, rng.integers(0, 30)).tolist() for _ in vectors]
+    model, batch = TopK(table(list(range(700)), items), 20, exclude="seen", device="cpu"), users(vectors, seen)
+    model.start_cost = 100  # batches of 50 to 400 users
+    features = (Feature("items", "int64", max_items=20), Feature("scores", "float32", max_items=20))
+    runner = Runner(model, FeatureView("v", ("id",), features, 1.0, 1.0))
+    done = [computed.features for _, computed in runner.stream(batch.slice(start, 1000) for start in (0, 1000, 2000))]
+    streamed = pa.Table.from_batches(done)
+    assert [column.to_pylist() for column in streamed.columns] == [
+        model.compute(batch)[n].to_pylist() for n in ("items", "scores")
+    ]
+    assert list(zip(*(c.to_pylist() for c in streamed.columns), strict=True)) == [
+        tuple(map(list, zip(*row, strict=True))) for row in in_order(list(range(700)), items, vectors, seen, 20)
+    ]
+    assert runner.meter.batches > 8
+    assert runner.meter.flops == 2 * 3000 * 700 * DIM
+
+
 def test_fewer_items_than_k_and_fewer_left_than_k() -> None:
     model = TopK(table([1, 2, 3], [[1.0], [3.0], [2.0]]), k=5, exclude="seen")
     found = ranked(model, users([[1.0], [1.0], [-1.0], [1.0]], [[], [2, 9], None, [1, 2, 3]]))
@@ -152,6 +238,17 @@ def test_through_the_runner_only_rows_with_a_whole_finite_vector_are_ranked() ->
     assert done.features.to_pylist() == [{"items": [7, 8], "scores": [1.0, 0.0]}, {"items": [8, 7], "scores": [1.0, 0.0]}]
     assert [r.row for r in done.rejections] == [1, 2, 4]
     assert all("vector" in r.error for r in done.rejections)
+
+
+def test_a_vector_whose_scores_overflow_is_a_bad_row() -> None:
+    batch = pa.record_batch({"vector": [[1e30, 0.0], [1.0, 0.0], [1e300, 0.0]]})
+    model = TopK(table([7, 8], [[1e9, 0], [0, 1]]), 1)
+    assert model.unusable(batch) == {
+        0: "vector is so long that scores are not finite in float32",
+        2: "vector has a null or a number that is not finite",
+    }
+    with pytest.raises(ConfigError, match="not finite"):
+        TopK(pa.table({"id": [7], "vector": [[1e39]]}))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,236 @@
+"""Parquet → scores of an MLP → Parquet, 2 M rows: the engine against the loop that people write, and against the bare forward.
+
+The model looks an id up in an embedding table of 1 M × 64 float32, then 64 → 256 → 256 → 1 with ReLU. All are measured after loading the model;
+ours includes reading and hashing the source, planning, checking, gates and writing the snapshot durably. The loop is pandas and torch: the whole
+file in a data frame, 1,024 rows at a time, one write each. The bare forward has its ids in memory and keeps nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import yaml
+from safetensors.torch import load_model, save_file
+
+from benchmarks.common import report
+from jobs.config import Project
+from jobs.materialize import materialize
+from jobs.open_view import open_view
+from jobs.progress import Silent
+from jobs.report import Report, recorded
+from precompute.memory import resident_bytes
+from store.offline_store import OfflineStore
+
+ROWS = 2_000_000
+IDS, DIM, HIDDEN = 1_000_000, 64, 256
+ROUNDS = 3
+NAIVE_BATCH = 1024
+FORWARD_BATCHES = (1024, 2048, 4096, 8192, 16384)
+MEMORY_ROWS = (100_000, 1_000_000)
+
+
+class Scorer(torch.nn.Module):
+    """Item ids int64 [rows] → scores float32 [rows, 1]."""
+
+    def __init__(self, ids: int = IDS, dim: int = DIM, hidden: int = HIDDEN) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(ids, dim)
+        self.mlp = torch.nn.Sequential(
+            torch.nn.Linear(dim, hidden),
+            torch.nn.ReLU(),
+            torch.nn.Linear(hidden, hidden),
+            torch.nn.ReLU(),
+            torch.nn.Linear(hidden, 1),
+        )
+
+    def forward(self, item: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        scores: torch.Tensor = self.mlp(self.embedding(item))
+        return scores
+
+
+def main() -> None:
+    """Measure and report."""
+    if len(sys.argv) == 4 and sys.argv[1] == "--one":  # a process of its own, whose peak is what is asked for
+        _one(Path(sys.argv[2]), sys.argv[3])
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _write(folder)
+        figures = _rates(folder)
+        for rows in MEMORY_ROWS:
+            for kind in ("ours", "opened"):
+                command = [sys.executable, "-m", "benchmarks.engine_mlp", "--one", str(folder / f"rows{rows}"), kind]
+                peak = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1]
+                figures[f"peak_mib_{rows}_{kind}"] = int(peak) / 2**20
+    small, large = (figures[f"peak_mib_{rows}_ours"] for rows in MEMORY_ROWS)
+    figures["memory_ratio"] = large / small
+    naive = figures.get("naive_ratio")
+    report(
+        "engine_mlp",
+        [
+            f"Parquet → scores → Parquet: {figures['rows_per_s']:,.0f} rows/s",
+            "pandas and torch, 1,024 rows at a time: skipped, pandas is not installed"
+            if naive is None
+            else f"pandas and torch, 1,024 rows at a time: {figures['naive_rows_per_s']:,.0f} rows/s; ratio {naive:.2f}",
+            f"bare forward, {figures['forward_batch']:,} rows at a time: {figures['forward_rows_per_s']:,.0f} rows/s; ratio {figures['forward_ratio']:.2f}",
+            f"largest difference from the bare forward: {figures['max_difference']:.1e}",
+            f"peak memory: {large:,.0f} MiB for 1 M rows, {small:,.0f} MiB for 100 k; ratio {figures['memory_ratio']:.2f} "
+            f"({figures[f'peak_mib_{MEMORY_ROWS[0]}_opened']:,.0f} MiB before the first row)",
+            "seconds of each stage: " + ", ".join(f"{k} {v:.2f}" for k, v in figures["stages_s"].items()),
+            f"engine: {json.dumps(figures['engine'])}",
+        ],
+        figures,
+    )
+
+
+def _rates(folder: Path) -> dict[str, Any]:
+    model = Scorer().eval().requires_grad_(False)
+    load_model(model, folder / "scorer.safetensors")
+    source = folder / f"rows{ROWS}" / "items.parquet"
+    ids = torch.from_numpy(np.array(pq.read_table(source)["item"]))
+    naive = _pandas_loop(model, source, folder / "naive.parquet")
+    batch = min(FORWARD_BATCHES, key=lambda rows: _seconds(lambda: _forward(model, ids[: ROWS // 8], rows)))
+    project = _project(folder / f"rows{ROWS}")
+    times: dict[str, list[float]] = {"ours": [], "naive": [], "forward": []}
+    for _ in range(ROUNDS):
+        times["forward"].append(_seconds(lambda: _forward(model, ids, batch)))
+        if naive is not None:
+            times["naive"].append(_seconds(naive))
+        seconds, run, got = _ours(project)
+        times["ours"].append(seconds)
+    rates = {name: ROWS / statistics.median(seconds) for name, seconds in times.items() if seconds}
+    expected = torch.cat([s[:, 0] for s in _forward(model, ids, batch)]).numpy()
+    figures: dict[str, Any] = {
+        "rows": ROWS,
+        "rows_per_s": rates["ours"],
+        "forward_rows_per_s": rates["forward"],
+        "forward_batch": batch,
+        "forward_ratio": statistics.median(f / o for f, o in zip(times["forward"], times["ours"], strict=True)),
+        "seconds": times,
+        "max_difference": float(np.abs(got - expected).max()),
+        "stages_s": run.stages_s,
+        "engine": run.engine,
+    }
+    if naive is not None:
+        figures["naive_rows_per_s"] = rates["naive"]
+        figures["naive_ratio"] = statistics.median(n / o for n, o in zip(times["naive"], times["ours"], strict=True))
+    return figures
+
+
+def _ours(project: Project) -> tuple[float, Report, Any]:
+    """(seconds without loading the model, the run, all scores in the source's order)."""
+    store = OfflineStore(project.root)
+    with recorded(store, "scores", "materialize") as run:
+        started = time.perf_counter()
+        snapshot = materialize(project.view("scores"), store, run, Silent(), full=True)
+        seconds = time.perf_counter() - started - run.stages_s["open"]
+    return seconds, run, np.concatenate([np.asarray(b.column("relevance")) for b in store.batches(snapshot)])
+
+
+@torch.inference_mode()
+def _forward(model: torch.nn.Module, ids: torch.Tensor, rows: int) -> list[torch.Tensor]:
+    return [model(part) for part in ids.split(rows)]  # type: ignore[no-untyped-call]
+
+
+def _pandas_loop(model: torch.nn.Module, source: Path, target: Path) -> Callable[[], None] | None:
+    """The loop that people write; None where pandas is not installed."""
+    try:
+        import pandas  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    except ImportError:
+        return None
+
+    def loop() -> None:
+        frame = pandas.read_parquet(source)
+        writer = None
+        with torch.no_grad():
+            for start in range(0, len(frame), NAIVE_BATCH):
+                part = frame.iloc[start : start + NAIVE_BATCH]
+                scores = model(torch.tensor(part["item"].values)).squeeze(1).numpy()
+                table = pa.Table.from_pandas(pandas.DataFrame({"id": part["id"].values, "score": scores}))
+                if writer is None:
+                    writer = pq.ParquetWriter(target, table.schema)
+                writer.write_table(table)
+        assert writer is not None
+        writer.close()
+
+    return loop
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
+
+
+def _one(folder: Path, kind: str) -> None:
+    """One run over what lies in a folder, or none of it beyond opening; prints the peak memory in bytes."""
+    peak, done = 0, threading.Event()
+
+    # Sampled: ru_maxrss begins with the parent's, and the engine starts VmHWM anew while it looks for the best batch.
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.005):
+            peak = max(peak, resident_bytes())
+
+    project = _project(folder)
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        if kind == "ours":
+            _ours(project)
+        else:
+            open_view(project.view("scores").feature_view(), OfflineStore(project.root)).source.close()
+    finally:
+        done.set()
+        watcher.join()
+    print(peak)
+
+
+def _write(folder: Path) -> None:
+    torch.manual_seed(0)
+    save_file(Scorer().state_dict(), folder / "scorer.safetensors")
+    for rows in (ROWS, *MEMORY_ROWS):
+        (folder / f"rows{rows}").mkdir()
+        item = np.random.default_rng(0).integers(0, IDS, rows)
+        pq.write_table(pa.table({"id": np.arange(rows), "item": item}), folder / f"rows{rows}" / "items.parquet")
+
+
+def _project(folder: Path) -> Project:
+    view = {
+        "name": "scores",
+        "entity": ["id"],
+        "source": {"sql": "SELECT id, item FROM read_parquet('${data}/items.parquet')"},
+        "model": {
+            "use": "torch_module",
+            "args": {
+                "module": "benchmarks.engine_mlp:Scorer",
+                "weights": "${data}/../scorer.safetensors",
+                "inputs": {"item": "item"},
+                "outputs": {"relevance": 0},
+            },
+        },
+        "features": {"relevance": {"dtype": "float32"}},
+        "ttl": "1d",
+    }
+    (folder / "views").mkdir(exist_ok=True)
+    (folder / "views" / "scores.yaml").write_text(yaml.safe_dump(view))
+    (folder / "project.yaml").write_text(yaml.safe_dump({"root": "./var", "online": "lmdb:./var/online", "vars": {"data": "./"}}))
+    return Project(folder, {})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Profile: run a sample of a view through the engine and tell where the time goes. Nothing of it is kept.
+
+The stages overlap, so their times do not add up to the whole: the one that is busy nearly all the time sets the pace, and the others
+wait for it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from jobs.config import Project
+from jobs.open_view import OpenView, open_view
+from jobs.report import engine_line
+from precompute.batching import WINDOW_ROWS
+from precompute.runner import Runner
+from store.errors import ConfigError, SourceError
+from store.offline_store import OfflineStore
+from store.partition import Partition
+
+WARM_UP_ROWS = 32
+"""Computed before the clock starts: a model's first call takes several times as long as the next."""
+
+PACE = {
+    "read": (
+        "reading the source",
+        "the source's SQL is the limit: filter and join less, or materialize it once to Parquet and read that",
+    ),
+    "prepare": (
+        "preparing the rows (tokenising, encoding)",
+        "the CPU cannot prepare as fast as the model computes: shorten `max_tokens`, give it more cores, or a model that takes numbers",
+    ),
+    "batch": (
+        "putting batches together",
+        "batches are very small or their inputs very large: raise the model's `max_cost`, or have it take fewer columns",
+    ),
+    "model": ("the model", "the rest waits for it: `precompute tune` looks for a faster precision, and a GPU computes more"),
+    "write": (
+        "writing Parquet",
+        "the disk or the size of the features is the limit: declare float16, or a faster disk for `root`",
+    ),
+}
+"""Stage → what it does, and what to do when it sets the pace."""
+
+
+def profile(
+    project: Project, name: str, *, rows: int, partition: Partition | None = None, trace: Path | None = None
+) -> dict[str, Any]:
+    """Compute any ``rows`` rows of a view's source.
+
+    Args:
+        project: the configuration.
+        name: of the view.
+        rows: size of the sample, at least 1.
+        partition: of a partitioned view; by default the latest that is over.
+        trace: where to write a trace of one window's computing, as Chrome and Perfetto read it.
+
+    Returns:
+        ``view``, ``rows``, ``rejected``, ``load_s`` (opening the view and loading its model) and the engine's figures
+        (:meth:`precompute.runner.Runner.figures`).
+
+    Raises:
+        ConfigError, SourceError, ModelError: as a run would.
+    """
+    config = project.view(name)
+    store = OfflineStore(project.root)
+    if config.partition is not None and partition is None:
+        partition = config.partition_at(datetime.now(UTC))
+    memory_mb = project.settings.memory_mb
+    started = time.monotonic()
+    rejected = 0
+    with open_view(config.feature_view(), store, partition=partition, memory_mb=memory_mb) as opened:
+        load_s = time.monotonic() - started
+        runner = Runner(opened.model, opened.view)
+        windows = _sampled(opened, rows, runner)
+        first = next(windows)
+        Runner(opened.model, opened.view).compute(first.slice(0, WARM_UP_ROWS))
+        if trace is not None:
+            _write_trace(opened, first, trace)
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="precompute-profile-") as folder:
+            scratch = OfflineStore(Path(folder))
+            for number, (_, done) in enumerate(runner.stream(_chained(first, windows), memory_mb=memory_mb)):
+                rejected += len(done.rejections)
+                scratch.write_part(name, "profile", f"part-{number:05d}.parquet", pa.Table.from_batches([done.features]))
+            seconds = time.monotonic() - began
+        return {"view": name, "rejected": rejected, "load_s": round(load_s, 3), **runner.figures(seconds)}
+
+
+def describe_profile(found: dict[str, Any]) -> str:
+    """A table for people, and the sentence that matters."""
+    seconds = max(found["seconds"], 1e-9)
+    lines = [
+        f"{found['view']}: {found['rows']:,} rows in {found['seconds']:.2f} s, {found['rows_per_s']:,.0f} rows/s, after {found['load_s']:.1f} s of loading; "
+        f"{found['rejected']:,} rejected",
+        "",
+        f"  {'stage':<12}{'busy s':>9}{'of the time':>13}{'waits for rows':>16}{'waits for room':>16}{'µs/row':>9}",
+    ]
+    for name, stage in found["stages"].items():
+        lines.append(
+            f"  {name:<12}{stage['busy_s']:>9.2f}{stage['busy_s'] / seconds:>13.0%}{stage['starved_s'] / seconds:>16.0%}"
+            f"{stage['blocked_s'] / seconds:>16.0%}{stage['busy_s'] / max(found['rows'], 1) * 1e6:>9.1f}"
+        )
+        if name == "model":
+            for part, spent in found["model_s"].items():
+                lines.append(
+                    f"    {part:<10}{spent:>9.2f}{spent / seconds:>13.0%}{'':>32}{spent / max(found['rows'], 1) * 1e6:>9.1f}"
+                )
+    said = engine_line(found)
+    pace = max(found["stages"], key=lambda name: found["stages"][name]["busy_s"])
+    what, remedy = PACE[pace]
+    lines += ["", f"  {said}"] if said else []
+    return "\n".join([*lines, "", f"{found['stages'][pace]['busy_s'] / seconds:.0%} of the time is {what}; {remedy}."])
+
+
+def _sampled(opened: OpenView, rows: int, runner: Runner) -> Iterator[pa.RecordBatch]:
+    """Windows of the sample; reading it is the read stage's time.
+
+    Raises:
+        SourceError: there are no rows.
+    """
+    started = time.monotonic()
+    table = opened.source.sample(rows)
+    runner.meter.stage("read").busy_s += time.monotonic() - started
+    if table.num_rows == 0:
+        raise SourceError(f"view {opened.view.name!r}: the source yielded no rows: nothing to profile")
+    yield from table.combine_chunks().to_batches(WINDOW_ROWS)
+
+
+def _chained(first: pa.RecordBatch, rest: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    yield first
+    yield from rest
+
+
+def _write_trace(opened: OpenView, window: pa.RecordBatch, path: Path) -> None:
+    """Raises:
+    ConfigError: the file cannot be written.
+    """
+    from precompute.device import traced
+
+    if not path.parent.is_dir():
+        raise ConfigError(f"--trace: no folder {str(path.parent)!r}")
+    with traced(path):  # in this thread, where the profiler sees it: the stages one after the other
+        Runner(opened.model, opened.view).compute(window)

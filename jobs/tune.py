@@ -1,0 +1,259 @@
+"""Tune: which precision and back end computes a view's model fastest on this machine, and stays within the view's accuracy budget.
+
+Every candidate computes the same sample of the view's own rows and is compared with float32: the fastest whose figures pass is written to the
+tuning file that ``precision: auto`` reads. A run with another precision than the tuned one is checked in the same way before it computes.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import pyarrow as pa
+
+from jobs.config import AccuracyConfig, Project, ViewConfig
+from jobs.open_view import REFERENCE, TORCH_MODELS, OpenView, open_view, use_variant
+from jobs.report import versions
+from jobs.tuning_file import write_tuning
+from precompute.accuracy import Accuracy, compare
+from precompute.model import Model
+from precompute.runner import Computed, Runner
+from store.errors import ConfigError, SourceError
+from store.feature_view import FeatureView
+from store.offline_store import OfflineStore
+from store.partition import Partition
+
+ROUNDS = 3
+"""Times that each candidate computes the sample, taking turns, so that a busy moment of the machine hits all alike."""
+WORTHWHILE = 1.05
+"""Times float32's rate: less is noise, and float32 stays."""
+CHECKED_ROWS = 512
+"""Of the source, before a run computes in another precision: 10 neighbours among 512 tell 0.985 from 0.97 with room to spare."""
+
+
+def tune(
+    project: Project,
+    name: str,
+    *,
+    rows: int = 1024,
+    partition: Partition | None = None,
+    only: Sequence[str] = (),
+    tell: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Measure all candidates of a view's model, and write the tuning file.
+
+    Args:
+        project: the configuration.
+        name: of the view.
+        rows: size of the sample.
+        partition: of a partitioned view; by default the latest that is over.
+        only: names of the candidates; by default what :func:`precompute.precision.candidates` finds worth trying.
+        tell: told what begins.
+
+    Returns:
+        ``picked`` (a candidate's name), ``precision``, ``backend``, ``rows`` and ``measured``: for each candidate ``name``, ``rows_per_s``, ``speed``
+        (times float32's), ``convert_s``, the figures of :meth:`precompute.accuracy.Accuracy.to_json` and ``refused`` (why, or null).
+
+    Raises:
+        ConfigError: the model is none of torch, or a name in ``only`` is unknown.
+        SourceError, ModelError: as a run would.
+    """
+    from precompute.precision import candidates, parse
+    from precompute.torch_model import TorchModel
+
+    config, store = project.view(name), OfflineStore(project.root)
+    if config.partition is not None and partition is None:
+        partition = config.partition_at(datetime.now(UTC))
+    names = [REFERENCE, *(parse(text).name for text in only)]
+    with open_view(
+        _in_float32(config.feature_view()), store, partition=partition, memory_mb=project.settings.memory_mb
+    ) as opened:
+        model = opened.model
+        if not isinstance(model, TorchModel):
+            raise ConfigError(
+                f"view {name!r}: its model computes in its own way; only torch models ({', '.join(TORCH_MODELS)}) can be tuned"
+            )
+        if not only:
+            names = [REFERENCE, *(c.name for c in candidates(model.device, model))]
+        names = list(dict.fromkeys(names))
+        sample = _sample(opened, rows)
+        reference: Computed | None = None
+        measured: list[dict[str, Any]] = []
+        ready: dict[str, Callable[[], object]] = {}
+        for variant in names:
+            tell(f"{variant}: converting and comparing {sample.num_rows:,} rows")
+            found: dict[str, Any] = {"name": variant, "convert_s": 0.0, "refused": None}
+            measured.append(found)
+            started = time.monotonic()
+            try:
+                if variant == REFERENCE:
+                    model.use(model.module)
+                else:
+                    use_variant(model, variant, opened.source, store.root / name / "compiled")
+            except ConfigError as exc:
+                found["refused"] = str(exc)
+                continue
+            found["convert_s"] = round(time.monotonic() - started, 1)
+            ready[variant] = model.restorer()
+            done = Runner(model, opened.view).compute(sample)
+            if reference is None:
+                reference = done
+            accuracy = _compared(opened.view, reference, done)
+            found["accuracy"] = {} if accuracy is None else accuracy.to_json()["features"]
+            found["refused"] = "; ".join(_reasons(config.accuracy, accuracy, reference, done)) or None
+        rates = _rates(model, opened.view, sample, ready, tell)
+    for found in measured:
+        rate = rates.get(found["name"])
+        found["rows_per_s"] = None if rate is None else round(rate, 1)
+        found["speed"] = None if rate is None else round(rate / rates[REFERENCE], 3)
+    picked = _pick(measured)
+    parsed = parse(picked)
+    result = {
+        "picked": picked,
+        "precision": parsed.precision,
+        "backend": parsed.backend,
+        "rows": sample.num_rows,
+        "budget": config.accuracy.model_dump(),
+        "measured": measured,
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {model.device.name}",
+        "versions": versions(),
+    }
+    path = write_tuning(project.folder, name, project.model_as_written(name), result)
+    return {"view": name, "file": str(path), **result}
+
+
+def describe_tuning(found: dict[str, Any]) -> str:
+    """Speed against accuracy as a table, and what was picked."""
+    lines = [f"  {'precision':<18}{'rows/s':>9}{'speed':>8}  {'accuracy against float32':<52}verdict"]
+    for row in found["measured"]:
+        rate = f"{row['rows_per_s']:>9,.0f}{row['speed']:>7.2f}×" if row["rows_per_s"] is not None else f"{'–':>9}{'–':>8}"
+        verdict = (
+            "picked" if row["name"] == found["picked"] else "passes" if row["refused"] is None else f"refused: {row['refused']}"
+        )
+        lines.append(f"  {row['name']:<18}{rate}  {_figures(row.get('accuracy', {})):<52}{verdict}")
+    return "\n".join(
+        [
+            f"{found['view']}: {found['rows']:,} rows of its source, {found['machine']}",
+            *lines,
+            f"{found['picked']} is the fastest within accuracy {found['budget']}; written to {found['file']}, which `precision: auto` reads.",
+        ]
+    )
+
+
+def check_accuracy(config: ViewConfig, opened: OpenView) -> dict[str, Any] | None:
+    """Compare a view's precision with float32 on a sample of its own rows, before a run computes in it.
+
+    Returns:
+        the verdict, in the form of the other gates', whose ``message`` says what to do when it did not pass; None for float32 itself.
+    """
+    from precompute.torch_model import TorchModel
+
+    model = opened.model
+    if not isinstance(model, TorchModel) or model.variant == REFERENCE:
+        return None
+    sample = _sample(opened, CHECKED_ROWS)
+    done = Runner(model, opened.view).compute(sample)
+    restore = model.restorer()
+    model.use(model.module)
+    try:
+        reference = Runner(model, opened.view).compute(sample)
+    finally:
+        restore()
+    accuracy = _compared(opened.view, reference, done)
+    reasons = _reasons(config.accuracy, accuracy, reference, done)
+    figures = {} if accuracy is None else accuracy.to_json()["features"]
+    message = f"{model.variant} against float32 on {sample.num_rows:,} rows: {_figures(figures)}"
+    if reasons:
+        message += (
+            f": {'; '.join(reasons)}. Nothing was computed; choose another precision (`precompute tune {config.name}` measures them "
+            "all), or change the view's `accuracy`"
+        )
+    return {
+        "gate": "accuracy",
+        "passed": not reasons,
+        "value": figures,
+        "limit": config.accuracy.cosine,
+        "message": message,
+    }
+
+
+def _in_float32(view: FeatureView) -> FeatureView:
+    definition = dict(view.definition)
+    definition["model"] = {**definition["model"], "precision": "fp32", "backend": "eager"}
+    return replace(view, definition=definition)
+
+
+def _sample(opened: OpenView, rows: int) -> pa.RecordBatch:
+    """Raises:
+    SourceError: there are no rows.
+    """
+    table = opened.source.sample(rows).combine_chunks()
+    if table.num_rows == 0:
+        raise SourceError(f"view {opened.view.name!r}: the source yielded no rows: nothing to compare precisions on")
+    batch: pa.RecordBatch = table.to_batches()[0]
+    return batch
+
+
+def _compared(view: FeatureView, reference: Computed, other: Computed) -> Accuracy | None:
+    """On the rows that both computed; None when there are none."""
+    both = sorted(set(reference.rows.tolist()) & set(other.rows.tolist()))
+    if not both:
+        return None
+    chosen = []
+    for done in (reference, other):
+        position = {row: i for i, row in enumerate(done.rows.tolist())}
+        chosen.append(done.features.take(pa.array([position[row] for row in both], pa.int64())))
+    return compare(chosen[0], chosen[1], view)
+
+
+def _reasons(budget: AccuracyConfig, accuracy: Accuracy | None, reference: Computed, other: Computed) -> list[str]:
+    """Why it is not accurate enough; empty when it is."""
+    reasons = ["no row was computed"] if accuracy is None else accuracy.shortfalls(budget.cosine, budget.recall_at_10)
+    lost = set(reference.rows.tolist()) - set(other.rows.tolist())
+    return reasons + ([f"{len(lost)} rows are rejected that float32 computes"] if lost else [])
+
+
+def _rates(
+    model: Model, view: FeatureView, sample: pa.RecordBatch, ready: dict[str, Callable[[], object]], tell: Callable[[str], None]
+) -> dict[str, float]:
+    """Rows a second of each candidate: the median of a few rounds."""
+    seconds: dict[str, list[float]] = {name: [] for name in ready}
+    for number in range(ROUNDS):
+        tell(f"measuring {len(ready)} candidates, round {number + 1} of {ROUNDS}")
+        for name, restore in ready.items():
+            restore()
+            started = time.monotonic()
+            Runner(model, view).compute(sample)
+            seconds[name].append(time.monotonic() - started)
+    return {name: sample.num_rows / statistics.median(times) for name, times in seconds.items()}
+
+
+def _pick(measured: Sequence[dict[str, Any]]) -> str:
+    passing = [row for row in measured if row["refused"] is None and row["speed"] is not None]
+    best = max(passing, key=lambda row: float(row["speed"]), default=None)
+    return REFERENCE if best is None or best["speed"] < WORTHWHILE else str(best["name"])
+
+
+SHORT = {
+    "mean_cosine": "cosine",
+    "min_cosine": "min",
+    "recall_at_10": "recall@10",
+    "rank_correlation": "rank",
+    "max_abs_error": "max error",
+    "overlap": "overlap",
+}
+
+
+def _figures(features: Mapping[str, Mapping[str, float]]) -> str:
+    """The accuracy's figures, in words."""
+    told = []
+    for name, figures in features.items():
+        told.append(f"{name}: " * (len(features) > 1) + " · ".join(f"{SHORT[k]} {v:.6g}" for k, v in figures.items()))
+    return "; ".join(told) or "–"

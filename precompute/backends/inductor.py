@@ -1,0 +1,77 @@
+"""Inductor: the module compiled to C++ (or to Triton on a GPU), when it is first called or ahead of time into a file.
+
+Measured with MiniLM in float32 on AVX2: 1.4 (compile) and 1.6 times (aoti) as fast as eager, after half a minute and more of compiling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Tensors = tuple[torch.Tensor, ...]
+Forward = Callable[..., Any]
+
+GRAPHED_SHAPES = 8
+"""A CUDA graph is recorded for each shape, and each keeps memory of its own: they are used up to so many shapes among the examples."""
+
+
+def compiled(module: torch.nn.Module, examples: Sequence[Tensors]) -> Forward:
+    """``torch.compile`` with weights frozen into the kernels, one kernel for all shapes.
+
+    Sizes are variables in the compiled code (``dynamic``): compiled for each shape instead, the ninth would silently run eagerly
+    (``recompile_limit``). Only a size of 1 is compiled anew, when it first comes.
+    """
+    on_gpu = examples[0][0].is_cuda
+    shapes = {tuple(t.shape for t in example) for example in examples}
+    graphs = on_gpu and len(shapes) <= GRAPHED_SHAPES
+    forward = torch.compile(module, dynamic=True, options={"freezing": True, "triton.cudagraphs": graphs})
+    if not graphs:
+        return forward
+
+    def graphed(*inputs: torch.Tensor) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        out = forward(*inputs)
+        # the graph writes its next outputs to the same memory
+        return out.clone() if isinstance(out, torch.Tensor) else tuple(t.clone() for t in out)
+
+    return graphed
+
+
+def varying(examples: Sequence[Tensors]) -> set[tuple[int, int]]:
+    """(input, dimension) of every size that differs between examples."""
+    axes = [(position, axis) for position, t in enumerate(examples[0]) for axis in range(t.dim())]
+    return {(p, axis) for p, axis in axes if len({example[p].shape[axis] for example in examples}) > 1}
+
+
+def exported(module: torch.nn.Module, examples: Sequence[Tensors]) -> torch.export.ExportedProgram:
+    """The module as a graph for all sizes: a dimension that differs between examples is a variable, from 1 up.
+
+    Raises:
+        Exception: whatever torch.export raises about a module that is no single graph.
+    """
+    axes = varying(examples)
+    dynamic = tuple(
+        {axis: torch.export.Dim.DYNAMIC(min=1) for axis in range(t.dim()) if (position, axis) in axes}
+        for position, t in enumerate(examples[0])
+    )
+    # a size of 1 would be taken for a constant
+    example = max(examples, key=lambda e: min((e[p].shape[axis] for p, axis in axes), default=0))
+    with torch.no_grad():
+        return torch.export.export(module, example, dynamic_shapes=dynamic)
+
+
+def package(module: torch.nn.Module, examples: Sequence[Tensors], path: Path) -> None:
+    """Compile ahead of time (AOTInductor) into ``path``, a ``.pt2`` file, weights included."""
+    with torch.no_grad():
+        torch._inductor.aoti_compile_and_package(
+            exported(module, examples), package_path=str(path), inductor_configs={"freezing": True}
+        )
+
+
+def load(path: Path) -> Forward:
+    """The forward of a file that :func:`package` wrote. It is machine code: only from a folder that nobody else can write to."""
+    loaded: Forward = torch._inductor.aoti_load_package(str(path))
+    return loaded

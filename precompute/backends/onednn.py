@@ -1,0 +1,69 @@
+"""oneDNN: the linear layers of a module on a CPU, with weights laid out once in the order that its kernels read.
+
+Private operators of torch (``torch.ops.mkldnn``): torch.compile with freezing finds the same kernels by itself, but needs a C++ compiler and
+minutes. So they are probed on a small product before use. Measured with MiniLM in float32: 1.2 times eager on AVX2, 2.1 times on AVX512.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from store.errors import ConfigError
+
+
+class PackedLinear(torch.nn.Module):
+    """``x @ weight.T + bias`` with the weight packed; values as :class:`torch.nn.Linear`'s up to the order of the sums.
+
+    Args:
+        linear: the layer, on the CPU; it stays as it is.
+    """
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
+        self.bias = linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` [..., in] → [..., out], of the weight's dtype."""
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return out
+
+
+def packed(module: torch.nn.Module) -> torch.nn.Module:
+    """The module with all its linear layers packed, in place; the module itself may be one.
+
+    Raises:
+        ConfigError: this torch has no such operators, or they compute something else.
+    """
+    probe()
+    done: dict[int, PackedLinear] = {}
+
+    def replaced(part: torch.nn.Module) -> torch.nn.Module:
+        if type(part) is torch.nn.Linear:  # a subclass may compute something else, or be read by its owner
+            return done.setdefault(id(part), PackedLinear(part))
+        for name, child in list(part._modules.items()):  # named_children() leaves out a layer's second name
+            if child is not None:
+                setattr(part, name, replaced(child))
+        return part
+
+    return replaced(module)
+
+
+@torch.inference_mode()
+def probe() -> None:
+    """Compare a small product with torch's own.
+
+    Raises:
+        ConfigError: see :func:`packed`.
+    """
+    linear = torch.nn.Linear(3, 2).requires_grad_(False)
+    x = torch.arange(12, dtype=torch.float32).reshape(2, 2, 3)
+    try:
+        right = torch.allclose(PackedLinear(linear)(x), linear(x), atol=1e-5)
+    except (AttributeError, RuntimeError, TypeError) as exc:
+        reason = str(exc).partition("\n")[0]
+        raise ConfigError(
+            f"torch {torch.__version__} has no oneDNN linear layers on this machine ({reason}): choose eager"
+        ) from exc
+    if not right:
+        raise ConfigError(f"the oneDNN linear layers of torch {torch.__version__} compute something else: choose eager")

@@ -1,0 +1,632 @@
+"""Bad rows: what the model declares unusable is set aside, written with null features, or ends the run, as the view says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jobs import materialize
+from jobs.cli import main
+from jobs.config import Project
+from jobs.fallback import ViewFallback
+from jobs.progress import Silent
+from jobs.report import Report
+from jobs.run import plan_view, run_view
+from jobs.verify import verify
+from store.errors import ConfigError, ModelError, PrecomputeError, RejectedError, RequestError
+from store.feature_view import FeatureView
+from store.lookup import Lookup
+from store.offline_store import OfflineStore
+from store.online_url import open_online_store
+from store.snapshot import Snapshot
+from tests.conftest import MakeProject
+from tests.jobs.test_serve import Server
+
+HERE = "tests.jobs.test_bad_rows"
+NAMES = ("length", "vector", "words", "note")
+NOTHING = dict.fromkeys(NAMES)
+Rows = dict[int, str | None]
+Captured = pytest.CaptureFixture[str]
+
+
+def features(text: str | None) -> dict[str, Any]:
+    """What :class:`Texts` makes of a text; nothing of one it cannot take."""
+    if not text:
+        return NOTHING
+    vector = [float(len(text)), float(ord(text[0])), 1.0, 0.0]
+    return {"length": len(text), "vector": vector, "words": text.split(), "note": text.upper() if text > "c" else None}
+
+
+class Texts:
+    """:func:`features`. Null and empty texts are unusable; ``boom`` raises, ``nan`` is answered with NaN."""
+
+    stop_on: ClassVar[str | None] = None
+    """Text at which the whole run fails."""
+    seen: ClassVar[list[str]] = []
+
+    def fingerprint(self) -> str:
+        return "texts 1"
+
+    def unusable(self, batch: pa.RecordBatch) -> Mapping[int, str]:
+        texts = enumerate(batch.column("x").to_pylist())
+        return {row: "x is null" if text is None else "x is empty" for row, text in texts if not text}
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray | pa.Array]:
+        texts = batch.column("x").to_pylist()
+        self.seen.extend(texts)
+        if self.stop_on in texts:
+            raise ModelError("stopped")
+        if "boom" in texts:
+            raise ValueError("boom")
+        made = [features(text) for text in texts]
+        vectors = np.array([row["vector"] for row in made], np.float32)
+        vectors[[text == "nan" for text in texts]] = np.nan
+        return {
+            "length": np.array([row["length"] for row in made]),
+            "vector": vectors,
+            "words": pa.array([row["words"] for row in made], pa.list_(pa.string())),
+            "note": pa.array([row["note"] for row in made], pa.string()),
+        }
+
+
+class Kinds(Texts):
+    """A feature of every type and shape, all ones."""
+
+    def fingerprint(self) -> str:
+        return "kinds 1"
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, pa.Array]:
+        return {name: pa.array([value] * batch.num_rows) for name, (_, value) in KINDS.items()}
+
+
+def _kinds() -> dict[str, tuple[dict[str, Any], Any]]:
+    """Name → (as configured, value)."""
+    found: dict[str, tuple[dict[str, Any], Any]] = {}
+    for dtype in ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "bool", "string"):
+        one: Any = {"bool": True, "string": "é"}.get(dtype, 1.0 if dtype.startswith("float") else 1)
+        found[f"one_{dtype}"] = ({"dtype": dtype}, one)
+        if dtype not in ("bool", "string"):
+            found[f"vector_{dtype}"] = ({"dtype": dtype, "dim": 3}, [one] * 3)
+        if dtype != "bool":
+            found[f"list_{dtype}"] = ({"dtype": dtype, "max_items": 3}, [one] * 2)
+    return found
+
+
+KINDS = _kinds()
+
+VIEW: dict[str, Any] = {
+    "model": {"use": f"{HERE}:Texts"},
+    "features": {
+        "length": {"dtype": "int64"},
+        "vector": {"dtype": "float32", "dim": 4},
+        "words": {"dtype": "string", "max_items": 8},
+        "note": {"dtype": "string"},
+    },
+    "index": {"on": "vector", "metric": "l2"},
+    "gates": {"duplicates": None},
+}
+MIXED: Rows = {1: "a b", 2: None, 3: "", 4: "boom", 5: "nan", 6: "d", 7: "ee e", 8: "b"}
+"""Four rows with a value, two unusable ones, and two that cannot be computed whatever the policy."""
+
+
+@pytest.fixture(params=["lmdb", "redis"])
+def online(request: pytest.FixtureRequest) -> str:
+    return "lmdb:./online" if request.param == "lmdb" else str(request.getfixturevalue("redis_url"))
+
+
+Make = Callable[..., Project]
+
+
+@pytest.fixture
+def make(make_project: MakeProject) -> Make:
+    """Makes a project of these texts by id."""
+
+    def make(rows: Rows, online: str = "lmdb:./online", **view: Any) -> Project:
+        table = pa.table({"id": pa.array(rows, pa.int64()), "x": pa.array(rows.values(), pa.string())})
+        return make_project(table, view=VIEW | view, project={"online": online})
+
+    return make
+
+
+@pytest.fixture
+def open_lookup() -> Iterator[Callable[[Project], Lookup]]:
+    opened: list[tuple[Lookup, ViewFallback]] = []
+
+    def open_one(project: Project) -> Lookup:
+        fallback = ViewFallback(OfflineStore(project.root), memory_mb=64)
+        opened.append((Lookup(open_online_store(project.online), project.root, fallback), fallback))
+        return opened[-1][0]
+
+    yield open_one
+    for lookup, fallback in opened:
+        fallback.close()
+        lookup.close()
+
+
+def run(project: Project, command: str = "run", **options: Any) -> Report:
+    return run_view(project, "numbers", Silent(), command=command, **options)
+
+
+def snapshot_of(project: Project, report: Report) -> Snapshot:
+    assert report.snapshot is not None
+    return OfflineStore(project.root).snapshot("numbers", report.snapshot)
+
+
+def stored(project: Project, report: Report) -> dict[int, dict[str, Any]]:
+    """Features by id, as a reader of the snapshot's chain sees them."""
+    found = [row for batch in OfflineStore(project.root).batches(snapshot_of(project, report)) for row in batch.to_pylist()]
+    assert all(row["computed_at"] is not None and row["input_hash"] is not None for row in found)
+    assert len({row["id"] for row in found}) == len(found)
+    return {row["id"]: {name: row[name] for name in NAMES} for row in found}
+
+
+def expected(rows: Rows, *, nulls: bool = True) -> dict[int, dict[str, Any]]:
+    """Features by id of the rows that are written."""
+    return {i: features(text) for i, text in rows.items() if text not in ("boom", "nan") and (nulls or text)}
+
+
+def served(lookup: Lookup, keys: Sequence[int], **options: Any) -> list[dict[str, Any]]:
+    """Whole rows but for their times; the Arrow answer, which the plain one must equal."""
+    table = lookup.get("numbers", keys, **options)
+    for column in table.columns:
+        column.validate(full=True)
+    rows = table.drop_columns(["computed_at", "age_s", "ttl_s", "snapshot", "model"]).to_pylist()
+    if not options:
+        answer = lookup.begin("numbers", keys)
+        answer.wait()
+        plain = [dict(row["features"] or NOTHING) for row in answer.rows()]
+        for row in plain:
+            row["vector"] = None if row["vector"] is None else list(row["vector"])
+        assert plain == [{name: row[name] for name in NAMES} for row in rows]
+    return rows
+
+
+def fresh(rows: Rows) -> list[dict[str, Any]]:
+    """What :func:`served` gives of rows in the store."""
+    return [{"key": str(i), "status": "fresh", "source": "store", "reason": None, **found} for i, found in expected(rows).items()]
+
+
+def missing(key: int, reason: str) -> dict[str, Any]:
+    return {"key": str(key), "status": "missing", "source": None, "reason": reason, **NOTHING}
+
+
+def rejected(project: Project, report: Report) -> list[tuple[str, str, str]]:
+    """(key, stage, error) of the rejected rows."""
+    table = pq.read_table(project.root / "numbers" / "data" / report.run / "rejected.parquet")
+    return sorted((row["key"], row["stage"], row["error"]) for row in table.to_pylist())
+
+
+def all_is_well(project: Project) -> list[str]:
+    checks = verify(project, "numbers")
+    assert [c.found for c in checks if not c.ok] == []
+    return [c.found for c in checks]
+
+
+COMPUTED_BADLY = [("4", "model", "ValueError: boom"), ("5", "output", "vector is not finite")]
+UNUSABLE = [("2", "input", "x is null"), ("3", "input", "x is empty")]
+
+
+# ---- the three policies
+
+
+def test_null_writes_unusable_rows_with_null_features_and_answers_them(
+    make: Make, online: str, open_lookup: Callable[[Project], Lookup]
+) -> None:
+    project = make(MIXED, online, bad_rows="null")
+    report = run(project)
+    assert (report.status, stored(project, report)) == ("published", expected(MIXED))
+    assert report.counts == {
+        "source": 8,
+        "written": 6,
+        "rejected": 2,
+        "unchanged": 0,
+        "removed": 0,
+        "duplicates": 0,
+        "nulls": 2,
+    }
+    assert rejected(project, report) == COMPUTED_BADLY
+    snapshot = snapshot_of(project, report)
+    assert (snapshot.rows, snapshot.quality["nulls"], snapshot.quality["coverage"]) == (6, 2.0, 0.5)
+    lookup = open_lookup(project)
+    keys = list(expected(MIXED))
+    assert served(lookup, [*keys, 4, 9]) == [*fresh(MIXED), missing(4, "unknown_entity"), missing(9, "unknown_entity")]
+    assert lookup.row("numbers", 2, features=["note", "vector"])["features"] == {"note": None, "vector": None}
+    only_null = served(lookup, [2, 3])
+    assert [row["status"] for row in only_null] == ["fresh", "fresh"]
+
+    found = lookup.search("numbers", vector=features("d")["vector"], k=10)
+    assert [row["key"] for row in found["rows"]] == ["6", "8", "7", "1"]  # ones without a vector are nobody's neighbours
+    found = lookup.search("numbers", key=6, k=10)
+    assert [row["key"] for row in found["rows"]] == ["8", "7", "1"]
+    with pytest.raises(RequestError, match="key 2 of view 'numbers' has no vector to search by: it is null") as caught:
+        lookup.search("numbers", key=2)
+    assert (caught.value.status, caught.value.code) == (404, "null_vector")
+    with pytest.raises(RequestError, match="unknown_entity") as caught:
+        lookup.search("numbers", key=4)
+    assert all_is_well(project)[-1] == "4 vectors; 4 sampled ones find themselves"
+
+
+def test_reject_is_the_default_and_sets_them_aside(make: Make, open_lookup: Callable[[Project], Lookup]) -> None:
+    project = make(MIXED)
+    report = run(project)
+    assert stored(project, report) == expected(MIXED, nulls=False)
+    assert report.counts == {"source": 8, "written": 4, "rejected": 4, "unchanged": 0, "removed": 0, "duplicates": 0}
+    assert rejected(project, report) == sorted([*COMPUTED_BADLY, *UNUSABLE])
+    snapshot = snapshot_of(project, report)
+    assert ("nulls" in snapshot.quality, snapshot.quality["coverage"]) == (False, 0.5)
+    assert served(open_lookup(project), [1, 2]) == [fresh(MIXED)[0], missing(2, "unknown_entity")]
+    spelled_out = make(MIXED, bad_rows="reject")
+    view = spelled_out.view("numbers").feature_view()
+    assert view == snapshot.view  # as manifests from before there was a choice have it
+    assert view.definition.keys() == {"source", "model"}
+    assert run(spelled_out).status == "current"
+
+
+def test_null_counts_nothing_against_max_rejected_but_coverage_does(make: Make, capsys: Captured) -> None:
+    rows: Rows = {i: "d" * i for i in range(1, 31)}
+    project = make(rows, bad_rows="null", max_rejected=0.1)
+    assert run(project).status == "published"
+    few, many = rows | {1: None, 2: "", 3: None}, rows | {1: None, 2: "", 3: None, 4: ""}
+    report = run(make(few, bad_rows="null", max_rejected=0.1))
+    assert (report.status, report.counts["rejected"], report.counts["nulls"]) == ("published", 0, 3)
+    project = make(many, bad_rows="null", max_rejected=0.1)
+    capsys.readouterr()
+    assert main(["-c", str(project.folder), "run", "numbers"]) == 3
+    assert "coverage: 26 of 30 source rows have a value (limit 0.9)" in capsys.readouterr().err
+    live = OfflineStore(project.root).live("numbers")
+    assert live is not None
+    assert live.snapshot == 2
+    assert main(["-c", str(project.folder), "run", "numbers"]) == 3  # nothing to do: judged once more
+    last = OfflineStore(project.root).last_report("numbers")
+    assert last is not None
+    assert (last["counts"]["unchanged"], last["counts"]["nulls"]) == (30, 4)
+    assert run(make(many, bad_rows="null", gates={"coverage": 0.8, "duplicates": None})).counts["nulls"] == 4
+
+
+def test_fail_ends_the_run_and_leaves_what_is_live(
+    make: Make, capsys: Captured, open_lookup: Callable[[Project], Lookup]
+) -> None:
+    good: Rows = {1: "a", 2: "d", 3: "boom", 4: "nan"}
+    project = make(good, bad_rows="fail")
+    report = run(project)  # rows that the model only fails on are rejected, as ever
+    assert (report.status, report.counts["rejected"], stored(project, report)) == ("published", 2, expected(good))
+    live = (project.root / "numbers" / "refs" / "live.json").read_bytes()
+    assert run(project).status == "current"
+    renewed = (project.root / "numbers" / "refs" / "live.json").read_bytes()
+    lookup = open_lookup(project)
+    before = served(lookup, [1, 2, 3, 5])
+    project = make(good | {5: "e", 7: "", 8: None}, bad_rows="fail")
+    capsys.readouterr()
+    assert main(["-c", str(project.folder), "run", "numbers"]) == 3
+    captured = capsys.readouterr()
+    for part in ("'numbers'", "key '7': x is empty", "bad_rows is fail", "the live snapshot stays", "reject or null"):
+        assert part in captured.err
+    assert "Traceback" not in captured.err
+    last = OfflineStore(project.root).last_report("numbers")
+    assert last is not None
+    assert (last["status"], last["snapshot"]) == ("rejected", None)
+    assert OfflineStore(project.root).numbers("numbers") == [1]
+    assert (project.root / "numbers" / "refs" / "live.json").read_bytes() == renewed != live
+    assert served(lookup, [1, 2, 3, 5]) == before
+    report = run(make(good | {5: "e"}, bad_rows="fail"))
+    assert (report.status, stored(project, report)) == ("published", expected(good | {5: "e"}))
+
+
+@pytest.mark.parametrize("policy", ["reject", "null", "fail"])
+def test_a_policy_where_no_row_is_bad_changes_nothing(make: Make, policy: str) -> None:
+    rows: Rows = {1: "a", 2: "d"}
+    project = make(rows, bad_rows=policy)
+    report = run(project)
+    assert (report.status, stored(project, report)) == ("published", expected(rows))
+    assert report.counts.get("nulls") == (0 if policy == "null" else None)
+    assert run(project).counts.get("nulls") == (0 if policy == "null" else None)
+
+
+# ---- configuration
+
+
+def test_a_bare_null_in_yaml_and_in_the_environment_is_the_policy(make: Make) -> None:
+    project = make({1: "a"})
+    file = project.folder / "views" / "numbers.yaml"
+    text = file.read_text()
+    for written, policy in (("null", "null"), ("'null'", "null"), ("fail", "fail"), ("reject", "reject")):
+        file.write_text(f"{text}\nbad_rows: {written}\n")
+        assert Project(project.folder, {}).view("numbers").bad_rows == policy
+    environment = {"PRECOMPUTE_VIEWS__NUMBERS__BAD_ROWS": "null"}
+    assert Project(project.folder, environment).view("numbers").bad_rows == "null"
+    file.write_text(f"{text}\nbad_rows: nul\n")
+    with pytest.raises(ConfigError, match=r"bad_rows: 'nul' is not one of reject, null, fail; did you mean 'null'\?"):
+        Project(project.folder, {})
+
+
+def test_the_policy_travels_with_the_view_and_a_manifest_without_one_reads_as_reject(make: Make) -> None:
+    views = {policy: make({1: "a"}, bad_rows=policy).view("numbers").feature_view() for policy in ("reject", "null", "fail")}
+    assert [view.definition.get("bad_rows") for view in views.values()] == [None, "null", "fail"]
+    assert len({view.fingerprint() for view in views.values()}) == 3
+    for view in views.values():
+        assert FeatureView.from_json(view.to_json()) == view
+
+
+# ---- another policy than before
+
+
+def test_from_reject_to_null_the_rows_rejected_before_are_written(make: Make, open_lookup: Callable[[Project], Lookup]) -> None:
+    first = run(make(MIXED))
+    project = make(MIXED, bad_rows="null")
+    plan = plan_view(project, "numbers")
+    assert str(plan) == ("full: 8 of 8 rows to compute (8 new); every row, since the policy for bad rows changed, reject → null")
+    report = run(project)
+    assert (report.status, stored(project, report)) == ("published", expected(MIXED))
+    assert (report.counts["rejected"], report.counts["nulls"]) == (2, 2)
+    assert served(open_lookup(project), list(expected(MIXED))) == fresh(MIXED)
+    assert snapshot_of(project, first).content != snapshot_of(project, report).content  # they do not hold the same values
+
+
+def test_from_null_to_reject_the_null_rows_leave(make: Make, open_lookup: Callable[[Project], Lookup]) -> None:
+    run(make(MIXED, bad_rows="null"))
+    project = make(MIXED)
+    report = run(project)
+    assert (report.status, stored(project, report)) == ("published", expected(MIXED, nulls=False))
+    assert report.plan is not None
+    assert report.plan.endswith("every row, since the policy for bad rows changed, null → reject")
+    assert rejected(project, report) == sorted([*COMPUTED_BADLY, *UNUSABLE])
+    assert served(open_lookup(project), [1, 2]) == [fresh(MIXED)[0], missing(2, "unknown_entity")]
+    assert all_is_well(project)[-1] == "4 vectors; 4 sampled ones find themselves"
+
+
+def test_to_fail_a_row_set_aside_before_with_the_same_input_ends_the_run(make: Make) -> None:
+    run(make(MIXED))
+    Texts.seen.clear()
+    with pytest.raises(RejectedError, match="key '2': x is null, and bad_rows is fail"):
+        run(make(MIXED, bad_rows="fail"))
+    assert Texts.seen == []  # what was computed is not computed again
+    run(make(MIXED, bad_rows="null"))
+    with pytest.raises(RejectedError, match="key '2': x is null, and bad_rows is fail"):
+        run(make(MIXED, bad_rows="fail"))
+    mended = MIXED | {2: "now", 3: "then"}
+    project = make(mended, bad_rows="fail")
+    assert stored(project, run(project)) == expected(mended)
+
+
+def test_from_reject_to_fail_and_back_what_was_computed_stays(make: Make) -> None:
+    rows: Rows = {i: "d" * i for i in range(1, 21)}
+    run(make(rows))
+    Texts.seen.clear()
+    project = make(rows, bad_rows="fail")
+    report = run(project)
+    assert (report.counts["unchanged"], report.counts["written"], stored(project, report)) == (20, 0, expected(rows))
+    assert run(make(rows | {7: None})).counts["rejected"] == 1
+    assert Texts.seen == []
+
+
+def test_an_interrupted_runs_chunks_count_for_its_own_policy_only(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(materialize, "CHUNK_S", 0.0)
+    monkeypatch.setattr(materialize, "WINDOW_ROWS", 2)
+    rows: Rows = {1: None, 2: "d", 3: "", 4: "ee", 5: "f", 6: "stop", 7: "g", 8: "h"}
+
+    def interrupted(policy: str) -> None:
+        monkeypatch.setattr(Texts, "stop_on", "stop")
+        with pytest.raises(PrecomputeError, match="stopped"):
+            run(make(rows, bad_rows=policy))
+        monkeypatch.setattr(Texts, "stop_on", None)
+
+    interrupted("null")
+    project = make(rows)
+    report = run(project)
+    assert (report.resumed, stored(project, report)) == (0, expected(rows, nulls=False))
+    project = make(rows, bad_rows="null")
+    report = run(project)
+    assert (report.resumed, report.counts["written"], report.counts["nulls"]) == (4, 8, 2)
+    assert stored(project, report) == expected(rows)
+
+
+# ---- deltas
+
+
+def test_a_null_row_is_carried_over_like_any_other(make: Make, online: str, open_lookup: Callable[[Project], Lookup]) -> None:
+    rows: Rows = {i: "d" * i for i in range(1, 41)} | {50: None, 51: ""}
+    project = make(rows, online, bad_rows="null")
+    run(project)
+    Texts.seen.clear()
+    assert (run(project).status, run(project).counts["nulls"]) == ("current", 2)
+    rows[1] = "new"
+    for step, (change, nulls) in enumerate([({}, 2), ({50: "found"}, 1), ({3: None}, 2), ({51: "", 4: "x"}, 2)], 2):
+        rows |= change
+        project = make(rows, online, bad_rows="null")
+        report = run(project)
+        snapshot = snapshot_of(project, report)
+        assert (report.status, snapshot.number, snapshot.kind) == ("published", step, "delta")
+        assert (report.counts["written"], report.counts["unchanged"], report.counts["nulls"]) == (1, 41, nulls)
+        assert stored(project, report) == expected(rows)
+        assert all_is_well(project)[-1].startswith(f"{42 - nulls} vectors; ")
+        assert served(open_lookup(project), list(rows)) == fresh(rows)
+    assert Texts.seen == ["new", "found", "x"]
+    rows = {i: text for i, text in rows.items() if i not in (3, 51)} | {60: None}  # null rows leave the source, and come
+    project = make(rows, online, bad_rows="null")
+    report = run(project)
+    assert (report.counts["removed"], report.counts["nulls"], stored(project, report)) == (2, 1, expected(rows))
+
+
+def test_compaction_copies_null_rows(make: Make) -> None:
+    rows: Rows = {i: "d" * i for i in range(1, 9)} | {9: None}
+    run(make(rows, bad_rows="null"))
+    rows |= {i: "e" * i for i in range(1, 5)}
+    project = make(rows, bad_rows="null", gates={"norm": None, "drift": None})
+    report = run(project)
+    assert (snapshot_of(project, report).kind, report.counts["unchanged"], report.counts["nulls"]) == ("full", 5, 1)
+    assert stored(project, report) == expected(rows)
+    all_is_well(project)
+
+
+# ---- gates
+
+
+def test_gates_measure_vectors_that_are_there(make: Make) -> None:
+    rows: Rows = {i: "d" * i for i in range(1, 41)} | dict.fromkeys(range(41, 51))
+    run(make(rows, bad_rows="null"))
+    changed = rows | {1: None, 41: "d" * 41}
+    project = make(changed, bad_rows="null")
+    quality = snapshot_of(project, run(project)).quality
+    now = np.array([features(text)["vector"] for text in changed.values() if text], np.float64)
+    common = {i for i in rows if rows[i] and changed[i]}
+    before = np.linalg.norm([features(rows[i])["vector"] for i in common | {1}], axis=1).mean()  # of the keys in the sample
+    assert dict(quality) == pytest.approx(
+        {
+            "nulls": 10.0,
+            "rows": 0.0,
+            "rejected": 0.0,
+            "coverage": 40 / 50,
+            "finite": 0.0,
+            "zero": 0.0,
+            "duplicates": 0.0,
+            "norm": np.linalg.norm(now, axis=1).mean() / before - 1,
+            "drift": 1.0,
+        }
+    )
+
+
+def test_gates_of_a_snapshot_without_a_single_vector(make: Make, open_lookup: Callable[[Project], Lookup]) -> None:
+    gates = {"gates": {"coverage": None, "rows": None, "norm": None, "drift": None}}
+    rows: Rows = dict.fromkeys(range(1, 31))
+    project = make(rows, bad_rows="null", **gates)
+    report = run(project)
+    assert (report.status, report.counts["nulls"], stored(project, report)) == ("published", 30, expected(rows))
+    lookup = open_lookup(project)
+    assert lookup.search("numbers", vector=[1.0, 2.0, 3.0, 4.0], k=3)["rows"] == []
+    assert served(lookup, [1, 2]) == fresh(rows)[:2]
+    assert all_is_well(project)[-1] == "0 vectors; 0 sampled ones find themselves"
+    some = {i: "d" * i for i in range(1, 31)}
+    project = make(some, bad_rows="null", **gates)  # nothing to measure the drift by
+    report = run(project)
+    assert (report.status, stored(project, report)) == ("published", expected(some))
+    assert not snapshot_of(project, report).quality.keys() & {"norm", "drift"}
+
+
+def test_no_drift_is_measured_where_no_key_has_a_vector_in_both(make: Make) -> None:
+    options = {"bad_rows": "null", "gates": {"coverage": None, "duplicates": None}}
+    texts: Rows = {i: "d" * i for i in range(1, 31)}
+    run(make(texts | dict.fromkeys(range(31, 61)), **options))
+    project = make(dict.fromkeys(range(1, 31)) | {30 + i: text for i, text in texts.items()}, **options)
+    report = run(project)
+    assert (report.status, report.counts["nulls"]) == ("published", 30)
+    quality = snapshot_of(project, report).quality
+    assert ("drift" in quality, quality["norm"]) == (False, 0.0)
+
+
+# ---- every kind of feature
+
+
+def test_a_null_of_every_kind_of_feature_is_answered(make: Make, open_lookup: Callable[[Project], Lookup]) -> None:
+    kinds = {name: kind for name, (kind, _) in KINDS.items()}
+    view = {"model": {"use": f"{HERE}:Kinds"}, "features": kinds, "index": None, "bad_rows": "null", "max_rejected": 0.7}
+    project = make({1: "a", 2: None, 3: "c", 4: ""}, **view)
+    assert run(project).counts["nulls"] == 2
+    lookup = open_lookup(project)
+    full, nothing = {name: value for name, (_, value) in KINDS.items()}, dict.fromkeys(KINDS)
+    for keys in ([1, 2, 3, 4], [2], [4, 2], [3, 1]):
+        table = lookup.get("numbers", keys).select(list(KINDS))
+        assert table.to_pylist() == [nothing if key % 2 == 0 else full for key in keys]
+        for column in table.columns:
+            column.validate(full=True)
+    assert lookup.row("numbers", 2)["features"] == nothing
+    plain = lookup.row("numbers", 1)["features"]
+    assert {name: list(v) if isinstance(v, tuple) else v for name, v in plain.items()} == full
+
+
+def test_without_a_vector_a_row_is_null_when_every_feature_is(make: Make) -> None:
+    two = {name: VIEW["features"][name] for name in ("note", "words")}
+    rows: Rows = {1: "a", 2: "d", 3: None, 4: "b c"}  # of 1 and 4 the model answers one null
+    project = make(rows, features=two, index=None, bad_rows="null")
+    report = run(project)
+    assert (report.status, report.counts["nulls"], report.counts["written"]) == ("published", 1, 4)
+    found = [row for batch in OfflineStore(project.root).batches(snapshot_of(project, report)) for row in batch.to_pylist()]
+    assert [{name: row[name] for name in two} for row in found] == [
+        {name: features(text)[name] for name in two} for text in rows.values()
+    ]
+    all_is_well(project)
+
+
+# ---- the fallback
+
+
+FALLBACK = {"fallback": {"enabled": True, "deadline": "20s"}, "ttl": 0, "stale_for": 0}
+
+
+def test_the_fallback_answers_an_unusable_row_as_the_batch_job_does(make: Make, open_lookup: Callable[[Project], Lookup]) -> None:
+    project = make(MIXED, bad_rows="null", **FALLBACK)
+    report = run(project)
+    assert (report.status, snapshot_of(project, report).quality["parity"]) == ("published", 0.0)
+    lookup = open_lookup(project)
+    keys = list(MIXED)
+    computed = [row | {"status": "computed", "source": "fallback"} for row in fresh(MIXED)]
+    computed[3:3] = [missing(4, "model_error"), missing(5, "model_error")]
+    assert served(lookup, keys) == computed
+    assert served(lookup, [2]) == [computed[1]]
+    given = {"98": {"x": "dd"}, "99": {"x": ""}}
+    assert [(row["status"], row["length"], row["vector"]) for row in served(lookup, [98, 99], inputs=given)] == [
+        ("computed", 2, features("dd")["vector"]),
+        ("computed", None, None),
+    ]
+    with pytest.raises(RequestError, match="the inputs could not be embedded: the model cannot take them") as caught:
+        lookup.search("numbers", inputs={"x": ""})
+    assert (caught.value.status, caught.value.code) == (422, "model_error")
+
+
+@pytest.mark.parametrize("policy", ["reject", "fail"])
+def test_under_another_policy_the_fallback_says_what_is_wrong(
+    make: Make, open_lookup: Callable[[Project], Lookup], policy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    project = make({1: "a"}, bad_rows=policy, **FALLBACK)
+    run(project)
+    lookup = open_lookup(project)
+    given = {"99": {"x": ""}}
+    assert served(lookup, [99], inputs=given) == [missing(99, "model_error")]
+    assert "key '99': x is empty" in caplog.text
+    with pytest.raises(RequestError, match="the inputs could not be embedded: x is empty"):
+        lookup.search("numbers", inputs={"x": ""})
+
+
+def test_parity_notices_a_null_where_the_fallback_has_a_value(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: Rows = {i: "d" * i for i in range(1, 31)}
+    off = {"coverage": None, "zero": None, "parity": 0.5, "duplicates": None}
+    project = make(rows, bad_rows="null", gates=off, **FALLBACK)
+    usable = Texts.unusable
+    asked: list[int] = []
+
+    def unusable(self: Texts, batch: pa.RecordBatch) -> Mapping[int, str]:
+        asked.append(batch.num_rows)
+        return dict.fromkeys(range(batch.num_rows), "not today") if len(asked) == 1 else usable(self, batch)
+
+    monkeypatch.setattr(Texts, "unusable", unusable)
+    report = run(project, "materialize")
+    assert (report.counts["nulls"], snapshot_of(project, report).quality["parity"]) == (30, 1.0)
+    assert snapshot_of(project, report).refused_by == ["parity"]
+
+
+# ---- over HTTP
+
+
+def test_null_features_over_http(make_project: MakeProject, make: Make) -> None:
+    project = make({1: "d", 2: None}, bad_rows="null")
+    run(project)
+    with Server(project.folder) as server:
+        rows = server.lookup("numbers", [1, 2])
+        assert [(row["key"], row["status"], row["source"], row["features"]) for row in rows] == [
+            ("1", "fresh", "store", features("d")),
+            ("2", "fresh", "store", NOTHING),
+        ]
+        reply = server.get("/v1/views/numbers/rows/2")
+        assert (reply.status, reply.json["status"], reply.json["features"]) == (200, "fresh", NOTHING)
+        reply = server.post("/v1/views/numbers/lookup", {"keys": [2, 1]}, accept="application/vnd.apache.arrow.stream")
+        table = reply.arrow
+        assert table.select(["key", "status", *NAMES]).to_pylist() == [
+            {"key": "2", "status": "fresh", **NOTHING},
+            {"key": "1", "status": "fresh", **features("d")},
+        ]
+        server.post("/v1/views/numbers/search", {"key": 2}).check_problem(404, "null_vector")
+        assert [row["key"] for row in server.post("/v1/views/numbers/search", {"key": 1}).json["rows"]] == []

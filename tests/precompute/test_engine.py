@@ -1,0 +1,352 @@
+"""The engine, attacked: whatever fails wherever, every other row comes out once, in its place, and equal to the arithmetic."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from precompute.device import Device
+from precompute.memory import available_bytes, is_out_of_memory, resident_bytes
+from precompute.meter import Meter
+from precompute.model import Model, Prepared, StagedModel
+from precompute.runner import Computed, Runner, compute
+from precompute.torch_model import Tensors, TorchModel
+from store.errors import ModelError, SourceError
+from store.feature_view import Feature, FeatureView
+from tests.arithmetic import Doubler
+
+VIEW = FeatureView("numbers", ("id",), (Feature("double", "float64"), Feature("vector", "float32", dim=4)), 60.0, 60.0)
+SINGLE = FeatureView("numbers", ("id",), (Feature("double", "float32"),), 60.0, 60.0)
+
+
+def window(xs: Sequence[float], first: int = 0) -> pa.RecordBatch:
+    ids = pa.array(range(first, first + len(xs)), pa.int64())
+    return pa.record_batch({"id": ids, "x": pa.array(xs, pa.float64()), "secret": pa.array(xs, pa.float64())})
+
+
+def windows(xs: Sequence[float], rows: int) -> list[pa.RecordBatch]:
+    return [window(xs[start : start + rows], start) for start in range(0, len(xs), rows)]
+
+
+def features(xs: Sequence[float]) -> list[dict[str, Any]]:
+    return [{"double": 2 * x, "vector": [x, x + 1, x + 2, x + 3]} for x in xs]
+
+
+def gathered(results: Iterator[tuple[pa.RecordBatch, Computed]]) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
+    """(id → features, id → error) of all windows; an id that comes twice fails."""
+    values: dict[int, dict[str, Any]] = {}
+    errors: dict[int, str] = {}
+    for batch, done in results:
+        ids = batch.column("id").to_pylist()
+        assert done.rows.tolist() == sorted(done.rows.tolist())
+        for row, value in zip(done.rows.tolist(), done.features.to_pylist(), strict=True):
+            assert ids[row] not in values
+            values[ids[row]] = value
+        for rejection in done.rejections:
+            assert ids[rejection.row] not in errors
+            errors[ids[rejection.row]] = f"{rejection.stage}: {rejection.error}"
+    return values, errors
+
+
+class Faulty(Doubler):
+    """Raises at the n-th batch, or whenever ``fails`` says so of the batch's size."""
+
+    def __init__(self, raise_at: int = 0, error: type[BaseException] = ValueError, most: int = 0, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.raise_at, self.error, self.most = raise_at, error, most
+        self.sizes: list[int] = []
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
+        assert "secret" not in batch.schema.names
+        self.sizes.append(batch.num_rows)
+        if self.most and batch.num_rows > self.most:
+            raise MemoryError(f"{batch.num_rows} rows")
+        if len(self.sizes) == self.raise_at:
+            raise self.error("injected")
+        return super().compute(batch)
+
+
+class Times(torch.nn.Module):
+    """2x, on tensors; raises torch's out-of-memory beyond so many rows."""
+
+    def __init__(self, most: int = 0, oom_at: Sequence[int] = ()) -> None:
+        super().__init__()
+        self.most, self.oom_at, self.calls = most, set(oom_at), 0
+        self.sizes: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.sizes.append(len(x))
+        if (self.most and len(x) > self.most) or self.calls in self.oom_at:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        return 2 * x
+
+
+class Staged(TorchModel):
+    """x → double, in stages; row x costs x where ``by_cost``; ``bad_input`` makes an input that cannot be made."""
+
+    start_cost = 8
+
+    def __init__(
+        self, module: Times | None = None, *, by_cost: bool = False, unpreparable: float = -99.0, bad_input: float = -99.0
+    ) -> None:
+        super().__init__(module or Times(), Device("cpu"))
+        self.by_cost, self.unpreparable, self.bad_input = by_cost, unpreparable, bad_input
+
+    def fingerprint(self) -> str:
+        return "staged"
+
+    def prepare(self, batch: pa.RecordBatch) -> Prepared:
+        x = np.asarray(batch.column("x")).astype(np.float32)
+        if self.unpreparable in x:
+            raise UnicodeError("cannot prepare it")
+        costs = np.maximum(x.astype(np.int64), 1) if self.by_cost else np.ones(len(x), np.int64)
+        return Prepared(costs, x, dict.fromkeys(np.flatnonzero(x < 0).tolist(), "x is negative"))
+
+    def tensors(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> Tensors:
+        x: npt.NDArray[np.float32] = prepared.payload[rows]
+        if self.bad_input in x:
+            raise IndexError("cannot make an input of it")
+        return (torch.from_numpy(x),)
+
+    def features(self, outputs: Sequence[npt.NDArray[Any]]) -> dict[str, Any]:
+        return {"double": outputs[0]}
+
+    def flops(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> float:
+        return float(len(rows))
+
+
+# ---- the stream is the plain computation
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 100])
+def test_the_stream_is_what_compute_makes_whatever_the_windows(rows: int) -> None:
+    xs = [float(i % 13) for i in range(50)]
+    values, errors = gathered(Runner(Faulty(), VIEW).stream(windows(xs, rows), hidden=("secret",)))
+    assert list(values.values()) == features(xs)
+    assert errors == {}
+
+
+@pytest.mark.parametrize("count", [0, 1])
+@pytest.mark.parametrize("model", [Doubler(), Staged()])
+def test_no_rows_and_one_row(count: int, model: Model) -> None:
+    view = SINGLE if isinstance(model, Staged) else VIEW
+    xs = [3.0] * count
+    values, errors = gathered(Runner(model, view).stream(windows(xs, 8)))
+    assert [v["double"] for v in values.values()] == [6.0] * count
+    assert errors == {}
+    [(_, empty)] = list(Runner(model, view).stream([window([])]))
+    assert (empty.rows.tolist(), empty.features.num_rows, empty.features.schema) == ([], 0, view.feature_schema())
+
+
+def test_a_staged_model_is_one_and_a_plain_model_is_none() -> None:
+    assert isinstance(Staged(), StagedModel)
+    assert not isinstance(Doubler(), StagedModel)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(-2, 40), max_size=60), st.integers(1, 20), st.booleans())
+def test_a_staged_model_computes_or_rejects_each_row_once(xs: list[int], rows: int, by_cost: bool) -> None:
+    model = Staged(by_cost=by_cost)
+    values, errors = gathered(Runner(model, SINGLE).stream(windows(xs, rows)))
+    assert values == {i: {"double": 2.0 * x} for i, x in enumerate(xs) if x >= 0}
+    assert errors == {i: "input: x is negative" for i, x in enumerate(xs) if x < 0}
+
+
+# ---- failures
+
+
+@pytest.mark.parametrize("error", [ValueError, MemoryError, RuntimeError, SystemExit])
+@pytest.mark.parametrize("at", range(1, 9))
+def test_a_batch_that_raises_once_is_tried_again_in_halves(at: int, error: type[BaseException]) -> None:
+    xs = [float(i) for i in range(60)]
+    values, errors = gathered(Runner(Faulty(at, error), VIEW).stream(windows(xs, 8), hidden=("secret",)))
+    assert list(values.values()) == features(xs)
+    assert errors == {}
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 12), st.integers(0, 2**32))
+def test_out_of_memory_at_random_batches_loses_and_doubles_nothing(count: int, rows: int, seed: int) -> None:
+    chosen = random.Random(seed)
+    module = Times(oom_at=[n for n in range(1, 40) if chosen.random() < 0.3])
+    xs = [float(i) for i in range(count)]
+    values, errors = gathered(Runner(Staged(module), SINGLE).stream(windows(xs, rows)))
+    assert {**values, **errors}.keys() == set(range(count))
+    assert values == {i: {"double": 2.0 * i} for i in values}
+    for error in errors.values():  # alone, and out of memory twice in a row
+        assert error.startswith("model: OutOfMemoryError: CUDA out of memory")
+
+
+def test_memory_that_holds_only_so_many_rows_is_found_and_kept_to() -> None:
+    module = Times(most=5)
+    model = Staged(module)
+    model.max_cost = 64
+    runner = Runner(model, SINGLE)
+    xs = [float(i) for i in range(2000)]
+    values, errors = gathered(runner.stream(windows(xs, 100)))
+    assert values == {i: {"double": 2.0 * i} for i in range(2000)}
+    assert errors == {}
+    assert runner.budget.ceiling is not None
+    assert runner.meter.out_of_memory == runner.budget.failures < 40
+    late = module.sizes[len(module.sizes) // 2 :]
+    assert sum(size > 5 for size in late) < len(late) / 20  # it does not run into the wall again and again
+
+
+@pytest.mark.parametrize("model", [Faulty(most=3), Staged(Times(most=3))])
+def test_a_plain_and_a_staged_model_run_out_of_memory_alike(model: Model) -> None:
+    xs = [float(i) for i in range(30)]
+    if isinstance(model, Staged):
+        values, errors = gathered(Runner(model, SINGLE).stream(windows(xs, 10)))
+    else:
+        values, errors = gathered(Runner(model, VIEW).stream(windows(xs, 10), hidden=("secret",)))
+    assert [value["double"] for value in values.values()] == [2 * x for x in xs]
+    assert errors == {}
+
+
+def test_a_row_that_never_fits_is_rejected_alone_and_does_not_shrink_the_batches_of_the_others() -> None:
+    class Hungry(Doubler):
+        def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
+            sizes.append(batch.num_rows)
+            if 7.0 in batch.column("x").to_pylist():
+                raise MemoryError("too large")
+            return super().compute(batch)
+
+    sizes: list[int] = []
+    xs = [float(i) for i in range(3000)]
+    values, errors = gathered(Runner(Hungry(), VIEW).stream(windows(xs, 1000)))
+    assert errors == {7: "model: MemoryError: too large"}
+    assert list(values.values()) == features([x for x in xs if x != 7])
+    assert sizes[-1] >= 400
+
+
+def test_a_row_that_cannot_be_prepared_is_rejected_alone() -> None:
+    xs = [float(i) for i in range(20)]
+    values, errors = gathered(Runner(Staged(unpreparable=11.0), SINGLE).stream(windows(xs, 8)))
+    assert errors == {11: "prepare: UnicodeError: cannot prepare it"}
+    assert values == {i: {"double": 2.0 * i} for i in range(20) if i != 11}
+
+
+def test_a_row_no_input_can_be_made_of_is_rejected_alone() -> None:
+    xs = [float(i) for i in range(20)]
+    values, errors = gathered(Runner(Staged(bad_input=5.0), SINGLE).stream(windows(xs, 8)))
+    assert errors == {5: "model: IndexError: cannot make an input of it"}
+    assert values == {i: {"double": 2.0 * i} for i in range(20) if i != 5}
+
+
+def test_an_error_of_the_source_comes_through_after_what_was_read() -> None:
+    def source() -> Iterator[pa.RecordBatch]:
+        yield window([1.0, 2.0])
+        raise SourceError("the disk is gone")
+
+    stream = Runner(Doubler(), VIEW).stream(source())
+    assert next(stream)[1].features.to_pylist() == features([1.0, 2.0])
+    with pytest.raises(SourceError, match="the disk is gone"):
+        next(stream)
+
+
+def test_a_mistake_of_the_model_ends_the_stream() -> None:
+    class Silent(Doubler):
+        def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
+            return {}
+
+    with pytest.raises(ModelError, match="returned no 'double'"):
+        list(Runner(Silent(), VIEW).stream(windows([1.0], 8)))
+
+
+def test_a_stream_that_is_closed_leaves_no_thread_and_reads_no_further() -> None:
+    read: list[int] = []
+
+    def source() -> Iterator[pa.RecordBatch]:
+        for number in range(10_000):
+            read.append(number)
+            yield window([float(number)], number)
+
+    stream = Runner(Doubler(), VIEW).stream(source(), memory_mb=1)
+    next(stream)
+    stream.close()
+    names = {thread.name for thread in threading.enumerate()}
+    assert not names & {"read", "prepare", "batch", "model"}
+    count = len(read)
+    time.sleep(0.05)
+    assert len(read) == count
+
+
+def test_what_lies_between_the_stages_is_bounded() -> None:
+    read: list[int] = []
+
+    def source() -> Iterator[pa.RecordBatch]:
+        for number in range(200):
+            read.append(number)
+            yield window([float(number)] * 5000, number * 5000)  # 120 kB
+
+    stream = Runner(Doubler(), VIEW).stream(source(), memory_mb=1)
+    next(stream)
+    time.sleep(0.3)
+    assert len(read) < 20
+    stream.close()
+
+
+# ---- what it tells
+
+
+def test_the_meter_counts_rows_costs_and_padding() -> None:
+    meter = Meter()
+    model = Staged(by_cost=True)
+    model.max_cost = 8
+    runner = Runner(model, SINGLE, meter)
+    gathered(runner.stream(windows([4.0, 4.0, 3.0, 2.0, 1.0], 5)))  # batches: 4 4 · 3 2 · 1
+    assert (meter.rows, meter.batches, meter.cost, meter.padded_cost, meter.flops) == (5, 3, 14, 8 + 6 + 1, 5.0)
+    figures = runner.figures(2.0)
+    assert figures["padding"] == round(1 / 15, 4)
+    assert (figures["rows_per_s"], figures["cost_per_s"], figures["flops_per_s"]) == (2.5, 7.0, 2)
+    assert figures["device"] == "cpu"
+    assert figures["peak_memory_bytes"] >= resident_bytes() // 2
+    assert figures["peak_flops"] > 1e6
+    assert set(figures["stages"]) == {"read", "prepare", "batch", "model", "write"}
+
+
+def test_the_stage_that_is_slow_is_told() -> None:
+    runner = Runner(Doubler(sleep_s=0.05), VIEW)
+    gathered(runner.stream(windows([1.0] * 40, 8)))
+    stages = runner.meter.stages
+    assert max(stages, key=lambda name: stages[name].busy_s) == "model"
+    assert stages["write"].starved_s > 0.2
+
+
+@pytest.mark.parametrize(
+    ("error", "yes"),
+    [
+        (MemoryError(), True),
+        (pa.ArrowMemoryError("malloc of size 99 failed"), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried …"), True),
+        (RuntimeError("shape mismatch"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_which_errors_are_out_of_memory(error: BaseException, yes: bool) -> None:
+    assert is_out_of_memory(error) is yes
+
+
+def test_a_real_allocation_that_fails_is_out_of_memory() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+    assert available_bytes() > 2**20
+
+
+def test_compute_is_the_same_in_one_thread() -> None:
+    xs = [3.0, 1.0, 2.0]
+    assert compute(Faulty(), VIEW, window(xs).drop_columns(["secret"])).features.to_pylist() == features(xs)

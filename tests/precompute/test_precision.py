@@ -1,0 +1,305 @@
+"""Precision: every variant computes the reference's values, leaves the reference alone, and refuses what it cannot do in one line."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pytest
+import torch
+from transformers import BertConfig, BertModel
+
+from precompute import precision
+from precompute.backends import inductor, onednn
+from precompute.device import Device
+from precompute.model import Prepared
+from precompute.models.text_encoder import Encoder
+from precompute.precision import NAMES, Variant, candidates, convert, copied, parse
+from precompute.torch_model import Tensors, TorchModel
+from store.errors import ConfigError
+
+
+class Mlp(torch.nn.Module):
+    """[rows, 8] → ([rows, 4], [rows]), float32; with a layer used twice and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(8, 8)
+        self.again = self.first
+        self.out = torch.nn.Linear(8, 4, bias=False)
+        self.register_buffer("shift", torch.linspace(0, 1, 8))
+
+    def forward(self, x: torch.Tensor) -> Tensors:
+        hidden = torch.relu(self.again(torch.relu(self.first(x + self.shift))))
+        return self.out(hidden), hidden.sum(1)
+
+
+class Arithmetic(TorchModel):
+    """A model of any module, straight from tensors."""
+
+    def fingerprint(self) -> str:
+        return "arithmetic"
+
+    def prepare(self, batch: pa.RecordBatch) -> Prepared:
+        return Prepared(np.ones(batch.num_rows, np.int64), batch)
+
+    def tensors(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> Tensors:
+        return ()
+
+    def features(self, outputs: Sequence[npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+        return dict(zip("ab", outputs, strict=False))
+
+
+def mlp() -> Arithmetic:
+    return Arithmetic(Mlp(), Device("cpu"))
+
+
+def bert() -> Arithmetic:
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=16,
+    )
+    return Arithmetic(Encoder(BertModel(config)), Device("cpu"))
+
+
+def rows(count: int, seed: int = 0) -> Tensors:
+    return (torch.randn(count, 8, generator=torch.Generator().manual_seed(seed)),)
+
+
+def texts(count: int, length: int) -> Tensors:
+    ids = torch.randint(1, 50, (count, length), generator=torch.Generator().manual_seed(count))
+    mask = torch.ones_like(ids)
+    mask[0, length // 2 :] = 0
+    return ids * mask, mask
+
+
+def some_rows() -> list[Tensors]:
+    return [rows(5), rows(64, 1), rows(17, 2)]
+
+
+def some_texts() -> list[Tensors]:
+    return [texts(4, 9), texts(7, 5)]
+
+
+def outputs(model: TorchModel, inputs: Tensors) -> list[npt.NDArray[Any]]:
+    return [a.copy() for a in model.launch(inputs).arrays()]
+
+
+def check(model: TorchModel, name: str, batches: list[Tensors], tolerance: float, folder: Path | None = None) -> None:
+    """Convert, compare every batch with the reference, and the reference with itself before."""
+    state = {k: (v.data_ptr(), v.clone()) for k, v in model.module.state_dict().items()}
+    expected = [outputs(model, b) for b in batches]
+    structure = repr(model.module)
+    convert(model, parse(name), lambda: batches[:-1], folder)
+    found = [outputs(model, b) for b in batches]
+    for a, b in zip(expected, found, strict=True):
+        assert [x.shape for x in a] == [x.shape for x in b]
+        for x, y in zip(a, b, strict=True):
+            assert y.dtype == np.float32
+            np.testing.assert_allclose(y, x, atol=tolerance, rtol=0)
+    assert repr(model.module) == structure
+    assert {k: v.data_ptr() for k, v in model.module.state_dict().items()} == {k: v for k, (v, _) in state.items()}
+    assert all(torch.equal(v, state[k][1]) for k, v in model.module.state_dict().items())
+    convert(model, parse("fp32-eager"), list)
+    for a, b in zip(expected, [outputs(model, b) for b in batches], strict=True):
+        for x, y in zip(a, b, strict=True):
+            assert x.tobytes() == y.tobytes()
+
+
+def test_names_and_variants_are_one_to_one() -> None:
+    assert [parse(name).name for name in NAMES] == list(NAMES)
+    assert len(set(NAMES)) == len(NAMES)
+    assert parse("int8-static-onnx") == Variant("int8", "onnx", "static")
+    assert parse("fp32-eager") == Variant("fp32", "eager")
+
+
+@pytest.mark.parametrize(
+    "name", ["", "fp32", "fp32-", "int8-onnx", "int8-dynamic-onnx", "fp16-onnx", "fp32-static-onnx", "fp64-eager", "FP32-eager"]
+)
+def test_unknown_names_are_refused_with_the_known_ones(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"unknown precision .*fp32-eager, .*int8-static-onnx"):
+        parse(name)
+
+
+def test_a_combination_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown precision 'int8-eager'"):
+        Variant("int8", "eager")
+    with pytest.raises(ConfigError, match="unknown precision 'bf16-static-onednn'"):
+        Variant("bf16", "onednn", "static")
+
+
+# What is computed
+
+
+@pytest.mark.parametrize(
+    ("make", "batches"),
+    [(mlp, [*some_rows(), rows(1)]), (bert, [*some_texts(), texts(1, 1), texts(3, 16)])],
+    ids=["mlp", "bert"],
+)
+@pytest.mark.parametrize(("name", "tolerance"), [("fp32-onednn", 1e-6), ("bf16-eager", 0.05), ("fp16-eager", 0.01)])
+def test_values_are_the_references(make: Callable[[], Arithmetic], batches: list[Tensors], name: str, tolerance: float) -> None:
+    check(make(), name, batches, tolerance)
+
+
+def test_half_precision_computes_in_half_precision() -> None:
+    model = bert()
+    convert(model, parse("bf16-eager"), some_texts)
+    assert model.device.dtype == torch.bfloat16
+    assert isinstance(model.forward, Encoder)  # a text encoder on a GPU knows it by its class
+    assert {p.dtype for p in model.forward.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in model.module.parameters()} == {torch.float32}
+    convert(model, parse("fp32-onednn"), some_texts)
+    assert model.device.dtype == torch.float32
+
+
+def test_a_copy_shares_the_tensors_and_nothing_else() -> None:
+    module = Mlp()
+    twin = copied(module)
+    assert {k: v.data_ptr() for k, v in twin.state_dict().items()} == {k: v.data_ptr() for k, v in module.state_dict().items()}
+    twin.out = torch.nn.Identity()
+    assert isinstance(module.out, torch.nn.Linear)
+    half = copied(module, torch.bfloat16)
+    assert isinstance(half, Mlp)
+    assert half.first is half.again
+    assert half.shift.dtype == torch.bfloat16
+
+
+def test_every_linear_layer_is_packed_once() -> None:
+    module = onednn.packed(copied(Mlp()))
+    assert isinstance(module, Mlp)
+    assert isinstance(module.first, onednn.PackedLinear)
+    assert module.first is module.again
+    alone = onednn.packed(torch.nn.Linear(3, 2).requires_grad_(False))
+    assert isinstance(alone, onednn.PackedLinear)
+
+
+def test_packed_layers_take_inputs_that_are_not_contiguous() -> None:
+    linear = torch.nn.Linear(6, 4).requires_grad_(False)
+    x = torch.randn(6, 5, 3).permute(2, 1, 0)
+    torch.testing.assert_close(onednn.PackedLinear(linear)(x), linear(x), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "last"), [("fp32-compile", 9), ("fp32-aoti", 1)])
+def test_compiled_code_computes_the_references_values(name: str, last: int, tmp_path: Path) -> None:
+    small = Arithmetic(torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Tanh()), Device("cpu"))
+    check(small, name, [*some_rows(), rows(last)], 1e-5, tmp_path)
+
+
+def test_a_compiled_file_is_made_once_and_for_these_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def package(module: torch.nn.Module, examples: Sequence[Tensors], path: Path) -> None:
+        made.append(path.name)
+        path.write_bytes(b"compiled")
+
+    monkeypatch.setattr(inductor, "package", package)
+    monkeypatch.setattr(inductor, "load", lambda path: Mlp())
+    first, other = mlp(), mlp()
+    convert(first, parse("fp32-aoti"), some_rows, tmp_path / "cache")
+    convert(first, parse("fp32-aoti"), some_rows, tmp_path / "cache")
+    with torch.no_grad():
+        other.module.get_parameter("out.weight").add_(1)
+    convert(other, parse("fp32-aoti"), some_rows, tmp_path / "cache")
+    assert len(made) == 2
+    assert len(set(made)) == 2
+    assert sorted(p.name for p in (tmp_path / "cache").iterdir()) == sorted(made)
+
+
+def test_onnx_computes_the_references_values(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    check(mlp(), "fp32-onnx", [*some_rows(), rows(1)], 1e-5, tmp_path)
+    check(mlp(), "int8-static-onnx", [*some_rows(), rows(1)], 0.05, tmp_path)  # outputs have a deviation of 0.1 and 0.3
+    assert sorted(p.name.rpartition("-")[0] for p in tmp_path.iterdir()) == ["fp32-onnx", "int8-static-onnx"]
+
+
+# What is refused
+
+
+class Odd(torch.nn.Module):
+    """Its way depends on the values: no single graph. It reads its layer's weight, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if float(x.sum()) > 0:
+            x = -x
+        return x @ self.layer.weight.T
+
+
+@pytest.mark.parametrize("name", ["fp32-onednn", "fp32-aoti"])
+def test_a_module_that_cannot_be_converted_computes_the_reference(name: str) -> None:
+    model = Arithmetic(Odd(), Device("cpu"))
+    before = outputs(model, rows(3))
+    convert(model, parse("bf16-eager"), some_rows)
+    with pytest.raises(ConfigError, match=rf"^precision {name} does not work with this model: \w+: [^\n]+$"):
+        convert(model, parse(name), some_rows)
+    assert model.forward is model.module
+    assert model.device.dtype == torch.float32
+    assert outputs(model, rows(3))[0].tobytes() == before[0].tobytes()
+
+
+@pytest.mark.parametrize("operator", [lambda *_: 1 / 0, lambda *_: torch.zeros(2, 2, 2)], ids=["raises", "wrong"])
+def test_operators_that_are_missing_or_wrong_are_refused(operator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: onednn.PackedLinear, x: torch.Tensor) -> torch.Tensor:
+        try:
+            result: torch.Tensor = operator(x)
+        except ZeroDivisionError:
+            raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_linear_pointwise'") from None
+        return result
+
+    monkeypatch.setattr(onednn.PackedLinear, "forward", forward)
+    with pytest.raises(ConfigError, match=r"precision fp32-onednn: .*oneDNN linear layers.*: choose eager"):
+        convert(mlp(), parse("fp32-onednn"), some_rows)
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match="precision fp32-compile: there is no C\\+\\+ compiler 'no-such-compiler'"):
+        convert(mlp(), parse("fp32-compile"), some_rows)
+    assert not {v.backend for v in candidates(Device("cpu"), mlp())} & {"compile", "aoti"}
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "_missing_onnx", lambda: "onnxruntime not installed: pip install 'precompute[onnx]'")
+    with pytest.raises(ConfigError, match=r"precision fp32-onnx: onnxruntime not installed: pip install 'precompute\[onnx\]'"):
+        convert(mlp(), parse("fp32-onnx"), some_rows)
+
+
+def test_no_examples_are_refused() -> None:
+    with pytest.raises(ConfigError, match="precision fp32-onednn: there are no examples"):
+        convert(mlp(), parse("fp32-onednn"), list)
+
+
+# What is proposed
+
+
+@pytest.mark.parametrize(
+    ("flags", "bf16"), [({}, False), ({"avx512_bf16": True}, True), ({"amx_bf16": True}, True), ({"bf16": True}, True)]
+)
+def test_bfloat16_is_proposed_where_the_cpu_has_it(flags: dict[str, bool], bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: flags)
+    found = [v.name for v in candidates(Device("cpu"), mlp())]
+    assert found[0] == "fp32-eager"
+    assert "fp32-onednn" in found
+    assert ("bf16-onednn" in found, "bf16-eager" in found) == (bf16, bf16)
+    assert not any(name.startswith("fp16") for name in found)
+
+
+def test_packed_layers_are_not_proposed_to_a_module_without_any() -> None:
+    model = Arithmetic(torch.nn.Sequential(torch.nn.ReLU()), Device("cpu"))
+    assert not {v.precision for v in candidates(Device("cpu"), model)} & {"int8"}
+    assert not {v.backend for v in candidates(Device("cpu"), model)} & {"onednn"}
+    assert shutil.which("g++") is None or "compile" in {v.backend for v in candidates(Device("cpu"), model)}

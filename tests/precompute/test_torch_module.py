@@ -1,0 +1,508 @@
+"""Torch module: columns in, features out, the same from a class and from an exported program; what does not fit is said by name."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zipfile
+from collections.abc import Callable
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from precompute.model import load_model
+from precompute.models.torch_module import TorchModule
+from precompute.runner import Computed, Runner
+from store.errors import ConfigError, ModelError
+from store.feature_view import Feature, FeatureView
+
+HERE = "tests.precompute.test_torch_module"
+EMBEDDING = torch.arange(10.0).view(5, 2)
+
+
+class Ranker(torch.nn.Module):
+    """``total`` = x₀ + 2x₁ + 3x₂ + e(genre)₀, [rows, 1]; ``both`` = [total, e(genre)₁]."""
+
+    def __init__(self, genres: int = 5) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 1)
+        self.embedding = torch.nn.Embedding(genres, 2)
+
+    def forward(self, x: torch.Tensor, genre: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = self.embedding(genre)
+        total = self.linear(x) + found[:, :1]
+        return {"total": total, "both": torch.cat([total, found[:, 1:]], 1)}
+
+
+class Echo(torch.nn.Module):
+    """Its input, unless told otherwise."""
+
+    def __init__(self, returns: str = "x") -> None:
+        super().__init__()
+        self.returns = returns
+
+    def forward(self, x: torch.Tensor) -> Any:
+        made: dict[str, Callable[[], Any]] = {
+            "x": lambda: x,
+            "pair": lambda: (x, 2 * x),
+            "text": lambda: "x",
+            "texts": lambda: ["x"],
+            "cube": lambda: x.view(-1, 1, 1),
+            "short": lambda: x[1:],
+            "written": lambda: x.mul_(2),
+        }
+        return made[self.returns]()
+
+
+class Dropping(torch.nn.Module):
+    """Drops half of its input while training."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(x, 0.5, self.training)
+
+
+class Raises(torch.nn.Module):
+    """Cannot be made."""
+
+    def __init__(self) -> None:
+        raise RuntimeError("no luck")
+
+
+NO_MODULE = 5
+STATE = {"linear.weight": torch.tensor([[1.0, 2.0, 3.0]]), "linear.bias": torch.zeros(1), "embedding.weight": EMBEDDING}
+INPUTS = {"x": ["a", "b", "c"], "genre": "genre"}
+OUTPUTS = {"total": "total", "both": "both"}
+VIEW = FeatureView("ranks", ("id",), (Feature("total", "float32"), Feature("both", "float32", dim=2)), 60.0, 60.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The ranker as a state and as a program."""
+    folder = tmp_path_factory.mktemp("ranker")
+    save_file(STATE, folder / "ranker.safetensors")
+    export(folder / "ranker.pt2")
+    return folder
+
+
+def export(path: Path, module: torch.nn.Module | None = None, rows: Any = None, **inputs: torch.Tensor) -> Path:
+    if module is None:
+        module = Ranker()
+        module.load_state_dict(STATE)
+        module.eval()
+        inputs = {"x": torch.rand(4, 3), "genre": torch.arange(4)}
+    rows = torch.export.Dim("rows") if rows is None else rows
+    shapes = {name: {0: rows} for name in inputs} if rows != "fixed" else None
+    torch.export.save(torch.export.export(module, tuple(inputs.values()), dynamic_shapes=shapes), path)
+    return path
+
+
+def ranker(folder: Path, **changed: Any) -> TorchModule:
+    given = {"module": f"{HERE}:Ranker", "weights": str(folder / "ranker.safetensors"), "inputs": INPUTS, "outputs": OUTPUTS}
+    model = load_model("torch_module", {k: v for k, v in (given | changed).items() if v is not None})
+    assert isinstance(model, TorchModule)
+    return model
+
+
+def program(path: Path, **changed: Any) -> TorchModule:
+    return TorchModule(**({"module": str(path), "inputs": INPUTS, "outputs": OUTPUTS} | changed))
+
+
+def echo(spec: Any, returns: str = "x", key: int | str = 0, **more: Any) -> TorchModule:
+    return TorchModule(f"{HERE}:Echo", {"x": spec}, {"y": key}, {"returns": returns}, **more)
+
+
+def made(model: TorchModule, **columns: Any) -> Any:
+    return model.compute(pa.record_batch(columns))["y"]
+
+
+def rows(n: int) -> pa.RecordBatch:
+    number = np.arange(n)
+    return pa.record_batch(
+        {"id": number, "a": number % 7, "b": number / 2, "c": pa.array(number % 3, pa.int8()), "genre": number % 5}
+    )
+
+
+def expected(batch: pa.RecordBatch) -> dict[str, Any]:
+    a, b, c, genre = (np.asarray(batch.column(n)).astype(np.float64) for n in ("a", "b", "c", "genre"))
+    total = a + 2 * b + 3 * c + 2 * genre
+    return {"total": total, "both": np.stack([total, 2 * genre + 1], 1)}
+
+
+# ---- values
+
+
+def test_a_class_with_its_weights_computes_what_it_says(folder: Path) -> None:
+    batch = rows(50)
+    got = ranker(folder).compute(batch)
+    assert {name: values.dtype for name, values in got.items()} == {"total": np.float32, "both": np.float32}
+    for name, values in expected(batch).items():
+        np.testing.assert_array_equal(got[name], values)
+
+
+def test_an_exported_program_computes_the_same_whatever_the_order_of_inputs_and_for_one_row_too(folder: Path) -> None:
+    swapped = dict(reversed(INPUTS.items()))
+    model = program(folder / "ranker.pt2", inputs=swapped)
+    for n in (50, 1):
+        for name, values in ranker(folder).compute(rows(n)).items():
+            np.testing.assert_array_equal(model.compute(rows(n))[name], values)
+
+
+def test_a_program_exported_with_keyword_arguments_takes_them_by_name(tmp_path: Path) -> None:
+    module, dim = Ranker().eval(), torch.export.Dim("rows")
+    module.load_state_dict(STATE)
+    given = {"genre": torch.arange(4), "x": torch.rand(4, 3)}
+    exported = torch.export.export(module, (), given, dynamic_shapes={"genre": {0: dim}, "x": {0: dim}})
+    torch.export.save(exported, tmp_path / "k.pt2")
+    got = program(tmp_path / "k.pt2").compute(rows(9))
+    np.testing.assert_array_equal(got["both"], expected(rows(9))["both"])
+
+
+@pytest.mark.parametrize("kind", ["class", "program"])
+def test_stream_and_compute_give_the_same_and_a_bad_row_is_one_bad_row(folder: Path, kind: str) -> None:
+    model = ranker(folder) if kind == "class" else program(folder / "ranker.pt2")
+    batch = rows(20_000)
+    genre, a = np.array(batch.column("genre")), pa.array([None if i == 9000 else i % 7 for i in range(20_000)])
+    genre[[3, 12_345]] = 5, -1  # beyond the embedding's five rows
+    batch = batch.set_column(1, "a", a).set_column(4, "genre", pa.array(genre))
+    windows = [batch.slice(start, 8192) for start in range(0, 20_000, 8192)]
+    streamed = [done for _, done in Runner(model, VIEW).stream(windows, hidden=("id",))]
+    whole: list[Computed] = [Runner(model, VIEW).compute(window) for window in windows]
+    assert [d.features for d in streamed] == [d.features for d in whole]
+    assert [d.rejections for d in streamed] == [d.rejections for d in whole]
+    found = [(8192 * w + r.row, r.stage, r.error.partition(":")[0]) for w, d in enumerate(streamed) for r in d.rejections]
+    assert found == [(3, "model", "IndexError"), (9000, "input", "a is null"), (12_345, "model", "IndexError")]
+    kept = np.concatenate([8192 * w + d.rows for w, d in enumerate(streamed)])
+    np.testing.assert_array_equal(kept, np.setdiff1d(np.arange(20_000), [3, 9000, 12_345]))
+    got = np.concatenate([np.asarray(d.features.column("total")) for d in streamed])
+    np.testing.assert_array_equal(got, expected(rows(20_000))["total"][kept])
+
+
+def test_any_rows_of_what_was_prepared_are_those_rows(folder: Path) -> None:
+    model, batch = ranker(folder), rows(9)
+    prepared = model.prepare(batch)
+    assert prepared.costs.tolist() == [1] * 9
+    for chosen in ([2, 3, 4], [8, 0, 3], [5]):
+        x, genre = model.tensors(prepared, np.array(chosen))
+        assert genre.tolist() == [i % 5 for i in chosen]
+        assert x.tolist() == [[i % 7, i / 2, i % 3] for i in chosen]
+
+
+def test_flops_are_two_for_each_weight_of_linear_layers(folder: Path) -> None:
+    for model in (ranker(folder), program(folder / "ranker.pt2")):
+        assert model.flops(model.prepare(rows(4)), np.arange(3)) == 3 * 2 * 3
+
+
+# ---- columns
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        (pa.array([1, 2], pa.int8()), np.array([1, 2])),
+        (pa.array([2**40, -1], pa.int64()), np.array([2**40, -1])),
+        (pa.array([True, False]), np.array([1, 0])),
+        (pa.array([1.5, 2.0], pa.float64()), np.array([1.5, 2.0], np.float32)),
+        (pa.array([Decimal("1.5"), Decimal("2.0")]), np.array([1.5, 2.0], np.float32)),
+        (pa.array([[1.0, 2.0], [3.0, 4.0]], pa.list_(pa.float32(), 2)), np.array([[1, 2], [3, 4]], np.float32)),
+        (pa.array([[1, 2], [3, 4]], pa.list_(pa.int32(), 2)), np.array([[1, 2], [3, 4]])),
+    ],
+)
+def test_one_column_keeps_its_own_shape(column: pa.Array, values: Any) -> None:
+    got = made(echo("v"), v=column)
+    np.testing.assert_array_equal(got, values)
+    assert got.dtype == values.dtype
+    cut = echo("v").compute(pa.record_batch({"v": pa.concat_arrays([column, column])}).slice(1, 2))["y"]
+    np.testing.assert_array_equal(cut, values[[1, 0]])
+
+
+def test_several_columns_are_one_float32_matrix() -> None:
+    got = made(echo(["a", "b", "c"]), a=[1, 2], b=[True, False], c=pa.array([Decimal("0.5"), Decimal("1.5")]))
+    np.testing.assert_array_equal(got, np.array([[1, 1, 0.5], [2, 0, 1.5]], np.float32))
+    assert made(echo(["a"]), a=[1, 2]).tolist() == [1, 2]  # [rows, 1] is one value a row
+
+
+def test_a_list_column_has_the_length_that_dim_says() -> None:
+    model = echo({"column": "v", "dim": 2})
+    batch = pa.record_batch({"v": [[1.0, 2.0], None, [3.0], [4.0, None], [5.0, 6.0]]})
+    bad = {1: "v is null", 2: "v has 1 numbers, not 2", 3: "v holds a null"}
+    assert model.unusable(batch) == model.prepare(batch).bad == bad
+    prepared = model.prepare(batch)
+    assert model.tensors(prepared, np.array([0, 4]))[0].tolist() == [[1, 2], [5, 6]]
+    with pytest.raises(ValueError, match="v is null"):
+        model.compute(batch)
+    assert model.prepare(batch.slice(1, 3)).bad == {row - 1: reason for row, reason in bad.items()}
+
+
+@pytest.mark.parametrize("words", [["b", "a"], pa.table({"word": ["b", "a"]})])
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int8(), pa.string())])
+def test_text_is_its_place_in_the_vocabulary_and_0_when_unknown_or_null(words: Any, kind: pa.DataType) -> None:
+    model = echo({"column": "v", "vocabulary": "known"}, known=words)
+    column = pa.array(["a", "x", None, "b", "a"], pa.string()).cast(kind)
+    assert made(model, v=column).tolist() == [2, 0, 0, 1, 2]
+    assert model.unusable(pa.record_batch({"v": column})) == {}
+
+
+def test_a_vocabulary_may_stand_in_place_and_hold_whole_numbers() -> None:
+    model = echo({"column": "v", "vocabulary": [700, 7]})
+    assert made(model, v=[7, 700, 70, None]).tolist() == [2, 1, 0, 0]
+
+
+def test_nulls_are_filled_or_named() -> None:
+    columns = {"a": [1, None, None], "b": pa.array([Decimal("0.5"), None, Decimal("2.5")])}
+    assert made(echo({"columns": ["a", "b"], "fill": 9}), **columns).tolist() == [[1, 0.5], [9, 9], [9, 2.5]]
+    assert made(echo({"column": "a", "fill": 0}), **columns).tolist() == [1, 0, 0]
+    assert echo(["a", "b"]).unusable(pa.record_batch(columns)) == {1: "b is null", 2: "a is null"}
+    whole = echo("a")
+    assert whole.unusable(pa.record_batch({"a": [1, 2]})) == {}
+    assert whole.prepare(pa.record_batch({"a": pa.array([None, None], pa.int64())})).bad == {0: "a is null", 1: "a is null"}
+
+
+def test_outputs_are_chosen_by_position_or_key() -> None:
+    model = TorchModule(f"{HERE}:Echo", {"x": "v"}, {"second": 1, "first": 0}, {"returns": "pair"})
+    got = model.compute(pa.record_batch({"v": [1, 2]}))
+    assert {name: values.tolist() for name, values in got.items()} == {"second": [2, 4], "first": [1, 2]}
+
+
+# ---- what is wrong, said by name
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"inputs": {}}, "inputs maps forward's arguments to columns"),
+        ({"inputs": {"x": 5}}, "inputs.x is a column, a list of columns or a mapping, got 5"),
+        ({"inputs": {"x": {"col": "a"}}}, "inputs.x: unknown key 'col'; there are column"),
+        ({"inputs": {"x": {"fill": 0}}}, "write one of both, column or columns"),
+        ({"inputs": {"x": {"column": "a", "columns": ["a"]}}}, "write one of both"),
+        ({"inputs": {"x": []}}, r"columns is a list of names, got \[\]"),
+        ({"inputs": {"x": {"column": 3}}}, "column is a name, got 3"),
+        ({"inputs": {"x": {"column": "a", "fill": "no"}}}, "fill is a number, got 'no'"),
+        ({"inputs": {"x": {"column": "a", "fill": float("nan")}}}, "fill is a number, got nan"),
+        ({"inputs": {"x": {"column": "a", "dim": 0}}}, "dim is a length from 1, got 0"),
+        ({"inputs": {"x": {"column": "a", "dim": 2, "fill": 0}}}, "do not go together"),
+        ({"inputs": {"x": {"columns": ["a"], "vocabulary": ["b"]}}}, "do not go together"),
+        ({"inputs": {"x": {"column": "a", "vocabulary": "words"}}}, "there is no vocabulary 'words'; add `words:"),
+        ({"inputs": {"x": {"column": "a", "vocabulary": []}}}, "inputs.x.vocabulary is empty"),
+        ({"inputs": {"x": {"column": "a", "vocabulary": ["b", "b"]}}}, "inputs.x.vocabulary has a value twice"),
+        ({"inputs": {"x": {"column": "a", "vocabulary": [None]}}}, "a list of text or whole numbers without nulls"),
+        ({"words": ["a"]}, "no input names the vocabulary 'words'"),
+        ({"output": {"y": 0}}, "unknown argument 'output'; a further argument is a vocabulary"),
+        ({"words": pa.table({"a": ["b"], "c": ["d"]})}, "words has 2 columns"),
+        ({"words": pa.table({"a": [1.5]})}, "words is double; a vocabulary holds text or whole numbers"),
+        ({"outputs": {}}, "outputs maps features to positions or keys"),
+        ({"outputs": {"y": -1}}, "outputs.y is a position from 0 or a key, got -1"),
+        ({"outputs": {"y": 1.0}}, "outputs.y is a position from 0 or a key, got 1.0"),
+        ({"max_cost": 0}, "max_cost is a number of rows from 1, got 0"),
+        ({"module": "Ranker"}, "module is package.module:Class or a file ending in .pt2, got 'Ranker'"),
+        ({"module": "no.such:Ranker"}, "'no.such:Ranker' cannot be imported: ModuleNotFoundError"),
+        ({"module": f"{HERE}:None"}, f"module '{HERE}' has no class 'None'"),
+        ({"module": f"{HERE}:NO_MODULE"}, "not a torch.nn.Module"),
+        ({"args": {"genre": 5}}, r"does not take these args \(genre\)"),
+        ({"inputs": {"x": "a"}}, r"has forward\(x.*; inputs names x: missing a required argument: 'genre'"),
+        ({"inputs": {**INPUTS, "y": "a"}}, "got an unexpected keyword argument 'y'"),
+        ({"weights": None}, "has weights .embedding.weight, linear.bias, linear.weight. and none were given: set `weights`"),
+        ({"weights": "/no/such"}, "nothing at /no/such"),
+    ],
+)
+def test_a_configuration_that_is_wrong_in_itself(folder: Path, changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ranker(folder, **changed)
+
+
+def test_a_class_that_fails_and_weights_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="Raises failed to load: RuntimeError: no luck"):
+        TorchModule(f"{HERE}:Raises", {"x": "a"}, {"y": 0})
+    with pytest.raises(ModelError, match=r"(?s)does not load into .*Ranker: .*size mismatch for embedding.weight"):
+        ranker(folder, args={"genres": 6})
+    (tmp_path / "cut").write_bytes((folder / "ranker.safetensors").read_bytes()[:50])
+    with pytest.raises(ModelError, match="cut does not load into"):
+        ranker(folder, weights=str(tmp_path / "cut"))
+    save_file({k: v for k, v in STATE.items() if k != "linear.bias"}, tmp_path / "less")
+    with pytest.raises(ModelError, match=r"less has no weights for linear.bias; give"):
+        ranker(folder, weights=str(tmp_path / "less"))
+    save_file(STATE | {"extra": torch.zeros(1)}, tmp_path / "more")
+    with pytest.raises(ModelError, match=r"more has weights that .*Ranker does not: extra; give"):
+        ranker(folder, weights=str(tmp_path / "more"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "column", "message"),
+    [
+        ("w", [1], r"no column 'w' \(it has: v\)"),
+        ("v", ["a"], "column 'v' is string, not numbers: give a vocabulary"),
+        ("v", pa.array([0], pa.date32()), "is date32.*, not numbers: CAST it"),
+        ("v", [[1.0]], "say how long it is, as in {column: v, dim: 64}"),
+        ("v", [["a"]], "not a list of numbers"),
+        (["v"], [[1.0]], "a list among columns of numbers"),
+        ({"column": "v", "fill": 0}, [[1.0]], "a list cannot be filled"),
+        ({"column": "v", "dim": 2}, [1.0], "not a list, which its dim says it is"),
+        ({"column": "v", "dim": 2}, pa.array([[1.0]], pa.list_(pa.float32(), 1)), "not of 2 numbers, as its dim says"),
+        ({"column": "v", "vocabulary": ["a"]}, [1.5], "not text or whole numbers: CAST it AS VARCHAR"),
+    ],
+)
+def test_columns_that_do_not_fit(spec: Any, column: Any, message: str) -> None:
+    model = echo(spec)
+    for method in (model.unusable, model.prepare):
+        with pytest.raises(ModelError, match=message):
+            method(pa.record_batch({"v": column}))
+
+
+@pytest.mark.parametrize(
+    ("returns", "key", "message"),
+    [
+        ("text", 0, "returns str, not a tensor, a tuple or a dict"),
+        ("texts", 0, "output 0 is str, not a tensor"),
+        ("pair", 2, "outputs names 2, but the module returns 0, 1"),
+        ("x", "y", "outputs names 'y', but the module returns 0"),
+        ("cube", 0, r"output 'y' has shape \[2, 1, 1\]"),
+        ("written", 0, r"writes into its input 'x': let it work on a clone\(\)"),
+        ("short", 0, "returned 1 values for 2 rows"),
+    ],
+)
+def test_outputs_that_do_not_fit_fail_the_run(returns: str, key: int | str, message: str) -> None:
+    view = FeatureView("echoes", ("id",), (Feature("y", "float32"),), 60.0, 60.0)
+    with pytest.raises(ModelError, match=message):
+        Runner(echo("v", returns, key), view).compute(pa.record_batch({"v": [1.0, 2.0]}))
+
+
+# ---- programs
+
+
+def test_programs_that_cannot_be_used(folder: Path, tmp_path: Path) -> None:
+    path = folder / "ranker.pt2"
+    with pytest.raises(ConfigError, match="leave out `args` and `weights`"):
+        program(path, weights="w")
+    with pytest.raises(ConfigError, match="takes x, genre; inputs names x"):
+        program(path, inputs={"x": ["a", "b", "c"]})
+    with pytest.raises(ConfigError, match="nothing at"):
+        program(tmp_path / "none.pt2")
+    x = torch.rand(4, 3)
+    with pytest.raises(ModelError, match=r"takes x of shape \[4, 3\] only: export it with dynamic_shapes"):
+        program(export(tmp_path / "fixed.pt2", Echo(), "fixed", x=x))
+    with pytest.raises(ModelError, match="takes at least 3 rows of x"):
+        program(export(tmp_path / "three.pt2", Echo(), torch.export.Dim("rows", min=3), x=x))
+    with pytest.raises(ModelError, match=r"exported in training mode \(aten.dropout.default\): call eval\(\)"):
+        program(export(tmp_path / "training.pt2", Dropping(), x=x))
+    for content in (b"", b"PK", path.read_bytes()[:1000]):
+        (tmp_path / "cut.pt2").write_bytes(content)
+        with pytest.raises(ModelError, match=r"cut.pt2 does not load"):
+            program(tmp_path / "cut.pt2")
+    with zipfile.ZipFile(tmp_path / "other.pt2", "w") as other:
+        other.writestr("archive/version", "1")
+    with pytest.raises(ModelError, match=r"has no models/model.json: save it with torch.export.save"):
+        program(tmp_path / "other.pt2")
+
+
+def test_a_program_of_at_most_some_rows_is_given_no_more(tmp_path: Path) -> None:
+    path = export(tmp_path / "few.pt2", Echo(), torch.export.Dim("rows", max=64), x=torch.rand(4))
+    model = TorchModule(str(path), {"x": "v"}, {"y": 0})
+    assert (model.max_cost, TorchModule(str(path), {"x": "v"}, {"y": 0}, max_cost=9).max_cost) == (64, 9)
+    view = FeatureView("echoes", ("id",), (Feature("y", "float32"),), 60.0, 60.0)
+    done = Runner(model, view).compute(pa.record_batch({"v": np.arange(1000.0)}))
+    assert (done.rejections, np.asarray(done.features.column("y")).tolist()) == ([], list(range(1000)))
+
+
+class Evil:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.path,))
+
+
+def rewritten(folder: Path, target: Path, change: Callable[[str, bytes], bytes]) -> Path:
+    with zipfile.ZipFile(folder / "ranker.pt2") as source, zipfile.ZipFile(target, "w") as out:
+        for name in source.namelist():
+            out.writestr(name, change(name, source.read(name)))
+    return target
+
+
+def test_a_pickle_in_a_program_is_not_loaded(folder: Path, tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    bomb = pickle.dumps(Evil(mark))
+    path = rewritten(folder, tmp_path / "bomb.pt2", lambda name, data: bomb if "sample_inputs" in name else data)
+    np.testing.assert_array_equal(program(path).compute(rows(5))["total"], expected(rows(5))["total"])
+
+    def pickled(name: str, data: bytes) -> bytes:
+        if name.endswith("weights_config.json"):
+            return data.replace(b'"use_pickle": false', b'"use_pickle": true')
+        return bomb if "/weights/weight_" in name else data
+
+    with pytest.raises(ModelError, match=r"is refused, since loading it could run code: '.*' is a pickled object"):
+        program(rewritten(folder, tmp_path / "weights.pt2", pickled))
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("find", "replace", "message"),
+    [
+        ("torch.ops.aten.linear.default", "torch.os.system", "target 'torch.os.system'"),
+        ("torch.ops.aten.linear.default", "_operator.call", "target '_operator.call'"),
+        ("torch.ops.aten.linear.default", "torch.ops.aten.from_file.default", "target 'torch.ops.aten.from_file.default'"),
+        ("positive=True, integer=True)", "positive=True, integer=True).__class__", "expr_str .*__class__"),
+        ("positive=True, integer=True)", "positive=True, integer=exit())", r"expr_str .*exit\(\)"),
+        ("L['genre']", "exit() or L['genre']", "guards_code .*exit"),
+        ('"name": "genre"', '"name": "genre=exit()"', r"name 'genre=exit\(\)'"),
+        ("builtins.tuple", "collections.defaultdict", "type 'collections.defaultdict'"),
+        ('"as_int": 1}', '"as_operator": "torch.os.system"}', "it holds 'as_operator'"),
+    ],
+)
+def test_text_in_a_program_that_torch_would_run_is_refused(
+    folder: Path, tmp_path: Path, find: str, replace: str, message: str
+) -> None:
+    def change(name: str, data: bytes) -> bytes:
+        if not name.endswith("models/model.json"):
+            return data
+        assert find in data.decode()
+        changed = data.decode().replace(find, replace)
+        json.loads(changed)
+        return changed.encode()
+
+    with pytest.raises(ModelError, match=f"is refused, since loading it could run code: {message}"):
+        program(rewritten(folder, tmp_path / "evil.pt2", change))
+
+
+# ---- fingerprints
+
+
+def test_the_fingerprint_is_of_weights_class_arguments_inputs_and_outputs(folder: Path, tmp_path: Path) -> None:
+    same = ranker(folder).fingerprint()
+    copy = tmp_path / "copy.safetensors"
+    copy.write_bytes((folder / "ranker.safetensors").read_bytes())
+    assert ranker(folder, weights=str(copy)).fingerprint() == same
+    save_file(STATE | {"linear.bias": torch.ones(1)}, tmp_path / "other.safetensors")
+    changes: list[dict[str, Any]] = [
+        {"weights": str(tmp_path / "other.safetensors")},
+        {"args": {"genres": 5}},
+        {"inputs": {"x": ["b", "a", "c"], "genre": "genre"}},
+        {"inputs": {"x": ["a", "b", "c"], "genre": {"column": "genre", "vocabulary": [1]}}},
+        {"outputs": {"total": "total"}},
+    ]
+    found = [ranker(folder, **change).fingerprint() for change in changes]
+    words = [echo({"column": "v", "vocabulary": "known"}, known=known).fingerprint() for known in (["a", "b"], ["b", "a"])]
+    programs = [program(p).fingerprint() for p in (folder / "ranker.pt2", rewritten(folder, tmp_path / "p.pt2", lambda _, d: d))]
+    everything = [same, *found, *words, *programs]
+    assert len(set(everything)) == len(everything)
+
+
+def test_a_changed_class_is_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.syspath_prepend(tmp_path)
+    found = []
+    for factor in (2, 3):
+        (tmp_path / "changing.py").write_text(
+            f"import torch\nclass Times(torch.nn.Module):\n    def forward(self, x):\n        return {factor} * x\n"
+        )
+        sys.modules.pop("changing", None)
+        found.append(TorchModule("changing:Times", {"x": "v"}, {"y": 0}).fingerprint())
+    sys.modules.pop("changing", None)
+    assert found[0] != found[1]
