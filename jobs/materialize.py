@@ -17,7 +17,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jobs.config import ViewConfig
+from jobs.config import EngineConfig, ViewConfig
+from jobs.engine import engine_of
 from jobs.gates import judge, verdicts_json
 from jobs.open_view import OpenView, open_view
 from jobs.plan import Plan, make_plan, now_us
@@ -26,7 +27,7 @@ from jobs.report import Report
 from jobs.tune import check_accuracy
 from precompute.batching import WINDOW_ROWS
 from precompute.meter import Meter
-from precompute.runner import Computed, Runner, with_null_rows
+from precompute.runner import Computed, with_null_rows
 from store.entity_key import bad_keys, key_column
 from store.errors import GateError, RejectedError, SnapshotError, SourceError
 from store.journal import Finished
@@ -63,6 +64,7 @@ def materialize(
     accept: Collection[str] = (),
     lease: Lease | None = None,
     memory_mb: int = 1024,
+    engine: EngineConfig = EngineConfig(),  # noqa: B008 - frozen
 ) -> Snapshot:
     """Compute the rows of a view that need it, and commit the result; the caller holds the run's lease.
 
@@ -76,7 +78,8 @@ def materialize(
         retry_rejected: compute rows that were rejected with the same input, too.
         accept: gates whose refusal is accepted; the manifest records them.
         lease: checked before the commit.
-        memory_mb: DuckDB's share of the memory.
+        memory_mb: DuckDB's share of the memory, and as much for what lies between the engine's stages.
+        engine: whether worker processes compute.
 
     Returns:
         the committed snapshot, not yet published; or the one there was, when nothing changed (``report.status`` is ``current`` then).
@@ -108,7 +111,9 @@ def materialize(
                 if not accuracy["passed"]:
                     raise GateError(f"view {config.name!r}: {accuracy['message']}")
         store.begin_journal(config.name, report.run, plan.recipe, report.partition, full=full)
-        run = _Run(opened, store, report, math.floor(plan.source_rows * config.max_rejected + 1e-9), config.renew_unchanged)
+        run = _Run(
+            opened, store, report, math.floor(plan.source_rows * config.max_rejected + 1e-9), config.renew_unchanged, engine
+        )
         run.take_over(plan)
         progress.begin(f"materialize {config.name}", plan.diff.compute)
         run.compute(source.batches(WINDOW_ROWS), progress, memory_mb)
@@ -289,6 +294,7 @@ class _Run:
     report: Report
     max_rejected: int
     renew: bool
+    engine: EngineConfig
     written: int = 0
     chunks: int = 0
     rejected_rows: int = 0
@@ -325,7 +331,7 @@ class _Run:
     def compute(self, batches: Iterator[pa.RecordBatch], progress: Progress, memory_mb: int) -> None:
         """Compute all windows and keep their rows; the report learns what the stages took."""
         meter, began = Meter(), time.monotonic()
-        runner = Runner(self.opened.model, self.opened.view, meter)
+        runner = engine_of(self.opened, self.engine, meter, self.store)
         stream = runner.stream(self._good_keys(batches), hidden=("input_hash",), memory_mb=memory_mb)
         try:
             for batch, done in stream:

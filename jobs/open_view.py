@@ -4,7 +4,7 @@ both have the same SQL, the same inputs and the same model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from jobs.config import model_queries
-from precompute.batching import batches_by_cost
-from precompute.model import CheckingModel, Model, StagedModel, load_model, model_fingerprint
+from precompute.model import Model, load_model, model_fingerprint
 from precompute.source import Files, Source, referenced_views
 from store.errors import ConfigError, SourceError
 from store.feature_view import FeatureView
@@ -24,8 +23,6 @@ from store.partition import Partition
 REFERENCE = "fp32-eager"
 """What other precisions and back ends are compared with, and what is used where nothing else was picked."""
 
-TORCH_MODELS = ("text_encoder", "top_k", "torch_module")
-
 EXAMPLE_ROWS = 256
 """Of the source, that a conversion is shown: shapes to expect, and the scales of a static int8."""
 
@@ -34,7 +31,8 @@ EXAMPLE_ROWS = 256
 class OpenView:
     """Close its source when done.
 
-    ``inputs`` maps each view that was read to its snapshot's number; ``source`` reads exactly these.
+    ``inputs`` maps each view that was read to its snapshot's number; ``source`` reads exactly these. ``tables`` are the model's arguments that
+    were given as SQL, ``variant`` is the name of its precision and back end.
     """
 
     view: FeatureView
@@ -42,6 +40,8 @@ class OpenView:
     model: Model
     fingerprint: str
     inputs: Mapping[str, int]
+    tables: Mapping[str, pa.Table]
+    variant: str
 
     def __enter__(self) -> OpenView:
         return self
@@ -86,9 +86,9 @@ def open_view(
         raise ConfigError(f"view {view.name!r}: source.sql: {exc}") from exc
     except SourceError as exc:
         raise SourceError(f"view {view.name!r}: {exc}") from exc
+    variant = variant_name(model)
+    tables: dict[str, pa.Table] = {}
     try:
-        variant = variant_name(model)
-        tables: dict[str, pa.Table] = {}
         for name, text in queries.items():
             try:
                 tables[name] = source.table(text)
@@ -99,13 +99,15 @@ def open_view(
             loaded = load_model(model["use"], arguments) if load is None else load(model["use"], arguments, variant)
             fingerprint = model_fingerprint(loaded, model["use"], variant.removesuffix("-eager"), tables)
             if variant != REFERENCE:
-                use_variant(loaded, variant, source, store.root / view.name / "compiled")
+                from precompute.precision import use_variant  # torch takes a second to import; a model of pure Python needs none
+
+                use_variant(loaded, variant, lambda: source.sample(EXAMPLE_ROWS), compiled_folder(store, view.name))
         except ConfigError as exc:
             raise ConfigError(f"view {view.name!r}: model: {exc}") from exc
     except BaseException:
         source.close()
         raise
-    return OpenView(view, source, loaded, fingerprint, inputs)
+    return OpenView(view, source, loaded, fingerprint, inputs, tables, variant)
 
 
 def variant_name(model: Mapping[str, Any]) -> str:
@@ -116,49 +118,9 @@ def variant_name(model: Mapping[str, Any]) -> str:
     return f"{'fp32' if precision == 'auto' else precision}-{'eager' if backend == 'auto' else backend}"
 
 
-def use_variant(model: Model, variant: str, source: Source, folder: Path) -> None:
-    """Let a model compute in another precision or by another back end from now on; its reference stays.
-
-    Args:
-        model: as loaded.
-        variant: its name.
-        source: some rows of it show the conversion what comes.
-        folder: keeps what takes long to make.
-
-    Raises:
-        ConfigError: it cannot be done with this model or on this machine.
-    """
-    from precompute import precision  # torch takes a second to import, and a model of pure Python needs none
-    from precompute.torch_model import TorchModel
-
-    if not isinstance(model, TorchModel):
-        raise ConfigError(
-            f"precision {variant}: this model computes in its own way; only torch models ({', '.join(TORCH_MODELS)}) can be converted"
-        )
-
-    if model.variant == variant:  # another view shares it
-        return
-
-    def examples() -> Sequence[Any]:
-        return example_inputs(model, source.sample(EXAMPLE_ROWS).combine_chunks().to_batches())
-
-    precision.convert(model, precision.parse(variant), examples, folder)
-    model.variant = variant
-
-
-def example_inputs(model: StagedModel, batches: Sequence[pa.RecordBatch]) -> Sequence[Any]:
-    """Inputs of usable rows, in batches of different sizes and costs."""
-    found = []
-    for batch in batches:
-        bad = model.unusable(batch) if isinstance(model, CheckingModel) else {}
-        good = [row for row in range(batch.num_rows) if row not in bad]
-        if not good:
-            continue
-        prepared = model.prepare(batch.take(pa.array(good)))
-        found += [model.inputs(prepared, rows) for rows in batches_by_cost(prepared.costs, model.start_cost)]
-    if not found:
-        raise ConfigError("the source has no usable row to show a conversion")
-    return found
+def compiled_folder(store: OfflineStore, view: str) -> Path:
+    """Where a view's converted models are kept, so that they are made once."""
+    return store.root / view / "compiled"
 
 
 def files_of(layers: Layers) -> Files:

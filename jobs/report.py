@@ -166,11 +166,15 @@ def engine_line(engine: dict[str, Any]) -> str:
         said.append(f"{engine['cost_per_s']:,.0f} {engine['cost_unit']}/s")
         said.append(f"padding {engine['padding']:.1%}")
     said.append(
-        f"{engine['batches']:,} batches" + (f" of up to {engine['budget']:,} {engine['cost_unit']}" if engine["cost"] else "")
+        f"{engine['batches']:,} batches"
+        + (f" of up to {engine['budget']:,} {engine['cost_unit']}" if engine["cost"] and engine.get("budget") else "")
     )
     if engine.get("mfu"):
         said.append(f"{engine['flops_per_s'] / 1e9:,.0f} GFLOP/s, MFU {engine['mfu']:.0%} of {engine['peak_flops'] / 1e9:,.0f}")
-    said.append(f"peak {engine['peak_memory_bytes'] / 2**20:,.0f} MiB")
+    if engine.get("peak_memory_bytes"):
+        said.append(f"peak {engine['peak_memory_bytes'] / 2**20:,.0f} MiB")
+    if engine.get("workers"):
+        said.append(str(engine["device"]))
     for count, what in ((engine["retries"], "batches retried"), (engine["out_of_memory"], "times out of memory")):
         said += [f"{count:,} {what}"] if count else []
     return " · ".join(said)

@@ -121,6 +121,7 @@ def run_view(
                 accept=accept,
                 lease=lease,
                 memory_mb=project.settings.memory_mb,
+                engine=project.settings.engine,
             )
         if command != "materialize":
             _publish(project, store, config, snapshot, report, progress, accept=accept, reload=reload, run=lease)

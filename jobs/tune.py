@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from jobs.config import AccuracyConfig, Project, ViewConfig
-from jobs.open_view import REFERENCE, TORCH_MODELS, OpenView, open_view, use_variant
+from jobs.open_view import EXAMPLE_ROWS, REFERENCE, OpenView, compiled_folder, open_view
 from jobs.report import versions
 from jobs.tuning_file import write_tuning
 from precompute.accuracy import Accuracy, compare
@@ -64,7 +64,7 @@ def tune(
         ConfigError: the model is none of torch, or a name in ``only`` is unknown.
         SourceError, ModelError: as a run would.
     """
-    from precompute.precision import candidates, parse
+    from precompute.precision import NOT_TORCH, candidates, parse, use_variant
     from precompute.torch_model import TorchModel
 
     config, store = project.view(name), OfflineStore(project.root)
@@ -76,9 +76,7 @@ def tune(
     ) as opened:
         model = opened.model
         if not isinstance(model, TorchModel):
-            raise ConfigError(
-                f"view {name!r}: its model computes in its own way; only torch models ({', '.join(TORCH_MODELS)}) can be tuned"
-            )
+            raise ConfigError(f"view {name!r}: {NOT_TORCH}")
         if not only:
             names = [REFERENCE, *(c.name for c in candidates(model.device, model))]
         names = list(dict.fromkeys(names))
@@ -95,7 +93,7 @@ def tune(
                 if variant == REFERENCE:
                     model.use(model.module)
                 else:
-                    use_variant(model, variant, opened.source, store.root / name / "compiled")
+                    use_variant(model, variant, lambda: opened.source.sample(EXAMPLE_ROWS), compiled_folder(store, name))
             except ConfigError as exc:
                 found["refused"] = str(exc)
                 continue
@@ -153,11 +151,12 @@ def check_accuracy(config: ViewConfig, opened: OpenView) -> dict[str, Any] | Non
     Returns:
         the verdict, in the form of the other gates', whose ``message`` says what to do when it did not pass; None for float32 itself.
     """
-    from precompute.torch_model import TorchModel
+    if opened.variant == REFERENCE:
+        return None
+    from precompute.torch_model import TorchModel  # torch takes a second to import, and a model of pure Python needs none
 
     model = opened.model
-    if not isinstance(model, TorchModel) or model.variant == REFERENCE:
-        return None
+    assert isinstance(model, TorchModel), "no other model has another precision"
     sample = _sample(opened, CHECKED_ROWS)
     done = Runner(model, opened.view).compute(sample)
     restore = model.restorer()

@@ -110,6 +110,11 @@ class Device:
         return 2 * size**3 / best
 
 
+def gpu_count() -> int:
+    """GPUs that torch can use."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 @dataclass(slots=True)
 class Fetch:
     """Tensors on their way to the host."""

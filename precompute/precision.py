@@ -25,11 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import torch
 
 from precompute.backends import inductor, onednn, onnx
+from precompute.batching import batches_by_cost
 from precompute.device import Device
-from precompute.model import digest
+from precompute.model import CheckingModel, Model, digest
 from precompute.torch_model import Tensors, TorchModel
 from store.errors import ConfigError, PrecomputeError
 
@@ -122,6 +124,43 @@ def has_vnni() -> bool:
     """Whether this CPU adds up products of 8-bit integers in 32 bits: AVX-VNNI, AVX512-VNNI, AMX, or ARM's."""
     flags = torch.cpu.get_capabilities()
     return any(flags.get(flag) for flag in ("avx_vnni", "avx512_vnni", "amx_int8", "dot", "i8mm"))
+
+
+def use_variant(model: Model, variant: str, sample: Callable[[], pa.Table], folder: Path | None) -> None:
+    """:func:`convert` a model as it was loaded, by the name of a variant; nothing is done when it computes by that already.
+
+    Args:
+        model: must be a torch model.
+        variant: its name.
+        sample: makes some hundred rows of the source: shapes to expect, and the scales of a static int8. The same rows each time.
+        folder: as for :func:`convert`.
+
+    Raises:
+        ConfigError: it cannot be done with this model or on this machine.
+    """
+    wanted = parse(variant)
+    if not isinstance(model, TorchModel):
+        raise ConfigError(f"precision {variant}: {NOT_TORCH}")
+    if model.variant == variant:
+        return
+
+    def examples() -> Sequence[Tensors]:
+        found: list[Tensors] = []
+        for batch in sample().combine_chunks().to_batches():
+            bad = model.unusable(batch) if isinstance(model, CheckingModel) else {}
+            good = [row for row in range(batch.num_rows) if row not in bad]
+            if good:
+                prepared = model.prepare(batch.take(pa.array(good)))
+                found += [model.tensors(prepared, rows) for rows in batches_by_cost(prepared.costs, model.start_cost)]
+        if not found:
+            raise ConfigError("the source has no usable row to show a conversion")
+        return found
+
+    convert(model, wanted, examples, folder)
+    model.variant = variant
+
+
+NOT_TORCH = "this model computes in its own way; only torch models (text_encoder, top_k, torch_module) have other precisions"
 
 
 def convert(model: TorchModel, variant: Variant, examples: Callable[[], Sequence[Tensors]], folder: Path | None = None) -> None:

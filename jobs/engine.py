@@ -1,0 +1,49 @@
+"""Engine: what computes a run's windows, in the run's own process or in workers. Both take rows and give features, and know nothing else."""
+
+from __future__ import annotations
+
+import sys
+
+from jobs.config import EngineConfig
+from jobs.open_view import EXAMPLE_ROWS, REFERENCE, OpenView, compiled_folder
+from precompute.meter import Meter
+from precompute.model import StagedModel
+from precompute.runner import Runner
+from precompute.worker import SAMPLE
+from precompute.worker_pool import WorkerPool, WorkerSpec
+from store.offline_store import OfflineStore
+
+
+def engine_of(opened: OpenView, config: EngineConfig, meter: Meter, store: OfflineStore) -> Runner | WorkerPool:
+    """The engine of a run: workers where ``workers`` asks for them, or where there are several GPUs to use.
+
+    Args:
+        opened: the view; its own model computes where there are no workers.
+        config: how many, and when one is given up.
+        meter: told what the stages took.
+        store: where converted models are kept.
+    """
+    devices = _devices(opened, config)
+    if not devices:
+        return Runner(opened.model, opened.view, meter)
+    model = opened.view.definition["model"]
+    tables, convert = dict(opened.tables), None
+    if opened.variant != REFERENCE:
+        convert = {"variant": opened.variant, "folder": str(compiled_folder(store, opened.view.name))}
+        tables[SAMPLE] = opened.source.sample(EXAMPLE_ROWS)
+    args = {name: value for name, value in model["args"].items() if name not in opened.tables}
+    spec = WorkerSpec(model["use"], args, tables, opened.view, tuple(sys.path), convert)
+    return WorkerPool(spec, meter, devices, hang_s=config.hang)
+
+
+def _devices(opened: OpenView, config: EngineConfig) -> list[str | None]:
+    """One for each worker; empty for none."""
+    staged = opened.model if isinstance(opened.model, StagedModel) else None
+    gpus = 0
+    if staged is not None and staged.device.name.startswith("cuda"):
+        from precompute.device import gpu_count  # imports torch, as the model did
+
+        gpus = gpu_count()
+    if config.workers == "auto":
+        return [f"cuda:{n}" for n in range(gpus)] if gpus > 1 else []
+    return [f"cuda:{n % gpus}" if gpus else None for n in range(config.workers)]

@@ -1,0 +1,222 @@
+"""Worker: the model in a process of its own. It takes windows from a pipe, runs them through a :class:`precompute.runner.Runner` and sends back
+what came out. ``python -m precompute.worker`` is started by :mod:`precompute.worker_pool`, and by nobody else.
+
+Both ways a message is a frame: the lengths of a header and a body (uint32 and uint64, big-endian), the header as JSON, the body as an Arrow IPC
+stream or empty.
+
+    to the worker    the model to load, its tables, then ``{"window": n}`` with the rows; end of file: end at once
+    from it          {"kind": "ready"}                                    the model is loaded
+                     {"kind": "beat", "steps": n}                         the process lives, and has finished so many batches
+                     {"kind": "done", "window": n, "rejections": …, …}    body: row numbers, then the features
+                     {"kind": "error", "error": "ModelError", "text": …}  nothing follows
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import struct
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import pyarrow as pa
+
+from precompute.meter import Meter
+from precompute.model import Model, StagedModel, load_model
+from precompute.runner import Computed, Runner
+from store.errors import ModelError, PrecomputeError
+from store.feature_view import FeatureView
+
+FIGURES = ("batches", "cost", "padded_cost", "flops", "retries", "out_of_memory", "forward_s", "landing_s", "checking_s")
+"""Of a worker's meter: sent with every result, counted from its start."""
+
+STAGES = ("prepare", "model")
+"""Of a worker's meter, too; what its other two stages waited for is the pool's to tell."""
+
+FLUSH_S = 0.05
+"""How long nothing may have come in and no batch been finished before what is launched on a GPU is waited for."""
+
+_LENGTHS = struct.Struct(">IQ")
+
+
+def write_frame(file: IO[bytes], header: Mapping[str, Any], body: pa.RecordBatch | pa.Table | None = None) -> None:
+    """Write one message.
+
+    Args:
+        file: the pipe.
+        header: JSON.
+        body: rows, if there are any to send.
+
+    Raises:
+        OSError: nobody reads the pipe any more.
+    """
+    text = json.dumps(header, default=dict).encode()
+    data: Any = b""
+    if body is not None:
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, body.schema) as writer:
+            writer.write(body)
+        data = memoryview(sink.getvalue())
+    file.write(_LENGTHS.pack(len(text), len(data)) + text)
+    file.write(data)
+    file.flush()
+
+
+def read_frame(file: IO[bytes]) -> tuple[dict[str, Any], pa.RecordBatchReader] | None:
+    """Read one message; None at the end of the file, also when it ends within a message.
+
+    Returns:
+        the header, and a reader of the body's batches (None, where the body is empty).
+    """
+    lengths = file.read(_LENGTHS.size)
+    if len(lengths) < _LENGTHS.size:
+        return None
+    text_bytes, body_bytes = _LENGTHS.unpack(lengths)
+    text = file.read(text_bytes)
+    body = pa.allocate_buffer(body_bytes)
+    if len(text) < text_bytes or (body_bytes and file.readinto(memoryview(body)) < body_bytes):  # type: ignore[attr-defined]
+        return None
+    return json.loads(text), pa.ipc.open_stream(body) if body_bytes else None
+
+
+SAMPLE = "__sample__"
+"""Name of the table that is no argument of the model, but rows to show a conversion."""
+
+
+def prepare_model(model: Model, convert: Mapping[str, Any] | None, sample: pa.Table | None) -> None:
+    """Make the loaded model what the run wants of it, before the first window.
+
+    Args:
+        model: as loaded.
+        convert: the spec's: ``variant`` and ``folder`` of :func:`precompute.precision.use_variant`, or None.
+        sample: rows of the source.
+
+    Raises:
+        ConfigError: as there.
+    """
+    if convert is None:
+        return
+    from precompute.precision import use_variant  # imports torch
+
+    use_variant(model, convert["variant"], lambda: sample, Path(convert["folder"]))
+
+
+def main() -> None:
+    """Serve until the input ends."""
+    _die_with_parent()
+    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)  # whatever a model prints, in Python or below it, goes to stderr and not between two messages
+    sys.stdout = sys.stderr
+    _Worker(source, sink).run()
+    os._exit(0)  # without waiting for threads of the model's
+
+
+def _die_with_parent() -> None:
+    """Also in the middle of a native call that lets no other thread see the end of the input."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+class _Worker:
+    def __init__(self, source: IO[bytes], sink: IO[bytes]) -> None:
+        self._source, self._sink = source, sink
+        self._writing = threading.Lock()
+        self._meter = Meter()
+        self._waiting: queue.SimpleQueue[tuple[int, pa.RecordBatch]] = queue.SimpleQueue()
+        self._under_way: deque[int | None] = deque()
+        """Windows given to the runner, by number, which gives them back in this order."""
+
+    def run(self) -> None:
+        first = read_frame(self._source)
+        if first is None:
+            return
+        spec = first[0]
+        threading.Thread(target=self._beat, args=(spec["heartbeat_s"],), name="beat", daemon=True).start()
+        tables = {}
+        for name in spec["tables"]:
+            frame = read_frame(self._source)
+            if frame is None:
+                return
+            tables[name] = frame[1].read_all()
+        threading.Thread(target=self._take, name="take", daemon=True).start()
+        sys.path.extend(p for p in spec["path"] if p not in sys.path)
+        view = FeatureView.from_json(spec["view"])
+        try:
+            sample = tables.pop(SAMPLE, None)
+            model = load_model(spec["use"], {**spec["args"], **tables})
+            prepare_model(model, spec["convert"], sample)
+            runner = Runner(model, view, self._meter)
+            depth = model.device.depth if isinstance(model, StagedModel) else 0
+            self._send({"kind": "ready"})
+            for window, done in runner.stream(self._given(depth), memory_mb=spec["memory_mb"]):
+                number = self._under_way.popleft()
+                if number is not None:
+                    self._send_done(number, window, done)
+        except PrecomputeError as exc:
+            self._send({"kind": "error", "error": type(exc).__name__, "text": str(exc)})
+        except (Exception, SystemExit) as exc:  # of a module that is imported, or of a method that no row can be blamed for
+            text = f"the model of view {view.name!r} failed in its worker: {type(exc).__name__}: {exc}"
+            self._send({"kind": "error", "error": ModelError.__name__, "text": text})
+
+    def _take(self) -> None:
+        """Read windows as they come, so that the end of the input is noticed whatever the model is at."""
+        while (frame := read_frame(self._source)) is not None:
+            header, body = frame
+            self._waiting.put((header["window"], body.read_next_batch()))
+        os._exit(0)
+
+    def _given(self, depth: int) -> Iterator[pa.RecordBatch]:
+        """The windows, for the runner. It leaves up to ``depth`` batches and ends of windows launched until something follows; when nothing does,
+        windows without rows do, or the pool would wait for the end of a window and the runner for the next."""
+        idle = True
+        while True:
+            finished = self._meter.batches
+            try:
+                number, window = self._waiting.get(timeout=None if idle else FLUSH_S)
+            except queue.Empty:
+                idle = self._meter.batches == finished
+                for _ in range(depth if idle else 0):
+                    self._under_way.append(None)
+                    yield window.slice(0, 0)
+                continue
+            idle = depth == 0
+            self._under_way.append(number)
+            yield window
+
+    def _send_done(self, number: int, window: pa.RecordBatch, done: Computed) -> None:
+        header = {
+            "kind": "done",
+            "window": number,
+            "rejections": [(r.row, r.stage, r.error) for r in done.rejections],
+            "figures": {name: getattr(self._meter, name) for name in FIGURES},
+            "stages": {name: [t.busy_s, t.starved_s, t.blocked_s] for name in STAGES for t in [self._meter.stage(name)]},
+        }
+        names = ["row", *done.features.schema.names]
+        self._send(header, pa.RecordBatch.from_arrays([pa.array(done.rows), *done.features.columns], names=names))
+
+    def _beat(self, every_s: float) -> None:
+        while True:
+            self._send({"kind": "beat", "steps": self._meter.batches + self._meter.retries})
+            time.sleep(every_s)
+
+    def _send(self, header: Mapping[str, Any], body: pa.RecordBatch | None = None) -> None:
+        try:
+            with self._writing:
+                write_frame(self._sink, header, body)
+        except OSError:  # the parent is gone
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,588 @@
+"""Worker pool: the model in processes of its own, one per GPU or several on a CPU, each pulling windows (see :mod:`precompute.worker`).
+
+A worker that is killed, goes silent or hangs is replaced. The windows it had are computed again, now alone in a worker so that blame is certain:
+first whole, for most often another process's hunger for memory was at fault, then in halves, until the row that ends its worker stands alone.
+That row is tried a few times more and then rejected, and all others have their features. What was finished is not computed again.
+
+Seen from outside it is :meth:`precompute.runner.Runner.stream`, which each worker runs.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import fcntl
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from precompute.meter import Meter
+from precompute.runner import Computed, Rejection
+from precompute.worker import FIGURES, read_frame, write_frame
+from store.errors import ConfigError, ModelError
+from store.feature_view import FeatureView
+
+IN_FLIGHT = 2
+"""Windows a worker has: one that the model is at, one that is being prepared."""
+
+HELD = 4
+"""Windows for each worker that may be read and not yet taken, finished or not: the others go on this long while one is slow."""
+
+MAX_FRUITLESS = 16
+"""Workers that may die one after the other without any window or part of one finished in between; 4 for each worker, if that is more."""
+
+LOAD_S = 600.0
+"""How long a worker may be silent before its model is loaded: Python's lock is held while gigabytes of libraries come from a cold disk."""
+
+END_S = 1.0
+"""Between asking a worker to end and killing it."""
+
+REAP_S = 5.0
+"""How long a killed process is waited for; one that a driver holds in the kernel is left behind."""
+
+PIPE_BYTES = 2**20
+"""Of each pipe, the most that Linux allows to everybody. Windows of 13 MB went through 1.2 times as fast as with its usual 64 KiB."""
+
+TAIL = 4096
+"""Characters kept of a worker's stderr, for the last line of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """All that a worker needs to make the model: see :func:`precompute.model.load_model`. ``args`` and ``convert`` are plain JSON, ``tables``
+    further arguments.
+
+    ``path`` are folders where the model's module may be, looked at last; ``convert`` is handed to :func:`precompute.worker.prepare_model`.
+    """
+
+    use: str
+    args: Mapping[str, Any]
+    tables: Mapping[str, pa.Table]
+    view: FeatureView
+    path: Sequence[str] = ()
+    convert: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Patience:
+    heartbeat_s: float
+    stall_s: float
+    hang_s: float
+    attempts: int
+
+
+class WorkerPool:
+    """Runs one model for one view in worker processes.
+
+    Args:
+        spec: the model and the view.
+        meter: what the workers did is added to it; the stages ``prepare`` and ``model`` are sums over all of them.
+        devices: one worker each, at least one. ``cuda:1`` is that GPU, which the worker sees as its only one; ``cpu`` shows it none; None changes
+            nothing. An argument ``device`` of the model's gives way.
+        heartbeat_s: every worker sends a sign of life this often.
+        stall_s: without one for so long it is given up: a stopped process, or native code that never lets go of Python's lock.
+        hang_s: with signs of life, but no batch finished for so long, too. Loading the model does not count.
+        attempts: how often a row may end a worker that had nothing else, before it is rejected.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        meter: Meter,
+        devices: Sequence[str | None],
+        *,
+        heartbeat_s: float = 1.0,
+        stall_s: float = 60.0,
+        hang_s: float = 600.0,
+        attempts: int = 2,
+    ) -> None:
+        self._spec, self._meter, self._devices = spec, meter, list(devices)
+        self._patience = _Patience(heartbeat_s, stall_s, hang_s, attempts)
+
+    def figures(self, seconds: float) -> dict[str, Any]:
+        """What the run's report says of the engine: :meth:`precompute.runner.Runner.figures` without those that only a worker knows, such as
+        its memory and its share of the device's peak."""
+        found = self._meter.to_json(seconds)
+        devices = ", ".join(sorted({device or "as they are" for device in self._devices}))
+        return found | {"device": f"{len(self._devices)} workers: {devices}", "cost_unit": "rows", "workers": len(self._devices)}
+
+    def stream(
+        self, windows: Iterable[pa.RecordBatch], *, hidden: Iterable[str] = (), memory_mb: int = 512
+    ) -> Generator[tuple[pa.RecordBatch, Computed]]:
+        """Run the model over many windows; windows and rows come out in the order they went in. Closing the generator ends the workers.
+
+        Args:
+            windows: rows, at most a few thousand at a time; advanced in a thread.
+            hidden: columns of them that the workers do not get.
+            memory_mb: bound of the windows and features held, half here and half in the workers, their current windows apart.
+
+        Yields:
+            each window as it came, and its features; rows that end their worker are rejected with the stage ``worker``.
+
+        Raises:
+            ModelError: see :class:`precompute.runner.Runner`; workers die before the model is loaded, or one after the other.
+            ConfigError: the model does not load, as in :func:`precompute.model.load_model`; and whatever ``windows`` raises.
+        """
+        run = _Run(self._spec, self._meter, self._devices, self._patience, windows, hidden, memory_mb)
+        times = self._meter.stage("write")
+        try:
+            while True:
+                asked = time.monotonic()
+                window = run.next()
+                if window is None:
+                    return
+                given = time.monotonic()
+                times.starved_s += given - asked
+                self._meter.rows += window.batch.num_rows
+                yield window.batch, window.computed(self._spec.view)
+                times.busy_s += time.monotonic() - given
+        finally:
+            run.close()
+
+
+@dataclass(slots=True)
+class _Window:
+    batch: pa.RecordBatch
+    given: pa.RecordBatch
+    """What the workers see of it."""
+    open_rows: int
+    """Without features or a rejection so far."""
+    size_bytes: int
+    pieces: list[tuple[int, npt.NDArray[np.int64], pa.RecordBatch]] = field(default_factory=list)
+    """(first row, rows from there, features) of each part that was computed."""
+    rejections: list[Rejection] = field(default_factory=list)
+
+    def computed(self, view: FeatureView) -> Computed:
+        self.pieces.sort(key=lambda piece: piece[0])
+        self.rejections.sort(key=lambda rejection: rejection.row)
+        if not self.pieces:
+            return Computed(np.empty(0, np.int64), pa.RecordBatch.from_pylist([], view.feature_schema()), self.rejections)
+        rows = np.concatenate([first + rows for first, rows, _ in self.pieces])
+        return Computed(rows, pa.concat_batches([features for _, _, features in self.pieces]), self.rejections)
+
+
+@dataclass(slots=True)
+class _Task:
+    """Rows of one window that one worker is given."""
+
+    window: _Window
+    first: int
+    rows: int
+    suspect: bool = False
+    """It was with a worker that died: it is tried alone."""
+    deaths: int = 0
+    """Of workers that had nothing else."""
+
+
+class _Process:
+    """One life of a worker, and the threads that write to it, read from it and read its stderr."""
+
+    def __init__(self, number: int, command: Sequence[str], environment: Mapping[str, str], run: _Run) -> None:
+        self.number = number
+        self.in_flight: deque[_Task] = deque()
+        self.outbox: queue.SimpleQueue[tuple[Mapping[str, Any], pa.RecordBatch | pa.Table | None] | None] = queue.SimpleQueue()
+        self.ready = self.ended = self.buried = False
+        self.steps = 0
+        self.heard = self.progress = time.monotonic()
+        self.figures: dict[str, float] = {}
+        self.stages: dict[str, list[float]] = {}
+        self._tail = ""
+        self._popen = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,  # a group of its own, so that what the model starts dies with it
+        )
+        stdin, stdout, stderr = self._popen.stdin, self._popen.stdout, self._popen.stderr
+        assert stdin is not None
+        assert stdout is not None
+        assert stderr is not None
+        for file in (stdin, stdout):
+            with contextlib.suppress(OSError, AttributeError):  # a limit of the user's is reached, or this is not Linux
+                fcntl.fcntl(file, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        targets = {
+            "write": lambda: self._write(stdin),
+            "listen": lambda: run.listen(self, stdout),
+            "stderr": lambda: self._echo(stderr),
+        }
+        self._threads = [threading.Thread(target=t, name=f"worker-{number}-{n}", daemon=True) for n, t in targets.items()]
+        for thread in self._threads:
+            thread.start()
+
+    def signal(self, number: int) -> None:
+        """To the whole group, unless it was reaped, when its number may be another's."""
+        if self._popen.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._popen.pid, number)
+
+    def reap(self) -> str:
+        """Kill what is left, and tell how the process ended."""
+        self.signal(signal.SIGKILL)
+        self.outbox.put(None)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(REAP_S)
+        for thread in self._threads:
+            thread.join(END_S)
+        code = self._popen.returncode
+        if code is None:
+            return "cannot be killed"
+        if code >= 0:
+            return f"exited with status {code}"
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        return f"was killed by {name}" + (", as by a system that is out of memory" if -code == signal.SIGKILL else "")
+
+    def last_words(self) -> str:
+        """The last line of its stderr, as the end of a sentence."""
+        lines = [line.strip() for line in self._tail.splitlines() if line.strip()]
+        return f"; the last line of its stderr: {lines[-1][:300]}" if lines else ""
+
+    def await_end(self, timeout_s: float) -> None:
+        """Wait until its output ends by itself."""
+        self._threads[1].join(timeout_s)
+
+    def _write(self, file: IO[bytes]) -> None:
+        with contextlib.suppress(OSError), file:  # it died, which is noticed by whoever listens to it
+            while (message := self.outbox.get()) is not None:
+                write_frame(file, *message)
+
+    def _echo(self, file: IO[bytes]) -> None:
+        decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        with contextlib.suppress(OSError, ValueError), file:  # our own may be closed
+            while data := os.read(file.fileno(), 65536):
+                text = decode(data)
+                self._tail = (self._tail + text)[-TAIL:]
+                sys.stderr.write(text)
+
+
+class _Run:
+    """One stream. All state is under ``_changed``; the supervisor's thread starts, feeds, judges and ends the processes, which end with that
+    thread (Linux), so it lives as long as they do."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        meter: Meter,
+        devices: Sequence[str | None],
+        patience: _Patience,
+        windows: Iterable[pa.RecordBatch],
+        hidden: Iterable[str],
+        memory_mb: int,
+    ) -> None:
+        self._spec, self._meter, self._devices, self._patience = spec, meter, devices, patience
+        self._changed = threading.Condition()
+        self._max_windows = HELD * len(devices)
+        self._max_bytes = memory_mb * 2**20 // 2
+        self._worker_memory_mb = max(1, memory_mb // 2 // len(devices))
+        self._processes: list[_Process] = []
+        self._was_ready = [False] * len(devices)
+        self._fruitless = 0
+        self._order: deque[_Window] = deque()
+        self._held_bytes = 0
+        self._fresh: deque[_Task] = deque()
+        self._suspects: deque[_Task] = deque()
+        self._sent = 0
+        self._all_read = self._closed = False
+        self._source_error: BaseException | None = None
+        self._error: BaseException | None = None
+        self._supervisor = threading.Thread(target=self._supervise, name="workers", daemon=True)
+        self._reader = threading.Thread(target=self._read, args=(windows, set(hidden)), name="read", daemon=True)
+        self._supervisor.start()
+        self._reader.start()
+
+    # ---- the consumer's side
+
+    def next(self) -> _Window | None:
+        """The next window in order, complete; None after the last."""
+        with self._changed:
+            while True:
+                if self._order and not self._order[0].open_rows:
+                    window = self._order.popleft()
+                    self._held_bytes -= window.size_bytes
+                    self._changed.notify_all()
+                    return window
+                if self._error is not None:
+                    raise self._error
+                if self._all_read and not self._order:
+                    if self._source_error is not None:
+                        raise self._source_error
+                    return None
+                self._changed.wait()
+
+    def close(self) -> None:
+        """End the workers, whatever they are at."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._supervisor.join()
+        self._reader.join(END_S)  # it may be in the middle of reading
+
+    # ---- the source
+
+    def _read(self, windows: Iterable[pa.RecordBatch], hidden: set[str]) -> None:
+        times, error = self._meter.stage("read"), None
+        source = iter(windows)
+        try:
+            while True:
+                started = time.monotonic()
+                batch = next(source, None)
+                times.busy_s += time.monotonic() - started
+                if batch is None or not self._put(batch, hidden):
+                    break
+        except BaseException as exc:  # it belongs to whoever takes the windows, after those that were read before
+            error = exc
+        finally:
+            close = getattr(source, "close", None)
+            if close is not None:
+                try:
+                    close()
+                except BaseException as exc:
+                    error = error or exc
+            with self._changed:
+                self._all_read, self._source_error = True, error
+                self._changed.notify_all()
+
+    def _put(self, batch: pa.RecordBatch, hidden: set[str]) -> bool:
+        given = batch.select([n for n in batch.schema.names if n not in hidden]) if hidden else batch
+        window = _Window(batch, given, batch.num_rows, int(batch.nbytes))
+        started = time.monotonic()
+        with self._changed:
+            while (
+                self._order
+                and (self._held_bytes + window.size_bytes > self._max_bytes or len(self._order) >= self._max_windows)
+                and not self._closed
+            ):
+                self._changed.wait()
+            self._meter.stage("read").blocked_s += time.monotonic() - started
+            self._order.append(window)
+            self._held_bytes += window.size_bytes
+            if batch.num_rows:
+                self._fresh.append(_Task(window, 0, batch.num_rows))
+            self._changed.notify_all()
+            return not self._closed
+
+    # ---- what workers say
+
+    def listen(self, process: _Process, file: IO[bytes]) -> None:
+        """Take a process's messages until it ends; in a thread of its own."""
+        with file:
+            try:
+                while (frame := read_frame(file)) is not None:
+                    header, body = frame
+                    batch = None if body is None else body.read_next_batch()
+                    with self._changed:
+                        if process.buried:
+                            break
+                        self._heard(process, header, batch)
+                        self._changed.notify_all()
+            except BaseException as exc:
+                with self._changed:
+                    self._error = self._error or exc
+        with self._changed:
+            process.ended = True
+            self._changed.notify_all()
+
+    def _heard(self, process: _Process, header: dict[str, Any], batch: pa.RecordBatch | None) -> None:
+        process.heard = time.monotonic()
+        match header["kind"]:
+            case "ready":
+                process.ready = self._was_ready[process.number] = True
+                process.progress = process.heard
+            case "beat":
+                if header["steps"] != process.steps:
+                    process.steps, process.progress = header["steps"], process.heard
+            case "done":
+                assert batch is not None
+                process.progress = process.heard
+                self._fruitless = 0
+                self._count(process, header)
+                self._finished(process.in_flight.popleft(), header["rejections"], batch)
+            case "error":
+                kind = ConfigError if header["error"] == ConfigError.__name__ else ModelError
+                self._error = self._error or kind(header["text"])
+
+    def _finished(self, task: _Task, rejections: Sequence[tuple[int, str, str]], batch: pa.RecordBatch) -> None:
+        window = task.window
+        features = pa.RecordBatch.from_arrays(batch.columns[1:], schema=self._spec.view.feature_schema())
+        window.pieces.append((task.first, np.asarray(batch.column(0)), features))
+        window.rejections += [Rejection(task.first + row, stage, error) for row, stage, error in rejections]
+        window.open_rows -= task.rows
+        window.size_bytes += int(features.nbytes)
+        self._held_bytes += int(features.nbytes)
+
+    def _count(self, process: _Process, header: Mapping[str, Any]) -> None:
+        """Add what the worker's meter says beyond what it said before."""
+        for name in FIGURES:
+            more = header["figures"][name] - process.figures.get(name, 0)
+            setattr(self._meter, name, getattr(self._meter, name) + more)
+        for name, seconds in header["stages"].items():
+            times, before = self._meter.stage(name), process.stages.get(name, [0.0] * 3)
+            times.busy_s += seconds[0] - before[0]
+            times.starved_s += seconds[1] - before[1]
+            times.blocked_s += seconds[2] - before[2]
+        process.figures, process.stages = header["figures"], header["stages"]
+
+    # ---- the supervisor
+
+    def _supervise(self) -> None:
+        patience = self._patience
+        tick = min(1.0, patience.heartbeat_s, patience.stall_s / 4, patience.hang_s / 4)
+        try:
+            for number in range(len(self._devices)):
+                self._processes.append(self._started(number))
+            looked = time.monotonic()
+            while True:
+                with self._changed:
+                    self._deal()
+                    self._changed.wait(tick)
+                    if self._closed or self._error is not None:
+                        return
+                    now = time.monotonic()
+                    paused = max(0.0, now - looked - tick)  # this process, or the machine: no worker is to blame
+                    looked = now
+                    for process in self._processes:
+                        process.heard += paused
+                        process.progress += paused
+                    given_up = {process: how for process in self._processes if (how := self._judged(process, now)) is not None}
+                    for process in given_up:
+                        process.buried = True
+                for process, how in given_up.items():
+                    self._replace(process, how)
+        except BaseException as exc:
+            with self._changed:
+                self._error = self._error or exc
+        finally:
+            self._end()
+            with self._changed:
+                self._changed.notify_all()
+
+    def _started(self, number: int) -> _Process:
+        device, spec = self._devices[number], self._spec
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
+        if len(self._devices) > 1:  # or every one of them would take all cores
+            for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):
+                environment.setdefault(name, str(max(1, _cores() // len(self._devices))))
+        args = dict(spec.args)
+        if device is not None:
+            kind, _, index = device.partition(":")
+            if kind == "cpu" or index:
+                environment["CUDA_VISIBLE_DEVICES"] = _visible(index)
+            if "device" in args:
+                args["device"] = kind
+        # -P and the path: modules are found where this process finds them, and nowhere else
+        process = _Process(number, [sys.executable, "-P", "-m", "precompute.worker"], environment, self)
+        header = {
+            "use": spec.use,
+            "args": args,
+            "tables": list(spec.tables),
+            "view": spec.view.to_json(),
+            "path": list(spec.path),
+            "convert": spec.convert,
+            "heartbeat_s": self._patience.heartbeat_s,
+            "memory_mb": self._worker_memory_mb,
+        }
+        process.outbox.put((header, None))
+        for table in spec.tables.values():
+            process.outbox.put(({}, table))
+        return process
+
+    def _deal(self) -> None:
+        """Give every worker work: each its first window before any gets its second, and a suspect one to a worker that has nothing else."""
+        for wanted in range(1, IN_FLIGHT + 1):
+            for process in self._processes:
+                if not process.ready or process.ended or len(process.in_flight) >= wanted:
+                    continue
+                if process.in_flight:
+                    if process.in_flight[0].suspect or self._suspects or not self._fresh:
+                        continue
+                    task = self._fresh.popleft()
+                elif self._suspects or self._fresh:
+                    task = (self._suspects or self._fresh).popleft()
+                    process.progress = time.monotonic()
+                else:
+                    continue
+                process.in_flight.append(task)
+                self._sent += 1
+                process.outbox.put(({"window": self._sent}, task.window.given.slice(task.first, task.rows)))
+
+    def _judged(self, process: _Process, now: float) -> str | None:
+        """None for a worker that does well, else why it is given up; an empty text where it ended by itself."""
+        if process.ended:
+            return ""
+        silent_s = self._patience.stall_s if process.ready else max(LOAD_S, self._patience.stall_s)
+        if now - process.heard > silent_s:
+            return f"gave no sign of life for {silent_s:g} s"
+        if process.ready and process.in_flight and now - process.progress > self._patience.hang_s:
+            return f"finished no batch for {self._patience.hang_s:g} s"
+        return None
+
+    def _replace(self, process: _Process, how: str) -> None:
+        ended = process.reap()
+        told = (how or ended) + process.last_words()
+        if not self._was_ready[process.number]:
+            raise ModelError(f"the model {self._spec.use!r} could not be loaded: its worker process {told}")
+        self._fruitless += 1
+        if self._fruitless > max(MAX_FRUITLESS, 4 * len(self._devices)):
+            raise ModelError(
+                f"{self._fruitless} worker processes died one after the other and none finished any rows in between; the last one {told}; "
+                "try the model on a few rows, or with fewer workers where memory is short"
+            )
+        with self._changed:
+            alone = len(process.in_flight) == 1
+            for task in process.in_flight:
+                self._lost(task, alone, told)
+            self._changed.notify_all()
+        self._processes[process.number] = self._started(process.number)
+
+    def _lost(self, task: _Task, alone: bool, told: str) -> None:
+        """Its worker died: once more, or in halves, or, of a single row, a rejection."""
+        task.deaths += alone
+        if task.rows == 1 and task.deaths >= self._patience.attempts:
+            error = f"its worker process {told} ({task.deaths} of {self._patience.attempts} tries)"
+            task.window.rejections.append(Rejection(task.first, "worker", error))
+            task.window.open_rows -= 1
+        elif task.rows == 1 or not task.suspect:
+            task.suspect = True
+            self._suspects.append(task)
+        else:
+            half = task.rows // 2
+            self._suspects.append(replace(task, rows=half, deaths=0))
+            self._suspects.append(replace(task, first=task.first + half, rows=task.rows - half, deaths=0))
+
+    def _end(self) -> None:
+        """Ask all to end, then kill."""
+        for process in self._processes:
+            process.signal(signal.SIGTERM)
+        deadline = time.monotonic() + END_S
+        for process in self._processes:
+            process.await_end(max(0.0, deadline - time.monotonic()))
+            process.reap()
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _visible(index: str) -> str:
+    """What ``CUDA_VISIBLE_DEVICES`` must say so that only the GPU of that index here is seen; none for an empty index."""
+    if not index:
+        return ""
+    known = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return known[int(index)].strip() if int(index) < len(known) else index

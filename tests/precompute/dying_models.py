@@ -1,0 +1,148 @@
+"""Models that end their process, or do other things that only a process of their own survives; what they compute is arithmetic."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from precompute.model import Prepared
+from store.errors import ModelError
+from tests.arithmetic import Doubler
+
+
+class Dying(Doubler):
+    """A :class:`tests.arithmetic.Doubler` that does ``how`` when ``on`` is in the batch, or for every batch.
+
+    Args:
+        how: name of a method.
+        on: value of x.
+        once: a file that is made the first time; there is no second time.
+    """
+
+    def __init__(self, how: str, on: float | None = None, once: str | None = None) -> None:
+        super().__init__()
+        self.how, self.on, self.once = how, on, once
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
+        if (self.on is None or self.on in batch.column("x").to_pylist()) and not (self.once and Path(self.once).exists()):
+            if self.once:
+                Path(self.once).touch()
+            getattr(self, self.how)()
+        return super().compute(batch)
+
+    def leave(self) -> None:
+        sys.stderr.write("something went wrong\nlast words\n\n")
+        sys.stderr.flush()
+        os._exit(3)
+
+    def exit(self) -> None:
+        sys.exit("enough")
+
+    def crash(self) -> None:
+        ctypes.string_at(0)
+
+    def kill(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def stop(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def hang(self) -> None:
+        while True:
+            time.sleep(0.01)
+
+    def speak(self) -> None:
+        print("printed by Python")
+        os.write(1, b"printed below it\n")
+        os.write(1, b"\0" * 100_000)
+        assert sys.stdin.read() == ""
+
+    def start_another(self) -> None:
+        subprocess.Popen(["sleep", "60"])
+
+    def refuse(self) -> None:
+        raise ModelError("this source is not for me")
+
+
+class Unloadable(Doubler):
+    """Does ``how`` while it loads."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        if how == "raise":
+            raise ValueError("no weights")
+        if how == "exit":
+            sys.exit("no licence")
+        sys.stderr.write("no memory\n")
+        sys.stderr.flush()
+        os._exit(7)
+
+
+class Told:
+    """What the process was told, as text: ``said`` = the worker's environment, arguments and the table's sum."""
+
+    def __init__(self, table: pa.Table, device: str | None = None) -> None:
+        names = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "RAYON_NUM_THREADS")
+        self.said = " ".join([str(device), str(sum(table.column("n").to_pylist())), *(os.environ.get(n, "-") for n in names)])
+
+    def fingerprint(self) -> str:
+        return "told"
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, Any]:
+        time.sleep(0.1)
+        return {"said": pa.array([self.said] * batch.num_rows)}
+
+
+class Launching(Doubler):
+    """A staged model on a device that is two batches ahead, and cannot take negative x."""
+
+    cost_unit, start_cost, max_cost = "rows", 4, 4
+
+    @property
+    def device(self) -> _Ahead:
+        return _Ahead()
+
+    def unusable(self, batch: pa.RecordBatch) -> Mapping[int, str]:
+        return {row: "x is negative" for row, x in enumerate(batch.column("x").to_pylist()) if x < 0}
+
+    def prepare(self, batch: pa.RecordBatch) -> Prepared:
+        return Prepared(np.ones(batch.num_rows, np.int64), batch)
+
+    def inputs(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> pa.RecordBatch:
+        return prepared.payload.take(pa.array(rows))
+
+    def launch(self, inputs: pa.RecordBatch) -> pa.RecordBatch:
+        return inputs
+
+    def land(self, launched: pa.RecordBatch) -> dict[str, np.ndarray]:
+        return self.compute(launched)
+
+    def flops(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> float:
+        return 10.0 * len(rows)
+
+
+class _Ahead:
+    name, depth = "ahead", 2
+
+    def free_bytes(self) -> int:
+        return 2**30
+
+    def peak_bytes(self, reset: bool = False) -> int:
+        return 0
+
+    def release(self) -> None:
+        pass
+
+    def peak_flops(self) -> float:
+        return 1.0
