@@ -167,6 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     tune.add_argument("--rows", type=int, default=1024, metavar="N", help="size of the sample (default: 1024)")
     tune.add_argument("--partition", metavar="TIME", help="the partition that contains it (default: the latest that is over)")
+    tune.add_argument("--dry-run", action="store_true", help="only measure: write no tuning file")
     tune.add_argument(
         "--only", action="append", default=[], metavar="NAME", help="measure this one, as bf16-onednn; may be repeated"
     )
@@ -453,6 +454,7 @@ def _tune(arguments: argparse.Namespace) -> int:
         rows=arguments.rows,
         partition=_partition(project, arguments),
         only=arguments.only,
+        write=not arguments.dry_run,
         tell=(lambda _: None) if arguments.json else (lambda line: print(line, file=sys.stderr, flush=True)),
     )
     print(json.dumps(found) if arguments.json else describe_tuning(found))

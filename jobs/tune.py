@@ -44,6 +44,7 @@ def tune(
     rows: int = 1024,
     partition: Partition | None = None,
     only: Sequence[str] = (),
+    write: bool = True,
     tell: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Measure all candidates of a view's model, and write the tuning file.
@@ -54,10 +55,11 @@ def tune(
         rows: size of the sample.
         partition: of a partitioned view; by default the latest that is over.
         only: names of the candidates; by default what :func:`precompute.precision.candidates` finds worth trying.
+        write: write the tuning file; else only measure.
         tell: told what begins.
 
     Returns:
-        ``picked`` (a candidate's name), ``precision``, ``backend``, ``rows`` and ``measured``: for each candidate ``name``, ``rows_per_s``, ``speed``
+        ``file`` (null when none was written), ``picked`` (a candidate's name), ``precision``, ``backend``, ``rows`` and ``measured``: for each candidate ``name``, ``rows_per_s``, ``speed``
         (times float32's), ``convert_s``, the figures of :meth:`precompute.accuracy.Accuracy.to_json` and ``refused`` (why, or null).
 
     Raises:
@@ -123,8 +125,8 @@ def tune(
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {model.device.name}",
         "versions": versions(),
     }
-    path = write_tuning(project.folder, name, project.model_as_written(name), result)
-    return {"view": name, "file": str(path), **result}
+    path = write_tuning(project.folder, name, project.model_as_written(name), result) if write else None
+    return {"view": name, "file": None if path is None else str(path), **result}
 
 
 def describe_tuning(found: dict[str, Any]) -> str:
@@ -136,11 +138,13 @@ def describe_tuning(found: dict[str, Any]) -> str:
             "picked" if row["name"] == found["picked"] else "passes" if row["refused"] is None else f"refused: {row['refused']}"
         )
         lines.append(f"  {row['name']:<18}{rate}  {_figures(row.get('accuracy', {})):<52}{verdict}")
+    budget = f"the view's accuracy (cosine {found['budget']['cosine']:g}, recall@10 {found['budget']['recall_at_10']:g})"
     return "\n".join(
         [
             f"{found['view']}: {found['rows']:,} rows of its source, {found['machine']}",
             *lines,
-            f"{found['picked']} is the fastest within accuracy {found['budget']}; written to {found['file']}, which `precision: auto` reads.",
+            f"{found['picked']} is the fastest within {budget}; "
+            + (f"written to {found['file']}, which `precision: auto` reads." if found["file"] else "nothing was written."),
         ]
     )
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from store.durable_file import replace_durably
 from store.errors import ConfigError
 
 VERSION = 1
@@ -37,7 +38,7 @@ def write_tuning(folder: Path, view: str, model: Mapping[str, Any], found: Mappi
     body = {"version": VERSION, "view": view, "model": _model(model), **found}
     try:
         path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(body, indent=1) + "\n")
+        replace_durably(path, (json.dumps(body, indent=1) + "\n").encode())
     except OSError as exc:
         raise ConfigError(f"{path}: cannot be written: {exc.strerror}") from exc
     return path

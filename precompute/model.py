@@ -181,7 +181,7 @@ def load_model(use: str, args: Mapping[str, Any]) -> Model:
     module, _, attribute = BUILT_IN.get(use, use).partition(":")
     try:
         imported = importlib.import_module(module)
-    except Exception as exc:  # a user's module may fail in any way, a syntax error included
+    except (Exception, SystemExit) as exc:  # a user's module may fail in any way, a syntax error included
         raise ConfigError(f"model {use!r} cannot be imported: {type(exc).__name__}: {exc}") from exc
     factory = getattr(imported, attribute, None)
     if factory is None:
@@ -192,7 +192,7 @@ def load_model(use: str, args: Mapping[str, Any]) -> Model:
         raise ConfigError(f"model {use!r} does not take these args ({', '.join(args) or 'none'}): {exc}") from exc
     except PrecomputeError:
         raise
-    except Exception as exc:  # a user's class may raise anything
+    except (Exception, SystemExit) as exc:  # a user's class may raise anything
         raise ModelError(f"model {use!r} failed to load: {type(exc).__name__}: {exc}") from exc
     if not isinstance(model, Model):
         raise ConfigError(f"model {use!r} has no fingerprint() and compute(batch) methods: see 'your own model' in the README")

@@ -32,7 +32,8 @@ MAX_BATCH_ROWS = 4096
 """Rows given at once to a model that names no costs: 1–8 k rows is the right size for MLPs on CPUs."""
 
 AHEAD_WINDOWS = 2
-"""Windows that may be computed and not yet taken: one ready, one that the model is at. A killed run loses them, beside its chunk."""
+"""Windows that may be computed and not yet taken: one ready, one that the model is at. A killed run loses them, beside its chunk; with
+worker processes up to four for each worker."""
 
 AHEAD_BATCHES = 8
 """Batches ready for the model: a GPU never waits for one to be put together, and a budget that was cut takes effect soon."""
@@ -47,7 +48,8 @@ MAX_PADDING = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """Why one row has no features: its number in the batch given, the stage (``input``, ``prepare``, ``model``, ``output``) and the error."""
+    """Why one row has no features: its number in the batch given, the stage (``input``, ``prepare``, ``model``, ``output``, or ``worker`` when
+    it ended its process) and the error."""
 
     row: int
     stage: str

@@ -21,13 +21,16 @@ from jobs.demo.evaluate import evaluate
 from jobs.fallback import ViewFallback
 from jobs.progress import progress_for
 from jobs.run import run_view
+from jobs.tune import describe_tuning, tune
 from precompute.models.two_tower import train_two_tower
+from precompute.precision import has_bf16
 from store.errors import PrecomputeError
 from store.lookup import Lookup
 from store.offline_store import OfflineStore
 from store.online_url import open_online_store
 
 VIEWS = ("item_embedding", "item_labels", "user_vector", "item_vector", "user_recommendations", "doc_embedding")
+TUNED_ROWS = 128
 USER = 42
 SENTENCE = "read a file line by line"
 NEW_ITEM = {"9999": {"text": "The Imaginary Heist (2026), comedy, crime"}}
@@ -42,6 +45,8 @@ def main() -> int:
         project = Project(parser.parse_args().config)
         data = (project.folder / project.settings.vars["data"]).resolve()
         prepare(data)
+        heading("Precision: speed against accuracy, on the documents themselves")
+        project = tuned(project)
         heading("The views, one after the other")
         for name in VIEWS:
             print(describe_report(run_view(project, name, progress_for(quiet=True)).to_json()), flush=True)
@@ -53,6 +58,14 @@ def main() -> int:
         f"\nAll of it took {time.monotonic() - started:.0f} s. `make serve` keeps the answers up at http://{project.settings.serve.bind}/"
     )
     return 0
+
+
+def tuned(project: Project) -> Project:
+    """The project, its documents computed in the fastest precision that keeps their neighbours: what `precompute tune` does, with those
+    candidates that take no compiler."""
+    precisions = ("fp32", "bf16") if has_bf16() else ("fp32",)
+    print(describe_tuning(tune(project, "doc_embedding", rows=TUNED_ROWS, only=[f"{p}-onednn" for p in precisions])))
+    return Project(project.folder)
 
 
 def prepare(data: Path) -> None:
