@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.config import ViewConfig
-from jobs.open_view import OpenView, files_of
+from jobs.open_view import OpenView, files_of, variant_name
 from precompute.model import digest
 from precompute.source import Diff, Files
 from store.errors import SnapshotError
@@ -220,11 +220,9 @@ def _why_full(previous: Snapshot | None, opened: OpenView, recipe: str, *, first
     view, changed = opened.view, []
     if previous.model != opened.fingerprint:
         before, now = previous.view.definition["model"], view.definition["model"]
-        what = (
-            "model's precision"
-            if before | {"precision": now["precision"]} == now and before != now
-            else "model (or its tokenizer or tables)"
-        )
+        rest = [{**model, "precision": None, "backend": None} for model in (before, now)]
+        only_precision = rest[0] == rest[1] and variant_name(before) != variant_name(now)
+        what = "model's precision" if only_precision else "model (or its tokenizer or tables)"
         changed.append(f"{what} changed, fingerprint {previous.model[:12]} → {opened.fingerprint[:12]}")
     if previous.view.definition["source"].strip() != view.definition["source"].strip():
         changed.append("source's SQL changed")

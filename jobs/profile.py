@@ -66,9 +66,11 @@ def profile(
         (:meth:`precompute.runner.Runner.figures`).
 
     Raises:
-        ConfigError, SourceError, ModelError: as a run would.
+        ConfigError, SourceError, ModelError: as a run would; ConfigError too where the trace cannot be written.
     """
     config = project.view(name)
+    if trace is not None:
+        _check_writable(trace)
     store = OfflineStore(project.root)
     if config.partition is not None and partition is None:
         partition = config.partition_at(datetime.now(UTC))
@@ -80,6 +82,7 @@ def profile(
         runner = Runner(opened.model, opened.view)
         windows = _sampled(opened, rows, runner)
         first = next(windows)
+        read_s = runner.meter.stage("read").busy_s  # before the clock starts, and a part of the time: a share of it is at most all
         Runner(opened.model, opened.view).compute(first.slice(0, WARM_UP_ROWS))
         if trace is not None:
             _write_trace(opened, first, trace)
@@ -89,7 +92,7 @@ def profile(
             for number, (_, done) in enumerate(runner.stream(_chained(first, windows), memory_mb=memory_mb)):
                 rejected += len(done.rejections)
                 scratch.write_part(name, "profile", f"part-{number:05d}.parquet", pa.Table.from_batches([done.features]))
-            seconds = time.monotonic() - began
+            seconds = time.monotonic() - began + read_s
         return {"view": name, "rejected": rejected, "load_s": round(load_s, 3), **runner.figures(seconds)}
 
 
@@ -138,13 +141,20 @@ def _chained(first: pa.RecordBatch, rest: Iterator[pa.RecordBatch]) -> Iterator[
     yield from rest
 
 
-def _write_trace(opened: OpenView, window: pa.RecordBatch, path: Path) -> None:
-    """Raises:
-    ConfigError: the file cannot be written.
+def _check_writable(path: Path) -> None:
+    """Before a model is loaded for it: torch's profiler says of a file that it cannot write nothing that a program would notice.
+
+    Raises:
+        ConfigError: the file cannot be written.
     """
+    try:
+        path.open("ab").close()
+    except OSError as exc:
+        raise ConfigError(f"--trace: {str(path)!r} cannot be written: {exc.strerror}; give a file in a folder that exists") from exc
+
+
+def _write_trace(opened: OpenView, window: pa.RecordBatch, path: Path) -> None:
     from precompute.device import traced
 
-    if not path.parent.is_dir():
-        raise ConfigError(f"--trace: no folder {str(path.parent)!r}")
     with traced(path):  # in this thread, where the profiler sees it: the stages one after the other
         Runner(opened.model, opened.view).compute(window)

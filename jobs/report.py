@@ -166,7 +166,7 @@ def engine_line(engine: dict[str, Any]) -> str:
         said.append(f"{engine['cost_per_s']:,.0f} {engine['cost_unit']}/s")
         said.append(f"padding {engine['padding']:.1%}")
     said.append(
-        f"{engine['batches']:,} batches"
+        f"{engine['batches']:,} batch{'es' * (engine['batches'] > 1)}"
         + (f" of up to {engine['budget']:,} {engine['cost_unit']}" if engine["cost"] and engine.get("budget") else "")
     )
     if engine.get("mfu"):

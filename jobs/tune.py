@@ -104,6 +104,11 @@ def tune(
             done = Runner(model, opened.view).compute(sample)
             if reference is None:
                 reference = done
+                if not len(done.rows):
+                    error = done.rejections[0].error
+                    raise SourceError(
+                        f"view {name!r}: none of {sample.num_rows:,} rows could be computed in float32; the first: {error}"
+                    )
             accuracy = _compared(opened.view, reference, done)
             found["accuracy"] = {} if accuracy is None else accuracy.to_json()["features"]
             found["refused"] = "; ".join(_reasons(config.accuracy, accuracy, reference, done)) or None
@@ -131,13 +136,15 @@ def tune(
 
 def describe_tuning(found: dict[str, Any]) -> str:
     """Speed against accuracy as a table, and what was picked."""
-    lines = [f"  {'precision':<18}{'rows/s':>9}{'speed':>8}  {'accuracy against float32':<52}verdict"]
-    for row in found["measured"]:
+    figures = [_figures(row.get("accuracy", {})) for row in found["measured"]]
+    width = max(len(text) for text in ("accuracy against float32", *figures)) + 2
+    lines = [f"  {'precision':<18}{'rows/s':>9}{'speed':>8}  {'accuracy against float32':<{width}}verdict"]
+    for row, accuracy in zip(found["measured"], figures, strict=True):
         rate = f"{row['rows_per_s']:>9,.0f}{row['speed']:>7.2f}×" if row["rows_per_s"] is not None else f"{'–':>9}{'–':>8}"
         verdict = (
             "picked" if row["name"] == found["picked"] else "passes" if row["refused"] is None else f"refused: {row['refused']}"
         )
-        lines.append(f"  {row['name']:<18}{rate}  {_figures(row.get('accuracy', {})):<52}{verdict}")
+        lines.append(f"  {row['name']:<18}{rate}  {accuracy:<{width}}{verdict}")
     budget = f"the view's accuracy (cosine {found['budget']['cosine']:g}, recall@10 {found['budget']['recall_at_10']:g})"
     return "\n".join(
         [

@@ -153,7 +153,10 @@ def use_variant(model: Model, variant: str, sample: Callable[[], pa.Table], fold
                 prepared = model.prepare(batch.take(pa.array(good)))
                 found += [model.tensors(prepared, rows) for rows in batches_by_cost(prepared.costs, model.start_cost)]
         if not found:
-            raise ConfigError("the source has no usable row to show a conversion")
+            raise ConfigError(
+                f"none of the source's first {sample().num_rows:,} rows is usable, to show the conversion: let its SQL leave out "
+                "or order last what is bad, or compute in float32"
+            )
         return found
 
     convert(model, wanted, examples, folder)

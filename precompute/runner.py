@@ -69,12 +69,15 @@ class Computed:
 
 
 def compute(model: Model, view: FeatureView, batch: pa.RecordBatch) -> Computed:
-    """Run the model over one window of rows: :meth:`Runner.compute` of a runner made for it.
+    """Run the model over one window of rows: :meth:`Runner.compute` of a runner made for it, which searches no budget.
 
     Raises:
         ModelError: see :class:`Runner`.
     """
-    return Runner(model, view).compute(batch)
+    budget = None
+    if isinstance(model, StagedModel) and model.max_cost is None:
+        budget = Budget(model.start_cost, fixed=True)
+    return Runner(model, view, budget=budget).compute(batch)
 
 
 def with_null_rows(view: FeatureView, done: Computed) -> Computed:
@@ -262,7 +265,11 @@ class Runner:
             except (Exception, SystemExit):  # which row did it is what counts
                 self._find_unpreparable(window, window.rows)
                 window.rows = np.array([row for row in window.rows.tolist() if row not in window.rejections], np.int64)
-                window.prepared = self._staged.prepare(_taken(batch, window.rows)) if len(window.rows) else None
+                try:
+                    window.prepared = self._staged.prepare(_taken(batch, window.rows)) if len(window.rows) else None
+                except (Exception, SystemExit) as exc:
+                    what = f"prepare() of {len(window.rows):,} rows raised {_told(exc)}, though none of them alone does"
+                    raise ModelError(f"the model of view {self._view.name!r}: {what}") from exc
             if window.prepared is None:
                 return
             for position, reason in window.prepared.bad.items():
@@ -363,7 +370,7 @@ class Runner:
         """Bytes in use, when it is worth knowing what a batch takes."""
         if self._staged is None or self.budget.settled:
             return 0
-        self._staged.device.peak_bytes(reset=True)
+        self._staged.device.peak_bytes(reset=True)  # what was held before this batch is not its own
         return self._staged.device.peak_bytes(reset=True)
 
     def _land(self, batch: _Batch, launched: Any, started: float, before: int) -> Iterator[tuple[pa.RecordBatch, Computed]]:
@@ -386,7 +393,7 @@ class Runner:
             return
         self._keep(window, positions, features)
         seconds = time.monotonic() - started
-        size = 0 if not before or self._staged is None else max(0, self._staged.device.peak_bytes() - before)
+        size = 0 if not before or self._staged is None else max(0, self._staged.device.peak_bytes(reset=True) - before)
         self.budget.done(batch.budget, batch.cost, seconds, size)
         self._count(window, positions)
 
@@ -410,9 +417,9 @@ class Runner:
             ):  # one halving for each batch: a row that never fits must not shrink the batches of all others to nothing
                 self.meter.out_of_memory += 1
                 self.budget.out_of_memory(self._padded(window, positions))
+            exc = exc.with_traceback(None)  # its frames hold the tensors that did not fit
             if self._staged is not None:
                 self._staged.device.release()
-            exc = exc.with_traceback(None)  # its frames hold the tensors that did not fit
         elif len(positions) == 1 and not isinstance(exc, _Retry):
             window.reject(int(window.rows[positions[0]]), "model", _told(exc))
             return

@@ -55,12 +55,13 @@ def report_of(capsys: Captured) -> Any:
 # ---- run, materialize, publish
 
 
-def test_run_says_what_it_did_in_two_lines(make_project: MakeProject, capsys: Captured) -> None:
+def test_run_says_what_it_did_in_three_lines(make_project: MakeProject, capsys: Captured) -> None:
     assert call(make_project([*ROWS, (4, None)], view=INDEXED), "run", "numbers") == 0
     captured = capsys.readouterr()
     assert captured.err == "materialize numbers: 4 rows\npublish numbers: 3 rows\n"
-    first, second = captured.out.splitlines()
+    first, second, third = captured.out.splitlines()
     assert first.startswith("numbers: published, snapshot 1, 3 of 4 rows (1 rejected), ")
+    assert re.fullmatch(r"  engine: [\d,]+ rows/s · 1 batch · peak [\d,]+ MiB", third)
     for stage in ("open", "source", "model", "write", "commit", "check", "load", "verify", "index", "flip"):
         assert f" {stage} " in second
 

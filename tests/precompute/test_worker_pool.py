@@ -316,7 +316,7 @@ def test_a_model_that_does_not_load_fails_the_run_in_its_own_words(args: dict[st
     ("how", "told"),
     [
         ("leave", "could not be loaded: its worker process exited with status 7; the last line of its stderr: no memory"),
-        ("exit", "failed in its worker: SystemExit: no licence"),
+        ("exit", "failed to load: SystemExit: no licence"),
     ],
 )
 def test_a_model_that_ends_its_process_while_it_loads_fails_the_run(how: str, told: str) -> None:

@@ -1,0 +1,845 @@
+"""Tune, the tuning file, and the accuracy gate: the fastest precision is taken only where its values are near enough, and never silently."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from jobs import materialize as materialize_module
+from jobs import tune as tune_module
+from jobs.cli import main
+from jobs.config import Project
+from jobs.fallback import ViewFallback
+from jobs.open_view import open_view
+from jobs.progress import Silent
+from jobs.run import plan_view, run_view
+from jobs.tune import describe_tuning, tune
+from jobs.tuning_file import read_tuning, tuning_path, write_tuning
+from precompute.accuracy import compare
+from precompute.precision import Variant
+from precompute.torch_model import TorchModel
+from store.errors import ConfigError, GateError, SourceError
+from store.offline_store import OfflineStore
+from store.online_url import open_online_store
+from tests.conftest import MakeProject
+
+HERE = "tests.jobs.test_tune"
+ROWS = [(i, 1 + i / 100) for i in range(120)]
+LOOSE = {"cosine": 0.9, "recall_at_10": 0.1}
+"""What these rows come to in bfloat16: some neighbours change places."""
+Captured = pytest.CaptureFixture[str]
+
+
+class TorchDoubler(torch.nn.Module):
+    """``x`` [rows, 1] → ``vector`` = [x, x + 1, x + 2, x + 3] and ``double`` = 2x [rows, 1], as :class:`tests.arithmetic.Doubler`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(1, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        vector = self.linear(x)
+        return {"vector": vector, "double": 2 * vector[:, :1]}
+
+
+class Unusual(TorchDoubler):
+    """The same; a layer's weight read by hand, which no packed layer has."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        vector = x @ self.linear.weight.T + self.linear.bias
+        return {"vector": vector, "double": 2 * vector[:, :1]}
+
+
+class HalfLost(TorchDoubler):
+    """The same; in bfloat16, every row is not a number."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = super().forward(x)
+        return {name: t * float("nan") if t.dtype == torch.bfloat16 else t for name, t in found.items()}
+
+
+def torch_model(module: str = "TorchDoubler", **changes: Any) -> dict[str, Any]:
+    """A view's ``model``; its weights are written by :func:`torch_project`."""
+    args = {
+        "module": f"{HERE}:{module}",
+        "weights": "${data}/doubler.safetensors",
+        "inputs": {"x": ["x"]},
+        "outputs": {"vector": "vector", "double": "double"},
+        "device": "cpu",
+    }
+    return {"use": "torch_module", "args": args, **changes}
+
+
+def torch_project(
+    make_project: MakeProject,
+    rows: list[tuple[Any, Any]] | pa.Table | None = None,
+    *,
+    module: str = "TorchDoubler",
+    view: dict[str, Any] | None = None,
+    **options: Any,
+) -> Project:
+    """:func:`tests.conftest.make_project` with :class:`TorchDoubler` in the place of the arithmetic model; ``view`` may hold ``precision`` and
+    ``backend``."""
+    view = dict(view or {})
+    chosen = {key: view.pop(key) for key in ("precision", "backend") if key in view}
+    view.setdefault("model", torch_model(module, **chosen))
+    view.setdefault("gates", {"duplicates": None})  # bfloat16 makes equal vectors of nearly equal ones
+    project = make_project(rows, view=view, **options)
+    state = {"linear.weight": torch.ones(4, 1), "linear.bias": torch.arange(4.0)}
+    save_file(state, project.folder / "doubler.safetensors")
+    return project
+
+
+def expected(x: Any, dtype: torch.dtype = torch.float32) -> dict[str, npt.NDArray[Any]]:
+    """What the module makes of ``x`` [rows], rounded where bfloat16 rounds."""
+    taken = torch.tensor(np.asarray(x, np.float32)).to(dtype)
+    vector = (taken[:, None].float() + torch.arange(4.0)).to(dtype)
+    return {"double": (2 * vector[:, 0]).float().numpy().astype(np.float64), "vector": vector.float().numpy()}
+
+
+def expected_batch(x: Any, dtype: torch.dtype, project: Project) -> pa.RecordBatch:
+    made = expected(x, dtype)
+    vector = pa.FixedSizeListArray.from_arrays(pa.array(made["vector"].reshape(-1)), 4)
+    return pa.RecordBatch.from_arrays(
+        [pa.array(made["double"]), vector], schema=project.view("numbers").feature_view().feature_schema()
+    )
+
+
+def stored(project: Project, number: int, view: str = "numbers") -> dict[int, tuple[float, list[float]]]:
+    """Every row of a snapshot: id → (double, vector)."""
+    store = OfflineStore(project.root)
+    rows = [row for batch in store.batches(store.snapshot(view, number)) for row in batch.to_pylist()]
+    assert len({row["id"] for row in rows}) == len(rows)
+    return {row["id"]: (row["double"], row["vector"]) for row in rows}
+
+
+def wanted(rows: list[tuple[int, float]], dtype: torch.dtype = torch.float32) -> dict[int, tuple[float, list[float]]]:
+    """As :func:`stored`, what must be there."""
+    made = expected([x for _, x in rows], dtype)
+    return {i: (made["double"][n].item(), made["vector"][n].tolist()) for n, (i, _) in enumerate(rows)}
+
+
+def figures(project: Project, dtype: torch.dtype, x: list[float]) -> dict[str, Any]:
+    """The accuracy figures of a dtype against float32 over ``x``."""
+    batches = [expected_batch(x, d, project) for d in (torch.float32, dtype)]
+    found = compare(batches[0], batches[1], project.view("numbers").feature_view()).to_json()["features"]
+    assert isinstance(found, dict)
+    return found
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def again(project: Project, **environment: str) -> Project:
+    return Project(project.folder, environment)
+
+
+def tell_nothing(_: str) -> None:
+    pass
+
+
+def with_rates(monkeypatch: pytest.MonkeyPatch, **rates: float) -> None:
+    """Rows/s as told, by name with _ for -, whatever the machine is at."""
+
+    def fixed(model: Any, view: Any, sample: Any, ready: dict[str, Any], tell: Any) -> dict[str, float]:
+        return {name: rates[name.replace("-", "_")] for name in ready}
+
+    monkeypatch.setattr(tune_module, "_rates", fixed)
+
+
+# ---- tuning file
+
+
+def tuned(project: Project, precision: str = "bf16", backend: str = "eager") -> Path:
+    return write_tuning(
+        project.folder, "numbers", project.model_as_written("numbers"), {"precision": precision, "backend": backend}
+    )
+
+
+def chosen(project: Project) -> tuple[str, str]:
+    model = project.view("numbers").model
+    return model.precision, model.backend
+
+
+def test_a_tuning_file_is_what_auto_stands_for(make_project: MakeProject) -> None:
+    project = torch_project(make_project, ROWS)
+    assert chosen(project) == ("auto", "auto")
+    path = tuned(project)
+    assert path == tuning_path(project.folder, "numbers") == project.folder / "tuning" / "numbers.json"
+    assert json.loads(path.read_text()) == {
+        "version": 1,
+        "view": "numbers",
+        "model": {"use": "torch_module", "args": torch_model()["args"]},
+        "precision": "bf16",
+        "backend": "eager",
+    }
+    assert chosen(again(project)) == ("bf16", "eager")
+    assert again(project).view("numbers").feature_view().definition["model"]["precision"] == "bf16"
+    path.unlink()
+    assert chosen(again(project)) == ("auto", "auto")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"max_cost": 64}, {"module": f"{HERE}:Unusual"}, {"outputs": {"double": "double", "vector": "vector", "z": "double"}}],
+)
+def test_a_tuning_file_of_other_arguments_does_not_count(make_project: MakeProject, changed: dict[str, Any]) -> None:
+    tuned(torch_project(make_project, ROWS))
+    model = torch_model()
+    other = torch_project(make_project, view={"model": model | {"args": model["args"] | changed}})
+    assert chosen(other) == ("auto", "auto")
+    assert chosen(torch_project(make_project)) == ("bf16", "eager")  # and counts again with those it was made for
+
+
+def test_a_tuning_file_of_another_model_does_not_count(make_project: MakeProject) -> None:
+    tuned(make_project(ROWS))
+    assert chosen(torch_project(make_project)) == ("auto", "auto")
+
+
+@pytest.mark.parametrize(
+    ("written", "is_"),
+    [
+        ({"precision": "fp32"}, ("fp32", "auto")),
+        ({"backend": "onednn"}, ("auto", "onednn")),
+        ({"precision": "fp32", "backend": "onednn"}, ("fp32", "onednn")),
+    ],
+)
+def test_an_explicit_precision_or_back_end_stands(
+    make_project: MakeProject, written: dict[str, Any], is_: tuple[str, str]
+) -> None:
+    tuned(torch_project(make_project, ROWS))
+    assert chosen(torch_project(make_project, view=written)) == is_
+
+
+def test_the_environment_may_say_it_instead(make_project: MakeProject) -> None:
+    project = torch_project(make_project, ROWS)
+    tuned(project)
+    assert chosen(again(project, PRECOMPUTE_VIEWS__NUMBERS__MODEL__PRECISION="fp32")) == ("fp32", "auto")
+    assert chosen(again(project, PRECOMPUTE_VIEWS__NUMBERS__MODEL__ARGS__MAX_COST="64")) == ("auto", "auto")
+
+
+def test_variables_are_not_filled_in_so_the_file_holds_on_every_machine(make_project: MakeProject, tmp_path: Path) -> None:
+    project = torch_project(make_project, ROWS)
+    tuned(project)
+    assert str(project.folder) not in tuning_path(project.folder, "numbers").read_text()
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(project.folder, elsewhere)
+    moved = Project(elsewhere, {"PRECOMPUTE_VARS__DATA": str(elsewhere)})
+    assert moved.view("numbers").model.args["weights"] == f"{elsewhere}/doubler.safetensors"
+    assert chosen(moved) == ("bf16", "eager")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "cannot be read"),
+        ("", "cannot be read"),
+        ("[]", "is no tuning file of this version"),
+        ("null", "is no tuning file of this version"),
+        ('{"version": 1, "model": {}}', "is no tuning file of this version"),
+        ('{"version": 2, "model": {}, "precision": "fp32", "backend": "eager"}', "is no tuning file of this version"),
+        (b"\xff\xfe", "cannot be read"),
+    ],
+)
+def test_a_damaged_tuning_file_is_named_and_what_helps_does_help(
+    make_project: MakeProject, text: str | bytes, said: str, capsys: Captured
+) -> None:
+    project = torch_project(make_project, ROWS)
+    path = tuned(project)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError) as caught:
+        again(project)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert said in str(caught.value)
+    assert main(["-c", str(project.folder), "tune", "numbers"]) == 2
+    assert f"{path}: " in capsys.readouterr().err
+    assert "remove it" in str(caught.value)
+    path.unlink()
+    assert chosen(again(project)) == ("auto", "auto")
+
+
+@pytest.mark.parametrize(
+    ("precision", "backend"), [("bf17", "eager"), ("fp32", "magic"), (None, "eager"), (["bf16"], {}), (1, 2)]
+)
+def test_a_precision_that_this_version_does_not_know_is_refused_by_name(
+    make_project: MakeProject, precision: Any, backend: Any
+) -> None:
+    project = torch_project(make_project, ROWS)
+    path = tuned(project, precision, backend)
+    with pytest.raises(ConfigError) as caught:
+        again(project)
+    assert str(caught.value).startswith(f"{path}: picked ")
+
+
+def test_a_folder_in_the_place_of_the_file_is_damage_and_a_file_in_the_place_of_the_folder_cannot_be_written(
+    make_project: MakeProject,
+) -> None:
+    project = torch_project(make_project, ROWS)
+    tuning_path(project.folder, "numbers").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"numbers.json: cannot be read"):
+        again(project)
+    shutil.rmtree(project.folder / "tuning")
+    (project.folder / "tuning").write_text("")
+    with pytest.raises(ConfigError, match=r"numbers.json: cannot be written"):
+        tuned(project)
+
+
+def test_float32_as_picked_leaves_the_view_as_it_is(make_project: MakeProject) -> None:
+    project = torch_project(make_project, ROWS)
+    run_view(project, "numbers", Silent())
+    before = project.view("numbers").feature_view()
+    tuned(project, "fp32", "eager")
+    assert again(project).view("numbers").feature_view() == before
+    plan = plan_view(again(project), "numbers")
+    assert (plan.same_view, plan.nothing_to_do) == (True, True)
+
+
+def test_read_tuning_knows_its_own(tmp_path: Path) -> None:
+    model = {"use": "text_encoder", "args": {"path": Path("x"), "n": (1, 2)}}
+    assert read_tuning(tmp_path, "v", model) is None
+    write_tuning(tmp_path, "v", model, {"precision": "bf16", "backend": "auto", "more": [1]})
+    assert read_tuning(tmp_path, "v", model) == {
+        "version": 1,
+        "view": "v",
+        "model": {"use": "text_encoder", "args": {"path": "x", "n": [1, 2]}},
+        "precision": "bf16",
+        "backend": "auto",
+        "more": [1],
+    }
+    assert read_tuning(tmp_path, "v", model | {"use": "top_k"}) is None
+    assert read_tuning(tmp_path, "other", model) is None
+
+
+# ---- tune
+
+
+def test_tune_compares_every_candidate_with_float32_and_picks_the_fastest_that_passes(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_rates(monkeypatch, fp32_eager=100.0, fp32_onednn=180.0, bf16_eager=200.0)
+    project = torch_project(make_project, ROWS, view={"accuracy": LOOSE})
+    before, told = files(project.folder), list[str]()
+    found = tune(project, "numbers", only=["bf16-eager", "fp32-onednn", "bf16-eager"], tell=told.append)
+    x = [x for _, x in ROWS]
+    for row in found["measured"]:
+        assert row.pop("convert_s") >= 0
+    assert found["measured"] == [
+        {
+            "name": "fp32-eager",
+            "rows_per_s": 100.0,
+            "speed": 1.0,
+            "refused": None,
+            "accuracy": figures(project, torch.float32, x),
+        },
+        {
+            "name": "bf16-eager",
+            "rows_per_s": 200.0,
+            "speed": 2.0,
+            "refused": None,
+            "accuracy": figures(project, torch.bfloat16, x),
+        },
+        {
+            "name": "fp32-onednn",
+            "rows_per_s": 180.0,
+            "speed": 1.8,
+            "refused": None,
+            "accuracy": figures(project, torch.float32, x),
+        },
+    ]
+    assert {k: found[k] for k in ("view", "picked", "precision", "backend", "rows", "budget", "file")} == {
+        "view": "numbers",
+        "picked": "bf16-eager",
+        "precision": "bf16",
+        "backend": "eager",
+        "rows": 120,
+        "budget": LOOSE,
+        "file": str(tuning_path(project.folder, "numbers")),
+    }
+    assert told[0] == "fp32-eager: converting and comparing 120 rows"
+    after = files(project.folder)
+    written = json.loads(after.pop("tuning/numbers.json"))
+    assert after == before  # nothing else, above all no snapshot
+    body = {key: value for key, value in written.items() if key not in ("version", "model")}
+    assert body["measured"][0].pop("convert_s") >= 0
+    assert [row.pop("convert_s", 0) >= 0 for row in body["measured"]] == [True] * 3
+    assert body == {key: value for key, value in found.items() if key != "file"}
+
+    project = again(project)
+    assert chosen(project) == ("bf16", "eager")
+    report = run_view(project, "numbers", Silent())
+    assert report.snapshot is not None
+    assert stored(project, report.snapshot) == wanted(ROWS, torch.bfloat16)
+
+
+def test_each_candidate_is_measured_as_what_it_is_in_turns(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[tuple[str, list[float]]] = []
+
+    class Watched(tune_module.Runner):
+        def compute(self, batch: pa.RecordBatch) -> Any:
+            done = super().compute(batch)
+            assert isinstance(self._model, TorchModel)
+            computed.append((self._model.variant, done.features.column("double").to_pylist()))
+            return done
+
+    monkeypatch.setattr(tune_module, "Runner", Watched)
+    project = torch_project(make_project, ROWS, view={"accuracy": LOOSE})
+    tune(project, "numbers", rows=50, only=["bf16-eager", "fp32-onednn"])
+    values = {
+        "fp32-eager": expected([x for _, x in ROWS[:50]])["double"].tolist(),
+        "bf16-eager": expected([x for _, x in ROWS[:50]], torch.bfloat16)["double"].tolist(),
+    }
+    values["fp32-onednn"] = values["fp32-eager"]
+    names = ["fp32-eager", "bf16-eager", "fp32-onednn"]
+    assert [name for name, _ in computed] == names * (1 + tune_module.ROUNDS)
+    assert all(found == values[name] for name, found in computed)
+
+
+def test_what_cannot_be_converted_and_what_is_not_accurate_is_refused_with_the_reason(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with_rates(monkeypatch, fp32_eager=100.0, bf16_eager=900.0)
+    project = torch_project(make_project, ROWS)
+    command = ["-c", str(project.folder), "tune", "numbers", "--only", "bf16-eager", "--only", "fp32-aoti"]
+    assert main([*command, "--json"]) == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert captured.err == ""
+    reference, bf16, aoti = found["measured"]
+    x = [x for _, x in ROWS]
+    recall = figures(project, torch.bfloat16, x)["vector"]["recall_at_10"]
+    rank = figures(project, torch.bfloat16, x)["double"]["rank_correlation"]
+    assert recall < 0.985
+    assert rank > 0.999
+    assert bf16["refused"] == f"vector: recall@10 {recall:.5g} is below 0.985"
+    assert bf16["speed"] == 9.0
+    del aoti["convert_s"]
+    assert aoti == {
+        "name": "fp32-aoti",
+        "refused": "precision fp32-aoti: there is no C++ compiler 'no-such-compiler': install one, or name it in CXX",
+        "rows_per_s": None,
+        "speed": None,
+    }
+    assert (found["picked"], reference["refused"]) == ("fp32-eager", None)
+    assert chosen(again(project)) == ("auto", "auto")
+
+    assert main(command) == 0
+    captured = capsys.readouterr()
+    assert [line for line in captured.err.splitlines() if "converting" in line] == [
+        f"{name}: converting and comparing 120 rows" for name in ("fp32-eager", "bf16-eager", "fp32-aoti")
+    ]
+    lines = captured.out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["precision", "fp32-eager", "bf16-eager", "fp32-aoti", "fp32-eager"]
+    assert lines[2].endswith("picked")
+    assert lines[3].endswith(f"refused: {bf16['refused']}")
+    assert lines[4].endswith(f"refused: {aoti['refused']}")
+
+
+def test_a_module_that_a_back_end_does_not_know_is_refused_and_the_others_go_on(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_rates(monkeypatch, fp32_eager=100.0, bf16_eager=900.0)
+    project = torch_project(make_project, ROWS, module="Unusual", view={"accuracy": LOOSE})
+    found = tune(project, "numbers", only=["fp32-onednn", "bf16-eager"])
+    assert [row["name"] for row in found["measured"]] == ["fp32-eager", "fp32-onednn", "bf16-eager"]
+    assert found["measured"][1]["refused"].startswith("precision fp32-onednn does not work with this model: ")
+    assert found["picked"] == "bf16-eager"
+    assert found["measured"][2]["accuracy"] == figures(project, torch.bfloat16, [x for _, x in ROWS])
+
+
+def test_rows_that_are_lost_refuse_it_whatever_the_budget(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_rates(monkeypatch, fp32_eager=100.0, bf16_eager=900.0)
+    project = torch_project(make_project, ROWS, module="HalfLost", view={"accuracy": {"cosine": 1e-9, "recall_at_10": 0.0}})
+    found = tune(project, "numbers", only=["bf16-eager"])
+    assert found["measured"][1]["refused"] == "no row was computed; 120 rows are rejected that float32 computes"
+    assert (found["measured"][1]["accuracy"], found["picked"]) == ({}, "fp32-eager")
+    with pytest.raises(GateError, match="120 rows are rejected that float32 computes"):
+        run_view(torch_project(make_project, module="HalfLost", view={"precision": "bf16"}), "numbers", Silent())
+
+
+def row(name: str, speed: float | None, refused: str | None = None) -> dict[str, Any]:
+    return {"name": name, "speed": speed, "refused": refused}
+
+
+@pytest.mark.parametrize(
+    ("rows", "picked"),
+    [
+        ([], "fp32-eager"),
+        ([row("bf16-eager", 1.049)], "fp32-eager"),
+        ([row("bf16-eager", 1.05)], "bf16-eager"),
+        ([row("bf16-eager", 1.5), row("fp32-onnx", 1.4)], "bf16-eager"),
+        ([row("bf16-eager", 9.0, "too far off"), row("fp32-onnx", 1.4)], "fp32-onnx"),
+        ([row("bf16-eager", 9.0, "too far off")], "fp32-eager"),
+        ([row("fp32-aoti", None, "no compiler"), row("bf16-eager", 0.1)], "fp32-eager"),
+    ],
+)
+def test_the_pick_is_the_fastest_that_passes_and_worth_it(rows: list[dict[str, Any]], picked: str) -> None:
+    assert tune_module._pick([row("fp32-eager", 1.0), *rows]) == picked
+
+
+def test_by_default_the_candidates_of_this_machine_are_tried(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def candidates(device: Any, model: TorchModel) -> list[Variant]:
+        asked.append((device.name, model.variant))
+        return [Variant("fp32", "eager"), Variant("fp32", "onednn")]
+
+    monkeypatch.setattr("precompute.precision.candidates", candidates)
+    with_rates(monkeypatch, fp32_eager=100.0, fp32_onednn=104.0)
+    project = torch_project(make_project, ROWS, view={"precision": "bf16"})  # what is configured now is no matter
+    found = tune(project, "numbers")
+    assert asked == [("cpu", "fp32-eager")]
+    assert [(r["name"], r["speed"]) for r in found["measured"]] == [("fp32-eager", 1.0), ("fp32-onednn", 1.04)]
+    assert found["picked"] == "fp32-eager"
+
+
+def test_a_bad_row_is_no_obstacle(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_rates(monkeypatch, fp32_eager=100.0, bf16_eager=900.0)
+    project = torch_project(make_project, [*ROWS, (500, None)], view={"accuracy": LOOSE})
+    found = tune(project, "numbers", only=["bf16-eager"])
+    assert (found["rows"], found["picked"]) == (121, "bf16-eager")
+    assert found["measured"][1]["accuracy"] == figures(project, torch.bfloat16, [x for _, x in ROWS])
+
+
+def test_what_cannot_be_tuned_is_said(make_project: MakeProject, capsys: Captured) -> None:
+    plain = make_project(ROWS)
+    folder = ["-c", str(plain.folder)]
+    for command, status, said in (
+        (["tune", "numbers"], 2, "view 'numbers': this model computes in its own way; only torch models"),
+        (["tune", "numbers", "--only", "bf16"], 2, "unknown precision 'bf16': write one of fp32-eager, "),
+        (["tune", "numbers", "--only", ""], 2, "unknown precision ''"),
+        (["tune", "numbers", "--rows", "0"], 2, "--rows: 0: at least 1"),
+        (["tune", "numbers", "--partition", "2026-01-01"], 2, "--partition: view 'numbers' has none"),
+        (["tune", "nombers"], 2, "no view 'nombers'"),
+    ):
+        assert main([*folder, *command]) == status
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.splitlines()[-1].startswith(f"precompute: {said}")
+    assert not (plain.folder / "tuning").exists()
+
+    empty = torch_project(make_project, pa.table({"id": pa.array([], pa.int64()), "x": pa.array([], pa.float64())}))
+    with pytest.raises(SourceError, match="view 'numbers': the source yielded no rows: nothing to compare precisions on"):
+        tune(empty, "numbers")
+
+
+def test_tune_of_a_sample_with_no_usable_row_writes_nothing(make_project: MakeProject) -> None:
+    project = torch_project(make_project, pa.table({"id": [1, 2], "x": pa.array([None, None], pa.float64())}))
+    with pytest.raises(SourceError, match=r"^view 'numbers': none of 2 rows could be computed in float32; the first: x is "):
+        tune(project, "numbers", only=["fp32-onednn"])
+    assert not (project.folder / "tuning").exists()
+
+
+def test_tune_of_a_partition(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_rates(monkeypatch, fp32_eager=100.0, bf16_eager=900.0)
+    table = pa.table({"id": [i for i, _ in ROWS], "x": [x for _, x in ROWS], "d": ["2026-01-01"] * 50 + ["2026-01-02"] * 70})
+    sql = "SELECT id, x FROM read_parquet('${data}/data.parquet') WHERE d::DATE >= $start AND d::DATE < $end"
+    view = {"source": {"sql": sql}, "partition": {"by": "day", "start": "2026-01-01"}, "accuracy": LOOSE}
+    project = torch_project(make_project, table, view=view)
+    assert main(["-c", str(project.folder), "tune", "numbers", "--partition", "2026-01-01", "--only", "bf16-eager"]) == 0
+    written = json.loads(tuning_path(project.folder, "numbers").read_text())
+    assert (written["rows"], written["picked"]) == (50, "bf16-eager")
+    assert written["measured"][1]["accuracy"] == figures(project, torch.bfloat16, [x for _, x in ROWS[:50]])
+    with pytest.raises(SourceError, match="the source yielded no rows"):  # yesterday's
+        tune(project, "numbers", only=["bf16-eager"])
+
+
+def test_the_table_can_be_read() -> None:
+    vector = {"mean_cosine": 0.99999, "min_cosine": 0.9, "recall_at_10": 0.9912}
+    found = {
+        "view": "items",
+        "rows": 1024,
+        "machine": "x86_64, 2 CPUs, cpu",
+        "picked": "bf16-eager",
+        "budget": {"cosine": 0.999, "recall_at_10": 0.985},
+        "file": "tuning/items.json",
+        "measured": [
+            {"name": "fp32-eager", "rows_per_s": 1234.5, "speed": 1.0, "refused": None, "accuracy": {"vector": vector}},
+            {"name": "bf16-eager", "rows_per_s": 98765.4, "speed": 80.005, "refused": None, "accuracy": {"vector": vector}},
+            {"name": "fp32-aoti", "rows_per_s": None, "speed": None, "refused": "no compiler"},
+            {
+                "name": "int8-static-onnx",
+                "rows_per_s": 2.0,
+                "speed": 0.002,
+                "refused": "vector: recall@10 0.5 is below 0.985",
+                "accuracy": {"vector": {"recall_at_10": 0.5}, "score": {"rank_correlation": 1.0, "max_abs_error": 1e-7}},
+            },
+        ],
+    }
+    assert describe_tuning(found).splitlines() == [
+        "items: 1,024 rows of its source, x86_64, 2 CPUs, cpu",
+        "  precision            rows/s   speed  accuracy against float32                                verdict",
+        "  fp32-eager            1,234   1.00×  cosine 0.99999 · min 0.9 · recall@10 0.9912             passes",
+        "  bf16-eager           98,765  80.00×  cosine 0.99999 · min 0.9 · recall@10 0.9912             picked",
+        "  fp32-aoti                 –       –  –                                                       refused: no compiler",
+        "  int8-static-onnx          2   0.00×  vector: recall@10 0.5; score: rank 1 · max error 1e-07  refused: vector: recall@10 0.5 is "
+        "below 0.985",
+        "bf16-eager is the fastest within the view's accuracy (cosine 0.999, recall@10 0.985); written to tuning/items.json, "
+        "which `precision: auto` reads.",
+    ]
+
+
+# ---- the gate before a run
+
+
+def run(project: Project, *more: str) -> int:
+    return main(["-c", str(project.folder), "run", "numbers", *more])
+
+
+def last_report(project: Project) -> dict[str, Any]:
+    report = OfflineStore(project.root).last_report("numbers")
+    assert report is not None
+    return report
+
+
+def test_a_precision_that_is_not_accurate_enough_computes_nothing(make_project: MakeProject, capsys: Captured) -> None:
+    project = torch_project(make_project, ROWS)
+    assert run(project) == 0
+    store = OfflineStore(project.root)
+    before, live = files(project.root), store.live("numbers")
+    capsys.readouterr()
+
+    project = torch_project(make_project, view={"precision": "bf16"})
+    assert run(project) == 3
+    said = capsys.readouterr().err.splitlines()[-1]
+    report = last_report(project)
+    found = figures(project, torch.bfloat16, [x for _, x in ROWS])
+    recall = found["vector"]["recall_at_10"]
+    (verdict,) = report["gates"]
+    message = verdict.pop("message")
+    assert verdict == {"gate": "accuracy", "passed": False, "value": found, "limit": 0.999}
+    assert message.startswith("bf16-eager against float32 on 120 rows: double: rank 0.99")
+    assert message.endswith(
+        f": vector: recall@10 {recall:.5g} is below 0.985. Nothing was computed; choose another precision (`precompute tune "
+        "numbers` measures them all), or change the view's `accuracy`"
+    )
+    assert said == f"precompute: {report['error']}" == f"precompute: view 'numbers': {message}"
+    assert (report["status"], report["snapshot"], report["counts"], report["engine"]) == ("refused", None, {}, {})
+    after = files(project.root)
+    assert {path: body for path, body in after.items() if "/runs/" not in path and "lease" not in path} == {
+        path: body for path, body in before.items() if "/runs/" not in path and "lease" not in path
+    }
+    assert (store.numbers("numbers"), store.live("numbers")) == ([1], live)
+    assert main(["-c", str(project.folder), "lookup", "numbers", "7"]) == 0
+    assert "double: 2.14" in capsys.readouterr().out
+
+
+def test_a_precision_within_the_budget_is_committed_with_its_verdict_and_not_measured_again(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = {"precision": "bf16", "accuracy": LOOSE, "fallback": {"enabled": True}}  # the gate parity computes rows again, too
+    project = torch_project(make_project, ROWS, view=view)
+    assert run(project) == 0
+    store = OfflineStore(project.root)
+    first = store.snapshot("numbers", 1)
+    verdict = first.gates[0]
+    assert {key: verdict[key] for key in ("gate", "passed", "value", "limit")} == {
+        "gate": "accuracy",
+        "passed": True,
+        "value": figures(project, torch.bfloat16, [x for _, x in ROWS]),
+        "limit": 0.9,
+    }
+    assert verdict["message"].startswith("bf16-eager against float32 on 120 rows: double: rank 0.99")
+    assert verdict["message"].count("accuracy") == 0  # nothing is to be done
+    assert [g["gate"] for g in first.gates].count("accuracy") == 1
+    assert "parity" in [g["gate"] for g in first.gates]
+    assert last_report(project)["gates"] == [dict(gate) for gate in first.gates]
+    assert "accuracy" in last_report(project)["stages_s"]
+    assert stored(project, 1) == wanted(ROWS, torch.bfloat16)
+
+    def never(*_: Any) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(materialize_module, "check_accuracy", never)
+    changed = [*ROWS[:-1], (ROWS[-1][0], 1.003)]
+    project = torch_project(make_project, changed, view=view)
+    assert run(project) == 0
+    second = store.snapshot("numbers", 2)
+    assert (second.kind, second.counts.written, second.model) == ("delta", 1, first.model)
+    assert "accuracy" not in [g["gate"] for g in second.gates]
+    assert stored(project, 2) == wanted(changed, torch.bfloat16)
+    assert run(project) == 0  # nothing to do
+    assert last_report(project)["status"] == "current"
+
+
+def test_every_row_asked_for_is_measured_again(make_project: MakeProject) -> None:
+    view = {"precision": "bf16", "accuracy": LOOSE}
+    project = torch_project(make_project, ROWS, view=view)
+    assert (run(project), run(project, "--full")) == (0, 0)
+    gates = OfflineStore(project.root).snapshot("numbers", 2).gates
+    assert gates[0]["gate"] == "accuracy"
+    tight = torch_project(make_project, view={"precision": "bf16"})
+    assert run(tight, "--full") == 3
+    assert OfflineStore(project.root).numbers("numbers") == [1, 2]
+
+
+def test_a_verdict_is_kept_when_the_other_gates_judge_again(make_project: MakeProject) -> None:
+    view = {"precision": "bf16", "accuracy": LOOSE}
+    project = torch_project(make_project, ROWS, view=view | {"gates": {"duplicates": 0.0}})
+    assert run(project) == 3  # by the gate duplicates, after computing
+    store = OfflineStore(project.root)
+    refused = store.snapshot("numbers", 1)
+    assert (refused.refused_by, refused.gates[0]["gate"]) == (["duplicates"], "accuracy")
+    assert run(torch_project(make_project, view=view)) == 0
+    mended = store.snapshot("numbers", 2)
+    assert (mended.refused_by, mended.gates[0]) == ([], refused.gates[0])
+    assert stored(project, 2) == wanted(ROWS, torch.bfloat16)
+
+
+def test_a_conversion_without_a_usable_row_is_refused(make_project: MakeProject) -> None:
+    rows = [*((i, None) for i in range(600)), *((i, 1.0 + i / 1000) for i in range(600, 1300))]
+    project = torch_project(make_project, rows, view={"precision": "bf16", "accuracy": LOOSE, "max_rejected": 0.6})
+    assert run(project) == 2
+    assert last_report(project)["error"] == (
+        "view 'numbers': model: precision bf16-eager: none of the source's first 256 rows is usable, to show the conversion: let its SQL "
+        "leave out or order last what is bad, or compute in float32"
+    )
+
+
+# ---- fingerprints and plans
+
+
+def fingerprint(project: Project) -> str:
+    with open_view(project.view("numbers").feature_view(), OfflineStore(project.root)) as opened:
+        return opened.fingerprint
+
+
+def test_a_fingerprint_tells_precisions_and_back_ends_apart(make_project: MakeProject) -> None:
+    written: list[dict[str, Any]] = [
+        {},
+        {"precision": "fp32"},
+        {"backend": "eager"},
+        {"precision": "fp32", "backend": "eager"},
+        {"precision": "bf16"},
+        {"precision": "bf16", "backend": "eager"},
+        {"precision": "fp32", "backend": "onednn"},
+        {"backend": "onednn"},
+        {"precision": "fp16"},
+    ]
+    found = [fingerprint(torch_project(make_project, ROWS, view=view)) for view in written]
+    assert [found.index(f) for f in found] == [0, 0, 0, 0, 4, 4, 6, 6, 8]
+    tuned(torch_project(make_project, ROWS))
+    assert fingerprint(torch_project(make_project, ROWS)) == found[4]
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        {"precision": "bf16"},
+        {"precision": "bf16", "backend": "eager"},
+        {"precision": "fp32", "backend": "onednn"},
+        {"backend": "onednn"},
+    ],
+)
+def test_another_precision_or_back_end_recomputes_every_row_and_says_so(
+    make_project: MakeProject, after: dict[str, Any], capsys: Captured
+) -> None:
+    project = torch_project(make_project, ROWS)
+    assert run(project) == 0
+    other = torch_project(make_project, view=after | {"accuracy": LOOSE})
+    plan = plan_view(other, "numbers")
+    assert (plan.parent, plan.diff.compute) == (None, 120)
+    assert plan.reason.startswith("every row, since the model's precision changed, fingerprint ")
+    assert run(other) == 0
+    dtype = torch.bfloat16 if after.get("precision") == "bf16" else torch.float32
+    assert stored(other, 2) == wanted(ROWS, dtype)
+    assert stored(other, 1) == wanted(ROWS)
+
+
+def test_other_weights_are_not_called_another_precision(make_project: MakeProject) -> None:
+    project = torch_project(make_project, ROWS)
+    assert run(project) == 0
+    other = torch_project(make_project, view={"precision": "fp32"})
+    save_file({"linear.weight": torch.ones(4, 1), "linear.bias": torch.zeros(4)}, other.folder / "doubler.safetensors")
+    assert plan_view(other, "numbers").reason.startswith("every row, since the model (or its tokenizer or tables) changed")
+
+
+def test_saying_what_auto_is_computes_nothing(make_project: MakeProject) -> None:
+    assert run(torch_project(make_project, ROWS)) == 0
+    plan = plan_view(torch_project(make_project, view={"precision": "fp32"}), "numbers")
+    assert (plan.diff.compute, plan.diff.unchanged) == (0, 120)
+
+
+# ---- the fallback
+
+
+def computed(project: Project, fallback: ViewFallback, view: str, key: str) -> dict[str, Any]:
+    """What the fallback answers for a key."""
+    online = open_online_store(project.online)
+    try:
+        pointer = online.live(view)
+        assert pointer is not None
+        (answer,) = fallback.submit(pointer, [key], {}, time.monotonic() + 30)
+        done: dict[str, Any] = answer.result(30).features.to_pylist()[0]
+        return done
+    finally:
+        online.close()
+
+
+def test_the_fallback_computes_in_the_precision_of_each_snapshot(make_project: MakeProject) -> None:
+    on = {"accuracy": LOOSE, "gates": {"duplicates": None}, "fallback": {"enabled": True}}
+    plain = torch_project(make_project, ROWS, view=on)
+    shared = {
+        "entity": ["id"],
+        "source": {"sql": "SELECT * FROM read_parquet('${data}/data.parquet')"},
+        "features": {"double": {"dtype": "float64"}, "vector": {"dtype": "float32", "dim": 4}},
+        "ttl": "1h",
+    }
+    views = {
+        name: shared | on | {"model": torch_model(**model)}
+        for name, model in (
+            ("half", {"precision": "bf16"}),
+            ("packed", {"backend": "onednn"}),
+            ("half_too", {"precision": "bf16"}),
+        )
+    }
+    project = torch_project(make_project, view=on, views=views)
+    for name in project.views:
+        run_view(project, name, Silent())
+    tuned(plain)  # what is configured later is no matter: the live snapshot's definition is
+    key, x = ROWS[33]
+    exact = {"double": expected([x])["double"][0], "vector": expected([x])["vector"][0].tolist()}
+    half = {
+        "double": expected([x], torch.bfloat16)["double"][0],
+        "vector": expected([x], torch.bfloat16)["vector"][0].tolist(),
+    }
+    assert exact != half
+    fallback = ViewFallback(OfflineStore(project.root), memory_mb=64)
+    try:
+        for _ in range(2):
+            for name, values in (("numbers", exact), ("half", half), ("packed", exact), ("half_too", half), ("numbers", exact)):
+                assert (name, computed(project, fallback, name, str(key))) == (name, values)
+    finally:
+        fallback.close()
+
+
+Write = Callable[[Project], None]
+
+
+def test_data_that_is_other_when_the_fallback_opens_is_computed_all_the_same(make_project: MakeProject) -> None:
+    on = {"accuracy": LOOSE, "gates": {"duplicates": None}, "fallback": {"enabled": True}, "precision": "bf16"}
+    project = torch_project(make_project, ROWS, view=on)
+    run_view(project, "numbers", Silent())
+    pq.write_table(pa.table({"id": [900], "x": [1.003]}), project.folder / "data.parquet")
+    fallback = ViewFallback(OfflineStore(project.root), memory_mb=64)
+    try:
+        made = expected([1.003], torch.bfloat16)
+        assert computed(project, fallback, "numbers", "900") == {
+            "double": made["double"][0],
+            "vector": made["vector"][0].tolist(),
+        }
+    finally:
+        fallback.close()
