@@ -39,7 +39,7 @@ from store.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot
 PART_BYTES = 64 * 2**20
 """Rows are gathered to about this size before a Parquet file is written."""
 CHUNK_S = 30.0
-"""Or for this long: a chunk is what a killed run loses at most."""
+"""Or for this long: a chunk, and the windows computed ahead of it, is what a killed run loses at most."""
 
 _REJECTED = pa.schema(
     [
@@ -308,6 +308,8 @@ class _Run:
     _pending_bytes: int = 0
     _rejected: list[pa.RecordBatch] = field(default_factory=list)
     _reasons: Counter[str] = field(default_factory=Counter)
+    _attempts: dict[tuple[str | None, int | None], int] = field(default_factory=dict)
+    """Of the rows that are tried again: how often, by key and input hash."""
     _bad_keys: deque[tuple[pa.Array, list[str], pa.Array]] = field(default_factory=deque)
 
     @property
@@ -319,6 +321,10 @@ class _Run:
         """Begin with what interrupted runs left, and with the rows that were rejected before."""
         self.parts = [chunk.part for chunk in plan.finished if chunk.part is not None] if plan.diff.resumed else []
         self.written = plan.diff.resumed
+        if plan.diff.retried:
+            before = self.opened.source.refused()
+            rows = zip(*(before.column(name).to_pylist() for name in ("key", "input_hash", "attempts")), strict=True)
+            self._attempts = {(key, given): attempts for key, given, attempts in rows}
         if plan.diff.refused:
             table = self.opened.source.refused().cast(_REJECTED)
             self._rejected = table.to_batches()
@@ -465,6 +471,10 @@ class _Run:
         return replace(snapshot, kind="full", parent=None, bases=bases, parts=tuple(parts), deletes=None, own_deletes=0)
 
     def _reject(self, keys: pa.Array, stages: list[str], errors: list[str], hashes: pa.Array) -> None:
+        attempts = [1] * len(keys)
+        if self._attempts:
+            named = zip(keys.to_pylist(), hashes.to_pylist(), strict=True)
+            attempts = [1 + self._attempts.get(row, 0) for row in named]
         self._rejected.append(
             pa.RecordBatch.from_arrays(
                 [
@@ -472,7 +482,7 @@ class _Run:
                     pa.array(stages, pa.string()),
                     pa.array(errors, pa.string()),
                     hashes,
-                    pa.repeat(pa.scalar(1, pa.int32()), len(keys)),
+                    pa.array(attempts, pa.int32()),
                 ],
                 schema=_REJECTED,
             )

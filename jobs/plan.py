@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from jobs.config import ViewConfig
@@ -71,6 +70,7 @@ class Plan:
             (-diff.resumed, "computed by an interrupted run"),
             (-diff.refused, "rejected before with the same input"),
         ]
+        retried = f", {diff.retried:,} of them rejected before" if diff.retried else ""
         counted = ", ".join(f"{'–' if n < 0 else ''}{abs(n):,} {what}" for n, what in kinds if n)
         left = [f"{diff.unchanged:,} unchanged"] * bool(diff.unchanged) + [f"{diff.removed:,} removed"] * bool(diff.removed)
         kind = (
@@ -80,7 +80,7 @@ class Plan:
         )
         return (
             f"{kind}: {diff.compute:,} of {self.source_rows:,} rows to compute"
-            + (f" ({counted})" if counted else "")
+            + (f" ({counted}{retried})" if counted else "")
             + "".join(f", {text}" for text in left)
             + f"; {self.reason}"
         )
@@ -168,16 +168,14 @@ def _diff(
     retry_rejected: bool,
 ) -> Diff:
     folder = store.root / opened.view.name
-    refused: list[Path] = []
-    if not retry_rejected:
-        refused = [folder / chunk.rejected.path for chunk in finished if chunk.rejected is not None]
-        if parent is not None and parent.rejected is not None and (folder / parent.rejected.path).is_file():
-            refused.append(folder / parent.rejected.path)
+    refused = [folder / chunk.rejected.path for chunk in finished if chunk.rejected is not None]
+    if parent is not None and parent.rejected is not None and (folder / parent.rejected.path).is_file():
+        refused.append(folder / parent.rejected.path)
     parts = Files([folder / chunk.part.path for chunk in finished if chunk.part is not None])
     if parent is None and not parts.paths and not refused:
         return Diff(new=source_rows)
     known = None if parent is None else files_of(store.layers(parent))
-    return opened.source.diff(known, parts, refused, expired_before_us=expired_before_us)
+    return opened.source.diff(known, parts, refused, expired_before_us=expired_before_us, retry_refused=retry_rejected)
 
 
 def _is_damaged(store: OfflineStore, snapshot: Snapshot) -> bool:

@@ -1,4 +1,4 @@
-"""Profile: run a sample of a view through the engine and tell where the time goes. Nothing of it is kept.
+"""Profile: run a sample of a view through the engine and tell where the time goes. None of its rows is kept.
 
 The stages overlap, so their times do not add up to the whole: the one that is busy nearly all the time sets the pace, and the others
 wait for it.
@@ -82,7 +82,7 @@ def profile(
         runner = Runner(opened.model, opened.view)
         windows = _sampled(opened, rows, runner)
         first = next(windows)
-        read_s = runner.meter.stage("read").busy_s  # before the clock starts, and a part of the time: a share of it is at most all
+        read_s = runner.meter.stage("read").busy_s  # before the clock starts, but a part of the time
         Runner(opened.model, opened.view).compute(first.slice(0, WARM_UP_ROWS))
         if trace is not None:
             _write_trace(opened, first, trace)
@@ -150,7 +150,9 @@ def _check_writable(path: Path) -> None:
     try:
         path.open("ab").close()
     except OSError as exc:
-        raise ConfigError(f"--trace: {str(path)!r} cannot be written: {exc.strerror}; give a file in a folder that exists") from exc
+        raise ConfigError(
+            f"--trace: {str(path)!r} cannot be written: {exc.strerror}; give a file in a folder that exists"
+        ) from exc
 
 
 def _write_trace(opened: OpenView, window: pa.RecordBatch, path: Path) -> None:

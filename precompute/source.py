@@ -55,7 +55,8 @@ class Diff:
     """What becomes of the source's rows, compared with what was computed before.
 
     ``new``, ``changed`` and ``expired`` (past their TTL) rows need a value, but for ``resumed`` ones, which an interrupted run computed, and
-    ``refused`` ones, which the model rejected with the same input before. ``removed`` counts rows that left the source; ``oldest_us`` and
+    ``refused`` ones, which the model rejected with the same input before; ``retried`` counts those of them that are to be computed once more
+    all the same. ``removed`` counts rows that left the source; ``oldest_us`` and
     ``newest_us`` (µs since 1970) when the rows that are taken over were computed, None without any.
     """
 
@@ -66,6 +67,7 @@ class Diff:
     removed: int = 0
     resumed: int = 0
     refused: int = 0
+    retried: int = 0
     oldest_us: int | None = None
     newest_us: int | None = None
 
@@ -296,6 +298,7 @@ class Source:
         refused: Sequence[Path] = (),
         *,
         expired_before_us: int | None = None,
+        retry_refused: bool = False,
     ) -> Diff:
         """Compare the loaded rows with earlier results; :meth:`batches` then yields only those that need a value.
 
@@ -304,6 +307,7 @@ class Source:
             finished: files of interrupted runs: the same columns; a key may come several times.
             refused: Parquet files of rejected rows, by ``key`` text and ``input_hash``.
             expired_before_us: a known row computed before this (µs since 1970) is computed again.
+            retry_refused: compute the refused ones, too.
 
         Raises:
             SnapshotError: one of these files cannot be read.
@@ -311,11 +315,18 @@ class Source:
         if not self._loaded:
             raise SourceError("load() comes before diff()")
         try:
-            return self._diff(known, finished, refused, expired_before_us)
+            return self._diff(known, finished, refused, expired_before_us, retry_refused)
         except (SourceError, ConfigError) as exc:  # the source itself lies in a table of ours by now
             raise SnapshotError(f"earlier results cannot be read: {exc}") from exc
 
-    def _diff(self, known: Files | None, finished: Files | None, refused: Sequence[Path], expired_before_us: int | None) -> Diff:
+    def _diff(
+        self,
+        known: Files | None,
+        finished: Files | None,
+        refused: Sequence[Path],
+        expired_before_us: int | None,
+        retry_refused: bool,
+    ) -> Diff:
         same_key = " AND ".join(f"i.{_quoted(c)} = o.{_quoted('key_' + c)}" for c in self.entity)
         expired = -(2**62) if expired_before_us is None else int(expired_before_us)
         with _translated():
@@ -350,8 +361,8 @@ class Source:
                     "WHERE p.state < 3 AND i.rowid NOT IN (SELECT i FROM taken) GROUP BY i.rowid"
                 )
             self._connection.execute(
-                "CREATE OR REPLACE TEMP TABLE todo AS SELECT i FROM plan WHERE state < 3 AND i NOT IN (SELECT i FROM taken) "
-                "AND i NOT IN (SELECT i FROM refused)"
+                "CREATE OR REPLACE TEMP TABLE todo AS SELECT i FROM plan WHERE state < 3 AND i NOT IN (SELECT i FROM taken)"
+                + ("" if retry_refused else " AND i NOT IN (SELECT i FROM refused)")
             )
             states = dict.fromkeys(range(4), 0) | {
                 row["state"]: row["n"] for row in self._query("SELECT state, count(*) AS n FROM plan GROUP BY state").to_pylist()
@@ -359,6 +370,7 @@ class Source:
             ages = self._query(
                 "SELECT min(us) AS oldest, max(us) AS newest FROM (SELECT us FROM plan WHERE state = 3 UNION ALL SELECT pick.us FROM taken)"
             ).to_pylist()[0]
+            again = self._scalar("SELECT count(*) FROM refused")
             diff = Diff(
                 new=states[0],
                 changed=states[1],
@@ -366,7 +378,8 @@ class Source:
                 unchanged=states[3],
                 removed=self._scalar("SELECT count(*) FROM known") - sum(states[n] for n in (1, 2, 3)),
                 resumed=self._scalar("SELECT count(*) FROM taken"),
-                refused=self._scalar("SELECT count(*) FROM refused"),
+                refused=0 if retry_refused else again,
+                retried=again if retry_refused else 0,
                 oldest_us=ages["oldest"],
                 newest_us=ages["newest"],
             )

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -97,6 +98,7 @@ def test_the_first_run_computes_every_row(make_project: MakeProject) -> None:
         "removed": 0,
         "resumed": 0,
         "refused": 0,
+        "retried": 0,
         "parent": None,
         "compact": False,
         "reason": "the first snapshot",
@@ -234,8 +236,15 @@ def test_a_rejected_row_is_not_tried_again_before_its_input_changes(make_project
         "nothing to do: 0 of 8 rows to compute (1 new, –1 rejected before with the same input), 7 unchanged; builds on snapshot 1"
     )
     assert run(project).status == "current"
-    assert plan_view(project, "numbers", retry_rejected=True).diff.compute == 1
-    report = run(project, retry_rejected=True)
+    again = plan_view(project, "numbers", retry_rejected=True)
+    assert str(again) == "delta: 1 of 8 rows to compute (1 new, 1 of them rejected before), 7 unchanged; builds on snapshot 1"
+    for attempts in (2, 3):
+        report = run(project, retry_rejected=True)
+        store = OfflineStore(project.root)
+        rejected = store.snapshot("numbers", report.snapshot or 0).rejected
+        assert rejected is not None
+        (row,) = pq.read_table(store.root / "numbers" / rejected.path).to_pylist()
+        assert (row["key"], row["stage"], row["attempts"]) == ("8", "model", attempts)
     assert (report.counts["rejected"], report.counts["unchanged"], report.counts["written"]) == (1, 7, 0)
     report = run(make_project([*ROWS[:6], (7, 70.0), (8, -1.0)], view=COUNTING))  # what was rejected stays told
     assert report.counts == {"source": 8, "written": 1, "rejected": 1, "unchanged": 6, "removed": 0, "duplicates": 0}

@@ -1,0 +1,237 @@
+"""Engine: in the run's own process or in workers, and what is committed is the same, byte for byte."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from safetensors.numpy import save_file
+
+from jobs import materialize
+from jobs.config import EngineConfig, Project
+from jobs.engine import engine_of
+from jobs.open_view import open_view
+from jobs.progress import Silent
+from jobs.report import Report, engine_line
+from jobs.run import run_view
+from precompute.meter import Meter
+from precompute.runner import Runner
+from precompute.worker_pool import WorkerPool
+from store.lookup import Lookup
+from store.offline_store import OfflineStore
+from store.online_url import open_online_store
+from tests.conftest import MakeProject
+from tests.precompute.dying_models import Launching
+
+HERE = "tests.jobs.test_engine"
+TWO = {"workers": 2}
+RNG = np.random.default_rng(7)
+LINEAR = {"weight": RNG.normal(size=(8, 3)).astype(np.float32), "bias": RNG.normal(size=8).astype(np.float32)}
+
+
+class Pid:
+    """Every row → the process that computed it, and the sum of a table that is an argument."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self.sum = sum(table.column("n").to_pylist())
+
+    def fingerprint(self) -> str:
+        return "pid"
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, npt.NDArray[np.int64]]:
+        return {"pid": np.full(batch.num_rows, os.getpid()), "sum": np.full(batch.num_rows, self.sum)}
+
+
+class OnGpu(Launching):
+    """A staged model that says it is on a GPU."""
+
+    @property
+    def device(self) -> Any:
+        found = super().device
+        found.name = "cuda:0"
+        return found
+
+
+PID = {
+    "model": {"use": f"{HERE}:Pid", "args": {"table": {"sql": "SELECT unnest([40, 2]) AS n"}}},
+    "features": {"pid": {"dtype": "int64"}, "sum": {"dtype": "int64"}},
+}
+TORCH: dict[str, Any] = {
+    "model": {
+        "use": "torch_module",
+        "args": {
+            "module": "torch.nn:Linear",
+            "args": {"in_features": 3, "out_features": 8},
+            "weights": "${data}/linear.safetensors",
+            "inputs": {"input": ["x", "y", "z"]},
+            "outputs": {"vector": 0},
+            "device": "cpu",
+            "max_cost": 16,
+        },
+    },
+    "features": {"vector": {"dtype": "float32", "dim": 8}},
+}
+BF16 = TORCH | {"model": TORCH["model"] | {"precision": "bf16"}, "accuracy": {"cosine": 0.9, "recall_at_10": 0.0}}
+TOP_K = {
+    "source": {"sql": "SELECT id, [x, y, z]::FLOAT[3] AS vector, [id % 5] AS seen FROM read_parquet('${data}/data.parquet')"},
+    "model": {
+        "use": "top_k",
+        "args": {
+            "k": 3,
+            "exclude": "seen",
+            "items": {
+                "sql": "SELECT id AS item, [z, x, y]::FLOAT[3] AS vector FROM read_parquet('${data}/data.parquet') WHERE id < 9"
+            },
+            "device": "cpu",
+        },
+    },
+    "features": {"items": {"dtype": "int64", "max_items": 3}, "scores": {"dtype": "float32", "max_items": 3}},
+}
+DYING = {"model": {"use": "tests.precompute.dying_models:Dying", "args": {"how": "leave", "on": 5.0}}}
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that every worker gets some."""
+    monkeypatch.setattr(materialize, "WINDOW_ROWS", 40)
+
+
+def numbers(rows: int = 200) -> pa.Table:
+    values = np.random.default_rng(3).normal(size=(3, rows)).round(3)
+    return pa.table({"id": range(rows), "x": values[0], "y": values[1], "z": values[2]})
+
+
+def run(make_project: MakeProject, table: Any, engine: dict[str, Any] | None, **options: Any) -> tuple[Project, Report]:
+    """A run that computes every row; publishing is the store's part."""
+    command, view = options.pop("command", "materialize"), options.pop("view", {})
+    project = make_project(table, view=view, project={} if engine is None else {"engine": engine}, **options)
+    save_file(LINEAR, project.folder / "linear.safetensors")
+    return project, run_view(project, "numbers", Silent(), command=command, full=True)
+
+
+def committed(project: Project, number: int) -> pa.Table:
+    """Every row of a snapshot, in the order it was written, without the time of its computing."""
+    store = OfflineStore(project.root)
+    snapshot = store.snapshot("numbers", number)
+    return pa.concat_tables(pq.read_table(path) for path in store.part_paths(snapshot)).drop_columns(["computed_at"])
+
+
+def content(table: pa.Table) -> bytes:
+    """Equal for tables of the same bits only: 0.0 is not -0.0."""
+    sink = pa.BufferOutputStream()
+    table = table.replace_schema_metadata(None).combine_chunks()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(pa.Table.from_batches([pa.RecordBatch.from_struct_array(table.to_struct_array().combine_chunks())]))
+    return bytes(sink.getvalue())
+
+
+# ---- which engine
+
+
+@pytest.mark.parametrize("engine", [None, {"workers": "auto"}, {"workers": 0}, {"workers": 1}, {"workers": 2}])
+def test_workers_compute_where_they_are_asked_for(make_project: MakeProject, engine: dict[str, Any] | None) -> None:
+    project, report = run(make_project, numbers(), engine, view=PID)
+    found = committed(project, 1)
+    pids, workers = set(found.column("pid").to_pylist()), (engine or {}).get("workers", 0)
+    assert found.column("sum").unique().to_pylist() == [42]
+    if workers in (0, "auto"):
+        assert pids == {os.getpid()}
+        assert "workers" not in report.engine
+    else:
+        assert os.getpid() not in pids
+        assert 1 <= len(pids) <= workers  # one may have done all before the other was there
+        assert report.engine["workers"] == workers
+
+
+@pytest.mark.parametrize(
+    ("workers", "gpus", "devices"),
+    [
+        ("auto", 0, None),
+        ("auto", 1, None),
+        ("auto", 2, "2 workers: cuda:0, cuda:1"),
+        (0, 2, None),
+        (1, 2, "1 workers: cuda:0"),
+        (3, 2, "3 workers: cuda:0, cuda:1"),
+        (3, 0, "3 workers: as they are"),
+    ],
+)
+def test_workers_share_the_gpus_that_are_there(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, workers: Any, gpus: int, devices: str | None
+) -> None:
+    monkeypatch.setattr("precompute.device.gpu_count", lambda: gpus)  # this machine may have none
+    project = make_project(numbers(), view={"model": {"use": f"{HERE}:OnGpu"}})
+    store, meter = OfflineStore(project.root), Meter()
+    with open_view(project.view("numbers").feature_view(), store) as opened:
+        engine = engine_of(opened, EngineConfig(workers=workers), meter, store)
+        assert isinstance(engine, Runner if devices is None else WorkerPool)
+        assert devices is None or engine.figures(1.0)["device"] == devices
+    project = make_project(view={"model": {"use": "tests.arithmetic:Doubler"}})  # is on no GPU, however many there are
+    with open_view(project.view("numbers").feature_view(), store) as opened:
+        engine = engine_of(opened, EngineConfig(workers=workers), meter, store)
+        count = 0 if workers == "auto" else workers
+        assert isinstance(engine, WorkerPool if count else Runner)
+        assert not count or engine.figures(1.0)["device"] == f"{count} workers: as they are"
+
+
+# ---- the same rows
+
+
+@pytest.mark.parametrize("view", [{}, TORCH, BF16, TOP_K], ids=["plain", "torch_module", "bf16", "top_k"])
+def test_workers_commit_the_same_rows_byte_for_byte(make_project: MakeProject, view: dict[str, Any]) -> None:
+    project, alone = run(make_project, numbers(), None, view=view)
+    _, theirs = run(make_project, None, TWO, view=view)
+    assert (alone.status, theirs.status, theirs.snapshot) == ("committed", "committed", 2)
+    assert ("workers" in alone.engine, theirs.engine["workers"]) == (False, 2)
+    assert (alone.model, alone.counts) == (theirs.model, theirs.counts)
+    ours, found = committed(project, 1), committed(project, 2)
+    assert ours.column("id").to_pylist() == list(range(200))
+    assert content(found) == content(ours)
+    if view in (TORCH, BF16):  # and in the precision asked for, or the same bytes would say little
+        xyz = np.stack([numbers().column(name).to_numpy() for name in "xyz"], 1)
+        off = np.abs(np.stack(found.column("vector").to_numpy()) - (xyz @ LINEAR["weight"].T + LINEAR["bias"])).max()
+        assert off < 1e-5 if view is TORCH else 1e-3 < off < 0.1
+
+
+# ---- deaths
+
+
+def test_a_row_that_kills_its_worker_is_rejected_alone_and_the_run_publishes(make_project: MakeProject) -> None:
+    rows = [(i, float(i)) for i in range(12)]
+    project, report = run(make_project, rows, TWO, view=DYING, command="run")
+    assert (report.status, report.counts["written"], report.counts["rejected"]) == ("published", 11, 1)
+    store = OfflineStore(project.root)
+    (rejected,) = pq.read_table(store.root / "numbers" / "data" / report.run / "rejected.parquet").to_pylist()
+    assert (rejected["key"], rejected["stage"]) == ("5", "worker")
+    assert rejected["error"] == "its worker process exited with status 3; the last line of its stderr: last words (2 of 2 tries)"
+    assert committed(project, 1).select(["id", "double", "vector"]).to_pylist() == [
+        {"id": i, "double": 2.0 * i, "vector": [i, i + 1.0, i + 2.0, i + 3.0]} for i in range(12) if i != 5
+    ]
+    online = open_online_store(project.online)
+    try:
+        lookup = Lookup(online, project.root)
+        assert [lookup.row("numbers", key)["status"] for key in (4, 5, 6)] == ["fresh", "missing", "fresh"]
+    finally:
+        online.close()
+
+
+# ---- the report
+
+
+@pytest.mark.parametrize("engine", [None, TWO])
+def test_the_report_holds_the_engines_figures(make_project: MakeProject, engine: dict[str, Any] | None) -> None:
+    project, report = run(make_project, numbers(), engine, view=TORCH)
+    written: dict[str, Any] = json.loads(Path(project.root, "numbers", "runs", f"{report.run}.json").read_text())["engine"]
+    assert written == report.engine
+    assert (written["rows"], written["cost"]) == (200, 200)
+    assert written["batches"] == 15  # of 16, 16 and 8 rows in each of 5 windows
+    assert {"prepare", "model", "write"} <= written["stages"].keys()
+    assert written["stages"]["model"]["busy_s"] > 0
+    assert written["device"] == ("cpu" if engine is None else "2 workers: as they are")
+    assert engine_line(written).endswith("2 workers: as they are") == (engine is not None)

@@ -1,0 +1,240 @@
+"""Profile: a sample goes through the real engine, what took the time is named, and nothing of it is kept."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from safetensors.numpy import save_file
+
+from jobs import profile as profile_module
+from jobs.cli import main
+from jobs.config import Project
+from jobs.profile import PACE, describe_profile, profile
+from store.errors import ConfigError, SourceError
+from store.partition import containing
+from tests.conftest import MakeProject
+
+ROWS = [(i, float(i)) for i in range(10)]
+STAGES = ["read", "prepare", "batch", "model", "write"]
+SLOW_SQL = (
+    "SELECT id, x FROM read_parquet('${data}/data.parquet'), (SELECT count(*) AS n FROM range(100_000_000) t(i) WHERE i % 3 = 1)"
+)
+"""Takes DuckDB some tenths of a second; the ten rows take the model some microseconds."""
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary files go meanwhile."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def call(project: Project, *command: str) -> int:
+    return main(["-c", str(project.folder), "profile", "numbers", *command])
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Everything below a folder; the bytes of a folder are none."""
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else b"" for p in sorted(folder.rglob("*"))}
+
+
+def doubler(**args: Any) -> dict[str, Any]:
+    return {"model": {"use": "tests.arithmetic:Doubler", "args": args}}
+
+
+# ---- the figures
+
+
+@pytest.mark.parametrize(("asked", "rows", "batches"), [(1, 1, 1), (4, 4, 1), (9, 9, 3), (10, 10, 3), (50, 10, 3)])
+def test_as_many_rows_as_asked_for_go_through_every_stage(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, asked: int, rows: int, batches: int
+) -> None:
+    monkeypatch.setattr(profile_module, "WINDOW_ROWS", 4)
+    found = profile(make_project(ROWS), "numbers", rows=asked)
+    assert (found["view"], found["rows"], found["batches"], found["rejected"]) == ("numbers", rows, batches, 0)
+    assert list(found["stages"]) == STAGES
+    assert found["stages"]["write"]["busy_s"] > 0  # Parquet was written
+
+
+def test_the_warm_up_is_not_counted(make_project: MakeProject) -> None:
+    found = profile(make_project(ROWS, view=doubler(fail_on=3.0)), "numbers", rows=10)
+    assert (found["rows"], found["rejected"]) == (10, 1)
+    assert found["retries"] == 4  # the batches that row 3 was in; the warm-up of the same rows had as many
+
+
+@pytest.mark.parametrize(("bad", "rejected"), [({"fail_on": 3.0}, 1), ({"nan_on": 4.0}, 1), ({"fail_on": 3.0, "nan_on": 4.0}, 2)])
+def test_rejected_rows_are_counted_and_end_nothing(make_project: MakeProject, bad: dict[str, float], rejected: int) -> None:
+    view = doubler(**bad) | {"max_rejected": 0.0}  # of a run
+    found = profile(make_project(ROWS, view=view), "numbers", rows=10)
+    assert (found["rows"], found["rejected"]) == (10, rejected)
+    assert f"; {rejected} rejected\n" in describe_profile(found)
+
+
+def test_time_spent_before_the_engine_starts_is_part_of_the_whole(make_project: MakeProject) -> None:
+    """No stage is busy for more than all of the time."""
+    found = profile(make_project(ROWS, view={"source": {"sql": SLOW_SQL}}), "numbers", rows=10)
+    assert max(found["stages"], key=lambda name: found["stages"][name]["busy_s"]) == "read"
+    assert 0 < found["stages"]["read"]["busy_s"] <= found["seconds"]
+    assert found["rows_per_s"] <= 10 / found["stages"]["read"]["busy_s"] * 1.01
+
+
+# ---- partitions
+
+
+def test_a_partitioned_view_is_profiled_over_one_partition(make_project: MakeProject, capsys: Captured) -> None:
+    today = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+    days = [today - timedelta(days=n) for n in (2, 1, 0)]
+    times = [days[0]] * 2 + [days[1]] * 3 + [days[2]] * 4
+    table = pa.table(
+        {"id": range(9), "x": pa.array(np.arange(9.0)), "t": pa.array(times, pa.timestamp("us", "UTC"))},
+    )
+    view = {
+        "source": {"sql": "SELECT id, x FROM read_parquet('${data}/data.parquet') WHERE t >= $start AND t < $end"},
+        "partition": {"by": "day", "start": f"{days[0]:%Y-%m-%d}"},
+    }
+    project = make_project(table, view=view)
+    assert profile(project, "numbers", rows=100)["rows"] == 3  # the latest that is over
+    assert profile(project, "numbers", rows=100, partition=containing("day", days[0]))["rows"] == 2
+    assert call(project, "--partition", f"{days[2]:%Y-%m-%d}T12:00", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == 4
+    assert call(project, "--partition", "yesterday") == 2
+    assert "'yesterday'" in capsys.readouterr().err
+    project = make_project(view=view | {"partition": {"by": "day", "start": f"{days[2]:%Y-%m-%d}"}})
+    with pytest.raises(ConfigError, match="is not over yet"):
+        profile(project, "numbers", rows=100)
+
+
+# ---- the command
+
+
+def test_the_command_prints_a_table_and_what_sets_the_pace(make_project: MakeProject, capsys: Captured) -> None:
+    assert call(make_project(ROWS, view=doubler(sleep_s=0.2))) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    lines = captured.out.splitlines()
+    assert lines[0].startswith("numbers: 10 rows in ")
+    assert lines[0].endswith(" of loading; 0 rejected")
+    assert [line.split()[0] for line in lines[2:11]] == [
+        *("stage", "read", "prepare", "batch", "model", "forward", "landing", "checking", "write")
+    ]
+    assert lines[-1].endswith(
+        "% of the time is the model; the rest waits for it: `precompute tune` looks for a faster precision, and a GPU computes more."
+    )
+
+
+def test_a_slow_source_is_named(make_project: MakeProject, capsys: Captured) -> None:
+    assert call(make_project(ROWS, view={"source": {"sql": SLOW_SQL}})) == 0
+    assert "of the time is reading the source; the source's SQL is the limit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("slowest", STAGES)
+def test_the_busiest_stage_is_named_with_its_share_and_its_remedy(make_project: MakeProject, slowest: str) -> None:
+    found = profile(make_project(ROWS), "numbers", rows=10)
+    assert set(found["stages"]) == set(PACE)
+    found |= {"seconds": 2.0, "stages": {name: stage | {"busy_s": 0.5} for name, stage in found["stages"].items()}}
+    found["stages"][slowest]["busy_s"] = 1.5
+    what, remedy = PACE[slowest]
+    assert describe_profile(found).splitlines()[-1] == f"75% of the time is {what}; {remedy}."
+
+
+def test_json_is_the_figures_and_nothing_else(make_project: MakeProject, capsys: Captured) -> None:
+    project = make_project(ROWS)
+    assert call(project, "--rows", "7", "--json") == 0
+    captured = capsys.readouterr()
+    assert (captured.err, captured.out.count("\n")) == ("", 1)
+    found = json.loads(captured.out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert found.keys() == profile(project, "numbers", rows=7).keys()
+    assert (found["view"], found["rows"], found["rejected"], found["device"], found["cost_unit"]) == (
+        "numbers",
+        7,
+        0,
+        "cpu",
+        "rows",
+    )
+
+
+@pytest.mark.parametrize("options", [["--rows", "0"], ["--rows", "-1"], ["--partition", "2026-01-01"]])
+def test_what_cannot_be_profiled_is_status_2(make_project: MakeProject, capsys: Captured, options: list[str]) -> None:
+    assert call(make_project(ROWS), *options) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.count("precompute: ")) == ("", 1)
+    assert (f"--rows: {options[1]}: at least 1" if options[0] == "--rows" else "'numbers' has none") in captured.err
+
+
+def test_a_source_without_rows_is_told(make_project: MakeProject, capsys: Captured) -> None:
+    project = make_project(pa.table({"id": pa.array([], pa.int64()), "x": pa.array([], pa.float64())}))
+    with pytest.raises(SourceError, match="view 'numbers': the source yielded no rows"):
+        profile(project, "numbers", rows=5)
+    assert call(project) == 1
+    assert capsys.readouterr().err == "precompute: view 'numbers': the source yielded no rows: nothing to profile\n"
+
+
+# ---- the trace
+
+
+def test_a_trace_holds_what_torch_did_for_a_window(make_project: MakeProject, tmp_path: Path) -> None:
+    args = {
+        "module": "torch.nn:Linear",
+        "args": {"in_features": 1, "out_features": 4},
+        "weights": "${data}/linear.safetensors",
+        "inputs": {"input": ["x"]},
+        "outputs": {"vector": 0},
+        "device": "cpu",
+    }
+    view = {"model": {"use": "torch_module", "args": args}, "features": {"vector": {"dtype": "float32", "dim": 4}}}
+    project, trace = make_project(ROWS, view=view), tmp_path / "trace.json"
+    save_file({"weight": np.ones((4, 1), np.float32), "bias": np.zeros(4, np.float32)}, project.folder / "linear.safetensors")
+    trace.write_text("of last week")
+    assert call(project, "--trace", str(trace)) == 0
+    assert "aten::linear" in {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+
+
+@pytest.mark.parametrize(("where", "why"), [("nowhere/t.json", "No such file or directory"), (".", "Is a directory")])
+def test_a_trace_that_cannot_be_written_is_told_before_the_model_is_loaded(
+    make_project: MakeProject, tmp_path: Path, capsys: Captured, where: str, why: str
+) -> None:
+    view = {"model": {"use": "tests.precompute.dying_models:Unloadable", "args": {"how": "raise"}}}
+    path, before = tmp_path / where, files(tmp_path)
+    project = make_project(ROWS, view=view)
+    assert call(project, "--trace", str(path)) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"precompute: --trace: {str(path)!r} cannot be written: {why}; ")
+    assert captured.out == ""
+    assert {name for name in files(tmp_path) if not name.startswith("project")} == set(before)
+
+
+# ---- nothing is kept
+
+
+def test_nothing_is_left_behind(make_project: MakeProject, temporary: Path, capsys: Captured) -> None:
+    project = make_project(ROWS)
+    before = files(project.folder)
+    assert call(project) == 0
+    assert not project.root.exists()
+    assert files(project.folder) == before
+    assert main(["-c", str(project.folder), "run", "numbers"]) == 0
+    before = files(project.folder)
+    assert call(make_project([(i, x + 1) for i, x in ROWS[:5]])) == 0  # another source than was published
+    after = files(project.folder)
+    assert after.pop("data.parquet") != before.pop("data.parquet")
+    assert after == before
+    assert files(temporary) == {}
+
+
+def test_nothing_is_left_behind_by_a_profile_that_fails(make_project: MakeProject, temporary: Path, capsys: Captured) -> None:
+    view = {"features": {"double": {"dtype": "float64"}, "other": {"dtype": "float64"}}}
+    project = make_project(ROWS, view=view)
+    before = files(project.folder)
+    assert call(project) == 1
+    assert "'other'" in capsys.readouterr().err
+    assert (files(project.folder), files(temporary)) == (before, {})
