@@ -41,6 +41,10 @@ PACE = {
         "batches are very small or their inputs very large: raise the model's `max_cost`, or have it take fewer columns",
     ),
     "model": ("the model", "the rest waits for it: `precompute tune` looks for a faster precision, and a GPU computes more"),
+    "check": (
+        "checking what came out, and putting it back in order",
+        "the features are large or many for so light a model: declare fewer, or float16",
+    ),
     "write": (
         "writing Parquet",
         "the disk or the size of the features is the limit: declare float16, or a faster disk for `root`",

@@ -24,7 +24,7 @@ from jobs.tuning_file import write_tuning
 from precompute.accuracy import Accuracy, compare
 from precompute.model import Model
 from precompute.runner import Computed, Runner
-from store.errors import ConfigError, SourceError
+from store.errors import ConfigError, ModelError, SourceError
 from store.feature_view import FeatureView
 from store.offline_store import OfflineStore
 from store.partition import Partition
@@ -100,8 +100,14 @@ def tune(
                 found["refused"] = str(exc)
                 continue
             found["convert_s"] = round(time.monotonic() - started, 1)
+            try:
+                done = Runner(model, opened.view).compute(sample)
+            except ModelError as exc:
+                if variant == REFERENCE:
+                    raise
+                found["refused"] = str(exc)
+                continue
             ready[variant] = model.restorer()
-            done = Runner(model, opened.view).compute(sample)
             if reference is None:
                 reference = done
                 if not len(done.rows):

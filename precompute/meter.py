@@ -12,8 +12,8 @@ from precompute.ahead import StageTime
 class Meter:
     """Filled in by the engine as it goes; read it when the run is over.
 
-    Costs are in the model's unit (tokens, rows), without padding and with; ``forward_s``, ``landing_s`` and ``checking_s`` are parts of the model's
-    stage: launching the forward (on a CPU: the forward), waiting for what comes back, and checking it.
+    Costs are in the model's unit (tokens, rows), without padding and with; ``forward_s`` and ``landing_s`` are parts of the model's
+    stage: launching the forward (on a CPU: the forward), and waiting for what comes back.
     """
 
     stages: dict[str, StageTime] = field(default_factory=dict)
@@ -26,7 +26,6 @@ class Meter:
     out_of_memory: int = 0
     forward_s: float = 0.0
     landing_s: float = 0.0
-    checking_s: float = 0.0
 
     def stage(self, name: str) -> StageTime:
         """The time of one stage, to be added to."""
@@ -49,7 +48,6 @@ class Meter:
             "model_s": {
                 "forward": round(self.forward_s, 3),
                 "landing": round(self.landing_s, 3),
-                "checking": round(self.checking_s, 3),
             },
             "rows": self.rows,
             "rows_per_s": round(self.rows * rate, 1),

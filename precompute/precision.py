@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import torch
 
@@ -33,7 +34,7 @@ from precompute.batching import batches_by_cost
 from precompute.device import Device
 from precompute.model import CheckingModel, Model, digest
 from precompute.torch_model import Tensors, TorchModel
-from store.errors import ConfigError, PrecomputeError
+from store.errors import ConfigError, ModelError, PrecomputeError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.float32}
 """What a model's large products are measured against (:meth:`Device.peak_flops`): torch multiplies no 8-bit integers on a CPU."""
@@ -105,9 +106,9 @@ def candidates(device: Device, model: TorchModel) -> list[Variant]:
         backends = ["eager", "onednn"] if linear and torch.backends.mkldnn.is_available() else ["eager"]  # type: ignore[no-untyped-call]
     precisions = ["fp32", *halves]
     found = [Variant(precision, backend) for backend in backends for precision in precisions]
-    if not device.is_cuda and not _missing_onnx():
+    if not _missing_onnx(device):
         found += [Variant("fp32", "onnx")]
-        found += [Variant("int8", "onnx", "static")] if linear else []
+        found += [Variant("int8", "onnx", "static")] if linear and not device.is_cuda else []
     if not _missing_compiler(device):
         compilers = ["compile"] if device.is_cuda else ["compile", "aoti"]
         found += [Variant(precision, backend) for backend in compilers for precision in precisions]
@@ -151,7 +152,11 @@ def use_variant(model: Model, variant: str, sample: Callable[[], pa.Table], fold
             good = [row for row in range(batch.num_rows) if row not in bad]
             if good:
                 prepared = model.prepare(batch.take(pa.array(good)))
-                found += [model.tensors(prepared, rows) for rows in batches_by_cost(prepared.costs, model.start_cost)]
+                usable = np.setdiff1d(np.arange(len(good)), list(prepared.bad))
+                chosen = [usable[rows] for rows in batches_by_cost(prepared.costs[usable], model.start_cost)]
+                if len({len(rows) for rows in chosen}) == 1:  # one number of rows would be taken for a constant
+                    chosen.append(np.append(chosen[0], chosen[0][:1]))
+                found += [model.tensors(prepared, rows) for rows in chosen]
         if not found:
             raise ConfigError(
                 f"none of the source's first {sample().num_rows:,} rows is usable, to show the conversion: let its SQL leave out "
@@ -269,10 +274,25 @@ def _loaded(
                 onnx.quantise(source, made, batches, reduce_range=not has_vnni())
             os.replace(made, path)
     if variant.backend == "aoti":
-        return inductor.load(path)
+        return _guarded(inductor.load(path), variant, batches)
     with torch.inference_mode():
         single = isinstance(model.module(*min(batches, key=_elements)), torch.Tensor)
-    return onnx.load(path, single)
+    return _guarded(onnx.load(path, single, model.device.torch), variant, batches)
+
+
+def _guarded(forward: Callable[..., Any], variant: Variant, batches: Sequence[Tensors]) -> Callable[..., Any]:
+    """The forward of a file that was written for ``batches``: AOTInductor computes something, whatever sizes it is given."""
+    constant = inductor.constant(batches)
+
+    def guarded(*inputs: torch.Tensor) -> Any:
+        for position, axis, size in constant:
+            found = inputs[position].shape[axis]
+            if found != size:
+                what = f"dimension {axis} of input {position} was {size} in all rows that the conversion was shown, and is {found} now"
+                raise ModelError(f"precision {variant.name}: {what}: choose fp32-compile or fp32-eager, which take any")
+        return forward(*inputs)
+
+    return guarded
 
 
 def _digest(model: TorchModel, batches: Sequence[Tensors]) -> str:
@@ -281,7 +301,7 @@ def _digest(model: TorchModel, batches: Sequence[Tensors]) -> str:
     for name, tensor in model.module.state_dict().items():
         weights.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         weights.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    runtime = "" if _missing_onnx() else importlib.metadata.version("onnxruntime")
+    runtime = "" if _missing_onnx(model.device) else importlib.metadata.version("onnxruntime")
     gpu = torch.cuda.get_device_name(model.device.torch) if model.device.is_cuda else ""
     facts = digest(
         code=CODE_VERSION,
@@ -290,6 +310,7 @@ def _digest(model: TorchModel, batches: Sequence[Tensors]) -> str:
         weights=weights.hexdigest(),
         inputs=[str(t.dtype) for t in batches[0]],
         varying=sorted(inductor.varying(batches)),
+        constant=inductor.constant(batches),
         versions=[torch.__version__, runtime],
         machine=[
             dict(torch.cpu.get_capabilities()),
@@ -310,21 +331,25 @@ def _check(device: Device, variant: Variant) -> None:
     Raises:
         ConfigError: it says what.
     """
-    if device.is_cuda and variant.backend in ("onednn", "onnx"):
-        raise ConfigError(f"{variant.backend} computes on a CPU, this model runs on {device.name}: choose eager or compile")
+    if device.is_cuda and (variant.backend == "onednn" or variant.precision == "int8"):
+        raise ConfigError(f"{variant.name} computes on a CPU, this model runs on {device.name}: choose bf16, or fp32 and compile")
     reason = ""
     if variant.backend == "onnx":
-        reason = _missing_onnx()
+        reason = _missing_onnx(device)
     elif variant.backend in ("compile", "aoti"):
         reason = _missing_compiler(device)
     if reason:
         raise ConfigError(reason)
 
 
-def _missing_onnx() -> str:
+def _missing_onnx(device: Device) -> str:
     """What ONNX needs and is not here; an empty text when all is."""
     packages = [name for name in ("onnx", "onnxruntime", "onnxscript") if importlib.util.find_spec(name) is None]
-    return f"{', '.join(packages)} not installed: pip install 'precompute[onnx]'" if packages else ""
+    if packages:
+        return f"{', '.join(packages)} not installed: pip install 'precompute[onnx]'"
+    if not onnx.providers(device.torch):
+        return f"onnxruntime computes on a CPU only, this model runs on {device.name}: pip install onnxruntime-gpu in its place"
+    return ""
 
 
 def _missing_compiler(device: Device) -> str:

@@ -1,8 +1,9 @@
 """Runner: rows → batches → model → checked features. A bad row is one bad row: it is found, rejected with a reason, and the rest go on.
 
-    read ─► prepare (tokenise, encode) ─► batch (rows of like cost) ─► model (copy in, forward, copy out) ─► whoever takes the windows: write
+    read ─► prepare (tokenise, encode) ─► batch (rows of like cost) ─► model (copy in, forward, copy out) ─► check ─► write
 
-The batch job takes :meth:`Runner.stream`, whose stages overlap in threads; the fallback takes :meth:`Runner.compute`, the same stages one after the
+The batch job takes :meth:`Runner.stream`, whose stages overlap in threads (the last two share that of whoever takes the windows, and
+writes them); the fallback takes :meth:`Runner.compute`, the same stages one after the
 other. So a fallback's values are the batch job's values.
 """
 
@@ -25,6 +26,7 @@ from precompute.budget import Budget
 from precompute.memory import ResidentPeak, is_out_of_memory
 from precompute.meter import Meter
 from precompute.model import CheckingModel, Features, Model, Prepared, SizedModel, StagedModel
+from precompute.native import keep_freed_memory, release_threads
 from store.errors import ModelError
 from store.feature_view import SCALAR_TYPES, Feature, FeatureView
 
@@ -108,7 +110,8 @@ class _Window:
     """Row of the window at each position of what was prepared."""
     prepared: Prepared | None = None
     costs: npt.NDArray[np.int64] | None = None
-    pieces: list[tuple[npt.NDArray[np.int64], pa.RecordBatch]] = field(default_factory=list)
+    pieces: list[tuple[npt.NDArray[np.int64], Features]] = field(default_factory=list)
+    """Row numbers of each batch, and what the model made of them: not yet looked at."""
 
     def reject(self, row: int, stage: str, error: str) -> None:
         self.rejections[row] = Rejection(row, stage, error)
@@ -158,8 +161,8 @@ class Runner:
 
     def compute(self, batch: pa.RecordBatch) -> Computed:
         """Run the model over one window of rows; memory for their features must be at hand."""
-        for _, done in self._landed(self._batches(self._prepared(iter([(batch, batch)])))):
-            return done
+        for window in self._landed(self._batches(self._prepared(iter([(batch, batch)])))):
+            return self._checked(window)
         raise AssertionError("a window went in and none came out")
 
     def stream(
@@ -182,6 +185,8 @@ class Runner:
         left_out = set(hidden)
         shown = ((w, w.select([n for n in w.schema.names if n not in left_out]) if left_out else w) for w in windows)
         share = max(1, memory_mb * 2**20 // 3)
+        keep_freed_memory()
+        release_threads()  # of whoever loaded the model here: from now on the model's stage computes
         try:
             read = Ahead("read", shown, self.meter.stage("read"), lambda w: int(w[0].nbytes), share)
             stages.append(read)
@@ -191,18 +196,18 @@ class Runner:
                 "batch", self._batches(prepared), self.meter.stage("batch"), _batch_bytes, share, prepared, AHEAD_BATCHES
             )
             stages.append(batches)
-            done = Ahead("model", self._landed(batches), self.meter.stage("model"), _done_bytes, share, batches, 1)
+            done = Ahead("model", self._landed(batches), self.meter.stage("model"), _piece_bytes, share, batches, 1)
             stages.append(done)
-            last = self.meter.stage("write")
-            taken = time.monotonic()
-            for item in done:
-                starved = done.waited_s - last.starved_s
+            check, last = self.meter.stage("check"), self.meter.stage("write")
+            for window in done:
                 last.starved_s = done.waited_s
-                self.meter.rows += item[0].num_rows
-                yield item
-                now = time.monotonic()
-                last.busy_s += now - taken - starved
-                taken = now
+                started = time.monotonic()
+                computed = self._checked(window)
+                ready = time.monotonic()
+                check.busy_s += ready - started
+                self.meter.rows += window.batch.num_rows
+                yield window.batch, computed
+                last.busy_s += time.monotonic() - ready
         finally:
             if stages:
                 stages[-1].close()
@@ -339,8 +344,8 @@ class Runner:
 
     # ---- model
 
-    def _landed(self, batches: Iterator[_Batch]) -> Iterator[tuple[pa.RecordBatch, Computed]]:
-        """Windows whose every row has features or a rejection. On a GPU, later batches are launched before the first is waited for."""
+    def _landed(self, batches: Iterator[_Batch]) -> Iterator[_Window]:
+        """Windows whose every row was computed or rejected. On a GPU, later batches are launched before the first is waited for."""
         under_way: deque[tuple[_Batch, Any, float, int]] = deque()
         for batch in batches:
             if batch.positions is None:
@@ -373,12 +378,10 @@ class Runner:
         self._staged.device.peak_bytes(reset=True)  # what was held before this batch is not its own
         return self._staged.device.peak_bytes(reset=True)
 
-    def _land(self, batch: _Batch, launched: Any, started: float, before: int) -> Iterator[tuple[pa.RecordBatch, Computed]]:
+    def _land(self, batch: _Batch, launched: Any, started: float, before: int) -> Iterator[_Window]:
         window, positions = batch.window, batch.positions
         if positions is None:
-            rows, features = _in_order(self._view, window.pieces)
-            window.pieces = []
-            yield window.batch, Computed(rows, features, [window.rejections[row] for row in sorted(window.rejections)])
+            yield window
             return
         try:
             if isinstance(launched, _Failed):
@@ -450,14 +453,30 @@ class Runner:
         return len(positions) * (1 if window.costs is None else int(window.costs[positions].max()))
 
     def _keep(self, window: _Window, positions: npt.NDArray[np.int64], features: Features) -> None:
-        started = time.monotonic()
-        checked = _checked(self._view, features, len(positions))
-        keep, bad = _finite(self._view, checked)
-        rows = window.rows[positions]
-        for position, error in bad.items():
-            window.reject(int(rows[position]), "output", error)
-        window.pieces.append((rows[keep], checked.filter(pa.array(keep)) if bad else checked))
-        self.meter.checking_s += time.monotonic() - started
+        if not self._fits or not isinstance(
+            features, Mapping
+        ):  # a model that does not fit its view is told after the first batch, not after its window
+            _checked(self._view, features, len(positions))
+            self._fits = True
+        window.pieces.append((window.rows[positions], features))
+
+    _fits = False
+    """Whether a batch of this model was seen to fit the view."""
+
+    # ---- check
+
+    def _checked(self, window: _Window) -> Computed:
+        """What the model made of a window, as features in the rows' order; the model computes the next one meanwhile."""
+        pieces = []
+        while window.pieces:
+            rows, features = window.pieces.pop(0)
+            checked = _checked(self._view, features, len(rows))
+            keep, bad = _finite(self._view, checked)
+            for position, error in bad.items():
+                window.reject(int(rows[position]), "output", error)
+            pieces.append((rows[keep], checked.filter(pa.array(keep))) if bad else (rows, checked))
+        rejections = [window.rejections[row] for row in sorted(window.rejections)]
+        return Computed(*_in_order(self._view, pieces), rejections)
 
 
 class _Later:
@@ -497,8 +516,9 @@ def _batch_bytes(batch: _Batch) -> int:
     return int(getattr(inputs, "nbytes", 0))
 
 
-def _done_bytes(item: tuple[pa.RecordBatch, Computed]) -> int:
-    return int(item[0].nbytes + item[1].features.nbytes)
+def _piece_bytes(window: _Window) -> int:
+    made = sum(int(getattr(values, "nbytes", 0)) for _, features in window.pieces for values in features.values())
+    return int(window.batch.nbytes) + made
 
 
 def _asked(view: FeatureView, what: str, method: Callable[[pa.RecordBatch], Any], batch: pa.RecordBatch) -> Any:

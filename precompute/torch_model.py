@@ -30,7 +30,8 @@ class TorchModel(ABC):
     """
 
     cost_unit = "rows"
-    start_cost = 4096
+    start_cost = 2048
+    """Of rows, where a subclass knows no better: for a small MLP on 2 CPUs, 2,048 at once were 4 % faster than 4,096 and 19 % than 1,024."""
     max_cost: int | None = None
     variant = "fp32-eager"
     """Name of what it computes by: see :mod:`precompute.precision`."""

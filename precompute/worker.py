@@ -34,10 +34,10 @@ from precompute.runner import Computed, Runner
 from store.errors import ModelError, PrecomputeError
 from store.feature_view import FeatureView
 
-FIGURES = ("batches", "cost", "padded_cost", "flops", "retries", "out_of_memory", "forward_s", "landing_s", "checking_s")
+FIGURES = ("batches", "cost", "padded_cost", "flops", "retries", "out_of_memory", "forward_s", "landing_s")
 """Of a worker's meter: sent with every result, counted from its start."""
 
-STAGES = ("prepare", "model")
+STAGES = ("prepare", "model", "check")
 """Of a worker's meter, too; what its other two stages waited for is the pool's to tell."""
 
 FLUSH_S = 0.05

@@ -88,7 +88,7 @@ class WorkerPool:
 
     Args:
         spec: the model and the view.
-        meter: what the workers did is added to it; the stages ``prepare`` and ``model`` are sums over all of them.
+        meter: what the workers did is added to it; the stages ``prepare``, ``model`` and ``check`` are sums over all of them.
         devices: one worker each, at least one. ``cuda:1`` is that GPU, which the worker sees as its only one; ``cpu`` shows it none; None changes
             nothing. An argument ``device`` of the model's gives way.
         heartbeat_s: every worker sends a sign of life this often.

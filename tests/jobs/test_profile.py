@@ -22,7 +22,7 @@ from store.partition import containing
 from tests.conftest import MakeProject
 
 ROWS = [(i, float(i)) for i in range(10)]
-STAGES = ["read", "prepare", "batch", "model", "write"]
+STAGES = ["read", "prepare", "batch", "model", "check", "write"]
 SLOW_SQL = (
     "SELECT id, x FROM read_parquet('${data}/data.parquet'), (SELECT count(*) AS n FROM range(100_000_000) t(i) WHERE i % 3 = 1)"
 )
@@ -125,7 +125,7 @@ def test_the_command_prints_a_table_and_what_sets_the_pace(make_project: MakePro
     assert lines[0].startswith("numbers: 10 rows in ")
     assert lines[0].endswith(" of loading; 0 rejected")
     assert [line.split()[0] for line in lines[2:11]] == [
-        *("stage", "read", "prepare", "batch", "model", "forward", "landing", "checking", "write")
+        *("stage", "read", "prepare", "batch", "model", "forward", "landing", "check", "write")
     ]
     assert lines[-1].endswith(
         "% of the time is the model; the rest waits for it: `precompute tune` looks for a faster precision, and a GPU computes more."

@@ -22,7 +22,7 @@ from jobs import tune as tune_module
 from jobs.cli import main
 from jobs.config import Project
 from jobs.fallback import ViewFallback
-from jobs.open_view import open_view
+from jobs.open_view import EXAMPLE_ROWS, open_view
 from jobs.progress import Silent
 from jobs.run import plan_view, run_view
 from jobs.tune import describe_tuning, tune
@@ -534,6 +534,13 @@ def test_what_cannot_be_tuned_is_said(make_project: MakeProject, capsys: Capture
     empty = torch_project(make_project, pa.table({"id": pa.array([], pa.int64()), "x": pa.array([], pa.float64())}))
     with pytest.raises(SourceError, match="view 'numbers': the source yielded no rows: nothing to compare precisions on"):
         tune(empty, "numbers")
+
+
+def test_a_conversion_shown_rows_of_one_size_computes_any_number(make_project: MakeProject) -> None:
+    rows = [(i, 1 + i / 100) for i in range(EXAMPLE_ROWS + 144)]  # the examples are one batch
+    project = torch_project(make_project, rows, view={"accuracy": LOOSE})
+    (_, found) = tune(project, "numbers", only=["fp32-onnx"], rows=len(rows))["measured"]
+    assert (found["refused"], found["accuracy"]["vector"]["recall_at_10"]) == (None, 1.0)
 
 
 def test_tune_of_a_sample_with_no_usable_row_writes_nothing(make_project: MakeProject) -> None:

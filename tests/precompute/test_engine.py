@@ -314,7 +314,7 @@ def test_the_meter_counts_rows_costs_and_padding() -> None:
     assert figures["device"] == "cpu"
     assert figures["peak_memory_bytes"] >= resident_bytes() // 2
     assert figures["peak_flops"] > 1e6
-    assert set(figures["stages"]) == {"read", "prepare", "batch", "model", "write"}
+    assert set(figures["stages"]) == {"read", "prepare", "batch", "model", "check", "write"}
 
 
 def test_the_stage_that_is_slow_is_told() -> None:

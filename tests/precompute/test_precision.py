@@ -15,13 +15,13 @@ import torch
 from transformers import BertConfig, BertModel
 
 from precompute import precision
-from precompute.backends import inductor, onednn
+from precompute.backends import inductor, onednn, onnx
 from precompute.device import Device
 from precompute.model import Prepared
 from precompute.models.text_encoder import Encoder
 from precompute.precision import NAMES, Variant, candidates, convert, copied, parse
 from precompute.torch_model import Tensors, TorchModel
-from store.errors import ConfigError
+from store.errors import ConfigError, ModelError
 
 
 class Mlp(torch.nn.Module):
@@ -223,6 +223,39 @@ def test_onnx_computes_the_references_values(tmp_path: Path) -> None:
     assert sorted(p.name.rpartition("-")[0] for p in tmp_path.iterdir()) == ["fp32-onnx", "int8-static-onnx"]
 
 
+class Variadic(Mlp):
+    """Takes what it takes as ``*args``, as the module of a torch_module view does."""
+
+    def forward(self, *inputs: torch.Tensor) -> Tensors:
+        return super().forward(*inputs)
+
+
+@pytest.mark.parametrize("name", ["fp32-aoti", "fp32-onnx"])
+def test_a_module_of_any_number_of_inputs_is_exported(name: str, tmp_path: Path) -> None:
+    model = Arithmetic(Variadic(), Device("cpu"))
+    check(model, name, [*some_rows(), rows(1)], 1e-5, tmp_path)
+
+
+def test_a_size_that_no_example_showed_is_refused_and_not_computed(tmp_path: Path) -> None:
+    model = mlp()
+    convert(model, parse("fp32-onnx"), lambda: [rows(5), rows(5, 1)], tmp_path)
+    assert outputs(model, rows(5, 2))[0].shape == (5, 4)
+    told = "^precision fp32-onnx: dimension 0 of input 0 was 5 in all rows that the conversion was shown, and is 6 now: choose fp32-compile"
+    with pytest.raises(ModelError, match=told):
+        outputs(model, rows(6))
+
+
+def test_on_a_gpu_tensorrt_is_tried_before_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    import onnxruntime
+
+    gpu, built = torch.device("cuda:1"), ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]
+    assert onnx.providers(torch.device("cpu")) == ["CPUExecutionProvider"]
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: built)
+    assert onnx.providers(gpu) == [(name, {"device_id": "1"}) for name in built[:2]]
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: built[2:])
+    assert onnx.providers(gpu) == []
+
+
 # What is refused
 
 
@@ -273,7 +306,7 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "_missing_onnx", lambda: "onnxruntime not installed: pip install 'precompute[onnx]'")
+    monkeypatch.setattr(precision, "_missing_onnx", lambda _: "onnxruntime not installed: pip install 'precompute[onnx]'")
     with pytest.raises(ConfigError, match=r"precision fp32-onnx: onnxruntime not installed: pip install 'precompute\[onnx\]'"):
         convert(mlp(), parse("fp32-onnx"), some_rows)
 

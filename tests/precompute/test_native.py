@@ -1,0 +1,45 @@
+"""The compute threads of one Python thread are gone before another one computes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SHOW = """
+import os, threading, time, torch
+from precompute.native import release_threads
+
+torch.set_num_threads(3)
+
+def team():
+    torch.set_num_threads(3)  # of the calling thread
+    before = len(os.listdir("/proc/self/task"))
+    torch.randn(512, 512) @ torch.randn(512, 512)
+    return len(os.listdir("/proc/self/task")) - before
+
+started = len(os.listdir("/proc/self/task"))
+found = [team(), team()]
+release_threads()
+time.sleep(0.2)  # they end by themselves
+found.append(len(os.listdir("/proc/self/task")) - started)
+thread = threading.Thread(target=lambda: found.append(team()))
+thread.start()
+thread.join()
+time.sleep(0.2)
+found += [team(), float((torch.ones(512, 512) @ torch.ones(512, 512)).sum())]
+print(*found)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_a_threads_team_is_let_go_and_comes_back() -> None:
+    """In a process of its own, where nothing else starts and ends threads."""
+    run = subprocess.run([sys.executable, "-c", SHOW], check=True, capture_output=True, text=True)
+    assert run.stdout.split() == ["2", "0", "0", "2", "2", str(512.0**3)]
+
+
+def test_without_openmp_nothing_happens() -> None:
+    code = "import sys; from precompute.native import release_threads; release_threads(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
