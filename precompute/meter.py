@@ -36,6 +36,11 @@ class Meter:
         """Share of what was computed that was padding."""
         return 1 - self.cost / self.padded_cost if self.padded_cost else 0.0
 
+    def mfu(self, peak_flops: float) -> float:
+        """FLOP/s while the model computed, as a share of ``peak_flops``."""
+        computing = self.forward_s + self.landing_s
+        return round(self.flops / computing / peak_flops, 4) if computing else 0.0
+
     def to_json(self, seconds: float) -> dict[str, Any]:
         """Plain figures for a run of ``seconds``."""
         rate = 1 / seconds if seconds > 0 else 0.0

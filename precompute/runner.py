@@ -221,18 +221,24 @@ class Runner:
         Args:
             seconds: how long the run took.
         """
-        found = self.meter.to_json(seconds)
-        found["budget"] = self.budget.cost
-        found["peak_memory_bytes"] = self._peak.bytes()
-        if self._staged is None:
-            return found | {"device": "cpu", "cost_unit": "rows"}
-        device = self._staged.device
-        found |= {"device": device.name, "cost_unit": self._staged.cost_unit, "device_peak_memory_bytes": device.peak_bytes()}
-        computing = self.meter.forward_s + self.meter.landing_s
-        if self.meter.flops and computing:
-            found["peak_flops"] = round(device.peak_flops())
-            found["mfu"] = round(self.meter.flops / computing / found["peak_flops"], 4)
+        found = self.meter.to_json(seconds) | self.state_figures()
+        found |= self.device_figures(peak=self.meter.flops > 0)
+        if "peak_flops" in found:
+            found["mfu"] = self.meter.mfu(found["peak_flops"])
         return found
+
+    def state_figures(self) -> dict[str, Any]:
+        """What a batch may cost by now, and the memory taken at most."""
+        found = {"budget": self.budget.cost, "peak_memory_bytes": self._peak.bytes()}
+        return found if self._staged is None else found | {"device_peak_memory_bytes": self._staged.device.peak_bytes()}
+
+    def device_figures(self, *, peak: bool = True) -> dict[str, Any]:
+        """Where the model computes, in what its costs count, and the FLOP/s that a large matrix product reaches there now if ``peak``."""
+        if self._staged is None:
+            return {"device": "cpu", "cost_unit": "rows"}
+        device = self._staged.device
+        found: dict[str, Any] = {"device": device.name, "cost_unit": self._staged.cost_unit}
+        return found | {"peak_flops": round(device.peak_flops())} if peak else found
 
     # ---- prepare
 

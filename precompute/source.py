@@ -238,12 +238,15 @@ class Source:
             self._loaded = True
             keys = ", ".join(_quoted(name) for name in self.entity)
             not_null = " AND ".join(f"{_quoted(name)} IS NOT NULL" for name in self.entity)
+            self.rows_read = self._scalar("SELECT count(*) FROM input")
+            with_key = self._scalar(f"SELECT count(*) FROM input WHERE {not_null}")
+            if with_key == self._scalar(f"SELECT count(*) FROM (SELECT DISTINCT {keys} FROM input WHERE {not_null})"):
+                return self.rows_read  # at half the time of looking for those that are doubled
             doubled = self._query(
                 # one version or more, without the set of them that count(DISTINCT) keeps for every key: 0.4 s less of 1.2 for 2 M rows
                 f"SELECT {keys}, count(*) AS n, 1 + (min(input_hash) <> max(input_hash))::INTEGER AS versions FROM input WHERE {not_null} "
                 f"GROUP BY {keys} HAVING n > 1 ORDER BY versions DESC, {keys} LIMIT 5"
             ).to_pylist()
-            self.rows_read = self._scalar("SELECT count(*) FROM input")
             if doubled and doubled[0]["versions"] > 1:
                 named = "; ".join(
                     "/".join(str(row[c]) for c in self.entity) + f" ({row['n']} rows)" for row in doubled if row["versions"] > 1

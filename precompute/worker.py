@@ -5,7 +5,7 @@ Both ways a message is a frame: the lengths of a header and a body (uint32 and u
 stream or empty.
 
     to the worker    the model to load, its tables, then ``{"window": n}`` with the rows; end of file: end at once
-    from it          {"kind": "ready"}                                    the model is loaded
+    from it          {"kind": "ready", "device": …}                       the model is loaded
                      {"kind": "beat", "steps": n}                         the process lives, and has finished so many batches
                      {"kind": "done", "window": n, "rejections": …, …}    body: row numbers, then the features
                      {"kind": "error", "error": "ModelError", "text": …}  nothing follows
@@ -133,6 +133,7 @@ class _Worker:
         self._source, self._sink = source, sink
         self._writing = threading.Lock()
         self._meter = Meter()
+        self._runner: Runner
         self._waiting: queue.SimpleQueue[tuple[int, pa.RecordBatch]] = queue.SimpleQueue()
         self._under_way: deque[int | None] = deque()
         """Windows given to the runner, by number, which gives them back in this order."""
@@ -158,7 +159,8 @@ class _Worker:
             prepare_model(model, spec["convert"], sample)
             runner = Runner(model, view, self._meter)
             depth = model.device.depth if isinstance(model, StagedModel) else 0
-            self._send({"kind": "ready"})
+            self._runner = runner
+            self._send({"kind": "ready", "device": runner.device_figures()})
             for window, done in runner.stream(self._given(depth), memory_mb=spec["memory_mb"]):
                 number = self._under_way.popleft()
                 if number is not None:
@@ -200,6 +202,7 @@ class _Worker:
             "window": number,
             "rejections": [(r.row, r.stage, r.error) for r in done.rejections],
             "figures": {name: getattr(self._meter, name) for name in FIGURES},
+            "state": self._runner.state_figures(),
             "stages": {name: [t.busy_s, t.starved_s, t.blocked_s] for name in STAGES for t in [self._meter.stage(name)]},
         }
         names = ["row", *done.features.schema.names]

@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from precompute.memory import ResidentPeak
 from precompute.meter import Meter
 from precompute.runner import Computed, Rejection
 from precompute.worker import FIGURES, read_frame, write_frame
@@ -110,13 +111,26 @@ class WorkerPool:
     ) -> None:
         self._spec, self._meter, self._devices = spec, meter, list(devices)
         self._patience = _Patience(heartbeat_s, stall_s, hang_s, attempts)
+        self._states: dict[int, dict[str, Any]] = {}
+        """Of each worker, by its number: what it said last of its device, budget and memory."""
 
     def figures(self, seconds: float) -> dict[str, Any]:
-        """What the run's report says of the engine: :meth:`precompute.runner.Runner.figures` without those that only a worker knows, such as
-        its memory and its share of the device's peak."""
-        found = self._meter.to_json(seconds)
+        """What the run's report says of the engine, as :meth:`precompute.runner.Runner.figures`: memory is this process's and all workers', the
+        budget and a device's memory the largest of any, ``peak_flops`` a worker's, measured when its model was loaded and the others were
+        busy with theirs."""
+        count, known = len(self._devices), list(self._states.values())
         devices = ", ".join(sorted({device or "as they are" for device in self._devices}))
-        return found | {"device": f"{len(self._devices)} workers: {devices}", "cost_unit": "rows", "workers": len(self._devices)}
+        found = self._meter.to_json(seconds) | {"device": f"{count} workers: {devices}", "workers": count}
+        found["cost_unit"] = known[0]["cost_unit"] if known else "rows"
+        found["peak_memory_bytes"] = ResidentPeak().bytes() + sum(state.get("peak_memory_bytes", 0) for state in known)
+        for name in ("budget", "device_peak_memory_bytes"):
+            if values := [state[name] for state in known if name in state]:
+                found[name] = max(values)
+        peaks = [state["peak_flops"] for state in known if "peak_flops" in state]
+        if peaks and self._meter.flops:
+            found["peak_flops"] = round(sum(peaks) / len(peaks))
+            found["mfu"] = self._meter.mfu(found["peak_flops"])
+        return found
 
     def stream(
         self, windows: Iterable[pa.RecordBatch], *, hidden: Iterable[str] = (), memory_mb: int = 512
@@ -135,7 +149,7 @@ class WorkerPool:
             ModelError: see :class:`precompute.runner.Runner`; workers die before the model is loaded, or one after the other.
             ConfigError: the model does not load, as in :func:`precompute.model.load_model`; and whatever ``windows`` raises.
         """
-        run = _Run(self._spec, self._meter, self._devices, self._patience, windows, hidden, memory_mb)
+        run = _Run(self._spec, self._meter, self._states, self._devices, self._patience, windows, hidden, memory_mb)
         times = self._meter.stage("write")
         try:
             while True:
@@ -279,13 +293,14 @@ class _Run:
         self,
         spec: WorkerSpec,
         meter: Meter,
+        states: dict[int, dict[str, Any]],
         devices: Sequence[str | None],
         patience: _Patience,
         windows: Iterable[pa.RecordBatch],
         hidden: Iterable[str],
         memory_mb: int,
     ) -> None:
-        self._spec, self._meter, self._devices, self._patience = spec, meter, devices, patience
+        self._spec, self._meter, self._states, self._devices, self._patience = spec, meter, states, devices, patience
         self._changed = threading.Condition()
         self._max_windows = HELD * len(devices)
         self._max_bytes = memory_mb * 2**20 // 2
@@ -404,6 +419,7 @@ class _Run:
             case "ready":
                 process.ready = self._was_ready[process.number] = True
                 process.progress = process.heard
+                self._states[process.number] = dict(header["device"])
             case "beat":
                 if header["steps"] != process.steps:
                     process.steps, process.progress = header["steps"], process.heard
@@ -437,6 +453,7 @@ class _Run:
             times.starved_s += seconds[1] - before[1]
             times.blocked_s += seconds[2] - before[2]
         process.figures, process.stages = header["figures"], header["stages"]
+        self._states[process.number] |= header["state"]
 
     # ---- the supervisor
 

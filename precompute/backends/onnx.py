@@ -1,10 +1,10 @@
 """ONNX Runtime: float32, and on a CPU 8-bit integers. The extra ``onnx`` installs it; on a GPU it takes ``onnxruntime-gpu`` in its place.
 
-Measured with MiniLM on AVX2 without VNNI, against float32 eager: float32 2.4 times as fast, with the same values; ``static`` 8 bits 2.8 times,
-with a mean cosine of 0.93 and three quarters of the neighbours, because one scale for a layer's inputs must hold the outliers of a
+Measured with MiniLM on two AVX2 cores without VNNI, against float32 eager: float32 0.94 times the rate, with the same values; ``static`` 8 bits 1.19
+times, with a mean cosine of 0.93 and 0.79 of the neighbours, because one scale for a layer's inputs must hold the outliers of a
 transformer. A small MLP lost a few hundredths. So 8 bits are for the accuracy gate to judge.
 
-Not offered: ``dynamic`` 8 bits, with a scale found for each batch (3.1 times; mean cosine 0.992, recall 0.94): a row's values would depend on
+Not offered: ``dynamic`` 8 bits, with a scale found for each batch (mean cosine 0.992, recall 0.94): a row's values would depend on
 its neighbours, which :class:`precompute.model.Model` rules out, and ONNX Runtime 1.31 computed an MLP wrongly with it (errors of four
 standard deviations).
 

@@ -231,7 +231,11 @@ def test_the_report_holds_the_engines_figures(make_project: MakeProject, engine:
     assert written == report.engine
     assert (written["rows"], written["cost"]) == (200, 200)
     assert written["batches"] == 15  # of 16, 16 and 8 rows in each of 5 windows
-    assert {"prepare", "model", "write"} <= written["stages"].keys()
+    assert {"prepare", "model", "check", "write"} <= written["stages"].keys()
+    assert (written["budget"], written["cost_unit"]) == (16, "rows")
+    processes = 1 if engine is None else 3
+    assert written["peak_memory_bytes"] > processes * 100 * 2**20
+    assert written["peak_flops"] > 1e9
     assert written["stages"]["model"]["busy_s"] > 0
     assert written["device"] == ("cpu" if engine is None else "2 workers: as they are")
     assert engine_line(written).endswith("2 workers: as they are") == (engine is not None)

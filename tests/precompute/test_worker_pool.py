@@ -147,9 +147,18 @@ def test_a_device_that_is_batches_ahead_keeps_nobody_waiting(count: int) -> None
     """Also where a window has no batch at all, and where nothing follows."""
     given = [w for i in range(count) for w in [*windows(1, 9, first=9 * i), *windows(1, 3, first=-3)]]
     ours, theirs = Meter(), Meter()
-    stream = pool(LAUNCHING, meter=ours).stream(given, hidden=["input_hash"])
+    workers = pool(LAUNCHING, meter=ours)
+    stream = workers.stream(given, hidden=["input_hash"])
     assert everything(stream) == everything(Runner(Launching(), VIEW, theirs).stream(given, hidden=["input_hash"]))
     assert (ours.batches, ours.cost, ours.padded_cost, ours.flops) == (theirs.batches, 9 * count, 9 * count, 90.0 * count)
+    figures = workers.figures(1.0)
+    assert (figures["budget"], figures["cost_unit"], figures["device_peak_memory_bytes"], figures["peak_flops"]) == (
+        4,
+        "rows",
+        0,
+        1,
+    )
+    assert figures["mfu"] == round(90.0 * count / (ours.forward_s + ours.landing_s), 4)
 
 
 def test_no_windows_are_no_error() -> None:
