@@ -175,7 +175,13 @@ def _diff(
     if parent is None and not parts.paths and not refused:
         return Diff(new=source_rows)
     known = None if parent is None else files_of(store.layers(parent))
-    return opened.source.diff(known, parts, refused, expired_before_us=expired_before_us, retry_refused=retry_rejected)
+    try:
+        return opened.source.diff(known, parts, refused, expired_before_us=expired_before_us, retry_refused=retry_rejected)
+    except SnapshotError as exc:
+        if not (retry_rejected and refused):
+            raise
+        log.warning("%s; how often rejected rows were tried is counted anew", exc)
+        return opened.source.diff(known, parts, expired_before_us=expired_before_us)
 
 
 def _is_damaged(store: OfflineStore, snapshot: Snapshot) -> bool:

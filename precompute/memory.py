@@ -36,23 +36,25 @@ def resident_bytes() -> int:
 
 
 class ResidentPeak:
-    """The largest memory this process held, over all and since the last :meth:`lap`."""
+    """The largest memory this process held, over all and since the last :meth:`lap`, which is the same for all of this class: the system counts
+    one peak."""
+
+    _highest = 0
 
     def __init__(self) -> None:
-        self._highest = 0
         self._can_reset = os.access(_CLEAR, os.W_OK)
 
     def bytes(self) -> int:
         """Over all."""
-        self._highest = max(self._highest, _peak())
-        return self._highest
+        ResidentPeak._highest = max(ResidentPeak._highest, _peak())
+        return ResidentPeak._highest
 
     def lap(self) -> int:
         """Since the last lap, and begin the next; 0 where the system cannot tell."""
         if not self._can_reset:
             return 0
         peak = _peak()
-        self._highest = max(self._highest, peak)
+        ResidentPeak._highest = max(ResidentPeak._highest, peak)
         try:
             _CLEAR.write_text("5")  # Linux: the peak begins anew
         except OSError:

@@ -50,7 +50,8 @@ class Model(Protocol):
             batch: the source's columns for 1 or more rows, without nulls the model declared unusable.
 
         Returns:
-            feature name → numpy array [rows] or [rows, dim], or an Arrow array [rows]. A row must not depend on its neighbours.
+            feature name → numpy array [rows] or [rows, dim], or an Arrow array [rows]. A row must not depend on its neighbours. The mapping and
+            numpy's arrays are copied before the next call, and may be used again.
         """
 
 

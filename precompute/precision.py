@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -260,7 +259,7 @@ def _loaded(
     model: TorchModel, variant: Variant, module: torch.nn.Module, batches: Sequence[Tensors], folder: Path
 ) -> Callable[..., Any]:
     """The forward of the variant's file in the folder, which is written where it is not there yet."""
-    path = folder / f"{variant.name}-{_digest(model, batches)}.{'pt2' if variant.backend == 'aoti' else 'onnx'}"
+    path = folder / f"{variant.name}-{_digest(model, variant, batches)}.{'pt2' if variant.backend == 'aoti' else 'onnx'}"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder) as temporary:  # a file appears whole or not at all
             made = Path(temporary) / path.name
@@ -295,13 +294,13 @@ def _guarded(forward: Callable[..., Any], variant: Variant, batches: Sequence[Te
     return guarded
 
 
-def _digest(model: TorchModel, batches: Sequence[Tensors]) -> str:
+def _digest(model: TorchModel, variant: Variant, batches: Sequence[Tensors]) -> str:
     """What a compiled file depends on (16 hex digits of a SHA-256)."""
     weights = hashlib.sha256()
     for name, tensor in model.module.state_dict().items():
         weights.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         weights.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    runtime = "" if _missing_onnx(model.device) else importlib.metadata.version("onnxruntime")
+    runtime = onnx.version() if variant.backend == "onnx" else ""
     gpu = torch.cuda.get_device_name(model.device.torch) if model.device.is_cuda else ""
     facts = digest(
         code=CODE_VERSION,

@@ -8,7 +8,7 @@ Not offered: ``dynamic`` 8 bits, with a scale found for each batch (mean cosine 
 its neighbours, which :class:`precompute.model.Model` rules out, and ONNX Runtime 1.31 computed an MLP wrongly with it (errors of four
 standard deviations).
 
-On a GPU inputs and outputs pass through the host, and TensorRT is used before CUDA where it is installed; it builds its engine for the shapes
+On a GPU inputs and outputs pass through the host, and TensorRT is used before CUDA where its libraries load; it builds its engine for the shapes
 between the smallest and the largest example, and anew for one beyond.
 """
 
@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from precompute.backends.inductor import Tensors, exported
+from store.errors import ConfigError
 
 QUANTISED = ["MatMul", "Gemm"]
 """Operators computed in 8 bits, where one side is a constant: linear layers, not attention's products."""
@@ -106,11 +107,28 @@ def providers(device: torch.device) -> list[Any]:
     return [(name, options) for name in ("TensorrtExecutionProvider", "CUDAExecutionProvider") if name in there]
 
 
+def version() -> str:
+    """ONNX Runtime's, whichever of its packages is installed."""
+    import onnxruntime  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+    return str(onnxruntime.__version__)
+
+
 def _session(path: Path, device: torch.device) -> Any:
+    """Raises:
+    ConfigError: it would compute on the CPU, where the model runs on a GPU.
+    """
     import onnxruntime  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.inter_op_num_threads = 1
     options.log_severity_level = 3  # errors: warnings about what its optimiser left out help nobody here
-    return onnxruntime.InferenceSession(str(path), options, providers=providers(device))
+    wanted = providers(device)
+    session = onnxruntime.InferenceSession(str(path), options, providers=wanted, enable_fallback=0)
+    if (
+        device.type != "cpu" and session.get_providers()[0] == "CPUExecutionProvider"
+    ):  # it leaves out what does not load, without an error
+        names = " and ".join(name for name, _ in wanted)
+        raise ConfigError(f"ONNX Runtime could not load {names}: are CUDA's and cuDNN's libraries of its version installed?")
+    return session

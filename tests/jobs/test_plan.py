@@ -253,6 +253,21 @@ def test_a_rejected_row_is_not_tried_again_before_its_input_changes(make_project
     assert values(make_project(), report.snapshot or 0) == {i: 2.0 * i for i in range(1, 9)} | {7: 140.0}
 
 
+def test_a_damaged_file_of_rejected_rows_does_not_stop_a_retry(make_project: MakeProject) -> None:
+    project = make_project([*ROWS[:7], (8, -1.0)], view=COUNTING)
+    first = run(project)
+    store = OfflineStore(project.root)
+    rejected = store.snapshot("numbers", first.snapshot or 0).rejected
+    assert rejected is not None
+    (store.root / "numbers" / rejected.path).write_bytes(b"no Parquet")
+    report = run(project, retry_rejected=True)
+    assert (report.counts["rejected"], report.counts["unchanged"]) == (1, 7)
+    again = store.snapshot("numbers", report.snapshot or 0).rejected
+    assert again is not None
+    (row,) = pq.read_table(store.root / "numbers" / again.path).to_pylist()
+    assert (row["key"], row["attempts"]) == ("8", 1)
+
+
 def test_rows_that_turn_bad_leave_the_snapshot(make_project: MakeProject) -> None:
     run(make_project(ROWS, view=COUNTING))
     project = make_project([*ROWS[:7], (8, -8.0)], view=COUNTING)

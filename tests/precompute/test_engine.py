@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from precompute.device import Device
-from precompute.memory import available_bytes, is_out_of_memory, resident_bytes
+from precompute.memory import ResidentPeak, available_bytes, is_out_of_memory, resident_bytes
 from precompute.meter import Meter
 from precompute.model import Model, Prepared, StagedModel
 from precompute.runner import Computed, Runner, compute
@@ -243,6 +243,65 @@ def test_a_row_no_input_can_be_made_of_is_rejected_alone() -> None:
     values, errors = gathered(Runner(Staged(bad_input=5.0), SINGLE).stream(windows(xs, 8)))
     assert errors == {5: "model: IndexError: cannot make an input of it"}
     assert values == {i: {"double": 2.0 * i} for i in range(20) if i != 5}
+
+
+class Reusing(Doubler):
+    """Answers with the same mapping and the same arrays each time; a shorter batch in a part of them."""
+
+    max_cost = 4
+
+    def __init__(self, *, lists: bool) -> None:
+        super().__init__()
+        self._lists = lists
+        self._double, self._vector = np.zeros(4), np.zeros((4, 4), np.float32)
+        self._made: dict[str, Any] = {}
+
+    def costs(self, batch: pa.RecordBatch) -> npt.NDArray[np.int64]:
+        return np.ones(batch.num_rows, np.int64)
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, Any]:
+        made, rows = super().compute(batch), batch.num_rows
+        self._double[:rows], self._vector[:rows] = made["double"], made["vector"]
+        self._made["double"] = self._double[:rows].tolist() if self._lists else self._double[:rows]
+        self._made["vector"] = self._vector[:rows]
+        return self._made
+
+
+@pytest.mark.parametrize("lists", [True, False])
+def test_a_model_may_use_its_mapping_and_its_arrays_again(lists: bool) -> None:
+    xs = [float(x) for x in range(31)]
+    values, errors = gathered(Runner(Reusing(lists=lists), VIEW).stream(windows(xs, 10)))
+    assert (list(values.values()), errors) == (features(xs), {})
+    assert compute(Reusing(lists=lists), VIEW, window(xs)).features.to_pylist() == features(xs)
+
+
+def test_a_source_is_closed_with_the_stream_that_failed() -> None:
+    closed = threading.Event()
+
+    def source() -> Iterator[pa.RecordBatch]:
+        try:
+            yield from windows([1.0, 2.0, 3.0], 1)
+        finally:
+            closed.set()
+
+    class Wrong(Doubler):
+        def compute(self, batch: pa.RecordBatch) -> dict[str, Any]:
+            return {}
+
+    given = source()  # kept, so that nothing but the stream closes it
+    with pytest.raises(ModelError, match="returned no 'double'"):
+        list(Runner(Wrong(), VIEW).stream(given))
+    assert closed.wait(5)
+
+
+def test_a_peak_is_told_by_all_that_look_at_it() -> None:
+    one, other = ResidentPeak(), ResidentPeak()
+    taken = np.ones(2**24)  # 128 MiB
+    held = resident_bytes()
+    del taken
+    one.lap()
+    one.lap()
+    assert min(one.bytes(), other.bytes()) > held - 2**24  # the system counts in steps
 
 
 def test_an_error_of_the_source_comes_through_after_what_was_read() -> None:
