@@ -34,7 +34,7 @@ serve: setup
 	$(BIN)/precompute -c $(CONFIG) serve
 
 test: setup
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/.base
 	$(BIN)/ruff check .

@@ -41,6 +41,8 @@ IN_FLIGHT = 2
 HELD = 4
 """Windows for each worker that may be read and not yet taken, finished or not: the others go on this long while one is slow."""
 
+LOAD_TRIES = 3
+"""Of a worker that ends while it loads a model which another one has loaded: it may have been killed from outside, and its device may be broken."""
 MAX_FRUITLESS = 16
 """Workers that may die one after the other without any window or part of one finished in between; 4 for each worker, if that is more."""
 
@@ -306,7 +308,8 @@ class _Run:
         self._max_bytes = memory_mb * 2**20 // 2
         self._worker_memory_mb = max(1, memory_mb // 2 // len(devices))
         self._processes: list[_Process] = []
-        self._was_ready = [False] * len(devices)
+        self._unloaded = [0] * len(devices)
+        self._loaded_once = False
         self._fruitless = 0
         self._order: deque[_Window] = deque()
         self._held_bytes = 0
@@ -417,7 +420,8 @@ class _Run:
         process.heard = time.monotonic()
         match header["kind"]:
             case "ready":
-                process.ready = self._was_ready[process.number] = True
+                process.ready = self._loaded_once = True
+                self._unloaded[process.number] = 0
                 process.progress = process.heard
                 self._states[process.number] = dict(header["device"])
             case "beat":
@@ -552,7 +556,8 @@ class _Run:
     def _replace(self, process: _Process, how: str) -> None:
         ended = process.reap()
         told = (how or ended) + process.last_words()
-        if not self._was_ready[process.number]:
+        self._unloaded[process.number] += not process.ready
+        if not process.ready and (not self._loaded_once or self._unloaded[process.number] >= LOAD_TRIES):
             raise ModelError(f"the model {self._spec.use!r} could not be loaded: its worker process {told}")
         self._fruitless += 1
         if self._fruitless > max(MAX_FRUITLESS, 4 * len(self._devices)):

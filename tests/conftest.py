@@ -130,3 +130,8 @@ def make_project(tmp_path: Path) -> MakeProject:
         return Project(folder, environment or {})
 
     return make
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The README's file first: its demo takes minutes, and last it would run alone."""
+    items.sort(key=lambda item: item.path.name != "test_readme.py")

@@ -89,6 +89,19 @@ class Unloadable(Doubler):
         os._exit(7)
 
 
+class SlowToLoad(Doubler):
+    """The first process that loads it has it at once; all others take a while, or ``fail``."""
+
+    def __init__(self, folder: str, sleep_s: float = 0.02, *, fail: bool = False) -> None:
+        super().__init__(sleep_s=sleep_s)
+        try:
+            os.mkdir(folder)
+        except FileExistsError:
+            if fail:
+                os._exit(7)
+            time.sleep(0.5)
+
+
 class Told:
     """What the process was told, as text: ``said`` = the worker's environment, arguments and the table's sum."""
 

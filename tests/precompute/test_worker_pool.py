@@ -27,9 +27,9 @@ from tests.precompute.dying_models import Launching
 
 ROOT = str(Path(__file__).parents[2])
 VIEW = FeatureView("numbers", ("id",), (Feature("double", "float64"), Feature("vector", "float32", dim=4)), 60.0, 60.0)
-DOUBLER, DYING, LAUNCHING, TOLD = (
+DOUBLER, DYING, LAUNCHING, TOLD, SLOW_TO_LOAD = (
     "tests.arithmetic:Doubler",
-    *(f"tests.precompute.dying_models:{name}" for name in ("Dying", "Launching", "Told")),
+    *(f"tests.precompute.dying_models:{name}" for name in ("Dying", "Launching", "Told", "SlowToLoad")),
 )
 IN_TIME = {"heartbeat_s": 0.1, "stall_s": 1.5, "hang_s": 1.5}
 Stream = Iterable[tuple[pa.RecordBatch, Computed]]
@@ -298,6 +298,21 @@ def test_workers_ended_from_outside_cost_no_row(workers: int, number: int) -> No
         if len(seen) in (2, 12):
             os.kill(chosen.choice(workers_of(os.getpid())), number)
     assert everything(seen) == as_one_process(DOUBLER, {}, given)
+
+
+def test_a_worker_ended_while_it_loads_what_another_has_loaded_costs_no_row(tmp_path: Path) -> None:
+    given = list(windows(20, 3))
+    stream = pool(SLOW_TO_LOAD, {"folder": str(tmp_path / "loaded")}, 2, **IN_TIME).stream(given, hidden=["input_hash"])
+    seen = [next(stream)]
+    for process in workers_of(os.getpid()):
+        os.kill(process, signal.SIGKILL)  # one computes, the other still loads
+    assert everything([*seen, *stream]) == as_one_process(DOUBLER, {}, given)
+
+
+def test_a_worker_that_never_loads_fails_the_run_though_another_one_does(tmp_path: Path) -> None:
+    args = {"folder": str(tmp_path / "loaded"), "fail": True}
+    with pytest.raises(ModelError, match="could not be loaded: its worker process exited with status 7"):
+        everything(pool(SLOW_TO_LOAD, args, 2).stream(windows(400, 3), hidden=["input_hash"]))
 
 
 def test_a_model_that_always_dies_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
