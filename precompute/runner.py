@@ -468,9 +468,8 @@ class Runner:
         return len(positions) * (1 if window.costs is None else int(window.costs[positions].max()))
 
     def _keep(self, window: _Window, positions: npt.NDArray[np.int64], features: Features) -> None:
-        if not self._fits or not isinstance(
-            features, Mapping
-        ):  # a model that does not fit its view is told after the first batch, not after its window
+        # a model that does not fit its view is told after the first batch, not after its window
+        if not self._fits or not isinstance(features, Mapping):
             _checked(self._view, features, len(positions))
             self._fits = True
         # Copied in the model's thread: a model may use its arrays again. And one that outlives its batch lies between the activations of the next ones,
