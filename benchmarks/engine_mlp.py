@@ -149,7 +149,7 @@ def _forward(model: torch.nn.Module, ids: torch.Tensor, rows: int) -> list[torch
 def _pandas_loop(model: torch.nn.Module, source: Path, target: Path) -> Callable[[], None] | None:
     """The loop that people write; None where pandas is not installed."""
     try:
-        import pandas  # type: ignore[import-not-found, import-untyped, unused-ignore]
+        import pandas
     except ImportError:
         return None
 

@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ def _measured(
         if verdict is not None:
             figures[f"accuracy {variant_name(config.model.model_dump())}"] = verdict["message"]
         steps[f"bare {precision}"] = _bare(opened.model, opened.source.sample(10**9).combine_chunks().to_batches()[0])
-        steps[f"ours {precision}"] = lambda name=name: ours(name)  # type: ignore[misc]
+        steps[f"ours {precision}"] = partial(ours, name)
     steps["ours poisoned"] = lambda: ours("poisoned")
     times: dict[str, list[float]] = {name: [] for name in steps}
     expected: npt.NDArray[np.float32] | None = None

@@ -155,7 +155,7 @@ def _equal(users: Matrix, items: Matrix, ours: Lists, theirs: Lists) -> tuple[in
             np.einsum("ud,ukd->uk", users[part], items[found[part]], dtype=np.float64, casting="safe") for found in (ours, theirs)
         ]
         same += int((ours[part] == theirs[part]).all(1).sum())
-        close += int(np.isclose(*scores, rtol=1e-5, atol=1e-5).all(1).sum())
+        close += int(np.isclose(scores[0], scores[1], rtol=1e-5, atol=1e-5).all(1).sum())
     return same, close
 
 

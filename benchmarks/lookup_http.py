@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -97,7 +98,7 @@ async def _load(port: int, requests: list[bytes], connections: int, seconds: flo
     times: list[float] = []
     loop, until = asyncio.get_running_loop(), time.perf_counter() + seconds
     callers = [
-        (await loop.create_connection(lambda i=i: _Caller(requests, i * 37, until, times), "127.0.0.1", port))[1]
+        (await loop.create_connection(partial(_Caller, requests, i * 37, until, times), "127.0.0.1", port))[1]
         for i in range(connections)
     ]
     await asyncio.gather(*(c.done for c in callers))

@@ -26,7 +26,7 @@ def main() -> None:
 
         def bare(keys: list[str]) -> Any:
             with env.begin(buffers=True) as txn:
-                return np.frombuffer(b"".join([txn.get(k.encode()) for k in keys]), np.uint8)
+                return np.frombuffer(b"".join([txn.get(k.encode(), b"") for k in keys]), np.uint8)
 
         limit, table, one_row, one_table = [], [], [], []
         for _ in range(5):  # side by side, so that a noisy neighbour hits all of them

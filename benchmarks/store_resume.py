@@ -4,11 +4,12 @@ start with none.
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
 from pathlib import Path
+from unittest.mock import patch
 
-import jobs.materialize
 from benchmarks.common import report
 from benchmarks.store_plan import write_project
 from jobs.config import Project
@@ -35,16 +36,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         project = write_project(Path(name), CHUNKS * CHUNK_ROWS + 1, 0.0)
         without, _ = start_s(project)
-        sizes = jobs.materialize.PART_BYTES, jobs.materialize.WINDOW_ROWS
-        jobs.materialize.PART_BYTES, jobs.materialize.WINDOW_ROWS = 1, CHUNK_ROWS
-        commit, OfflineStore.commit = OfflineStore.commit, _interrupted  # type: ignore[method-assign, assignment]
-        try:
+        small = patch.multiple("jobs.materialize", PART_BYTES=1, WINDOW_ROWS=CHUNK_ROWS)
+        with small, patch.object(OfflineStore, "commit", _interrupted), contextlib.suppress(KeyboardInterrupt):
             run_view(project, "items", Silent(), command="materialize")
-        except KeyboardInterrupt:
-            pass
-        finally:
-            jobs.materialize.PART_BYTES, jobs.materialize.WINDOW_ROWS = sizes
-            OfflineStore.commit = commit  # type: ignore[method-assign]
         resumed, rows = start_s(project)
     assert rows == CHUNKS * CHUNK_ROWS + 1
     report(

@@ -97,11 +97,11 @@ class Ahead(Generic[Item], Iterator[Item]):
         try:
             while True:
                 started, waited = time.monotonic(), self._waited_before()
-                item = next(self._items, _END)
+                item = next(self._items, _End())
                 starved = self._waited_before() - waited
                 self._times.starved_s += starved
                 self._times.busy_s += time.monotonic() - started - starved
-                if item is _END or not self._put(item):  # type: ignore[arg-type]
+                if isinstance(item, _End) or not self._put(item):
                     break
         except BaseException as exc:  # it belongs to whoever takes the items
             error = exc
@@ -138,4 +138,5 @@ class Ahead(Generic[Item], Iterator[Item]):
         return True
 
 
-_END = object()
+class _End:
+    """There are no more items."""

@@ -1,6 +1,6 @@
 """Inductor: the module compiled to C++ (or to Triton on a GPU), when it is first called or ahead of time into a file.
 
-Measured with MiniLM in float32 on two AVX2 cores, where eager's matrix products reach 70 % of the machine's peak: 1.08 (compile) and 0.81 times (aoti)
+Measured with MiniLM in float32 on two AVX2 cores, where eager's matrix products reach 70 % of the machine's peak: 1.0 to 1.1 (compile) and 0.8 times (aoti)
 eager's rate, after half a minute and more of compiling. It pays where memory and Python are the limit, not products.
 """
 

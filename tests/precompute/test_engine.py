@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -292,6 +294,33 @@ def test_a_source_is_closed_with_the_stream_that_failed() -> None:
     with pytest.raises(ModelError, match="returned no 'double'"):
         list(Runner(Wrong(), VIEW).stream(given))
     assert closed.wait(5)
+
+
+def test_what_was_prepared_is_let_go_when_its_window_is_computed() -> None:
+    alive: weakref.WeakSet[pa.RecordBatch] = weakref.WeakSet()
+
+    class Remembered(Staged):
+        def prepare(self, batch: pa.RecordBatch) -> Prepared:
+            made = super().prepare(batch)
+            alive.add(made)
+            return made
+
+    for window_at_hand, _ in Runner(Remembered(), SINGLE).stream(windows([1.0, 2.0, 3.0], 3)):
+        gc.collect()
+        assert (window_at_hand.num_rows, len(alive)) == (3, 0)
+
+
+def test_a_device_without_room_for_a_measurement_fails_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Staged()
+    runner = Runner(model, SINGLE)
+    list(runner.stream(windows([1.0, 2.0], 2)))
+
+    def full(_: object) -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(type(model.device), "peak_flops", full)
+    figures = runner.figures(1.0)
+    assert (figures["rows"], "peak_flops" in figures, "mfu" in figures) == (2, False, False)
 
 
 def test_a_peak_is_told_by_all_that_look_at_it() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import shutil
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -243,6 +245,26 @@ def test_a_size_that_no_example_showed_is_refused_and_not_computed(tmp_path: Pat
     told = "^precision fp32-onnx: dimension 0 of input 0 was 5 in all rows that the conversion was shown, and is 6 now: choose fp32-compile"
     with pytest.raises(ModelError, match=told):
         outputs(model, rows(6))
+
+
+def test_a_session_that_would_compute_on_the_cpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's exporter deprecates parts of itself, and `convert` hides that
+        onnx.write(model.module, some_rows(), tmp_path / "mlp.onnx")
+    # what is left when CUDA's libraries do not load
+    monkeypatch.setattr(onnx, "providers", lambda _: [("CPUExecutionProvider", {})])
+    with pytest.raises(ConfigError, match=r"^ONNX Runtime could not load CPUExecutionProvider: are CUDA's"):
+        onnx.load(tmp_path / "mlp.onnx", False, torch.device("cuda:0"))
+
+
+def test_onnx_runtime_is_found_under_whatever_name_it_was_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)  # as with onnxruntime-gpu
+    convert(mlp(), parse("fp32-onnx"), some_rows, tmp_path)
+    assert onnx.version()[0].isdigit()
 
 
 def test_on_a_gpu_tensorrt_is_tried_before_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
