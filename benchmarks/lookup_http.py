@@ -41,11 +41,8 @@ def serve(folder: str) -> None:
     async def constant(request: Request) -> Response:
         return Response(bodies[int(request.path_params["size"])], media_type="application/json")
 
-    app = create_app(Lookup(LmdbStore(folder)))
-    app.starlette.router.routes.insert(
-        0,  # type: ignore[attr-defined]
-        Route("/constant/{size}", constant),
-    )
+    app: Any = create_app(Lookup(LmdbStore(folder)))
+    app.starlette.router.routes.insert(0, Route("/constant/{size}", constant))
     os.sched_setaffinity(0, {0})
     sock = socket.create_server(("127.0.0.1", 0), backlog=2048)
     config = uvicorn.Config(app, loop="uvloop", http="httptools", lifespan="off", access_log=False, log_config=None)
