@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from precompute.spill_folder import SpillFolder
 from store.errors import ConfigError, SnapshotError, SourceError
+from store.spill_folder import SpillFolder
 
 KEY_TYPES = (pa.string(), pa.large_string(), pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32())
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -42,6 +41,7 @@ from store.feature_view import FeatureView
 from store.offline_store import OfflineStore
 from store.partition import Partition
 from store.snapshot import Part, Snapshot
+from store.spill_folder import SpillFolder
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _INT64 = re.compile("0|-?[1-9][0-9]{0,17}")
@@ -502,8 +502,8 @@ class _Versions:
         self._keys = _key_names(self.entity)
         self._listed = ", ".join(self._keys)
         gone = [store.checked_path(layer, part) for part, layer in deletes.values()]
-        self._spill = tempfile.TemporaryDirectory(prefix="precompute-duckdb-")
-        self._connection = duckdb.connect(config={"memory_limit": f"{memory_mb}MB", "temp_directory": self._spill.name})
+        self._spill = SpillFolder()
+        self._connection = duckdb.connect(config={"memory_limit": f"{memory_mb}MB", "temp_directory": str(self._spill.path)})
         try:
             for setting in ("autoinstall_known_extensions = false", "autoload_known_extensions = false", "TimeZone = 'UTC'"):
                 self._connection.execute(f"SET {setting}")
@@ -619,7 +619,7 @@ class _Versions:
     def close(self) -> None:
         """Drop all tables and what was spilled of them."""
         self._connection.close()
-        self._spill.cleanup()
+        self._spill.close()
 
     def __enter__(self) -> _Versions:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,10 +21,11 @@ from jobs.progress import Silent
 from jobs.run import run_view
 from store.errors import RequestError, SnapshotError
 from store.feature_view import Feature, FeatureView
-from store.history import Explanation, explain, get_historical_features, read, snapshot_at
+from store.history import Explanation, _Versions, explain, get_historical_features, read, snapshot_at
 from store.offline_store import OfflineStore
 from store.partition import containing
 from store.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot
+from store.spill_folder import SpillFolder
 from tests.conftest import MakeProject
 
 FEATURES = (
@@ -494,6 +496,26 @@ def test_each_file_is_read_once_however_many_snapshots_share_it(made: Made, monk
     monkeypatch.setattr("store.history.pq.ParquetFile", counting)
     made.check(made.asked([((n,), 9) for n in range(6)] * 2), [Value(n, n) for n in range(6)] * 2)
     assert len(opened) == len(set(opened)) == len({made.places[6][(n,)][0] for n in range(6)})
+
+
+def test_what_a_long_join_spills_is_swept_by_nobody_else(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An old folder that is not held counts as a dead process's; after the join nothing is left of it."""
+    made.commit({(1,): Value(0, 1)}, 0)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    known_at, held = _Versions.known_at, []
+
+    def an_hour_later(self: _Versions, *arguments: Any) -> pa.Table:
+        held.extend(tmp_path.glob("precompute-duckdb-*"))
+        for folder in held:
+            os.utime(folder, (0, 0))
+        SpillFolder().close()  # another job begins
+        assert [folder for folder in held if folder.is_dir()] == held
+        return known_at(self, *arguments)
+
+    monkeypatch.setattr(_Versions, "known_at", an_hour_later)
+    made.check(made.asked([((1,), 3)]), [Value(0, 1)])
+    assert len(held) == 1
+    assert list(tmp_path.glob("precompute-duckdb-*")) == []
 
 
 # ---- the whole view at a time
