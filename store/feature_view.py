@@ -22,8 +22,10 @@ NAME = re.compile(r"\A[a-z][a-z0-9_]{0,62}\Z")
 
 RESERVED = frozenset(
     {"key", "status", "source", "computed_at", "age_s", "ttl_s", "snapshot", "model", "reason", "input_hash", "score"}
+    | {"filename", "file_index", "file_row_number"}
 )
-"""Columns every answer or snapshot has beside its features; no feature may take one of these names."""
+"""Columns every answer or snapshot has beside its features, and those by which DuckDB tells where in a Parquet file a row is; no feature
+and no key column may take one of these names."""
 
 SCALAR_TYPES: dict[str, pa.DataType] = {
     "float16": pa.float16(),

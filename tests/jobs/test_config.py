@@ -67,6 +67,7 @@ VIEW_MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "entity twice": ({"entity": ["id", "id"]}, ["entity", "'id'", "twice"]),
     "entity of an answer's column": ({"entity": ["computed_at"]}, ["entity", "'computed_at'"]),
     "entity of the hash": ({"entity": ["input_hash"]}, ["entity", "'input_hash'"]),
+    "entity of a row's place": ({"entity": ["file_row_number"]}, ["entity", "'file_row_number'"]),
     "name with capitals": ({"features": {"Aa": TEXT}}, ["features.Aa", "lower-case"]),
     "name with newline": ({"features": {"a\n": TEXT}}, ["features", "lower-case"]),
     "name that leaves its folder": ({"entity": ["../id"]}, ["entity", "'../id'", "lower-case"]),
