@@ -44,7 +44,7 @@ from store.partition import Partition
 
 log = logging.getLogger(__name__)
 
-STOP_GRACE_S = 10.0
+STOP_GRACE_S = 4.5
 """How long a run may take to end after SIGTERM before it is killed. Killing is safe: nothing is visible before its manifest."""
 
 

@@ -11,7 +11,6 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from jobs.config import GatesConfig, Project, json_schemas, parse_time
 from jobs.progress import progress_for
 from jobs.report import Report, engine_line
+from jobs.termination import asked, described, terminable
 from store.api.page import duration
 from store.errors import (
     ConfigError,
@@ -48,44 +48,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    with contextlib.suppress(ValueError):  # not in the main thread
-        signal.signal(signal.SIGTERM, _terminated)
     for room in ("jobs", "precompute", "store"):
         logging.getLogger(room).setLevel(logging.INFO)
     try:
-        status: int = arguments.call(arguments)
-        sys.stdout.flush()
-        return status
-    except ConfigError as exc:
-        return _failed(exc, BAD_USAGE)
-    except RequestError as exc:
-        return _failed(exc, FAILED if exc.status >= 500 else BAD_USAGE)
-    except (RejectedError, GateError) as exc:
-        return _failed(exc, REJECTED)
-    except PrecomputeError as exc:
-        return _failed(exc, FAILED)
-    except BrokenPipeError:  # the reader of our output went away, as `| head` does
+        with contextlib.nullcontext() if arguments.command in _OWN_SIGNALS else terminable():
+            status: int = arguments.call(arguments)
+            sys.stdout.flush()
+            return status
+    except BaseException as exc:
+        number = asked()
+        if number is None:
+            return _failed(exc)
+        print(f"precompute: {described(number)}; the live snapshots are untouched", file=sys.stderr)
+    if argv is None:  # the process of its own command, which a library's thread must not keep from ending
+        sys.stderr.flush()
+        os._exit(128 + number)
+    return 128 + number
+
+
+_OWN_SIGNALS = ("serve", "schedule")
+"""Commands that run until a signal ends them, and see to it themselves."""
+
+
+def _failed(exc: BaseException) -> int:
+    """The exit status of a command that raised ``exc``, whose message is told; what nobody foresaw is raised again."""
+    if isinstance(exc, BrokenPipeError):  # the reader of our output went away, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except _Terminated as exc:
-        print("precompute: ended by SIGTERM; the live snapshots are untouched", file=sys.stderr)
-        return 128 + int(exc.args[0])
-    except KeyboardInterrupt:
+    if isinstance(exc, KeyboardInterrupt):
         print("precompute: interrupted; the live snapshots are untouched", file=sys.stderr)
         return 130
-
-
-def _terminated(number: int, _: object) -> None:
-    raise _Terminated(number)
-
-
-class _Terminated(BaseException):
-    """SIGTERM, so that a run's report tells its end. No SystemExit, which a model may raise; serve and schedule handle the signal."""
-
-
-def _failed(exc: Exception, status: int) -> int:
+    if not isinstance(exc, PrecomputeError):
+        raise exc
     print(f"precompute: {exc}", file=sys.stderr)
-    return status
+    if isinstance(exc, ConfigError) or (isinstance(exc, RequestError) and exc.status < 500):
+        return BAD_USAGE
+    return REJECTED if isinstance(exc, (RejectedError, GateError)) else FAILED
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,12 +11,14 @@ import importlib.metadata
 import os
 import platform
 import secrets
+import signal
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from jobs.termination import Terminated, asked, described, last_words
 from store.errors import GateError, PrecomputeError, RejectedError
 from store.offline_store import OfflineStore, utc_now
 
@@ -102,27 +104,36 @@ def recorded(
     report = Report(run, view, command, started_at=utc_now(), versions=versions(), pid=os.getpid(), **known)
     started = time.monotonic()
     store.write_report(view, run, report.to_json(), "nothing was begun, the live snapshot is untouched")
-    try:
-        yield report
-    except BaseException as exc:
-        report.status = _status(exc)
-        report.error = str(exc) if isinstance(exc, PrecomputeError) else f"{type(exc).__name__}: {exc}".removesuffix(": ")
+
+    def closed(exc: BaseException) -> None:
+        report.status, report.error = _end(exc)
         with contextlib.suppress(PrecomputeError):  # a full disk must not hide why the run failed
             _write(store, report, started)
-        finished(report)
-        raise
-    _write(store, report, started)
+
+    with last_words(lambda: closed(Terminated())):
+        try:
+            yield report
+        except BaseException as exc:
+            closed(exc)
+            finished(report)
+            raise
+        _write(store, report, started)
     finished(report)
 
 
-def _status(exc: BaseException) -> str:
+def _end(exc: BaseException) -> tuple[str, str]:
+    """What a run that ended with an exception is told as: status and error."""
+    number = asked()
+    if number is not None:
+        return "cancelled" if number == signal.SIGINT else "killed", described(number)
+    error = str(exc) if isinstance(exc, PrecomputeError) else f"{type(exc).__name__}: {exc}".removesuffix(": ")
     if isinstance(exc, RejectedError):
-        return "rejected"
+        return "rejected", error
     if isinstance(exc, GateError):
-        return "refused"
+        return "refused", error
     if isinstance(exc, KeyboardInterrupt):
-        return "cancelled"
-    return "failed" if isinstance(exc, Exception) else "killed"  # by SIGTERM, as the command line raises it
+        return "cancelled", error
+    return "failed" if isinstance(exc, Exception) else "killed", error
 
 
 def close_dead(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -174,6 +175,7 @@ class Source:
         self._connection = duckdb.connect(
             config={"memory_limit": f"{memory_mb}MB", "threads": threads, "temp_directory": str(self._spill.path)}
         )
+        _open.add(self)
         self._loaded = False
         self._partial = False
         self._bounds = {} if bounds is None else {n: at.replace(tzinfo=None) for n, at in zip(BOUNDS, bounds, strict=True)}
@@ -490,11 +492,15 @@ class Source:
         with _translated():
             return self._query(_statement(sql), {n: v for n, v in self._bounds.items() if n in parameters(sql)})
 
+    def interrupt(self) -> None:
+        """End the query that is going on, if there is one."""
+        with contextlib.suppress(duckdb.Error):
+            self._connection.interrupt()
+
     def close(self) -> None:
         """Drop the temporary table and its spilled files; a thread that still reads is interrupted."""
         for _ in range(CLOSE_TRIES):
-            with contextlib.suppress(duckdb.Error):
-                self._connection.interrupt()
+            self.interrupt()
             try:
                 self._connection.close()
                 break
@@ -538,6 +544,15 @@ class Source:
 
     def _scalar(self, sql: str) -> int:
         return int(self._query(sql).column(0)[0].as_py())
+
+
+_open: weakref.WeakSet[Source] = weakref.WeakSet()
+
+
+def interrupt_sources() -> None:
+    """Interrupt the queries of every open source of this process, from whatever thread; each raises what an unreadable source does."""
+    for source in list(_open):
+        source.interrupt()
 
 
 def _listed(paths: Sequence[Path]) -> str:

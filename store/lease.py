@@ -19,6 +19,7 @@ import os
 import re
 import threading
 import time
+import weakref
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -32,6 +33,9 @@ log = logging.getLogger(__name__)
 
 TTL_S = 60.0
 """How long a holder may be silent. A model that keeps the interpreter for longer in one call would lose its lease to a second run."""
+
+_held: weakref.WeakSet[Lease] = weakref.WeakSet()
+"""What this process holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,7 @@ class Lease:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name=f"lease-{name}", daemon=True)
         self._thread.start()
+        _held.add(self)
 
     def check(self) -> None:
         """Raises:
@@ -142,6 +147,12 @@ def _take(folder: Path, name: str, by: str, ttl_s: float, busy: str, force: bool
     except OSError as exc:
         raise SnapshotError(disk_message(folder / f"lease-{name}.json", exc)) from exc
     return Lease(folder, name, record, file)
+
+
+def release_leases() -> None:
+    """Let go of all that this process holds: it is about to end without unwinding, and another machine would wait for the TTL."""
+    for lease in list(_held):
+        lease.release()
 
 
 def holder(folder: Path, name: str) -> Holder | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import hashlib
 import os
 import signal
 import subprocess
@@ -159,3 +161,29 @@ class _Ahead:
 
     def peak_flops(self) -> float:
         return 1.0
+
+
+class Hanging(Doubler):
+    """A :class:`tests.arithmetic.Doubler` that does ``how`` for ten minutes and says so on stderr, when it is loaded or for every batch."""
+
+    def __init__(self, how: str, at: str = "load") -> None:
+        super().__init__()
+        self.how, self.at = how, at
+        if at == "load":
+            self._hang()
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
+        self._hang()
+        return super().compute(batch)
+
+    def _hang(self) -> None:
+        print("hangs", file=sys.stderr, flush=True)
+        getattr(self, self.how)(time.monotonic() + 600)
+
+    def in_c(self, _: float) -> None:
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # lets go of the interpreter, and is not ended by a signal
+
+    def unmoved(self, limit: float) -> None:
+        while time.monotonic() < limit:
+            with contextlib.suppress(BaseException):
+                time.sleep(600)

@@ -1,0 +1,131 @@
+"""Termination: SIGTERM and SIGINT end a command within seconds, whatever it is in the middle of, and its report says so.
+
+Python runs a signal's handler between two bytecodes of the main thread, so a long call into C would put it off for as long as it takes. The
+kernel's handler writes the signal's number into a pipe at once, though (:func:`signal.set_wakeup_fd`): a thread that reads it interrupts
+DuckDB's queries, and past :data:`GRACE_S` does what is left to do and ends the process. A call into C that keeps the interpreter's lock all
+the while is beyond that; whoever supervises the process ends it with SIGKILL then, as the scheduler does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from select import select
+from types import FrameType
+
+from precompute.source import interrupt_sources
+from store.lease import release_leases
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+GRACE_S = 3.5
+"""How long a command may take to end by itself. What is left of five seconds is for its report, and for the machine to be slow."""
+
+INTERRUPT_EVERY_S = 0.2
+"""How often DuckDB is interrupted meanwhile: another query may have begun after the first was."""
+
+_STOP = b"\0"
+
+
+class Terminated(BaseException):
+    """A signal asks the process to end; the argument is its number. No SystemExit, which a model may raise."""
+
+
+class _State:
+    asked: int | None = None
+    raised = False
+    last_words: list[Callable[[], None]] = []  # noqa: RUF012 - one per process, as signals are
+
+
+def asked() -> int | None:
+    """The signal that asked this process to end since the last :func:`terminable` began, or None. Whatever exception is on its way then, it is
+    the signal's doing: DuckDB makes one of its own of a query that was interrupted."""
+    return _State.asked
+
+
+def described(number: int) -> str:
+    """What a report says of a run that a signal ended."""
+    return "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+
+
+@contextlib.contextmanager
+def last_words(say: Callable[[], None]) -> Iterator[None]:
+    """Have ``say`` called, in whatever thread, if the process has to be ended before this block was left."""
+    _State.last_words.append(say)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            _State.last_words.remove(say)
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Let :data:`SIGNALS` raise :class:`Terminated` in the main thread, once, and end the process where that is not enough. Nothing of the kind
+    outside the main thread, which no signal reaches."""
+    _State.asked, _State.raised = None, False
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    handlers = {number: signal.signal(number, _raise) for number in SIGNALS}
+    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    watcher = threading.Thread(target=_watch, args=(read,), name="termination", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        os.write(write, _STOP)
+        watcher.join()
+        os.close(read)
+        os.close(write)
+        if asked() is not None:
+            _say_last_words()
+
+
+def _say_last_words() -> None:
+    """Do what those who were not given the time to end by themselves left to do, and let go of their leases."""
+    while _State.last_words:
+        say = _State.last_words.pop()
+        with contextlib.suppress(Exception):  # the process ends whatever comes of it
+            say()
+    release_leases()
+
+
+def _raise(number: int, _: FrameType | None) -> None:
+    _State.asked = number
+    if not _State.raised:  # a second one must not interrupt the clearing up after the first
+        _State.raised = True
+        raise Terminated(number)
+
+
+def _watch(read: int) -> None:
+    limit = None
+    while True:
+        if limit is not None and time.monotonic() >= limit:
+            break
+        if select([read], [], [], None if limit is None else INTERRUPT_EVERY_S)[0]:
+            number = os.read(read, 1)
+            if number == _STOP:
+                return
+            if limit is None and signal.getsignal(number[0]) is _raise:  # a backfill, say, has a handler of its own for a while
+                _State.asked, limit = number[0], time.monotonic() + GRACE_S
+        if limit is not None:
+            interrupt_sources()
+    assert _State.asked is not None
+    _say_last_words()
+    print(
+        f"precompute: {described(_State.asked)}, and did not end within {GRACE_S} s; the live snapshots are untouched",
+        file=sys.stderr,
+    )
+    sys.stderr.flush()
+    os._exit(128 + _State.asked)
