@@ -136,6 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     rollback = command("rollback", _rollback, "make an earlier snapshot live and mark the present one bad", view=True)
     rollback.add_argument("--to", type=int, metavar="N", help="which one (default: the one that was live before)")
     rollback.add_argument("--hold", action="store_true", help="runs publish nothing until `publish` or `resume`")
+    command("snapshots", _snapshots, "a view's snapshots: when, how many rows, which model, live, bad, pinned", view=True)
     command("resume", _resume, "let runs publish again after `rollback --hold`", view=True)
     command("schedule", _schedule, "run the views by their cron lines until SIGTERM")
     command("serve", _serve, "serve the HTTP API until SIGTERM")
@@ -328,6 +329,14 @@ def _rollback(arguments: argparse.Namespace) -> int:
         hold=arguments.hold,
         finished=_finished(arguments),
     )
+    return DONE
+
+
+def _snapshots(arguments: argparse.Namespace) -> int:
+    from jobs.snapshots import describe_snapshots, list_snapshots
+
+    found = list_snapshots(_project(arguments), arguments.view)
+    print(json.dumps(found) if arguments.json else describe_snapshots(arguments.view, found))
     return DONE
 
 

@@ -73,7 +73,7 @@ def rollback(
         snapshot = store.snapshot(name, target)
         if target == ref.snapshot:
             raise SnapshotError(
-                f"snapshot {target} of view {name!r} is live already; name another one (there are: {_numbers(store, name)})"
+                f"snapshot {target} of view {name!r} is live already; name another one (there are: {_numbers(store, name)}; `precompute snapshots {name}` tells more)"
             )
         check_publishable(snapshot, store)  # before anything is marked
         store.mark_bad(name, ref.snapshot, "rolled back from")

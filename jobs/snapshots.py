@@ -1,0 +1,82 @@
+"""Snapshots: what a view has committed, and which of it can be gone back to. What ``rollback --to``, ``publish --snapshot`` and ``pin`` choose from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jobs.config import Project
+from store.errors import SnapshotError
+from store.offline_store import BadMark, OfflineStore
+from store.snapshot import Snapshot
+
+
+def list_snapshots(project: Project, name: str) -> list[dict[str, Any]]:
+    """A view's snapshots, the newest first; of a view that is not configured any more, too.
+
+    Returns:
+        for each ``snapshot`` (its number), ``created_at``, ``kind`` (full or delta), ``parent``, ``partition``, ``rows``, ``model``,
+        ``refused_by`` and ``accepted`` (gates), ``live``, ``previous``, ``bad`` (why it is never published again), ``pinned``, and ``error``
+        when the manifest cannot be read, whose other fields are None then.
+
+    Raises:
+        ConfigError: no such view, neither configured nor in the offline store.
+        SnapshotError: the live pointer cannot be read.
+    """
+    store = OfflineStore(project.root)
+    if name not in store.views():
+        name = project.view(name).name
+    ref, bad, pins = store.live(name), store.bad(name), store.pins(name)
+    found = []
+    for number in reversed(store.numbers(name)):
+        marks = {
+            "live": ref is not None and ref.snapshot == number,
+            "previous": ref is not None and ref.previous == number,
+            "pinned": number in pins,
+        }
+        try:
+            snapshot = store.snapshot(name, number)
+            line = _facts(snapshot) | {"bad": _why_bad(store, snapshot, bad), "error": None}
+        except SnapshotError as exc:
+            line = dict.fromkeys(_FACTS) | {"bad": bad[number].reason if number in bad else None, "error": str(exc)}
+        found.append({"snapshot": number} | line | marks)
+    return found
+
+
+_FACTS = ("created_at", "kind", "parent", "partition", "rows", "model", "refused_by", "accepted")
+
+
+def _facts(snapshot: Snapshot) -> dict[str, Any]:
+    return {name: getattr(snapshot, name) for name in _FACTS} | {"accepted": list(snapshot.accepted)}
+
+
+def _why_bad(store: OfflineStore, snapshot: Snapshot, bad: dict[int, BadMark]) -> str | None:
+    if snapshot.number in bad:
+        return bad[snapshot.number].reason
+    below = store.bad_below(snapshot)
+    return None if below is None else f"builds on {below}: {bad[below].reason}"
+
+
+def describe_snapshots(name: str, snapshots: list[dict[str, Any]]) -> str:
+    """:func:`list_snapshots` as a table."""
+    if not snapshots:
+        return f"{name}: no snapshot yet; run `precompute run {name}`"
+    partitioned = any(s["partition"] for s in snapshots)
+    rows = [("snapshot", "created", "kind", *(["partition"] if partitioned else []), "rows", "model", "gates", "")]
+    for s in snapshots:
+        if s["error"] is not None:
+            cells = ["–", "–", *(["–"] if partitioned else []), "–", "–", "–"]
+        else:
+            cells = [
+                s["created_at"][:19].replace("T", " "),
+                s["kind"] if s["parent"] is None else f"{s['kind']} of {s['parent']}",
+            ]
+            cells += [s["partition"].partition("/")[0]] if partitioned else []
+            gates = [f"refused by {', '.join(s['refused_by'])}"] if s["refused_by"] else []
+            gates += [f"accepted {', '.join(s['accepted'])}"] if s["accepted"] else []
+            cells += [f"{s['rows']:,}", s["model"][:12], "; ".join(gates) or "passed"]
+        notes = [mark for mark in ("live", "previous", "pinned") if s[mark]]
+        notes += [f"bad: {s['bad']}"] if s["bad"] else []
+        notes += [s["error"]] if s["error"] else []
+        rows.append((str(s["snapshot"]), *cells, ", ".join(notes)))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    return "\n".join("  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[-1]]).rstrip() for row in rows)
