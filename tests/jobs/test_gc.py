@@ -23,7 +23,7 @@ from jobs.report import Report
 from jobs.rollback import rollback
 from jobs.run import run_view
 from jobs.verify import verify
-from store.errors import ConflictError, RejectedError
+from store.errors import ConflictError, FencedError, RejectedError
 from store.lease import take
 from store.lookup import Lookup
 from store.offline_store import PUBLISH_LEASE, OfflineStore, run_lease
@@ -416,6 +416,31 @@ def test_one_at_a_time(make_project: MakeProject, capsys: Captured) -> None:
         assert "is being published" in capsys.readouterr().err
         with pytest.raises(ConflictError):
             run(project, command="publish")
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("lost", [PUBLISH_LEASE, "run"])
+def test_who_lost_a_lease_removes_nothing_more(
+    lost: str, late: bool, make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever took it may publish, or take over, what was garbage a moment ago; ``late``: once the manifests are gone, before their files."""
+    project = published(make_project, [2.0, 3.0, 4.0, 5.0], grace="0s", keep=4)
+    store = OfflineStore(project.root)
+    folder = store.lease_folder("numbers")
+    parts = [path for path in files(project) if "data" in path.parts]
+
+    def taken(_: str = "") -> None:
+        take(folder, lost, "somebody else", force=True).release()
+
+    with take(folder, PUBLISH_LEASE, "gc") as publishing, take(folder, "run", "a run") as running:
+        if late:
+            monkeypatch.setattr("jobs.gc.crashpoint", taken)
+        else:
+            taken()
+        with pytest.raises(FencedError, match="to somebody else"):
+            collect(store, "numbers", keep=1, grace_s=0, leases=[publishing, running], now_s=time.time() + LATER)
+    assert numbers(project) == ([3, 4] if late else [1, 2, 3, 4])
+    assert [path for path in parts if not path.exists()] == []
 
 
 def test_a_view_at_work_holds_up_no_other(make_project: MakeProject, capsys: Captured) -> None:
