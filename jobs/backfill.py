@@ -35,7 +35,7 @@ from jobs.config import Project
 from jobs.due import FINISHED
 from jobs.progress import Silent
 from jobs.publish import newest_publishable
-from store.durable_file import disk_message, locked, replace_durably
+from store.durable_file import disk_message, locked, make_folder, replace_durably
 from store.errors import ConfigError, ConflictError, GateError, PrecomputeError, SnapshotError
 from store.feature_view import known_fields
 from store.lease import Lease, is_held, take
@@ -179,7 +179,7 @@ def _exclusive(store: OfflineStore, view: str) -> Iterator[None]:
     """One backfill of the view begins at a time, so that two never overlook each other."""
     path = backfill_folder(store, view) / ".lock"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         with locked(path):
             yield
     except OSError as exc:

@@ -25,7 +25,7 @@ from zoneinfo import ZoneInfo
 
 from jobs.config import Project, Schedule
 from jobs.cron import fire_times, last_fire
-from store.durable_file import disk_message, replace_durably
+from store.durable_file import disk_message, make_folder, replace_durably
 from store.errors import SnapshotError
 from store.lease import is_held
 from store.offline_store import OfflineStore
@@ -368,7 +368,7 @@ class Ledger:
         path = self._store.root / view / "refs" / "schedule.json"
         kept = {"when": schedule.when, "timezone": schedule.timezone, "since": since.isoformat()}
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             replace_durably(path, json.dumps(kept).encode())
         except OSError as exc:
             raise SnapshotError(disk_message(path, exc, "nothing was started")) from exc

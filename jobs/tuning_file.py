@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from store.durable_file import replace_durably
+from store.durable_file import make_folder, replace_durably
 from store.errors import ConfigError
 
 VERSION = 1
@@ -37,7 +37,7 @@ def write_tuning(folder: Path, view: str, model: Mapping[str, Any], found: Mappi
     path = tuning_path(folder, view)
     body = {"version": VERSION, "view": view, "model": _model(model), **found}
     try:
-        path.parent.mkdir(exist_ok=True)
+        make_folder(path.parent)
         replace_durably(path, (json.dumps(body, indent=1) + "\n").encode())
     except OSError as exc:
         raise ConfigError(f"{path}: cannot be written: {exc.strerror}") from exc

@@ -84,6 +84,18 @@ def create_once(path: Path, data: bytes, temporary: Path, *, point: str | None =
         crashpoint(f"{point}.dirsync")
 
 
+def make_folder(folder: Path) -> None:
+    """Create a folder, and those above it that are missing, each durable by its name in the one above; one that is there stays.
+
+    Raises:
+        OSError: the file system failed, or a file of that name is there.
+    """
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
+
+
 def sync_folder(folder: Path) -> None:
     """fsync the folder: without it a rename or link may vanish at power loss."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

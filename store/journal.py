@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from store.crashpoint import crashpoint
-from store.durable_file import sync_folder, write_durably
+from store.durable_file import make_folder
 from store.feature_view import known_fields
 from store.snapshot import Part
 
@@ -30,15 +30,13 @@ class Finished:
 
 
 def begin(path: Path, recipe: str, partition: str | None, *, full: bool) -> None:
-    """Create a journal and its folder.
+    """Create a journal and its folder. Durable by the first chunk: its part syncs the folder, its line the file.
 
     Raises:
         OSError: the file system failed.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(path, json.dumps({"recipe": recipe, "partition": partition, "full": full}).encode() + b"\n")
-    sync_folder(path.parent)
-    sync_folder(path.parent.parent)
+    make_folder(path.parent)
+    path.write_bytes(json.dumps({"recipe": recipe, "partition": partition, "full": full}).encode() + b"\n")
 
 
 def add(path: Path, chunk: Finished) -> None:

@@ -25,7 +25,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
-from store.durable_file import disk_message, locked, replace_durably
+from store.durable_file import disk_message, locked, make_folder, replace_durably
 from store.errors import ConflictError, FencedError, SnapshotError
 from store.feature_view import known_fields
 
@@ -127,7 +127,7 @@ def take(
 
 def _take(folder: Path, name: str, by: str, ttl_s: float, busy: str, force: bool) -> Lease:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         with locked(folder / ".lock"):
             last = _read(folder, name)
             if last is not None and not force and _is_held(folder, name, last):

@@ -20,7 +20,7 @@ from pathlib import Path
 import lmdb
 
 from store.codec import Buffer
-from store.durable_file import disk_message, locked, replace_durably, sync_file, sync_folder
+from store.durable_file import disk_message, locked, make_folder, replace_durably, sync_file, sync_folder
 from store.errors import DamagedPointerError, OnlineStoreError
 from store.feature_view import NAME
 from store.online_store import OnlineStore, Pointer, Rows, check_epoch, check_loaded, check_not_live
@@ -184,7 +184,7 @@ class LmdbStore(OnlineStore):
         path = self._path(view, generation)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             for left in path.parent.glob(".*.mdb.*.tmp"):  # by processes that were killed while loading: only one loads at a time
                 left.unlink(missing_ok=True)
             env = lmdb.open(str(temporary), subdir=False, map_size=FIRST_MAP_BYTES, sync=False, metasync=False, lock=False)

@@ -32,7 +32,7 @@ import pyarrow.parquet as pq
 
 from store import journal
 from store.crashpoint import crashpoint
-from store.durable_file import create_once, disk_message, locked, replace_durably
+from store.durable_file import create_once, disk_message, locked, make_folder, replace_durably
 from store.entity_key import key_column
 from store.errors import ConflictError, SnapshotError
 from store.feature_view import known_fields
@@ -469,7 +469,7 @@ class OfflineStore:
         folder = self.root / view / "manifests"
         try:
             crashpoint("verify")
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             while True:
                 number = (
                     max([*self.numbers(view), *self.bad(view)], default=0) + 1
@@ -517,7 +517,7 @@ class OfflineStore:
         folder = self.root / view / "refs"
         path = folder / "epoch.json"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             with locked(folder / ".lock"):
                 try:
                     last = int(json.loads(path.read_bytes())["last"])
@@ -607,7 +607,7 @@ class OfflineStore:
     def _swap_live(self, view: str, change: Callable[[LiveRef | None], LiveRef], lease: Lease | None) -> LiveRef:
         folder = self.root / view / "refs"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             with locked(folder / ".lock"):
                 if lease is not None:
                     lease.check()
@@ -666,7 +666,7 @@ class OfflineStore:
         folder = self.root / view / "refs" / kind
         path = folder / f"{number}.json"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             with contextlib.suppress(FileExistsError):
                 create_once(path, json.dumps(note).encode(), folder / f".{number}.{os.getpid()}.tmp")
         except OSError as exc:
@@ -693,7 +693,7 @@ class OfflineStore:
         folder = self.root / view / "runs"
         path = folder / f"{run}.json"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             replace_durably(path, json.dumps(report, indent=1, default=str).encode())
         except OSError as exc:
             raise SnapshotError(disk_message(path, exc, state)) from exc

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from store.crashpoint import crashpoint
-from store.durable_file import sync_folder
+from store.durable_file import make_folder, sync_folder
 
 
 def write_part_file(path: Path, table: pa.Table) -> tuple[int, str]:
@@ -31,7 +31,7 @@ def write_part_file(path: Path, table: pa.Table) -> tuple[int, str]:
     folder = path.parent
     temporary = folder / f".{path.name}.tmp"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         with temporary.open("wb") as raw:
             sink = _HashingFile(raw)
             with pq.ParquetWriter(

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from store.durable_file import disk_message, sync_file, sync_folder, write_durably
+from store.durable_file import disk_message, make_folder, sync_file, sync_folder, write_durably
 from store.errors import RequestError, SnapshotError, VectorIndexError
 
 METRICS = ("cosine", "dot", "l2")
@@ -135,7 +135,8 @@ def build_index(folder: Path, rows: Iterable[tuple[pa.Array, pa.Array]], dim: in
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        make_folder(folder.parent)
+        temporary.mkdir()
         faiss.write_index(index, str(temporary / "vectors.faiss"))
         table = pa.table({"key": pa.chunked_array(keys, pa.large_string())})
         with pa.ipc.new_file(str(temporary / "keys.arrow"), table.schema) as writer:
@@ -147,6 +148,7 @@ def build_index(folder: Path, rows: Iterable[tuple[pa.Array, pa.Array]], dim: in
             sync_file(temporary / name)
         meta = {"metric": metric, "dim": dim, "rows": int(index.ntotal), "sha256": digests}
         write_durably(temporary / "meta.json", json.dumps(meta).encode())
+        sync_folder(temporary)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(temporary, folder)
         sync_folder(folder.parent)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from tests.faults.harness import Scene, changed
+from tests.faults.harness import Scene, changed, recover
 
 MEMORY = Path("/dev/shm")
 """A file system in memory: a killed process cannot lose what it wrote, there or on a disk, and syncing takes no time."""
@@ -64,6 +64,20 @@ def prepared(memory_folder: Path) -> Scene:
 def delta_to_come(prepared: Scene) -> MakeScene:
     """Makes a copy of :func:`prepared`, in place of the one before."""
     return lambda: put_on_stage(prepared, "prepared")
+
+
+@pytest.fixture
+def third_is_live(delta_to_come: MakeScene) -> MakeScene:
+    """Snapshots 1 to 3 published, none collected yet; the third is live and nobody will like it."""
+
+    def make() -> Scene:
+        scene = delta_to_come()
+        scene.settings = {"retention": {"keep": 3, "grace": "1h"}}
+        scene.write()
+        recover(scene)
+        return scene
+
+    return make
 
 
 def put_on_stage(scene: Scene, original: str) -> Scene:

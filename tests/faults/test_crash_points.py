@@ -205,20 +205,6 @@ def test_a_run_that_fails_anywhere_with_redis(point: str, mode: str, delta_to_co
 # ---- rollback
 
 
-@pytest.fixture
-def third_is_live(delta_to_come: MakeScene) -> MakeScene:
-    """Snapshots 1 to 3 published, none collected yet; the third is live and nobody will like it."""
-
-    def make() -> Scene:
-        scene = delta_to_come()
-        scene.settings = {"retention": {"keep": 3, "grace": "1h"}}
-        scene.write()
-        recover(scene)
-        return scene
-
-    return make
-
-
 @pytest.mark.parametrize("mode", ["kill", "raise", "eio"])
 @pytest.mark.parametrize("point", ["live.write", "live.cas", "online.flip"])
 def test_a_rollback_that_fails_is_done_by_doing_it_again(point: str, mode: str, third_is_live: MakeScene) -> None:

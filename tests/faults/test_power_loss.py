@@ -1,0 +1,154 @@
+"""Power lost at any moment: what was promised is on the disk, and what is on the disk is whole. And no sync is there without a reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from store.errors import PrecomputeError
+from store.online_url import open_online_store
+from tests.faults.conftest import MakeScene
+from tests.faults.harness import (
+    VIEW,
+    WINDOW_ROWS,
+    Scene,
+    State,
+    act,
+    check_everything,
+    check_readers,
+    check_snapshots,
+    read_snapshot,
+    recover,
+    small_chunks,
+    state_of,
+)
+from tests.faults.power_loss import DISKS, Image, recorded, sites
+
+ROWS = {key: key * 10 for key in range(20)}
+
+
+@pytest.fixture
+def first(folder: Path) -> Scene:
+    """A small project that was never run: its root is not there."""
+    return Scene(folder / "project").write(ROWS)
+
+
+def images_of(scene: Scene, what: str = "run", forgets: Callable[[], bool] = lambda: False) -> list[Image]:
+    """What the disks may hold at the moments of doing it once, which succeeds."""
+    with small_chunks(), recorded(scene.folder / "var", forgets) as images:
+        assert act(scene, what) == "published"
+    return images
+
+
+def check(scene: Scene, image: Image, what: str = "run") -> Scene:
+    """Put the image in place and look at it as a reader does, before anything recovers it."""
+    image.restore(scene.folder / "var")
+    scene = scene.copied(scene.folder)
+    check_snapshots(scene)
+    check_live(scene, image, what)
+    if what == "run":
+        check_committed(scene, image)
+    elif "live.write" in image.passed:
+        assert list(scene.store.bad(VIEW)) == [3], "what is rolled back from was marked before"
+    return scene
+
+
+def check_live(scene: Scene, image: Image, what: str) -> None:
+    """The old or the new is served, whole; the new one once its pointer was reported as moved."""
+    old, new = ([None, *scene.history] if len(scene.history) == 1 else scene.history)[-2:]
+    if what == "rollback":
+        old, new = new, old
+    if "online.flip" in image.passed:
+        assert served(scene) == new
+    elif "live.cas" in image.passed:
+        assert served(scene) in (old, new)
+    else:
+        assert served(scene) == old
+
+
+def served(scene: Scene) -> State | None:
+    online = open_online_store(scene.project().online)
+    try:
+        return None if online.live(VIEW) is None else check_readers(scene)
+    finally:
+        online.close()
+
+
+def check_committed(scene: Scene, image: Image) -> None:
+    """What was committed stays; until then, every chunk that was noted is there to be taken over."""
+    if "manifest.dirsync" in image.passed:
+        newest = scene.store.newest(VIEW)
+        assert newest is not None
+        assert state_of(scene, read_snapshot(scene, newest.number), "newest") == scene.history[-1]
+    elif "manifest.link" not in image.passed:
+        noted = [
+            scene.view_folder / json.loads(line)["part"]["path"]
+            for path in (scene.view_folder / "data").glob("*/journal.jsonl")
+            for line in path.read_bytes().splitlines()[1:]
+            if line.startswith(b"{")
+        ]
+        found = sum(path.is_file() and path.read_bytes().startswith(b"PAR1") for path in noted)
+        assert found >= image.chunks, f"{image.chunks} chunks were noted, {found} are there"
+
+
+def test_what_is_live_and_what_was_committed_outlasts_a_loss_of_power(delta_to_come: MakeScene) -> None:
+    scene = delta_to_come()
+    images = images_of(scene)
+    assert {image.disk for image in images} == set(DISKS)
+    assert len(images) > 100
+    for image in images:
+        check(scene, image)
+
+
+def test_a_first_run_outlasts_a_loss_of_power_with_every_folder_it_made(first: Scene) -> None:
+    images = images_of(first)
+    assert images[0].tree == {}
+    for image in images:
+        check(first, image)
+
+
+def test_a_rollback_outlasts_a_loss_of_power(third_is_live: MakeScene) -> None:
+    scene = third_is_live()
+    for image in images_of(scene, "rollback"):
+        check(scene, image, "rollback")
+
+
+@pytest.mark.parametrize("disk", DISKS)
+def test_a_run_after_a_loss_of_power_mends_everything(disk: str, delta_to_come: MakeScene) -> None:
+    """And computes no row again whose chunk was noted."""
+    scene = delta_to_come()
+    to_compute = 24
+    images = [image for image in images_of(scene) if image.disk == disk]
+    for image in images[::8]:
+        after = check(scene, image)
+        after.computed()
+        recover(after)
+        assert after.computed() <= to_compute - WINDOW_ROWS * image.chunks
+        check_everything(after)
+
+
+def test_a_disk_that_syncs_nothing_is_found_out(delta_to_come: MakeScene) -> None:
+    scene = delta_to_come()
+    assert fails(scene, images_of(scene, forgets=lambda: True))
+
+
+@pytest.mark.parametrize("name", sites())
+def test_every_sync_is_needed(name: str, delta_to_come: MakeScene, first: Scene) -> None:
+    """A disk that does nothing at this one call loses something that was promised."""
+    forgotten = sites()[name].is_on_the_stack
+    if not fails(first, images_of(first, forgets=forgotten)):
+        scene = delta_to_come()
+        assert fails(scene, images_of(scene, forgets=forgotten))
+
+
+def fails(scene: Scene, images: list[Image]) -> bool:
+    """Whether an image does not hold what was promised; the latest are looked at first, since most is promised then."""
+    for image in reversed(images):
+        try:
+            check(scene, image)
+        except (AssertionError, PrecomputeError, OSError, ValueError):
+            return True
+    return False
