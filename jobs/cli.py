@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -152,6 +153,11 @@ def _parser() -> argparse.ArgumentParser:
     why = command("explain", _explain, "which run, snapshot, input and model made a row, and what it was before", view=True)
     why.add_argument("key", metavar="KEY", help="entity key; parts of a composite one separated by /")
     command("verify", _verify, "re-read what is live: checksums, counts, online rows, index", view=True)
+    drop = command(
+        "drop", _drop, "end a view: take it out of the online store and the index; lookups find no such view", view=True
+    )
+    drop.add_argument("--data", action="store_true", help="remove its snapshots and reports too, for good")
+    drop.add_argument("--yes", action="store_true", help="do not ask")
     gc = command("gc", _gc, "remove snapshots and files that nothing can reach")
     gc.add_argument("--dry-run", action="store_true", help="only list them")
     pin = command("pin", _pin, "keep a snapshot whatever its age", view=True)
@@ -395,6 +401,23 @@ def _gc(arguments: argparse.Namespace) -> int:
             print(f"{item.path.relative_to(store.root)}  {item.size_bytes:,} bytes  ({item.why})")
         print(f"{'would remove' if arguments.dry_run else 'removed'} {len(garbage):,} files, {size / 1e6:,.1f} MB")
     return FAILED if skipped else DONE
+
+
+def _drop(arguments: argparse.Namespace) -> int:
+    from jobs.drop import describe_drop, drop, look
+
+    project = _project(arguments)
+    if not arguments.yes:
+        found = look(project, arguments.view, data=arguments.data)
+        if arguments.json or not sys.stdin.isatty():
+            raise ConfigError(f"nobody is there to ask: say --yes ({describe_drop(found, done=False)})")
+        print(describe_drop(found, done=False))
+        if input("Drop it? [y/N] ").strip().lower() not in ("y", "yes"):
+            print("nothing was done")
+            return FAILED
+    found = drop(project, arguments.view, data=arguments.data)
+    print(json.dumps(asdict(found)) if arguments.json else describe_drop(found, done=True))
+    return DONE
 
 
 def _pin(arguments: argparse.Namespace) -> int:

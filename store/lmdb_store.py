@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -109,6 +110,7 @@ class LmdbStore(OnlineStore):
         for attempt in (1, 2):
             identity = self._identity(view)
             if identity is None:
+                self._live.pop(view, None)  # the view was ended: its file goes with the last request that reads it
                 return None
             if known is not None and known.identity == identity:
                 return known
@@ -226,6 +228,20 @@ class LmdbStore(OnlineStore):
             self._path(view, generation).unlink(missing_ok=True)
         except OSError as exc:
             raise OnlineStoreError(f"cannot remove {self._path(view, generation)}: {exc}") from exc
+
+    def forget(self, view: str) -> None:
+        """See :meth:`OnlineStore.forget`."""
+        folder = self.folder / view
+        if not NAME.match(view) or not folder.is_dir():
+            return
+        try:
+            with locked(folder / ".lock"):
+                (folder / "live.json").unlink(missing_ok=True)
+                sync_folder(folder)
+            shutil.rmtree(folder)
+        except OSError as exc:
+            raise OnlineStoreError(f"cannot remove {folder}: {exc.strerror or exc}; do it once more") from exc
+        self._live.pop(view, None)
 
     def close(self) -> None:
         """See :meth:`OnlineStore.close`."""

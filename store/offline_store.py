@@ -20,6 +20,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -32,7 +33,7 @@ import pyarrow.parquet as pq
 
 from store import journal
 from store.crashpoint import crashpoint
-from store.durable_file import create_once, disk_message, locked, make_folder, replace_durably
+from store.durable_file import create_once, disk_message, locked, make_folder, replace_durably, sync_folder
 from store.entity_key import key_column
 from store.errors import ConflictError, SnapshotError
 from store.feature_view import known_fields
@@ -616,6 +617,40 @@ class OfflineStore:
                 return new
         except OSError as exc:
             raise SnapshotError(disk_message(folder / "live.json", exc)) from exc
+
+    def end_live(self, view: str) -> None:
+        """Remove the live pointer: the view is published no more, its snapshots stay. One that is not there is no error.
+
+        Raises:
+            SnapshotError: the file system failed.
+        """
+        folder = self.root / view / "refs"
+        if not folder.is_dir():
+            return
+        try:
+            with locked(folder / ".lock"):
+                (folder / "live.json").unlink(missing_ok=True)
+                sync_folder(folder)
+        except OSError as exc:
+            raise SnapshotError(disk_message(folder / "live.json", exc, "it was to be removed")) from exc
+
+    def remove(self, view: str) -> None:
+        """Remove all there is of a view, for good: snapshots, reports, marks. It is out of sight at once; files that a crash leaves behind go
+        the next time. One that is not there is no error.
+
+        Raises:
+            SnapshotError: the file system failed.
+        """
+        folder, aside = self.root / view, self.root / f".removed-{view}"
+        try:
+            if aside.exists():
+                shutil.rmtree(aside)
+            if folder.exists():
+                folder.rename(aside)
+                sync_folder(self.root)
+                shutil.rmtree(aside)
+        except OSError as exc:
+            raise SnapshotError(disk_message(aside, exc, "it was to be removed; do it once more")) from exc
 
     def mark_bad(self, view: str, number: int, reason: str, *, rows: bool = True) -> None:
         """Mark a snapshot bad, for good; marking it twice is no error.

@@ -125,6 +125,11 @@ class OnlineStore(ABC):
         """
 
     @abstractmethod
+    def forget(self, view: str) -> None:
+        """End a view: its pointer goes first, so that readers find no such view at all, and then all its generations, loaded whole or not. One
+        that is not there, or half gone, is no error."""
+
+    @abstractmethod
     def views(self) -> list[str]:
         """Names of the views with a live pointer, sorted."""
 
@@ -185,6 +190,12 @@ class MemoryStore(OnlineStore):
         with self._lock:
             check_not_live(self._pointers.get(view), view, generation)
             self._generations.get(view, {}).pop(generation, None)
+
+    def forget(self, view: str) -> None:
+        """See :meth:`OnlineStore.forget`."""
+        with self._lock:
+            self._pointers.pop(view, None)
+            self._generations.pop(view, None)
 
     def views(self) -> list[str]:
         """See :meth:`OnlineStore.views`."""

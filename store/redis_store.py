@@ -212,9 +212,24 @@ class RedisStore(OnlineStore):
         with self._translated(f"drop generation {generation} of {view!r}"):
             self._unlink(view, generation)
 
+    def forget(self, view: str) -> None:
+        """See :meth:`OnlineStore.forget`; what tells its generations goes last."""
+        if not NAME.match(view):
+            return
+        with self._translated(f"remove {view!r}"):
+            self._redis.hdel(self._meta(view), "version", "pointer", "epoch")
+            self._redis.srem(f"{self._prefix}:views", view)
+            self._unlink_all(f"{self._prefix}:{view}:".encode())
+            self._redis.delete(self._meta(view))
+        self._seen.pop(view, None)
+
     def _unlink(self, view: str, generation: int) -> None:
         self._redis.hdel(self._meta(view), f"rows:{generation}")
-        pattern = _escape_glob(self._data_prefix(view, generation)) + b"*"
+        self._unlink_all(self._data_prefix(view, generation))
+        self._redis.hdel(self._meta(view), f"loading:{generation}")
+
+    def _unlink_all(self, prefix: bytes) -> None:
+        pattern = _escape_glob(prefix) + b"*"
         cursor: int = 0
         while True:
             cursor, keys = self._redis.scan(cursor, match=pattern, count=5000)
@@ -222,7 +237,6 @@ class RedisStore(OnlineStore):
                 self._redis.unlink(*keys)
             if cursor == 0:
                 break
-        self._redis.hdel(self._meta(view), f"loading:{generation}")
 
     def close(self) -> None:
         """See :meth:`OnlineStore.close`."""

@@ -94,6 +94,24 @@ def plain(found: list[Buffer | None]) -> list[bytes | None]:
 TABLE = {b"a": b"1", b"b": b"22", b"c": b"", b"d": b"\0\xff" * 300}
 
 
+# ---- the end of a view
+
+
+def test_a_forgotten_view_is_none_for_who_has_read_it_too_and_can_begin_anew(open_store: OpenStore) -> None:
+    writer, reader = open_store(), open_store()
+    for epoch in (7, 8):
+        publish(writer, epoch, TABLE)
+    publish(writer, 1, TABLE, "numbers_2")
+    assert values(reader.read("numbers", [b"a"])) == [b"1"]
+    for _ in range(2):  # doing it twice is no error
+        writer.forget("numbers")
+        assert (reader.read("numbers", [b"a"]), reader.live("numbers"), reader.views()) == (None, None, ["numbers_2"])
+        assert (reader.generations("numbers"), plain(reader.read_generation("numbers", 8, [b"a"]))) == ([], [None])
+    assert values(reader.read("numbers_2", [b"b"])) == [b"22"]
+    publish(writer, 1, {b"a": b"new"})
+    assert values(reader.read("numbers", [b"a"])) == [b"new"]
+
+
 # ---- loading and reading
 
 

@@ -1,0 +1,112 @@
+"""Drop: the end of a view. It is taken out of the online store and the vector index, and, if asked to, out of the offline store too."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from jobs.config import Project
+from store.errors import ConfigError, ConflictError, SnapshotError
+from store.feature_view import NAME
+from store.lease import holder, is_held, take
+from store.offline_store import PUBLISH_LEASE, OfflineStore
+from store.online_url import open_online_store
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """What a drop did, or is about to: whether the view was served, how many snapshots it has, whether they go too, and their size."""
+
+    view: str
+    served: bool
+    configured: bool
+    snapshots: int
+    size_bytes: int
+    data: bool
+
+
+def look(project: Project, name: str, *, data: bool = False) -> Dropped:
+    """What :func:`drop` would remove.
+
+    Raises:
+        ConfigError: there is no such view anywhere, or a configured one reads it.
+        OnlineStoreError: the online store does not answer.
+    """
+    store, configured = OfflineStore(project.root), name in project.views
+    with contextlib.closing(open_online_store(project.online)) as online:
+        served = name in online.views()
+    known = NAME.match(name) is not None and (served or configured or (store.root / name).is_dir())
+    if not known:
+        there = ", ".join(sorted({*store.views(), *project.views})) or "none"
+        raise ConfigError(f"no view {name!r}: neither configured, nor served, nor under {store.root} (there are: {there})")
+    readers = [other for other, view in project.views.items() if other != name and name in view.inputs()]
+    if readers:
+        raise ConfigError(f"view {name!r} is read by {', '.join(readers)}, as live.{name}: change or drop these first")
+    size_bytes = sum(path.stat().st_size for path in (store.root / name).rglob("*") if path.is_file())
+    return Dropped(name, served, configured, len(store.numbers(name)), size_bytes, data)
+
+
+def drop(project: Project, name: str, *, data: bool = False) -> Dropped:
+    """End a view: readers find no such view from the first step on, and whatever a crash leaves, doing it again removes.
+
+    Args:
+        project: the configuration; the view need not be in it any more.
+        name: of the view.
+        data: remove its snapshots and reports too, for good.
+
+    Raises:
+        ConfigError: as :func:`look`.
+        ConflictError: a run or backfill of it is going on, or it is being published.
+        OnlineStoreError, SnapshotError: a store failed; what was begun is finished by doing it again.
+    """
+    found, store = look(project, name, data=data), OfflineStore(project.root)
+    folder = store.lease_folder(name)
+    with contextlib.ExitStack() as held:
+        if folder.is_dir():
+            busy = f"view {name!r} is being published, rolled back or cleaned up; wait for it"
+            held.enter_context(take(folder, PUBLISH_LEASE, "drop", ttl_s=project.settings.lease, busy=busy))
+            _check_idle(folder, name)
+        with contextlib.closing(open_online_store(project.online)) as online:
+            online.forget(name)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(store.root / name / "index")
+        except OSError as exc:
+            raise SnapshotError(
+                f"{store.root / name / 'index'} cannot be removed: {exc.strerror or exc}; do it once more"
+            ) from exc
+        store.end_live(name)
+        if data:
+            store.remove(name)
+    return found
+
+
+def _check_idle(folder: Path, name: str) -> None:
+    """Raises:
+    ConflictError: a run, whose end would publish the view again, goes on.
+    """
+    for path in sorted(folder.glob("lease-*.json")):
+        lease = path.stem.removeprefix("lease-")
+        if lease != PUBLISH_LEASE and is_held(folder, lease):
+            by = holder(folder, lease)
+            raise ConflictError(
+                f"view {name!r} is being computed (lease {lease!r}, process {by.pid if by else '?'}): wait for it, or end it with SIGTERM"
+            )
+
+
+def describe_drop(found: Dropped, *, done: bool) -> str:
+    """What was dropped, or would be, for people."""
+    online = "taken out of the online store" if done else "is taken out of the online store: lookups find no such view"
+    said = [f"{found.view}: {online if found.served else 'not served'}"]
+    size = f"{found.snapshots} snapshot(s), {found.size_bytes / 1e6:,.1f} MB"
+    if found.data:
+        said.append(f"{size} {'removed' if done else 'are removed, for good'}")
+    elif found.snapshots:
+        said.append(f"{size} stay; --data removes them")
+    if found.configured:
+        said.append(
+            f"it is still configured, so its next run publishes it again: remove views/{found.view}.yaml and its schedule"
+        )
+    return "; ".join(said)

@@ -1,0 +1,159 @@
+"""Drop: a view is ended as a whole, whatever stops it on the way, and nothing of another view goes with it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from jobs.cli import main
+from jobs.config import Project
+from jobs.progress import Silent
+from jobs.run import run_view
+from store.errors import RequestError
+from store.lease import take
+from store.lookup import Lookup
+from store.offline_store import OfflineStore, run_lease
+from store.online_url import open_online_store
+from tests.conftest import MakeProject
+
+OTHER = {
+    "entity": ["id"],
+    "source": {"sql": "SELECT * FROM read_parquet('${data}/data.parquet')"},
+    "model": {"use": "tests.arithmetic:Doubler"},
+    "features": {"double": {"dtype": "float64"}},
+    "ttl": "2h",
+}
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(params=["lmdb", "redis"])
+def published(request: pytest.FixtureRequest, make_project: MakeProject) -> Callable[..., Project]:
+    """A project of ``numbers`` and ``others``, both live; ``views`` replaces the others' definition."""
+    online = "lmdb:./var/online" if request.param == "lmdb" else request.getfixturevalue("redis_url")
+
+    def make(**others: Any) -> Project:
+        index = {"index": {"on": "vector", "metric": "l2"}}
+        project = make_project([(1, 1.0), (2, 2.0)], view=index, project={"online": online}, views={"others": OTHER | others})
+        for name in ("numbers", "others"):
+            run_view(project, name, Silent())
+        return project
+
+    return make
+
+
+def call(project: Project, *command: str) -> int:
+    return main(["-c", str(project.folder), *command])
+
+
+def served(project: Project) -> list[str]:
+    """Views whose row of key 1 is answered; every other one is unknown."""
+    lookup, found = Lookup(open_online_store(project.online)), []
+    for name in ("numbers", "others"):
+        if name in lookup.online.views():
+            assert lookup.row(name, 1)["features"]["double"] == 2.0
+            found.append(name)
+        else:
+            with pytest.raises(RequestError, match=f"no view '{name}' is live"):
+                lookup.row(name, 1)
+    lookup.close()
+    return found
+
+
+def test_a_dropped_view_is_unknown_to_readers_old_and_new_and_its_snapshots_stay(
+    published: Callable[..., Project], capsys: Captured
+) -> None:
+    project = published()
+    (project.folder / "views" / "numbers.yaml").unlink()
+    project = Project(project.folder, {})
+    reader = Lookup(open_online_store(project.online))
+    assert reader.row("numbers", 1)["status"] == "fresh"
+    assert call(project, "drop", "numbers", "--yes", "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["served"], said["configured"], said["snapshots"], said["data"]) == (True, False, 1, False)
+    with pytest.raises(RequestError, match="no view 'numbers' is live"):
+        reader.row("numbers", 1)
+    reader.close()
+    assert served(project) == ["others"]
+    store = OfflineStore(project.root)
+    assert (store.live("numbers"), store.numbers("numbers"), (project.root / "numbers" / "index").exists()) == (None, [1], False)
+    assert call(project, "drop", "numbers", "--yes") == 0
+    assert "numbers: not served; 1 snapshot(s), " in capsys.readouterr().out
+    assert call(project, "drop", "numbers", "--data", "--yes") == 0
+    assert not (project.root / "numbers").exists()
+    assert store.views() == ["others"]
+    capsys.readouterr()
+    assert call(project, "drop", "numbers", "--yes") == 2
+    assert "no view 'numbers'" in capsys.readouterr().err
+
+
+def test_nothing_of_it_is_left_in_redis(make_project: MakeProject, redis_url: str) -> None:
+    project = make_project([(1, 1.0), (2, 2.0)], project={"online": redis_url})
+    run_view(project, "numbers", Silent())
+    run_view(project, "numbers", Silent(), full=True)
+    with redis.Redis.from_url(redis_url) as raw:
+        assert raw.dbsize() > 4
+        assert call(project, "drop", "numbers", "--yes") == 0
+        assert raw.dbsize() == 0
+
+
+def test_a_drop_that_was_stopped_on_the_way_is_finished_by_the_next(
+    published: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Readers know no such view from the first step on."""
+
+    def stopped(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    where = ((redis.Redis, "unlink"), (shutil, "rmtree"), (OfflineStore, "end_live"), (OfflineStore, "remove"), (Path, "rename"))
+    project = published()
+    for owner, name in where:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, stopped)
+            if call(project, "drop", "numbers", "--data", "--yes") == 0:
+                assert (owner, project.online[:5]) == (redis.Redis, "lmdb:"), "the one step it does not take"
+            assert served(project) == ["others"]
+        if not (project.root / "numbers").exists():
+            run_view(project, "numbers", Silent())
+    assert call(project, "drop", "numbers", "--data", "--yes") == 0
+    assert [path.name for path in project.root.iterdir() if "numbers" in path.name] == []
+    run_view(project, "numbers", Silent())
+    assert served(project) == ["numbers", "others"]
+
+
+def test_what_is_in_use_is_not_dropped(published: Callable[..., Project], capsys: Captured) -> None:
+    project = published(source={"sql": "SELECT id, double / 2 AS x FROM live.numbers"})
+    assert call(project, "drop", "numbers", "--yes") == 2
+    assert "read by others, as live.numbers" in capsys.readouterr().err
+    store = OfflineStore(project.root)
+    with take(store.lease_folder("others"), run_lease(None), "a run"):
+        assert call(project, "drop", "others", "--yes") == 1
+    assert "is being computed" in capsys.readouterr().err
+    assert served(project) == ["numbers", "others"]
+    assert call(project, "drop", "others", "--yes") == 0
+    assert "still configured" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("answer", "left"), [("y", ["others"]), ("n", ["numbers", "others"]), ("", ["numbers", "others"])])
+def test_it_asks_first(
+    published: Callable[..., Project], monkeypatch: pytest.MonkeyPatch, capsys: Captured, answer: str, left: list[str]
+) -> None:
+    project = published()
+    assert call(project, "drop", "numbers") == 2
+    assert "say --yes" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda _: answer)
+    assert call(project, "drop", "numbers") == (0 if answer == "y" else 1)
+    assert served(project) == left
+
+
+@pytest.mark.parametrize("name", ["../numbers", "numbrs", ".removed-numbers", ""])
+def test_a_name_that_is_no_views_is_refused(make_project: MakeProject, capsys: Captured, name: str) -> None:
+    project = make_project([(1, 1.0)])
+    assert call(project, "drop", name, "--yes") == 2
+    assert "no view" in capsys.readouterr().err
