@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 from jobs.config import GatesConfig, ViewConfig
 from jobs.open_view import OpenView
 from precompute.runner import compute, with_null_rows
+from precompute.same_value import differing
 from store.entity_key import key_column
 from store.errors import SnapshotError
 from store.feature_view import Feature
@@ -35,9 +36,6 @@ JUDGED_ROWS = 20
 PARITY_ROWS = 20
 
 _STATISTICS = ("zero", "norm", "duplicates", "drift")
-
-_TOLERANCE = {"float16": 4e-3, "float32": 1e-4, "float64": 1e-6}
-"""Relative to a row's largest number: batches of another size round differently (float32 encoders by 1e-6), the stored type more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +118,10 @@ def judge(
     if snapshot.view.fallback and gates.parity is not None:
         compared, differing = _parity(opened, sample)
         if compared:
-            share = differing / compared
-            message = f"{differing} of {compared} sampled rows come out differently from the fallback"
+            share = len(differing) / compared
+            message = f"{len(differing)} of {compared} sampled rows come out differently from the fallback"
+            if differing:
+                message += "; the first, {!r}: {}".format(*next(iter(differing.items())))
             judged("parity", share, gates.parity, share <= gates.parity, message)
     return quality, verdicts
 
@@ -215,37 +215,26 @@ def _common_rows(store: OfflineStore, sample: pa.Table, snapshot: Snapshot, live
         return None
 
 
-def _parity(opened: OpenView, sample: pa.Table) -> tuple[int, int]:
-    """(rows compared, rows that differ): some rows computed once more, from the source by key, as the fallback does; rows whose input
+def _parity(opened: OpenView, sample: pa.Table) -> tuple[int, dict[str, str]]:
+    """(rows compared, key → what differs): some rows computed once more, from the source by key, as the fallback does; rows whose input
     changed since are left out."""
     step = max(1, sample.num_rows // PARITY_ROWS)
-    stored = {row["key"]: row for row in sample.take(pa.array(range(0, sample.num_rows, step))).slice(0, PARITY_ROWS).to_pylist()}
-    found = opened.source.rows(list(stored), with_hash=True).combine_chunks()
-    same = [
-        i
-        for i, row in enumerate(found.select(["key", "input_hash"]).to_pylist())
-        if stored[row["key"]]["input_hash"] == row["input_hash"]
-    ]
-    found = found.take(pa.array(same, pa.int64()))
-    if not found.num_rows:
-        return 0, 0
-    batch = found.drop_columns(["key", "input_hash"]).combine_chunks().to_batches()[0]
+    stored = sample.take(pa.array(range(0, sample.num_rows, step))).slice(0, PARITY_ROWS)
+    position = {key: row for row, key in enumerate(stored.column("key").to_pylist())}
+    hashes = stored.column("input_hash").to_pylist()
+    found = opened.source.rows(list(position), with_hash=True).combine_chunks()
+    keys = found.column("key").to_pylist()
+    same = [row for row, h in enumerate(found.column("input_hash").to_pylist()) if hashes[position[keys[row]]] == h]
+    if not same:
+        return 0, {}
+    batch = found.take(pa.array(same)).drop_columns(["key", "input_hash"]).combine_chunks().to_batches()[0]
+    keys = [keys[row] for row in same]
     done = with_null_rows(opened.view, compute(opened.model, opened.view, batch))
-    differing = len(done.rejections)
-    keys = key_column(batch, opened.view.entity).to_pylist()
-    for row, features in zip(done.rows.tolist(), done.features.to_pylist(), strict=True):
-        differing += any(not _equal(f, features[f.name], stored[keys[row]][f.name]) for f in opened.view.features)
-    return found.num_rows, differing
-
-
-def _equal(feature: Feature, a: Any, b: Any) -> bool:
-    if feature.dtype not in _TOLERANCE or a is None or b is None:
-        return bool(a == b)
-    one, other = np.atleast_1d(np.asarray(a, np.float64)), np.atleast_1d(np.asarray(b, np.float64))
-    if one.shape != other.shape:
-        return False
-    scale = float(np.max(np.abs(other), initial=0.0))
-    return bool(np.all(np.abs(one - other) <= _TOLERANCE[feature.dtype] * max(scale, 1e-12)))
+    differs = {keys[rejection.row]: rejection.error for rejection in done.rejections}
+    keys = [keys[row] for row in done.rows.tolist()]
+    precision = getattr(opened.model, "variant", None)  # what torch models have
+    rows = differing(stored.take(pa.array([position[key] for key in keys], pa.int64())), done.features, opened.view, precision)
+    return len(same), differs | {keys[row]: what for row, what in rows.items()}
 
 
 def verdicts_json(verdicts: list[Verdict]) -> list[Mapping[str, Any]]:

@@ -38,6 +38,9 @@ from store.errors import ConfigError, ModelError, PrecomputeError
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.float32}
 """What a model's large products are measured against (:meth:`Device.peak_flops`): torch multiplies no 8-bit integers on a CPU."""
 
+EMULATED_BF16 = ("AVX512_CORE", "AVX512_CORE_VNNI")
+"""Instruction sets by which oneDNN says that it supports bfloat16, and emulates it; by lesser ones it says that it does not."""
+
 CODE_VERSION = 1
 """Raised by whoever changes what is written into the folder; part of the files' names."""
 
@@ -115,9 +118,15 @@ def candidates(device: Device, model: TorchModel) -> list[Variant]:
 
 
 def has_bf16() -> bool:
-    """Whether this CPU multiplies bfloat16 by itself: AVX512-BF16, AMX, or ARM's."""
-    flags = torch.cpu.get_capabilities()
-    return any(flags.get(flag) for flag in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
+    """Whether this CPU multiplies bfloat16 by itself (AVX512-BF16, AMX, or ARM's), and torch and oneDNN may use that: ``ATEN_CPU_CAPABILITY``
+    and ``ONEDNN_MAX_CPU_ISA`` let a newer CPU compute as an older one."""
+    flags = torch.cpu.get_capabilities()  # what the CPU has, whether it may be used or not
+    if any(flags.get(flag) for flag in ("avx512_bf16", "amx_bf16")):
+        isa = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
+        used = torch.backends.cpu.get_cpu_capability() == "AVX512" and isa not in EMULATED_BF16
+    else:
+        used = any(flags.get(flag) for flag in ("bf16", "sve_bf16"))
+    return used and torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # type: ignore[no-untyped-call]
 
 
 def has_vnni() -> bool:

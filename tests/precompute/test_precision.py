@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -342,15 +345,51 @@ def test_no_examples_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "bf16"), [({}, False), ({"avx512_bf16": True}, True), ({"amx_bf16": True}, True), ({"bf16": True}, True)]
+    ("flags", "torchs", "onednns", "environment", "bf16"),
+    [
+        ([], "AVX512", True, {}, False),  # AVX-512 without it: oneDNN emulates it
+        (["avx512_bf16"], "AVX512", True, {}, True),
+        (["avx512_bf16", "amx_bf16"], "AVX512", True, {"ONEDNN_MAX_CPU_ISA": "AVX10_1_512_AMX"}, True),
+        (["avx512_bf16"], "AVX512", True, {"ONEDNN_MAX_CPU_ISA": "avx512_core"}, False),
+        (["avx512_bf16"], "AVX512", True, {"DNNL_MAX_CPU_ISA": "AVX512_CORE_VNNI"}, False),
+        (["avx512_bf16"], "AVX512", False, {"ONEDNN_MAX_CPU_ISA": "AVX2"}, False),
+        (["avx512_bf16"], "AVX2", True, {}, False),
+        (["avx512_bf16"], "DEFAULT", True, {}, False),
+        (["bf16"], "DEFAULT", True, {}, True),
+        (["sve_bf16"], "SVE256", True, {}, True),
+        (["bf16"], "DEFAULT", False, {}, False),
+    ],
 )
-def test_bfloat16_is_proposed_where_the_cpu_has_it(flags: dict[str, bool], bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: flags)
+def test_bfloat16_is_proposed_where_the_cpu_has_it_and_it_may_be_used(
+    flags: list[str],
+    torchs: str,
+    onednns: bool,
+    environment: dict[str, str],
+    bf16: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(flags, True))
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: torchs)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednns)
+    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     found = [v.name for v in candidates(Device("cpu"), mlp())]
     assert found[0] == "fp32-eager"
     assert "fp32-onednn" in found
     assert ("bf16-onednn" in found, "bf16-eager" in found) == (bf16, bf16)
     assert not any(name.startswith("fp16") for name in found)
+
+
+@pytest.mark.parametrize("name", ["ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"])
+def test_what_the_environment_forbids_is_not_proposed(name: str) -> None:
+    code = "from precompute.precision import has_bf16; print(has_bf16())"
+    environment = os.environ | {name: "AVX2" if name.startswith("ONEDNN") else "avx2"}
+    assert (
+        subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
+        == "False\n"
+    )
 
 
 def test_packed_layers_are_not_proposed_to_a_module_without_any() -> None:

