@@ -659,6 +659,8 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _table(lines: Sequence[dict[str, Any]]) -> str:
+    from jobs.status import notes
+
     head = (
         "view",
         "status",
@@ -697,6 +699,7 @@ def _table(lines: Sequence[dict[str, Any]]) -> str:
         "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), *row[len(widths) :]]).rstrip() for row in rows
     ]
     attention = [f"{line['view']}: {'; '.join(line['attention'])}" for line in lines if line["attention"]]
+    attention += [f"{line['view']}: {note}" for line in lines for note in notes(line)]
     attention += [
         f"{line['view']}: {line['last_run']['error']}" for line in lines if line["last_run"] and line["last_run"]["error"]
     ]

@@ -27,7 +27,7 @@ from jobs.config import Project, Schedule
 from jobs.cron import fire_times, last_fire
 from store.durable_file import disk_message, make_folder, replace_durably
 from store.errors import SnapshotError
-from store.lease import is_held
+from store.lease import holder, is_held
 from store.offline_store import OfflineStore
 
 log = logging.getLogger(__name__)
@@ -97,6 +97,8 @@ class Decision:
     """As in :class:`Facts`, to be kept."""
     epochs: Mapping[str, int] = field(default_factory=dict)
     """The parents' live epochs."""
+    ready: datetime | None = field(default=None, compare=False)
+    """Of a run: since when it could have begun."""
 
 
 def decide(view: str, schedule: Schedule, facts: Facts, now: datetime) -> Decision:
@@ -128,7 +130,7 @@ def _by_cron(view: str, schedule: Schedule, facts: Facts, now: datetime) -> Deci
             state, why = "given up", "was missed"
         if state in ("run", "retry"):
             text = f"due since {_local(fire, schedule)}" + (f", {why}" if why else "")
-            return Decision("run" if state == "run" else "retry", text, fire, at, since)
+            return Decision("run" if state == "run" else "retry", text, fire, _not_past(at, now), since, ready=at)
         since, gave_up = fire, f"; {_local(fire, schedule)} {why}" if why else ""
     gave_up = gave_up or _last_failure(schedule, facts, since, now)
     return Decision(
@@ -174,13 +176,13 @@ def _by_parents(view: str, schedule: Schedule, facts: Facts, now: datetime) -> D
     if state not in ("run", "retry"):
         return idle(f"{why or 'nothing new'}; runs again after the next snapshot of {' or '.join(epochs)}")
     text = f"new: {', '.join(new)}" + (f", {why}" if why else "")
-    return Decision("run" if state == "run" else "retry", text, due, at, facts.since, epochs)
+    return Decision("run" if state == "run" else "retry", text, due, _not_past(at, now), facts.since, epochs, ready=at)
 
 
 def _standing(
     view: str, schedule: Schedule, due: datetime, attempts: Sequence[Mapping[str, Any]], now: datetime
 ) -> tuple[Literal["run", "retry", "done", "given up"], datetime | None, str]:
-    """How it stands with one time, by the runs there were for it: what to do, when, and why."""
+    """How it stands with one time, by the runs there were for it: what to do, from when on, and why."""
     if any(r.get("status") in FINISHED for r in attempts):
         return "done", None, ""
     for report in attempts:
@@ -188,7 +190,7 @@ def _standing(
             return "given up", None, f"was given up: {report.get('status')}"
     failures = len(attempts)
     if not failures:
-        return "run", now, ""
+        return "run", due, ""
     if failures > schedule.retries:
         return "given up", None, f"was given up: {attempts[0].get('status')}" + (f" {failures} times" if failures > 1 else "")
     ends = [end for r in attempts if (end := report_time(r.get("finished_at")) or report_time(r.get("started_at"))) is not None]
@@ -196,7 +198,11 @@ def _standing(
     # An end in the future was written before the clock was set back. How long ago it was nobody knows; waiting for it could take a year.
     at = now if ended is None or ended > now else ended + timedelta(seconds=retry_wait_s(view, schedule, due, failures))
     why = f"retry {failures} of {schedule.retries}"
-    return ("run", now, why) if at <= now else ("retry", at, f"{why} at {_local(at, schedule)}")
+    return ("run", at, why) if at <= now else ("retry", at, f"{why} at {_local(at, schedule)}")
+
+
+def _not_past(at: datetime | None, now: datetime) -> datetime | None:
+    return at if at is None else max(at, now)
 
 
 def _attempts_for(facts: Facts, due: datetime) -> list[Mapping[str, Any]]:
@@ -344,6 +350,10 @@ class Ledger:
             self._cached[view] = (changed_ns if settled else -1, reports)
         return self._cached[view][1]
 
+    def seen(self, view: str) -> bool:
+        """Whether a scheduler saw the view's present schedule."""
+        return self._since(view) is not None
+
     def _since(self, view: str) -> datetime | None:
         schedule = self._schedules[view]
         path = self._store.root / view / "refs" / "schedule.json"
@@ -374,14 +384,55 @@ class Ledger:
             raise SnapshotError(disk_message(path, exc, "nothing was started")) from exc
 
 
-def next_due(project: Project, store: OfflineStore, view: str, now: datetime) -> tuple[datetime | None, str]:
-    """When a view runs next, in UTC, and in words; None when it is not scheduled, or when that is not a matter of time.
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """When a view runs next, for people: ``due`` in UTC, None when it is not scheduled or that is not a matter of time; ``reason``; and
+    ``trouble``, what keeps its schedule from being kept, None when nothing does."""
+
+    due: datetime | None
+    reason: str
+    trouble: str | None = None
+
+
+def outlook(project: Project, store: OfflineStore, view: str, now: datetime) -> Outlook:
+    """When a view runs next, and what is in the way of that.
+
+    A scheduler that acts begins what is due within a second. So there is trouble when something has been due for more than :data:`LATE_S`; when the
+    last scheduler that acted is gone; when none ever did, and a time of a cron line went by since the view's last run; and when
+    the one that acts was started with another schedule.
 
     Raises:
         SnapshotError: a lease or live pointer is damaged, or cannot be read.
     """
-    if view not in project.schedules():
-        return None, "not scheduled"
-    decision = Ledger(project, store).decision(view, now)
-    idle = "" if is_held(store.root / ".scheduler", LEADER) else "; no scheduler is up"
-    return decision.due if decision.state == "run" else decision.at, decision.reason + idle
+    schedule = project.schedules().get(view)
+    if schedule is None:
+        return Outlook(None, "not scheduled")
+    ledger, leases = Ledger(project, store), store.root / ".scheduler"
+    decision, up = ledger.decision(view, now), is_held(leases, LEADER)
+    due = decision.due if decision.state == "run" else decision.at
+    reason = decision.reason + ("" if up else "; no scheduler is up")
+    overdue = decision.state == "run" and decision.ready is not None and now - decision.ready > timedelta(seconds=LATE_S)
+    if overdue:
+        assert decision.due is not None
+        return Outlook(
+            due, reason, f"due since {_local(decision.due, schedule)} and not begun" + ("" if up else ": no scheduler is up")
+        )
+    if not up and holder(leases, LEADER) is not None:
+        return Outlook(due, reason, "scheduled, and no scheduler is up")
+    if schedule.cron is not None and not ledger.seen(view):
+        if up:
+            return Outlook(due, reason, "the scheduler that is up does not know its schedule: start it anew")
+        missed = _missed(schedule, ledger.reports(view)[0], now)
+        if missed is not None:
+            return Outlook(due, reason, f"due since {_local(missed, schedule)} and not begun: no scheduler was ever up")
+    return Outlook(due, reason)
+
+
+def _missed(schedule: Schedule, reports: Sequence[Mapping[str, Any]], now: datetime) -> datetime | None:
+    """The last fire time of a cron line since the view's last run, if that is more than :data:`LATE_S` ago."""
+    assert schedule.cron is not None
+    began = [at for r in reports if (at := report_time(r.get("started_at"))) is not None and at <= now]
+    first = None if not began else next(fire_times(schedule.cron, schedule.timezone, max(began), now), None)
+    if first is None or now - first <= timedelta(seconds=LATE_S):
+        return None
+    return last_fire(schedule.cron, schedule.timezone, first, now) or first

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from jobs.config import Project
-from jobs.due import next_due
-from store.errors import PrecomputeError
+from jobs.due import FINISHED, outlook, report_time
+from store.api.page import duration
+from store.errors import OnlineStoreError, PrecomputeError, SnapshotError
 from store.freshness import Status, age_s, status_of
 from store.offline_store import LiveRef, OfflineStore
 from store.online_store import OnlineStore
@@ -26,8 +29,8 @@ def view_status(project: Project, name: str, store: OfflineStore, online: Online
         SnapshotError, OnlineStoreError: something cannot be read.
     """
     view = project.view(name)
-    ref, pointer, last = store.live(name), online.live(name), _last_run(store, name)
-    due, due_text = next_due(project, store, name, datetime.now(UTC))
+    ref, pointer, reports = store.live(name), online.live(name), store.reports(name, REPORTS)
+    last, next_run = _last_run(store, name, reports), outlook(project, store, name, datetime.now(UTC))
     schedule = project.schedules().get(name)
     line: dict[str, Any] = {
         "view": name,
@@ -43,25 +46,110 @@ def view_status(project: Project, name: str, store: OfflineStore, online: Online
         "held": None if ref is None else ref.held,
         "last_run": None if last is None else {k: last.get(k) for k in _LAST_RUN},
         "schedule": None if schedule is None else schedule.when,
-        "next_due": None if due is None else due.isoformat(),
-        "next_due_why": due_text,
+        "next_due": None if next_run.due is None else next_run.due.isoformat(),
+        "next_due_why": next_run.reason,
+        "behind": [],
     }
+    attention = [] if next_run.trouble is None else [next_run.trouble]
     if ref is not None:
-        line |= _live(store.snapshot(name, ref.snapshot), ref) | {"online": pointer is not None and pointer.epoch == ref.epoch}
-    return line | {"attention": _attention(line)}
+        snapshot = store.snapshot(name, ref.snapshot)
+        line |= _live(snapshot, ref) | {"online": pointer is not None and pointer.epoch == ref.epoch}
+        line["behind"] = _behind(store, snapshot, reports)
+        attention += [_words(behind) for behind in line["behind"] if _is_late(project, snapshot, behind)]
+    return line | {"attention": _attention(line) + attention}
 
+
+REPORTS = 50
+"""How many of a view's newest reports are looked at for the last one that did its work."""
 
 _LAST_RUN = ("run", "command", "status", "started_at", "seconds", "partition", "error")
 
 
-def _last_run(store: OfflineStore, name: str) -> dict[str, Any] | None:
+def _last_run(store: OfflineStore, name: str, reports: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """The newest run's report, whose end is told truly: one that was killed could not write it."""
-    last = store.last_report(name)
+    last = next(iter(reports), None)
     if last is None or last.get("status") != "running" or last.get("command") not in ("run", "materialize"):
         return last
-    if not store.running(name, last.get("partition")):
-        last |= {"status": "killed", "error": "the process ended without a word: killed, out of memory, or the machine went down"}
-    return last
+    if store.running(name, last.get("partition")):
+        return last
+    error = "the process ended without a word: killed, out of memory, or the machine went down"
+    return {**last, "status": "killed", "error": error}
+
+
+def _behind(store: OfflineStore, snapshot: Snapshot, reports: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The views whose live rows are others than those that ``snapshot`` was computed from: ``input``, the numbers ``computed_from`` and ``live``,
+    and ``behind_s``, for how long."""
+    # A run that found nothing changed commits nothing: which inputs it saw, its report tells.
+    did = (r for r in reports if r.get("status") in FINISHED and r.get("snapshot") == snapshot.number)
+    inputs = next((r["inputs"] for r in did if r.get("inputs")), snapshot.inputs)
+    computed, found = datetime.fromisoformat(snapshot.created_at), []
+    for name, used in sorted(inputs.items()):
+        ref = store.readable_live(name)
+        since = None if ref is None else _other_rows_since(store, name, used, ref, computed)
+        if ref is not None and since is not None:
+            behind_s = max(0.0, (datetime.now(UTC) - since).total_seconds())
+            found.append({"input": name, "computed_from": used, "live": ref.snapshot, "behind_s": behind_s})
+    return found
+
+
+def _other_rows_since(store: OfflineStore, name: str, used: int, ref: LiveRef, computed: datetime) -> datetime | None:
+    """Since when other rows than those of the snapshot ``used`` are live; None when they are the same."""
+
+    def manifest(number: int) -> Snapshot | None:
+        try:
+            return store.snapshot(name, number)
+        except SnapshotError:  # gone or damaged, which that view's own line tells
+            return None
+
+    before, now = manifest(used) if ref.snapshot != used else None, manifest(ref.snapshot)
+    if ref.snapshot == used or (before and now and before.content and before.content == now.content):
+        return None
+    if ref.snapshot < used:  # rolled back
+        return report_time(ref.at)
+    newer = [number for number in store.numbers(name) if used < number <= ref.snapshot]
+    if newer[:1] != [used + 1]:  # the first of them is collected: it came soon after
+        return computed
+    for snapshot in map(manifest, newer):
+        if snapshot and not snapshot.refused_by and not (before and before.content == snapshot.content):
+            return max(computed, datetime.fromisoformat(snapshot.created_at))
+    return report_time(ref.at)
+
+
+def _is_late(project: Project, snapshot: Snapshot, behind: Mapping[str, Any]) -> bool:
+    """Whether a view is behind for longer than its rows may be old, or nothing in the schedule will bring it up."""
+    if behind["behind_s"] > snapshot.view.ttl_s:
+        return True
+    return bool(project.schedules()) and not _follows(project, snapshot.view.name, behind["input"])
+
+
+def _follows(project: Project, name: str, other: str) -> bool:
+    """Whether a view runs by the clock, or after ``other`` itself or views that are computed from it."""
+    schedule = project.schedules().get(name)
+    if schedule is None:
+        return False
+    if schedule.cron is not None:
+        return True
+    return any(
+        parent == other or (_reads(project, parent, other) and _follows(project, parent, other)) for parent in schedule.parents
+    )
+
+
+def _reads(project: Project, name: str, other: str) -> bool:
+    inputs = project.views[name].inputs() if name in project.views else []
+    return other in inputs or any(_reads(project, name_, other) for name_ in inputs if name_ != name)
+
+
+def _words(behind: Mapping[str, Any]) -> str:
+    return (
+        f"computed from snapshot {behind['computed_from']} of {behind['input']}, of which {behind['live']} is live: "
+        f"behind for {duration(behind['behind_s'])}"
+    )
+
+
+def notes(line: Mapping[str, Any]) -> list[str]:
+    """What of a view's line is worth knowing and needs nobody: inputs that its next run will catch up with."""
+    told = [_words(behind) for behind in line["behind"] or ()]
+    return [text for text in told if text not in line["attention"]]
 
 
 def _live(snapshot: Snapshot, ref: LiveRef) -> dict[str, Any]:
@@ -95,7 +183,7 @@ def _attention(line: dict[str, Any]) -> list[str]:
 
 
 def project_status(project: Project) -> list[dict[str, Any]]:
-    """:func:`view_status` of every view; one that cannot be read says so under ``attention``."""
+    """:func:`view_status` of every view; one that cannot be read, or is served without being configured, says so under ``attention``."""
     store, online = OfflineStore(project.root), open_online_store(project.online)
     lines = []
     try:
@@ -104,9 +192,27 @@ def project_status(project: Project) -> list[dict[str, Any]]:
                 lines.append(view_status(project, name, store, online))
             except PrecomputeError as exc:
                 lines.append(_UNREADABLE | {"view": name, "ttl_s": project.view(name).ttl, "attention": [str(exc)]})
-        return lines
+        return lines + _unconfigured(project, online)
     finally:
         online.close()
+
+
+def _unconfigured(project: Project, online: OnlineStore) -> list[dict[str, Any]]:
+    """Lines of the views that are served though there is no file of them any more."""
+    try:
+        names = [name for name in online.views() if name not in project.views]
+    except OnlineStoreError:  # every view's own line says so
+        return []
+    lines = []
+    for name in names:
+        line = _UNREADABLE | {"view": name, "status": "unconfigured", "ttl_s": None}
+        with contextlib.suppress(OnlineStoreError):
+            pointer = online.live(name)
+            if pointer is not None:
+                line |= {"snapshot": pointer.snapshot, "rows": pointer.rows, "ttl_s": pointer.view.ttl_s, "online": True}
+        why = f"served, though there is no views/{name}.yaml: put it back, or end the view with `precompute drop {name}`"
+        lines.append(line | {"attention": [why]})
+    return lines
 
 
 _UNREADABLE: dict[str, Any] = dict.fromkeys(
@@ -123,5 +229,6 @@ _UNREADABLE: dict[str, Any] = dict.fromkeys(
         "schedule",
         "next_due",
         "next_due_why",
+        "behind",
     )
 ) | {"status": "unreadable"}

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.config import CatchUp, Schedule
+from jobs.config import CatchUp, Project, Schedule
 from jobs.cron import fire_times
-from jobs.due import AHEAD_S, JITTER, LEADER, Decision, Facts, Ledger, Parent, decide, next_due, retry_wait_s
+from jobs.due import AHEAD_S, JITTER, LEADER, Decision, Facts, Ledger, Parent, decide, outlook, retry_wait_s
 from jobs.progress import Silent
 from jobs.run import run_view
 from store.errors import SnapshotError
@@ -45,6 +45,11 @@ def report(status: str, due: datetime | None = None, began: datetime | None = No
 def decided(schedule: Schedule, now: datetime, *reports: Mapping[str, Any], **facts: Any) -> tuple[str, datetime | None]:
     decision = decide("v", schedule, Facts(reports, **facts), now)
     return decision.state, decision.due
+
+
+def next_due(project: Project, store: OfflineStore, view: str, now: datetime) -> tuple[datetime | None, str]:
+    found = outlook(project, store, view, now)
+    return found.due, found.reason
 
 
 # ---- by the clock

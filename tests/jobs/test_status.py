@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
+from jobs.cli import main
 from jobs.config import Project
+from jobs.due import LEADER, Ledger
 from jobs.progress import Silent
+from jobs.rollback import rollback
 from jobs.run import run_view
 from jobs.status import project_status, view_status
 from store.errors import PrecomputeError, SnapshotError
@@ -50,6 +54,7 @@ def test_a_view_that_was_never_run(make_project: MakeProject) -> None:
         "schedule": None,
         "next_due": None,
         "next_due_why": "not scheduled",
+        "behind": [],
         "attention": ["unpublished"],
     }
 
@@ -93,6 +98,7 @@ def test_a_view_that_is_live(make_project: MakeProject) -> None:
             "error": None,
         },
         "schedule": "0 2 * * *",
+        "behind": [],
         "attention": [],
     }
 
@@ -247,3 +253,133 @@ def test_a_live_snapshot_whose_manifest_is_gone_is_an_error_in_words(make_projec
     shutil.rmtree(project.root / "numbers" / "manifests")
     with pytest.raises(SnapshotError, match="no snapshot 1"):
         status(project)
+
+
+# ---- behind its input
+
+
+def chained(make_project: MakeProject, rows: list[tuple[int, float]], **another: Any) -> Project:
+    """``another`` reads ``numbers``."""
+    return make_project(rows, views={"another": OTHER | another})
+
+
+def behind_and_attention(project: Project) -> tuple[list[tuple[str, int, int]], list[str]]:
+    line = view_status(project, "another", OfflineStore(project.root), open_online_store(project.online))
+    for found in line["behind"]:
+        assert 0 <= found["behind_s"] < 600
+    attention = [text.partition(": behind for")[0] for text in line["attention"]]
+    return [(found["input"], found["computed_from"], found["live"]) for found in line["behind"]], attention
+
+
+BEHIND = "computed from snapshot 1 of numbers, of which 2 is live"
+TWO, ONE = [(1, 1.0), (2, 2.0)], [(1, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ttl", "attention"),
+    [
+        ({}, "1h", []),
+        ({"numbers": "0 2 * * *", "another": "after numbers"}, "1h", []),
+        ({"numbers": "0 2 * * *", "another": "0 3 * * *"}, "1h", []),
+        ({"numbers": "0 2 * * *"}, "1h", [BEHIND]),
+        ({"numbers": "0 2 * * *", "third": "0 2 * * *", "another": "after third"}, "1h", [BEHIND]),
+        ({}, "1ms", ["stale", BEHIND]),
+    ],
+)
+def test_a_view_whose_input_is_newer_says_so_and_needs_attention_when_nothing_will_bring_it_up_in_time(
+    make_project: MakeProject, schedule: dict[str, str], ttl: str, attention: list[str]
+) -> None:
+    views = {"another": OTHER | {"ttl": ttl}, "third": OTHER | {"source": {"sql": "SELECT 1 AS id, 1.0 AS x"}}}
+    project = make_project(TWO, project={"schedule": schedule}, views=views)
+    for name in ("numbers", "another", "third"):
+        run_view(project, name, Silent())
+    assert behind_and_attention(project) == ([], ["stale"] if ttl == "1ms" else [])
+    project = make_project(ONE, project={"schedule": schedule}, views=views)
+    run_view(project, "numbers", Silent())
+    assert behind_and_attention(project) == ([("numbers", 1, 2)], attention)
+    run_view(project, "another", Silent())
+    assert behind_and_attention(project) == ([], ["stale"] if ttl == "1ms" else [])
+
+
+def test_the_same_rows_under_another_number_are_nothing_to_be_behind(make_project: MakeProject) -> None:
+    project = chained(make_project, TWO)
+    run_view(project, "numbers", Silent())
+    run_view(project, "another", Silent())
+    run_view(project, "numbers", Silent(), full=True)
+    assert behind_and_attention(project) == ([], [])
+
+
+def test_a_run_that_found_its_own_rows_unchanged_has_seen_the_input(make_project: MakeProject) -> None:
+    for rows in (TWO, ONE):
+        project = chained(make_project, rows, source={"sql": "SELECT id, double AS x FROM live.numbers WHERE id = 1"})
+        run_view(project, "numbers", Silent())
+        if rows == TWO:
+            run_view(project, "another", Silent())
+    assert behind_and_attention(project) == ([("numbers", 1, 2)], [])
+    assert run_view(project, "another", Silent()).status == "current"
+    assert behind_and_attention(project) == ([], [])
+
+
+def test_an_input_that_was_rolled_back_is_another_one_too(make_project: MakeProject) -> None:
+    for rows in (TWO, ONE):
+        project = chained(make_project, rows)
+        run_view(project, "numbers", Silent())
+    run_view(project, "another", Silent())
+    rollback(project, "numbers", Silent())
+    assert behind_and_attention(project)[0] == [("numbers", 2, 1)]
+
+
+# ---- a schedule that is not kept
+
+
+def test_a_scheduler_that_is_gone_and_a_run_that_is_overdue_need_attention(make_project: MakeProject) -> None:
+    project = make_project(ONE, project={"schedule": {"numbers": "0 2 * * *"}})
+    run_view(project, "numbers", Silent())
+    store = OfflineStore(project.root)
+    assert status(project)["attention"] == [], "it was never up, and nothing was due since the run"
+    leader = take(store.root / ".scheduler", LEADER, "a scheduler")
+    assert status(project)["attention"] == ["the scheduler that is up does not know its schedule: start it anew"]
+    ledger = Ledger(project, store)
+    ledger.settle("numbers", datetime.now(UTC))
+    assert status(project)["attention"] == []
+    ledger.settle("numbers", datetime.now(UTC) - timedelta(days=2))
+    path = next((project.root / "numbers" / "runs").glob("*.json"))
+    began = datetime.now(UTC) - timedelta(days=2)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"started_at": began.isoformat()}))
+    (overdue,) = status(project)["attention"]
+    assert re.fullmatch(r"due since \d{4}-\d\d-\d\d 02:00\+00:00 and not begun", overdue)
+    leader.release()
+    assert status(project)["attention"] == [f"{overdue}: no scheduler is up"]
+    ledger.settle("numbers", datetime.now(UTC))
+    assert status(project)["attention"] == ["scheduled, and no scheduler is up"]
+    with take(store.lease_folder("numbers"), run_lease(None), "run"):
+        assert status(project)["attention"] == ["scheduled, and no scheduler is up"]
+    shutil.rmtree(project.root / ".scheduler")
+    (project.root / "numbers" / "refs" / "schedule.json").unlink()
+    assert status(project)["attention"] == [f"{overdue}: no scheduler was ever up"]
+
+
+# ---- served, and not configured
+
+
+def test_a_view_that_is_served_without_a_file_has_a_line(make_project: MakeProject) -> None:
+    project = make_project(TWO, views={"another": OTHER})
+    for name in ("numbers", "another"):
+        run_view(project, name, Silent())
+    (project.folder / "views" / "another.yaml").unlink()
+    numbers, another = project_status(Project(project.folder, {}))
+    assert (numbers["view"], numbers["attention"]) == ("numbers", [])
+    assert another == dict.fromkeys(numbers) | {
+        "view": "another",
+        "status": "unconfigured",
+        "snapshot": 1,
+        "rows": 2,
+        "ttl_s": 7200.0,
+        "online": True,
+        "attention": [
+            "served, though there is no views/another.yaml: put it back, or end the view with `precompute drop another`"
+        ],
+    }
+    assert main(["-c", str(project.folder), "status"]) == 1
+    assert main(["-c", str(project.folder), "drop", "another", "--yes"]) == 0
+    assert main(["-c", str(project.folder), "status"]) == 0
