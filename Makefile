@@ -41,7 +41,12 @@ check: $(VENV)/.base
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: setup
+# what the benchmarks compare with
+$(VENV)/.bench: $(VENV)/.demo
+	$(PIP) --constraint constraints.txt --editable ".[bench]"
+	@touch $@
+
+bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks
 
 clean:

@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +88,14 @@ def _failed(exc: BaseException) -> int:
     return REJECTED if isinstance(exc, (RejectedError, GateError)) else FAILED
 
 
+class _Version(argparse.Action):
+    """As argparse's own, which would look the version up for every command."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"precompute {metadata.version('precompute')}")
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="precompute", description="Run models ahead of time and answer with a key lookup that tells how fresh it is."
@@ -98,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="the project's folder (default: $PRECOMPUTE_CONFIG)",
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and end")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     def command(

