@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -38,8 +39,9 @@ from store.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot
 
 PART_BYTES = 64 * 2**20
 """Rows are gathered to about this size before a Parquet file is written."""
-CHUNK_S = 30.0
-"""Or for this long: a chunk, and the windows computed ahead of it, is what a killed run loses at most."""
+CHUNK_S = 15.0
+"""Or for this long: a chunk, and what the engine has computed and not handed on (a few seconds' worth, whatever the model's speed), is what a
+killed run loses at most: together less than 30 s."""
 
 _REJECTED = pa.schema(
     [
@@ -305,6 +307,8 @@ class _Run:
     _began: float = field(default_factory=time.monotonic)
     _unjournaled: int = 0
     _pending: list[pa.Table] = field(default_factory=list)
+    _places: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    """Where each of their rows stands in the source: window, row."""
     _pending_bytes: int = 0
     _rejected: list[pa.RecordBatch] = field(default_factory=list)
     _reasons: Counter[str] = field(default_factory=Counter)
@@ -342,7 +346,7 @@ class _Run:
         try:
             for batch, done in stream:
                 self.add(batch, done)
-                progress.advance(batch.num_rows)
+                progress.advance(done.done)
         finally:
             stream.close()  # the source must not be read any more when it is closed
             seconds = time.monotonic() - began
@@ -367,7 +371,7 @@ class _Run:
             yield batch
 
     def add(self, batch: pa.RecordBatch, done: Computed) -> None:
-        """Keep a window's rows and note its rejections."""
+        """Keep the rows of a window, or of a piece of one, and note its rejections."""
         view = self.opened.view
         while self._bad_keys:
             bad, errors, hashes = self._bad_keys.popleft()
@@ -379,8 +383,13 @@ class _Run:
             stages, errors = [r.stage for r in done.rejections], [r.error for r in done.rejections]
             self._refuse_bad(bad, stages, errors)
             self._reject(bad, stages, errors, batch.column("input_hash").take(rows))
-        if not len(done.rows):
-            return
+        if len(done.rows):
+            self._keep(batch, done)
+        if self._pending_bytes >= PART_BYTES or time.monotonic() - self._began >= CHUNK_S:
+            self._finish_chunk()
+
+    def _keep(self, batch: pa.RecordBatch, done: Computed) -> None:
+        view = self.opened.view
         now_us = time.time_ns() // 1000
         self.computed_at_min = now_us if self.computed_at_min is None else min(self.computed_at_min, now_us)
         self.computed_at_max = now_us if self.computed_at_max is None else max(self.computed_at_max, now_us)
@@ -390,10 +399,9 @@ class _Run:
         columns += [pa.repeat(pa.scalar(now_us, pa.timestamp("us", "UTC")), kept.num_rows), kept.column("input_hash")]
         table = pa.Table.from_arrays(columns, names=[*view.entity, *view.feature_names, "computed_at", "input_hash"])
         self._pending.append(table)
+        self._places.append((done.window << 32) + done.rows)
         self._pending_bytes += table.nbytes
         self.written += table.num_rows
-        if self._pending_bytes >= PART_BYTES or time.monotonic() - self._began >= CHUNK_S:
-            self._finish_chunk()
 
     def finish(self) -> None:
         """Write what is pending."""
@@ -406,9 +414,11 @@ class _Run:
         part = rejected = None
         with self.report.stage("write"):
             if self._pending:
-                part = self.store.write_part(
-                    self.name, self.report.run, f"part-{number:05d}.parquet", pa.concat_tables(self._pending)
-                )
+                table = pa.concat_tables(self._pending)
+                places = np.concatenate(self._places)
+                if not (places[1:] > places[:-1]).all():  # pieces of windows come as they were computed
+                    table = table.take(pa.array(np.argsort(places)))
+                part = self.store.write_part(self.name, self.report.run, f"part-{number:05d}.parquet", table)
                 self.parts.append(part)
             if len(self._rejected) > self._unjournaled:
                 table = pa.Table.from_batches(self._rejected[self._unjournaled :], _REJECTED)
@@ -416,7 +426,7 @@ class _Run:
             if part is not None or rejected is not None:
                 self.store.add_to_journal(self.name, self.report.run, Finished(part, rejected))
                 self.chunks += 1
-        self._pending, self._pending_bytes = [], 0
+        self._pending, self._places, self._pending_bytes = [], [], 0
         self._unjournaled, self._began = len(self._rejected), time.monotonic()
 
     def write_deletes(self, plan: Plan) -> tuple[Part | None, int]:

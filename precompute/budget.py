@@ -49,6 +49,7 @@ class Budget:
         self._candidates = [] if fixed else sorted({max(1, int(self.cost * f)) for f in factors})
         self._measured: dict[int, list[tuple[int, float]]] = {c: [] for c in self._candidates}
         self._turn = 0
+        self._before: tuple[int, int | None, list[int]] = (self.cost, None, self._candidates)
 
     @property
     def settled(self) -> bool:
@@ -88,11 +89,17 @@ class Budget:
     def out_of_memory(self, cost: int) -> None:
         """A batch of this cost did not fit: halve."""
         with self._lock:
+            self._before = (self.cost, self.ceiling, self._candidates)
             self.failures += 1
             self._good = 0
             self.ceiling = cost if self.ceiling is None else min(self.ceiling, cost)
             self._candidates = [c for c in self._candidates if c < cost]
             self.cost = max(1, min(self.cost, cost) // 2)
+
+    def was_one_row(self) -> None:
+        """What did not fit was a single row, that does not fit alone either: take the last halving back."""
+        with self._lock:
+            self.cost, self.ceiling, self._candidates = self._before
 
     def _limit(self) -> int:
         """The largest budget that memory allows, as far as is known."""

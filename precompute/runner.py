@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from precompute.memory import ResidentPeak, is_out_of_memory
 from precompute.meter import Meter
 from precompute.model import CheckingModel, Features, Model, Prepared, SizedModel, StagedModel
 from precompute.native import keep_freed_memory, release_threads
+from precompute.pace import Pace
 from store.errors import ModelError
 from store.feature_view import SCALAR_TYPES, Feature, FeatureView
 
@@ -34,8 +35,21 @@ MAX_BATCH_ROWS = 4096
 """Rows given at once to a model that names no costs: 1–8 k rows is the right size for MLPs on CPUs."""
 
 AHEAD_WINDOWS = 2
-"""Windows that may be computed and not yet taken: one ready, one that the model is at. A killed run loses them, beside its chunk; with
-worker processes up to four for each worker."""
+"""Windows, or pieces of them, that may be computed and not yet taken: one ready, one that the model is at. A killed run loses them, beside its
+chunk."""
+
+HAND_ON_S = 1.0
+"""A window that takes longer is handed on in pieces, about this often: what is done is soon safe, and a progress bar moves."""
+
+BATCH_S = 1.0
+"""What a batch should take at most, so that there are pieces to hand on; see :class:`precompute.pace.Pace`."""
+START_ROWS = 8
+"""Of the first batches of a model that names no costs: it may take milliseconds for 4,096 rows, or a second for each."""
+
+PREPARE_S = 5.0
+"""What preparing a window should take at most, or it is cut in smaller ones. Long, since rows are best sorted in large windows."""
+START_WINDOW_ROWS = 64
+"""Of the first window that is prepared."""
 
 AHEAD_BATCHES = 8
 """Batches ready for the model: a GPU never waits for one to be put together, and a budget that was cut takes effect soon."""
@@ -62,12 +76,20 @@ class Rejection:
 class Computed:
     """Features of the rows that could be computed.
 
-    ``rows`` are their numbers in the batch given, ascending; ``features`` has one row for each.
+    ``rows`` are their numbers in the batch given, ascending; ``features`` has one row for each. Of a stream, ``window`` counts the batches
+    given from 0, and ``last`` tells whether this is the last that comes of it.
     """
 
     rows: npt.NDArray[np.int64]
     features: pa.RecordBatch
     rejections: list[Rejection] = field(default_factory=list)
+    window: int = 0
+    last: bool = True
+
+    @property
+    def done(self) -> int:
+        """Rows that were computed or rejected."""
+        return len(self.rows) + len(self.rejections)
 
 
 def compute(model: Model, view: FeatureView, batch: pa.RecordBatch) -> Computed:
@@ -95,16 +117,23 @@ def with_null_rows(view: FeatureView, done: Computed) -> Computed:
     rows = np.concatenate([done.rows, np.array(unusable, np.int64)])
     order = np.argsort(rows)
     features = pa.concat_batches([done.features, nulls]).take(pa.array(order))
-    return Computed(rows[order], features, [r for r in done.rejections if r.stage != "input"])
+    return replace(done, rows=rows[order], features=features, rejections=[r for r in done.rejections if r.stage != "input"])
 
 
 @dataclass(slots=True)
 class _Window:
-    """Rows sorted together, on their way through the stages."""
+    """Rows sorted together, on their way through the stages; or, once computed, a piece of them."""
 
     batch: pa.RecordBatch
+    """As it was given; all of it, where the window is a part."""
     given: pa.RecordBatch
-    """What the model sees of them."""
+    """What the model sees of the window's rows."""
+    number: int = 0
+    """Of ``batch``, counted from 0."""
+    first: int = 0
+    """Row of ``batch`` where the window begins."""
+    last: bool = True
+    """Whether nothing of ``batch`` follows."""
     rejections: dict[int, Rejection] = field(default_factory=dict)
     rows: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     """Row of the window at each position of what was prepared."""
@@ -112,6 +141,14 @@ class _Window:
     costs: npt.NDArray[np.int64] | None = None
     pieces: list[tuple[npt.NDArray[np.int64], Features]] = field(default_factory=list)
     """Row numbers of each batch, and what the model made of them: not yet looked at."""
+    handed_on: float | None = None
+    """When the last piece was, or the first batch begun."""
+
+    def piece(self) -> _Window:
+        """What was made so far; this window goes on without it."""
+        made = replace(self, last=False, prepared=None, costs=None)
+        self.pieces, self.rejections = [], {}
+        return made
 
     def reject(self, row: int, stage: str, error: str) -> None:
         self.rejections[row] = Rejection(row, stage, error)
@@ -149,6 +186,8 @@ class Runner:
         self.budget = budget or self._first_budget()
         self._peak = ResidentPeak()
         self._depth = 0 if self._staged is None else self._staged.device.depth
+        self._pace: Pace | None = None
+        self._hand_on_s = float("inf")
 
     def _first_budget(self) -> Budget:
         if self._staged is None:
@@ -161,6 +200,7 @@ class Runner:
 
     def compute(self, batch: pa.RecordBatch) -> Computed:
         """Run the model over one window of rows; memory for their features must be at hand."""
+        self._pace, self._hand_on_s = None, float("inf")
         for window in self._landed(self._batches(self._prepared(iter([(batch, batch)])))):
             return self._checked(window)
         raise AssertionError("a window went in and none came out")
@@ -168,7 +208,10 @@ class Runner:
     def stream(
         self, windows: Iterable[pa.RecordBatch], *, hidden: Iterable[str] = (), memory_mb: int = 512
     ) -> Generator[tuple[pa.RecordBatch, Computed]]:
-        """Run the model over many windows, the stages overlapping; windows and rows come out in the order they went in.
+        """Run the model over many windows, the stages overlapping; windows come out in the order they went in.
+
+        A window that takes longer than :data:`HAND_ON_S` comes in several pieces, each row in one of them; so does one that takes long to
+        prepare. The rows of a piece are in order, and so are those of a window whose model names no costs.
 
         Args:
             windows: rows, at most a few thousand at a time; advanced in a thread.
@@ -176,7 +219,7 @@ class Runner:
             memory_mb: bound of what lies between the stages, a window in each apart.
 
         Yields:
-            each window as it came, and its features.
+            each window as it came, and its features, or those of some of its rows.
 
         Raises:
             ModelError: see :class:`Runner`; and whatever ``windows`` raises.
@@ -184,12 +227,16 @@ class Runner:
         stages: list[Ahead[Any]] = []
         left_out = set(hidden)
         share = max(1, memory_mb * 2**20 // 3)
+        plain = self._staged is None and not isinstance(self._model, SizedModel)
+        self._pace, self._hand_on_s = Pace(START_ROWS if plain else None, BATCH_S), HAND_ON_S
         keep_freed_memory()
         release_threads()  # of whoever loaded the model here: from now on the model's stage computes
         try:
             read = Ahead("read", _shown(windows, left_out), self.meter.stage("read"), lambda w: int(w[0].nbytes), share)
             stages.append(read)
-            prepared = Ahead("prepare", self._prepared(read), self.meter.stage("prepare"), _window_bytes, share, read)
+            prepared = Ahead(
+                "prepare", self._prepared(read, in_time=True), self.meter.stage("prepare"), _window_bytes, share, read
+            )
             stages.append(prepared)
             batches = Ahead(
                 "batch", self._batches(prepared), self.meter.stage("batch"), _batch_bytes, share, prepared, AHEAD_BATCHES
@@ -204,7 +251,7 @@ class Runner:
                 computed = self._checked(window)
                 ready = time.monotonic()
                 check.busy_s += ready - started
-                self.meter.rows += window.batch.num_rows
+                self.meter.rows += computed.done
                 yield window.batch, computed
                 last.busy_s += time.monotonic() - ready
         finally:
@@ -249,11 +296,22 @@ class Runner:
 
     # ---- prepare
 
-    def _prepared(self, windows: Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]) -> Iterator[_Window]:
-        for batch, given in windows:
-            window = _Window(batch, given)
-            self._prepare(window)
-            yield window
+    def _prepared(self, windows: Iterator[tuple[pa.RecordBatch, pa.RecordBatch]], *, in_time: bool = False) -> Iterator[_Window]:
+        asked = self._staged is not None or isinstance(self._model, SizedModel | CheckingModel)
+        pace = Pace(START_WINDOW_ROWS if in_time and asked else None, PREPARE_S)
+        for number, (batch, given) in enumerate(windows):
+            first = 0
+            while True:
+                part = given.slice(first, pace.limit)
+                window = _Window(batch, part, number, first, first + part.num_rows >= batch.num_rows)
+                started = time.monotonic()
+                self._prepare(window)
+                if part.num_rows and in_time:
+                    pace.done(part.num_rows, time.monotonic() - started)
+                yield window
+                first += part.num_rows
+                if window.last:
+                    break
 
     def _batches(self, windows: Iterator[_Window]) -> Iterator[_Batch]:
         """The batches of each window, dearest rows first, and its end."""
@@ -276,14 +334,14 @@ class Runner:
             return
         if self._staged is not None:
             try:
-                window.prepared = self._staged.prepare(_taken(batch, window.rows))
+                window.prepared = self._staged.prepare(taken(batch, window.rows))
             except ModelError:
                 raise
             except (Exception, SystemExit):  # which row did it is what counts
                 self._find_unpreparable(window, window.rows)
                 window.rows = np.array([row for row in window.rows.tolist() if row not in window.rejections], np.int64)
                 try:
-                    window.prepared = self._staged.prepare(_taken(batch, window.rows)) if len(window.rows) else None
+                    window.prepared = self._staged.prepare(taken(batch, window.rows)) if len(window.rows) else None
                 except ModelError:
                     raise
                 except (Exception, SystemExit) as exc:
@@ -295,7 +353,7 @@ class Runner:
                 window.reject(int(window.rows[position]), "input", reason)
             window.costs = window.prepared.costs
         elif isinstance(model, SizedModel):
-            window.costs = np.asarray(_asked(self._view, "costs()", model.costs, _taken(batch, window.rows)))
+            window.costs = np.asarray(_asked(self._view, "costs()", model.costs, taken(batch, window.rows)))
         if window.costs is not None:
             costs = window.costs
             if costs.shape != (len(window.rows),) or costs.dtype.kind not in "iu":
@@ -308,7 +366,7 @@ class Runner:
     def _find_unpreparable(self, window: _Window, rows: npt.NDArray[np.int64]) -> None:
         assert self._staged is not None
         try:
-            self._staged.prepare(_taken(window.given, rows))
+            self._staged.prepare(taken(window.given, rows))
         except ModelError:
             raise
         except (Exception, SystemExit) as exc:
@@ -326,13 +384,13 @@ class Runner:
         if window.costs is None:
             start = 0
             while start < len(positions):
-                self._asked_for = min(self.budget.next(), MAX_BATCH_ROWS)
+                self._asked_for = min(self._next_budget(), MAX_BATCH_ROWS)
                 yield positions[start : start + self._asked_for]
                 start += self._asked_for
             return
 
         def asked() -> int:
-            self._asked_for = self.budget.next()
+            self._asked_for = self._next_budget()
             return self._asked_for
 
         padding = 1.0 if self._staged is None else MAX_PADDING
@@ -342,10 +400,13 @@ class Runner:
     _asked_for = 0
     """The budget of the batch being made."""
 
+    def _next_budget(self) -> int:
+        return self.budget.next() if self._pace is None else min(self.budget.next(), self._pace.limit)
+
     def _inputs(self, window: _Window, positions: npt.NDArray[np.int64]) -> Any:
         """What the model takes."""
         if self._staged is None or window.prepared is None:
-            return _taken(window.given, window.rows[positions])
+            return taken(window.given, window.rows[positions])
         try:
             return self._staged.inputs(window.prepared, positions)
         except ModelError:
@@ -359,7 +420,8 @@ class Runner:
     # ---- model
 
     def _landed(self, batches: Iterator[_Batch]) -> Iterator[_Window]:
-        """Windows whose every row was computed or rejected. On a GPU, later batches are launched before the first is waited for."""
+        """Windows whose every row was computed or rejected, or pieces of them. On a GPU, later batches are launched before the first is waited
+        for."""
         under_way: deque[tuple[_Batch, Any, float, int]] = deque()
         for batch in batches:
             if batch.positions is None:
@@ -408,12 +470,20 @@ class Runner:
             raise
         except (Exception, SystemExit) as exc:  # a model may raise anything; which row did it is what counts
             self._retried(window, positions, exc)
-            return
-        self._keep(window, positions, features)
-        seconds = time.monotonic() - started
-        size = 0 if not before or self._staged is None else max(0, self._staged.device.peak_bytes(reset=True) - before)
-        self.budget.done(batch.budget, batch.cost, seconds, size)
-        self._count(window, positions)
+        else:
+            self._keep(window, positions, features)
+            seconds = time.monotonic() - started
+            size = 0 if not before or self._staged is None else max(0, self._staged.device.peak_bytes(reset=True) - before)
+            self.budget.done(batch.budget, batch.cost, seconds, size)
+            if self._pace is not None:
+                self._pace.done(batch.cost, seconds)
+            self._count(window, positions)
+        now = time.monotonic()
+        if window.handed_on is None:
+            window.handed_on = started
+        if now - window.handed_on >= self._hand_on_s:
+            window.handed_on = now
+            yield window.piece()
 
     def _count(self, window: _Window, positions: npt.NDArray[np.int64]) -> None:
         meter = self.meter
@@ -426,21 +496,26 @@ class Runner:
         if self._staged is not None and window.prepared is not None:
             meter.flops += self._staged.flops(window.prepared, positions)
 
-    def _retried(self, window: _Window, positions: npt.NDArray[np.int64], exc: BaseException, *, again: bool = False) -> None:
+    def _retried(self, window: _Window, positions: npt.NDArray[np.int64], exc: BaseException) -> None:
         """Compute the rows of a batch that failed in smaller ones: until the row that fails stands alone, or until they fit in memory."""
+        full = is_out_of_memory(exc)
+        if full:  # one halving for each batch: a row that never fits must not shrink the batches of all others to nothing
+            self.meter.out_of_memory += 1
+            self.budget.out_of_memory(self._padded(window, positions))
+        if self._halved(window, positions, exc) and full:
+            self.budget.was_one_row()
+
+    def _halved(self, window: _Window, positions: npt.NDArray[np.int64], exc: BaseException) -> bool:
+        """Whether a single row did not fit in memory."""
         self.meter.retries += 1
+        one_row = False
         if is_out_of_memory(exc):
-            if (
-                not again
-            ):  # one halving for each batch: a row that never fits must not shrink the batches of all others to nothing
-                self.meter.out_of_memory += 1
-                self.budget.out_of_memory(self._padded(window, positions))
             exc = exc.with_traceback(None)  # its frames hold the tensors that did not fit
             if self._staged is not None:
                 self._staged.device.release()
         elif len(positions) == 1 and not isinstance(exc, _Retry):
             window.reject(int(window.rows[positions[0]]), "model", _told(exc))
-            return
+            return False
         middle = max(1, len(positions) // 2)
         for part in (positions[:middle], positions[middle:]):
             if not len(part):
@@ -452,15 +527,17 @@ class Runner:
             except (Exception, SystemExit) as failed:
                 if len(part) == 1:  # with out of memory, that was its second try, alone and with the caches empty
                     window.reject(int(window.rows[part[0]]), "model", _told(failed))
+                    one_row |= is_out_of_memory(failed)
                 else:
-                    self._retried(window, part, failed, again=True)
+                    one_row |= self._halved(window, part, failed)
                 continue
             self._keep(window, part, features)
             self._count(window, part)
+        return one_row
 
     def _computed(self, window: _Window, positions: npt.NDArray[np.int64]) -> Features:
         if self._staged is None:
-            return self._model.compute(_taken(window.given, window.rows[positions]))
+            return self._model.compute(taken(window.given, window.rows[positions]))
         assert window.prepared is not None
         return self._staged.land(self._staged.launch(self._staged.inputs(window.prepared, positions)))
 
@@ -483,7 +560,7 @@ class Runner:
     # ---- check
 
     def _checked(self, window: _Window) -> Computed:
-        """What the model made of a window, as features in the rows' order; the model computes the next one meanwhile."""
+        """What the model made of a window, or of a piece, as features in the rows' order; the model computes the next one meanwhile."""
         pieces = []
         while window.pieces:
             rows, features = window.pieces.pop(0)
@@ -493,7 +570,10 @@ class Runner:
                 window.reject(int(rows[position]), "output", error)
             pieces.append((rows[keep], checked.filter(pa.array(keep))) if bad else (rows, checked))
         rejections = [window.rejections[row] for row in sorted(window.rejections)]
-        return Computed(*_in_order(self._view, pieces), rejections)
+        if window.first:
+            rejections = [replace(rejection, row=window.first + rejection.row) for rejection in rejections]
+        rows, features = in_order(self._view, pieces)
+        return Computed(window.first + rows, features, rejections, window.number, window.last)
 
 
 def _copied(values: Any) -> Any:
@@ -525,7 +605,8 @@ def _shown(windows: Iterable[pa.RecordBatch], hidden: set[str]) -> Iterator[tupl
             windows.close()
 
 
-def _taken(batch: pa.RecordBatch, rows: npt.NDArray[np.int64]) -> pa.RecordBatch:
+def taken(batch: pa.RecordBatch, rows: npt.NDArray[np.int64]) -> pa.RecordBatch:
+    """Some rows of a batch, without a copy where they lie side by side."""
     if len(rows) == batch.num_rows and np.array_equal(rows, np.arange(len(rows))):
         return batch
     if len(rows) and int(rows[-1]) - int(rows[0]) == len(rows) - 1 and (np.diff(rows) == 1).all():
@@ -538,7 +619,7 @@ def _told(exc: BaseException) -> str:
 
 
 def _window_bytes(window: _Window) -> int:
-    return 2 * int(window.batch.nbytes)  # what was made of the rows is of their size, more or less
+    return 2 * int(window.given.nbytes)  # what was made of the rows is of their size, more or less
 
 
 def _batch_bytes(batch: _Batch) -> int:
@@ -551,7 +632,7 @@ def _batch_bytes(batch: _Batch) -> int:
 
 def _piece_bytes(window: _Window) -> int:
     made = sum(int(getattr(values, "nbytes", 0)) for _, features in window.pieces for values in features.values())
-    return int(window.batch.nbytes) + made
+    return int(window.given.nbytes) + made
 
 
 def _asked(view: FeatureView, what: str, method: Callable[[pa.RecordBatch], Any], batch: pa.RecordBatch) -> Any:
@@ -657,17 +738,17 @@ def _finite(view: FeatureView, features: pa.RecordBatch) -> tuple[npt.NDArray[np
     return keep, bad
 
 
-def _in_order(
+def in_order(
     view: FeatureView, pieces: list[tuple[npt.NDArray[np.int64], pa.RecordBatch]]
 ) -> tuple[npt.NDArray[np.int64], pa.RecordBatch]:
-    """All pieces as one batch, back in the order the rows came in."""
+    """All pieces, row numbers and features each, as one batch in the order the rows came in."""
     if not pieces:
         return np.empty(0, np.int64), _empty(view)
     rows = np.concatenate([r for r, _ in pieces])
     merged = pa.concat_batches([f for _, f in pieces])
-    order = np.argsort(rows, kind="stable")
-    if np.array_equal(order, np.arange(len(order))):
+    if (rows[1:] > rows[:-1]).all():
         return rows, merged
+    order = np.argsort(rows, kind="stable")
     return rows[order], merged.take(pa.array(order))
 
 

@@ -4,10 +4,11 @@ what came out. ``python -m precompute.worker`` is started by :mod:`precompute.wo
 Both ways a message is a frame: the lengths of a header and a body (uint32 and uint64, big-endian), the header as JSON, the body as an Arrow IPC
 stream or empty.
 
-    to the worker    the model to load, its tables, then ``{"window": n}`` with the rows; end of file: end at once
+    to the worker    the model to load, its tables, then windows, ``{}`` with the rows; end of file: end at once
     from it          {"kind": "ready", "device": …}                       the model is loaded
                      {"kind": "beat", "steps": n}                         the process lives, and has finished so many batches
-                     {"kind": "done", "window": n, "rejections": …, …}    body: row numbers, then the features
+                     {"kind": "done", "last": …, "rejections": …, …}      body: row numbers, then the features; of the window that came first
+                                                                          of those not done, all that is left of it if it is the last
                      {"kind": "error", "error": "ModelError", "text": …}  nothing follows
 """
 
@@ -134,9 +135,9 @@ class _Worker:
         self._writing = threading.Lock()
         self._meter = Meter()
         self._runner: Runner
-        self._waiting: queue.SimpleQueue[tuple[int, pa.RecordBatch]] = queue.SimpleQueue()
-        self._under_way: deque[int | None] = deque()
-        """Windows given to the runner, by number, which gives them back in this order."""
+        self._waiting: queue.SimpleQueue[pa.RecordBatch] = queue.SimpleQueue()
+        self._under_way: deque[bool] = deque()
+        """Of each window given to the runner, which gives them back in this order: whether the pool knows it."""
 
     def run(self) -> None:
         first = read_frame(self._source)
@@ -161,10 +162,11 @@ class _Worker:
             depth = model.device.depth if isinstance(model, StagedModel) else 0
             self._runner = runner
             self._send({"kind": "ready", "device": runner.device_figures()})
-            for window, done in runner.stream(self._given(depth), memory_mb=spec["memory_mb"]):
-                number = self._under_way.popleft()
-                if number is not None:
-                    self._send_done(number, window, done)
+            for _, done in runner.stream(self._given(depth), memory_mb=spec["memory_mb"]):
+                if self._under_way[0]:
+                    self._send_done(done)
+                if done.last:
+                    self._under_way.popleft()
         except PrecomputeError as exc:
             self._send({"kind": "error", "error": type(exc).__name__, "text": str(exc)})
         except (Exception, SystemExit) as exc:  # of a module that is imported, or of a method that no row can be blamed for
@@ -174,8 +176,7 @@ class _Worker:
     def _take(self) -> None:
         """Read windows as they come, so that the end of the input is noticed whatever the model is at."""
         while (frame := read_frame(self._source)) is not None:
-            header, body = frame
-            self._waiting.put((header["window"], body.read_next_batch()))
+            self._waiting.put(frame[1].read_next_batch())
         os._exit(0)
 
     def _given(self, depth: int) -> Iterator[pa.RecordBatch]:
@@ -185,21 +186,21 @@ class _Worker:
         while True:
             finished = self._meter.batches
             try:
-                number, window = self._waiting.get(timeout=None if idle else FLUSH_S)
+                window = self._waiting.get(timeout=None if idle else FLUSH_S)
             except queue.Empty:
                 idle = self._meter.batches == finished
                 for _ in range(depth if idle else 0):
-                    self._under_way.append(None)
+                    self._under_way.append(False)
                     yield window.slice(0, 0)
                 continue
             idle = depth == 0
-            self._under_way.append(number)
+            self._under_way.append(True)
             yield window
 
-    def _send_done(self, number: int, window: pa.RecordBatch, done: Computed) -> None:
+    def _send_done(self, done: Computed) -> None:
         header = {
             "kind": "done",
-            "window": number,
+            "last": done.last,
             "rejections": [(r.row, r.stage, r.error) for r in done.rejections],
             "figures": {name: getattr(self._meter, name) for name in FIGURES},
             "state": self._runner.state_figures(),

@@ -1,8 +1,9 @@
 """Worker pool: the model in processes of its own, one per GPU or several on a CPU, each pulling windows (see :mod:`precompute.worker`).
 
 A worker that is killed, goes silent or hangs is replaced. The windows it had are computed again, now alone in a worker so that blame is certain:
-first whole, for most often another process's hunger for memory was at fault, then in halves, until the row that ends its worker stands alone.
-That row is tried a few times more and then rejected, and all others have their features. What was finished is not computed again.
+first all of what is left of them, for most often another process's hunger for memory was at fault, then in halves, until the row that ends its
+worker stands alone. That row is tried a few times more and then rejected, and all others have their features. What was finished is not computed
+again.
 
 Seen from outside it is :meth:`precompute.runner.Runner.stream`, which each worker runs.
 """
@@ -21,7 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import IO, Any
 
 import numpy as np
@@ -30,7 +31,7 @@ import pyarrow as pa
 
 from precompute.memory import ResidentPeak
 from precompute.meter import Meter
-from precompute.runner import Computed, Rejection
+from precompute.runner import HAND_ON_S, Computed, Rejection, in_order, taken
 from precompute.worker import FIGURES, read_frame, write_frame
 from store.errors import ConfigError, ModelError
 from store.feature_view import FeatureView
@@ -137,7 +138,8 @@ class WorkerPool:
     def stream(
         self, windows: Iterable[pa.RecordBatch], *, hidden: Iterable[str] = (), memory_mb: int = 512
     ) -> Generator[tuple[pa.RecordBatch, Computed]]:
-        """Run the model over many windows; windows and rows come out in the order they went in. Closing the generator ends the workers.
+        """Run the model over many windows; windows and rows come out in the order they went in, but pieces of those that take longer than
+        :data:`precompute.runner.HAND_ON_S` as they are made, as in :meth:`precompute.runner.Runner.stream`. Closing the generator ends the workers.
 
         Args:
             windows: rows, at most a few thousand at a time; advanced in a thread.
@@ -145,7 +147,7 @@ class WorkerPool:
             memory_mb: bound of the windows and features held, half here and half in the workers, their current windows apart.
 
         Yields:
-            each window as it came, and its features; rows that end their worker are rejected with the stage ``worker``.
+            each window as it came, and its features, or those of some of its rows; rows that end their worker are rejected with the stage ``worker``.
 
         Raises:
             ModelError: see :class:`precompute.runner.Runner`; workers die before the model is loaded, or one after the other.
@@ -156,13 +158,13 @@ class WorkerPool:
         try:
             while True:
                 asked = time.monotonic()
-                window = run.next()
-                if window is None:
+                item = run.next()
+                if item is None:
                     return
                 given = time.monotonic()
                 times.starved_s += given - asked
-                self._meter.rows += window.batch.num_rows
-                yield window.batch, window.computed(self._spec.view)
+                self._meter.rows += item[1].done
+                yield item
                 times.busy_s += time.monotonic() - given
         finally:
             run.close()
@@ -170,23 +172,36 @@ class WorkerPool:
 
 @dataclass(slots=True)
 class _Window:
+    number: int
     batch: pa.RecordBatch
     given: pa.RecordBatch
     """What the workers see of it."""
     open_rows: int
     """Without features or a rejection so far."""
     size_bytes: int
-    pieces: list[tuple[int, npt.NDArray[np.int64], pa.RecordBatch]] = field(default_factory=list)
-    """(first row, rows from there, features) of each part that was computed."""
+    pieces: list[tuple[npt.NDArray[np.int64], pa.RecordBatch]] = field(default_factory=list)
+    """Row numbers and features of each part that was computed, and not handed on."""
     rejections: list[Rejection] = field(default_factory=list)
+    waits_since: float | None = None
+    """When the first of them came."""
+    pieces_bytes: int = 0
+
+    def add(self, done: int, rejections: list[Rejection], rows: npt.NDArray[np.int64], features: pa.RecordBatch | None) -> None:
+        if features is not None and len(rows):
+            self.pieces.append((rows, features))
+            self.pieces_bytes += int(features.nbytes)
+        self.rejections += rejections
+        self.open_rows -= done
+        if done and self.waits_since is None:
+            self.waits_since = time.monotonic()
 
     def computed(self, view: FeatureView) -> Computed:
-        self.pieces.sort(key=lambda piece: piece[0])
+        """What was not handed on, which is from now on."""
         self.rejections.sort(key=lambda rejection: rejection.row)
-        if not self.pieces:
-            return Computed(np.empty(0, np.int64), pa.RecordBatch.from_pylist([], view.feature_schema()), self.rejections)
-        rows = np.concatenate([first + rows for first, rows, _ in self.pieces])
-        return Computed(rows, pa.concat_batches([features for _, _, features in self.pieces]), self.rejections)
+        rows, features = in_order(view, self.pieces)
+        made = Computed(rows, features, self.rejections, self.number, not self.open_rows)
+        self.pieces, self.rejections, self.waits_since, self.pieces_bytes = [], [], None, 0
+        return made
 
 
 @dataclass(slots=True)
@@ -194,12 +209,18 @@ class _Task:
     """Rows of one window that one worker is given."""
 
     window: _Window
-    first: int
-    rows: int
+    rows: npt.NDArray[np.int64]
+    """Row numbers of the window, ascending."""
+    left: npt.NDArray[np.bool_]
+    """Which of them have neither features nor a rejection."""
     suspect: bool = False
     """It was with a worker that died: it is tried alone."""
     deaths: int = 0
     """Of workers that had nothing else."""
+
+    @classmethod
+    def of(cls, window: _Window, rows: npt.NDArray[np.int64], *, suspect: bool = False, deaths: int = 0) -> _Task:
+        return cls(window, rows, np.ones(len(rows), np.bool_), suspect, deaths)
 
 
 class _Process:
@@ -315,7 +336,7 @@ class _Run:
         self._held_bytes = 0
         self._fresh: deque[_Task] = deque()
         self._suspects: deque[_Task] = deque()
-        self._sent = 0
+        self._windows = 0
         self._all_read = self._closed = False
         self._source_error: BaseException | None = None
         self._error: BaseException | None = None
@@ -326,22 +347,32 @@ class _Run:
 
     # ---- the consumer's side
 
-    def next(self) -> _Window | None:
-        """The next window in order, complete; None after the last."""
+    def next(self) -> tuple[pa.RecordBatch, Computed] | None:
+        """The next window in order, complete; or what has waited long for the rest of its window, or for those before it; None after the last."""
         with self._changed:
             while True:
+                now = time.monotonic()
+                due = [
+                    window for window in self._order if window.waits_since is not None and now - window.waits_since >= HAND_ON_S
+                ]
                 if self._order and not self._order[0].open_rows:
-                    window = self._order.popleft()
-                    self._held_bytes -= window.size_bytes
+                    due.insert(0, self._order[0])
+                if due:
+                    window = due[0]
+                    self._held_bytes -= window.pieces_bytes
+                    if not window.open_rows:
+                        self._order.remove(window)
+                        self._held_bytes -= window.size_bytes
                     self._changed.notify_all()
-                    return window
+                    return window.batch, window.computed(self._spec.view)
                 if self._error is not None:
                     raise self._error
                 if self._all_read and not self._order:
                     if self._source_error is not None:
                         raise self._source_error
                     return None
-                self._changed.wait()
+                waiting = [window.waits_since for window in self._order if window.waits_since is not None]
+                self._changed.wait(min(waiting) + HAND_ON_S - now if waiting else None)
 
     def close(self) -> None:
         """End the workers, whatever they are at."""
@@ -378,7 +409,8 @@ class _Run:
 
     def _put(self, batch: pa.RecordBatch, hidden: set[str]) -> bool:
         given = batch.select([n for n in batch.schema.names if n not in hidden]) if hidden else batch
-        window = _Window(batch, given, batch.num_rows, int(batch.nbytes))
+        window = _Window(self._windows, batch, given, batch.num_rows, int(batch.nbytes))
+        self._windows += 1
         started = time.monotonic()
         with self._changed:
             while (
@@ -391,7 +423,7 @@ class _Run:
             self._order.append(window)
             self._held_bytes += window.size_bytes
             if batch.num_rows:
-                self._fresh.append(_Task(window, 0, batch.num_rows))
+                self._fresh.append(_Task.of(window, np.arange(batch.num_rows)))
             self._changed.notify_all()
             return not self._closed
 
@@ -432,19 +464,20 @@ class _Run:
                 process.progress = process.heard
                 self._fruitless = 0
                 self._count(process, header)
-                self._finished(process.in_flight.popleft(), header["rejections"], batch)
+                self._finished(process.in_flight[0], header["rejections"], batch)
+                if header["last"]:
+                    process.in_flight.popleft()
             case "error":
                 kind = ConfigError if header["error"] == ConfigError.__name__ else ModelError
                 self._error = self._error or kind(header["text"])
 
     def _finished(self, task: _Task, rejections: Sequence[tuple[int, str, str]], batch: pa.RecordBatch) -> None:
-        window = task.window
         features = pa.RecordBatch.from_arrays(batch.columns[1:], schema=self._spec.view.feature_schema())
-        window.pieces.append((task.first, np.asarray(batch.column(0)), features))
-        window.rejections += [Rejection(task.first + row, stage, error) for row, stage, error in rejections]
-        window.open_rows -= task.rows
-        window.size_bytes += int(features.nbytes)
-        self._held_bytes += int(features.nbytes)
+        rows, bad = np.asarray(batch.column(0)), np.array([row for row, _, _ in rejections], np.int64)
+        task.left[rows] = task.left[bad] = False
+        told = [Rejection(int(task.rows[row]), stage, error) for row, stage, error in rejections]
+        task.window.add(len(rows) + len(told), told, task.rows[rows], features)
+        self._held_bytes += int(features.nbytes) if len(rows) else 0
 
     def _count(self, process: _Process, header: Mapping[str, Any]) -> None:
         """Add what the worker's meter says beyond what it said before."""
@@ -539,8 +572,7 @@ class _Run:
                 else:
                     continue
                 process.in_flight.append(task)
-                self._sent += 1
-                process.outbox.put(({"window": self._sent}, task.window.given.slice(task.first, task.rows)))
+                process.outbox.put(({}, taken(task.window.given, task.rows)))
 
     def _judged(self, process: _Process, now: float) -> str | None:
         """None for a worker that does well, else why it is given up; an empty text where it ended by itself."""
@@ -574,18 +606,19 @@ class _Run:
 
     def _lost(self, task: _Task, alone: bool, told: str) -> None:
         """Its worker died: once more, or in halves, or, of a single row, a rejection."""
-        task.deaths += alone
-        if task.rows == 1 and task.deaths >= self._patience.attempts:
-            error = f"its worker process {told} ({task.deaths} of {self._patience.attempts} tries)"
-            task.window.rejections.append(Rejection(task.first, "worker", error))
-            task.window.open_rows -= 1
-        elif task.rows == 1 or not task.suspect:
-            task.suspect = True
-            self._suspects.append(task)
+        rows = task.rows[task.left]
+        deaths = task.deaths + alone if len(rows) == len(task.rows) else int(alone)
+        if not len(rows):
+            return  # it died between the last row and saying so
+        if len(rows) == 1 and deaths >= self._patience.attempts:
+            error = f"its worker process {told} ({deaths} of {self._patience.attempts} tries)"
+            task.window.add(1, [Rejection(int(rows[0]), "worker", error)], np.empty(0, np.int64), None)
+        elif len(rows) == 1 or not task.suspect:
+            self._suspects.append(_Task.of(task.window, rows, suspect=True, deaths=deaths))
         else:
-            half = task.rows // 2
-            self._suspects.append(replace(task, rows=half, deaths=0))
-            self._suspects.append(replace(task, first=task.first + half, rows=task.rows - half, deaths=0))
+            half = len(rows) // 2
+            self._suspects.append(_Task.of(task.window, rows[:half], suspect=True))
+            self._suspects.append(_Task.of(task.window, rows[half:], suspect=True))
 
     def _end(self) -> None:
         """Ask all to end, then kill."""

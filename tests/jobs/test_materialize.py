@@ -10,6 +10,7 @@ from typing import Any
 
 import duckdb
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -18,6 +19,9 @@ from jobs import materialize
 from jobs.config import Project
 from jobs.progress import Silent
 from jobs.run import run_view
+from precompute import runner
+from precompute.batching import WINDOW_ROWS
+from precompute.pace import LONG_S
 from precompute.source import Source
 from store.errors import ConfigError, ModelError, PrecomputeError, RejectedError, SnapshotError, SourceError
 from store.offline_store import OfflineStore
@@ -710,6 +714,58 @@ def test_finished_chunks_of_an_interrupted_run_are_not_computed_again(
     assert [row["key"] for row in rejected_of(project, snapshot.run)] == ["7"]
     assert built(project, "current") == snapshot
     assert calls.take() == 0
+
+
+class Counting(Silent):
+    def __init__(self) -> None:
+        self.advances: list[int] = []
+
+    def advance(self, rows: int) -> None:
+        self.advances.append(rows)
+
+
+def test_a_killed_run_loses_seconds_of_work_however_slow_the_model_and_large_the_window(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, calls: Calls
+) -> None:
+    """One window holds all rows, and every row takes longer than a piece and a chunk may."""
+    assert len(MANY) < WINDOW_ROWS
+    monkeypatch.setattr(runner, "HAND_ON_S", 0.0)
+    monkeypatch.setattr(runner, "BATCH_S", 1e-12)
+    monkeypatch.setattr(runner, "START_ROWS", 2)
+    monkeypatch.setattr(materialize, "CHUNK_S", 0.0)
+    project = make_project(MANY)
+    interrupted(project, monkeypatch, 12)
+    calls.take()
+    progress = Counting()
+    run_view(project, "numbers", progress, command="materialize")
+    assert 12 <= last_report(project)["resumed"] <= 24
+    assert calls.take() == 40 - last_report(project)["resumed"]
+    assert sum(progress.advances) == 40 - last_report(project)["resumed"]
+    assert max(progress.advances) <= 2
+    snapshot = OfflineStore(project.root).newest("numbers")
+    assert snapshot is not None
+    assert values(project, snapshot) == {i: 2 * x for i, x in MANY}
+
+
+def test_what_a_kill_costs_is_less_than_half_a_minute() -> None:
+    """A chunk; a piece gathered, one ready and one in the model; a batch, for once as long as any may take."""
+    assert materialize.CHUNK_S + 3 * runner.HAND_ON_S + LONG_S <= 30
+
+
+def test_pieces_of_windows_are_written_in_the_sources_order(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "HAND_ON_S", 0.0)
+    rows = [(i, float(1 + i * 7 % 40)) for i in range(40)]
+    project = make_project(rows, view={"model": {"use": "tests.jobs.test_materialize:Dear", "args": {}}})
+    assert [row["id"] for row in rows_of(project, made(project))] == [i for i, _ in rows]
+
+
+class Dear(Doubler):
+    """Row x costs x."""
+
+    max_cost = 40
+
+    def costs(self, batch: pa.RecordBatch) -> npt.NDArray[np.int64]:
+        return np.asarray(batch.column("x")).astype(np.int64)
 
 
 @pytest.mark.usefixtures("small_chunks")

@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from precompute import runner
 from precompute.device import Device
 from precompute.memory import ResidentPeak, available_bytes, is_out_of_memory, resident_bytes
 from precompute.meter import Meter
@@ -150,6 +151,32 @@ def test_no_rows_and_one_row(count: int, model: Model) -> None:
     assert errors == {}
     [(_, empty)] = list(Runner(model, view).stream([window([])]))
     assert (empty.rows.tolist(), empty.features.num_rows, empty.features.schema) == ([], 0, view.feature_schema())
+
+
+@pytest.mark.parametrize(("model", "batch_rows"), [(Faulty(fail_on=5.0), 3), (Staged(Times(), by_cost=True), 16)])
+def test_a_window_that_takes_long_is_handed_on_as_it_is_computed(
+    model: Any, batch_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batch for batch, were no time long enough; each row in one piece, and the rows of a model without costs in their order."""
+    monkeypatch.setattr(runner, "HAND_ON_S", 0.0)
+    monkeypatch.setattr(runner, "START_ROWS", 3)
+    monkeypatch.setattr(runner, "BATCH_S", 1e-12)  # all are too slow
+    monkeypatch.setattr(runner, "START_WINDOW_ROWS", 7)
+    xs = [float(1 + i % 13) for i in range(40)]
+    view, hidden = (SINGLE, ()) if isinstance(model, Staged) else (VIEW, ("secret",))
+    given = list(windows(xs, 20))
+    pieces = list(Runner(model, view).stream(given, hidden=hidden))
+    assert [batch for batch, _ in pieces] == [given[done.window] for _, done in pieces]
+    assert [done.window for _, done in pieces] == sorted(done.window for _, done in pieces)
+    assert [done.last for _, done in pieces].count(True) == 2
+    assert pieces[-1][1].last
+    assert max(done.done for _, done in pieces) <= batch_rows
+    assert len(pieces) >= 40 / batch_rows
+    values, errors = gathered(iter(pieces))
+    assert errors == ({} if view is SINGLE else {i: "model: ValueError: cannot take 5.0" for i, x in enumerate(xs) if x == 5})
+    assert {i: v["double"] for i, v in values.items()} == {i: 2 * x for i, x in enumerate(xs) if i not in errors}
+    if view is VIEW:
+        assert list(values) == sorted(values)
 
 
 def test_a_staged_model_is_one_and_a_plain_model_is_none() -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from precompute import runner
 from precompute.model import load_model
 from precompute.models.torch_module import TorchModule
 from precompute.runner import Computed, Runner
@@ -164,7 +165,10 @@ def test_a_program_exported_with_keyword_arguments_takes_them_by_name(tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ["class", "program"])
-def test_stream_and_compute_give_the_same_and_a_bad_row_is_one_bad_row(folder: Path, kind: str) -> None:
+def test_stream_and_compute_give_the_same_and_a_bad_row_is_one_bad_row(
+    folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "START_WINDOW_ROWS", 8192)
     model = ranker(folder) if kind == "class" else program(folder / "ranker.pt2")
     batch = rows(20_000)
     genre, a = np.array(batch.column("genre")), pa.array([None if i == 9000 else i % 7 for i in range(20_000)])

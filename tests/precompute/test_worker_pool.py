@@ -19,7 +19,7 @@ import pytest
 from precompute import worker_pool
 from precompute.meter import Meter
 from precompute.model import load_model
-from precompute.runner import Computed, Runner
+from precompute.runner import START_ROWS, Computed, Runner
 from precompute.worker_pool import HELD, WorkerPool, WorkerSpec
 from store.errors import ConfigError, ModelError
 from store.feature_view import Feature, FeatureView
@@ -51,11 +51,20 @@ def windows(count: int, rows: int, first: int = 0) -> Iterator[pa.RecordBatch]:
 
 
 def everything(stream: Stream) -> list[Any]:
-    """All that a stream says, in order."""
-    return [
-        (batch.to_pylist(), done.rows.tolist(), done.features.schema, done.features.to_pylist(), done.rejections)
-        for batch, done in stream
-    ]
+    """All that a stream says, window for window and row for row, in however many pieces it says it."""
+    windows: dict[int, list[tuple[pa.RecordBatch, Computed]]] = {}
+    for batch, done in stream:
+        pieces = windows.setdefault(done.window, [])
+        assert not (pieces and pieces[-1][1].last)
+        pieces.append((batch, done))
+    found = []
+    for _, pieces in sorted(windows.items()):
+        assert pieces[-1][1].last
+        rows = sorted((r, f) for _, done in pieces for r, f in zip(done.rows.tolist(), done.features.to_pylist(), strict=True))
+        rejections = sorted((r for _, done in pieces for r in done.rejections), key=lambda rejection: rejection.row)
+        batch, first = pieces[0]
+        found.append((batch.to_pylist(), [r for r, _ in rows], first.features.schema, [f for _, f in rows], rejections))
+    return found
 
 
 def as_one_process(use: str, args: Mapping[str, Any], given: Iterable[pa.RecordBatch], meter: Meter | None = None) -> list[Any]:
@@ -133,11 +142,11 @@ def nothing_is_left() -> Iterator[None]:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_what_comes_out_is_what_the_runner_makes(workers: int) -> None:
     args = {"fail_on": 13.0, "nan_on": 40.0}
-    given = [*windows(6, 10), *windows(1, 0), *windows(3, 1, first=100)]
+    given = [*windows(6, START_ROWS), *windows(1, 0), *windows(3, 1, first=100)]
     ours, theirs = Meter(), Meter()
     stream = pool(DOUBLER, args, workers, ours).stream(iter(given), hidden=["input_hash"])
     assert everything(stream) == as_one_process(DOUBLER, args, given, theirs)
-    assert ours.rows == theirs.rows == 63
+    assert ours.rows == theirs.rows == 6 * START_ROWS + 3
     assert (ours.batches, ours.retries) == (theirs.batches, theirs.retries)
     assert ours.stage("model").busy_s > 0
 
@@ -159,6 +168,19 @@ def test_a_device_that_is_batches_ahead_keeps_nobody_waiting(count: int) -> None
         1,
     )
     assert figures["mfu"] == round(90.0 * count / (ours.forward_s + ours.landing_s), 4)
+
+
+def test_what_is_computed_is_handed_on_while_the_window_goes_on_and_is_not_computed_again(tmp_path: Path) -> None:
+    """Its worker dies at the last row, when other rows are out already."""
+    given = list(windows(1, 40))
+    stream = pool(DYING, {"how": "leave", "on": 39.0, "sleep_s": 0.4, "once": str(tmp_path / "once")}).stream(
+        given, hidden=["input_hash"]
+    )
+    pieces = list(stream)
+    assert [done.last for _, done in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert sum(done.done for _, done in pieces) == 40
+    assert everything(pieces) == as_one_process(DOUBLER, {}, given)
+    assert len(pieces) > 1
 
 
 def test_no_windows_are_no_error() -> None:
@@ -247,10 +269,9 @@ def test_a_row_that_ends_its_worker_is_rejected_alone(at: int, how: str, told: s
 
 def test_two_such_rows_in_one_window_are_both_found() -> None:
     given = [pa.record_batch({"x": [3.0, 1.0, 2.0, 3.0]})]
-    ((_, done),) = pool(DOUBLER, {"kill_on": 3.0}, 2, attempts=1).stream(given)
-    assert done.rows.tolist() == [1, 2]
-    assert done.features.column("double").to_pylist() == [2.0, 4.0]
-    assert [(r.row, r.stage) for r in done.rejections] == [(0, "worker"), (3, "worker")]
+    ((_, rows, _, features, rejections),) = everything(pool(DOUBLER, {"kill_on": 3.0}, 2, attempts=1).stream(given))
+    assert (rows, [value["double"] for value in features]) == ([1, 2], [2.0, 4.0])
+    assert [(r.row, r.stage) for r in rejections] == [(0, "worker"), (3, "worker")]
 
 
 def test_a_suspect_is_tried_alone_and_as_often_as_said(capfd: pytest.CaptureFixture[str]) -> None:
