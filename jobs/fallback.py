@@ -11,13 +11,13 @@ import logging
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from jobs.open_view import OpenView, open_view
 from precompute.microbatch import MicroBatcher, Refusal
-from precompute.model import Model, load_model
+from precompute.model import Model, QueryModel, load_model
 from precompute.runner import compute, with_null_rows
 from store.errors import PrecomputeError
 from store.freshness import Reason
@@ -30,6 +30,15 @@ log = logging.getLogger(__name__)
 
 _Request = tuple[str, Mapping[str, Any] | None, Pointer]
 """Key text, the input columns' values when they came with the request, and what is live for the caller."""
+
+
+class _Group(NamedTuple):
+    """What is computed in one batch: requests of one view and epoch, either all for its rows or all for what it is searched by."""
+
+    view: str
+    epoch: int
+    query: bool
+
 
 KEPT_EPOCHS = 2
 """Open epochs of a view: a request that began before a publishing is still answered by the model it saw."""
@@ -55,10 +64,16 @@ class ViewFallback:
         self._batcher: MicroBatcher[_Request, Computed] = MicroBatcher(self._run, _refusal)
 
     def submit(
-        self, pointer: Pointer, keys: Sequence[str], inputs: Mapping[str, Mapping[str, Any]], deadline: float
+        self,
+        pointer: Pointer,
+        keys: Sequence[str],
+        inputs: Mapping[str, Mapping[str, Any]],
+        deadline: float,
+        *,
+        query: bool = False,
     ) -> list[Future[Computed]]:
         """See :class:`store.lookup.Fallback`."""
-        group = (pointer.view.name, pointer.epoch)
+        group = _Group(pointer.view.name, pointer.epoch, query)
         futures = []
         for key in keys:
             given = inputs.get(key)
@@ -71,7 +86,7 @@ class ViewFallback:
 
         Failures are logged and leave :meth:`ready` false; hits can be served all the same.
         """
-        group = (pointer.view.name, pointer.epoch)
+        group = _Group(pointer.view.name, pointer.epoch, query=False)
         try:
             self._batcher.submit(group, None, (_WARM_UP, None, pointer), time.monotonic() + 600).result()
         except Miss as exc:
@@ -92,6 +107,7 @@ class ViewFallback:
     # ---- in the batcher's thread
 
     def _run(self, group: Hashable, requests: Sequence[_Request]) -> list[Computed | Exception]:
+        assert isinstance(group, _Group)
         pointer = requests[0][2]
         results: list[Computed | Exception] = [Miss(Reason.UNKNOWN_ENTITY)] * len(requests)
         try:
@@ -111,7 +127,8 @@ class ViewFallback:
                     except (pa.ArrowException, ValueError, TypeError, OverflowError) as exc:
                         results[i] = Miss(Reason.MODEL_ERROR, f"the inputs do not fit the source's columns: {exc}")
             if tables:
-                self._compute(opened, tables, results)
+                asked = opened.model.for_queries() if group.query and isinstance(opened.model, QueryModel) else opened.model
+                self._compute(opened, asked, tables, results)
         except PrecomputeError as exc:
             log.error("fallback of view %r: %s", pointer.view.name, exc)
             results = [Miss(Reason.MODEL_ERROR, str(exc))] * len(requests)
@@ -132,10 +149,12 @@ class ViewFallback:
             log.error("fallback of view %r, key %r: %s%s", view, key[:80], miss, more)
             self._logged_at, self._unlogged = now, 0
 
-    def _compute(self, opened: OpenView, tables: list[tuple[list[int], pa.Table]], results: list[Computed | Exception]) -> None:
+    def _compute(
+        self, opened: OpenView, model: Model, tables: list[tuple[list[int], pa.Table]], results: list[Computed | Exception]
+    ) -> None:
         positions = [i for rows, _ in tables for i in rows]
         batch = pa.concat_tables([t for _, t in tables]).combine_chunks().to_batches()[0]
-        done = with_null_rows(opened.view, compute(opened.model, opened.view, batch))
+        done = with_null_rows(opened.view, compute(model, opened.view, batch))
         now_us = time.time_ns() // 1000
         for j, row in enumerate(done.rows.tolist()):
             results[positions[row]] = Computed(done.features.slice(j, 1), now_us)

@@ -137,6 +137,14 @@ class CheckingModel(Model, Protocol):
         """Row number → reason, for rows to be rejected."""
 
 
+@runtime_checkable
+class QueryModel(Model, Protocol):
+    """A model that treats what is searched by otherwise than what is found, in one space: an encoder with a prompt for each."""
+
+    def for_queries(self) -> Model:
+        """The same model for the inputs of a search, its weights, precision and device shared: asked for anew after a conversion."""
+
+
 def check_use(use: str) -> None:
     """Refuse a ``model.use`` that names nothing, without importing the model's libraries.
 

@@ -42,7 +42,13 @@ class Fallback(Protocol):
     """What stands behind a miss: the same model, run now."""
 
     def submit(
-        self, pointer: Pointer, keys: Sequence[str], inputs: Mapping[str, Mapping[str, Any]], deadline: float
+        self,
+        pointer: Pointer,
+        keys: Sequence[str],
+        inputs: Mapping[str, Mapping[str, Any]],
+        deadline: float,
+        *,
+        query: bool = False,
     ) -> list[Future[Computed]]:
         """Begin to compute ``keys`` under the model of ``pointer``; returns at once.
 
@@ -51,6 +57,7 @@ class Fallback(Protocol):
             keys: key texts.
             inputs: key → input column → value, for keys whose inputs come with the request.
             deadline: :func:`time.monotonic` time after which nobody waits any more.
+            query: the inputs are what the view is searched by, and none of its rows: an encoder may have another prompt for them.
 
         Returns:
             a future per key: a :class:`Computed`, or :class:`Miss` raised.
@@ -342,7 +349,7 @@ class Lookup:
             _check_inputs(pointer, inputs)
             wait_s = view.fallback_deadline_s if deadline_ms is None else min(deadline_ms / 1000, MAX_DEADLINE_S)
             deadline = time.monotonic() + wait_s
-            future = self.fallback.submit(pointer, ["query"], {"query": inputs}, deadline)[0]
+            future = self.fallback.submit(pointer, ["query"], {"query": inputs}, deadline, query=True)[0]
             try:
                 row = future.result(timeout=wait_s).features
             except TimeoutError as exc:

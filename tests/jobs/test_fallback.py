@@ -92,6 +92,17 @@ class Shared(Doubler):
         type(self).made += 1
 
 
+class TwoSided(Doubler):
+    """What is searched by comes out negative."""
+
+    def for_queries(self) -> Doubler:
+        """The other side."""
+        other = Doubler()
+        compute = other.compute
+        other.compute = lambda batch: {name: -values for name, values in compute(batch).items()}  # type: ignore[method-assign]
+        return other
+
+
 def publish(project: Project, *views: str) -> None:
     for view in views or project.views:
         run_view(project, view, Silent())
@@ -294,6 +305,22 @@ def test_requests_of_the_old_and_the_new_snapshot_side_by_side_are_each_answered
 
 def _submit(fallback: ViewFallback, pointer: Pointer, key: str, **inputs: Any) -> Future[Computed]:
     return fallback.submit(pointer, [key], {key: inputs} if inputs else {}, time.monotonic() + 20)[0]
+
+
+def test_what_is_searched_by_is_never_computed_among_rows(make_project: MakeProject) -> None:
+    project = make_project([(1, 1.0)], view=FALLBACK | {"model": {"use": f"{HERE}:TwoSided"}})
+    publish(project)
+    online, fallback = open_online_store(project.online), ViewFallback(OfflineStore(project.root), memory_mb=64)
+    pointer = online.live("numbers")
+    assert pointer is not None
+    try:
+        deadline = time.monotonic() + 20
+        asked = [fallback.submit(pointer, ["9"], {"9": {"x": 3.0}}, deadline, query=query)[0] for query in (False, True) * 3]
+        found = [future.result(timeout=20).features.column("double")[0].as_py() for future in asked]
+    finally:
+        fallback.close()
+        online.close()
+    assert found == [6.0, -6.0] * 3
 
 
 def test_it_is_ready_for_the_epoch_it_was_warmed_for(make_project: MakeProject) -> None:

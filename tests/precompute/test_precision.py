@@ -23,6 +23,8 @@ from precompute import precision
 from precompute.backends import inductor, onednn, onnx
 from precompute.device import Device
 from precompute.model import Prepared
+from precompute.models.sentence_folder import Normalize, Pooling
+from precompute.models.sentence_head import Head
 from precompute.models.text_encoder import Encoder
 from precompute.precision import NAMES, Variant, candidates, convert, copied, parse
 from precompute.torch_model import Tensors, TorchModel
@@ -65,7 +67,15 @@ def mlp() -> Arithmetic:
     return Arithmetic(Mlp(), Device("cpu"))
 
 
-def bert() -> Arithmetic:
+POOLED = Pooling(("cls", "max", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"), include_prompt=False)
+
+
+def head(size: int = 8) -> Head:
+    """Every pooling but the mean, of texts whose prompt is left out."""
+    return Head(size, POOLED, (Normalize(),))
+
+
+def bert(pooled: Callable[[int], Head] | None = None) -> Arithmetic:
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=50,
@@ -75,7 +85,11 @@ def bert() -> Arithmetic:
         intermediate_size=32,
         max_position_embeddings=16,
     )
-    return Arithmetic(Encoder(BertModel(config)), Device("cpu"))
+    return Arithmetic(Encoder(BertModel(config), pooled and pooled(16)), Device("cpu"))
+
+
+def poolings() -> Arithmetic:
+    return bert(head)
 
 
 def rows(count: int, seed: int = 0) -> Tensors:
@@ -87,6 +101,18 @@ def texts(count: int, length: int) -> Tensors:
     mask = torch.ones_like(ids)
     mask[0, length // 2 :] = 0
     return ids * mask, mask
+
+
+def prompted(count: int, length: int) -> Tensors:
+    """Texts whose first token is a prompt's."""
+    ids, mask = texts(count, length)
+    mask[:, 0] = 2
+    return ids, mask
+
+
+def hidden(count: int, length: int) -> Tensors:
+    """What a transformer makes of them."""
+    return torch.randn(count, length, 8, generator=torch.Generator().manual_seed(count)), prompted(count, length)[1]
 
 
 def some_rows() -> list[Tensors]:
@@ -149,8 +175,12 @@ def test_a_combination_that_is_none_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("make", "batches"),
-    [(mlp, [*some_rows(), rows(1)]), (bert, [*some_texts(), texts(1, 1), texts(3, 16)])],
-    ids=["mlp", "bert"],
+    [
+        (mlp, [*some_rows(), rows(1)]),
+        (bert, [*some_texts(), texts(1, 1), texts(3, 16)]),
+        (poolings, [prompted(4, 9), prompted(7, 5), prompted(1, 2), prompted(3, 16)]),
+    ],
+    ids=["mlp", "bert", "poolings"],
 )
 @pytest.mark.parametrize(("name", "tolerance"), [("fp32-onednn", 1e-6), ("bf16-eager", 0.05), ("fp16-eager", 0.01)])
 def test_values_are_the_references(make: Callable[[], Arithmetic], batches: list[Tensors], name: str, tolerance: float) -> None:
@@ -199,6 +229,11 @@ def test_packed_layers_take_inputs_that_are_not_contiguous() -> None:
 def test_compiled_code_computes_the_references_values(name: str, last: int, tmp_path: Path) -> None:
     small = Arithmetic(torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Tanh()), Device("cpu"))
     check(small, name, [*some_rows(), rows(last)], 1e-5, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["fp32-compile", "fp32-onnx"])
+def test_every_pooling_is_compiled_and_exported(name: str, tmp_path: Path) -> None:
+    check(Arithmetic(head(), Device("cpu")), name, [hidden(4, 9), hidden(7, 5), hidden(3, 16)], 1e-5, tmp_path)
 
 
 def test_a_compiled_file_is_made_once_and_for_these_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
