@@ -238,7 +238,7 @@ class _Conductor:
     _survivors: set[str] = field(default_factory=set)
     """Those of them whose process is this backfill's own, from before it was killed: they fill slots."""
     _since: dict[str, str] = field(default_factory=dict)
-    """Partition → run ids from here on count: they begin with the time."""
+    """Partition → run ids from here on count."""
     _attempts: Counter[str] = field(default_factory=Counter)
     _events: SimpleQueue[_Ended | int] = field(default_factory=SimpleQueue)
     """Processes that ended, and signals: a queue whose put() may be called from a signal handler."""
@@ -297,7 +297,7 @@ class _Conductor:
             _save(self.store, self.state, self.lease)
 
     def _start(self, item: Item) -> None:
-        self._since[item.partition] = f"{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}"
+        self._since[item.partition] = self.store.run_stamp(self.state.view)
         if self.store.running(self.state.view, item.partition):
             self._wait_for(item)
             return

@@ -15,7 +15,6 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from typing import Any
 
 from jobs.termination import Terminated, asked, described, last_words
@@ -100,7 +99,7 @@ def recorded(
 ) -> Iterator[Report]:
     """A run from start to end: its report is written when it begins, and when it succeeds, fails or is interrupted; then it is given to
     ``finished``. ``known`` are fields of it that are known at the start."""
-    run = f"{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}-{secrets.token_hex(3)}"
+    run = f"{store.run_stamp(view)}-{secrets.token_hex(3)}"
     report = Report(run, view, command, started_at=utc_now(), versions=versions(), pid=os.getpid(), **known)
     started = time.monotonic()
     store.write_report(view, run, report.to_json(), "nothing was begun, the live snapshot is untouched")

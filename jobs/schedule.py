@@ -313,7 +313,7 @@ class Scheduler:
 
     def _write_failure(self, run: _Run, status: str, error: str, seconds: float = 0.0) -> None:
         """A report for a run that wrote none itself, so that it counts, and shows."""
-        name = f"{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}-{secrets.token_hex(3)}"
+        name = f"{self._store.run_stamp(run.view)}-{secrets.token_hex(3)}"
         report = Report(name, run.view, "run", status, run.began_at, utc_now(), seconds, pid=run.pid, error=error)
         report.due, report.parents = run.due.isoformat(), dict(run.epochs)
         self._store.write_report(run.view, name, report.to_json())

@@ -12,7 +12,7 @@ from jobs.config import Project
 from jobs.due import FINISHED, outlook, report_time
 from store.api.page import duration
 from store.errors import OnlineStoreError, PrecomputeError, SnapshotError
-from store.freshness import Status, age_s, status_of
+from store.freshness import AHEAD_US, Sighting, Status, as_datetime, microseconds, status_of
 from store.offline_store import LiveRef, OfflineStore
 from store.online_store import OnlineStore
 from store.online_url import open_online_store
@@ -51,8 +51,11 @@ def view_status(project: Project, name: str, store: OfflineStore, online: Online
         "behind": [],
     }
     attention = [] if next_run.trouble is None else [next_run.trouble]
+    attention += _ahead({f"run {r.get('run')} began": microseconds(str(r.get("started_at"))) for r in reports})
     if ref is not None:
         snapshot = store.snapshot(name, ref.snapshot)
+        dated = {"its newest row was computed": snapshot.computed_at_max, "it was published": microseconds(ref.at)}
+        attention += _ahead(dated | {"it was found unchanged": ref.renewed_at})
         line |= _live(snapshot, ref) | {"online": pointer is not None and pointer.epoch == ref.epoch}
         line["behind"] = _behind(store, snapshot, reports)
         attention += [_words(behind) for behind in line["behind"] if _is_late(project, snapshot, behind)]
@@ -74,6 +77,17 @@ def _last_run(store: OfflineStore, name: str, reports: Sequence[Mapping[str, Any
         return last
     error = "the process ended without a word: killed, out of memory, or the machine went down"
     return {**last, "status": "killed", "error": error}
+
+
+def _ahead(times_us: Mapping[str, int | None]) -> list[str]:
+    """What lies furthest in the future of ``times_us`` (µs since 1970): a clock was wrong, or is."""
+    now_us = time.time_ns() // 1000
+    what, at_us = max(((what, us or 0) for what, us in times_us.items()), key=lambda item: item[1], default=("", 0))
+    if at_us <= now_us + AHEAD_US:
+        return []
+    return [
+        f"{what} {duration((at_us - now_us) / 1e6)} ahead of this clock, {as_datetime(at_us):%Y-%m-%dT%H:%M:%SZ}: a clock jumped, or was wrong"
+    ]
 
 
 def _behind(store: OfflineStore, snapshot: Snapshot, reports: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -153,8 +167,9 @@ def notes(line: Mapping[str, Any]) -> list[str]:
 
 
 def _live(snapshot: Snapshot, ref: LiveRef) -> dict[str, Any]:
-    oldest = max(snapshot.computed_at_min or 0, snapshot.renewed_at or 0, ref.renewed_at or 0)
-    age = age_s(oldest, time.time_ns() // 1000)
+    now_us = time.time_ns() // 1000
+    sighting = Sighting(microseconds(ref.at), max(snapshot.renewed_at or 0, ref.renewed_at or 0), now_us, 0)
+    age = sighting.age_us(snapshot.computed_at_min or 0, now_us) / 1e6
     status = status_of(snapshot.view, age)  # as it is served; an edited TTL takes effect with the next run
     return {
         "status": "expired" if status is Status.MISSING else str(status),

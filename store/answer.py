@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from store.codec import Buffer, RowCodec
 from store.errors import OnlineStoreError, RequestError
-from store.freshness import Reason, Source, Status, age_s, as_datetime, status_of
+from store.freshness import AHEAD_US, Reason, Sighting, Source, Status, age_s, as_datetime, status_of
 from store.online_store import Pointer
 
 MAX_KEYS = 1000
@@ -91,13 +91,14 @@ class Plan:
 class Answer:
     """The rows of one request, some perhaps still in flight.
 
-    ``pending`` maps a row's number to the future that computes it; :meth:`wait` settles them.
+    ``sighting`` is what bounds the rows' ages. ``pending`` maps a row's number to the future that computes it; :meth:`wait` settles them.
     """
 
     plan: Plan
     keys: list[str]
     values: list[Buffer | None]
     now_us: int
+    sighting: Sighting
     deadline: float = 0.0
     pending: dict[int, Future[Computed]] = field(default_factory=dict)
     _computed_at: list[int] = field(default_factory=list)
@@ -126,7 +127,7 @@ class Answer:
             read = _COMPUTED_AT.unpack_from
             self._computed_at = [read(v)[0] for v in self.values]  # type: ignore[arg-type]
             limit_s = view.ttl_s if max_age_s is None else min(view.ttl_s, max_age_s)
-            if self.now_us - max(min(self._computed_at), self.pointer.renewed_at_us) <= limit_s * 1e6:
+            if self.sighting.age_us(min(self._computed_at), self.now_us) <= limit_s * 1e6:
                 return []
         except TypeError:  # a None among the values
             self._computed_at = [0 if v is None else _COMPUTED_AT.unpack_from(v)[0] for v in self.values]
@@ -188,11 +189,22 @@ class Answer:
 
     def age_s(self, i: int) -> float:
         """Age of row ``i`` in seconds; 0 for a missing one."""
-        return 0.0 if self.values[i] is None else self._age_s(self._computed_at[i])
+        if self.values[i] is None:
+            return 0.0
+        if self.status(i) is Status.COMPUTED:
+            return age_s(self._computed_at[i], self.now_us)
+        return self._age_s(self._computed_at[i])
 
     def _age_s(self, computed_at_us: int) -> float:
-        """Age of what was computed then, or was found unchanged since."""
-        return age_s(max(computed_at_us, self.pointer.renewed_at_us), self.now_us)
+        """Age of what was published as computed then, or was found unchanged since."""
+        return self.sighting.age_us(computed_at_us, self.now_us) / 1e6
+
+    def future_rows(self) -> int:
+        """Rows that say they were computed in the future: a clock was wrong."""
+        limit = self.now_us + AHEAD_US
+        if not self._computed_at or max(self._computed_at) <= limit:
+            return 0
+        return sum(value is not None and us > limit for us, value in zip(self._computed_at, self.values, strict=True))
 
     def computed_at_us(self, i: int) -> int:
         """When row ``i`` was computed, µs since 1970."""
@@ -202,7 +214,9 @@ class Answer:
         """The answer as Arrow: see :meth:`Lookup.get`."""
         plan, rows = self.plan, len(self.keys)
         decoded = plan.codec.decode(self.values, plan.features)
-        ages = np.maximum(self.now_us - np.maximum(decoded.computed_at_us, self.pointer.renewed_at_us), 0) / 1e6
+        ages = self.sighting.ages_us(decoded.computed_at_us, self.now_us) / 1e6
+        for i in self._computed_rows():
+            ages[i] = self.age_s(i)
         valid = None if decoded.all_present else pa.array(decoded.present).buffers()[1]
         status, source, reason, ttl, snapshot, model = plan.constants(rows)
         if self._statuses is not None:
@@ -226,6 +240,9 @@ class Answer:
             schema=plan.schema,
         )
 
+    def _computed_rows(self) -> list[int]:
+        return [] if self._statuses is None else [i for i, s in enumerate(self._statuses) if s is Status.COMPUTED]
+
     def rows(self) -> list[dict[str, Any]]:
         """The answer as plain Python, one dict a row, the features under ``features``: the JSON of the HTTP API."""
         return [self._row(i) for i in range(len(self.keys))]
@@ -238,7 +255,7 @@ class Answer:
             features: dict[str, Any] | None = None
         else:
             us, features = plan.codec.decode_one(value, plan.features)
-            row |= {"computed_at": as_datetime(us), "age_s": self._age_s(us)}
+            row |= {"computed_at": as_datetime(us), "age_s": self.age_s(i)}
         row |= {"ttl_s": plan.view.ttl_s, "snapshot": plan.pointer.snapshot, "model": plan.pointer.model, "features": features}
         return row
 

@@ -1,13 +1,20 @@
-"""Freshness: what an age means under a view's TTL. Ages never turn negative, whatever the clocks say."""
+"""Freshness: what an age means under a view's TTL. Ages never turn negative, and no clock that ran ahead makes a row younger than is known."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
 
 from store.feature_view import FeatureView
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+AHEAD_US = 60_000_000
+"""A time that lies further ahead than this was written by a clock that is wrong, or is read by one: two machines differ by less."""
 
 
 class Status(StrEnum):
@@ -39,6 +46,42 @@ class Source(StrEnum):
 def age_s(computed_at_us: int, now_us: int) -> float:
     """Seconds from ``computed_at_us`` to ``now_us``, at least 0: a writer's clock may run ahead of ours."""
     return max(0, now_us - computed_at_us) / 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """What is known about when a pointer's rows were computed, besides what their writer's clock said.
+
+    None was computed after they were published, nor after this process saw them first; and they are at least as old as that is ago.
+    ``published_us`` (None: not known), ``renewed_us`` (when all were last found to be what the model would answer; 0: never) and ``seen_us``
+    are µs since 1970, the last by the reader's clock; ``elapsed_us`` is the time since then by its monotonic clock, which never jumps.
+    """
+
+    published_us: int | None
+    renewed_us: int
+    seen_us: int
+    elapsed_us: int
+
+    def age_us(self, computed_at_us: int, now_us: int) -> int:
+        """Age in µs, at least 0, of a row that says it was computed at ``computed_at_us``; the later that is, the smaller."""
+        since = computed_at_us if self.published_us is None else min(computed_at_us, self.published_us)
+        since = max(since, self.renewed_us)
+        return max(0, now_us - since) if since <= self.seen_us else self.elapsed_us
+
+    def ages_us(self, computed_at_us: npt.NDArray[np.int64], now_us: int) -> npt.NDArray[np.int64]:
+        """:meth:`age_us` of int64 [rows]."""
+        since = computed_at_us if self.published_us is None else np.minimum(computed_at_us, self.published_us)
+        since = np.maximum(since, self.renewed_us)
+        return np.where(since <= self.seen_us, np.maximum(now_us - since, 0), self.elapsed_us)
+
+
+def microseconds(text: str) -> int | None:
+    """An ISO 8601 time as µs since 1970; None for a text that is none."""
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return ((at if at.tzinfo else at.replace(tzinfo=UTC)) - EPOCH) // timedelta(microseconds=1)
 
 
 def status_of(view: FeatureView, age: float, max_age_s: float | None = None) -> Status:

@@ -29,7 +29,7 @@ from store.answer import (
 from store.entity_key import check_key, join_key, key_text
 from store.errors import RequestError, VectorIndexError
 from store.feature_view import MAX_KEY_BYTES, FeatureView
-from store.freshness import Reason, Status, age_s, status_of
+from store.freshness import Reason, Sighting, Status, microseconds, status_of
 from store.online_store import OnlineStore, Pointer
 from store.online_url import open_online_store
 from store.vector_index import VectorIndex
@@ -74,6 +74,7 @@ class Lookup:
         root: the offline store's root, where the vector indexes are; only searches need it.
         fallback: what computes missing rows, if anything does.
         clock: seconds since 1970; tests put their own here.
+        monotonic: seconds of a clock that never jumps; likewise.
     """
 
     def __init__(
@@ -82,12 +83,15 @@ class Lookup:
         root: str | Path | None = None,
         fallback: Fallback | None = None,
         clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.online = online
         self.fallback = fallback
         self._root = None if root is None else Path(root)
-        self._clock = clock
+        self._clock, self._monotonic = clock, monotonic
         self._plans: dict[tuple[str, tuple[str, ...] | None], Plan] = {}
+        self._seen: dict[str, tuple[tuple[int, str, int], int | None, int, float]] = {}
+        """View → its pointer's version, when that was published, and when it was first seen here, by the clock (µs) and the monotonic one (s)."""
         self._indexes: dict[str, tuple[str, VectorIndex]] = {}
         self._index_lock = threading.Lock()
 
@@ -175,7 +179,8 @@ class Lookup:
         given = {} if not inputs else {key_text(key, pointer.view.entity): columns for key, columns in inputs.items()}
         for columns in given.values():
             _check_inputs(pointer, columns)
-        answer = Answer(plan, texts, found, int(self._clock() * 1e6))
+        now_us = int(self._clock() * 1e6)
+        answer = Answer(plan, texts, found, now_us, self._sighting(pointer, now_us))
         missing = [i for i in answer.judge(max_age_s) if raw[i] is not IMPOSSIBLE]
         if missing and fallback and self.fallback is not None and pointer.view.fallback:
             wait_s = pointer.view.fallback_deadline_s if deadline_ms is None else deadline_ms / 1000
@@ -183,6 +188,14 @@ class Lookup:
             wanted = [texts[i] for i in missing]
             answer.pending = dict(zip(missing, self.fallback.submit(pointer, wanted, given, answer.deadline), strict=True))
         return answer
+
+    def _sighting(self, pointer: Pointer, now_us: int) -> Sighting:
+        known, now_s = self._seen.get(pointer.view.name), self._monotonic()
+        version = (pointer.epoch, pointer.at, pointer.renewed_at_us)
+        if known is None or known[0] != version:
+            known = self._seen[pointer.view.name] = (version, microseconds(pointer.at), now_us, now_s)
+        _, published_us, seen_us, seen_s = known
+        return Sighting(published_us, pointer.renewed_at_us, seen_us, int((now_s - seen_s) * 1e6))
 
     def _keys(self, view: str, keys: Sequence[Any]) -> tuple[list[str], list[bytes]]:
         """Key texts, and what is looked up for each: its UTF-8, or :data:`IMPOSSIBLE` for a text no entity can have as a key.
@@ -234,7 +247,8 @@ class Lookup:
         """One element of :meth:`views`."""
         view = pointer.view
         oldest = pointer.computed_at_min
-        age = None if oldest is None else age_s(max(oldest, pointer.renewed_at_us), int(self._clock() * 1e6))
+        now_us = int(self._clock() * 1e6)
+        age = None if oldest is None else self._sighting(pointer, now_us).age_us(oldest, now_us) / 1e6
         return {
             "view": view.name,
             "entity": list(view.entity),

@@ -23,7 +23,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from store.durable_file import create_once, disk_message, locked, make_folder, r
 from store.entity_key import key_column
 from store.errors import ConflictError, SnapshotError
 from store.feature_view import known_fields
+from store.freshness import AHEAD_US
 from store.journal import Finished
 from store.layers import Layers, dead_rows, living
 from store.lease import Lease, is_held
@@ -717,6 +718,27 @@ class OfflineStore:
         """Whether a run of the partition (None: of a view that has none) goes on."""
         return is_held(self.lease_folder(view), run_lease(partition))
 
+    def run_stamp(self, view: str) -> str:
+        """The time that the id of a run begins with that begins now. Ids sort in the order of the runs, whatever the clocks say: where an earlier
+        run's time lies ahead, since its clock was wrong, this one's is a microsecond later."""
+        now = datetime.now(UTC)
+        for path in sorted((self.root / view / "runs").glob("*.json"), reverse=True):
+            try:
+                last = datetime.strptime(path.name[:23], _STAMP).replace(tzinfo=UTC)
+            except ValueError:  # not one of ours
+                continue
+            if last >= now:
+                if last - now > timedelta(microseconds=AHEAD_US):
+                    log.warning(
+                        "view %r: run %s is dated %d s ahead of this clock, which jumped, or that one's was wrong",
+                        view,
+                        path.stem,
+                        (last - now).total_seconds(),
+                    )
+                now = last + timedelta(microseconds=1)
+            break
+        return now.strftime(_STAMP)
+
     def write_report(
         self, view: str, run: str, report: Mapping[str, Any], state: str = "only the run's report is missing"
     ) -> Path:
@@ -735,7 +757,7 @@ class OfflineStore:
         return path
 
     def reports(self, view: str, limit: int = 100) -> list[dict[str, Any]]:
-        """Reports of the newest runs, the newest first; run ids sort by time. One that cannot be read is skipped, and told in the log."""
+        """Reports of the newest runs, the newest first; run ids sort in the order of the runs (:meth:`run_stamp`). One that cannot be read is skipped, and told in the log."""
         folder = self.root / view / "runs"
         found: list[dict[str, Any]] = []
         for path in sorted(folder.glob("*.json"), reverse=True) if folder.is_dir() else ():
@@ -759,6 +781,8 @@ def run_lease(partition: str | None) -> str:
     """Name of the lease that a run of the partition (None: of a view that has none) holds in :meth:`OfflineStore.lease_folder`."""
     return "run" if partition is None else "run-" + partition.partition("/")[0].replace(":", "")
 
+
+_STAMP = "%Y%m%dT%H%M%S.%fZ"
 
 PUBLISH_LEASE = "publish"
 """Name of the lease that publishing, rolling back and removing snapshots hold."""

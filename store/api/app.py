@@ -340,7 +340,7 @@ def _freshness_headers(answer: Answer) -> dict[str, str]:
         "Cache-Status": f"precompute; {how}; {version}",
         "ETag": f'"{pointer.snapshot}-{zlib.crc32(value):08x}"',
         **_VARY,
-        "Last-Modified": _http_date(answer.computed_at_us(0) // 1_000_000),
+        "Last-Modified": _http_date(min(answer.computed_at_us(0), answer.now_us) // 1_000_000),
     }
 
 

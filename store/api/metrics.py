@@ -18,6 +18,12 @@ class Metrics:
         self._lookup = lookup
         self._registry = CollectorRegistry()
         self._rows = Counter("precompute_lookup_rows", "Rows answered", ["view", "status"], registry=self._registry)
+        self._future = Counter(
+            "precompute_future_rows",
+            "Rows answered whose computed_at lies in the future: a clock was wrong, and their age is what is known",
+            ["view"],
+            registry=self._registry,
+        )
         self._seconds = Histogram(
             "precompute_request_seconds", "Time to answer", ["route"], buckets=_BUCKETS, registry=self._registry
         )
@@ -39,6 +45,9 @@ class Metrics:
             if counter is None:
                 counter = self._row_counters[view, status] = self._rows.labels(view, status)
             counter.inc(rows)
+        future = answer.future_rows()
+        if future:
+            self._future.labels(view).inc(future)
         self.timed(route, seconds)
 
     def timed(self, route: str, seconds: float) -> None:

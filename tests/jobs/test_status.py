@@ -383,3 +383,39 @@ def test_a_view_that_is_served_without_a_file_has_a_line(make_project: MakeProje
     assert main(["-c", str(project.folder), "status"]) == 1
     assert main(["-c", str(project.folder), "drop", "another", "--yes"]) == 0
     assert main(["-c", str(project.folder), "status"]) == 0
+
+
+# ---- clocks that jump
+
+
+def test_a_run_under_a_fast_clock_is_told_and_hides_no_later_run(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Fast(datetime):
+        """A clock two hours ahead."""
+
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
+            return datetime.now(tz) + timedelta(hours=2)
+
+    project = make_project(ONE)
+    original = time.time_ns
+    with monkeypatch.context() as patch:
+        patch.setattr("store.offline_store.datetime", Fast)
+        patch.setattr(time, "time_ns", lambda: original() + 7200 * 10**9)
+        early = run_view(project, "numbers", Silent())
+    line = status(project)
+    assert (line["status"], line["last_run"]["run"]) == ("fresh", early.run)
+    told = [re.sub(r"\d{4}-\S+Z:", "AT:", text) for text in line["attention"]]
+    assert told == [
+        f"run {early.run} began 120 min ahead of this clock, AT: a clock jumped, or was wrong",
+        "it was published 120 min ahead of this clock, AT: a clock jumped, or was wrong",
+    ]
+    failing = make_project([(1, 1.0), (1, 2.0)])
+    with pytest.raises(PrecomputeError):
+        run_view(failing, "numbers", Silent())
+    assert f"run {early.run} is dated 71" in caplog.text
+    line = status(failing)
+    assert (line["last_run"]["status"], line["attention"][0]) == ("failed", "the last run failed")
+    reports = OfflineStore(project.root).reports("numbers")
+    assert [report["status"] for report in reports] == ["failed", "published"]

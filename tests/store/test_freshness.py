@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from datetime import UTC, datetime
 
+import numpy as np
 import pytest
 
 from store.feature_view import Feature, FeatureView
-from store.freshness import Reason, Source, Status, age_s, as_datetime, status_of
+from store.freshness import Reason, Sighting, Source, Status, age_s, as_datetime, microseconds, status_of
 
 VIEW = FeatureView("things", ("id",), (Feature("x", "float64"),), ttl_s=10, stale_for_s=5)
 FRESH, STALE, MISSING = Status.FRESH, Status.STALE, Status.MISSING
@@ -77,3 +78,45 @@ def test_the_words_of_an_answer_are_the_contracts() -> None:
     assert [str(s) for s in Status] == ["fresh", "stale", "computed", "missing"]
     assert [str(r) for r in Reason] == ["unknown_entity", "expired", "deadline", "shed", "model_error"]
     assert {"store", "fallback"} <= {str(s) for s in Source}
+
+
+@pytest.mark.parametrize(
+    ("published", "renewed", "computed_at", "now", "age"),
+    [
+        (100, 0, 90, 150, 60),
+        (100, 0, 101, 150, 50),  # its clock ran ahead of the publisher's
+        (100, 0, 10**15, 150, 50),
+        (100, 120, 90, 150, 30),
+        (100, 120, 10**15, 150, 30),
+        (None, 0, 90, 150, 60),
+        (None, 0, 130, 150, 20),
+        (None, 0, 131, 150, 7),  # later than it was seen: it is as old as that is ago
+        (None, 0, 10**15, 150, 7),
+        (10**15, 0, 10**15, 150, 7),
+        (10**15, 0, 10**15, 2 * 10**15, 7),
+        (10**15, 0, 90, 150, 60),
+        (100, 10**15, 90, 150, 7),
+        (100, 0, 90, 50, 0),  # the reader's clock was set back
+    ],
+)
+def test_no_row_is_younger_than_its_publishing_or_than_it_was_first_seen(
+    published: int | None, renewed: int, computed_at: int, now: int, age: int
+) -> None:
+    """First seen at 130, 7 µs ago by the clock that never jumps."""
+    sighting = Sighting(published, renewed, 130, 7)
+    assert sighting.age_us(computed_at, now) == age
+    assert sighting.ages_us(np.array([computed_at, computed_at], np.int64), now).tolist() == [age, age]
+
+
+@pytest.mark.parametrize(
+    ("text", "us"),
+    [
+        ("1970-01-01T00:00:01Z", 1_000_000),
+        ("1970-01-01T01:00:00.000001+01:00", 1),
+        ("1970-01-01T00:00:00", 0),
+        ("now", None),
+        ("", None),
+    ],
+)
+def test_a_time_in_iso_8601_becomes_microseconds(text: str, us: int | None) -> None:
+    assert microseconds(text) == us

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from store.api.metrics import Metrics
 from store.codec import Buffer, RowCodec
 from store.entity_key import key_text
 from store.errors import ConfigError, OnlineStoreError, RequestError, VectorIndexError
@@ -72,9 +73,11 @@ class House:
     changes: dict[str, Any] = field(default_factory=dict)
 
     def lookup(self, fallback: Any = None) -> Lookup:
-        return Lookup(self.online, self.root, fallback, clock=lambda: NOW)
+        return Lookup(self.online, self.root, fallback, clock=lambda: NOW, monotonic=lambda: 0.0)
 
-    def publish(self, rows: Mapping[Any, Row], number: int = 1, *, name: str = "things", metric: str | None = None) -> Pointer:
+    def publish(
+        self, rows: Mapping[Any, Row], number: int = 1, *, name: str = "things", metric: str | None = None, at: str = "now"
+    ) -> Pointer:
         view = FeatureView(
             name, self.entity, FEATURES, TTL, STALE_FOR, IndexSpec("vector", metric) if metric else None, **self.changes
         )
@@ -87,7 +90,7 @@ class House:
             build_index(self.root / index, [(pa.array(keys), batch.column("vector"))], 2, metric or "")
         oldest = min((row.at_us for row in rows.values()), default=None)
         inputs = {"x": "double", "y": "string"}
-        pointer = Pointer(view, number, number, f"model {number}", len(keys), 2 * len(keys), "now", oldest, inputs, {}, index)
+        pointer = Pointer(view, number, number, f"model {number}", len(keys), 2 * len(keys), at, oldest, inputs, {}, index)
         self.online.flip(pointer)
         return pointer
 
@@ -643,7 +646,7 @@ def test_a_search_with_nothing_to_find_finds_nothing(memory: House, rows: dict[s
 def test_an_index_that_is_gone_or_damaged_is_its_own_error(memory: House) -> None:
     pointer = memory.publish(NEIGHBOURS, metric="l2")
     with pytest.raises(VectorIndexError, match="root"):
-        Lookup(memory.online, clock=lambda: NOW).search("things", key="k1")
+        Lookup(memory.online, clock=lambda: NOW, monotonic=lambda: 0.0).search("things", key="k1")
     assert pointer.index is not None
     path = memory.root / pointer.index / "keys.arrow"
     path.write_bytes(path.read_bytes()[:-1])
@@ -828,3 +831,37 @@ def test_a_search_whose_inputs_give_a_null_vector_is_refused(memory: House) -> N
     memory.publish(ROWS, metric="l2")
     with pytest.raises(RequestError):
         memory.lookup(Scripted({"query": Row(1.0, null=True)})).search("things", inputs={"x": 1.0})
+
+
+# ---- clocks that are wrong
+
+
+@pytest.mark.parametrize(
+    ("hours", "at"), [(0, datetime.fromtimestamp(NOW, UTC).isoformat()), (2, datetime.fromtimestamp(NOW + 7200, UTC).isoformat())]
+)
+def test_rows_from_the_future_grow_old_from_when_they_were_published_or_first_seen(memory: House, hours: int, at: str) -> None:
+    """The rows are dated a day ahead; the publisher's clock was right, or two hours fast. No path calls them fresh for a day and more."""
+    memory.publish({"a": Row(1.0, age=-86_400.0), "b": Row(2.0, age=-86_400.0)}, metric="l2", at=at)
+    passed = 0.0
+    lookup = Lookup(memory.online, memory.root, clock=lambda: NOW + passed, monotonic=lambda: passed)
+    for passed, status in (
+        (0.0, "fresh"),
+        (TTL, "fresh"),
+        (TTL + 1, "stale"),
+        (TTL + STALE_FOR + 1, "missing"),
+        (7200.0 + TTL + 6, "missing"),
+    ):
+        age = None if status == "missing" else passed
+        assert (lookup.row("things", "a")["status"], lookup.row("things", "a")["age_s"]) == (status, age)
+        table = lookup.get("things", ["a", "b"])
+        assert (table["status"].to_pylist(), table["age_s"].to_pylist()) == ([status] * 2, [age] * 2)
+        assert lookup.begin("things", ["a", "x", "b"]).future_rows() == (0 if status == "missing" else 2)
+        assert [view["age_s"] for view in lookup.views()] == [passed]
+        if status != "missing":
+            found = lookup.search("things", key="a", k=1)["rows"]
+            assert [(row["key"], row["status"], row["age_s"]) for row in found] == [("b", status, age)]
+    passed = 1.0
+    metrics = Metrics(lookup)
+    metrics.answered("lookup", lookup.begin("things", ["a", "b"]), 0.1)
+    assert 'precompute_future_rows_total{view="things"} 2.0' in metrics.render().decode()
+    assert lookup.get("things", ["a"], max_age_s=0.5)["status"].to_pylist() == ["missing"]
