@@ -16,6 +16,7 @@ SCRIPTS = (
     "store_chain",
     "store_resume",
     "store_write",
+    "store_history",
 )
 
 if __name__ == "__main__":

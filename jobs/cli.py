@@ -170,6 +170,12 @@ def _parser() -> argparse.ArgumentParser:
     drop.add_argument("--yes", action="store_true", help="do not ask")
     gc = command("gc", _gc, "remove snapshots and files that nothing can reach")
     gc.add_argument("--dry-run", action="store_true", help="only list them")
+    gc.add_argument(
+        "--forget",
+        nargs=2,
+        metavar=("VIEW", "SNAPSHOT"),
+        help="first give up a snapshot whose manifest is damaged: it is never read again",
+    )
     pin = command("pin", _pin, "keep a snapshot whatever its age", view=True)
     pin.add_argument("--snapshot", type=int, metavar="N", help="which one (default: the live one)")
     pin.add_argument("--remove", action="store_true", help="let go of it")
@@ -384,33 +390,45 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _gc(arguments: argparse.Namespace) -> int:
-    from jobs.gc import collect
+    from jobs.gc import collect, damage, forget
     from store.lease import take
     from store.offline_store import PUBLISH_LEASE, OfflineStore
 
     project = _project(arguments)
     store, settings = OfflineStore(project.root), project.settings
     garbage: list[Garbage] = []
-    skipped = False
+    failures: list[str] = []
+    view, number = arguments.forget or (None, "")
+    if view is not None and (view not in store.views() or not number.isdigit() or arguments.dry_run):
+        raise ConfigError(
+            f"--forget {view} {number}: name a view ({', '.join(store.views())}) and the number of its damaged snapshot, without --dry-run"
+        )
     for name in store.views():
         try:
             with take(
                 store.lease_folder(name), PUBLISH_LEASE, "gc", ttl_s=settings.lease, busy=f"view {name!r} is being published"
             ) as lease:
+                if name == view:
+                    forget(store, name, int(number), lease)
                 keep, grace_s = settings.retention.keep, settings.retention.grace
-                garbage += collect(store, name, keep=keep, grace_s=grace_s, leases=[lease], dry_run=arguments.dry_run)
+                garbage += collect(
+                    store, name, keep=keep, grace_s=grace_s, leases=[lease], dry_run=arguments.dry_run, told=failures.append
+                )
+            failures += damage(store, name)
         except (ConflictError, SnapshotError) as exc:
-            print(f"precompute: {exc}", file=sys.stderr)
-            skipped = True
+            failures.append(str(exc))
+    failures = list(dict.fromkeys(failures))
+    for text in failures:
+        print(f"precompute: {text}", file=sys.stderr)
     size = sum(item.size_bytes for item in garbage)
     if arguments.json:
         files = [{"path": str(item.path), "size_bytes": item.size_bytes, "why": item.why} for item in garbage]
-        print(json.dumps({"removed": not arguments.dry_run, "size_bytes": size, "files": files}))
+        print(json.dumps({"removed": not arguments.dry_run, "size_bytes": size, "files": files, "attention": failures}))
     else:
         for item in garbage:
             print(f"{item.path.relative_to(store.root)}  {item.size_bytes:,} bytes  ({item.why})")
         print(f"{'would remove' if arguments.dry_run else 'removed'} {len(garbage):,} files, {size / 1e6:,.1f} MB")
-    return FAILED if skipped else DONE
+    return FAILED if failures else DONE
 
 
 def _drop(arguments: argparse.Namespace) -> int:

@@ -3,29 +3,39 @@
 A snapshot stays while anything can reach it: it is live, was live before, is pinned, is one of the newest, is younger than the grace, another
 view's live snapshot was computed from it, or one that stays builds on it. Files no manifest names are what killed runs left; they go
 after the grace too, since the next run may take them over until then.
+
+A manifest that cannot be read holds up what it may need, and no more. Where the catalog knows what it said when it was whole, it is treated as any
+other. Where not, every older snapshot stays, since it may build on any of them, and every file that was there when it was committed; what came later is
+collected as ever. ``gc --forget N`` gives such a snapshot up.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from store.catalog import Catalog, Entry
 from store.crashpoint import crashpoint
 from store.durable_file import disk_message, sync_folder
 from store.errors import ConflictError, SnapshotError
 from store.lease import Lease, take
 from store.offline_store import OfflineStore, run_lease
-from store.snapshot import Part, Snapshot
 
 log = logging.getLogger(__name__)
 
 KEPT_REPORTS = 1000
 """Reports of runs kept for each view: at one run an hour, six weeks."""
+
+SWEPT_FOLDERS = 64
+"""Folders of runs whose snapshot stays that one run's collection looks through for leftovers, each time others: its cost does not grow with the number
+of snapshots. Folders of runs without a snapshot are looked at every time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +56,8 @@ def collect(
     leases: Sequence[Lease] = (),
     dry_run: bool = False,
     now_s: float | None = None,
+    swept: int | None = None,
+    told: Callable[[str], None] = lambda _: None,
 ) -> list[Garbage]:
     """Find what may go, and remove it.
 
@@ -58,23 +70,24 @@ def collect(
             killed runs go only under the lease of their partition.
         dry_run: only find it.
         now_s: seconds since 1970; now by default.
+        swept: how many folders of snapshots that stay are looked through, each time others; all by default.
+        told: given a sentence for each manifest that cannot be read and holds something up.
 
     Returns:
-        what went, or would go: manifests first, since a file goes only when no manifest names it any more. Nothing while a manifest cannot be
-        read: what it names, or builds on, is not known then.
+        what went, or would go: manifests first, since a file goes only when no manifest names it any more.
 
     Raises:
         SnapshotError: a file cannot be removed.
         FencedError: a lease was lost.
     """
     young_s = (time.time() if now_s is None else now_s) - grace_s
-    try:
-        manifests = _manifests(store, view)
-        kept = _reachable(store, view, manifests, keep, young_s)
-    except SnapshotError as exc:
-        log.warning("view %r: nothing is removed: %s", view, exc)
-        return []
+    catalog = store.catalog(view)
+    manifests = catalog.entries
+    for number, exc in catalog.damaged.items():
+        told(_sentence(view, number, exc))
+    kept = _reachable(store, view, catalog, keep, young_s, told)
     folder = store.root / view / "manifests"
+    held_s = max((_modified_s(folder / f"{number:020d}.json") for number in catalog.damaged), default=-math.inf)
     why = "snapshot {}: neither live, pinned, new nor built on"
     gone = [_garbage(folder / f"{number:020d}.json", why.format(number)) for number in sorted(manifests) if number not in kept]
     if not dry_run:
@@ -85,13 +98,52 @@ def collect(
             raise SnapshotError(disk_message(folder, exc)) from exc
     with contextlib.ExitStack() as held:
         mine = _journal_leases(store, view, leases, held, young_s, dry_run)
-        later = _manifests(store, view)  # read under the leases: what a run committed meanwhile names what it took over
-        named = {part.path for n, s in later.items() if n in kept or n not in manifests for part in _files(s)}
-        files = list(_orphans(store, view, named, mine, young_s))
+        later = store.catalog(view)  # read under the leases: what a run committed meanwhile names what it took over
+        stay = [entry for n, entry in later.entries.items() if n in kept or n not in manifests]
+        if later.damaged.keys() - catalog.damaged.keys():  # just now: the next collection knows what that holds up
+            return gone
+        runs = _folders(store, view, {entry.run for entry in stay}, max(manifests, default=0), swept)
+        named = {path for entry in stay for path in entry.files}
+        files = list(_orphans(store, view, runs, named, mine, held_s, young_s))
         if not dry_run:
             _remove(files, [*leases, *(lease for lease in mine.values() if lease is not None)])
-            _remove_empty_folders(store.root / view / "data", young_s)
+            _remove_empty_folders(runs, young_s)
     return gone + files
+
+
+def damage(store: OfflineStore, view: str) -> list[str]:
+    """A sentence for each manifest of the view that cannot be read, with how to end that. Reads them all."""
+    return [_sentence(view, number, why) for number, why in store.damage(view).items()]
+
+
+def forget(store: OfflineStore, view: str, number: int, lease: Lease) -> None:
+    """Give up a snapshot whose manifest cannot be read: it is removed, and its number never given again. Its files go with the next collection.
+
+    Args:
+        store: the offline store.
+        view: its name.
+        number: of the snapshot.
+        lease: the publishing lease, held.
+
+    Raises:
+        SnapshotError: there is no such snapshot, its manifest is whole, or it is live.
+    """
+    if number not in store.numbers(view):
+        store.snapshot(view, number)  # says which there are
+    if number not in store.damage(view):
+        raise SnapshotError(
+            f"snapshot {number} of view {view!r} can be read: there is nothing to forget; `rollback` marks a bad one"
+        )
+    ref = store.readable_live(view)
+    if ref is not None and ref.snapshot == number:
+        raise SnapshotError(f"snapshot {number} of view {view!r} is live: `precompute run {view}` or `rollback {view}` first")
+    store.mark_bad(view, number, "its manifest was damaged, and given up", rows=False)
+    path = store.root / view / "manifests" / f"{number:020d}.json"
+    _remove([_garbage(path, "given up")], [lease])
+
+
+def _sentence(view: str, number: int, why: object) -> str:
+    return f"{why}. Restore the file, or give the snapshot up: precompute gc --forget {view} {number}"
 
 
 def _journal_leases(
@@ -118,23 +170,12 @@ def _journal_leases(
     return found
 
 
-def _manifests(store: OfflineStore, view: str) -> dict[int, Snapshot]:
-    found = {}
-    for number in store.numbers(view):
-        try:
-            found[number] = store.snapshot(view, number)
-        except SnapshotError:
-            if number in store.numbers(view):  # and not removed just now
-                raise
-    return found
-
-
-def _files(snapshot: Snapshot) -> Iterator[Part]:
-    yield from (part for part in (*snapshot.parts, snapshot.deletes, snapshot.rejected) if part is not None)
-
-
-def _reachable(store: OfflineStore, view: str, manifests: dict[int, Snapshot], keep: int, young_s: float) -> set[int]:
+def _reachable(
+    store: OfflineStore, view: str, catalog: Catalog, keep: int, young_s: float, told: Callable[[str], None]
+) -> set[int]:
+    manifests = catalog.entries
     roots: set[int] = {*store.pins(view), max(manifests, default=0)}  # the highest number stays, so that it is never given twice
+    roots.update(number for number in manifests if number < max(catalog.damaged, default=0))  # each of them may be a parent
     ref = store.readable_live(view)
     if ref is not None:
         roots |= {ref.snapshot} | ({ref.previous} if ref.previous is not None else set())
@@ -149,7 +190,7 @@ def _reachable(store: OfflineStore, view: str, manifests: dict[int, Snapshot], k
         if datetime.fromisoformat(manifests[number].created_at).timestamp() > young_s:
             roots.add(number)
     roots.update(number for numbers in newest.values() for number in numbers)
-    roots |= _inputs_of_others(store, view)
+    roots |= _inputs_of_others(store, view, manifests, told)
     todo = [number for number in roots if number in manifests]
     reachable = set(todo)
     while todo:
@@ -160,40 +201,85 @@ def _reachable(store: OfflineStore, view: str, manifests: dict[int, Snapshot], k
     return reachable
 
 
-def _inputs_of_others(store: OfflineStore, view: str) -> set[int]:
-    """Snapshots of this view that other views' live ones were computed from: their fallbacks read them.
-
-    Raises:
-        SnapshotError: a manifest cannot be read, so that nobody can tell.
-    """
+def _inputs_of_others(store: OfflineStore, view: str, manifests: Mapping[int, Entry], told: Callable[[str], None]) -> set[int]:
+    """Snapshots of this view that other views' live ones were computed from: their fallbacks read them. Of one that cannot be read nobody knows
+    which; all that were there when it was committed stay."""
     found: set[int] = set()
     for other in store.views():
-        ref, numbers = store.readable_live(other), store.numbers(other)
+        ref = store.readable_live(other)
         for number in () if ref is None else (ref.snapshot, ref.previous):
-            if number in numbers:
+            path = store.root / other / "manifests" / f"{number or 0:020d}.json"
+            if number is None or not path.exists():
+                continue
+            try:
                 found.update(n for name, n in store.snapshot(other, number).inputs.items() if name == view)
+            except SnapshotError as exc:
+                if path.exists():  # and not removed just now
+                    told(_sentence(other, number, exc))
+                    found.update(
+                        n
+                        for n, entry in manifests.items()
+                        if datetime.fromisoformat(entry.created_at).timestamp() <= _modified_s(path)
+                    )
     return found
 
 
+def _folders(store: OfflineStore, view: str, committed: set[str], turn: int, swept: int | None) -> list[Path]:
+    """Folders of runs to look through: all without a snapshot, and ``swept`` of the others, from another place on with every ``turn``."""
+    data = store.root / view / "data"
+    try:
+        names = sorted(os.listdir(data))
+    except FileNotFoundError:
+        return []
+    loose, theirs = [name for name in names if name not in committed], [name for name in names if name in committed]
+    if swept is not None and len(theirs) > swept:
+        start = turn * swept % len(theirs)
+        theirs = (theirs + theirs)[start : start + swept]
+    return sorted(data / name for name in loose + theirs)
+
+
 def _orphans(
-    store: OfflineStore, view: str, named: set[str], journals: dict[Path, Lease | None], young_s: float
+    store: OfflineStore,
+    view: str,
+    runs: Sequence[Path],
+    named: set[str],
+    journals: dict[Path, Lease | None],
+    held_s: float,
+    young_s: float,
 ) -> Iterator[Garbage]:
     folder = store.root / view
-    for run in sorted((folder / "data").glob("*")):
+    for run in runs:
         if not run.is_dir() or ((run / "journal.jsonl").is_file() and run not in journals):
             continue
-        files = [path for path in run.iterdir() if str(path.relative_to(folder)) not in named]
+        files = [path for path in run.iterdir() if str(path.relative_to(folder)) not in named and _modified_s(path) > held_s]
         if files and max(_modified_s(path) for path in run.iterdir()) <= young_s:
             for path in sorted(files):
                 yield _garbage(path, f"run {run.name} did not commit it, or nothing needs it any more")
     for path in sorted(
-        [*(folder / "manifests").glob(".*.tmp"), *(folder / "refs").rglob(".*.tmp"), *(folder / "runs").glob(".*.tmp")]
+        path for name in ("manifests", "refs", "refs/bad", "refs/pins", "runs") for path in _temporary(folder / name)
     ):
         if _modified_s(path) <= young_s:
             yield _garbage(path, "a process was killed while writing it")
-    for path in sorted((folder / "runs").glob("*.json"), reverse=True)[KEPT_REPORTS:]:
+    for path in sorted((folder / "refs" / "running").glob("*")):
+        if _modified_s(path) <= young_s and not (folder / "runs" / f"{path.name}.json").exists():
+            yield _garbage(path, "a process was killed before it wrote its report")
+    reports = sorted(
+        (name for name in _names(folder / "runs") if name.endswith(".json") and not name.startswith(".")), reverse=True
+    )
+    for path in (folder / "runs" / name for name in reports[KEPT_REPORTS:]):
         if _modified_s(path) <= young_s:
             yield _garbage(path, f"{KEPT_REPORTS} newer reports")
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+
+
+def _temporary(folder: Path) -> list[Path]:
+    return [folder / name for name in _names(folder) if name.startswith(".") and name.endswith(".tmp")]
 
 
 def _modified_s(path: Path) -> float:
@@ -223,7 +309,7 @@ def _remove(garbage: list[Garbage], leases: Sequence[Lease]) -> None:
             sync_folder(folder)
 
 
-def _remove_empty_folders(data: Path, young_s: float) -> None:
-    for folder in data.glob("*"):
+def _remove_empty_folders(folders: Sequence[Path], young_s: float) -> None:
+    for folder in folders:
         if folder.is_dir() and _modified_s(folder) <= young_s and not any(folder.iterdir()):
             folder.rmdir()

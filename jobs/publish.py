@@ -223,18 +223,22 @@ def newest_publishable(view: str, store: OfflineStore, accept: Collection[str] =
     numbers = store.numbers(view)
     if not numbers:
         raise SnapshotError(f"view {view!r} has no snapshot yet: run `precompute run {view}`")
-    candidates = []
-    for number in numbers:
+
+    def good(number: int) -> Snapshot | None:
         try:
             snapshot = store.snapshot(view, number)
-            if not set(snapshot.refused_by).difference(accept) and _bad(snapshot, store) is None:
-                candidates.append(snapshot)
+            return snapshot if not set(snapshot.refused_by).difference(accept) and _bad(snapshot, store) is None else None
         except SnapshotError as exc:
             log.warning("%s", exc)
-    if not candidates:
+            return None
+
+    last = next((snapshot for number in reversed(numbers) if (snapshot := good(number)) is not None), None)
+    if last is None:
         return numbers[-1]
-    last = candidates[-1].partition is not None  # a view that lost or got its partitions: what it has now counts
-    return max((s for s in candidates if (s.partition is not None) == last), key=lambda s: (s.partition or "", s.number)).number
+    if last.partition is None:  # a view that lost or got its partitions: what it has now counts
+        return last.number
+    days = sorted((e.partition, e.number) for e in store.catalog(view).entries.values() if e.partition is not None)
+    return next(number for _, number in reversed(days) if good(number) is not None)
 
 
 def _readable_pointer(view: str, online: OnlineStore) -> Pointer | None:

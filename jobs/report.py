@@ -70,6 +70,8 @@ class Report:
     read_at_us: int = 0
     """When the source was read, µs since 1970."""
     error: str | None = None
+    attention: list[str] = field(default_factory=list)
+    """What an operator should look at though the run went well."""
     versions: dict[str, str] = field(default_factory=dict)
 
     @contextlib.contextmanager
@@ -149,10 +151,10 @@ def close_dead(
         ids of the runs closed.
     """
     closed = []
-    for report in store.reports(view, limit=1000):
+    for report in store.unended(view):
         if report.get("command") not in commands or report.get("partition") != partition:
             continue
-        if report.get("status") == "running" and report.get("pid") != os.getpid():
+        if report.get("pid") != os.getpid():
             report |= {"status": "killed", "error": f"killed: {why}", "finished_at": utc_now()}
             store.write_report(view, report["run"], report)
             closed.append(str(report["run"]))

@@ -16,7 +16,6 @@ from store.errors import GateError, SnapshotError
 from store.lease import take
 from store.offline_store import PUBLISH_LEASE, LiveRef, OfflineStore
 from store.online_url import open_online_store
-from store.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -95,22 +94,21 @@ def rollback(
 
 def _target(store: OfflineStore, name: str, ref: LiveRef) -> int:
     """What was live before, if it is still there and good, or the newest good snapshot below the live one."""
-    candidates: list[Snapshot] = []
-    for number in store.numbers(name):
+    entries = store.catalog(name).entries
+    live = entries[ref.snapshot].partition if ref.snapshot in entries else None
+    before = [
+        entry
+        for entry in entries.values()
+        if entry.number != ref.snapshot
+        and (entry.number < ref.snapshot or entry.number == ref.previous)
+        and (live is None or (entry.partition or "") <= live)
+    ]
+    for entry in sorted(before, key=lambda e: (e.number == ref.previous, e.partition or "", e.number), reverse=True):
         try:
-            snapshot = store.snapshot(name, number)
-            if number < ref.snapshot or number == ref.previous:
-                check_publishable(snapshot, store)
-                candidates.append(snapshot)
+            check_publishable(store.snapshot(name, entry.number), store)
+            return entry.number
         except (SnapshotError, GateError) as exc:
             log.warning("%s", exc)
-    try:
-        live = store.snapshot(name, ref.snapshot).partition
-    except SnapshotError:
-        live = None
-    good = [s for s in candidates if s.number != ref.snapshot and (live is None or (s.partition or "") <= live)]
-    if good:
-        return max(good, key=lambda s: (s.number == ref.previous, s.partition or "", s.number)).number
     raise SnapshotError(
         f"view {name!r} has no good snapshot before {ref.snapshot} to go back to (there are: {_numbers(store, name)})"
     )

@@ -7,11 +7,11 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from jobs.config import Project, ViewConfig
-from jobs.due import FINISHED
-from jobs.gc import collect
+from jobs.due import AHEAD_S, FINISHED, report_time
+from jobs.gc import SWEPT_FOLDERS, collect
 from jobs.materialize import dry_run, materialize
 from jobs.notify import notify
 from jobs.plan import Plan
@@ -170,7 +170,11 @@ def partition_of(config: ViewConfig, partition: Partition | None) -> Partition |
 
 def _done(store: OfflineStore, name: str, due: str) -> Report | None:
     """What became of the run for this time of the schedule: a scheduler that was killed may have started it before."""
-    for report in store.reports(name, 200):
+    at = report_time(due)
+    since = (
+        "" if at is None else f"{at - timedelta(seconds=AHEAD_S):%Y%m%dT%H%M%S}"
+    )  # a run begins after its time, but for a clock set back
+    for report in store.reports(name, 200, since):
         if report.get("due") == due and report.get("status") in FINISHED:
             return known_fields(Report, report)
     return None
@@ -259,8 +263,17 @@ def _publish(
         crashpoint("notify")
         settings = project.settings.retention
         with report.stage("gc"):
+            leases = [lease] if run is None else [lease, run]
             try:
-                collect(store, name, keep=settings.keep, grace_s=settings.grace, leases=[lease] if run is None else [lease, run])
+                collect(
+                    store,
+                    name,
+                    keep=settings.keep,
+                    grace_s=settings.grace,
+                    leases=leases,
+                    swept=SWEPT_FOLDERS,
+                    told=report.attention.append,
+                )
             except SnapshotError as exc:  # what was published stays published; the next run removes it
                 log.warning("%s", exc)
 

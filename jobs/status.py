@@ -10,6 +10,7 @@ from typing import Any
 
 from jobs.config import Project
 from jobs.due import FINISHED, outlook, report_time
+from jobs.gc import damage
 from store.api.page import duration
 from store.errors import OnlineStoreError, PrecomputeError, SnapshotError
 from store.freshness import AHEAD_US, Sighting, Status, as_datetime, microseconds, status_of
@@ -59,7 +60,7 @@ def view_status(project: Project, name: str, store: OfflineStore, online: Online
         line |= _live(snapshot, ref) | {"online": pointer is not None and pointer.epoch == ref.epoch}
         line["behind"] = _behind(store, snapshot, reports)
         attention += [_words(behind) for behind in line["behind"] if _is_late(project, snapshot, behind)]
-    return line | {"attention": _attention(line) + attention}
+    return line | {"attention": _attention(line) + attention + damage(store, name)}
 
 
 REPORTS = 50

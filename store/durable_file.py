@@ -55,6 +55,18 @@ def replace_durably(path: Path, data: bytes, *, point: str | None = None) -> Non
         crashpoint(f"{point}.cas")
 
 
+def replace_undurably(path: Path, data: bytes) -> None:
+    """Replace ``path`` by ``data``, whole or not at all for readers now; a power loss may lose or tear it. For what can be derived again."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(data)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
 def create_once(path: Path, data: bytes, temporary: Path, *, point: str | None = None) -> None:
     """Create ``path`` with ``data``, durably and exactly once.
 

@@ -141,9 +141,8 @@ def _take(folder: Path, name: str, by: str, ttl_s: float, busy: str, force: bool
             except BaseException:
                 file.close()
                 raise
-            for path in folder.glob(f".lease-{name}.*.held"):
-                if path != _held_path(folder, name, record.fence):
-                    path.unlink(missing_ok=True)
+            if last is not None:  # whoever took it before removed those before: no need to look through all leases' files
+                _held_path(folder, name, last.fence).unlink(missing_ok=True)
     except OSError as exc:
         raise SnapshotError(disk_message(folder / f"lease-{name}.json", exc)) from exc
     return Lease(folder, name, record, file)

@@ -7,6 +7,8 @@
     <root>/<view>/refs/bad/<number>.json         rolled back from: never published again
     <root>/<view>/refs/pins/<number>.json        kept, whatever its age
     <root>/<view>/refs/lease-*.json              who writes: see :mod:`store.lease`
+    <root>/<view>/refs/catalog.jsonl             what the manifests say, a line each, derived: see :mod:`store.catalog`
+    <root>/<view>/refs/running/<run>             runs whose report says that they go on: an empty file each
     <root>/<view>/runs/<run>.json                one report per run, failed ones too
 
 A part is written under a temporary name, fsynced, renamed, and its folder fsynced, before the journal or a manifest names it.
@@ -32,6 +34,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from store import journal
+from store.catalog import Catalog, add_to_catalog, read_catalog
 from store.crashpoint import crashpoint
 from store.durable_file import create_once, disk_message, locked, make_folder, replace_durably, sync_folder
 from store.entity_key import key_column
@@ -98,10 +101,26 @@ class OfflineStore:
 
     def numbers(self, view: str) -> list[int]:
         """Numbers of the view's committed snapshots, ascending."""
-        folder = self.root / view / "manifests"
-        if not folder.is_dir():
+        try:
+            names = os.listdir(self.root / view / "manifests")
+        except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(int(p.stem) for p in folder.glob("*.json") if p.stem.isdigit())
+        return sorted(int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdigit())
+
+    def catalog(self, view: str) -> Catalog:
+        """What all manifests of the view say of themselves, in short; only those are read that were not before."""
+        return read_catalog(self.root / view / "manifests", self._catalog_path(view))
+
+    def damage(self, view: str) -> dict[int, str]:
+        """Numbers of the manifests that cannot be read → why. Reads them all."""
+        found = {}
+        for number in self.numbers(view):
+            try:
+                self.snapshot(view, number)
+            except SnapshotError as exc:
+                if self._manifest_path(view, number).exists():
+                    found[number] = str(exc)
+        return found
 
     def snapshot(self, view: str, number: int) -> Snapshot:
         """The manifest of one snapshot.
@@ -147,7 +166,11 @@ class OfflineStore:
     def newest(self, view: str, partition: str | None = None, *, refused: bool = True) -> Snapshot | None:
         """The newest snapshot of a partition (None: of a view that has none) that is not marked bad and whose files are all there, with all
         its ancestors; one that a gate refused counts only with ``refused``: its rows are good to build on, not to measure by."""
-        for number in reversed(self.numbers(view)):
+        numbers = self.numbers(view)
+        if partition is not None:  # one of thousands: the others' manifests are not read
+            entries = self.catalog(view).entries
+            numbers = [number for number in numbers if number not in entries or entries[number].partition == partition]
+        for number in reversed(numbers):
             try:
                 snapshot = self.snapshot(view, number)
                 if not refused and snapshot.refused_by:
@@ -162,12 +185,11 @@ class OfflineStore:
     def bad(self, view: str) -> dict[int, BadMark]:
         """Numbers of the snapshots that are never to be published → why."""
         found = {}
-        for path in (self.root / view / "refs" / "bad").glob("*.json"):
-            if path.stem.isdigit():
-                try:
-                    found[int(path.stem)] = known_fields(BadMark, json.loads(path.read_bytes()))
-                except (OSError, ValueError, TypeError):
-                    found[int(path.stem)] = BadMark("its mark cannot be read")
+        for number in self._marked(view, "bad"):
+            try:
+                found[number] = known_fields(BadMark, json.loads(self._mark_path(view, "bad", number).read_bytes()))
+            except (OSError, ValueError, TypeError):
+                found[number] = BadMark("its mark cannot be read")
         return found
 
     def chain(self, snapshot: Snapshot) -> list[Snapshot]:
@@ -428,15 +450,9 @@ class OfflineStore:
         return chunks
 
     def _committed(self, view: str) -> tuple[frozenset[str], frozenset[str]]:
-        """Runs that committed, and paths of the parts that manifests name."""
-        runs: set[str] = set()
-        parts: set[str] = set()
-        for number in self.numbers(view):
-            with contextlib.suppress(SnapshotError):
-                snapshot = self.snapshot(view, number)
-                runs.add(snapshot.run)
-                parts.update(part.path for part in snapshot.parts)
-        return frozenset(runs), frozenset(parts)
+        """Runs that committed, and paths of the files that manifests name."""
+        entries = self.catalog(view).entries.values()
+        return frozenset(entry.run for entry in entries), frozenset(path for entry in entries for path in entry.files)
 
     def _is_there(self, view: str, part: Part) -> bool:
         try:
@@ -473,9 +489,8 @@ class OfflineStore:
             crashpoint("verify")
             make_folder(folder)
             while True:
-                number = (
-                    max([*self.numbers(view), *self.bad(view)], default=0) + 1
-                )  # a bad one may be gone, its number stays taken
+                taken = {*self.numbers(view), *self._marked(view, "bad")}  # a bad one may be gone, its number stays taken
+                number = max(taken, default=0) + 1
                 numbered = replace(snapshot, number=number, fence=0 if lease is None else lease.record.fence)
                 if lease is not None:
                     lease.check()
@@ -483,6 +498,7 @@ class OfflineStore:
                     create_once(
                         self._manifest_path(view, number), numbered.to_bytes(), folder / f".{snapshot.run}.tmp", point="manifest"
                     )
+                    add_to_catalog(folder, self._catalog_path(view), numbered)
                     return numbered
                 except FileExistsError:
                     continue
@@ -696,11 +712,18 @@ class OfflineStore:
 
     def pins(self, view: str) -> set[int]:
         """Numbers of the pinned snapshots."""
-        return {int(p.stem) for p in (self.root / view / "refs" / "pins").glob("*.json") if p.stem.isdigit()}
+        return set(self._marked(view, "pins"))
+
+    def _marked(self, view: str, kind: str) -> list[int]:
+        paths = (self.root / view / "refs" / kind).glob("*.json")
+        return [int(path.stem) for path in paths if path.stem.isdigit()]
+
+    def _mark_path(self, view: str, kind: str, number: int) -> Path:
+        return self.root / view / "refs" / kind / f"{number}.json"
 
     def _mark(self, view: str, kind: str, number: int, note: Mapping[str, Any]) -> None:
-        folder = self.root / view / "refs" / kind
-        path = folder / f"{number}.json"
+        path = self._mark_path(view, kind, number)
+        folder = path.parent
         try:
             make_folder(folder)
             with contextlib.suppress(FileExistsError):
@@ -722,9 +745,9 @@ class OfflineStore:
         """The time that the id of a run begins with that begins now. Ids sort in the order of the runs, whatever the clocks say: where an earlier
         run's time lies ahead, since its clock was wrong, this one's is a microsecond later."""
         now = datetime.now(UTC)
-        for path in sorted((self.root / view / "runs").glob("*.json"), reverse=True):
+        for name in self._report_names(view):
             try:
-                last = datetime.strptime(path.name[:23], _STAMP).replace(tzinfo=UTC)
+                last = datetime.strptime(name[:23], _STAMP).replace(tzinfo=UTC)
             except ValueError:  # not one of ours
                 continue
             if last >= now:
@@ -732,7 +755,7 @@ class OfflineStore:
                     log.warning(
                         "view %r: run %s is dated %d s ahead of this clock, which jumped, or that one's was wrong",
                         view,
-                        path.stem,
+                        name.removesuffix(".json"),
                         (last - now).total_seconds(),
                     )
                 now = last + timedelta(microseconds=1)
@@ -747,31 +770,92 @@ class OfflineStore:
         Raises:
             SnapshotError: it cannot be written; ``state`` says what else is lost.
         """
-        folder = self.root / view / "runs"
+        folder, marker = self.root / view / "runs", self._running_path(view) / run
         path = folder / f"{run}.json"
         try:
             make_folder(folder)
+            if report.get("status") == "running":
+                self._mark_running(view, marker)
             replace_durably(path, json.dumps(report, indent=1, default=str).encode())
         except OSError as exc:
             raise SnapshotError(disk_message(path, exc, state)) from exc
+        if report.get("status") != "running":
+            with contextlib.suppress(OSError):
+                marker.unlink(missing_ok=True)
         return path
 
-    def reports(self, view: str, limit: int = 100) -> list[dict[str, Any]]:
-        """Reports of the newest runs, the newest first; run ids sort in the order of the runs (:meth:`run_stamp`). One that cannot be read is skipped, and told in the log."""
+    def _mark_running(self, view: str, marker: Path) -> None:
+        """Before the report: so that who closes dead runs' reports finds each of them without reading all."""
+        if not marker.parent.is_dir():
+            for report in self.reports(view, limit=1000):  # of a version that kept no markers
+                if report.get("status") == "running":
+                    self._touch(marker.with_name(str(report["run"])))
+        self._touch(marker)
+        sync_folder(marker.parent)
+
+    @staticmethod
+    def _touch(path: Path) -> None:
+        make_folder(path.parent)
+        path.touch()
+
+    def unended(self, view: str) -> list[dict[str, Any]]:
+        """Reports of the runs that did not write their end: they go on, or died."""
+        folder = self._running_path(view)
+        if not folder.is_dir():
+            return [report for report in self.reports(view, limit=1000) if report.get("status") == "running"]
+        found = []
+        for marker in sorted(folder.iterdir(), reverse=True):
+            try:
+                report = dict(json.loads((self.root / view / "runs" / f"{marker.name}.json").read_bytes()))
+            except FileNotFoundError:
+                continue  # about to be written, or never was
+            except (OSError, ValueError, TypeError) as exc:
+                log.warning("the report of run %s cannot be read (%s)", marker.name, exc)
+                continue
+            if report.get("status") == "running":
+                found.append(report)
+            else:  # it ended, and was killed before it could remove its marker
+                with contextlib.suppress(OSError):
+                    marker.unlink(missing_ok=True)
+        return found
+
+    def reports(self, view: str, limit: int = 100, since: str = "") -> list[dict[str, Any]]:
+        """Reports of the newest runs, the newest first; run ids sort in the order of the runs (:meth:`run_stamp`). One
+        that cannot be read is skipped, and told in the log.
+
+        Args:
+            view: name of the view.
+            limit: how many at most.
+            since: none of a run whose id is below.
+        """
         folder = self.root / view / "runs"
         found: list[dict[str, Any]] = []
-        for path in sorted(folder.glob("*.json"), reverse=True) if folder.is_dir() else ():
-            if len(found) == limit:
+        for name in self._report_names(view):
+            if len(found) == limit or name < since:
                 break
             try:
-                found.append(dict(json.loads(path.read_bytes())))
+                found.append(dict(json.loads((folder / name).read_bytes())))
             except (OSError, ValueError, TypeError) as exc:
-                log.warning("the run's report %s cannot be read (%s); remove the file", path, exc)
+                log.warning("the run's report %s cannot be read (%s); remove the file", folder / name, exc)
         return found
+
+    def _report_names(self, view: str) -> list[str]:
+        """File names of the reports, the newest first; a Path for each would cost as much as all the rest."""
+        try:
+            names = os.listdir(self.root / view / "runs")
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted((name for name in names if name.endswith(".json") and not name.startswith(".")), reverse=True)
 
     def last_report(self, view: str) -> dict[str, Any] | None:
         """The newest run's report."""
         return next(iter(self.reports(view, 1)), None)
+
+    def _running_path(self, view: str) -> Path:
+        return self.root / view / "refs" / "running"
+
+    def _catalog_path(self, view: str) -> Path:
+        return self.root / view / "refs" / "catalog.jsonl"
 
     def _manifest_path(self, view: str, number: int) -> Path:
         return self.root / view / "manifests" / f"{number:020d}.json"

@@ -502,3 +502,95 @@ def test_a_thousand_reports_are_kept(make_project: MakeProject) -> None:
     assert len(list(folder.iterdir())) == 1000
     assert (folder / "20000101T000006.000000Z-abcdef.json").exists()
     assert not (folder / "20000101T000005.000000Z-abcdef.json").exists()
+
+
+# ---- damage
+
+
+def damaged(project: Project, number: int, *, known: bool, view: str = "numbers") -> bytes:
+    """Flip a bit of a manifest; ``known``: as by itself, its time stays, so that the catalog tells what it said. Returns what it was."""
+    path = project.root / view / "manifests" / f"{number:020d}.json"
+    whole, stat = path.read_bytes(), path.stat()
+    path.write_bytes(whole[:99] + bytes([whole[99] ^ 1]) + whole[100:])
+    if known:
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    return whole
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_damaged_manifest_holds_up_only_what_it_may_need(make_project: MakeProject, known: bool) -> None:
+    project = published(make_project, [1.0, 2.0, 3.0])
+    store = OfflineStore(project.root)
+    before = {path for path in files(project) if "data" in path.parts}
+    whole = damaged(project, 2, known=known)
+    time.sleep(0.05)
+    project = published(make_project, [4.0, 5.0, 6.0])
+    later = {path for path in files(project) if "data" in path.parts} - before
+    gone = {item.path for item in gc(project)}
+    path = project.root / "numbers" / "manifests" / f"{2:020d}.json"
+    if known:  # what it named is known, and that nothing needs it
+        assert numbers(project) == [5, 6]
+        assert before < gone
+        return
+    assert numbers(project) == [1, 2, 5, 6]  # 1 may be what it builds on; 3 came after it, and 4
+    assert before.isdisjoint(gone)
+    assert gone & later, "what came after it is collected as ever"
+    path.write_bytes(whole)  # restored: all it needs is there
+    reads_well(project)
+    os.utime(path, (0, 0))
+    gc(project)
+    assert numbers(project) == [5, 6]
+    assert before.isdisjoint(files(project))
+    assert store.damage("numbers") == {}
+
+
+def test_damage_is_told_by_gc_and_status_and_ended_by_forgetting(make_project: MakeProject, capsys: Captured) -> None:
+    project = published(make_project, [1.0, 2.0, 3.0, 4.0], grace="0s", keep=4)
+    damaged(project, 2, known=True)
+    project = published(make_project, [5.0], grace="0s")
+    report = OfflineStore(project.root).last_report("numbers")
+    assert report is not None
+    assert (report["status"], report["attention"]) == ("published", [])  # it went, as nothing needs it
+    assert numbers(project) == [4, 5]
+    damaged(project, 4, known=False)
+    report = run(make(make_project, [(1, 9.0), (2, 9.0), (3, 9.0)], grace="0s"))
+    assert report.status == "published"
+    (said,) = report.attention
+    remedy = "Restore the file, or give the snapshot up: precompute gc --forget numbers 4"
+    assert "00004.json is torn or was edited" in said
+    assert said.endswith(remedy)
+    command = ["-c", str(project.folder)]
+    capsys.readouterr()
+    assert main([*command, "gc", "--json"]) == 1
+    found = capsys.readouterr()
+    assert found.err == f"precompute: {said}\n"
+    assert json.loads(found.out)["attention"] == [said]
+    assert main([*command, "status"]) == 1
+    assert said in capsys.readouterr().out
+    assert main([*command, "gc", "--forget", "numbers", "4"]) == 0
+    assert numbers(project) == [5, 6]
+    assert main([*command, "gc"]) == 0
+    assert main([*command, "status"]) == 0
+    reads_well(project)
+
+
+def test_what_may_not_be_forgotten(make_project: MakeProject, capsys: Captured) -> None:
+    project = published(make_project, [1.0, 2.0])
+    command = ["-c", str(project.folder), "gc", "--forget"]
+    for asked, status, message in (
+        (["numbers", "1"], 1, "snapshot 1 of view 'numbers' can be read: there is nothing to forget"),
+        (["numbers", "7"], 1, "view 'numbers' has no snapshot 7"),
+        (["number", "1"], 2, "--forget number 1: name a view (numbers)"),
+        (["numbers", "one"], 2, "--forget numbers one: name a view (numbers)"),
+        (["numbers", "1", "--dry-run"], 2, "without --dry-run"),
+    ):
+        assert main([*command, *asked]) == status
+        assert message in capsys.readouterr().err
+    damaged(project, 2, known=False)
+    assert main([*command, "numbers", "2"]) == 1
+    assert "snapshot 2 of view 'numbers' is live" in capsys.readouterr().err
+    assert numbers(project) == [1, 2]
+    rollback(project, "numbers", Silent())
+    assert main([*command, "numbers", "2"]) == 0
+    assert numbers(project) == [1]
+    assert run(make(make_project, [(1, 7.0)])).snapshot == 3  # its number is not given again

@@ -12,21 +12,26 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
+from benchmarks.store_history import add_past
 from jobs.cli import main
 from jobs.config import Project
+from jobs.gc import SWEPT_FOLDERS
 from jobs.progress import Silent
+from jobs.report import close_dead
 from jobs.run import run_view
 from store.errors import ConfigError, ConflictError, FencedError, RejectedError
 from store.lease import Lease, take
 from store.lookup import Lookup
 from store.offline_store import OfflineStore, run_lease
 from store.online_url import open_online_store
+from store.partition import containing
 from tests.conftest import MakeProject
 
 ROOT = Path(__file__).parents[2]
@@ -562,3 +567,100 @@ def test_rows_rejected_below_the_threshold_are_status_0_and_told(
     project = make_project([(1, 7.0), (2, 1.0), (3, 1.0)], **options(fail_on=7))
     assert main(["-c", str(project.folder), "run", "numbers"]) == 0
     assert "2 of 3 rows (1 rejected)" in capsys.readouterr().out
+
+
+# ---- a long past
+
+
+def looked_at(project: Project, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[str]:
+    """Files that a run read, and folders it looked through, under the view's folder."""
+    seen: list[str] = []
+    folder = str(project.root / "numbers")
+    read_bytes, iterdir = Path.read_bytes, Path.iterdir
+
+    def noted(path: Path) -> Path:
+        if str(path).startswith(folder):
+            seen.append(str(path))
+        return path
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", lambda path: read_bytes(noted(path)))
+        patch.setattr(Path, "iterdir", lambda path: iterdir(noted(path)))
+        assert run_view(project, "numbers", Silent(), **options).status in ("published", "committed")
+    return seen
+
+
+def test_a_run_reads_as_much_after_many_snapshots_as_after_two(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Manifests, reports and folders: what is read is what is needed, and 64 folders to be looked through in turn."""
+    project = make_project([(i, float(i)) for i in range(3)], view={"gates": {"norm": None}})
+    first = run_view(project, "numbers", Silent()).snapshot
+    assert first is not None
+    store = OfflineStore(project.root)
+    few: list[str] = []
+    for past in (1, 200):
+        add_past(store, store.snapshot("numbers", first), past, partitions=False)
+        first = store.numbers("numbers")[-1]
+        for step in (0.1, 0.2):  # the first one learns what it was not told of
+            project = make_project([(i, i + past + step) for i in range(3)], view={"gates": {"norm": None}})
+            seen = looked_at(project, monkeypatch)
+        few = few or seen
+    folders = {path for path in seen if Path(path).parent.name == "data"}
+    assert len(folders) <= SWEPT_FOLDERS + 2
+    assert len(seen) - len(folders) <= len(few)
+
+
+def test_the_runs_of_many_partitions_read_no_manifest_of_the_others(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = {
+        "source": {"sql": "SELECT * FROM read_parquet('${data}/data.parquet') WHERE $start < $end"},
+        "partition": {"by": "day", "start": "2010-01-01"},
+    }
+    project = make_project([(i, float(i)) for i in range(3)], view=view)
+    store = OfflineStore(project.root)
+    first = run_view(project, "numbers", Silent()).snapshot
+    assert first is not None
+    add_past(store, store.snapshot("numbers", first), 60, partitions=True)
+    store.catalog("numbers")
+    for day in (100, 101):
+        partition = containing("day", datetime(2010, 1, 1, tzinfo=UTC) + timedelta(days=day))
+        seen = looked_at(project, monkeypatch, command="materialize", partition=partition)
+        assert [path for path in seen if "manifests" in path] == []
+
+
+def test_reports_of_dead_runs_are_found_without_reading_the_others(make_project: MakeProject) -> None:
+    project = make_project([(1, 1.0)])
+    run_view(project, "numbers", Silent())
+    store = OfflineStore(project.root)
+    ended = store.last_report("numbers")
+    assert ended is not None
+    dead = ended | {"run": "20000101T000000.000000Z-abcdef", "status": "running", "pid": 0}
+    store.write_report("numbers", dead["run"], dead)
+    for number in range(20):  # much later ones, of which not one is looked at
+        later = f"30000101T{number:06d}.000000Z-abcdef"
+        (project.root / "numbers" / "runs" / f"{later}.json").write_text("{")
+    assert store.unended("numbers") == [dead]
+    assert close_dead(store, "numbers", None) == [dead["run"]]
+    assert store.unended("numbers") == []
+    assert list((project.root / "numbers" / "refs" / "running").iterdir()) == []
+
+
+def test_reports_of_a_version_that_kept_no_markers_are_closed_too(make_project: MakeProject) -> None:
+    project = make_project([(1, 1.0)])
+    run_view(project, "numbers", Silent())
+    store = OfflineStore(project.root)
+    ended = store.last_report("numbers")
+    assert ended is not None
+    (project.root / "numbers" / "refs" / "running").rmdir()
+    dead = [
+        ended | {"run": f"2000010{n or 1}T000000.000000Z-abcdef", "status": "running", "pid": 0, "partition": n}
+        for n in (None, 2)
+    ]
+    for report in dead:
+        (project.root / "numbers" / "runs" / f"{report['run']}.json").write_text(json.dumps(report))
+    assert store.unended("numbers") == dead[::-1]
+    run_view(project, "numbers", Silent())
+    assert store.unended("numbers") == dead[1:]  # known from now on, though it is of another partition
+    assert [report["status"] for report in store.reports("numbers")] == ["current", "published", "running", "killed"]

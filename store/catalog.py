@@ -1,0 +1,153 @@
+"""Catalog: one line for each manifest of a view, so that a run need not parse them all. Derived from them, and never believed without them.
+
+    <root>/<view>/refs/catalog.jsonl      <crc32 of the rest> [number, size, mtime_ns, run, partition, parent, created_at, refused_by, files]
+
+A line counts while the manifest it tells of is there with the size and time noted, and while its own checksum holds; a manifest without such a
+line is parsed, and its line appended. So the file may be lost, torn, behind, or of another machine: then more is parsed, and nothing else changes.
+A damaged manifest has no line of its own unless it was whole once; what it named is known then, and it can be removed like any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from store.durable_file import replace_undurably
+from store.errors import SnapshotError
+from store.snapshot import Snapshot
+
+log = logging.getLogger(__name__)
+
+_SPARE_LINES = 256
+"""Lines of removed manifests, beyond as many as there are manifests, before the file is written anew without them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What choosing and removing snapshots takes of a manifest. ``files`` are the paths of parts, deletes and rejected rows, from the view's folder."""
+
+    number: int
+    run: str
+    partition: str | None
+    parent: int | None
+    created_at: str
+    refused_by: tuple[str, ...]
+    files: tuple[str, ...]
+
+    @classmethod
+    def of(cls, number: int, snapshot: Snapshot) -> Entry:
+        """What the manifest of this number says."""
+        files = tuple(part.path for part in (*snapshot.parts, snapshot.deletes, snapshot.rejected) if part is not None)
+        refused = tuple(snapshot.refused_by)
+        return cls(number, snapshot.run, snapshot.partition, snapshot.parent, snapshot.created_at, refused, files)
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """All manifests of a view, ascending by number: what is known of them, and which cannot be read, with the reason. A damaged one that was whole
+    when its line was written and has the same size and time is among the entries."""
+
+    entries: dict[int, Entry]
+    damaged: dict[int, SnapshotError]
+
+
+_Stamp = tuple[int, int]
+"""Size in bytes and time of the last change (ns since 1970) of a manifest."""
+
+
+def read_catalog(manifests: Path, path: Path) -> Catalog:
+    """The catalog of a view, completed on disk where it lacks lines; that it cannot be written is no error.
+
+    Args:
+        manifests: the view's folder of manifests.
+        path: of the catalog.
+    """
+    stamps = dict(sorted(_stamps(manifests)))
+    lines = _lines(path)
+    entries: dict[int, Entry] = {}
+    damaged: dict[int, SnapshotError] = {}
+    new: list[bytes] = []
+    for number, stamp in stamps.items():
+        known = lines.get(number)
+        if known is not None and known[0] == stamp:
+            entries[number] = known[1]
+            continue
+        file = manifests / f"{number:020d}.json"
+        try:
+            entries[number] = Entry.of(number, Snapshot.from_bytes(file.read_bytes(), str(file)))
+        except FileNotFoundError:  # removed meanwhile
+            continue
+        except OSError as exc:
+            damaged[number] = SnapshotError(f"{file} cannot be read: {exc.strerror or exc}")
+            continue
+        except SnapshotError as exc:
+            damaged[number] = exc
+            continue
+        new.append(_line(stamp, entries[number]))
+    with contextlib.suppress(OSError):  # no space, or not ours to write: it is derived again the next time
+        if len(lines) > 2 * len(stamps) + _SPARE_LINES:
+            replace_undurably(path, b"\n".join([b"", *(_line(stamps[number], entry) for number, entry in entries.items()), b""]))
+        elif new and path.parent.is_dir():
+            _append(path, new)
+    return Catalog(entries, damaged)
+
+
+def add_to_catalog(manifests: Path, path: Path, snapshot: Snapshot) -> None:
+    """Note a manifest that was just created; that it cannot be is no error."""
+    with contextlib.suppress(OSError):
+        stat = (manifests / f"{snapshot.number:020d}.json").stat()
+        _append(path, [_line((stat.st_size, stat.st_mtime_ns), Entry.of(snapshot.number, snapshot))])
+
+
+def _stamps(manifests: Path) -> Iterator[tuple[int, _Stamp]]:
+    try:
+        with os.scandir(manifests) as found:
+            for file in found:
+                stem, dot, suffix = file.name.partition(".")
+                if (dot, suffix) == (".", "json") and stem.isdigit():
+                    with contextlib.suppress(FileNotFoundError):
+                        stat = file.stat()
+                        yield int(stem), (stat.st_size, stat.st_mtime_ns)
+    except FileNotFoundError:
+        return
+
+
+def _lines(path: Path) -> dict[int, tuple[_Stamp, Entry]]:
+    """Number → its newest line; torn and damaged lines are left out."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return {}
+    found: dict[int, tuple[_Stamp, Entry]] = {}
+    for line in data.split(b"\n"):
+        if not line:
+            continue
+        try:
+            if int(line[:8], 16) == zlib.crc32(line[9:]):
+                number, size, mtime_ns, run, partition, parent, created_at, refused, files = json.loads(line[9:])
+                entry = Entry(number, run, partition, parent, created_at, tuple(refused), tuple(files))
+                found[number] = (size, mtime_ns), entry
+        except (ValueError, TypeError):
+            continue
+    return found
+
+
+def _line(stamp: _Stamp, entry: Entry) -> bytes:
+    values = [entry.number, *stamp, entry.run, entry.partition, entry.parent, entry.created_at, entry.refused_by, entry.files]
+    body = json.dumps(values).encode()
+    return b"%08x %s" % (zlib.crc32(body), body)
+
+
+def _append(path: Path, lines: list[bytes]) -> None:
+    """One write to the file's end: a line that another one tore before it stays apart by the newline it begins with."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(descriptor, b"\n" + b"\n".join(lines) + b"\n")
+    finally:
+        os.close(descriptor)

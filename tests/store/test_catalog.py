@@ -1,0 +1,149 @@
+"""The catalog says what the manifests say, whatever became of its file, and reads each of them once."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from store.catalog import Entry
+from store.lease import take
+from store.offline_store import OfflineStore
+from store.snapshot import Counts, Part, Snapshot
+from tests.store.test_offline_store import TABLE, VIEW
+
+DAYS = ("2026-01-01T00:00Z/2026-01-02T00:00Z", "2026-01-02T00:00Z/2026-01-03T00:00Z")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> OfflineStore:
+    """Six snapshots of two partitions, the last a delta."""
+    store = OfflineStore(tmp_path / "root")
+    take(store.lease_folder("numbers"), "publish", "a test").release()  # as every writer does
+    for number in range(1, 7):
+        commit(store, f"run{number}", DAYS[number % 2], parent=2 if number == 6 else None)
+    return store
+
+
+def commit(store: OfflineStore, run: str, partition: str | None, parent: int | None = None) -> Snapshot:
+    part = store.write_part("numbers", run, "part-00000.parquet", TABLE)
+    counts = Counts(6, 3, unchanged=3) if parent else Counts(3, 3)
+    made = Snapshot(VIEW, run, "model", counts, (part,), None, "2026-01-01T00:00:00+00:00", None, None, partition=partition)
+    return store.commit(replace(made, kind="delta" if parent else "full", parent=parent))
+
+
+def truth(store: OfflineStore) -> dict[int, Entry]:
+    return {number: Entry.of(number, store.snapshot("numbers", number)) for number in store.numbers("numbers")}
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of the manifests that were parsed."""
+    seen: list[int] = []
+    original = Snapshot.from_bytes
+
+    def counting(data: bytes, where: str) -> Snapshot:
+        seen.append(int(Path(where).stem))
+        return original(data, where)
+
+    monkeypatch.setattr(Snapshot, "from_bytes", counting)
+    return seen
+
+
+def path_of(store: OfflineStore) -> Path:
+    return store.root / "numbers" / "refs" / "catalog.jsonl"
+
+
+def test_it_says_what_the_manifests_say_and_parses_none_that_it_knows(store: OfflineStore, parsed: list[int]) -> None:
+    expected = truth(store)
+    assert [(e.partition, e.parent, e.files) for e in (expected[1], expected[6])] == [
+        (DAYS[1], None, ("data/run1/part-00000.parquet",)),
+        (DAYS[0], 2, ("data/run6/part-00000.parquet",)),
+    ]
+    parsed.clear()
+    assert store.catalog("numbers").entries == expected
+    assert parsed == []
+    path_of(store).unlink()  # as of an older version, or lost
+    assert store.catalog("numbers").entries == expected
+    assert parsed == [1, 2, 3, 4, 5, 6]
+    parsed.clear()
+    assert (store.catalog("numbers").entries, parsed) == (expected, [])
+
+
+def test_of_a_partition_only_its_own_newest_manifest_is_read(store: OfflineStore, parsed: list[int]) -> None:
+    for day, number in ((DAYS[1], 5), (DAYS[0], 6)):
+        parsed.clear()
+        newest = store.newest("numbers", day)
+        assert newest is not None
+        assert newest.number == number
+        assert set(parsed) <= {number, 2}
+    parsed.clear()
+    assert store.newest("numbers", "2030-01-01T00:00Z/2030-01-02T00:00Z") is None
+    assert parsed == []
+
+
+def test_whatever_bytes_its_file_has_it_tells_the_truth(store: OfflineStore) -> None:
+    path, expected = path_of(store), truth(store)
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 7):
+        damaged = bytearray(whole)
+        damaged[at] ^= 1 << at % 8
+        for data in (bytes(damaged), whole[:at]):
+            path.write_bytes(data)
+            assert store.catalog("numbers").entries == expected
+            assert store.catalog("numbers").entries == expected  # and with what was appended to that
+    path.write_bytes(os.urandom(1000))
+    assert store.catalog("numbers").entries == expected
+
+
+def test_a_number_that_was_given_twice_is_the_later_one(store: OfflineStore) -> None:
+    manifest = store.root / "numbers" / "manifests" / f"{6:020d}.json"
+    manifest.unlink()  # by hand
+    assert 6 not in store.catalog("numbers").entries
+    line = path_of(store).read_bytes()
+    assert commit(store, "again", DAYS[1]).number == 6
+    path_of(store).write_bytes(line)  # the commit was killed before it wrote its own
+    assert store.catalog("numbers").entries == truth(store)
+    newest = store.newest("numbers", DAYS[1])
+    assert newest is not None
+    assert newest.run == "again"
+
+
+def test_a_damaged_manifest_is_told_and_known_by_what_it_was(store: OfflineStore) -> None:
+    manifest, expected = store.root / "numbers" / "manifests" / f"{3:020d}.json", truth(store)
+    stat, data = manifest.stat(), bytearray(manifest.read_bytes())
+    data[40] ^= 1
+    manifest.write_bytes(data)
+    catalog = store.catalog("numbers")
+    assert (list(catalog.entries), list(catalog.damaged)) == ([1, 2, 4, 5, 6], [3])
+    assert "its checksum does not match" in str(catalog.damaged[3])
+    os.utime(manifest, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # a bit that flips by itself changes no time
+    assert store.catalog("numbers").entries == expected
+    assert list(store.damage("numbers")) == [3]
+
+
+def test_lines_of_removed_manifests_go_once_they_are_many(store: OfflineStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("store.catalog._SPARE_LINES", 1)
+    before = path_of(store).read_bytes()
+    for number in (1, 3, 4, 5):
+        (store.root / "numbers" / "manifests" / f"{number:020d}.json").unlink()
+    assert store.catalog("numbers").entries == truth(store)
+    assert len(path_of(store).read_bytes()) < len(before) / 2
+    assert store.catalog("numbers").entries == truth(store)
+
+
+def test_without_space_or_rights_it_is_derived_every_time(store: OfflineStore) -> None:
+    path_of(store).unlink()
+    path_of(store).mkdir()
+    assert store.catalog("numbers").entries == truth(store)
+    assert commit(store, "more", None).number == 7
+    assert store.catalog("numbers").entries == truth(store)
+    assert OfflineStore(store.root / "none").catalog("numbers").entries == {}
+
+
+def test_an_entry_names_every_file() -> None:
+    one, two, three = (Part(f"data/r/{name}.parquet", 1, 1, "") for name in ("part", "deletes", "rejected"))
+    made = Snapshot(VIEW, "r", "m", Counts(1, 1), (one,), three, "now", None, None, deletes=two)
+    assert Entry.of(1, made).files == (one.path, two.path, three.path)
