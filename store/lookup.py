@@ -296,7 +296,7 @@ class Lookup:
             view: a published view with an index.
             key: of a row that is in the store.
             vector: [dim] numbers.
-            inputs: input column → value.
+            inputs: input column → value; an encoder with a prompt for queries puts it before them.
             k: 1 to :data:`MAX_NEIGHBOURS`.
             exclude: keys to leave out.
             features: features to return with each neighbour.

@@ -206,7 +206,17 @@ class TextEncoder(TorchModel):
         self.start_cost = START_TOKENS[self.device.torch.type]
         self._unpadded = False
         self._leaves_out_prompt = head.leaves_out_prompt
-        self._cache_folder = None if token_cache is None else Path(token_cache)
+        self._cache = None
+        if token_cache is not None:
+            facts = {
+                "code": CODE_VERSION,
+                "prompt": self._prompt,
+                "max_tokens": self.max_tokens,
+                "too_long": too_long,
+                "lowercase": recipe.lowercase,
+                "tokenizer": {name: path for name, path in self._files.items() if name in _TOKENIZER_FILES},
+            }
+            self._cache = TokenCache(Path(token_cache), digest(**facts))
         self._begin_with(self._prompt)
 
     def _begin_with(self, prompt: str) -> None:
@@ -215,19 +225,13 @@ class TextEncoder(TorchModel):
         if prompt and self._leaves_out_prompt:  # counted as sentence-transformers does (``Transformer._get_prompt_length``)
             ids = self._tokenizer.encode(prompt).ids
             self._prompt_tokens = len(ids) - (ids[-1] in self._special if ids else 0)
-        self._cache = None
-        if self._cache_folder is not None:
-            tokenizer = {name: path for name, path in self._files.items() if name in _TOKENIZER_FILES}
-            facts = {"prompt": prompt, "lowercase": self._facts["lowercase"], "refuses_long": self._refuse_long}
-            self._cache = TokenCache(
-                self._cache_folder, digest(code=CODE_VERSION, max_tokens=self.max_tokens, tokenizer=tokenizer, **facts)
-            )
 
     def for_queries(self) -> TextEncoder:
         """See :class:`precompute.model.QueryModel`: the same weights, precision and device, with the query's prompt."""
         if self._prefix == self._query_prompt:
             return self
         other = copy.copy(self)
+        other._cache = None  # a file for each query would help nobody
         other._begin_with(self._query_prompt)
         return other
 

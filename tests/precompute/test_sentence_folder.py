@@ -19,7 +19,7 @@ from jobs.cli import main
 from jobs.fallback import ViewFallback
 from precompute.models.sentence_folder import read_sentence_folder
 from precompute.models.text_encoder import DECODERS, ENCODERS, Encoder, TextEncoder, UnpaddedEncoder
-from precompute.precision import convert, parse
+from precompute.precision import convert, has_bf16, parse
 from store.errors import ConfigError, ModelError
 from store.lookup import Lookup
 from store.offline_store import OfflineStore
@@ -85,9 +85,13 @@ def test_every_transformer_that_is_taken_is_in_the_table() -> None:
     assert sorted(SHAPES) == sorted((*ENCODERS, *DECODERS))
 
 
-@pytest.mark.parametrize("include_prompt", [True, False])
 @pytest.mark.parametrize(
-    "mode", ["mean", "cls", "lasttoken", "max", "weightedmean", "mean_sqrt_len_tokens", ("lasttoken", "cls", "weightedmean")]
+    ("mode", "include_prompt"),
+    [
+        *((mode, False) for mode in ("mean", "cls", "lasttoken", "max", "weightedmean", "mean_sqrt_len_tokens")),
+        ("mean", True),
+        (("lasttoken", "cls", "weightedmean"), True),
+    ],
 )
 def test_every_pooling_has_its_values_for_documents_and_queries(mode: Any, include_prompt: bool, tmp_path: Path) -> None:
     kind = "qwen3" if mode == "lasttoken" else "bert"
@@ -174,6 +178,30 @@ def test_without_a_limit_of_its_own_it_is_what_the_positions_have_room_for(tmp_p
         TextEncoder(str(saved), max_tokens=39)
 
 
+def test_special_tokens_are_words_where_the_folder_says_so(tmp_path: Path) -> None:
+    sentence_model(tmp_path)
+    change(tmp_path / "saved" / "tokenizer_config.json", split_special_tokens=True)
+    same(encode(TextEncoder(str(tmp_path / "saved"))), read(tmp_path / "saved").encode(TEXTS))
+
+
+def test_weights_in_several_files_are_one_model(tmp_path: Path) -> None:
+    theirs = sentence_model(tmp_path, limit=24)
+    saved, whole = tmp_path / "saved", TextEncoder(str(tmp_path / "saved"))
+    theirs[0].auto_model.save_pretrained(saved, max_shard_size="4KB")
+    (saved / "model.safetensors").unlink()
+    parts = sorted(saved.glob("model-*.safetensors"))
+    assert len(parts) > 1
+    ours = TextEncoder(str(saved))
+    np.testing.assert_array_equal(encode(ours), encode(whole))
+    before = ours.fingerprint()
+    tensors = load_file(parts[0])
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, parts[0], metadata={"format": "pt"})
+    assert TextEncoder(str(saved)).fingerprint() != before
+    parts[0].unlink()
+    with pytest.raises(ConfigError, match=f"has no {parts[0].name}"):
+        TextEncoder(str(saved))
+
+
 def test_texts_laid_end_to_end_have_the_same_values(made: tuple[Path, SentenceTransformer]) -> None:
     ours = TextEncoder(str(made[0]))
     assert isinstance(ours.module, Encoder)
@@ -181,7 +209,12 @@ def test_texts_laid_end_to_end_have_the_same_values(made: tuple[Path, SentenceTr
     same(encode(ours), made[1].encode_document(TEXTS))
 
 
-@pytest.mark.parametrize("name", ["bf16-eager", "fp32-onednn", "bf16-onednn"])
+PACKED = pytest.param(
+    "bf16-onednn", marks=pytest.mark.skipif(not has_bf16(), reason="oneDNN packs bfloat16 where the CPU multiplies it")
+)
+
+
+@pytest.mark.parametrize("name", ["bf16-eager", "fp32-onednn", PACKED])
 def test_other_precisions_compute_the_dense_layer_and_the_queries_too(name: str, made: tuple[Path, SentenceTransformer]) -> None:
     ours = TextEncoder(str(made[0]))
     prepared = ours.prepare(pa.record_batch({"text": TEXTS}))
@@ -270,12 +303,13 @@ def test_rows_are_documents_and_what_is_searched_by_is_a_query(
     np.testing.assert_allclose(row["features"]["v"], made[1].encode_document("cold film"), atol=1e-5)
 
 
-def test_kept_tokens_are_of_their_prompt(made: tuple[Path, SentenceTransformer], tmp_path: Path) -> None:
+def test_kept_tokens_are_a_documents(made: tuple[Path, SentenceTransformer], tmp_path: Path) -> None:
     ours = TextEncoder(str(made[0]), token_cache=str(tmp_path))
     for _ in range(2):
         same(encode(ours), made[1].encode_document(TEXTS))
         same(encode(ours.for_queries()), made[1].encode_query(TEXTS))
-    assert len(list(tmp_path.iterdir())) == 2
+    same(encode(TextEncoder(str(made[0]), prompt="film ", token_cache=str(tmp_path))), made[1].encode(TEXTS, prompt="film "))
+    assert len(list(tmp_path.iterdir())) == 2  # a prompt's each, and none for what is searched by
 
 
 # ---- what is refused
