@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jobs.config import GatesConfig, Project, json_schemas, parse_time
+from jobs.config import GATES, Project, json_schemas, parse_time
 from jobs.progress import progress_for
 from jobs.report import Report, engine_line
 from jobs.termination import asked, described, terminable
@@ -39,8 +39,6 @@ from store.partition import Partition, containing
 if TYPE_CHECKING:
     from jobs.gc import Garbage
     from store.history import Explanation
-
-GATES = tuple(GatesConfig.model_fields)
 
 DONE, FAILED, BAD_USAGE, REJECTED = 0, 1, 2, 3
 

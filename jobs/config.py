@@ -215,6 +215,10 @@ class GatesConfig(_Strict):
     )
 
 
+GATES = ("accuracy", *GatesConfig.model_fields)
+"""Every gate's name; ``accuracy``, which judges a precision before it computes, has its limits in the view's ``accuracy``."""
+
+
 def _name(value: str) -> str:
     if not NAME.match(value):
         raise ValueError("a name has lower-case letters, digits and _, starts with a letter, and is at most 63 long")

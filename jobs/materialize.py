@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ import pyarrow.compute as pc
 
 from jobs.config import EngineConfig, ViewConfig
 from jobs.engine import engine_of
-from jobs.gates import judge, verdicts_json
+from jobs.gates import Verdict, judge, verdicts_json
 from jobs.open_view import OpenView, open_view
 from jobs.plan import Plan, make_plan, now_us
 from jobs.progress import Progress
@@ -104,14 +105,18 @@ def materialize(
             report.counts = _counts_json(Counts(plan.source_rows, 0, rejected, plan.source_rows - rejected))
             report.counts |= _nulls_json(plan.parent)
             return _judged_again(config, opened, store, report, plan.parent, accept, lease)
-        accuracy = None
+        accuracy: list[Verdict] = []
         if plan.parent is None:  # what is built on was computed in the same precision, and was compared then
             with report.stage("accuracy"):
-                accuracy = check_accuracy(config, opened)
-            if accuracy is not None:
-                report.gates = [accuracy]
-                if not accuracy["passed"]:
-                    raise GateError(f"view {config.name!r}: {accuracy['message']}")
+                accuracy = [verdict for verdict in [check_accuracy(config, opened)] if verdict is not None]
+            report.gates = [dict(gate) for gate in verdicts_json(accuracy)]
+            for refused in accuracy:
+                if not refused.passed and refused.gate not in accept:
+                    raise GateError(
+                        f"view {config.name!r}: {refused.message}. Nothing was computed; choose another precision (`precompute tune "
+                        f"{config.name}` measures them all), change the view's `accuracy`, or accept it: precompute run {config.name} "
+                        "--accept accuracy"
+                    )
         store.begin_journal(config.name, report.run, plan.recipe, report.partition, full=full)
         run = _Run(
             opened, store, report, math.floor(plan.source_rows * config.max_rejected + 1e-9), config.renew_unchanged, engine
@@ -139,9 +144,7 @@ def materialize(
             with report.stage("compact"):
                 snapshot = run.compacted(snapshot)
         with report.stage("gates"):
-            snapshot = _judged(config, opened, store, snapshot, accept)
-            if accuracy is not None:
-                snapshot = replace(snapshot, gates=(accuracy, *snapshot.gates))
+            snapshot = _judged(config, opened, store, snapshot, accept, verdicts_json(accuracy))
             report.gates = [dict(gate) for gate in snapshot.gates]
             report.counts |= _nulls_json(snapshot)
         with report.stage("commit"):
@@ -237,7 +240,15 @@ def _snapshot(plan: Plan, run: _Run, counts: Counts) -> Snapshot:
     )
 
 
-def _judged(config: ViewConfig, opened: OpenView, store: OfflineStore, snapshot: Snapshot, accept: Collection[str]) -> Snapshot:
+def _judged(
+    config: ViewConfig,
+    opened: OpenView,
+    store: OfflineStore,
+    snapshot: Snapshot,
+    accept: Collection[str],
+    before: Sequence[Mapping[str, Any]],
+) -> Snapshot:
+    """The snapshot with the verdicts of the gates; ``before`` are those on what it was computed by."""
     live = None
     if snapshot.partition is not None:
         live = store.newest(config.name, snapshot.partition, refused=False)  # another day's rows are no measure of this one's
@@ -250,10 +261,9 @@ def _judged(config: ViewConfig, opened: OpenView, store: OfflineStore, snapshot:
     if live is not None and live.number == snapshot.number:
         live = None
     quality, verdicts = judge(config, opened, store, snapshot, live)
-    failed = {verdict.gate for verdict in verdicts if not verdict.passed}
-    return replace(
-        snapshot, quality=quality, gates=tuple(verdicts_json(verdicts)), accepted=tuple(sorted(failed.intersection(accept)))
-    )
+    gates = (*before, *verdicts_json(verdicts))
+    failed = {gate["gate"] for gate in gates if not gate["passed"]}
+    return replace(snapshot, quality=quality, gates=gates, accepted=tuple(sorted(failed.intersection(accept))))
 
 
 def _judged_again(
@@ -268,8 +278,8 @@ def _judged_again(
     """A snapshot that a gate refused, as the gates are configured now; itself when they still say the same."""
     if not snapshot.refused_by:
         return snapshot
-    judged = _judged(config, opened, store, snapshot, accept)
-    judged = replace(judged, gates=(*(gate for gate in snapshot.gates if gate["gate"] == "accuracy"), *judged.gates))
+    before = [gate for gate in snapshot.gates if gate["gate"] == "accuracy"]  # passed or accepted, or nothing had been computed
+    judged = _judged(config, opened, store, snapshot, {*accept, *(gate["gate"] for gate in before)}, before)
     report.gates = [dict(gate) for gate in judged.gates]
     if judged.refused_by == snapshot.refused_by:
         return snapshot

@@ -18,10 +18,11 @@ from typing import Any
 import pyarrow as pa
 
 from jobs.config import AccuracyConfig, Project, ViewConfig
+from jobs.gates import Verdict
 from jobs.open_view import EXAMPLE_ROWS, REFERENCE, OpenView, compiled_folder, open_view
 from jobs.report import versions
 from jobs.tuning_file import write_tuning
-from precompute.accuracy import Accuracy, compare
+from precompute.accuracy import Accuracy, Judged, compare
 from precompute.model import Model
 from precompute.runner import Computed, Runner
 from store.errors import ConfigError, ModelError, SourceError
@@ -117,7 +118,8 @@ def tune(
                     )
             accuracy = _compared(opened.view, reference, done)
             found["accuracy"] = {} if accuracy is None else accuracy.to_json()["features"]
-            found["refused"] = "; ".join(_reasons(config.accuracy, accuracy, reference, done)) or None
+            figures = _judged(config.accuracy, accuracy, reference, done)
+            found["refused"] = "; ".join(figure.shortfall for figure in figures if figure.room < 0) or None
         rates = _rates(model, opened.view, sample, ready, tell)
     for found in measured:
         rate = rates.get(found["name"])
@@ -162,11 +164,12 @@ def describe_tuning(found: dict[str, Any]) -> str:
     )
 
 
-def check_accuracy(config: ViewConfig, opened: OpenView) -> dict[str, Any] | None:
+def check_accuracy(config: ViewConfig, opened: OpenView) -> Verdict | None:
     """Compare a view's precision with float32 on a sample of its own rows, before a run computes in it.
 
     Returns:
-        the verdict, in the form of the other gates', whose ``message`` says what to do when it did not pass; None for float32 itself.
+        the verdict, whose figure is the one farthest beyond its limit, or else the nearest to it, and whose ``message`` has all of them; None
+        for float32 itself.
     """
     if opened.variant == REFERENCE:
         return None
@@ -183,21 +186,12 @@ def check_accuracy(config: ViewConfig, opened: OpenView) -> dict[str, Any] | Non
     finally:
         restore()
     accuracy = _compared(opened.view, reference, done)
-    reasons = _reasons(config.accuracy, accuracy, reference, done)
-    figures = {} if accuracy is None else accuracy.to_json()["features"]
-    message = f"{model.variant} against float32 on {sample.num_rows:,} rows: {_figures(figures)}"
+    judged = sorted(_judged(config.accuracy, accuracy, reference, done), key=lambda figure: figure.room)
+    reasons = [figure.shortfall for figure in judged if figure.room < 0]
+    message = f"{model.variant} against float32 on {sample.num_rows:,} rows: {_figures({} if accuracy is None else accuracy.to_json()['features'])}"
     if reasons:
-        message += (
-            f": {'; '.join(reasons)}. Nothing was computed; choose another precision (`precompute tune {config.name}` measures them "
-            "all), or change the view's `accuracy`"
-        )
-    return {
-        "gate": "accuracy",
-        "passed": not reasons,
-        "value": figures,
-        "limit": config.accuracy.cosine,
-        "message": message,
-    }
+        message += f": {'; '.join(reasons)}"
+    return Verdict("accuracy", not reasons, judged[0].measured, judged[0].limit, message)
 
 
 def _in_float32(view: FeatureView) -> FeatureView:
@@ -229,11 +223,13 @@ def _compared(view: FeatureView, reference: Computed, other: Computed) -> Accura
     return compare(chosen[0], chosen[1], view)
 
 
-def _reasons(budget: AccuracyConfig, accuracy: Accuracy | None, reference: Computed, other: Computed) -> list[str]:
-    """Why it is not accurate enough; empty when it is."""
-    reasons = ["no row was computed"] if accuracy is None else accuracy.shortfalls(budget.cosine, budget.recall_at_10)
-    lost = set(reference.rows.tolist()) - set(other.rows.tolist())
-    return reasons + ([f"{len(lost)} rows are rejected that float32 computes"] if lost else [])
+def _judged(budget: AccuracyConfig, accuracy: Accuracy | None, reference: Computed, other: Computed) -> list[Judged]:
+    """Every figure with its limit; rows that are lost have one too."""
+    if accuracy is None:
+        return [Judged("rows that both compute:", 0, 1, -1)]
+    lost = len(set(reference.rows.tolist()) - set(other.rows.tolist()))
+    figures = accuracy.judged(budget.cosine, budget.recall_at_10)
+    return [*figures, Judged("rows rejected that float32 computes:", lost, 0, -lost)] if lost else figures
 
 
 def _rates(
@@ -263,6 +259,7 @@ SHORT = {
     "recall_at_10": "recall@10",
     "rank_correlation": "rank",
     "max_abs_error": "max error",
+    "relative_error": "relative",
     "overlap": "overlap",
 }
 

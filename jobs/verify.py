@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from jobs.config import Project
+from precompute.same_value import tolerance
 from store.codec import RowCodec
 from store.entity_key import key_column
 from store.errors import OnlineStoreError, PrecomputeError, SnapshotError, VectorIndexError
@@ -137,12 +138,13 @@ def _index(store: OfflineStore, snapshot: Snapshot, ref: LiveRef) -> str:
     sample = store.sample(snapshot, SEARCHED_ROWS)
     sample = sample.filter(sample.column(view.index.on).is_valid())  # a row without a vector cannot be found by it
     keys = key_column(sample, view.entity).to_pylist()
+    allowed = tolerance(None, "float32").limit  # the index computes in float32, of the same vectors
     for key, vector in list(zip(keys, sample.column(view.index.on).to_pylist(), strict=True))[:SEARCHED_ROWS]:
         found, scores = index.search(vector, 10, frozenset())
         square = float(np.square(np.asarray(vector, np.float64)).sum())
         score = scores[found.index(key)] if key in found else scores[0]  # one just like it may stand before it
-        fits = {"cosine": score >= 0.999, "l2": score <= 1e-3 * square + 1e-9, "dot": abs(score - square) <= 1e-3 * square + 1e-9}
-        if not fits[view.index.metric] and not (
+        right = {"cosine": 1.0, "l2": 0.0, "dot": square}[view.index.metric]
+        if abs(score - right) > allowed * (1.0 if view.index.metric == "cosine" else square) and not (
             view.index.metric == "dot" and key not in found
         ):  # a longer one may be nearer by dot
             raise VectorIndexError(f"key {key!r} is not found by its own vector: precompute publish {view.name} --reload")

@@ -342,7 +342,9 @@ def _check(device: Device, variant: Variant) -> None:
     if device.is_cuda and (variant.backend == "onednn" or variant.precision == "int8"):
         raise ConfigError(f"{variant.name} computes on a CPU, this model runs on {device.name}: choose bf16, or fp32 and compile")
     reason = ""
-    if variant.backend == "onnx":
+    if variant.name == "bf16-onednn" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        reason = "oneDNN packs layers in bfloat16 only for a CPU with AVX-512 or ARM's bfloat16: choose bf16-eager, which is emulated, or fp32-onednn"
+    elif variant.backend == "onnx":
         reason = _missing_onnx(device)
     elif variant.backend in ("compile", "aoti"):
         reason = _missing_compiler(device)

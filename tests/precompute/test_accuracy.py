@@ -31,16 +31,18 @@ VIEW = FeatureView(
         Feature("score", "float32"),
         Feature("top", "int64", max_items=3),
         Feature("label", "string"),
+        Feature("weights", "float32", max_items=3),
     ),
     ttl_s=60,
     stale_for_s=0,
 )
 
 
-def batch(vectors: list[list[float]], scores: list[Any], tops: list[Any], labels: list[Any]) -> pa.RecordBatch:
-    return pa.RecordBatch.from_pydict(
-        {"vector": vectors, "score": scores, "top": tops, "label": labels}, schema=VIEW.feature_schema()
-    )
+def batch(
+    vectors: list[list[float]], scores: list[Any], tops: list[Any], labels: list[Any], weights: list[Any] | None = None
+) -> pa.RecordBatch:
+    columns = {"vector": vectors, "score": scores, "top": tops, "label": labels, "weights": weights or [[]] * len(labels)}
+    return pa.RecordBatch.from_pydict(columns, schema=VIEW.feature_schema())
 
 
 def vectors(values: npt.NDArray[np.float32], view: FeatureView) -> pa.RecordBatch:
@@ -53,16 +55,22 @@ def random(rows: int, dim: int, seed: int = 0) -> npt.NDArray[np.float32]:
 
 
 def test_every_kind_of_feature_by_hand() -> None:
-    reference = batch([[1, 0], [0, 2], [3, 4]], [1.0, 2.0, 3.0], [[1, 2, 3], [4], []], ["a", "b", None])
-    other = batch([[1, 0], [2, 0], [4, 3]], [1.5, 3.0, 2.0], [[3, 2, 9], [5], None], ["a", "c", None])
+    reference = batch([[1, 0], [0, 2], [3, 4]], [1.0, 2.0, 3.0], [[1, 2, 3], [4], []], ["a", "b", None], [[3, 4], [], None])
+    other = batch([[1, 0], [2, 0], [4, 3]], [1.5, 3.0, 2.0], [[3, 2, 9], [5], None], ["a", "c", None], [[3], [], []])
     # cosines 1, 0, 24/25; ranks 1 2 3 against 1 3 2: 1 − 6·(0 + 1 + 1)/(3·8); overlaps 2/3, 0, 1; labels 2 of 3
+    # scores are off by 0.5, 1 and -1, of 1, 2 and 3 or 1.5, 3 and 2; weights by 4, of 3 and 4
     assert compare(reference, other, VIEW).to_json() == {
         "rows": 3,
         "features": {
             "vector": {"mean_cosine": pytest.approx(1.96 / 3), "min_cosine": 0.0},
-            "score": {"rank_correlation": pytest.approx(0.5), "max_abs_error": 1.0},
+            "score": {
+                "rank_correlation": pytest.approx(0.5),
+                "max_abs_error": 1.0,
+                "relative_error": pytest.approx((2.25 / 15.25) ** 0.5),
+            },
             "top": {"overlap": pytest.approx(5 / 9)},
             "label": {"overlap": pytest.approx(2 / 3)},
+            "weights": {"relative_error": pytest.approx(0.8)},
         },
     }
 
@@ -72,12 +80,17 @@ def test_the_same_features_are_without_fault() -> None:
     figures = compare(one, one, VIEW)
     assert figures.features == {
         "vector": FeatureAccuracy(mean_cosine=1.0, min_cosine=1.0),
-        "score": FeatureAccuracy(rank_correlation=pytest.approx(1.0), max_abs_error=0.0),
+        "score": FeatureAccuracy(rank_correlation=pytest.approx(1.0), max_abs_error=0.0, relative_error=0.0),
         "top": FeatureAccuracy(overlap=1.0),
         "label": FeatureAccuracy(overlap=1.0),
+        "weights": FeatureAccuracy(relative_error=0.0),
     }
-    assert figures.shortfalls(0.999999, 0.999999) == []
+    assert shortfalls(figures, 0.999999, 0.999999) == []
     assert json.loads(json.dumps(figures.to_json())) == figures.to_json()
+
+
+def shortfalls(figures: Accuracy, cosine: float, recall_at_10: float) -> list[str]:
+    return [figure.shortfall for figure in figures.judged(cosine, recall_at_10) if figure.room < 0]
 
 
 def test_shortfalls_name_the_figure_and_the_limit() -> None:
@@ -85,17 +98,26 @@ def test_shortfalls_name_the_figure_and_the_limit() -> None:
         20,
         {
             "vector": FeatureAccuracy(mean_cosine=0.9912, min_cosine=0.5, recall_at_10=0.875),
-            "score": FeatureAccuracy(rank_correlation=0.98, max_abs_error=7.0),
+            "score": FeatureAccuracy(rank_correlation=0.98, max_abs_error=7.0, relative_error=0.15),
             "top": FeatureAccuracy(overlap=0.75),
+            "weights": FeatureAccuracy(relative_error=0.11),
         },
     )
-    assert figures.shortfalls(0.995, 0.95) == [
+    assert shortfalls(figures, 0.995, 0.95) == [
         "vector: mean cosine 0.9912 is below 0.995",
         "vector: recall@10 0.875 is below 0.95",
         "score: rank correlation 0.98 is below 0.995",
+        "score: relative error 0.15 is above 0.1",
         "top: overlap 0.75 is below 0.95",
+        "weights: relative error 0.11 is above 0.1",
     ]
-    assert figures.shortfalls(0.98, 0.75) == []
+    assert shortfalls(figures, 0.98, 0.75) == []  # √(2 - 2 · 0.98) is 0.2
+
+
+def test_scores_that_keep_their_order_and_not_their_size_fall_short() -> None:
+    scores = np.random.default_rng(0).normal(size=30)
+    reference, other = (batch([[1, 0]] * 30, list(s), [[]] * 30, ["a"] * 30) for s in (scores, scores * 1.1))
+    assert shortfalls(compare(reference, other, VIEW), 0.999, 0.985) == ["score: relative error 0.090909 is above 0.04472"]
 
 
 def test_batches_of_different_rows_are_refused() -> None:
