@@ -136,7 +136,7 @@ def _ours(project: Project) -> tuple[float, Report, Any]:
     store = OfflineStore(project.root)
     with recorded(store, "scores", "materialize") as run:
         started = time.perf_counter()
-        snapshot = materialize(project.view("scores"), store, run, Silent(), full=True)
+        snapshot = materialize(project.view("scores"), store, project.home, run, Silent(), full=True)
         seconds = time.perf_counter() - started - run.stages_s["open"]
     return seconds, run, np.concatenate([np.asarray(b.column("relevance")) for b in store.batches(snapshot)])
 
@@ -193,7 +193,7 @@ def _one(folder: Path, kind: str) -> None:
         if kind == "ours":
             _ours(project)
         else:
-            open_view(project.view("scores").feature_view(), OfflineStore(project.root)).source.close()
+            open_view(project.view("scores").feature_view(), OfflineStore(project.root), project.home).source.close()
     finally:
         done.set()
         watcher.join()

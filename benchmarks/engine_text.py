@@ -138,7 +138,7 @@ def _measured(
     def ours(view: str) -> float:
         with recorded(store, view, "materialize") as run:
             started = time.perf_counter()
-            snapshot = materialize(project.view(view), store, run, Silent(), full=True)
+            snapshot = materialize(project.view(view), store, project.home, run, Silent(), full=True)
             seconds = time.perf_counter() - started - run.stages_s["open"] - run.stages_s.get("accuracy", 0.0)
         last[view] = (snapshot, run)
         return seconds
@@ -146,7 +146,7 @@ def _measured(
     for precision in precisions:
         name = f"docs_{precision.replace('-', '_')}"
         config = project.view(name)
-        opened = open_view(config.feature_view(), store)
+        opened = open_view(config.feature_view(), store, project.home)
         verdict = check_accuracy(config, opened)
         if verdict is not None:
             figures[f"accuracy {variant_name(config.model.model_dump())}"] = verdict.message

@@ -27,7 +27,7 @@ def start_s(project: Project) -> tuple[float, int]:
     """(seconds the plan takes beside reading the source, rows taken over)."""
     made = Report("", "items", "plan")
     started = time.perf_counter()
-    plan = dry_run(project.view("items"), OfflineStore(project.root), made)
+    plan = dry_run(project.view("items"), OfflineStore(project.root), project.home, made)
     return time.perf_counter() - started - made.stages_s["source"] - made.stages_s["open"], plan.diff.resumed
 
 

@@ -155,7 +155,7 @@ def _settle(project: Project, store: OfflineStore, state: Backfill) -> None:
     todo = [item for item in state.items if item.state != "done"]
     running = {item.partition for item in todo if store.running(state.view, item.partition)}
     known = Known(store, state.view)  # read after: what does not run any more had written its report by then
-    with Recipes(config, store, project.settings.memory_mb) as recipes:
+    with Recipes(config, store, project.home, project.settings.memory_mb) as recipes:
         for item in todo:
             item.state, item.error = "pending", None
             if item.partition in running:

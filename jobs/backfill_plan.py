@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cached_property
+from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
@@ -93,7 +94,7 @@ def plan_backfill(
     config, store = project.view(name), OfflineStore(project.root)
     chosen = _chosen(config, first, last, datetime.now(UTC) if now is None else now)
     known = Known(store, name)
-    with Recipes(config, store, project.settings.memory_mb) as recipes:
+    with Recipes(config, store, project.home, project.settings.memory_mb) as recipes:
         return [_planned(partition, config, store, known, recipes, reprocess, check_inputs) for partition in chosen]
 
 
@@ -229,8 +230,9 @@ class Known:
 class Recipes:
     """What the view as configured now makes its rows with; opened when first asked for, the model loaded once."""
 
-    def __init__(self, config: ViewConfig, store: OfflineStore, memory_mb: int) -> None:
-        self._config, self._view, self._store, self._memory_mb = config, config.feature_view(), store, memory_mb
+    def __init__(self, config: ViewConfig, store: OfflineStore, folder: Path, memory_mb: int) -> None:
+        self._config, self._view, self._store, self._folder = config, config.feature_view(), store, folder
+        self._memory_mb = memory_mb
         # Tables of the model that depend on $start and $end make another model of every partition.
         queries = model_queries(config.model.args).values()
         self._by_partition = any(parameters(sql) for sql in queries)
@@ -265,12 +267,12 @@ class Recipes:
 
     def _open(self, partition: Partition) -> OpenView:
         if self._by_partition:
-            return open_view(self._view, self._store, partition=partition, memory_mb=self._memory_mb)
-        return open_view(self._view, self._store, partition=partition, memory_mb=self._memory_mb, load=self._loaded)
+            return open_view(self._view, self._store, self._folder, partition=partition, memory_mb=self._memory_mb)
+        return open_view(self._view, self._store, self._folder, partition=partition, memory_mb=self._memory_mb, load=self._loaded)
 
     def _loaded(self, use: str, args: Mapping[str, Any], _precision: str) -> Model:
         if use not in self._models:
-            self._models[use] = load_model(use, args)
+            self._models[use] = load_model(use, args, self._folder)
         return self._models[use]
 
 

@@ -364,8 +364,9 @@ def _resume(arguments: argparse.Namespace) -> int:
     from store.offline_store import OfflineStore
 
     project = _project(arguments)
-    name = project.view(arguments.view).name
-    ref = OfflineStore(project.root).resume_live(name)
+    store = OfflineStore(project.root)
+    name = project.named(arguments.view, store.views())
+    ref = store.resume_live(name)
     print(
         json.dumps({"view": name, "snapshot": ref.snapshot, "held": ref.held})
         if arguments.json
@@ -450,7 +451,8 @@ def _pin(arguments: argparse.Namespace) -> int:
     from store.offline_store import OfflineStore
 
     project = _project(arguments)
-    name, store = project.view(arguments.view).name, OfflineStore(project.root)
+    store = OfflineStore(project.root)
+    name = project.named(arguments.view, store.views())
     number = arguments.snapshot
     if number is None:
         ref = store.live(name)
@@ -523,7 +525,7 @@ def _schedule(arguments: argparse.Namespace) -> int:
     project = _project(arguments)
     if not project.settings.schedule:
         raise ConfigError(
-            f'{project.folder / "project.yaml"}: schedule: empty; add a line such as `{next(iter(project.views))}: "0 2 * * *"`'
+            f'{project.folder / "project.yaml"}: schedule: empty; add a line such as `{project.names[0]}: "0 2 * * *"`'
         )
     Scheduler(project, announce=lambda line: print(line, flush=True)).run()
     return DONE
@@ -542,15 +544,14 @@ def _lookup(arguments: argparse.Namespace) -> int:
     from store.online_url import open_online_store
 
     project = _project(arguments)
-    view = project.view(arguments.view)
     online = open_online_store(project.online)
-    _published(online, view.name)
+    view = _published(project, online, arguments.view).view
     fallback = None
     if arguments.fallback:
         from jobs.fallback import ViewFallback
         from store.offline_store import OfflineStore
 
-        fallback = ViewFallback(OfflineStore(project.root))
+        fallback = ViewFallback(OfflineStore(project.root), project.home)
     lookup = Lookup(online, project.root, fallback)
     try:
         keys = [key_from_path(k.encode(), view.entity) if len(view.entity) > 1 else k for k in arguments.keys]
@@ -588,9 +589,12 @@ def _explain(arguments: argparse.Namespace) -> int:
     from store.offline_store import OfflineStore
 
     project = _project(arguments)
-    view = project.view(arguments.view)
-    key = key_from_path(arguments.key.encode(), view.entity) if len(view.entity) > 1 else arguments.key
-    found = explain(OfflineStore(project.root), view.name, key, memory_mb=project.settings.memory_mb)
+    store = OfflineStore(project.root)
+    name = project.named(arguments.view, store.views())
+    numbers = store.numbers(name)
+    entity = store.snapshot(name, numbers[-1]).view.entity if numbers else ()
+    key = key_from_path(arguments.key.encode(), entity) if len(entity) > 1 else arguments.key
+    found = explain(store, name, key, memory_mb=project.settings.memory_mb)
     print(json.dumps(found.to_json()) if arguments.json else describe_explanation(found))
     return DONE
 
@@ -620,14 +624,16 @@ def describe_explanation(found: Explanation) -> str:
     return "\n".join(lines)
 
 
-def _published(online: OnlineStore, view: str) -> Pointer:
-    """The view's pointer.
+def _published(project: Project, online: OnlineStore, view: str) -> Pointer:
+    """The view's pointer; no file of it is needed.
 
     Raises:
+        ConfigError: there is no such view.
         OnlineStoreError: it was never published.
     """
     pointer = online.live(view)
     if pointer is None:
+        project.named(view)
         raise OnlineStoreError(f"view {view!r} is not published yet: precompute run {view}")
     return pointer
 
@@ -645,9 +651,9 @@ def _search(arguments: argparse.Namespace) -> int:
     from store.online_url import open_online_store
 
     project = _project(arguments)
-    view = project.view(arguments.view)
     online = open_online_store(project.online)
-    pointer = _published(online, view.name)
+    pointer = _published(project, online, arguments.view)
+    view = pointer.view
     fallback, asked = None, {"key": arguments.key}
     if arguments.text is not None:
         from jobs.fallback import ViewFallback
@@ -657,7 +663,7 @@ def _search(arguments: argparse.Namespace) -> int:
             raise RequestError(
                 f"--text needs a view with one text input column, {view.name!r} has {texts or 'none'}: search by --key"
             )
-        fallback, asked = ViewFallback(OfflineStore(project.root)), {"inputs": {texts[0]: arguments.text}}
+        fallback, asked = ViewFallback(OfflineStore(project.root), project.home), {"inputs": {texts[0]: arguments.text}}
     lookup = Lookup(online, project.root, fallback)
     try:
         found = lookup.search(view.name, **asked, k=arguments.k, deadline_ms=60_000)

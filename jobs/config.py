@@ -3,7 +3,8 @@
 Every value can be overridden from the environment: ``PRECOMPUTE_`` and the path of keys joined with ``__``, in upper case
 (``PRECOMPUTE_ONLINE``, ``PRECOMPUTE_SERVE__BIND``, ``PRECOMPUTE_VARS__DATA``, ``PRECOMPUTE_VIEWS__ITEM_EMBEDDING__TTL``). Secrets, such as the
 password in a Redis URL, belong there and nowhere else. Relative paths start from the folder of ``project.yaml``, so that a cron job
-finds the same data whatever its working directory; a model of the user's own may live in that folder too.
+finds the same data whatever its working directory; those of a view stay as they are written until it is opened. A model of the user's own may
+live in that folder too. A mistake in a view's file is that view's: the others go on.
 """
 
 from __future__ import annotations
@@ -11,14 +12,22 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from jobs.config_file import PREFIX, merged, overrides, read_yaml, substituted
 from jobs.cron import check_cron, check_timezone
@@ -101,9 +110,9 @@ class ModelConfig(_Strict):
 
     @field_validator("use")
     @classmethod
-    def _known(cls, use: str) -> str:
+    def _known(cls, use: str, info: ValidationInfo) -> str:
         try:
-            check_use(use)
+            check_use(use, info.context)
         except ConfigError as exc:
             raise ValueError(str(exc)) from exc
         return use
@@ -484,14 +493,15 @@ class Project:
         folder: holds ``project.yaml`` and ``views/``.
         environment: overrides; the process's by default.
 
+    ``folder`` is as given, and ``home`` the same, absolute. ``views`` are those whose file is right, and ``broken`` what is wrong with the others.
+
     Raises:
-        ConfigError: every mistake found in the first file that has one, each with file, key, value and remedy.
+        ConfigError: every mistake found in ``project.yaml`` or the environment, each with file, key, value and remedy; or there is no view.
     """
 
     def __init__(self, folder: str | Path, environment: Mapping[str, str] | None = None) -> None:
         self.folder = Path(folder)
-        if str(self.folder.absolute()) not in sys.path:
-            sys.path.append(str(self.folder.absolute()))  # so that a model of one's own can live beside the views
+        self.home = self.folder.absolute()
         if not self.folder.is_dir():
             raise ConfigError(
                 f"no folder {str(folder)!r}: give the one with project.yaml, as in `precompute -c configs/movielens status`"
@@ -503,34 +513,42 @@ class Project:
         if not isinstance(view_overrides, dict):
             raise ConfigError(f"environment {PREFIX}VIEWS: name a view and a key, as in {PREFIX}VIEWS__ITEM_VECTOR__TTL=1h")
         self.settings = _validated(ProjectConfig, merged(raw, over), project_file, over)
-        self.root = (self.folder / self.settings.root).absolute()
+        self.root = self.home / self.settings.root
         self.online = self._absolute_online(self.settings.online)
-        self._vars = {
-            name: str((self.folder / v).resolve()) if v in (".", "..") or v.startswith(("./", "../")) else v
-            for name, v in self.settings.vars.items()
-        }
+        self._vars = {name: {".": "./", "..": "../"}.get(value, value) for name, value in self.settings.vars.items()}
         self.views: dict[str, ViewConfig] = {}
+        self.broken: dict[str, ConfigError] = {}
         self._models: dict[str, dict[str, Any]] = {}
         for path in sorted((self.folder / "views").glob("*.yaml")):
-            changes = view_overrides.pop(path.stem, {})
-            if not isinstance(changes, Mapping):
-                raise ConfigError(f"environment {PREFIX}VIEWS__{path.stem.upper()}: name a key too, as in …__TTL=1h")
-            written = merged(read_yaml(path), changes)
-            data = substituted(written, self._vars, path)
-            view = _validated(ViewConfig, data, path, {"views": {path.stem: changes}}, ("views", path.stem))
-            if view.name != path.stem:
-                raise ConfigError(
-                    f"{path}: name: {view.name!r} differs from the file's name; call the file views/{view.name}.yaml"
-                )
-            self._models[view.name] = {"use": view.model.use, "args": written["model"].get("args", {})}
-            self.views[view.name] = self._tuned(view)
-        if not self.views:
+            try:
+                self.views[path.stem] = self._read(path, view_overrides.pop(path.stem, {}))
+            except ConfigError as exc:
+                self.broken[path.stem] = exc
+        if not self.views and not self.broken:
             raise ConfigError(f"{self.folder / 'views'}: no view there; add views/<name>.yaml (see 'a view' in the README)")
         if view_overrides:
             raise ConfigError(
-                f"{PREFIX}VIEWS__{next(iter(view_overrides)).upper()}…: no such view{_did_you_mean(next(iter(view_overrides)), self.views)}"
+                f"{PREFIX}VIEWS__{next(iter(view_overrides)).upper()}…: no such view{_did_you_mean(next(iter(view_overrides)), self.names)}"
             )
-        self._check_references(project_file)
+        self._check_references()
+        self._check_schedule(project_file)
+
+    @property
+    def names(self) -> list[str]:
+        """Of all views that have a file, right or not, sorted."""
+        return sorted([*self.views, *self.broken])
+
+    def _read(self, path: Path, changes: Any) -> ViewConfig:
+        if not isinstance(changes, Mapping):
+            raise ConfigError(f"environment {PREFIX}VIEWS__{path.stem.upper()}: name a key too, as in …__TTL=1h")
+        written = merged(read_yaml(path), changes)
+        data = substituted(written, self._vars, path)
+        over = {"views": {path.stem: changes}}
+        view = _validated(ViewConfig, data, path, over, ("views", path.stem), self.home)
+        if view.name != path.stem:
+            raise ConfigError(f"{path}: name: {view.name!r} differs from the file's name; call the file views/{view.name}.yaml")
+        self._models[view.name] = {"use": view.model.use, "args": written["model"].get("args", {})}
+        return self._tuned(view)
 
     def _tuned(self, view: ViewConfig) -> ViewConfig:
         """The view with ``precision: auto`` as its tuning file says; where that says what auto is anyway, the view as it is."""
@@ -541,7 +559,7 @@ class Project:
             return view
         chosen = {"precision": tuning["precision"], "backend": tuning["backend"]}
         try:
-            model = ModelConfig.model_validate(view.model.model_dump() | chosen)
+            model = ModelConfig.model_validate(view.model.model_dump() | chosen, context=self.home)
         except ValidationError as exc:
             path = tuning_path(self.folder, view.name)
             raise ConfigError(
@@ -557,13 +575,24 @@ class Project:
         """One view's configuration.
 
         Raises:
+            ConfigError: there is none of that name, or its file is wrong.
+        """
+        if name in self.broken:
+            raise self.broken[name]
+        return self.views[self.named(name)]
+
+    def named(self, name: str, kept: Collection[str] = ()) -> str:
+        """A view's name, for what needs no definition: one that has a file, right or wrong, or is among ``kept``.
+
+        Raises:
             ConfigError: there is none of that name.
         """
-        if name not in self.views:
+        known = sorted({*self.names, *kept})
+        if name not in known:
             raise ConfigError(
-                f"no view {name!r} in {self.folder / 'views'}{_did_you_mean(name, self.views)} (there are: {', '.join(self.views)})"
+                f"no view {name!r} in {self.folder / 'views'}{_did_you_mean(name, known)} (there are: {', '.join(known)})"
             )
-        return self.views[name]
+        return name
 
     def schedules(self) -> dict[str, Schedule]:
         """The schedule section, every view's options spelled out."""
@@ -586,18 +615,21 @@ class Project:
         scheme, _, rest = online.partition(":")
         return f"lmdb:{(self.folder / rest).absolute()}" if scheme == "lmdb" else online
 
-    def _check_references(self, project_file: Path) -> None:
-        for name, view in self.views.items():
+    def _check_references(self) -> None:
+        for name, view in list(self.views.items()):
             for other in view.inputs():
-                if other not in self.views:
-                    raise ConfigError(
-                        f"{self.folder / 'views' / name}.yaml: live.{other}: no such view{_did_you_mean(other, self.views)}"
+                if other not in self.names:
+                    self.broken[name] = ConfigError(
+                        f"{self.folder / 'views' / name}.yaml: live.{other}: no such view{_did_you_mean(other, self.names)}"
                     )
+                    self.views.pop(name, None)
+
+    def _check_schedule(self, project_file: Path) -> None:
         schedules = self.schedules()
         for name, schedule in schedules.items():
             where = f"{project_file}: schedule.{name}: {schedule.when!r}"
-            if name not in self.views:
-                raise ConfigError(f"{where}: no such view{_did_you_mean(name, self.views)}")
+            if name not in self.names:
+                raise ConfigError(f"{where}: no such view{_did_you_mean(name, self.names)}")
             if schedule.cron is not None:
                 try:
                     check_cron(schedule.cron, schedule.timezone)
@@ -636,11 +668,17 @@ def json_schemas() -> dict[str, Any]:
 
 
 def _validated(
-    kind: type[_Config], data: Mapping[str, Any], path: Path, over: Mapping[str, Any], prefix: tuple[str, ...] = ()
+    kind: type[_Config],
+    data: Mapping[str, Any],
+    path: Path,
+    over: Mapping[str, Any],
+    prefix: tuple[str, ...] = (),
+    folder: Path | None = None,
 ) -> _Config:
-    """``data`` as a checked configuration; ``over`` tells which of its values came from the environment, ``prefix`` under which keys."""
+    """``data`` as a checked configuration; ``over`` tells which of its values came from the environment, ``prefix`` under which keys; modules are
+    looked for in ``folder`` first."""
     try:
-        return kind.model_validate(data)
+        return kind.model_validate(data, context=folder)
     except ValidationError as exc:
         lines = [f"{_origin(path, (*prefix, *error['loc']), over)}{_message(kind, error)}" for error in exc.errors()]
         raise ConfigError("\n".join(lines)) from exc

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -53,11 +54,12 @@ class ViewFallback:
 
     Args:
         store: where the snapshots are that the views read.
+        folder: of the project that is served: where the relative paths and the modules of what is live are, wherever it was published.
         memory_mb: DuckDB's memory, for each view.
     """
 
-    def __init__(self, store: OfflineStore, memory_mb: int = 256) -> None:
-        self._store, self._memory_mb = store, memory_mb
+    def __init__(self, store: OfflineStore, folder: Path, memory_mb: int = 256) -> None:
+        self._store, self._folder, self._memory_mb = store, folder.absolute(), memory_mb
         self._opened: dict[tuple[str, int], OpenView] = {}
         self._models: dict[str, Model] = {}
         self._logged_at, self._unlogged = 0.0, 0
@@ -180,7 +182,13 @@ class ViewFallback:
         for load in (self._model, None):  # a shared model may be older than the files it was loaded from
             partition = None if pointer.partition is None else Partition.parse(pointer.partition)
             opened = open_view(
-                pointer.view, self._store, pinned=pointer.inputs, partition=partition, memory_mb=self._memory_mb, load=load
+                pointer.view,
+                self._store,
+                self._folder,
+                pinned=pointer.inputs,
+                partition=partition,
+                memory_mb=self._memory_mb,
+                load=load,
             )
             if opened.fingerprint == pointer.model:
                 if load is None:
@@ -194,10 +202,10 @@ class ViewFallback:
     def _model(self, use: str, args: Mapping[str, Any], precision: str) -> Model:
         """Load a model, or take the one another view loaded with the same arguments and precision; tables are never shared."""
         if any(isinstance(v, pa.Table) for v in args.values()):
-            return load_model(use, args)
+            return load_model(use, args, self._folder)
         key = json.dumps([use, args, precision], sort_keys=True, default=str)
         if key not in self._models:
-            self._models[key] = load_model(use, args)
+            self._models[key] = load_model(use, args, self._folder)
         return self._models[key]
 
 

@@ -58,6 +58,7 @@ _REJECTED = pa.schema(
 def materialize(
     config: ViewConfig,
     store: OfflineStore,
+    folder: Path,
     report: Report,
     progress: Progress,
     *,
@@ -74,6 +75,7 @@ def materialize(
     Args:
         config: the view.
         store: where the snapshot goes.
+        folder: the project's, absolute.
         report: counts and stage times are added to it.
         progress: told of every window.
         partition: which one, of a partitioned view.
@@ -94,7 +96,7 @@ def materialize(
         ModelError, ConfigError, SnapshotError, FencedError: as their names say.
     """
     with report.stage("open"):
-        opened = open_view(config.feature_view(), store, partition=partition, memory_mb=memory_mb)
+        opened = open_view(config.feature_view(), store, folder, partition=partition, memory_mb=memory_mb)
     with opened:
         source = opened.source
         plan = _planned(config, opened, store, report, partition, full=full, retry_rejected=retry_rejected)
@@ -161,6 +163,7 @@ def materialize(
 def dry_run(
     config: ViewConfig,
     store: OfflineStore,
+    folder: Path,
     report: Report,
     *,
     partition: Partition | None = None,
@@ -174,7 +177,7 @@ def dry_run(
         SourceError, ModelError, ConfigError, SnapshotError: as :func:`materialize`.
     """
     with report.stage("open"):
-        opened = open_view(config.feature_view(), store, partition=partition, memory_mb=memory_mb)
+        opened = open_view(config.feature_view(), store, folder, partition=partition, memory_mb=memory_mb)
     with opened:
         return _planned(config, opened, store, report, partition, full=full, retry_rejected=retry_rejected)
 

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 from jobs.report import Report
 
@@ -14,8 +15,8 @@ log = logging.getLogger(__name__)
 TIMEOUT_S = 30.0
 
 
-def notify(command: Sequence[str], report: Report) -> None:
-    """Run ``command`` with the run in its environment: ``NOTIFY_VIEW``, ``_STATUS``, ``_COMMAND``, ``_RUN``, ``_SNAPSHOT``, ``_EPOCH``, ``_ERROR``.
+def notify(command: Sequence[str], report: Report, folder: Path) -> None:
+    """Run ``command`` in the project's ``folder``, with the run in its environment: ``NOTIFY_VIEW``, ``_STATUS``, ``_COMMAND``, ``_RUN``, ``_SNAPSHOT``, ``_EPOCH``, ``_ERROR``.
     An empty command does nothing; one that fails, or takes longer than :data:`TIMEOUT_S`, is logged."""
     if not command:
         return
@@ -34,7 +35,13 @@ def notify(command: Sequence[str], report: Report) -> None:
     environment = os.environ | {f"NOTIFY_{name}": text for name, text in texts.items()}
     try:
         done = subprocess.run(
-            list(command), env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT_S, check=False
+            list(command),
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=TIMEOUT_S,
+            check=False,
         )
     except (OSError, ValueError, subprocess.SubprocessError) as exc:
         log.warning("notify: %s cannot be run: %s", command[0], exc)

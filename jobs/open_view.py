@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from jobs.config import model_queries
 from precompute.model import Model, load_model, model_fingerprint
+from precompute.project_path import absolute_arguments, starting_from
 from precompute.source import Files, Source, referenced_views
 from store.errors import ConfigError, SourceError
 from store.feature_view import FeatureView
@@ -32,10 +33,11 @@ class OpenView:
     """Close its source when done.
 
     ``inputs`` maps each view that was read to its snapshot's number; ``source`` reads exactly these. ``tables`` are the model's arguments that
-    were given as SQL, ``variant`` is the name of its precision and back end.
+    were given as SQL, ``variant`` is the name of its precision and back end, ``folder`` the project's.
     """
 
     view: FeatureView
+    folder: Path
     source: Source
     model: Model
     fingerprint: str
@@ -53,6 +55,7 @@ class OpenView:
 def open_view(
     view: FeatureView,
     store: OfflineStore,
+    folder: Path,
     *,
     pinned: Mapping[str, int] | None = None,
     partition: Partition | None = None,
@@ -64,10 +67,12 @@ def open_view(
     Args:
         view: its ``definition`` holds source SQL and model.
         store: where other views' snapshots are.
+        folder: the project's, absolute: where relative paths start from and modules of one's own lie, wherever the view was defined or published.
         pinned: snapshot numbers of the views it reads, as a manifest recorded them; the live ones by default.
         partition: of a partitioned view: what ``$start`` and ``$end`` stand for.
         memory_mb: DuckDB's memory.
-        load: makes the model from ``use``, args and the name of its precision; a server passes one that shares models between views.
+        load: makes the model from ``use``, args (their paths absolute) and the name of its precision; a server passes one that shares models
+            between views.
 
     Raises:
         ConfigError: bad SQL, or a model that cannot be made as configured.
@@ -81,7 +86,7 @@ def open_view(
     live = {name: files_of(store.layers(store.snapshot(name, number))) for name, number in inputs.items()}
     bounds = None if partition is None else (partition.start, partition.end)
     try:
-        source = Source(sql, view.entity, live, bounds=bounds, memory_mb=memory_mb)
+        source = Source(sql, view.entity, live, bounds=bounds, folder=folder, memory_mb=memory_mb)
     except ConfigError as exc:
         raise ConfigError(f"view {view.name!r}: source.sql: {exc}") from exc
     except SourceError as exc:
@@ -95,9 +100,10 @@ def open_view(
             except ConfigError as exc:
                 raise ConfigError(f"view {view.name!r}: model.args.{name}.sql: {exc}") from exc
         try:
-            arguments = {**model["args"], **tables}
-            loaded = load_model(model["use"], arguments) if load is None else load(model["use"], arguments, variant)
-            fingerprint = model_fingerprint(loaded, model["use"], variant.removesuffix("-eager"), tables)
+            arguments = {**absolute_arguments(model["args"], folder), **tables}
+            loaded = load_model(model["use"], arguments, folder) if load is None else load(model["use"], arguments, variant)
+            with starting_from(folder):
+                fingerprint = model_fingerprint(loaded, model["use"], variant.removesuffix("-eager"), tables)
             if variant != REFERENCE:
                 from precompute.precision import use_variant  # torch takes a second to import; a model of pure Python needs none
 
@@ -107,7 +113,7 @@ def open_view(
     except BaseException:
         source.close()
         raise
-    return OpenView(view, source, loaded, fingerprint, inputs, tables, variant)
+    return OpenView(view, folder, source, loaded, fingerprint, inputs, tables, variant)
 
 
 def variant_name(model: Mapping[str, Any]) -> str:

@@ -81,7 +81,7 @@ def profile(
     memory_mb = project.settings.memory_mb
     started = time.monotonic()
     rejected = 0
-    with open_view(config.feature_view(), store, partition=partition, memory_mb=memory_mb) as opened:
+    with open_view(config.feature_view(), store, project.home, partition=partition, memory_mb=memory_mb) as opened:
         load_s = time.monotonic() - started
         runner = Runner(opened.model, opened.view)
         windows = _sampled(opened, rows, runner)

@@ -46,12 +46,12 @@ def rollback(
         GateError: the one asked for is marked bad itself.
         OnlineStoreError: the online store does not answer.
     """
-    project.view(name)
     store = OfflineStore(project.root)
+    project.named(name, store.views())
 
     def ended(report: Report) -> None:
         if report.error is not None:
-            notify(project.settings.notify, report)
+            notify(project.settings.notify, report, project.home)
         finished(report)
 
     with (
@@ -88,7 +88,7 @@ def rollback(
             held=f"{reason}, with --hold" if hold else None,
             lease=lease,
         )
-        notify(project.settings.notify, report)
+        notify(project.settings.notify, report, project.home)
     return report
 
 

@@ -86,7 +86,7 @@ def run_view(
 
     def ended(report: Report) -> None:
         if report.error is not None:
-            notify(project.settings.notify, report)
+            notify(project.settings.notify, report, project.home)
         finished(report)
 
     with contextlib.ExitStack() as held:
@@ -113,6 +113,7 @@ def run_view(
             snapshot = materialize(
                 config,
                 store,
+                project.home,
                 report,
                 progress,
                 partition=partition,
@@ -141,6 +142,7 @@ def plan_view(
         return dry_run(
             config,
             store,
+            project.home,
             Report("", name, "plan"),
             partition=partition_of(config, partition),
             full=full,
@@ -259,7 +261,7 @@ def _publish(
         finally:
             online.close()
         if report.status == "published":
-            notify(project.settings.notify, report)
+            notify(project.settings.notify, report, project.home)
         crashpoint("notify")
         settings = project.settings.retention
         with report.stage("gc"):

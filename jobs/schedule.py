@@ -134,6 +134,10 @@ class Scheduler:
             if threading.current_thread() is threading.main_thread()
             else {}
         )
+        for name in sorted(set(self.project.broken).intersection(self.project.schedules())):
+            self._tell(
+                name, f"its file is wrong; runs fail until it is mended, and the other views go on: {self.project.broken[name]}"
+            )
         ticker.start()
         try:
             while not self._stopping.wait(TICK_S):

@@ -81,7 +81,7 @@ def serve(project: Project, announce: Callable[[str], None]) -> None:
         ConfigError: the address cannot be bound.
     """
     store = OfflineStore(project.root)
-    fallback = ViewFallback(store, memory_mb=max(64, project.settings.memory_mb // 4))
+    fallback = ViewFallback(store, project.home, memory_mb=max(64, project.settings.memory_mb // 4))
     lookup = Lookup(open_online_store(project.online), project.root, fallback)
     bound, address, path = _bind(project)
     warmer = Warmer(lookup, fallback)

@@ -29,7 +29,7 @@ def view_status(project: Project, name: str, store: OfflineStore, online: Online
     Raises:
         SnapshotError, OnlineStoreError: something cannot be read.
     """
-    view = project.view(name)
+    broken = project.broken.get(name)
     ref, pointer, reports = store.live(name), online.live(name), store.reports(name, REPORTS)
     last, next_run = _last_run(store, name, reports), outlook(project, store, name, datetime.now(UTC))
     schedule = project.schedules().get(name)
@@ -40,7 +40,7 @@ def view_status(project: Project, name: str, store: OfflineStore, online: Online
         "partition": None,
         "rows": None,
         "age_s": None,
-        "ttl_s": view.ttl,
+        "ttl_s": _ttl_s(project, name),
         "coverage": None,
         "rejected": None,
         "online": None,
@@ -60,7 +60,13 @@ def view_status(project: Project, name: str, store: OfflineStore, online: Online
         line |= _live(snapshot, ref) | {"online": pointer is not None and pointer.epoch == ref.epoch}
         line["behind"] = _behind(store, snapshot, reports)
         attention += [_words(behind) for behind in line["behind"] if _is_late(project, snapshot, behind)]
+    attention += [str(broken)] if broken else []
     return line | {"attention": _attention(line) + attention + damage(store, name)}
+
+
+def _ttl_s(project: Project, name: str) -> float | None:
+    """As configured; None where the view's file is wrong."""
+    return None if name in project.broken else project.view(name).ttl
 
 
 REPORTS = 50
@@ -203,11 +209,11 @@ def project_status(project: Project) -> list[dict[str, Any]]:
     store, online = OfflineStore(project.root), open_online_store(project.online)
     lines = []
     try:
-        for name in project.views:
+        for name in project.names:
             try:
                 lines.append(view_status(project, name, store, online))
             except PrecomputeError as exc:
-                lines.append(_UNREADABLE | {"view": name, "ttl_s": project.view(name).ttl, "attention": [str(exc)]})
+                lines.append(_UNREADABLE | {"view": name, "ttl_s": _ttl_s(project, name), "attention": [str(exc)]})
         return lines + _unconfigured(project, online)
     finally:
         online.close()

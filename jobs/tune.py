@@ -75,7 +75,7 @@ def tune(
         partition = config.partition_at(datetime.now(UTC))
     names = [REFERENCE, *(parse(text).name for text in only)]
     with open_view(
-        _in_float32(config.feature_view()), store, partition=partition, memory_mb=project.settings.memory_mb
+        _in_float32(config.feature_view()), store, project.home, partition=partition, memory_mb=project.settings.memory_mb
     ) as opened:
         model = opened.model
         if not isinstance(model, TorchModel):

@@ -44,8 +44,8 @@ def verify(project: Project, name: str) -> list[Check]:
     Raises:
         ConfigError: there is no such view.
     """
-    project.view(name)
     store = OfflineStore(project.root)
+    project.named(name, store.views())
     checks: list[Check] = []
 
     def check(what: str, look: Callable[[], str]) -> bool:

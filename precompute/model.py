@@ -11,9 +11,10 @@ A user's own model is a class with two methods, named by dotted path (``mypackag
 from __future__ import annotations
 
 import hashlib
-import importlib
 import importlib.util
 import json
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from precompute.project_module import import_module, module_exists
+from precompute.project_path import ProjectPath, absolute_path, starting_from
 from store.errors import ConfigError, ModelError, PrecomputeError
 
 BUILT_IN = {
@@ -145,8 +148,12 @@ class QueryModel(Model, Protocol):
         """The same model for the inputs of a search, its weights, precision and device shared: asked for anew after a conversion."""
 
 
-def check_use(use: str) -> None:
+def check_use(use: str, folder: Path | None = None) -> None:
     """Refuse a ``model.use`` that names nothing, without importing the model's libraries.
+
+    Args:
+        use: as :func:`load_model` takes it.
+        folder: the project's, where modules are looked for first.
 
     Raises:
         ConfigError: no built-in of that name, or no module of that dotted path.
@@ -159,44 +166,46 @@ def check_use(use: str) -> None:
             f"unknown model {use!r}: write one of {', '.join(BUILT_IN)}, or a class of yours as package.module:Class"
         )
     try:
-        found = importlib.util.find_spec(module)
+        found = module_exists(module, folder)
     except ModuleNotFoundError as exc:
         if not (module + ".").startswith(f"{exc.name}."):
             raise ConfigError(f"model {use!r} cannot be imported: {exc}") from exc
-        found = None
+        found = False
     except (ImportError, ValueError):  # a relative or an empty name
-        found = None
+        found = False
     except Exception as exc:  # finding a module inside a package runs the package's own code
         raise ConfigError(f"model {use!r} cannot be imported: {type(exc).__name__}: {exc}") from exc
-    if found is None:
+    if not found:
         raise ConfigError(
             f"unknown model {use!r}: there is no module {module!r} on the Python path or in the project's folder (install its package, "
             "or set PYTHONPATH)"
         )
 
 
-def load_model(use: str, args: Mapping[str, Any]) -> Model:
+def load_model(use: str, args: Mapping[str, Any], folder: Path | None = None) -> Model:
     """Import and construct a model.
 
     Args:
         use: built-in name or dotted path.
-        args: keyword arguments of the class; ``{sql: …}`` arguments are Arrow tables by now.
+        args: keyword arguments of the class; ``{sql: …}`` arguments are Arrow tables by now, and relative paths absolute.
+        folder: the project's, absolute: a module that lies there is this project's own, and read anew when it has changed.
 
     Raises:
         ConfigError: the class is not there, is no model, or refuses the arguments.
         ModelError: it failed to load.
     """
-    check_use(use)
+    check_use(use, folder)
     module, _, attribute = BUILT_IN.get(use, use).partition(":")
     try:
-        imported = importlib.import_module(module)
+        imported = import_module(module, None if use in BUILT_IN else folder)
     except (Exception, SystemExit) as exc:  # a user's module may fail in any way, a syntax error included
         raise ConfigError(f"model {use!r} cannot be imported: {type(exc).__name__}: {exc}") from exc
     factory = getattr(imported, attribute, None)
     if factory is None:
         raise ConfigError(f"unknown model {use!r}: module {module!r} has no class {attribute!r}")
     try:
-        model = factory(**args)
+        with starting_from(folder):
+            model = factory(**args)
     except TypeError as exc:
         raise ConfigError(f"model {use!r} does not take these args ({', '.join(args) or 'none'}): {exc}") from exc
     except PrecomputeError:
@@ -228,29 +237,107 @@ def table_digest(table: pa.Table) -> str:
     return sha.hexdigest()
 
 
-def digest(**facts: Any) -> str:
-    """SHA-256 (hex) of named facts, where a :class:`~pathlib.Path` stands for the bytes of its file.
+@dataclass(frozen=True, slots=True)
+class Verbatim:
+    """A fact for :func:`digest` that is data, whatever its texts look like."""
+
+    value: Any
+
+
+def digest(*paths: str | Path, **facts: Any) -> str:
+    """SHA-256 (hex) of files and of named facts: what a model's ``fingerprint()`` returns. ::
+
+        return digest(self.weights, version=2, scale=self.scale)
+
+    What names a file counts with the file's content and not with its name, and what names a folder with every file in it (by name, but for
+    hidden ones and ``__pycache__``). That is: each of ``paths``; a :class:`~pathlib.Path` anywhere in the facts; a view's argument that was
+    written ``./…`` or ``../…``; a fact called ``path`` or ``paths``, or with a name that ends so; and any text that is the absolute path of a file
+    there is. Every other text stands for itself, as does what is inside a :class:`Verbatim`. An array counts with its type, shape and values.
 
     Raises:
-        ConfigError: a file cannot be read.
+        ConfigError: a path where there is nothing, or that cannot be read; a text that is the absolute path of a folder, of which it cannot be
+            told whether its files are meant; or a fact without a text of its own.
     """
+    resolved = {name: _fact(name, value) for name, value in facts.items()}
+    if paths:
+        resolved["*"] = [_content(path) for path in paths]  # no keyword's name
+    return hashlib.sha256(json.dumps(resolved, sort_keys=True, default=_unknown).encode()).hexdigest()
 
-    def resolved(value: Any) -> Any:
-        if isinstance(value, Path):
-            try:
-                with value.open("rb") as file:
-                    return hashlib.file_digest(file, "sha256").hexdigest()
-            except OSError as exc:
-                raise ConfigError(f"model file {value} cannot be read: {exc.strerror}") from exc
-        if isinstance(value, Mapping):
-            return {k: resolved(v) for k, v in value.items()}
-        return value
 
-    return hashlib.sha256(json.dumps(resolved(facts), sort_keys=True, default=str).encode()).hexdigest()
+def _fact(name: str, value: Any) -> Any:
+    is_path = re.search(r"(^|_)paths?$", name) is not None
+    match value:
+        case Verbatim():
+            return value.value
+        case Path() | ProjectPath():
+            return _content(value)
+        case str() if is_path:
+            return _content(value)
+        case str() if value.startswith("/") and "\0" not in value and len(value) < 4096:
+            path = Path(value)
+            if path.is_dir() and path != path.parent:
+                raise ConfigError(
+                    f"digest: {name}={value!r} names a folder: give it as digest({name}_path=…), so that its files count, or as "
+                    "Verbatim(…), so that its name does"
+                )
+            return _content(path) if path.is_file() else value
+        case Mapping():
+            return {k: _fact(name if is_path else str(k), v) for k, v in value.items()}
+        case list() | tuple():
+            return [_fact(name, v) for v in value]
+        case set() | frozenset():
+            return sorted((_fact(name, v) for v in value), key=str)
+    return value
+
+
+def _content(path: str | Path) -> str:
+    """SHA-256 (hex) of a file, or of the names and SHA-256 of a folder's files."""
+    found = absolute_path(path)
+    try:
+        if not found.is_dir():
+            with found.open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        files, seen = {}, set[str]()
+        for folder, inner, names in os.walk(found, followlinks=True):
+            if (real := os.path.realpath(folder)) in seen:  # a link to a folder above
+                inner.clear()
+                continue
+            seen.add(real)
+            inner[:] = sorted(name for name in inner if not _is_passed_over(name))
+            for name in names:
+                if not _is_passed_over(name):
+                    inside = Path(folder, name)
+                    files[inside.relative_to(found).as_posix()] = _content(inside)
+    except OSError as exc:
+        raise ConfigError(f"model file {found} cannot be read: {exc.strerror}") from exc
+    except ValueError as exc:  # a NUL in the name
+        raise ConfigError(f"model file {str(path)!r} cannot be read: {exc}") from exc
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def _is_passed_over(name: str) -> bool:
+    return name.startswith(".") or name == "__pycache__"
+
+
+def _unknown(value: Any) -> Any:
+    """What JSON has no form for."""
+    if isinstance(value, bytes):
+        return ["bytes", hashlib.sha256(value).hexdigest()]
+    if isinstance(value, pa.Table):
+        return table_digest(value)
+    if hasattr(value, "__array__"):
+        array = np.asarray(value)
+        if array.dtype != object:
+            content = hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+            return [str(array.dtype), list(array.shape), content]
+    if hasattr(value, "__array__") or re.search(r" at 0x[0-9a-fA-F]+>", str(value)):
+        raise ConfigError(f"digest: a fact is a {type(value).__name__}, of which nothing can be told: give its texts and numbers")
+    return str(value)
 
 
 def resolve_path(path: str) -> Path:
-    """A model's folder or file; ``package:some_package/model`` is a path inside an installed package.
+    """A model's folder or file; ``package:some_package/model`` is a path inside an installed package, and a relative one starts from the
+    project's folder.
 
     Raises:
         ConfigError: the package is not installed, or nothing is there.
@@ -265,7 +352,7 @@ def resolve_path(path: str) -> Path:
             raise ConfigError(f"model path {path!r}: package {package!r} is not installed in this environment")
         resolved = Path(spec.submodule_search_locations[0]) / inner
     else:
-        resolved = Path(path)
+        resolved = absolute_path(path)
     if not resolved.exists():
         raise ConfigError(f"model path {path!r}: nothing at {resolved}")
     return resolved

@@ -9,6 +9,7 @@ those whose input hash no earlier snapshot, and no interrupted run, has.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import time
 import weakref
@@ -24,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from precompute.project_path import absolute_sql
 from store.errors import ConfigError, SnapshotError, SourceError
 from store.spill_folder import SpillFolder
 
@@ -86,7 +88,7 @@ def referenced_views(sql: str) -> list[str]:
 @lru_cache(256)
 def _referenced(sql: str) -> frozenset[str]:
     with duckdb.connect() as connection:
-        tree = json.loads(connection.execute("SELECT json_serialize_sql(?::VARCHAR)", [_statement(sql)]).fetchall()[0][0])
+        tree = _tree(connection, _statement(sql))
     names: set[str] = set()
     todo: list[Any] = [tree]
     while todo:
@@ -98,6 +100,18 @@ def _referenced(sql: str) -> frozenset[str]:
         elif isinstance(node, list):
             todo.extend(node)
     return frozenset(names)
+
+
+def _tree(connection: duckdb.DuckDBPyConnection, sql: str) -> Any:
+    """DuckDB's syntax tree of one SELECT.
+
+    Raises:
+        ConfigError: DuckDB can run it, but not tell what it reads.
+    """
+    tree = json.loads(connection.execute("SELECT json_serialize_sql(?::VARCHAR)", [sql]).fetchall()[0][0])
+    if tree["error"]:
+        raise ConfigError(f"the SQL is nothing that can be looked into ({tree['error_message']}): write it as a SELECT")
+    return tree
 
 
 def _statement(sql: str) -> str:
@@ -151,6 +165,7 @@ class Source:
         entity: names of the key columns.
         live: name → files of each view the SQL may read as ``live.<name>``.
         bounds: ``$start`` and ``$end`` of the partition, aware; None for a view that has none.
+        folder: where relative paths of files start from, absolute; by default the working directory.
         memory_mb: DuckDB's memory limit; it spills to a temporary folder beyond.
         threads: DuckDB's threads.
 
@@ -166,11 +181,12 @@ class Source:
         live: Mapping[str, Files],
         *,
         bounds: tuple[datetime, datetime] | None = None,
+        folder: Path | None = None,
         memory_mb: int = 1024,
         threads: int = 2,
     ) -> None:
         self.entity = tuple(entity)
-        self._sql = _statement(sql)
+        self._folder = folder
         self._spill = SpillFolder()
         self._connection = duckdb.connect(
             config={"memory_limit": f"{memory_mb}MB", "threads": threads, "temp_directory": str(self._spill.path)}
@@ -187,6 +203,7 @@ class Source:
                 self._connection.execute("SET autoload_known_extensions = false")
                 self._connection.execute("SET TimeZone = 'UTC'")  # the hash of a time must not depend on the machine
                 self._connection.execute("SET lock_configuration = true")
+                self._sql = self._absolute(sql)
                 self._connection.execute("CREATE SCHEMA live")
                 self._connection.execute("CREATE SCHEMA dead")
                 for name, files in live.items():
@@ -197,6 +214,32 @@ class Source:
         except BaseException:
             self.close()
             raise
+
+    def _absolute(self, sql: str) -> str:
+        """The one statement, its relative paths made absolute."""
+        statement = _statement(sql)
+        if self._folder is None:
+            return statement
+        tree = _tree(self._connection, statement)
+
+        def evaluate(expression: Any) -> Any:
+            alone = copy.deepcopy(tree)
+            alone["statements"][0]["node"] = _tree(self._connection, "SELECT NULL")["statements"][0]["node"]
+            alone["statements"][0]["node"]["select_list"] = [expression]
+            text = self._deserialized(alone)
+            given = {name: value for name, value in self._bounds.items() if name in parameters(text)}
+            try:
+                return self._query(text, given).column(0)[0].as_py()
+            except duckdb.Error as exc:
+                raise ConfigError(
+                    f"which file is read cannot be told from {text.removeprefix('SELECT ')}: write it as a text"
+                ) from exc
+
+        return self._deserialized(tree) if absolute_sql(tree, self._folder, evaluate) else statement
+
+    def _deserialized(self, tree: Any) -> str:
+        found = self._connection.execute("SELECT json_deserialize_sql(?::JSON)", [json.dumps(tree)]).fetchall()
+        return str(found[0][0])
 
     def _check_entity(self) -> None:
         names = self.schema.names
@@ -490,7 +533,7 @@ class Source:
             SourceError: a file cannot be read.
         """
         with _translated():
-            return self._query(_statement(sql), {n: v for n, v in self._bounds.items() if n in parameters(sql)})
+            return self._query(self._absolute(sql), {n: v for n, v in self._bounds.items() if n in parameters(sql)})
 
     def interrupt(self) -> None:
         """End the query that is going on, if there is one."""

@@ -31,6 +31,7 @@ import pyarrow as pa
 
 from precompute.meter import Meter
 from precompute.model import Model, StagedModel, load_model
+from precompute.project_path import absolute_arguments
 from precompute.runner import Computed, Runner
 from store.errors import ModelError, PrecomputeError
 from store.feature_view import FeatureView
@@ -156,7 +157,10 @@ class _Worker:
         view = FeatureView.from_json(spec["view"])
         try:
             sample = tables.pop(SAMPLE, None)
-            model = load_model(spec["use"], {**spec["args"], **tables})
+            folder, args = None if spec["folder"] is None else Path(spec["folder"]), spec["args"]
+            if folder is not None:
+                args = absolute_arguments(args, folder)
+            model = load_model(spec["use"], {**args, **tables}, folder)
             prepare_model(model, spec["convert"], sample)
             runner = Runner(model, view, self._meter)
             depth = model.device.depth if isinstance(model, StagedModel) else 0

@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
@@ -68,13 +69,14 @@ class WorkerSpec:
     """All that a worker needs to make the model: see :func:`precompute.model.load_model`. ``args`` and ``convert`` are plain JSON, ``tables``
     further arguments.
 
-    ``path`` are folders where the model's module may be, looked at last; ``convert`` is handed to :func:`precompute.worker.prepare_model`.
+    ``folder`` is the project's, where its own modules lie and the relative paths in ``args`` start from. ``path`` are folders where the model's module may be, looked at last; ``convert`` is handed to :func:`precompute.worker.prepare_model`.
     """
 
     use: str
     args: Mapping[str, Any]
     tables: Mapping[str, pa.Table]
     view: FeatureView
+    folder: Path | None = None
     path: Sequence[str] = ()
     convert: Mapping[str, Any] | None = None
 
@@ -546,6 +548,7 @@ class _Run:
             "args": args,
             "tables": list(spec.tables),
             "view": spec.view.to_json(),
+            "folder": None if spec.folder is None else str(spec.folder),
             "path": list(spec.path),
             "convert": spec.convert,
             "heartbeat_s": self._patience.heartbeat_s,

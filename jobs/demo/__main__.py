@@ -118,7 +118,7 @@ def ask(project: Project, data: Path) -> None:
     titles = {
         i: f"{t} ({y})" if y else t for i, t, y in zip(*(items[c].to_pylist() for c in ("item_id", "title", "year")), strict=True)
     }
-    fallback = ViewFallback(OfflineStore(project.root))
+    fallback = ViewFallback(OfflineStore(project.root), project.home)
     lookup = Lookup(open_online_store(project.online), project.root, fallback)
     try:
         heading(f"Ten recommendations for user {USER}")

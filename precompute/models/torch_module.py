@@ -24,7 +24,6 @@ has go in; anything else is refused. That keeps accidents and known tricks out, 
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import io
 import json
@@ -46,7 +45,9 @@ from safetensors.torch import load_model
 from torch.utils.dlpack import from_dlpack
 
 from precompute.device import Device, Fetch
-from precompute.model import Prepared, digest, resolve_path
+from precompute.model import Prepared, Verbatim, digest, resolve_path
+from precompute.project_module import import_module, plain_name
+from precompute.project_path import project_folder
 from precompute.torch_model import Tensors, TorchModel
 from store.errors import ConfigError, ModelError
 
@@ -158,7 +159,11 @@ class TorchModule(TorchModel):
         if max_cost is not None and (isinstance(max_cost, bool) or not isinstance(max_cost, int) or max_cost < 1):
             raise ConfigError(f"torch_module: max_cost is a number of rows from 1, got {max_cost!r}")
         self._features = tuple(outputs)
-        self._facts: dict[str, Any] = {"inputs": dict(inputs), "outputs": dict(outputs), "vocabularies": _lists(vocabularies)}
+        self._facts: dict[str, Any] = {
+            "inputs": Verbatim(dict(inputs)),
+            "outputs": Verbatim(dict(outputs)),
+            "vocabularies": Verbatim(_lists(vocabularies)),
+        }
         self.max_cost = max_cost
         names, found = [i.name for i in self._inputs], Device(device)
         self._files: dict[str, Path] = {}
@@ -474,7 +479,7 @@ def _constructed(path: str, args: Mapping[str, Any]) -> torch.nn.Module:
     if not name or not attribute:
         raise ConfigError(f"torch_module: module is package.module:Class or a file ending in .pt2, got {path!r}")
     try:
-        factory = getattr(importlib.import_module(name), attribute, None)
+        factory = getattr(import_module(name, project_folder()), attribute, None)
     except Exception as exc:  # a user's module may fail in any way, a syntax error included
         raise ConfigError(f"torch_module: {path!r} cannot be imported: {type(exc).__name__}: {exc}") from exc
     if not (isinstance(factory, type) and issubclass(factory, torch.nn.Module)):
@@ -534,7 +539,7 @@ def _sources(module: torch.nn.Module) -> dict[str, Path]:
         except TypeError:  # made in a running program
             continue
         if file is not None and Path(file).is_file():
-            found[f"{owner.__module__}:{owner.__qualname__}"] = Path(file)
+            found[f"{plain_name(owner.__module__)}:{owner.__qualname__}"] = Path(file)
     return found
 
 

@@ -138,7 +138,7 @@ def open_lookup() -> Iterator[Callable[[Project], Lookup]]:
     opened: list[tuple[Lookup, ViewFallback]] = []
 
     def open_one(project: Project) -> Lookup:
-        fallback = ViewFallback(OfflineStore(project.root), memory_mb=64)
+        fallback = ViewFallback(OfflineStore(project.root), project.home, memory_mb=64)
         opened.append((Lookup(open_online_store(project.online), project.root, fallback), fallback))
         return opened[-1][0]
 

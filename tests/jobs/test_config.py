@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -35,10 +36,17 @@ SHIPPED = Path(__file__).parents[2] / "configs" / "movielens"
 TEXT = {"dtype": "string"}
 
 
+def mistake(make: Callable[[], Project]) -> str:
+    """What is wrong with a project, or with the one view of it that is wrong."""
+    try:
+        (error,) = make().broken.values()
+    except ConfigError as exc:
+        error = exc
+    return str(error)
+
+
 def refusal(make_project: MakeProject, **files: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        make_project(**files)
-    return str(caught.value)
+    return mistake(lambda: make_project(**files))
 
 
 def appended(project: Project, text: str, file: str = "views/numbers.yaml") -> Project:
@@ -224,10 +232,10 @@ def test_a_password_in_a_refused_url_is_not_repeated(make_project: MakeProject) 
 )
 def test_yaml_that_cannot_be_meant_is_refused(make_project: MakeProject, file: str, text: str, parts: list[str]) -> None:
     project = make_project()
-    with pytest.raises(ConfigError, match=file) as caught:
-        appended(project, text, file)
+    said = mistake(lambda: appended(project, text, file))
+    assert file in said
     for part in parts:
-        assert any(choice in str(caught.value) for choice in part.split("|"))
+        assert any(choice in said for choice in part.split("|"))
 
 
 @pytest.mark.parametrize(
@@ -238,8 +246,7 @@ def test_yaml_that_cannot_be_meant_is_refused(make_project: MakeProject, file: s
 def test_a_file_that_holds_no_keys_is_refused(make_project: MakeProject, file: str, content: bytes, message: str) -> None:
     project = make_project()
     (project.folder / file).write_bytes(content)
-    with pytest.raises(ConfigError, match=rf"{file}.*({message})"):
-        Project(project.folder, {})
+    assert re.search(rf"{file}.*({message})", mistake(lambda: Project(project.folder, {})))
 
 
 def test_a_missing_folder_file_or_view_is_refused(make_project: MakeProject, tmp_path: Path) -> None:
@@ -277,7 +284,7 @@ def test_variables_stand_for_their_values_everywhere(make_project: MakeProject) 
     )
     view = project.view("numbers")
     assert view.model.args == {"a": ["y", {"b": "yy"}], "c": 3, "d": "$x ${ x }"}
-    assert view.source.sql == f"SELECT * FROM read_parquet('{project.folder.resolve()}/data.parquet')"
+    assert view.source.sql == "SELECT * FROM read_parquet('.//data.parquet')"  # as it is written, wherever the project lies
 
 
 def test_relative_paths_start_from_the_project_whatever_the_working_directory(
@@ -288,16 +295,9 @@ def test_relative_paths_start_from_the_project_whatever_the_working_directory(
     for cwd, given in ((tmp_path, "project"), (folder, "."), (folder / "views", ".."), (Path("/"), folder)):
         monkeypatch.chdir(cwd)
         project = Project(given, {})
-        sql = project.view("numbers").source.sql
-        seen.append((project.root.resolve(), Path(project.online.removeprefix("lmdb:")).resolve(), sql))
+        seen.append((project.root.resolve(), Path(project.online.removeprefix("lmdb:")).resolve(), project.home.resolve()))
         assert project.root.is_absolute()
-    assert set(seen) == {(folder / "var", tmp_path / "online", f"SELECT * FROM read_parquet('{folder}/data.parquet')")}
-
-
-@pytest.mark.parametrize("value", [".", "..", "./", "../x"])
-def test_a_variable_that_starts_with_a_dot_is_a_path(make_project: MakeProject, value: str) -> None:
-    project = make_project(project={"vars": {"data": value}})
-    assert str((project.folder / value).resolve()) + "/data.parquet" in project.view("numbers").source.sql
+    assert set(seen) == {(folder / "var", tmp_path / "online", folder)}
 
 
 # ---- the schedule
@@ -388,7 +388,7 @@ def test_a_schedule_from_the_environment_takes_the_place_of_one_in_the_file(make
         ("VIEWS__NUMBERS__MODEL__ARGS__WORD", "off", "views.numbers.model.args.word", "off"),
         ("VIEWS__NUMBERS__INDEX", "{on: vector}", "views.numbers.index.on", "vector"),
         ("VIEWS__NUMBERS__INDEX__ON", "vector", "views.numbers.index.on", "vector"),
-        ("VIEWS__NUMBERS__SOURCE__SQL", "SELECT '${data}' AS id", "views.numbers.source.sql", "SELECT '{folder}' AS id"),
+        ("VIEWS__NUMBERS__SOURCE__SQL", "SELECT '${data}' AS id", "views.numbers.source.sql", "SELECT './' AS id"),
     ],
 )
 def test_every_value_can_come_from_the_environment(
@@ -398,7 +398,7 @@ def test_every_value_can_come_from_the_environment(
     found: Any = project
     for name in path.split("."):
         found = found[name] if isinstance(found, Mapping) else getattr(found, name)
-    assert found == (read.format(folder=project.folder.resolve()) if isinstance(read, str) else read)
+    assert found == read
 
 
 @pytest.mark.parametrize(
@@ -658,7 +658,7 @@ def test_mistakes_end_with_status_2_and_a_message_without_a_traceback(make_proje
             (copy / "views").mkdir(parents=True)
             (copy / "project.yaml").write_text((folder / "project.yaml").read_text())
             (copy / "views" / "numbers.yaml").write_text(text)
-        command = [sys.executable, "-m", "jobs.cli", "-c", str(copy), "status"]
+        command = [sys.executable, "-m", "jobs.cli", "-c", str(copy), "run", "numbers"]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PRECOMPUTE_")}
         processes[name] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     for name, process in processes.items():

@@ -168,12 +168,12 @@ def test_workers_share_the_gpus_that_are_there(
     monkeypatch.setattr("precompute.device.gpu_count", lambda: gpus)  # this machine may have none
     project = make_project(numbers(), view={"model": {"use": f"{HERE}:OnGpu"}})
     store, meter = OfflineStore(project.root), Meter()
-    with open_view(project.view("numbers").feature_view(), store) as opened:
+    with open_view(project.view("numbers").feature_view(), store, project.home) as opened:
         engine = engine_of(opened, EngineConfig(workers=workers), meter, store)
         assert isinstance(engine, Runner if devices is None else WorkerPool)
         assert devices is None or engine.figures(1.0)["device"] == devices
     project = make_project(view={"model": {"use": "tests.arithmetic:Doubler"}})  # is on no GPU, however many there are
-    with open_view(project.view("numbers").feature_view(), store) as opened:
+    with open_view(project.view("numbers").feature_view(), store, project.home) as opened:
         engine = engine_of(opened, EngineConfig(workers=workers), meter, store)
         count = 0 if workers == "auto" else workers
         assert isinstance(engine, WorkerPool if count else Runner)

@@ -124,7 +124,7 @@ def open_lookup() -> Iterator[OpenLookup]:
     opened: list[tuple[Lookup, ViewFallback]] = []
 
     def open_one(project: Project) -> Lookup:
-        fallback = ViewFallback(OfflineStore(project.root), memory_mb=64)
+        fallback = ViewFallback(OfflineStore(project.root), project.home, memory_mb=64)
         opened.append((Lookup(open_online_store(project.online), project.root, fallback), fallback))
         return opened[-1][0]
 
@@ -293,7 +293,7 @@ def test_requests_of_the_old_and_the_new_snapshot_side_by_side_are_each_answered
         pointers.append(pointer)
     online.close()
     for _ in range(5):
-        fallback = ViewFallback(OfflineStore(project.root), memory_mb=64)
+        fallback = ViewFallback(OfflineStore(project.root), project.home, memory_mb=64)
         try:
             asked = [_submit(fallback, pointer, "1") for pointer in (pointers[1], pointers[0], pointers[1])]
             computed = [future.result(timeout=20) for future in asked]
@@ -325,7 +325,7 @@ def test_what_is_searched_by_is_never_computed_among_rows(make_project: MakeProj
 
 def test_it_is_ready_for_the_epoch_it_was_warmed_for(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)], view=FALLBACK)
-    online, fallback = open_online_store(project.online), ViewFallback(OfflineStore(project.root), memory_mb=64)
+    online, fallback = open_online_store(project.online), ViewFallback(OfflineStore(project.root), project.home, memory_mb=64)
     try:
         for x in (1.0, 2.0):
             publish(make_project([(1, x)], view=FALLBACK))
@@ -342,7 +342,7 @@ def test_it_is_ready_for_the_epoch_it_was_warmed_for(make_project: MakeProject) 
 def test_closed_it_refuses_as_shed(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)], view=FALLBACK)
     publish(project)
-    online, fallback = open_online_store(project.online), ViewFallback(OfflineStore(project.root), memory_mb=64)
+    online, fallback = open_online_store(project.online), ViewFallback(OfflineStore(project.root), project.home, memory_mb=64)
     pointer = online.live("numbers")
     assert pointer is not None
     fallback.close()
@@ -411,7 +411,7 @@ def test_the_same_key_with_other_inputs_is_another_computation(make_project: Mak
     project = make_project([(1, 1.0)], view=FALLBACK | {"model": {"use": "tests.arithmetic:Doubler", "args": {"sleep_s": 0.2}}})
     publish(project)
     write_data(project, {5: 5.0})
-    online, fallback = open_online_store(project.online), ViewFallback(OfflineStore(project.root), memory_mb=64)
+    online, fallback = open_online_store(project.online), ViewFallback(OfflineStore(project.root), project.home, memory_mb=64)
     pointer = online.live("numbers")
     assert pointer is not None
     try:

@@ -457,7 +457,7 @@ def test_numbers_that_are_not_finite_are_found_however_they_came_to_disk(make_pr
     table = table.set_column(table.schema.get_field_index("double"), "double", pa.array(double))
     part = store.write_part("numbers", "other", "part-00000.parquet", table)
     config = project.view("numbers")
-    with open_view(config.feature_view(), store) as opened:
+    with open_view(config.feature_view(), store, project.home) as opened:
         quality, verdicts = judge(config, opened, store, replace(snapshot, number=0, parts=(part,)), None)
     (verdict,) = [v for v in verdicts if v.gate == "finite"]
     assert (verdict.passed, verdict.measured, quality["finite"]) == (False, 1 / N, 1 / N)

@@ -158,7 +158,9 @@ def test_what_others_were_computed_from_stays_and_their_fallback_works(make_proj
     assert numbers(project) == [1, 3, 4]
     store = OfflineStore(project.root)
     online = open_online_store(project.online)
-    lookup = Lookup(online, project.root, ViewFallback(store), clock=lambda: time.time() + LATER)  # expired, so computed now
+    lookup = Lookup(
+        online, project.root, ViewFallback(store, project.home), clock=lambda: time.time() + LATER
+    )  # expired, so computed now
     row = lookup.row("derived", 2)
     assert (row["status"], row["features"]) == ("computed", {"double": 8.0})
     assert lookup.fallback is not None

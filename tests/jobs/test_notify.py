@@ -110,14 +110,14 @@ def test_a_command_that_fails_does_not_fail_the_run(
 
 def test_a_command_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(notify_module, "TIMEOUT_S", 0.2)
-    notify(python("import time; time.sleep(100)"), Report("id", "numbers", "run"))
+    notify(python("import time; time.sleep(100)"), Report("id", "numbers", "run"), Path())
     assert "timed out after 0.2 seconds" in caplog.text
 
 
 @pytest.mark.parametrize("error", ["a\0b", "x" * 200_000, "é – \ud800", "a\nb"])
 def test_any_error_can_be_told(tmp_path: Path, error: str) -> None:
     told = tmp_path / "told"
-    notify(writing(told), Report("id", "numbers", "run", status="failed", error=error))
+    notify(writing(told), Report("id", "numbers", "run", status="failed", error=error), tmp_path)
     (line,) = lines(told)
     assert (line["VIEW"], line["STATUS"], line["ERROR"][:1]) == ("numbers", "failed", error[:1])
 

@@ -372,7 +372,7 @@ def test_the_fallback_computes_with_the_partition_that_is_live(make_project: Mak
     project = make(make_project, fallback={"enabled": True, "deadline": "20s"}, ttl="1s", stale_for="0s")
     run(project, DAYS[2])
     store = OfflineStore(project.root)
-    fallback = ViewFallback(store)
+    fallback = ViewFallback(store, project.home)
     lookup = Lookup(open_online_store(project.online), project.root, fallback, clock=lambda: time.time() + 10**6)
     try:
         for n in (2, 3):

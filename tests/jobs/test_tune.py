@@ -759,7 +759,7 @@ def test_a_conversion_without_a_usable_row_is_refused(make_project: MakeProject)
 
 
 def fingerprint(project: Project) -> str:
-    with open_view(project.view("numbers").feature_view(), OfflineStore(project.root)) as opened:
+    with open_view(project.view("numbers").feature_view(), OfflineStore(project.root), project.home) as opened:
         return opened.fingerprint
 
 
@@ -863,7 +863,7 @@ def test_the_fallback_computes_in_the_precision_of_each_snapshot(make_project: M
         "vector": expected([x], torch.bfloat16)["vector"][0].tolist(),
     }
     assert exact != half
-    fallback = ViewFallback(OfflineStore(project.root), memory_mb=64)
+    fallback = ViewFallback(OfflineStore(project.root), project.home, memory_mb=64)
     try:
         for _ in range(2):
             for name, values in (("numbers", exact), ("half", half), ("packed", exact), ("half_too", half), ("numbers", exact)):
@@ -880,7 +880,7 @@ def test_data_that_is_other_when_the_fallback_opens_is_computed_all_the_same(mak
     project = torch_project(make_project, ROWS, view=on)
     run_view(project, "numbers", Silent())
     pq.write_table(pa.table({"id": [900], "x": [1.003]}), project.folder / "data.parquet")
-    fallback = ViewFallback(OfflineStore(project.root), memory_mb=64)
+    fallback = ViewFallback(OfflineStore(project.root), project.home, memory_mb=64)
     try:
         made = expected([1.003], torch.bfloat16)
         assert computed(project, fallback, "numbers", "900") == {

@@ -59,7 +59,7 @@ def client(server: Server) -> Iterator[Client]:
 @pytest.fixture(scope="module")
 def lookup(project: Project) -> Iterator[Lookup]:
     """The same views and the same models in this process."""
-    fallback = ViewFallback(OfflineStore(project.root))
+    fallback = ViewFallback(OfflineStore(project.root), project.home)
     lookup = Lookup(open_online_store(project.online), project.root, fallback)
     yield lookup
     fallback.close()

@@ -1,0 +1,163 @@
+"""Project module: Python that lies in a project's folder, as ``mine.py`` beside the views does.
+
+It is imported under a name of its own, so that a ``store.py`` or ``jobs.py`` there stands in nobody's way and nobody's in its, and read anew
+when a file of it has changed: a server or a scheduler lives longer than a model's code. Such a module imports its neighbours by their plain
+names, ``from my_features import price``, as it would if it were run in that folder, or relatively, ``from .my_features import price``.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import importlib.util
+import re
+import sys
+import threading
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_PREFIX = "_project_"
+_PRIVATE = re.compile(rf"\b{_PREFIX}[0-9a-f]{{12}}\.")
+
+_lock = threading.RLock()
+_sources: dict[str, dict[Path, str]] = {}
+"""Package of a project → the files its modules were read from, with the SHA-256 of what was in them."""
+
+
+def is_own(name: str, folder: Path | None) -> bool:
+    """Whether a module, by its dotted name, lies in a project's folder: ``mine.py``, or a package ``mine/``."""
+    top = name.partition(".")[0]
+    if folder is None or not top.isidentifier():
+        return False
+    if (folder / f"{top}.py").is_file() or (folder / top / "__init__.py").is_file():
+        return True
+    # a folder of data is no package, and a folder without __init__.py is one only where nothing else is called so
+    return next((folder / top).glob("*.py"), None) is not None and not _is_installed(top)
+
+
+def module_exists(name: str, folder: Path | None) -> bool:
+    """Whether there is a module of that dotted name, in the folder or installed; packages above it are imported.
+
+    Raises:
+        Exception: whatever such a package raises.
+    """
+    if folder is None or not is_own(name, folder):
+        return importlib.util.find_spec(name) is not None
+    with _lock:
+        return importlib.util.find_spec(f"{_package(folder)}.{name}") is not None
+
+
+def import_module(name: str, folder: Path | None) -> ModuleType:
+    """The module of a dotted name: of the folder, as its files are now, or else an installed one.
+
+    Raises:
+        ImportError: there is none.
+        Exception: whatever the module raises.
+    """
+    if folder is None or not is_own(name, folder):
+        return importlib.import_module(name)
+    with _lock:
+        return importlib.import_module(f"{_package(folder)}.{name}")
+
+
+def plain_name(name: str) -> str:
+    """A module's name as its project knows it: the same wherever the project lies."""
+    return _PRIVATE.sub("", name)
+
+
+def _is_installed(top: str) -> bool:
+    try:
+        return importlib.util.find_spec(top) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _package(folder: Path) -> str:
+    """The package that stands for a folder, without the modules whose files have changed since they were read, and all beside them."""
+    package = _PREFIX + hashlib.sha256(str(folder).encode()).hexdigest()[:12]
+    known = _sources.setdefault(package, {})
+    if any(_digest(path) != before for path, before in known.items()):
+        known.clear()
+        for name in [n for n in sys.modules if n == package or n.startswith(f"{package}.")]:
+            del sys.modules[name]
+    if package not in sys.modules:
+        root = ModuleType(package, f"Python in {folder}")
+        root.__path__ = [str(folder)]
+        sys.modules[package] = root
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+    return package
+
+
+def _digest(path: Path) -> str | None:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+class _Finder(MetaPathFinder):
+    """Finds the modules of projects' packages, by the file system as it is now: the ordinary finder remembers what was there."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """See :class:`importlib.abc.MetaPathFinder`."""
+        if not fullname.startswith(_PREFIX) or path is None:
+            return None
+        for entry in path:
+            stem = Path(entry) / fullname.rpartition(".")[2]
+            for file, inside in ((stem / "__init__.py", [str(stem)]), (stem.with_suffix(".py"), None)):
+                if file.is_file():
+                    loader = _Loader(fullname, str(file))
+                    return importlib.util.spec_from_file_location(
+                        fullname, file, loader=loader, submodule_search_locations=inside
+                    )
+            if stem.is_dir():
+                spec = ModuleSpec(fullname, None, is_package=True)
+                spec.submodule_search_locations = [str(stem)]
+                return spec
+        return None  # an extension module is found as any other
+
+
+class _Loader(SourceFileLoader):
+    """Reads a module from its source, never from bytecode, which is told from an older one by whole seconds and the size alone; imports of
+    neighbours get the package's name."""
+
+    def get_code(self, fullname: str) -> Any:
+        """See :class:`importlib.abc.InspectLoader`."""
+        data, package = self.get_data(self.path), self.name.partition(".")[0]
+        _sources.setdefault(package, {})[Path(self.path)] = hashlib.sha256(data).hexdigest()
+        (folder,) = sys.modules[package].__path__
+        tree = _Neighbours(package, Path(folder)).visit(ast.parse(data, self.path))
+        return self.source_to_code(ast.fix_missing_locations(tree), self.path)
+
+
+class _Neighbours(ast.NodeTransformer):
+    """``import mine`` → ``import <package>.mine as mine``, ``from mine import x`` → ``from <package>.mine import x``, for what lies in the folder."""
+
+    def __init__(self, package: str, folder: Path) -> None:
+        self._package, self._folder = package, folder
+
+    def visit_Import(self, node: ast.Import) -> list[ast.stmt]:
+        """See :class:`ast.NodeVisitor`."""
+        made: list[ast.stmt] = []
+        for alias in node.names:
+            if not is_own(alias.name, self._folder):
+                made.append(ast.copy_location(ast.Import([alias]), node))
+                continue
+            top = alias.name.partition(".")[0]
+            if alias.asname is None and top != alias.name:  # `import a.b` loads a.b, and gives the name a
+                made.append(ast.copy_location(ast.Import([ast.alias(f"{self._package}.{alias.name}")]), node))
+            name = alias.name if alias.asname else top
+            made.append(ast.copy_location(ast.Import([ast.alias(f"{self._package}.{name}", alias.asname or top)]), node))
+        return made
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.ImportFrom:
+        """See :class:`ast.NodeVisitor`."""
+        if node.level == 0 and node.module is not None and is_own(node.module, self._folder):
+            node.module = f"{self._package}.{node.module}"
+        return node

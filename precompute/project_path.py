@@ -1,0 +1,177 @@
+"""Project path: a relative path starts from the project's folder, whatever the working directory.
+
+What is kept (definitions, recipes, fingerprints, tunings) holds paths as they were written; they become absolute here, when a view is opened.
+So a project that is moved or copied is the same project, and never looks at its old place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from store.errors import ConfigError
+
+_FOLDER: ContextVar[Path | None] = ContextVar("project_folder", default=None)
+
+_NOT_RELATIVE = re.compile(r"/|~|[A-Za-z][A-Za-z0-9+.-]*:")
+"""How an absolute path, one of the home folder, or a URL begins."""
+
+_DATA_FILE = re.compile(r"\.(parquet|csv|tsv|json|jsonl|ndjson|db|ddb|duckdb)(\.\w+)?$", re.IGNORECASE)
+
+_READERS = ("glob", "sniff_csv")
+_READER_PREFIXES = ("read_", "parquet_")
+"""DuckDB's table functions that take files, as their first argument."""
+
+_HIDING = ("query", "query_table", "json_execute_serialized_sql")
+"""Those that take SQL or the name of a table as a text."""
+
+
+class ProjectPath(str):
+    """A path of a model's argument, absolute. A text for whoever takes it; :func:`precompute.model.digest` knows it for a path."""
+
+    __slots__ = ()
+
+
+def project_folder() -> Path | None:
+    """The folder of the project whose model is being made; None outside, where paths start from the working directory."""
+    return _FOLDER.get()
+
+
+@contextlib.contextmanager
+def starting_from(folder: Path | None) -> Iterator[None]:
+    """Within, in this thread, relative paths and modules of one's own are those of a project's folder."""
+    token = _FOLDER.set(folder)
+    try:
+        yield
+    finally:
+        _FOLDER.reset(token)
+
+
+def absolute_path(path: str | Path) -> Path:
+    """A path that is relative starts from the project's folder, where a model of one is being made."""
+    return (_FOLDER.get() or Path()) / path
+
+
+def is_path(text: str) -> bool:
+    """Whether a model's argument is a path relative to the project's folder: it starts with ``./`` or ``../``."""
+    return text.startswith(("./", "../"))
+
+
+def absolute_arguments(value: Any, folder: Path) -> Any:
+    """A model's arguments, at any depth, with each text that :func:`is_path` made a :class:`ProjectPath`. Queries (``{sql: …}``) stay."""
+    if isinstance(value, Mapping):
+        return value if set(value) == {"sql"} else {k: absolute_arguments(v, folder) for k, v in value.items()}
+    if isinstance(value, list):
+        return [absolute_arguments(v, folder) for v in value]
+    return ProjectPath(folder / value) if isinstance(value, str) and is_path(value) else value
+
+
+def absolute_sql(tree: Any, folder: Path, evaluate: Callable[[Any], Any]) -> bool:
+    """Make the files that a SELECT reads absolute, in place; returns whether anything was changed.
+
+    DuckDB itself takes a relative name from the working directory first, and ``file_search_path`` only for what is not there.
+
+    Args:
+        tree: DuckDB's syntax tree (``json_serialize_sql``).
+        folder: of the project, absolute.
+        evaluate: the value of an expression of the tree, for a file name that is put together: a text, or a list of them.
+
+    Raises:
+        ConfigError: files that cannot be told from the SQL.
+    """
+    ctes = {entry["key"].lower() for node in _nodes(tree) if "cte_map" in node for entry in node["cte_map"]["map"]}
+    changed = False
+    for node in list(_nodes(tree)):
+        if node.get("type") == "BASE_TABLE":
+            changed |= _absolute_table(node, folder, ctes)
+        elif node.get("type") == "TABLE_FUNCTION":
+            name = str(node["function"]["function_name"]).lower()
+            if name in _HIDING:
+                raise ConfigError(f"{name}(…) hides which files and views are read: write the SELECT itself")
+            arguments = node["function"]["arguments"]
+            if (name in _READERS or name.startswith(_READER_PREFIXES)) and arguments:
+                argument = arguments[0]["expression"]
+                given = _literal(argument)
+                value = evaluate(argument) if given is None else given
+                absolute = [_absolute(v, folder) for v in value] if isinstance(value, list) else _absolute(value, folder)
+                if absolute != value:
+                    arguments[0]["expression"] = _constant(absolute)
+                    changed = True
+    return changed
+
+
+def _absolute(path: Any, folder: Path) -> Any:
+    if not isinstance(path, str) or not path or _NOT_RELATIVE.match(path):
+        return path
+    # a folder may have names with what is a pattern to DuckDB
+    escaped = re.sub(r"([*?\[])", r"[\1]", str(folder)) if re.search(r"[*?\[]", path) else str(folder)
+    return f"{escaped}/{path.removeprefix('./')}"
+
+
+def _absolute_table(node: dict[str, Any], folder: Path, ctes: set[str]) -> bool:
+    """``FROM 'books.csv'``, where DuckDB takes what is no table for a file; without the quotes it is table ``csv`` of schema ``books``."""
+    parts = [str(part) for part in node["qualified_name"]["path"]]
+    name = ".".join(parts)
+    if len(parts) == 1:
+        is_file = ("." in name or "/" in name) and name.lower() not in ctes
+    else:
+        is_file = parts[0].lower() != "live" and _DATA_FILE.search(name) is not None
+    absolute = _absolute(name, folder)
+    if not is_file or absolute == name:
+        return False
+    node |= {"catalog_name": "", "schema_name": "", "table_name": absolute, "qualified_name": {"path": [absolute]}}
+    return True
+
+
+def _literal(node: Mapping[str, Any]) -> str | list[str] | None:
+    """The text, or texts, that an expression of the tree is; None when it must be worked out."""
+    literal = node.get("literal") or {}
+    if node.get("class") == "CONSTANT" and literal.get("kind") == "STRING":
+        return str(literal["text"])
+    if node.get("function_name") != "list_value":
+        return None
+    items = [_literal(argument["expression"]) for argument in node["arguments"]]
+    texts = [item for item in items if isinstance(item, str)]
+    return texts if len(texts) == len(items) else None
+
+
+def _constant(value: Any) -> dict[str, Any]:
+    """An expression of the tree that is a text or a list of texts."""
+    if isinstance(value, list):
+        return _CALL | {
+            "function_name": "list_value",
+            "qualified_name": {"path": ["list_value"]},
+            "arguments": [{"name": "", "expression": _constant(item)} for item in value],
+        }
+    literal = {"kind": "STRING", "text": value}
+    return {"class": "CONSTANT", "type": "VALUE_CONSTANT", "alias": "", "query_location": 0, "literal": literal}
+
+
+_CALL: dict[str, Any] = {
+    "class": "FUNCTION",
+    "type": "FUNCTION",
+    "alias": "",
+    "query_location": 0,
+    "schema": "",
+    "filter": None,
+    "order_bys": {"type": "ORDER_MODIFIER", "orders": []},
+    "distinct": False,
+    "is_operator": False,
+    "export_state": False,
+    "catalog": "",
+}
+
+
+def _nodes(tree: Any) -> Iterator[dict[str, Any]]:
+    todo: list[Any] = [tree]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, dict):
+            yield node
+            todo.extend(node.values())
+        elif isinstance(node, list):
+            todo.extend(node)

@@ -1,0 +1,144 @@
+"""A mistake in one view's file is that view's: it refuses, says so wherever one looks, and everything else goes on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jobs.cli import main
+from jobs.config import Project
+from store.offline_store import OfflineStore
+from tests.conftest import MakeProject
+from tests.jobs.test_cli import INDEXED, ROWS, report_of
+from tests.jobs.test_serve import Server
+
+MESSAGE = "views/broken.yaml: ttl: 'soon': write a number with a unit"
+BROKEN = {
+    "entity": ["id"],
+    "source": {"sql": "SELECT 1 AS id, 1.0 AS x"},
+    "model": {"use": "tests.arithmetic:Doubler"},
+    "features": {"double": {"dtype": "float64"}},
+    "ttl": "1h",
+}
+
+
+@pytest.fixture
+def folder(make_project: MakeProject) -> Path:
+    """A project of two views, each with two snapshots, of which the file of ``broken`` was spoiled since."""
+    for rows in (ROWS, [*ROWS, (4, 4.0)]):
+        sql = f"SELECT {len(rows)} AS id, 1.0 AS x"
+        project = make_project(rows, view=INDEXED, views={"broken": BROKEN | {"source": {"sql": sql}}})
+        assert [main(["-c", str(project.folder), "run", view]) for view in ("numbers", "broken")] == [0, 0]
+    path = project.folder / "views" / "broken.yaml"
+    path.write_text(path.read_text().replace("1h", "soon"))
+    return project.folder
+
+
+def call(folder: Path, *command: str) -> int:
+    return main(["-c", str(folder), *command])
+
+
+@pytest.mark.parametrize("command", ["run", "materialize", "publish", "backfill", "profile", "tune"])
+def test_what_needs_the_definition_is_refused_with_the_mistake(
+    folder: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    capsys.readouterr()
+    days = ["--from", "2026-01-01", "--to", "2026-01-01"] if command == "backfill" else []
+    assert call(folder, command, "broken", *days) == 2
+    assert MESSAGE in capsys.readouterr().err
+
+
+def test_the_other_views_run(folder: Path) -> None:
+    assert call(folder, "run", "numbers", "--full") == 0
+
+
+def test_status_shows_what_is_live_and_what_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert call(folder, "status", "--json") == 1
+    broken, numbers = report_of(capsys)
+    assert (broken["view"], broken["status"], broken["snapshot"]) == ("broken", "fresh", 2)
+    assert [MESSAGE in said for said in broken["attention"]] == [True]
+    assert (numbers["view"], numbers["attention"]) == ("numbers", [])
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        (["lookup", "numbers", "4"], "4: fresh"),
+        (["lookup", "broken", "4"], "4: fresh"),
+        (["search", "numbers", "--key", "1"], "fresh"),
+        (["explain", "broken", "4"], "live in snapshot 2"),
+        (["verify", "broken"], "ok "),
+        (["pin", "broken"], "pinned: 2"),
+        (["rollback", "broken"], "snapshot 1"),
+        (["rollback", "broken", "--hold"], "snapshot 1"),
+        (["gc"], "removed"),
+    ],
+)
+def test_what_reads_the_store_needs_no_view_file(
+    folder: Path, capsys: pytest.CaptureFixture[str], command: list[str], shown: str
+) -> None:
+    capsys.readouterr()
+    assert call(folder, *command) == 0
+    assert shown in capsys.readouterr().out
+
+
+def test_a_view_that_has_lost_its_file_is_rolled_back_and_resumed(folder: Path) -> None:
+    (folder / "views" / "broken.yaml").unlink()
+    assert [call(folder, *said) for said in (["rollback", "broken", "--hold"], ["resume", "broken"])] == [0, 0]
+    ref = OfflineStore(folder / "var").live("broken")
+    assert ref is not None
+    assert (ref.snapshot, ref.held) == (1, None)
+    assert call(folder, "lookup", "broken", "3") == 0
+
+
+@pytest.mark.parametrize("command", ["lookup", "search", "rollback", "resume", "pin", "explain", "verify"])
+def test_a_view_there_never_was_is_still_refused(folder: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    more = {"lookup": ["1"], "explain": ["1"], "search": ["--key", "1"]}.get(command, [])
+    assert call(folder, command, "brokn", *more) == 2
+    assert "no view 'brokn'" in (said := capsys.readouterr().err)
+    assert "did you mean 'broken'?" in said
+
+
+def test_it_is_served(folder: Path) -> None:
+    with Server(folder) as server:
+        assert server.get("/v1/views/broken/rows/4").status == 200
+
+
+def test_the_schedule_says_so_and_runs_the_others(folder: Path) -> None:
+    settings = folder / "project.yaml"
+    settings.write_text(settings.read_text() + '\nschedule: {numbers: "* * * * *", broken: "* * * * *"}\n')
+    with subprocess.Popen(
+        [sys.executable, "-m", "jobs.cli", "-c", str(folder), "schedule"], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        process.terminate()
+    assert line.startswith("broken: its file is wrong")
+    assert MESSAGE in line
+
+
+def test_a_broken_view_may_be_read_by_others_and_reads_what_there_is(make_project: MakeProject) -> None:
+    """Only what is not there at all is a mistake of the view that names it."""
+    reads = {"source": {"sql": "SELECT id, double AS x FROM live.numbers"}}
+    nothing = {"source": {"sql": "SELECT id, double AS x FROM live.nothing"}}
+    views = {"good": BROKEN | reads, "bad": BROKEN | nothing}
+    project = make_project(view={"ttl": "soon"}, views=views, project={"schedule": {"numbers": "* * * * *"}})
+    assert (sorted(project.views), sorted(project.broken)) == (["good"], ["bad", "numbers"])
+    assert "live.nothing: no such view" in str(project.broken["bad"])
+
+
+def test_a_broken_project_refuses_everything(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "project.yaml").write_text("root: 7")
+    assert [call(folder, *said) for said in (["status"], ["lookup", "numbers", "1"], ["gc"], ["run", "numbers"])] == [2] * 4
+    assert "project.yaml: root" in capsys.readouterr().err
+
+
+def test_an_override_that_spoils_a_view_is_that_views_mistake(folder: Path) -> None:
+    project = Project(folder, {"PRECOMPUTE_VIEWS__NUMBERS__TTL": "never"})
+    assert sorted(project.broken) == ["broken", "numbers"]
+    assert json.dumps(str(project.broken["numbers"])).startswith('"environment PRECOMPUTE_VIEWS__NUMBERS__TTL: ttl')

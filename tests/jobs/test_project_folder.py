@@ -1,0 +1,277 @@
+"""The project's folder: where relative paths start from, whatever the working directory, and what may be moved without computing anything again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jobs.cli import main
+from jobs.config import Project
+from jobs.fallback import ViewFallback
+from jobs.progress import Silent
+from jobs.run import plan_view, run_view
+from precompute.model import digest
+from precompute.source import Source
+from store.errors import ConfigError, SourceError
+from store.lookup import Lookup
+from store.offline_store import OfflineStore
+from store.online_url import open_online_store
+from tests.arithmetic import Doubler
+from tests.conftest import MakeProject
+
+RIGHT, WRONG = 1.0, 666.0
+"""``x`` of the one row in the project's files, and in files of the same names in the working directory."""
+
+
+class Weighed(Doubler):
+    """``double`` = x times the number in a file.
+
+    Args:
+        weights: the file.
+        nested: more of them.
+    """
+
+    def __init__(self, weights: str, nested: dict[str, list[str]] | None = None) -> None:
+        super().__init__(dim=0)
+        self.weights, self.nested = weights, nested or {}
+
+    def fingerprint(self) -> str:
+        return digest(weights=self.weights, nested=self.nested)
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, Any]:
+        factor = float(Path(self.weights).read_text())
+        return {"double": super().compute(batch)["double"] / 2 * factor}
+
+
+WEIGHED = {
+    "model": {"use": "tests.jobs.test_project_folder:Weighed", "args": {"weights": "./weights.txt"}},
+    "features": {"double": {"dtype": "float64"}},
+}
+
+
+def write_files(folder: Path, x: float) -> None:
+    """The same small table in every form, and the same number as a model's weights."""
+    table = pa.table({"id": [1], "x": [x]})
+    for name in ("data.parquet", "part-1.parquet", "sub/part-2.parquet", "day=7/part.parquet"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(table, folder / name)
+    (folder / "data.csv").write_text(f"id,x\n1,{x}\n")
+    (folder / "data.json").write_text(json.dumps({"id": 1, "x": x}))
+    (folder / "weights.txt").write_text(str(x))
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, full of files of the right names that are the wrong ones."""
+    folder = tmp_path / "elsewhere"
+    write_files(folder, WRONG)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+READS = {
+    "a name": "SELECT * FROM read_csv('data.csv')",
+    "from here": "SELECT * FROM read_csv('./data.csv', header = true)",
+    "from above": "SELECT * FROM read_parquet('../project/data.parquet')",
+    "as a table": "FROM 'data.csv'",
+    "as a table, with a name": "SELECT t.id, t.x FROM './data.parquet' AS t",
+    "by its stem": "SELECT data.id, data.x FROM 'data.csv'",
+    "without quotes": "SELECT * FROM data.csv",
+    "a list": "SELECT id, max(x) AS x FROM read_parquet(['data.parquet', './part-1.parquet']) GROUP BY id",
+    "a pattern": "SELECT id, max(x) AS x FROM read_parquet('./part-*.parquet') GROUP BY id",
+    "a pattern as a table": "SELECT id, max(x) AS x FROM '**/part-2.parquet' GROUP BY id",
+    "a hive": "SELECT id, x FROM read_parquet('day=*/*.parquet', hive_partitioning = true) WHERE day = 7",
+    "put together": "SELECT * FROM read_csv('./da' || 'ta' || '.csv')",
+    "made of a list": "SELECT * FROM read_parquet(list_transform(['data'], lambda n: n || '.parquet'))",
+    "json": "SELECT id, x FROM read_json('data.json')",
+    "text": "SELECT 1 AS id, split_part(split_part(content, ',', 3), chr(10), 1)::DOUBLE AS x FROM read_text('data.csv')",
+    "within": "WITH t AS (SELECT * FROM 'data.csv') SELECT * FROM (SELECT id, x FROM t JOIN 'data.parquet' USING (id, x))",
+    "beside": "SELECT 1 AS id, (SELECT max(x) FROM 'data.csv') AS x -- 'data.csv'",
+    "a table of the query's own": 'WITH "data.csv" AS (SELECT 1 AS id, 1.0::DOUBLE AS x) SELECT * FROM "data.csv"',
+    "of a path": "SELECT id, x FROM glob('./data.csv') JOIN 'data.csv' ON file LIKE '%/project/data.csv'",
+    "a variable": "SELECT * FROM read_csv('${data}/data.csv')",
+}
+
+
+@pytest.mark.parametrize("how", READS)
+def test_files_in_sql_start_from_the_projects_folder(make_project: MakeProject, elsewhere: Path, how: str) -> None:
+    project = make_project(view={"source": {"sql": READS[how]}})
+    write_files(project.folder, RIGHT)
+    with Source(project.view("numbers").source.sql, ["id"], {}, folder=project.home) as source:
+        assert source.sample(9).select(["id", "x"]).to_pylist() == [{"id": 1, "x": RIGHT}]
+        assert source.load() == 1
+        assert source.rows(["1"]).to_pylist()[0]["x"] == RIGHT
+        assert source.table(source_sql := project.view("numbers").source.sql).column("x").to_pylist() == [RIGHT], source_sql
+
+
+def test_what_is_only_in_the_working_directory_is_not_found(make_project: MakeProject, elsewhere: Path) -> None:
+    for sql in ("FROM 'data.csv'", "FROM read_csv('data.csv')", "FROM read_csv('*.csv')", "FROM data.csv"):
+        with pytest.raises((SourceError, ConfigError)):
+            Source(sql, ["id"], {}, folder=make_project().home)
+
+
+def test_a_folder_whose_name_is_a_pattern_and_has_a_quote(tmp_path: Path, elsewhere: Path) -> None:
+    folder = tmp_path / "it's [1] * new?"
+    write_files(folder, RIGHT)
+    for sql in ("FROM 'data.csv'", "FROM 'dat*.csv'", "FROM read_parquet(['data.parquet'])"):
+        with Source(sql, ["id"], {}, folder=folder) as source:
+            assert source.sample(9).to_pylist() == [{"id": 1, "x": RIGHT}]
+
+
+@pytest.mark.parametrize(
+    ("sql", "said"),
+    [
+        ("FROM query('SELECT * FROM ''data.csv''')", "hides which files"),
+        ("FROM query_table('data.csv')", "hides which files"),
+        ("SELECT * FROM read_csv('data-' || nextval('none') || '.csv')", "write it as a text"),
+    ],
+)
+def test_sql_whose_files_cannot_be_told_is_refused(make_project: MakeProject, elsewhere: Path, sql: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Source(sql, ["id"], {}, folder=make_project().home)
+
+
+def test_a_partitions_bounds_may_be_part_of_a_files_name(make_project: MakeProject, elsewhere: Path) -> None:
+    sql = "SELECT 1 AS id, x, $start AS day FROM read_csv(strftime($start, './%Y.csv')) WHERE $end > $start"
+    partition = {"by": "month", "start": "2020-01-01"}
+    project = make_project(view={"source": {"sql": sql}, "partition": partition})
+    at = project.view("numbers").partition_at
+    from datetime import UTC, datetime
+
+    month = at(datetime(2021, 3, 9, tzinfo=UTC))
+    assert month is not None
+    (project.folder / "2021.csv").write_text("x\n1.0\n")
+    with Source(sql, ["id"], {}, bounds=(month.start, month.end), folder=project.home) as source:
+        assert source.sample(9).column("x").to_pylist() == [RIGHT]
+
+
+def rows_of(project: Project, number: int) -> list[Any]:
+    store = OfflineStore(project.root)
+    return [row["double"] for batch in store.batches(store.snapshot("numbers", number)) for row in batch.to_pylist()]
+
+
+def computed(project: Project, key: str) -> list[Any]:
+    """What the fallback answers for a key."""
+    fallback = ViewFallback(OfflineStore(project.root), project.home, memory_mb=64)
+    lookup = Lookup(open_online_store(project.online), project.root, fallback)
+    try:
+        answer = lookup.begin("numbers", [key], fallback=True, deadline_ms=20_000)
+        answer.wait()
+        return [row["features"]["double"] for row in answer.rows()]
+    finally:
+        fallback.close()
+        lookup.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_run_and_its_workers_take_the_projects_files(make_project: MakeProject, elsewhere: Path, workers: int) -> None:
+    project = make_project(
+        view=WEIGHED | {"source": {"sql": "FROM 'data.csv'"}}, project={"engine": {"workers": workers}, "vars": None}
+    )
+    write_files(project.folder, 3.0)
+    assert run_view(project, "numbers", Silent()).status == "published"
+    assert rows_of(project, 1) == [9.0]
+
+
+def test_the_fallback_takes_the_files_of_the_project_it_serves(
+    make_project: MakeProject, elsewhere: Path, tmp_path: Path
+) -> None:
+    """Published in one folder, served from another: the definition travels in the pointer, as it was written."""
+    view = WEIGHED | {"source": {"sql": "FROM 'data.csv'"}, "fallback": {"enabled": True, "deadline": "20s"}}
+    project = make_project(view=view)
+    write_files(project.folder, 3.0)
+    run_view(project, "numbers", Silent())
+    (project.folder / "data.csv").write_text("id,x\n1,3.0\n2,5.0\n")
+    assert computed(project, "2") == [15.0]
+    moved = tmp_path / "moved"
+    shutil.move(project.folder, moved)
+    write_files(project.folder, WRONG)  # at the old place
+    assert computed(Project(moved, {}), "2") == [15.0]
+
+
+def test_arguments_of_any_depth_are_paths_when_they_start_with_a_dot_and_a_slash(
+    make_project: MakeProject, elsewhere: Path
+) -> None:
+    args = {"weights": "../project/weights.txt", "nested": {"files": ["./data.csv"], "texts": [".", "..", "data.csv", "/x y"]}}
+    project = make_project([(1, 2.0)], view=WEIGHED | {"model": WEIGHED["model"] | {"args": args}})
+    write_files(project.folder, 3.0)
+    run_view(project, "numbers", Silent())
+    first = OfflineStore(project.root).snapshot("numbers", 1)
+    assert first.view.definition["model"]["args"] == args  # as they are written
+    (project.folder / "data.csv").write_text("other")
+    assert run_view(project, "numbers", Silent()).model != first.model
+
+
+def test_a_copied_or_moved_project_computes_nothing_and_commits_nothing(
+    make_project: MakeProject, elsewhere: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sql = "SELECT t.* FROM read_csv('${data}/data.csv') t JOIN './data.parquet' USING (id)"
+    extra = {"sql": "SELECT * FROM 'data.parquet'"}
+    project = make_project(
+        view={"source": {"sql": sql}, "model": {"use": "tests.jobs.test_project_folder:Tabled", "args": {"table": extra}}}
+    )
+    write_files(project.folder, 3.0)
+    run_view(project, "numbers", Silent())
+    for place in (tmp_path / "copy", tmp_path / "far" / "away"):
+        shutil.copytree(project.folder, place)
+        there = Project(place, {})
+        plan = plan_view(there, "numbers")
+        assert (plan.nothing_to_do, plan.diff.compute) == (True, 0), str(plan)
+        assert run_view(there, "numbers", Silent()).status == "current"
+        assert OfflineStore(there.root).numbers("numbers") == [1]
+    for file in (project.root / "numbers" / "manifests").iterdir():
+        assert str(project.folder) not in file.read_text()
+    assert str(project.folder) not in json.dumps(open_online_store(project.online).live("numbers").view.to_json())  # type: ignore[union-attr]
+
+
+class Tabled(Doubler):
+    """Takes a table, too."""
+
+    def __init__(self, table: pa.Table) -> None:
+        super().__init__()
+        assert table.column("x").to_pylist() == [3.0]
+
+
+def test_other_data_under_the_same_name_is_another_recipe(make_project: MakeProject, tmp_path: Path) -> None:
+    """A variable's value is part of what is written."""
+    project = make_project([(1, 1.0)])
+    run_view(project, "numbers", Silent())
+    shutil.copytree(project.folder, tmp_path / "other", ignore=shutil.ignore_patterns("var"))
+    project = make_project(project={"vars": {"data": "../other"}})
+    assert "source's SQL changed" in plan_view(project, "numbers").reason
+
+
+def test_a_schedules_and_a_backfills_children_take_the_projects_files(make_project: MakeProject, elsewhere: Path) -> None:
+    sql = "SELECT id, x, $start AS day FROM 'data.csv' WHERE $end > $start"
+    view = WEIGHED | {"source": {"sql": sql}, "partition": {"by": "month", "start": "2026-01-01"}}
+    project = make_project(view=view)
+    write_files(project.folder, 3.0)
+    assert main(["-c", "../project", "backfill", "numbers", "--from", "2026-01-01", "--to", "2026-01-01", "--json"]) == 0
+    assert rows_of(project, 1) == [9.0]
+
+
+def test_a_relative_notify_command_is_the_projects(
+    make_project: MakeProject, elsewhere: Path, write_script: Callable[[Path, str], None]
+) -> None:
+    project = make_project([(1, 1.0)], project={"notify": ["./tell.sh", "./told"]})
+    write_script(elsewhere / "tell.sh", 'echo wrong > "$1"')
+    write_script(project.folder / "tell.sh", 'echo "$NOTIFY_STATUS" > "$1"')
+    run_view(project, "numbers", Silent())
+    assert (project.folder / "told").read_text() == "published\n"
+    assert not (elsewhere / "told").exists()
+
+
+@pytest.fixture
+def write_script() -> Callable[[Path, str], None]:
+    def write(path: Path, text: str) -> None:
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+
+    return write

@@ -1,0 +1,177 @@
+"""Python in the project's folder: imported under a name of its own, with its neighbours, anew when it has changed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import store
+from jobs.config import Project
+from jobs.progress import Silent
+from jobs.run import run_view
+from precompute.model import load_model
+from precompute.project_module import import_module, module_exists, plain_name
+from store.errors import ConfigError
+from store.offline_store import OfflineStore
+from tests.conftest import MakeProject
+
+MODEL = """
+import numpy as np
+{imports}
+
+class Times:
+    def fingerprint(self):
+        return f"times {{{factor}}}"
+
+    def compute(self, batch):
+        return {{"double": np.asarray(batch.column("x")) * {factor}}}
+"""
+
+BATCH = pa.RecordBatch.from_pydict({"x": [1.0, 2.0]})
+
+
+def write(folder: Path, name: str, imports: str = "", factor: str = "2.0") -> None:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(MODEL.format(imports=imports, factor=factor))
+
+
+def values(folder: Path, use: str) -> list[float]:
+    found: Any = load_model(use, {}, folder).compute(BATCH)
+    return np.asarray(found["double"]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [("store", 0), ("store", 1), ("jobs", 0), ("precompute", 0), ("json", 0), ("numbers", 0), ("tests", 0)],
+)
+def test_a_module_may_be_called_anything(make_project: MakeProject, name: str, workers: int) -> None:
+    """Also what a package of ours, of the standard library or of the path is called."""
+    project = make_project([(1, 1.0)])
+    write(project.folder, f"{name}.py")
+    view = {"model": {"use": f"{name}:Times"}, "features": {"double": {"dtype": "float64"}}}
+    project = make_project(view=view, project={"engine": {"workers": workers}})
+    report = run_view(project, "numbers", Silent())
+    assert report.counts["written"] == 1
+    assert sys.modules["store"] is store
+    assert str(project.folder) not in sys.path
+    fingerprint = OfflineStore(project.root).snapshot("numbers", 1).model
+    assert fingerprint == report.model
+
+
+IMPORTS = {
+    "from neighbour import factor": "factor",
+    "import neighbour": "neighbour.factor",
+    "import neighbour as other": "other.factor",
+    "from . import neighbour": "neighbour.factor",
+    "from .neighbour import factor": "factor",
+    "from package.inner import factor": "factor",
+    "import package.inner": "package.inner.factor",
+    "import package.inner as other": "other.factor",
+    "import os, neighbour, sys": "neighbour.factor",
+    "from package import inner": "inner.factor",
+    "from bare.inner import factor": "factor",
+    "from store import factor": "factor",
+    "def factor_of():\n    from neighbour import factor\n    return factor": "factor_of()",
+}
+
+
+@pytest.mark.parametrize("statement", IMPORTS)
+def test_a_module_imports_its_neighbours(tmp_path: Path, statement: str) -> None:
+    for name in ("neighbour.py", "package/__init__.py", "package/inner.py", "bare/inner.py", "store.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("factor = 7.0\n")
+    write(tmp_path, "mine.py", statement, IMPORTS[statement])
+    write(tmp_path, "package/models.py", "from ..neighbour import factor", "factor")
+    before = set(sys.modules)
+    assert values(tmp_path, "mine:Times") == [7.0, 14.0]
+    assert values(tmp_path, "package.models:Times") == [7.0, 14.0]
+    assert {name for name in set(sys.modules) - before if not name.startswith("_project_")} == set()
+
+
+def test_a_changed_module_or_neighbour_is_read_anew_and_the_old_one_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "neighbour.py").write_text("factor = 2.0\n")
+    write(tmp_path, "mine.py", "from neighbour import factor", "factor")
+    first = load_model("mine:Times", {}, tmp_path)
+    assert load_model("mine:Times", {}, tmp_path).__class__ is first.__class__
+    for factor in ("3.0", "4.0", "5.0"):  # in one second, and of one size
+        (tmp_path / "neighbour.py").write_text(f"factor = {factor}\n")
+        assert values(tmp_path, "mine:Times") == [float(factor), 2 * float(factor)]
+    assert np.asarray(first.compute(BATCH)["double"]).tolist() == [2.0, 4.0]
+    (tmp_path / "neighbour.py").unlink()
+    with pytest.raises(ConfigError, match="No module named 'neighbour'"):
+        load_model("mine:Times", {}, tmp_path)
+
+
+def test_two_projects_have_modules_of_one_name(tmp_path: Path) -> None:
+    for name, factor in (("a", "2.0"), ("b", "3.0")):
+        write(tmp_path / name, "mine.py", factor=factor)
+    assert [values(tmp_path / name, "mine:Times") for name in ("a", "b", "a")] == [[2.0, 4.0], [3.0, 6.0], [2.0, 4.0]]
+
+
+def test_a_folder_of_data_hides_no_module(tmp_path: Path) -> None:
+    """``numpy/`` with files that are no Python, beside the views."""
+    (tmp_path / "numpy").mkdir()
+    (tmp_path / "numpy" / "x.npy").write_bytes(b"")
+    assert import_module("numpy", tmp_path) is np
+    assert (module_exists("numpy", tmp_path), module_exists("nowhere_at_all", tmp_path)) == (True, False)
+
+
+def test_no_module_and_no_class_are_refused_by_the_names_the_user_gave(make_project: MakeProject, tmp_path: Path) -> None:
+    write(tmp_path, "store.py")
+    with pytest.raises(ConfigError, match=r"^unknown model 'store:Time': module 'store' has no class 'Time'$"):
+        load_model("store:Time", {}, tmp_path)
+    (error,) = make_project(view={"model": {"use": "nowhere_at_all:Model"}}).broken.values()
+    assert "there is no module 'nowhere_at_all'" in str(error)
+
+
+RANKER = """
+import torch
+from layers import scale
+
+class Ranker(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(1, 1)
+
+    def forward(self, x):
+        return self.linear(x) * scale
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_torch_module_takes_a_class_beside_the_views(
+    make_project: MakeProject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    args = {"module": "store:Ranker", "weights": "./ranker.safetensors", "inputs": {"x": ["x"]}, "outputs": {"double": 0}}
+    view = {"model": {"use": "torch_module", "args": args}, "features": {"double": {"dtype": "float32"}}}
+    project = make_project([(1, 1.0), (2, 3.0)], view=view, project={"engine": {"workers": workers}})
+    (project.folder / "store.py").write_text(RANKER)
+    (project.folder / "layers.py").write_text("scale = 10.0\n")
+    weights = {"linear.weight": torch.tensor([[2.0]]), "linear.bias": torch.tensor([1.0])}
+    save_file(weights, project.folder / "ranker.safetensors")
+    monkeypatch.chdir(tmp_path)
+    first = run_view(project, "numbers", Silent())
+    offline = OfflineStore(project.root)
+    rows = [row["double"] for batch in offline.batches(offline.snapshot("numbers", 1)) for row in batch.to_pylist()]
+    assert rows == [30.0, 70.0]
+    project.folder.rename(tmp_path / "moved")
+    moved = Project(tmp_path / "moved", {})
+    assert run_view(moved, "numbers", Silent()).status == "current"
+    save_file({n: w + 1 for n, w in weights.items()}, moved.folder / "ranker.safetensors")
+    assert run_view(moved, "numbers", Silent()).model != first.model
+
+
+def test_the_name_a_project_knows_a_module_by_is_the_same_everywhere(tmp_path: Path) -> None:
+    write(tmp_path, "mine.py")
+    module = import_module("mine", tmp_path)
+    assert module.__name__ != "mine"
+    assert plain_name(module.__name__) == "mine"
+    assert plain_name("torch.nn") == "torch.nn"
