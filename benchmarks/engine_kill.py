@@ -75,7 +75,7 @@ def lost_s(folder: Path, workers: int) -> float:
     process.wait()
     time.sleep(1.0)  # a worker dies with its parent
     project = Project(folder)
-    plan = dry_run(project.view("items"), OfflineStore(project.root), Report("", "items", "plan"))
+    plan = dry_run(project.view("items"), OfflineStore(project.root), project.home, Report("", "items", "plan"))
     return (log.stat().st_size - plan.diff.resumed) * ROW_S
 
 

@@ -34,12 +34,12 @@ def look(project: Project, name: str, *, data: bool = False) -> Dropped:
         ConfigError: there is no such view anywhere, or a configured one reads it.
         OnlineStoreError: the online store does not answer.
     """
-    store, configured = OfflineStore(project.root), name in project.views
+    store, configured = OfflineStore(project.root), name in project.names
     with contextlib.closing(open_online_store(project.online)) as online:
         served = name in online.views()
     known = NAME.match(name) is not None and (served or configured or (store.root / name).is_dir())
     if not known:
-        there = ", ".join(sorted({*store.views(), *project.views})) or "none"
+        there = ", ".join(sorted({*store.views(), *project.names})) or "none"
         raise ConfigError(f"no view {name!r}: neither configured, nor served, nor under {store.root} (there are: {there})")
     readers = [other for other, view in project.views.items() if other != name and name in view.inputs()]
     if readers:

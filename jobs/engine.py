@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 from jobs.config import EngineConfig
 from jobs.open_view import EXAMPLE_ROWS, REFERENCE, OpenView, compiled_folder
 from precompute.meter import Meter
@@ -32,7 +30,7 @@ def engine_of(opened: OpenView, config: EngineConfig, meter: Meter, store: Offli
         convert = {"variant": opened.variant, "folder": str(compiled_folder(store, opened.view.name))}
         tables[SAMPLE] = opened.source.sample(EXAMPLE_ROWS)
     args = {name: value for name, value in model["args"].items() if name not in opened.tables}
-    spec = WorkerSpec(model["use"], args, tables, opened.view, opened.folder, tuple(sys.path), convert)
+    spec = WorkerSpec(model["use"], args, tables, opened.view, opened.folder, convert)
     return WorkerPool(spec, meter, devices, hang_s=config.hang)
 
 

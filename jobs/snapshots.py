@@ -23,8 +23,7 @@ def list_snapshots(project: Project, name: str) -> list[dict[str, Any]]:
         SnapshotError: the live pointer cannot be read.
     """
     store = OfflineStore(project.root)
-    if name not in store.views():
-        name = project.view(name).name
+    project.named(name, store.views())
     ref, bad, pins = store.live(name), store.bad(name), store.pins(name)
     found = []
     for number in reversed(store.numbers(name)):

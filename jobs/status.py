@@ -222,7 +222,7 @@ def project_status(project: Project) -> list[dict[str, Any]]:
 def _unconfigured(project: Project, online: OnlineStore) -> list[dict[str, Any]]:
     """Lines of the views that are served though there is no file of them any more."""
     try:
-        names = [name for name in online.views() if name not in project.views]
+        names = [name for name in online.views() if name not in project.names]
     except OnlineStoreError:  # every view's own line says so
         return []
     lines = []

@@ -153,7 +153,6 @@ class _Worker:
                 return
             tables[name] = frame[1].read_all()
         threading.Thread(target=self._take, name="take", daemon=True).start()
-        sys.path.extend(p for p in spec["path"] if p not in sys.path)
         view = FeatureView.from_json(spec["view"])
         try:
             sample = tables.pop(SAMPLE, None)

@@ -69,7 +69,8 @@ class WorkerSpec:
     """All that a worker needs to make the model: see :func:`precompute.model.load_model`. ``args`` and ``convert`` are plain JSON, ``tables``
     further arguments.
 
-    ``folder`` is the project's, where its own modules lie and the relative paths in ``args`` start from. ``path`` are folders where the model's module may be, looked at last; ``convert`` is handed to :func:`precompute.worker.prepare_model`.
+    ``folder`` is the project's, where its own modules lie and the relative paths in ``args`` start from; ``convert`` is handed to
+    :func:`precompute.worker.prepare_model`.
     """
 
     use: str
@@ -77,7 +78,6 @@ class WorkerSpec:
     tables: Mapping[str, pa.Table]
     view: FeatureView
     folder: Path | None = None
-    path: Sequence[str] = ()
     convert: Mapping[str, Any] | None = None
 
 
@@ -549,7 +549,6 @@ class _Run:
             "tables": list(spec.tables),
             "view": spec.view.to_json(),
             "folder": None if spec.folder is None else str(spec.folder),
-            "path": list(spec.path),
             "convert": spec.convert,
             "heartbeat_s": self._patience.heartbeat_s,
             "memory_mb": self._worker_memory_mb,

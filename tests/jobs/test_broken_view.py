@@ -73,6 +73,8 @@ def test_status_shows_what_is_live_and_what_is_wrong(folder: Path, capsys: pytes
         (["search", "numbers", "--key", "1"], "fresh"),
         (["explain", "broken", "4"], "live in snapshot 2"),
         (["verify", "broken"], "ok "),
+        (["snapshots", "broken"], "live"),
+        (["drop", "broken", "--yes"], "broken"),
         (["pin", "broken"], "pinned: 2"),
         (["rollback", "broken"], "snapshot 1"),
         (["rollback", "broken", "--hold"], "snapshot 1"),

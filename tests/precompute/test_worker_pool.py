@@ -38,7 +38,7 @@ Stream = Iterable[tuple[pa.RecordBatch, Computed]]
 def pool(
     use: str, args: Mapping[str, Any] | None = None, workers: int = 1, meter: Meter | None = None, **given: Any
 ) -> WorkerPool:
-    return WorkerPool(WorkerSpec(use, args or {}, {}, VIEW, [ROOT]), meter or Meter(), [None] * workers, **given)
+    return WorkerPool(WorkerSpec(use, args or {}, {}, VIEW), meter or Meter(), [None] * workers, **given)
 
 
 def windows(count: int, rows: int, first: int = 0) -> Iterator[pa.RecordBatch]:
@@ -203,7 +203,7 @@ def test_workers_share_cores_and_each_sees_its_own_gpu(monkeypatch: pytest.Monke
     view = FeatureView("told", ("id",), (Feature("said", "string"),), 60.0, 60.0)
 
     def said(args: Mapping[str, Any], *devices: str | None) -> set[str]:
-        spec = WorkerSpec(TOLD, args, {"table": pa.table({"n": [40, 2]})}, view, [ROOT])
+        spec = WorkerSpec(TOLD, args, {"table": pa.table({"n": [40, 2]})}, view)
         stream = WorkerPool(spec, Meter(), devices).stream(windows(10_000, 1))
         found: set[str] = set()
         for _, done in stream:
@@ -219,7 +219,7 @@ def test_workers_share_cores_and_each_sees_its_own_gpu(monkeypatch: pytest.Monke
 
 def test_a_model_of_ones_own_is_found_in_the_projects_folder(tmp_path: Path) -> None:
     (tmp_path / "of_ones_own.py").write_text("from tests.arithmetic import Doubler as Mine\n")
-    spec = WorkerSpec("of_ones_own:Mine", {}, {}, VIEW, [str(tmp_path)])
+    spec = WorkerSpec("of_ones_own:Mine", {}, {}, VIEW, tmp_path)
     given = list(windows(1, 3))
     stream = WorkerPool(spec, Meter(), [None]).stream(given, hidden=["input_hash"])
     assert everything(stream) == as_one_process(DOUBLER, {}, given)
