@@ -29,6 +29,7 @@ from precompute.device import Device
 from precompute.model import Prepared, digest, resolve_path
 from precompute.models.sentence_folder import SentenceFolder, read_sentence_folder
 from precompute.models.sentence_head import Head
+from precompute.project_path import absolute_path
 from precompute.token_cache import TokenCache
 from precompute.torch_model import Tensors, TorchModel
 from store.errors import ConfigError, ModelError
@@ -216,7 +217,7 @@ class TextEncoder(TorchModel):
                 "lowercase": recipe.lowercase,
                 "tokenizer": {name: path for name, path in self._files.items() if name in _TOKENIZER_FILES},
             }
-            self._cache = TokenCache(Path(token_cache), digest(**facts))
+            self._cache = TokenCache(absolute_path(token_cache), digest(**facts))
         self._begin_with(self._prompt)
 
     def _begin_with(self, prompt: str) -> None:

@@ -69,7 +69,7 @@ def alone_and_together(project: Project, precision: str) -> dict[int, str]:
     assert live is not None
     snapshot = store.snapshot("numbers", live.snapshot)
     rows = pa.Table.from_batches(store.batches(snapshot)).sort_by("id")
-    fallback = ViewFallback(store, memory_mb=64)
+    fallback = ViewFallback(store, project.home, memory_mb=64)
     lookup = Lookup(open_online_store(project.online), project.root, fallback)
     try:
         requests = [list(range(20)), *([key] for key in range(20, 24))]

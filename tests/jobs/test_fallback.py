@@ -310,7 +310,7 @@ def _submit(fallback: ViewFallback, pointer: Pointer, key: str, **inputs: Any) -
 def test_what_is_searched_by_is_never_computed_among_rows(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)], view=FALLBACK | {"model": {"use": f"{HERE}:TwoSided"}})
     publish(project)
-    online, fallback = open_online_store(project.online), ViewFallback(OfflineStore(project.root), memory_mb=64)
+    online, fallback = open_online_store(project.online), ViewFallback(OfflineStore(project.root), project.home, memory_mb=64)
     pointer = online.live("numbers")
     assert pointer is not None
     try:

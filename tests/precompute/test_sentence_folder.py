@@ -290,7 +290,7 @@ def test_rows_are_documents_and_what_is_searched_by_is_a_query(
     rows = json.loads(capsys.readouterr().out)["rows"]
     scores = made[1].encode_document(TEXTS) @ made[1].encode_query("film of the snow")
     np.testing.assert_allclose([row["score"] for row in rows], np.sort(scores)[::-1], atol=1e-5)
-    fallback = ViewFallback(OfflineStore(project.root), memory_mb=64)
+    fallback = ViewFallback(OfflineStore(project.root), project.home, memory_mb=64)
     lookup = Lookup(open_online_store(project.online), project.root, fallback)
     try:
         answer = lookup.begin("numbers", [99], inputs={99: {"text": "cold film"}}, deadline_ms=60_000)
