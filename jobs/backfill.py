@@ -456,7 +456,11 @@ class _Conductor:
         view = self.state.view
         if not self.store.numbers(view):
             return None, "there is no snapshot"
-        number, ref = newest_publishable(view, self.store), self.store.readable_live(view)
+        try:
+            number = newest_publishable(view, self.store)
+        except SnapshotError as exc:
+            return None, str(exc)
+        ref = self.store.readable_live(view)
         if ref is None:
             return number, None
         if ref.held is not None:

@@ -184,6 +184,10 @@ class PartitionConfig(_Strict):
         default=None, description="of the source: a date or timestamp (UTC) that must lie in the partition"
     )
     start: datetime = Field(description="the first partition begins here, or contains it")
+    empty: Literal["keep", "publish", "fail"] = Field(
+        default="keep",
+        description="of a partition without rows: done, and the rows that are live stay; done, and published like any other; or a failed run",
+    )
 
     @field_validator("start", mode="before")
     @classmethod
@@ -335,7 +339,9 @@ class ViewConfig(_Strict):
             fallback=self.fallback.enabled,
             fallback_deadline_s=self.fallback.deadline,
             definition={"source": self.source.sql, "model": _model_definition(self.model)}
-            | ({} if self.bad_rows == "reject" else {"bad_rows": self.bad_rows}),  # as before there was a choice
+            # Only where they are not what was done before there was a choice: a view defined then is the same view.
+            | ({} if self.bad_rows == "reject" else {"bad_rows": self.bad_rows})
+            | ({} if self.partition is None or self.partition.empty != "publish" else {"empty": "publish"}),
         )
 
     def inputs(self) -> list[str]:

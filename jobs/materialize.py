@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 
 from jobs.config import EngineConfig, ViewConfig
 from jobs.engine import engine_of
-from jobs.gates import Verdict, judge, verdicts_json
+from jobs.gates import JUDGED_ROWS, Verdict, judge, verdicts_json
 from jobs.open_view import OpenView, open_view
 from jobs.plan import Plan, make_plan, now_us
 from jobs.progress import Progress
@@ -108,7 +108,7 @@ def materialize(
             report.counts |= _nulls_json(plan.parent)
             return _judged_again(config, opened, store, report, plan.parent, accept, lease)
         accuracy: list[Verdict] = []
-        if plan.parent is None:  # what is built on was computed in the same precision, and was compared then
+        if plan.parent is None and plan.source_rows:  # what is built on was computed in the same precision, and was compared then
             with report.stage("accuracy"):
                 accuracy = [verdict for verdict in [check_accuracy(config, opened)] if verdict is not None]
             report.gates = [dict(gate) for gate in verdicts_json(accuracy)]
@@ -137,10 +137,12 @@ def materialize(
             duplicates=source.rows_read - plan.source_rows,
         )
         report.counts = _counts_json(counts)
-        if counts.rows == 0:
+        if counts.rows == 0 and counts.source:
             raise RejectedError(
                 f"view {config.name!r}: all {plan.source_rows} rows were rejected ({run.reasons()}); see {run.rejected_path}"
             )
+        if plan.parent is None and not run.parts:  # an outsider finds the columns all the same
+            run.write_no_rows()
         snapshot = _snapshot(plan, run, counts)
         if plan.compact:
             with report.stage("compact"):
@@ -196,8 +198,9 @@ def _planned(
     read_at_us = report.read_at_us = now_us()
     with report.stage("source"):
         total = opened.source.load(None if config.partition is None else config.partition.column)
-    if total == 0:
-        raise SourceError(f"view {config.name!r}: the source yielded no rows; nothing was published and the live snapshot stays")
+    if total == 0 and (config.partition is None or config.partition.empty == "fail"):
+        where = "the source" if partition is None else f"the source of partition {partition}"
+        raise SourceError(f"view {config.name!r}: {where} yielded no rows; nothing was published and the live snapshot stays")
     with report.stage("plan"):
         plan = make_plan(
             config,
@@ -226,8 +229,8 @@ def _snapshot(plan: Plan, run: _Run, counts: Counts) -> Snapshot:
         parts=tuple(run.parts),
         rejected=run.rejected_part,
         created_at=utc_now(),
-        computed_at_min=min(ages),
-        computed_at_max=max(ages),
+        computed_at_min=min(ages, default=None),
+        computed_at_max=max(ages, default=None),
         inputs=dict(run.opened.inputs),
         input_columns={name: str(source.schema.field(name).type) for name in source.input_columns},
         timings_s={name: round(s, 3) for name, s in report.stages_s.items()},
@@ -263,10 +266,23 @@ def _judged(
             live = None
     if live is not None and live.number == snapshot.number:
         live = None
+    if not snapshot.rows:
+        return _judged_empty(config, snapshot, live, accept)
     quality, verdicts = judge(config, opened, store, snapshot, live)
     gates = (*before, *verdicts_json(verdicts))
     failed = {gate["gate"] for gate in gates if not gate["passed"]}
     return replace(snapshot, quality=quality, gates=gates, accepted=tuple(sorted(failed.intersection(accept))))
+
+
+def _judged_empty(config: ViewConfig, snapshot: Snapshot, before: Snapshot | None, accept: Collection[str]) -> Snapshot:
+    """A partition without rows: there is nothing to judge but that it had some before."""
+    limit = config.gates.rows
+    if before is None or limit is None or before.rows < JUDGED_ROWS:
+        return snapshot
+    message = f"no rows any more, against the {before.rows:,} of snapshot {before.number}"
+    verdict = Verdict("rows", limit >= 1, -1.0, limit, message)
+    accepted = ("rows",) if not verdict.passed and "rows" in accept else ()
+    return replace(snapshot, gates=tuple(verdicts_json([verdict])), accepted=accepted)
 
 
 def _judged_again(
@@ -442,6 +458,16 @@ class _Run:
         self._pending, self._places, self._pending_bytes = [], [], 0
         self._unjournaled, self._began = len(self._rejected), time.monotonic()
 
+    def write_no_rows(self) -> None:
+        """A part of no rows, for a snapshot that has none."""
+        self.parts.append(self.store.write_part(self.name, self.report.run, "part-00000.parquet", self._no_rows()))
+
+    def _no_rows(self) -> pa.Table:
+        view, source = self.opened.view, self.opened.source.schema
+        keys = [pa.field(n, pa.int64() if pa.types.is_integer(source.field(n).type) else pa.string()) for n in view.entity]
+        own = [pa.field("computed_at", pa.timestamp("us", "UTC")), pa.field("input_hash", pa.int64())]
+        return pa.schema([*keys, *view.feature_schema(), *own]).empty_table()
+
     def write_deletes(self, plan: Plan) -> tuple[Part | None, int]:
         """Write which rows of the parent's parts and of the chunks taken over are no rows of the result: (file, how many of the chunks)."""
         if plan.parent is None and not plan.diff.resumed:
@@ -494,6 +520,8 @@ class _Run:
                 size = 0
         if gathered:
             write()
+        if not parts:
+            parts.append(self.store.write_part(self.name, self.report.run, "compact-00000.parquet", self._no_rows()))
         chain = self.store.chain(snapshot)[:-1]
         bases = tuple(sorted({layer.number for layer in chain} | {number for layer in chain for number in layer.bases}))
         return replace(snapshot, kind="full", parent=None, bases=bases, parts=tuple(parts), deletes=None, own_deletes=0)

@@ -213,12 +213,17 @@ def _retained(snapshot: Snapshot, ref: LiveRef | None, store: OfflineStore, onli
     return ref.previous_generation if _can_be_read(pointer, store, online) else None
 
 
+def keeps_live(snapshot: Snapshot) -> bool:
+    """Whether a snapshot is a partition without rows, which takes the place of nothing unless its view says ``empty: publish``."""
+    return snapshot.partition is not None and not snapshot.rows and snapshot.view.definition.get("empty") != "publish"
+
+
 def newest_publishable(view: str, store: OfflineStore, accept: Collection[str] = ()) -> int:
     """Number of the newest snapshot of the newest partition that nobody rolled back from and no gate refused but those in ``accept``; the
     newest of all when there is none such, to be told why it cannot be published.
 
     Raises:
-        SnapshotError: there is no snapshot.
+        SnapshotError: there is no snapshot, or only partitions without rows.
     """
     numbers = store.numbers(view)
     if not numbers:
@@ -238,7 +243,12 @@ def newest_publishable(view: str, store: OfflineStore, accept: Collection[str] =
     if last.partition is None:  # a view that lost or got its partitions: what it has now counts
         return last.number
     days = sorted((e.partition, e.number) for e in store.catalog(view).entries.values() if e.partition is not None)
-    return next(number for _, number in reversed(days) if good(number) is not None)
+    for _, number in reversed(days):
+        if (snapshot := good(number)) is not None and not keeps_live(snapshot):
+            return number
+    raise SnapshotError(
+        f"view {view!r}: no partition that may be published has rows; to publish one without, name it with --snapshot"
+    )
 
 
 def _readable_pointer(view: str, online: OnlineStore) -> Pointer | None:

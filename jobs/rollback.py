@@ -9,7 +9,7 @@ from collections.abc import Callable
 from jobs.config import Project
 from jobs.notify import notify
 from jobs.progress import Progress
-from jobs.publish import check_publishable, mend, publish
+from jobs.publish import check_publishable, keeps_live, mend, publish
 from jobs.report import PUBLISHING, Report, close_dead, recorded
 from jobs.run import named
 from store.errors import GateError, SnapshotError
@@ -105,8 +105,10 @@ def _target(store: OfflineStore, name: str, ref: LiveRef) -> int:
     ]
     for entry in sorted(before, key=lambda e: (e.number == ref.previous, e.partition or "", e.number), reverse=True):
         try:
-            check_publishable(store.snapshot(name, entry.number), store)
-            return entry.number
+            snapshot = store.snapshot(name, entry.number)
+            check_publishable(snapshot, store)
+            if not keeps_live(snapshot) or entry.number == ref.previous:
+                return entry.number
         except (SnapshotError, GateError) as exc:
             log.warning("%s", exc)
     raise SnapshotError(

@@ -16,7 +16,7 @@ from jobs.materialize import dry_run, materialize
 from jobs.notify import notify
 from jobs.plan import Plan
 from jobs.progress import Progress
-from jobs.publish import accepted, newest_publishable, publish, renew
+from jobs.publish import accepted, keeps_live, newest_publishable, publish, renew
 from jobs.report import PUBLISHING, Report, close_dead, recorded
 from store.crashpoint import crashpoint
 from store.errors import ConfigError, PrecomputeError, RequestError, SnapshotError
@@ -198,6 +198,9 @@ def _asked(store: OfflineStore, name: str, number: int | None, accept: Collectio
 def _may_go_live(store: OfflineStore, snapshot: Snapshot) -> bool:
     """Whether a run may publish what it computed; an operator's ``publish`` always may."""
     name = snapshot.view.name
+    if keeps_live(snapshot) and not snapshot.refused_by:
+        log.info("view %r: partition %s has no rows: it is done, and what is live stays", name, snapshot.partition)
+        return False
     ref = store.readable_live(name)
     if ref is None:
         return True

@@ -411,6 +411,14 @@ def test_the_oldest_comes_first_and_the_newest_goes_live(daily: MakeDaily) -> No
     assert (again.status, again.items, len(committed(project))) == ("done", [], 3)
 
 
+def test_an_empty_day_is_a_done_day(daily: MakeDaily, capsys: pytest.CaptureFixture[str]) -> None:
+    project = daily([1, 3])
+    assert main(["-c", str(project.folder), "backfill", "numbers", "--from", "2024-01-01", "--to", "2024-01-04"]) == 0
+    assert "4 done" in capsys.readouterr().out
+    assert (committed(project), live(project)) == ([part(n) for n in (1, 2, 3, 4)], part(3))
+    assert [why for _, _, why in plans(project, 1, 4)] == ["done"] * 4
+
+
 def test_backwards_begins_with_the_newest_and_nothing_is_published_unasked(
     daily: MakeDaily, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,7 @@ from jobs.cli import main
 from jobs.config import Project
 from jobs.fallback import ViewFallback
 from jobs.progress import Silent
+from jobs.publish import newest_publishable
 from jobs.report import Report
 from jobs.run import plan_view, run_view
 from store.errors import ConfigError, GateError, RejectedError, SourceError
@@ -433,3 +434,69 @@ def test_any_parquet_reader_can_read_one_partition(make_project: MakeProject) ->
     snapshot = OfflineStore(project.root).snapshot("numbers", 1)
     table = pq.read_table(project.root / "numbers" / snapshot.parts[0].path)
     assert dict(zip(table["id"].to_pylist(), (v / 2 for v in table["double"].to_pylist()), strict=True)) == expected(1)
+
+
+# ---- partitions without rows
+
+
+def without(*days: int) -> pa.Table:
+    """The events of all days but some."""
+    table = events()
+    times = table.column("t").to_pylist()
+    return table.filter(pa.array([all(at.date() != DAYS[n].date() for n in days) for at in times]))
+
+
+def run_day(project: Project, number: int, **how: Any) -> Report:
+    return run_view(project, "numbers", Silent(), partition=containing("day", DAYS[number]), **how)
+
+
+def test_an_empty_partition_is_done_and_what_is_live_stays(make_project: MakeProject, capsys: Captured) -> None:
+    project = make(make_project, without(2, 3))
+    store, online = OfflineStore(project.root), open_online_store(project.online)
+    assert run_day(project, 1).status == "published"
+    for number, snapshot in ((2, 2), (3, 3)):
+        report = run_day(project, number)
+        assert (report.status, report.snapshot, report.counts["source"]) == ("committed", snapshot, 0)
+        found = store.snapshot("numbers", snapshot)
+        assert (found.rows, found.gates, found.computed_at_min, found.partition) == (0, (), None, report.partition)
+        (part,) = store.part_paths(found)
+        assert pq.read_schema(part).names == ["id", "double", "vector", "computed_at", "input_hash"]
+        assert run_day(project, number).status == "current"
+    assert newest_publishable("numbers", store) == 1
+    pointer = online.live("numbers")
+    assert pointer is not None
+    assert (pointer.snapshot, pointer.rows) == (1, 3)
+    assert main(["-c", str(project.folder), "publish", "numbers", "--snapshot", "3"]) == 0
+    assert Lookup(online).row("numbers", 1)["reason"] == "unknown_entity"
+    assert main(["-c", str(project.folder), "verify", "numbers"]) == 0
+    assert main(["-c", str(project.folder), "status"]) == 0
+    assert main(["-c", str(project.folder), "rollback", "numbers"]) == 0
+    assert Lookup(online).row("numbers", 1)["status"] == "fresh"
+    make(make_project)
+    assert (run_day(project, 3).status, run_day(project, 3).status) == ("published", "current")
+    assert Lookup(online).row("numbers", 1)["features"]["double"] == 2 * (1 + 300)
+
+
+def test_a_view_may_forbid_empty_partitions_or_publish_them(make_project: MakeProject) -> None:
+    by = {"by": "day", "start": DAYS[0].date().isoformat()}
+    project = make(make_project, without(3), partition=by | {"empty": "fail"})
+    run_day(project, 2)
+    with pytest.raises(SourceError, match=rf"the source of partition {DAYS[3]:%Y-%m-%d}\S* yielded no rows"):
+        run_day(project, 3)
+    project = make(make_project, without(3), partition=by | {"empty": "publish"})
+    report = run_day(project, 3)
+    assert (report.status, report.snapshot) == ("published", 2)
+    assert open_online_store(project.online).live("numbers").rows == 0  # type: ignore[union-attr]
+
+
+def test_a_partition_that_lost_all_its_rows_is_refused_until_that_is_accepted(make_project: MakeProject) -> None:
+    table = pa.table({"id": range(30), "x": [float(n) for n in range(30)], "t": [DAYS[2]] * 30})
+    project = make(make_project, table, gates={"rows": 0.2, "drift": None, "norm": None})
+    run_day(project, 2)
+    make(make_project, table.slice(0, 0), gates={"rows": 0.2, "drift": None, "norm": None})
+    with pytest.raises(GateError, match=r"no rows any more, against the 30 of snapshot 1 \(limit 0.2\)"):
+        run_day(project, 2)
+    store = OfflineStore(project.root)
+    assert (store.snapshot("numbers", 2).rows, store.snapshot("numbers", 2).counts.removed) == (0, 30)
+    assert run_day(project, 2, accept=["rows"]).status == "committed"
+    assert (store.snapshot("numbers", 3).refused_by, live(project)) == ([], (1, day(2)))
