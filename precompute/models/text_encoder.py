@@ -395,10 +395,14 @@ def _kind(file: Path) -> str:
         kind = str(config["model_type"])
     except (ValueError, KeyError, TypeError) as exc:
         raise ModelError(f"text_encoder: {file} is damaged: it names no model_type ({exc})") from exc
-    if kind not in (*ENCODERS, *DECODERS):
-        own = ", and its own code (auto_map) is never run" if "auto_map" in config else ""
+    if "AutoModel" in (config.get("auto_map") or {}):  # transformers' own code for the same model_type may be another model
         raise ConfigError(
-            f"text_encoder: {file}: model_type {kind!r} is not known to come out right in batches{own}; {', '.join((*ENCODERS, *DECODERS))} are: "
+            f"text_encoder: {file}: the model's own code (auto_map: {config['auto_map']['AutoModel']}) is never run: write a model class of your own, "
+            f"or remove auto_map where transformers' own {kind!r} is meant"
+        )
+    if kind not in (*ENCODERS, *DECODERS):
+        raise ConfigError(
+            f"text_encoder: {file}: model_type {kind!r} is not known to come out right in batches; {', '.join((*ENCODERS, *DECODERS))} are: "
             "write a model class of your own"
         )
     return kind

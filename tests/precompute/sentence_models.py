@@ -65,7 +65,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "albert": {**SMALL, "embedding_size": 8},
     "deberta-v2": {**SMALL, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False},
     "qwen2": GROUPED,
-    "qwen3": GROUPED,
+    "qwen3": {**GROUPED, "head_dim": 8},
     "llama": GROUPED,
     "mistral": {**GROUPED, "sliding_window": 8},
     "gemma3_text": {**GROUPED, "use_bidirectional_attention": True, "sliding_window": 8},

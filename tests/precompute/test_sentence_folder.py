@@ -232,8 +232,8 @@ def test_a_decoders_operations_count_its_shared_keys_and_its_gate(tmp_path: Path
     ours = TextEncoder(str(tmp_path / "saved"))
     prepared = ours.prepare(pa.record_batch({"text": ["x", "xx"]}))
     assert prepared.costs.tolist() == [2, 3]
-    per_token = 2 * 2 * (16 * 16 + 2 * 16 * 8 + 16 * 16 + 3 * 16 * 24)  # layers, (query, key and value, output, gated MLP)
-    assert ours.flops(prepared, np.arange(2)) == 5 * per_token + 4 * 2 * 16 * (2**2 + 3**2)
+    per_token = 2 * 2 * (16 * 32 + 2 * 16 * 16 + 32 * 16 + 3 * 16 * 24)  # layers, (query, key and value, output, gated MLP)
+    assert ours.flops(prepared, np.arange(2)) == 5 * per_token + 4 * 2 * 32 * (2**2 + 3**2)
 
 
 # ---- prompts
@@ -349,8 +349,8 @@ OWN, SETTINGS = "sentence_bert_config.json", "config_sentence_transformers.json"
         ("config.json", {"model_type": "t5"}, "model_type 't5' is not known to come out right in batches; albert, bert"),
         (
             "config.json",
-            {"model_type": "new", "auto_map": {"AutoModel": "modeling.New"}},
-            r"its own code \(auto_map\) is never run",
+            {"auto_map": {"AutoModel": "modeling.New"}},
+            r"own code \(auto_map: modeling\.New\) is never run: .* own 'bert' is meant",
         ),
         ("adapter_config.json", {"peft_type": "LORA"}, "is an adapter .* on another model: merge"),
         ("tokenizer_config.json", {"truncation_side": "left"}, "truncation_side is left; only right"),
