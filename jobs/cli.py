@@ -392,6 +392,7 @@ def _gc(arguments: argparse.Namespace) -> int:
     from jobs.gc import collect, damage, forget
     from store.lease import take
     from store.offline_store import PUBLISH_LEASE, OfflineStore
+    from store.reserve import spending_reserve
 
     project = _project(arguments)
     store, settings = OfflineStore(project.root), project.settings
@@ -402,20 +403,21 @@ def _gc(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"--forget {view} {number}: name a view ({', '.join(store.views())}) and the number of its damaged snapshot, without --dry-run"
         )
-    for name in store.views():
-        try:
-            with take(
-                store.lease_folder(name), PUBLISH_LEASE, "gc", ttl_s=settings.lease, busy=f"view {name!r} is being published"
-            ) as lease:
-                if name == view:
-                    forget(store, name, int(number), lease)
-                keep, grace_s = settings.retention.keep, settings.retention.grace
-                garbage += collect(
-                    store, name, keep=keep, grace_s=grace_s, leases=[lease], dry_run=arguments.dry_run, told=failures.append
-                )
-            failures += damage(store, name)
-        except (ConflictError, SnapshotError) as exc:
-            failures.append(str(exc))
+    with spending_reserve(store.root):
+        for name in store.views():
+            try:
+                with take(
+                    store.lease_folder(name), PUBLISH_LEASE, "gc", ttl_s=settings.lease, busy=f"view {name!r} is being published"
+                ) as lease:
+                    if name == view:
+                        forget(store, name, int(number), lease)
+                    keep, grace_s = settings.retention.keep, settings.retention.grace
+                    garbage += collect(
+                        store, name, keep=keep, grace_s=grace_s, leases=[lease], dry_run=arguments.dry_run, told=failures.append
+                    )
+                failures += damage(store, name)
+            except (ConflictError, SnapshotError) as exc:
+                failures.append(str(exc))
     failures = list(dict.fromkeys(failures))
     for text in failures:
         print(f"precompute: {text}", file=sys.stderr)

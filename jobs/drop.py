@@ -13,6 +13,7 @@ from store.feature_view import NAME
 from store.lease import holder, is_held, take
 from store.offline_store import PUBLISH_LEASE, OfflineStore
 from store.online_url import open_online_store
+from store.reserve import spending_reserve
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ def drop(project: Project, name: str, *, data: bool = False) -> Dropped:
     """
     found, store = look(project, name, data=data), OfflineStore(project.root)
     folder = store.lease_folder(name)
-    with contextlib.ExitStack() as held:
+    with spending_reserve(store.root), contextlib.ExitStack() as held:
         if folder.is_dir():
             busy = f"view {name!r} is being published, rolled back or cleaned up; wait for it"
             held.enter_context(take(folder, PUBLISH_LEASE, "drop", ttl_s=project.settings.lease, busy=busy))

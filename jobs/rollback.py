@@ -16,6 +16,7 @@ from store.errors import GateError, SnapshotError
 from store.lease import take
 from store.offline_store import PUBLISH_LEASE, LiveRef, OfflineStore
 from store.online_url import open_online_store
+from store.reserve import spending_reserve
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ def rollback(
 
     with (
         named(name),
+        spending_reserve(store.root),
         take(store.lease_folder(name), PUBLISH_LEASE, "rollback", ttl_s=project.settings.lease, force=True) as lease,
         recorded(store, name, "rollback", ended) as report,
         contextlib.ExitStack() as held,

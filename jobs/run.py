@@ -25,6 +25,7 @@ from store.lease import Lease, take
 from store.offline_store import PUBLISH_LEASE, OfflineStore, run_lease
 from store.online_url import open_online_store
 from store.partition import Partition
+from store.reserve import keep_reserve
 from store.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ def run_view(
                 return done
         known = {"partition": part, "due": due, "backfill": backfill, "parents": _parents(project, name, store)}
         report = held.enter_context(recorded(store, name, command, ended, **known))
+        keep_reserve(store.root)
         held.enter_context(named(name))
         held.enter_context(_ended_by_kernel(deadline_s))
         held.callback(progress.end)

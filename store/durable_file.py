@@ -11,7 +11,7 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from store.crashpoint import crashpoint
@@ -24,8 +24,31 @@ LOCK_WAIT_S = 10.0
 """A lock file guards a few small reads and writes; whoever holds it longer is stopped or stuck."""
 
 
+_relief: Callable[[], bool] | None = None
+
+
+@contextlib.contextmanager
+def relieved(relief: Callable[[], bool]) -> Iterator[None]:
+    """Within, whoever finds no space calls ``relief``, of any thread of the process, and writes once more if that says that it freed some."""
+    global _relief
+    before, _relief = _relief, relief
+    try:
+        yield
+    finally:
+        _relief = before
+
+
 def write_durably(path: Path, data: bytes) -> None:
     """Write and fsync ``path``; not atomic by itself, see :func:`replace_durably`."""
+    try:
+        _write(path, data)
+    except OSError as exc:
+        if exc.errno not in (errno.ENOSPC, errno.EDQUOT) or _relief is None or not _relief():
+            raise
+        _write(path, data)
+
+
+def _write(path: Path, data: bytes) -> None:
     with path.open("wb") as file:
         file.write(data)
         file.flush()

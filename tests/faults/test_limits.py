@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
 import resource
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from jobs.cli import main
+from jobs.progress import Silent
+from jobs.rollback import rollback
 from precompute.runner import AHEAD_WINDOWS
 from precompute.source import Source
+from store import durable_file, reserve
 from store.errors import PrecomputeError
 from tests.faults.conftest import ROWS, MakeScene
 from tests.faults.harness import (
@@ -253,4 +258,89 @@ def test_a_lease_whose_clock_jumps_is_lost_and_not_shared(delta_to_come: MakeSce
     ended = first.go_on()
     assert ended.error is not None
     assert check_readers(scene) == scene.history[-1]
+    check_everything(scene)
+
+
+# ---- freeing space, and going back, without space
+
+
+@pytest.fixture(params=["played", "real"])
+def full(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Scene], contextlib.AbstractContextManager[None]]:
+    """Makes the disk of a scene full, but for what its reserve takes: of a file system of 8 MB really; or as if, where none can be mounted: then
+    no byte can be written while the reserve is there."""
+
+    @contextlib.contextmanager
+    def really(scene: Scene) -> Iterator[None]:
+        filler = scene.folder.parent / "filler"
+        with filler.open("wb", buffering=0) as file:
+            for size in (65536, 4096, 1):
+                with contextlib.suppress(OSError):
+                    while True:
+                        file.write(b"\0" * size)
+        yield
+        filler.unlink()
+
+    @contextlib.contextmanager
+    def played(scene: Scene) -> Iterator[None]:
+        write, taken = durable_file._write, scene.folder / "var" / ".reserve"
+
+        def refusing(path: Path, data: bytes) -> None:
+            if taken.exists():
+                path.touch()
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            write(path, data)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(durable_file, "_write", refusing)
+            patch.setattr(reserve, "keep_reserve", lambda _: None)  # the disk is as full as before
+            yield
+
+    return played if request.param == "played" else really
+
+
+@pytest.fixture
+def scene_on_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Scene:
+    """Three full snapshots, the last two published, on a disk of its own where the test asks for a real one."""
+    real = request.node.callspec.params["full"] == "real"
+    folder = request.getfixturevalue("small_disk") if real else tmp_path
+    scene = Scene(folder / "project")
+    for step in range(3):
+        scene.write({key: key * 10 + step for key in range(200)})
+        scene.run(full=True)
+    scene.settings = {"retention": {"keep": 1, "grace": "0s"}}
+    scene.write_configuration()
+    return scene
+
+
+def test_a_full_disk_can_be_gone_back_from(
+    scene_on_disk: Scene, full: Callable[[Scene], contextlib.AbstractContextManager[None]]
+) -> None:
+    scene = scene_on_disk
+    assert (scene.folder / "var" / ".reserve").stat().st_size == reserve.SIZE_BYTES
+    with full(scene):
+        with small_chunks(), pytest.raises(PrecomputeError, match="no space left"):
+            scene.run()  # nothing else may take the reserve
+        assert rollback(scene.project(), VIEW, Silent()).status == "published"
+        assert check_readers(scene) == scene.history[-2]
+        assert not (scene.folder / "var" / ".reserve").exists()
+    scene.write(changed(scene.rows, [1, 2, 3]))
+    recover(scene)
+    assert (scene.folder / "var" / ".reserve").stat().st_size == reserve.SIZE_BYTES
+    check_everything(scene)
+
+
+def test_a_full_disk_can_be_freed(
+    scene_on_disk: Scene, full: Callable[[Scene], contextlib.AbstractContextManager[None]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    scene = scene_on_disk
+    old = scene.view_folder / "data" / "20000101T000000.000000Z-abcdef" / "part-00000.parquet"
+    old.parent.mkdir()
+    old.write_bytes(b"\0" * 100_000)
+    with full(scene):
+        assert main(["-c", str(scene.folder), "gc"]) == 0, capsys.readouterr().err
+        assert not old.exists()
+    assert check_readers(scene) == scene.history[-1]
+    recover(scene)
     check_everything(scene)

@@ -48,6 +48,8 @@ def check(scene: Scene, image: Image, what: str = "run") -> Scene:
     image.restore(scene.folder / "var")
     scene = scene.copied(scene.folder)
     check_snapshots(scene)
+    running = [report for report in scene.store.reports(VIEW) if report["status"] == "running"]
+    assert scene.store.unended(VIEW) == running, "whoever closes dead runs' reports finds them"
     check_live(scene, image, what)
     if what == "run":
         check_committed(scene, image)
