@@ -218,6 +218,9 @@ class LmdbStore(OnlineStore):
             with locked(folder / ".lock"):
                 check_epoch(self._readable(pointer.view.name), pointer)
                 replace_durably(folder / "live.json", pointer.to_bytes())
+                # Of processes that died: whoever lives and writes one holds the lock.
+                for left in folder.glob(".live.json.*.tmp"):
+                    left.unlink(missing_ok=True)
         except OSError as exc:
             raise OnlineStoreError(disk_message(folder / "live.json", exc)) from exc
 
