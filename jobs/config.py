@@ -213,15 +213,27 @@ class GatesConfig(_Strict):
     rejected: Share | Literal["auto"] | None = Field(
         default="auto", description="largest share of rejected rows; auto is max_rejected"
     )
-    finite: float | None = Field(default=0.0, ge=0, le=1, description="largest share of sampled rows with a NaN or infinity")
+    finite: float | None = Field(default=0.0, ge=0, le=1, description="largest share of rows with a NaN or infinity")
     zero: float | None = Field(default=0.01, ge=0, le=1, description="largest share of vectors that are all zeros")
     norm: float | None = Field(default=0.5, ge=0, description="largest relative change of the mean norm since the live snapshot")
-    duplicates: float | None = Field(default=0.5, ge=0, le=1, description="largest share of vectors equal to another one")
+    duplicates: float | None = Field(default=0.5, ge=0, le=1, description="largest share of sampled vectors equal to another one")
     drift: float | None = Field(
         default=0.8,
         ge=-1,
         le=1,
         description="least mean cosine to the live snapshot's vectors of the same keys, by the same model",
+    )
+    moved: float | None = Field(
+        default=0.2,
+        ge=0,
+        le=1,
+        description="largest share of vectors that lie further than moved_by from the live ones, by the same model",
+    )
+    moved_by: float = Field(
+        default=0.45,
+        gt=0,
+        le=2,
+        description="a distance, as a share of the longer vector's length: 0.45 is a cosine of 0.9 between vectors of one length",
     )
     parity: float | None = Field(
         default=0.05, ge=0, le=1, description="largest share of sampled rows that the fallback computes differently"

@@ -211,7 +211,7 @@ class ViewFallback:
 
 def _warm_up(opened: OpenView) -> None:
     """Compute a row of the source, unseen by anybody: a model's first call in a thread takes several times as long as the next."""
-    for batch in opened.source.sample(1).combine_chunks().to_batches():
+    for batch in opened.source.head(1).combine_chunks().to_batches():
         compute(opened.model, opened.view, batch)
 
 

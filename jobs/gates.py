@@ -1,9 +1,11 @@
 """Gates: what a snapshot must look like before it may be published. A green job with half the rows, or with vectors of nothing, is
 stopped here, and the old version stays live.
 
-Shares of rows and vectors are judged on a sample of :data:`SAMPLE_ROWS` rows from all over the snapshot, counts on all of it. A row that
-``bad_rows: null`` left without features has no value for coverage, and no vector for any other gate. The figures and verdicts go into the
-manifest, whatever they are.
+Of all rows: how many there are, how many were rejected, have no value, are not finite or all zeros, and how long their vectors are; that was
+counted while they were written, and is in the manifest. Of all rows too, which of them are the live snapshot's own: they did not move, and are not
+read. Of rows drawn at random from all over the snapshot: which vectors repeat another one, and which come out differently from the fallback;
+of rows drawn from those that are not the live snapshot's own: how far their vectors moved. The figures and verdicts go into the manifest, whatever
+they are. A row that ``bad_rows: null`` left without features has no value for coverage, and no vector for any other gate.
 """
 
 from __future__ import annotations
@@ -20,12 +22,15 @@ import pyarrow.compute as pc
 
 from jobs.config import GatesConfig, ViewConfig
 from jobs.open_view import OpenView
+from precompute.accuracy import row_cosines
 from precompute.runner import compute, with_null_rows
 from precompute.same_value import differing
 from store.entity_key import key_column
 from store.errors import SnapshotError
 from store.feature_view import Feature
 from store.offline_store import OfflineStore
+from store.row_figures import RowFigures, VectorFigures, count
+from store.selection import all_rows, rows_beside, seed_of
 from store.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
@@ -34,8 +39,13 @@ SAMPLE_ROWS = 2048
 JUDGED_ROWS = 20
 """Fewer rows than these make no statistics: their shares, norms and drift are measured, and not judged."""
 PARITY_ROWS = 20
+READ_GROUPS = 256
+"""Row groups read at most for the values that drawn keys have now: a full run in another order has each of them in one of its own."""
 
-_STATISTICS = ("zero", "norm", "duplicates", "drift")
+QUANTILES = {"p01": 0.01, "p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
+"""Of lengths and of cosines to the live vectors, in the manifest's ``quality`` as ``<feature>.norm.p01`` and ``<feature>.drift.p01``."""
+
+_STATISTICS = ("zero", "norm", "duplicates", "drift", "moved")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +59,24 @@ class Verdict:
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Moves:
+    """The live snapshot's rows whose keys come again, against what they are now: ``same`` rows are the very same, ``changed`` were written anew. ``now``
+    and ``then`` hold those of the latter that were looked at, row by row of one key."""
+
+    same: int
+    changed: int
+    now: pa.Table
+    then: pa.Table
+
+
 def judge(
-    config: ViewConfig, opened: OpenView, store: OfflineStore, snapshot: Snapshot, live: Snapshot | None
+    config: ViewConfig,
+    opened: OpenView,
+    store: OfflineStore,
+    snapshot: Snapshot,
+    live: Snapshot | None,
+    rows: Snapshot | None = None,
 ) -> tuple[dict[str, float], list[Verdict]]:
     """Measure a snapshot that is about to be committed.
 
@@ -60,6 +86,7 @@ def judge(
         store: where the parts are.
         snapshot: its parts are written; it has no number yet.
         live: what it would replace; None when nothing is live.
+        rows: the same rows before they were copied, where that was done: these still show what they share with ``live``.
 
     Returns:
         figures by name, and the verdicts of all gates that apply.
@@ -77,10 +104,10 @@ def judge(
         if limit is not None and not (few and gate in _STATISTICS):
             verdicts.append(Verdict(gate, passed, measured, limit, message))
 
+    figures = _figures(store, snapshot)
     valued = snapshot.rows
     if snapshot.view.definition.get("bad_rows") == "null":
-        nulls = _null_rows(store, snapshot)
-        quality["nulls"], valued = float(nulls), snapshot.rows - nulls
+        quality["nulls"], valued = float(figures.valueless), snapshot.rows - figures.valueless
     few = valued < JUDGED_ROWS
     if live is not None and live.rows:
         change = snapshot.rows / live.rows - 1
@@ -101,20 +128,24 @@ def judge(
         limit is None or coverage >= limit - 1e-12,
         f"{valued:,} of {counts.source:,} source rows have a value",
     )
-    sample = store.sample(snapshot, SAMPLE_ROWS)
-    sample = sample.append_column("key", key_column(sample, snapshot.view.entity))
-    finite = _share_not_finite(sample, snapshot)
+    finite = figures.not_finite / figures.rows if figures.rows else 0.0
     judged(
         "finite",
         finite,
         gates.finite,
         gates.finite is None or finite <= gates.finite,
-        f"{finite:.2%} of sampled rows are not finite",
+        f"{figures.not_finite:,} of {figures.rows:,} rows are not finite",
     )
-    before = None if live is None else _common_rows(store, sample, snapshot, live)
+    sample = store.sample(snapshot, SAMPLE_ROWS)
+    sample = sample.append_column("key", key_column(sample, snapshot.view.entity))
+    before = None if live is None else _live_figures(store, live)
+    moves = None if live is None else _moves(store, snapshot if rows is None else rows, live)
     for feature in snapshot.view.features:
         if feature.dim is not None and feature.dtype.startswith("float"):
-            _judge_vectors(feature, sample, before, gates, live is not None and live.model == snapshot.model, judged)
+            _judge_vectors(feature, figures, before, gates, quality, judged)
+            _judge_duplicates(feature, sample, gates, judged)
+            if moves is not None:
+                _judge_moves(feature, moves, gates, quality, judged)
     if snapshot.view.fallback and gates.parity is not None:
         compared, differing = _parity(opened, sample)
         if compared:
@@ -126,93 +157,108 @@ def judge(
     return quality, verdicts
 
 
+def _figures(store: OfflineStore, snapshot: Snapshot) -> RowFigures:
+    """Of all rows; counted now where the manifest has none, being older than they."""
+    return snapshot.figures or count(store.batches(snapshot, snapshot.view.feature_names), snapshot.view)
+
+
+def _live_figures(store: OfflineStore, live: Snapshot) -> RowFigures | None:
+    try:
+        return _figures(store, live)
+    except SnapshotError as exc:  # what is live is damaged: a reason to replace it, not to keep it
+        log.warning("%s", exc)
+        return None
+
+
 def _judge_vectors(
-    feature: Feature, sample: pa.Table, before: pa.Table | None, gates: GatesConfig, same: bool, judged: Any
+    feature: Feature,
+    figures: RowFigures,
+    before: RowFigures | None,
+    gates: GatesConfig,
+    quality: dict[str, float],
+    judged: Any,
 ) -> None:
+    now = figures.vectors.get(feature.name, VectorFigures())
+    if not now.rows:
+        return
+    zero = now.zero / now.rows
+    judged("zero", zero, gates.zero, gates.zero is None or zero <= gates.zero, f"{zero:.1%} of {feature.name} are all zeros")
+    for name, value in zip(QUANTILES, now.norm_quantiles(list(QUANTILES.values())), strict=True):
+        quality[f"{feature.name}.norm.{name}"] = value
+    then = None if before is None else before.vectors.get(feature.name)
+    if then is not None and then.mean_norm > 0:
+        change = now.mean_norm / then.mean_norm - 1
+        message = f"mean norm of {feature.name} {now.mean_norm:.4g}, {change:+.1%} against {then.mean_norm:.4g}"
+        judged("norm", change, gates.norm, gates.norm is None or abs(change) <= gates.norm, message)
+
+
+def _judge_duplicates(feature: Feature, sample: pa.Table, gates: GatesConfig, judged: Any) -> None:
     sample = sample.filter(sample.column(feature.name).is_valid())
     if not sample.num_rows:
         return
-    now = _matrix(sample, feature)
-    norms = np.linalg.norm(now, axis=1)
-    zero = float((norms == 0).mean())
-    judged(
-        "zero", zero, gates.zero, gates.zero is None or zero <= gates.zero, f"{zero:.1%} of sampled {feature.name} are all zeros"
-    )
-    distinct = len(np.unique(now, axis=0)) if len(now) > 1 else 1
-    doubled = 1 - distinct / len(now)
+    vectors = _matrix(sample, feature)
+    doubled = 1 - len(np.unique(vectors, axis=0)) / len(vectors)
     message = f"{doubled:.1%} of sampled {feature.name} repeat another one"
     judged("duplicates", doubled, gates.duplicates, gates.duplicates is None or doubled <= gates.duplicates, message)
-    if before is None or before.schema.get_field_index(feature.name) < 0:
+
+
+def _judge_moves(feature: Feature, moves: _Moves, gates: GatesConfig, quality: dict[str, float], judged: Any) -> None:
+    if feature.name not in moves.then.schema.names or moves.then.schema.field(feature.name).type != feature.arrow_type:
         return
-    before = before.filter(before.column(feature.name).is_valid())
-    if not before.num_rows:
+    both = pc.and_(moves.now.column(feature.name).is_valid(), moves.then.column(feature.name).is_valid())
+    pairs = [table.filter(both) for table in (moves.now, moves.then)]
+    common = moves.same + round(moves.changed * (pairs[0].num_rows / max(1, moves.now.num_rows)))
+    if not common:
         return
-    then = _matrix(before, feature)
-    if then.shape[1] != now.shape[1]:
-        return  # another space altogether
-    mean, mean_before = float(norms.mean()), float(np.linalg.norm(then, axis=1).mean())
-    if mean_before > 0:
-        change = mean / mean_before - 1
-        message = f"mean norm of {feature.name} {mean:.4g}, {change:+.1%} against {mean_before:.4g}"
-        judged("norm", change, gates.norm, gates.norm is None or abs(change) <= gates.norm, message)
-    if same:
-        pairs = dict(zip(sample.column("key").to_pylist(), now, strict=True))
-        cosines = [_cosine(pairs[k], old) for k, old in zip(before.column("key").to_pylist(), then, strict=True) if k in pairs]
-        if not cosines:
-            return
-        drift = float(np.mean(cosines))
-        message = f"mean cosine of {feature.name} to the live snapshot {drift:.4f}, on {len(cosines):,} common keys"
-        judged("drift", drift, gates.drift, gates.drift is None or drift >= gates.drift, message)
+    cosines = np.ones(1)
+    weights, further = np.array([float(moves.same)]), np.zeros(1)
+    if pairs[0].num_rows:
+        now, then = (_matrix(table, feature) for table in pairs)
+        longer = np.maximum(np.linalg.norm(now, axis=1), np.linalg.norm(then, axis=1))
+        each = (common - moves.same) / len(now)
+        cosines = np.append(cosines, row_cosines(now, then))
+        further = np.append(further, np.linalg.norm(now - then, axis=1) > gates.moved_by * longer)
+        weights = np.append(weights, np.full(len(now), each))
+    weights /= weights.sum()
+    drift, moved = 1 - float(weights @ (1 - cosines)), float(weights @ further)
+    order = np.argsort(cosines, kind="stable")
+    places = np.searchsorted(np.cumsum(weights[order]), list(QUANTILES.values()))
+    for name, value in zip(QUANTILES, cosines[order][places.clip(max=len(order) - 1)].tolist(), strict=True):
+        quality[f"{feature.name}.drift.{name}"] = value
+    message = f"mean cosine of {feature.name} to the live snapshot {drift:.4f}, on {common:,} common keys"
+    judged("drift", drift, gates.drift, gates.drift is None or drift >= gates.drift - 1e-12, message)
+    message = f"{moved:.1%} of {feature.name} lie further than {gates.moved_by:g} of their length from the live ones, on {common:,} common keys"
+    judged("moved", moved, gates.moved, gates.moved is None or moved <= gates.moved + 1e-12, message)
+
+
+def _moves(store: OfflineStore, snapshot: Snapshot, live: Snapshot) -> _Moves | None:
+    """None where nothing can be compared: another model's space, no vectors, another entity, or a live snapshot that is damaged."""
+    features = [f.name for f in snapshot.view.features if f.dim is not None and f.name in live.view.feature_names]
+    entity = snapshot.view.entity
+    if not features or live.view.entity != entity or live.model != snapshot.model:
+        return None
+    layers = store.layers(snapshot)
+    try:
+        before = store.layers(live)
+        gone = rows_beside(before, layers)
+        drawn = gone.draw(SAMPLE_ROWS, seed_of(layers))
+        then = store.table(live, drawn, [*entity, *features])
+    except SnapshotError as exc:  # what is live is damaged: a reason to replace it, not to keep it
+        log.warning("%s", exc)
+        return None
+    keys = key_column(then, entity)
+    # Those of the drawn keys that left the source, or were rejected, are found nowhere: so are as many of all that are not the same any more.
+    found, again = rows_beside(layers, before).find(keys, entity, groups=READ_GROUPS, seed=seed_of(layers))
+    now = store.table(snapshot, again, [*entity, *features])
+    place = pc.index_in(key_column(now, entity), keys)
+    changed = round(gone.count * found / max(1, then.num_rows))
+    return _Moves(all_rows(before).count - gone.count, changed, now, then.take(place))
 
 
 def _matrix(table: pa.Table, feature: Feature) -> npt.NDArray[np.float64]:
     """[rows, dim] of a vector column without nulls and with at least a row."""
     column = table.column(feature.name).combine_chunks()
     return np.asarray(column.flatten()).astype(np.float64).reshape(len(column), -1)
-
-
-def _cosine(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> float:
-    length = float(np.linalg.norm(a) * np.linalg.norm(b))
-    return float(a @ b) / length if length else float(np.array_equal(a, b))
-
-
-def _share_not_finite(sample: pa.Table, snapshot: Snapshot) -> float:
-    bad = np.zeros(sample.num_rows, np.bool_)
-    for feature in snapshot.view.features:
-        if feature.dtype.startswith("float") and feature.max_items is None and sample.num_rows:
-            values = sample.column(feature.name).combine_chunks()
-            if feature.dim is not None:
-                valid = np.asarray(values.is_valid())
-                if valid.any():
-                    bad[valid] |= ~np.isfinite(_matrix(sample.filter(pa.array(valid)), feature)).all(axis=1)
-            else:
-                bad |= ~np.isfinite(np.asarray(values.fill_null(0)))
-    return float(bad.mean()) if len(bad) else 0.0
-
-
-def _null_rows(store: OfflineStore, snapshot: Snapshot) -> int:
-    """Rows of which every feature is null. No model may return a null vector, so that where there is one it tells alone; reads it whole."""
-    view = snapshot.view
-    names = next(([f.name] for f in view.features if f.dim is not None), list(view.feature_names))
-    found = 0
-    for batch in store.batches(snapshot, names, 65536):
-        null = np.ones(batch.num_rows, np.bool_)
-        for name in names:
-            null &= np.asarray(pc.is_null(batch.column(name)))
-        found += int(null.sum())
-    return found
-
-
-def _common_rows(store: OfflineStore, sample: pa.Table, snapshot: Snapshot, live: Snapshot) -> pa.Table | None:
-    """The live snapshot's vectors of the sampled keys."""
-    vectors = [f.name for f in snapshot.view.features if f.dim is not None and f.name in live.view.feature_names]
-    if not vectors or live.view.entity != snapshot.view.entity:
-        return None
-    try:
-        return store.rows(live, sample.column("key").to_pylist(), vectors)
-    except SnapshotError as exc:  # what is live is damaged: a reason to replace it, not to keep it
-        log.warning("%s", exc)
-        return None
 
 
 def _parity(opened: OpenView, sample: pa.Table) -> tuple[int, dict[str, str]]:

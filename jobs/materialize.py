@@ -33,9 +33,12 @@ from precompute.runner import Computed, with_null_rows
 from store.entity_key import bad_keys, key_column
 from store.errors import GateError, RejectedError, SnapshotError, SourceError
 from store.journal import Finished
+from store.layers import Layers
 from store.lease import Lease
 from store.offline_store import OfflineStore, utc_now
 from store.partition import Partition
+from store.row_figures import RowCounter, RowFigures, count
+from store.selection import all_rows, rows_beside, seed_of
 from store.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot
 
 PART_BYTES = 64 * 2**20
@@ -43,6 +46,8 @@ PART_BYTES = 64 * 2**20
 CHUNK_S = 15.0
 """Or for this long: a chunk, and what the engine has computed and not handed on (a few seconds' worth, whatever the model's speed), is what a
 killed run loses at most: together less than 30 s."""
+COUNTED_ROWS = 8192
+"""Of the rows a delta replaces, those that are read to be taken off its figures: their share of all is small, and the error is a small share of it."""
 
 _REJECTED = pa.schema(
     [
@@ -143,12 +148,14 @@ def materialize(
             )
         if plan.parent is None and not run.parts:  # an outsider finds the columns all the same
             run.write_no_rows()
-        snapshot = _snapshot(plan, run, counts)
+        snapshot = delta = _snapshot(plan, run, counts)
         if plan.compact:
             with report.stage("compact"):
-                snapshot = run.compacted(snapshot)
+                snapshot = run.compacted(delta)
         with report.stage("gates"):
-            snapshot = _judged(config, opened, store, snapshot, accept, verdicts_json(accuracy))
+            if not plan.compact:
+                snapshot = replace(snapshot, figures=run.figures(snapshot, plan.parent))
+            snapshot = _judged(config, opened, store, snapshot, accept, verdicts_json(accuracy), delta)
             report.gates = [dict(gate) for gate in snapshot.gates]
             report.counts |= _nulls_json(snapshot)
         with report.stage("commit"):
@@ -253,8 +260,10 @@ def _judged(
     snapshot: Snapshot,
     accept: Collection[str],
     before: Sequence[Mapping[str, Any]],
+    rows: Snapshot,
 ) -> Snapshot:
-    """The snapshot with the verdicts of the gates; ``before`` are those on what it was computed by."""
+    """The snapshot with its figures and the verdicts of the gates; ``before`` are those on what it was computed by, ``rows`` is itself, or the same
+    rows before they were copied to stand alone."""
     live = None
     if snapshot.partition is not None:
         live = store.newest(config.name, snapshot.partition, refused=False)  # another day's rows are no measure of this one's
@@ -268,7 +277,7 @@ def _judged(
         live = None
     if not snapshot.rows:
         return _judged_empty(config, snapshot, live, accept)
-    quality, verdicts = judge(config, opened, store, snapshot, live)
+    quality, verdicts = judge(config, opened, store, snapshot, live, rows)
     gates = (*before, *verdicts_json(verdicts))
     failed = {gate["gate"] for gate in gates if not gate["passed"]}
     return replace(snapshot, quality=quality, gates=gates, accepted=tuple(sorted(failed.intersection(accept))))
@@ -298,7 +307,7 @@ def _judged_again(
     if not snapshot.refused_by:
         return snapshot
     before = [gate for gate in snapshot.gates if gate["gate"] == "accuracy"]  # passed or accepted, or nothing had been computed
-    judged = _judged(config, opened, store, snapshot, {*accept, *(gate["gate"] for gate in before)}, before)
+    judged = _judged(config, opened, store, snapshot, {*accept, *(gate["gate"] for gate in before)}, before, snapshot)
     report.gates = [dict(gate) for gate in judged.gates]
     if judged.refused_by == snapshot.refused_by:
         return snapshot
@@ -335,6 +344,10 @@ class _Run:
     rejected_part: Part | None = None
     _began: float = field(default_factory=time.monotonic)
     _unjournaled: int = 0
+    _figures: dict[str, RowFigures] = field(default_factory=dict)
+    """Path of a part → of all its rows."""
+    _counter: RowCounter | None = None
+    """Of the rows that are pending."""
     _pending: list[pa.Table] = field(default_factory=list)
     _places: list[npt.NDArray[np.int64]] = field(default_factory=list)
     """Where each of their rows stands in the source: window, row."""
@@ -352,7 +365,10 @@ class _Run:
 
     def take_over(self, plan: Plan) -> None:
         """Begin with what interrupted runs left, and with the rows that were rejected before."""
-        self.parts = [chunk.part for chunk in plan.finished if chunk.part is not None] if plan.diff.resumed else []
+        for chunk in plan.finished if plan.diff.resumed else ():
+            if chunk.part is not None:
+                self.parts.append(chunk.part)
+                self._figures[chunk.part.path] = chunk.figures or self._counted(chunk.part)
         self.written = plan.diff.resumed
         if plan.diff.retried:
             before = self.opened.source.refused()
@@ -425,6 +441,9 @@ class _Run:
         kept = batch if len(done.rows) == batch.num_rows else batch.take(pa.array(done.rows))
         columns = [_key_values(kept.column(name)) for name in view.entity]
         columns += done.features.columns
+        if self._counter is None:
+            self._counter = RowCounter(view)
+        self._counter.add(done.features)
         columns += [pa.repeat(pa.scalar(now_us, pa.timestamp("us", "UTC")), kept.num_rows), kept.column("input_hash")]
         table = pa.Table.from_arrays(columns, names=[*view.entity, *view.feature_names, "computed_at", "input_hash"])
         self._pending.append(table)
@@ -440,7 +459,7 @@ class _Run:
     def _finish_chunk(self) -> None:
         """Make what was computed since the last chunk durable, and note it in the journal."""
         number = self.chunks
-        part = rejected = None
+        part = rejected = figures = None
         with self.report.stage("write"):
             if self._pending:
                 table = pa.concat_tables(self._pending)
@@ -448,12 +467,15 @@ class _Run:
                 if not (places[1:] > places[:-1]).all():  # pieces of windows come as they were computed
                     table = table.take(pa.array(np.argsort(places)))
                 part = self.store.write_part(self.name, self.report.run, f"part-{number:05d}.parquet", table)
+                assert self._counter is not None
+                figures, self._counter = self._counter.figures(), None
                 self.parts.append(part)
+                self._figures[part.path] = figures
             if len(self._rejected) > self._unjournaled:
                 table = pa.Table.from_batches(self._rejected[self._unjournaled :], _REJECTED)
                 rejected = self.store.write_part(self.name, self.report.run, f"rejected-{number:05d}.parquet", table)
             if part is not None or rejected is not None:
-                self.store.add_to_journal(self.name, self.report.run, Finished(part, rejected))
+                self.store.add_to_journal(self.name, self.report.run, Finished(part, rejected, figures))
                 self.chunks += 1
         self._pending, self._places, self._pending_bytes = [], [], 0
         self._unjournaled, self._began = len(self._rejected), time.monotonic()
@@ -497,6 +519,30 @@ class _Run:
         own = int(pc.sum(found.column("finished")).as_py() or 0)
         return self.store.write_part(self.name, self.report.run, "deletes.parquet", table), own
 
+    def figures(self, snapshot: Snapshot, parent: Snapshot | None) -> RowFigures:
+        """Of every row of the snapshot that is not committed yet: its parent's and those of its parts, less the rows that are no rows of it. These are
+        read by position: all of them up to :data:`COUNTED_ROWS`, beyond that as many drawn at random; but all where a count must be exact."""
+        view, store = snapshot.view, self.store
+        found = RowFigures()
+        for part in snapshot.parts:
+            found = found.plus(self._figures.get(part.path, RowFigures()))  # none of a part of no rows
+        before = Layers([], [], {})
+        if parent is not None:
+            before = store.layers(parent)
+            figures = parent.figures or count(store.batches(parent, view.feature_names), view)
+            found = found.plus(figures)
+        if snapshot.deletes is None:
+            return found
+        layers = store.layers(snapshot)
+        gone = rows_beside(replace(layers, dead=before.dead), layers)
+        drawn = gone if found.valueless else gone.draw(COUNTED_ROWS, seed_of(layers))
+        return found.less(count(drawn.batches(view.feature_names), view), gone.count)
+
+    def _counted(self, part: Part) -> RowFigures:
+        """Of a chunk whose run kept no figures."""
+        path = self.store.root / self.name / part.path
+        return count(all_rows(Layers([path], [part.rows], {})).batches(self.opened.view.feature_names), self.opened.view)
+
     def _relative(self, paths: list[Path]) -> list[str]:
         folder = (self.store.root / self.name).absolute()
         return [str(path.relative_to(folder)) for path in paths]
@@ -505,7 +551,7 @@ class _Run:
         """The same rows, all in parts of their own: nothing is computed, only copied."""
         parts: list[Part] = []
         gathered: list[pa.RecordBatch] = []
-        size = 0
+        size, counter = 0, RowCounter(snapshot.view)
 
         def write() -> None:
             name = f"compact-{len(parts):05d}.parquet"
@@ -514,6 +560,7 @@ class _Run:
 
         for batch in self.store.batches(snapshot):
             gathered.append(batch)
+            counter.add(batch)
             size += batch.nbytes
             if size >= PART_BYTES:
                 write()
@@ -524,7 +571,8 @@ class _Run:
             parts.append(self.store.write_part(self.name, self.report.run, "compact-00000.parquet", self._no_rows()))
         chain = self.store.chain(snapshot)[:-1]
         bases = tuple(sorted({layer.number for layer in chain} | {number for layer in chain for number in layer.bases}))
-        return replace(snapshot, kind="full", parent=None, bases=bases, parts=tuple(parts), deletes=None, own_deletes=0)
+        alone = replace(snapshot, kind="full", parent=None, bases=bases, parts=tuple(parts), deletes=None, own_deletes=0)
+        return replace(alone, figures=counter.figures())
 
     def _reject(self, keys: pa.Array, stages: list[str], errors: list[str], hashes: pa.Array) -> None:
         attempts = [1] * len(keys)

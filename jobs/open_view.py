@@ -107,7 +107,9 @@ def open_view(
             if variant != REFERENCE:
                 from precompute.precision import use_variant  # torch takes a second to import; a model of pure Python needs none
 
-                use_variant(loaded, variant, lambda: source.sample(EXAMPLE_ROWS), compiled_folder(store, view.name))
+                # Scales are those of rows from all over; for shapes the first rows do, and cost no second reading of the source.
+                example = source.sample if "static" in variant else source.head
+                use_variant(loaded, variant, lambda: example(EXAMPLE_ROWS), compiled_folder(store, view.name))
         except ConfigError as exc:
             raise ConfigError(f"view {view.name!r}: model: {exc}") from exc
     except BaseException:

@@ -96,7 +96,12 @@ def tune(
                 if variant == REFERENCE:
                     model.use(model.module)
                 else:
-                    use_variant(model, variant, lambda: opened.source.sample(EXAMPLE_ROWS), compiled_folder(store, name))
+                    use_variant(
+                        model,
+                        variant,
+                        lambda: pa.Table.from_batches([sample.slice(0, EXAMPLE_ROWS)]),
+                        compiled_folder(store, name),
+                    )
             except ConfigError as exc:
                 found["refused"] = str(exc)
                 continue

@@ -517,7 +517,21 @@ class Source:
         return " || '/' || ".join(parts)
 
     def sample(self, rows: int) -> pa.Table:
-        """Any few of the source's rows, read now: something to warm a model up with.
+        """Rows drawn at random: those whose keys hash lowest, so that they are the same ones in whatever order the source comes, before and after
+        :meth:`load`. In order of that hash, so that the first of them are a sample too. Runs the whole SQL where nothing is loaded.
+
+        Raises:
+            SourceError: the source cannot be read.
+        """
+        by_hash = f"ORDER BY hash({', '.join(_quoted(name) for name in self.entity)}) LIMIT {int(rows)}"
+        with _translated():
+            if self._loaded:
+                return self._query(f"SELECT {', '.join(map(_quoted, self.schema.names))} FROM input {by_hash}")
+            with self._connection.cursor() as cursor:
+                return cursor.sql(f"SELECT * FROM ({self._sql}\n) {by_hash}", params=self._given).to_arrow_table()
+
+    def head(self, rows: int) -> pa.Table:
+        """The source's first rows, read now, and no more of it than they take: something to warm a model up with, or to show it its shapes.
 
         Raises:
             SourceError: the source cannot be read.

@@ -1,6 +1,6 @@
 """Journal: what an unfinished run has finished, a line for each chunk. The next run of the same recipe and partition takes it over.
 
-    <root>/<view>/data/<run>/journal.jsonl      {recipe, partition, full}, then {part, rejected} for each chunk
+    <root>/<view>/data/<run>/journal.jsonl      {recipe, partition, full}, then {part, rejected, figures} for each chunk
 
 A line is written after the chunk's files are durable; one torn by a crash is a chunk that was not finished.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 from store.crashpoint import crashpoint
 from store.durable_file import make_folder
 from store.feature_view import known_fields
+from store.row_figures import RowFigures
 from store.snapshot import Part
 
 NAME = "journal.jsonl"
@@ -23,10 +24,12 @@ NAME = "journal.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A chunk an unfinished run had finished: its part, its rejected rows, or both; never neither."""
+    """A chunk an unfinished run had finished: its part, its rejected rows, or both; never neither. ``figures`` are of all rows of the part; None in
+    journals older than these figures."""
 
     part: Part | None
     rejected: Part | None
+    figures: RowFigures | None = None
 
 
 def begin(path: Path, recipe: str, partition: str | None, *, full: bool) -> None:
@@ -74,6 +77,8 @@ def read(path: Path, recipe: str, partition: str | None, full: bool) -> Iterator
                 if (entry["recipe"], entry["partition"]) != (recipe, partition) or (full and not entry["full"]):
                     return
                 continue
-            yield Finished(*(None if entry[k] is None else known_fields(Part, entry[k]) for k in ("part", "rejected")))
+            part, rejected = (None if entry[k] is None else known_fields(Part, entry[k]) for k in ("part", "rejected"))
+            figures = None if entry.get("figures") is None else RowFigures.from_json(entry["figures"])
+            yield Finished(part, rejected, figures)
         except (ValueError, KeyError, TypeError):
             return  # torn: neither this line nor what follows it was finished

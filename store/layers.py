@@ -18,10 +18,12 @@ from store.errors import SnapshotError
 class Layers:
     """All Parquet files of a snapshot, its ancestors' first, and the rows of them that are no rows of it.
 
-    ``dead`` maps a file's position in ``paths`` to the numbers of its dead rows, ascending int64.
+    ``rows`` are those of each file in ``paths``, the dead ones too; ``dead`` maps a file's position there to the numbers of its dead rows,
+    ascending int64.
     """
 
     paths: list[Path]
+    rows: list[int]
     dead: Mapping[int, npt.NDArray[np.int64]]
 
 

@@ -30,14 +30,12 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from store import journal
 from store.catalog import Catalog, add_to_catalog, read_catalog
 from store.crashpoint import crashpoint
 from store.durable_file import create_once, disk_message, locked, make_folder, replace_durably, sync_folder
-from store.entity_key import key_column
 from store.errors import ConflictError, SnapshotError
 from store.feature_view import known_fields
 from store.freshness import AHEAD_US
@@ -45,6 +43,7 @@ from store.journal import Finished
 from store.layers import Layers, dead_rows, living
 from store.lease import Lease, is_held
 from store.part_file import write_part_file
+from store.selection import Selection, all_rows, seed_of
 from store.snapshot import Part, Snapshot
 
 log = logging.getLogger(__name__)
@@ -229,7 +228,7 @@ class OfflineStore:
         deletes = [self.checked_path(layer, layer.deletes) for layer in chain if layer.deletes is not None]
         sizes = {part.path: (part, layer) for layer in chain for part in layer.parts}
         paths = [self.checked_path(layer, part) for part, layer in (sizes[path] for path in parts)]
-        return Layers(paths, dead_rows(parts, deletes))
+        return Layers(paths, [sizes[path][0].rows for path in parts], dead_rows(parts, deletes))
 
     def part_paths(self, snapshot: Snapshot) -> list[Path]:
         """Absolute paths of all Parquet parts of a snapshot's chain, checked as :meth:`layers` does."""
@@ -276,38 +275,24 @@ class OfflineStore:
             ) from exc
 
     def sample(self, snapshot: Snapshot, rows: int, columns: Sequence[str] | None = None) -> pa.Table:
-        """Up to ``rows`` rows from the beginnings of files all over the snapshot; the same ones every time.
+        """Up to ``rows`` rows drawn at random from all over the snapshot, in its order; the same ones every time. Reads the row groups they lie in, and
+        of a large snapshot not many of these: see :meth:`store.selection.Selection.draw`.
 
         Raises:
             SnapshotError: a part is missing or damaged.
         """
         layers = self.layers(snapshot)
-        step = max(1, len(layers.paths) // 16)
-        chosen = list(range(0, len(layers.paths), step))
-        taken: list[pa.RecordBatch] = []
-        for number in chosen:
-            for batch in self._file_batches(snapshot, layers, number, columns, max(1, rows // len(chosen))):
-                taken.append(batch)
-                break
-        return pa.Table.from_batches(taken) if taken else self._no_rows(snapshot, columns)
+        drawn = all_rows(layers).draw(rows, seed_of(layers))
+        return self.table(snapshot, drawn, columns)
 
-    def rows(self, snapshot: Snapshot, keys: Sequence[str], columns: Sequence[str] | None = None) -> pa.Table:
-        """The rows of some keys, by key text, with a ``key`` column; reads the whole snapshot, one row group at a time.
+    def table(self, snapshot: Snapshot, rows: Selection, columns: Sequence[str] | None = None) -> pa.Table:
+        """Some of a snapshot's rows; they must fit in memory.
 
         Raises:
             SnapshotError: a part is missing or damaged.
         """
-        wanted, entity = pa.array(keys, pa.string()), snapshot.view.entity
-        read = None if columns is None else list(dict.fromkeys([*entity, *columns]))
-        found = []
-        for batch in self.batches(snapshot, read, 65536):
-            texts = key_column(batch, entity)
-            mask = pc.is_in(texts, wanted)
-            if pc.any(mask).as_py():
-                found.append(batch.append_column("key", texts).filter(mask))
-        if not found:
-            return self._no_rows(snapshot, read).append_column("key", pa.array([], pa.string()))
-        return pa.Table.from_batches(found)
+        taken = list(rows.batches(columns))
+        return pa.Table.from_batches(taken) if taken else self._no_rows(snapshot, columns)
 
     def _no_rows(self, snapshot: Snapshot, columns: Sequence[str] | None) -> pa.Table:
         for path in self.part_paths(snapshot):

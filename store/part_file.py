@@ -14,6 +14,9 @@ import pyarrow.parquet as pq
 from store.crashpoint import crashpoint
 from store.durable_file import make_folder, sync_folder
 
+ROW_GROUP_BYTES = 2 * 2**20
+"""Of rows in memory, about: what is read for a row that is drawn or looked up. DuckDB reads smaller ones more slowly."""
+
 
 def write_part_file(path: Path, table: pa.Table) -> tuple[int, str]:
     """Write a table under a temporary name, fsync it, rename it and fsync its folder; nothing is left of a failure.
@@ -41,7 +44,7 @@ def write_part_file(path: Path, table: pa.Table) -> tuple[int, str]:
                 compression_level=1,
                 use_dictionary=_dictionary_columns(table.schema),
             ) as writer:
-                writer.write_table(table)
+                writer.write_table(table, row_group_size=_row_group_rows(table))
             raw.flush()
             crashpoint("part.write", temporary)
             os.fsync(raw.fileno())
@@ -55,6 +58,11 @@ def write_part_file(path: Path, table: pa.Table) -> tuple[int, str]:
             temporary.unlink(missing_ok=True)
         raise
     return sink.size_bytes, sink.digest.hexdigest()
+
+
+def _row_group_rows(table: pa.Table) -> int:
+    row_bytes: int = table.nbytes // max(1, table.num_rows)
+    return max(1024, ROW_GROUP_BYTES // max(1, row_bytes))
 
 
 class _HashingFile:

@@ -93,9 +93,7 @@ class RowFigures:
         for name in dict.fromkeys((*self.vectors, *other.vectors)):
             a, b = (figures.vectors.get(name, VectorFigures()) for figures in (self, other))
             rows, total = count(a.rows, b.rows), a.norm_sum + sign * b.norm_sum * times
-            vectors[name] = VectorFigures(
-                rows, count(a.zero, b.zero), max(0.0, total) if rows else 0.0, counts(a.norms, b.norms)
-            )
+            vectors[name] = VectorFigures(rows, count(a.zero, b.zero), max(0.0, total) if rows else 0.0, counts(a.norms, b.norms))
         return RowFigures(
             count(self.rows, other.rows),
             count(self.not_finite, other.not_finite),
@@ -191,7 +189,9 @@ class _VectorCounter:
             finite = np.isfinite(matrix[beyond]).all(axis=1)
             bad, squares[beyond] = beyond[~finite], 0.0
             self._norms[_LAST_BUCKET] += finite.sum()
-            self._norm_sum += float(np.linalg.norm(matrix[beyond[finite]].astype(np.float64), axis=1).sum())
+            long = matrix[beyond[finite]].astype(np.float64)
+            largest = np.abs(long).max(axis=1, initial=0.0)
+            self._norm_sum += float((largest * np.linalg.norm(long / largest[:, None], axis=1)).sum())
             filled = filled[: len(self._norms)]
         if len(filled) and filled[0]:
             self._zero += int((~matrix[buckets == 0].any(axis=1)).sum())
@@ -209,10 +209,7 @@ class _VectorCounter:
 def _infinite(column: pa.Array, feature: Feature) -> npt.NDArray[np.int64]:
     """Numbers of the rows with a scalar, or an item of a list, that is not finite."""
     lists = feature.max_items is not None
-    if lists:
-        values = np.asarray(column.flatten())
-    else:
-        values = np.asarray(column.drop_null() if column.null_count else column)
+    values = np.asarray(column.flatten() if lists else column.drop_null() if column.null_count else column)
     if np.isfinite(values).all():
         return np.empty(0, np.int64)
     bad = np.flatnonzero(~np.isfinite(values))

@@ -7,6 +7,8 @@ rows that are dead in either, without reading one. Reading costs what the row gr
 
 from __future__ import annotations
 
+import contextlib
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,20 +124,20 @@ class Selection:
             if not file.count:
                 continue
             with _reading(file.path) as opened:
-                for group, numbers in _groups(file, opened):
+                for group, _, numbers in _groups(file, opened):
                     table = opened.read_row_group(group, None if columns is None else list(columns))
                     if len(numbers) < table.num_rows:
                         table = table.take(pa.array(numbers))
                     yield from table.to_batches()
 
-    def find(self, keys: pa.Array, entity: Sequence[str], seed: int) -> tuple[int, Selection]:
-        """Of these rows the ones with certain keys: how many there are, and all of them, or those of :data:`CLUSTERS` × 4 of the row groups that
-        hold any. Reads the key columns of all.
+    def find(self, keys: pa.Array, entity: Sequence[str], *, groups: int | None = None, seed: int = 0) -> tuple[int, Selection]:
+        """Of these rows the ones with certain keys: (how many there are, they themselves). Reads the key columns of all.
 
         Args:
             keys: key texts.
             entity: names of the key columns.
-            seed: of the choice among row groups.
+            groups: return only those of so many of the row groups that hold any, drawn at random.
+            seed: of that draw.
 
         Raises:
             SnapshotError: a file cannot be read.
@@ -145,15 +147,14 @@ class Selection:
             if not file.count:
                 continue
             with _reading(file.path) as opened:
-                for group, numbers in _groups(file, opened):
+                for group, first, numbers in _groups(file, opened):
                     table = opened.read_row_group(group, list(entity)).take(pa.array(numbers))
                     hit = np.flatnonzero(np.asarray(_are_among(table, keys, entity)))
                     if len(hit):
-                        first = sum(opened.metadata.row_group(g).num_rows for g in range(group))
                         found.append((position, numbers[hit] + first))
         total = sum(len(numbers) for _, numbers in found)
-        if len(found) > 4 * CLUSTERS:
-            kept = np.sort(np.random.default_rng(seed).choice(len(found), 4 * CLUSTERS, replace=False))
+        if groups is not None and len(found) > groups:
+            kept = np.sort(np.random.default_rng(seed).choice(len(found), groups, replace=False))
             found = [found[n] for n in kept.tolist()]
         files = []
         for position in dict.fromkeys(position for position, _ in found):
@@ -162,17 +163,17 @@ class Selection:
         return total, Selection(files)
 
 
-def living(layers: Layers) -> Selection:
+def all_rows(layers: Layers) -> Selection:
     """All rows of a snapshot."""
     dead = (layers.dead.get(number, _NONE) for number in range(len(layers.paths)))
     return Selection([FileRows(p, n, d, others=True) for p, n, d in zip(layers.paths, layers.rows, dead, strict=True)])
 
 
-def beside(layers: Layers, other: Layers) -> Selection:
+def rows_beside(layers: Layers, other: Layers) -> Selection:
     """The rows of one snapshot that are no rows of another: in a file the other has not, or dead there. The rest are the very same rows."""
     position = {path: number for number, path in enumerate(other.paths)}
     files = []
-    for file in living(layers).files:
+    for file in all_rows(layers).files:
         number = position.get(file.path)
         if number is None:
             files.append(file)
@@ -180,6 +181,11 @@ def beside(layers: Layers, other: Layers) -> Selection:
             gone = np.setdiff1d(other.dead.get(number, _NONE), file.listed, assume_unique=True)
             files.append(FileRows(file.path, file.rows, gone, others=False))
     return Selection(files)
+
+
+def seed_of(layers: Layers) -> int:
+    """A seed of a snapshot's own: the same wherever its files lie, as often as it is asked for."""
+    return zlib.crc32("\n".join("/".join(path.parts[-2:]) for path in layers.paths).encode())
 
 
 class _reading:
@@ -215,14 +221,14 @@ def _bounds(path: Path) -> Numbers:
         return np.concatenate([[0], np.cumsum([metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)])])
 
 
-def _groups(file: FileRows, opened: pq.ParquetFile) -> Iterator[tuple[int, Numbers]]:
-    """Row groups that hold a selected row, and which of its rows."""
+def _groups(file: FileRows, opened: pq.ParquetFile) -> Iterator[tuple[int, int, Numbers]]:
+    """Row groups that hold a selected row, the number of their first row in the file, and which of their rows are selected, from 0."""
     first = 0
     for group in range(opened.metadata.num_row_groups):
         rows = opened.metadata.row_group(group).num_rows
         numbers = file.within(first, first + rows)
         if len(numbers):
-            yield group, numbers - first
+            yield group, first, numbers - first
         first += rows
 
 
@@ -230,6 +236,7 @@ def _are_among(table: pa.Table, keys: pa.Array, entity: Sequence[str]) -> pa.Chu
     column = table.column(entity[0])
     if len(entity) > 1:
         return pc.is_in(key_column(table, entity), keys)
-    if pa.types.is_integer(column.type):  # a third of the time of comparing texts
-        return pc.is_in(column, keys.cast(column.type))
-    return pc.is_in(column, keys)
+    if pa.types.is_integer(column.type):
+        with contextlib.suppress(pa.ArrowInvalid):  # keys of a time when they were text
+            return pc.is_in(column, keys.cast(column.type))  # a third of the time of comparing texts
+    return pc.is_in(key_column(table, entity), keys)

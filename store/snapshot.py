@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from store.errors import SnapshotError
 from store.feature_view import FeatureView, known_fields
+from store.row_figures import RowFigures
 
 FORMAT_VERSION = 2
 """Major version of the manifest: a reader refuses a later one, and ignores fields it does not know. 1 knew no deltas."""
@@ -118,6 +119,9 @@ class Snapshot:
     """When its unchanged rows were found to be what the model would answer, µs since 1970: their age counts from there."""
     quality: Mapping[str, float] = field(default_factory=dict)
     """Figures the gates judged by."""
+    figures: RowFigures | None = None
+    """Counted of every row a reader sees, while it was written; of the rows a delta replaced, a sample was taken off where there are very many. None
+    in manifests older than these figures."""
     gates: Sequence[Mapping[str, Any]] = ()
     """Verdicts: ``{gate, passed, measured, limit, message}``."""
     accepted: Sequence[str] = ()
@@ -176,4 +180,5 @@ class Snapshot:
             body[name] = tuple(body.get(name, ()))
         for name in ("rejected", "deletes"):
             body[name] = None if body.get(name) is None else known_fields(Part, body[name])
+        body["figures"] = None if body.get("figures") is None else RowFigures.from_json(body["figures"])
         return cls(**{f.name: body[f.name] for f in fields(cls) if f.name in body})

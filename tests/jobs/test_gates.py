@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from jobs import materialize
 from jobs.cli import main
 from jobs.config import Project
 from jobs.gates import judge
@@ -24,6 +25,7 @@ from store.errors import GateError
 from store.lookup import Lookup
 from store.offline_store import OfflineStore
 from store.online_url import open_online_store
+from store.row_figures import count
 from store.snapshot import Snapshot
 from tests.conftest import MakeProject
 
@@ -99,9 +101,15 @@ BAD: dict[str, tuple[dict[int, float | None], dict[str, Any], float, str]] = {
     "rows": ({i: GOOD[i] for i in range(N // 2)}, {}, -0.5, "20 rows, -50.0% against the 40 of snapshot 1"),
     "rejected": (GOOD | dict.fromkeys(range(10)), {}, 0.25, "10 of 40 rows rejected"),
     "coverage": (GOOD | dict.fromkeys(range(10)), {}, 0.75, "30 of 40 source rows have a value"),
-    "zero": (GOOD | {0: 0.0, 1: 0.0}, {}, 0.05, "5.0% of sampled vector are all zeros"),
+    "zero": (GOOD | {0: 0.0, 1: 0.0}, {}, 0.05, "5.0% of vector are all zeros"),
     "duplicates": (dict.fromkeys(GOOD, -1.0), {}, 0.975, "97.5% of sampled vector repeat another one"),
     "drift": (dict.fromkeys(GOOD, -2.0), {}, -1.0, "mean cosine of vector to the live snapshot -1.0000, on 40 common keys"),
+    "moved": (
+        {i: x + 0.75 * (i < 14) for i, x in GOOD.items()},
+        {},
+        0.35,
+        "35.0% of vector lie further than 0.45 of their length from the live ones, on 40 common keys",
+    ),
     "norm": (
         {i: x + 1e-9 for i, x in GOOD.items()},
         {"length": 3.0},
@@ -111,7 +119,7 @@ BAD: dict[str, tuple[dict[int, float | None], dict[str, Any], float, str]] = {
 }
 OWN = {"rejected": {"rejected": 0.2}, "coverage": {"coverage": 0.8}}
 """Limits for the gates whose default is that of ``max_rejected``, which stops the run earlier."""
-OTHERS = {gate: {"rows": None, "zero": None, "norm": None, "duplicates": None, "drift": None} for gate in BAD}
+OTHERS = {gate: dict.fromkeys(("rows", "zero", "norm", "duplicates", "drift", "moved")) for gate in BAD}
 
 
 def projects(make_project: MakeProject, gate: str, limit: Mapping[str, float | None]) -> Project:
@@ -159,24 +167,68 @@ def test_null_switches_a_gate_off(make_project: MakeProject, gate: str) -> None:
     assert gate in snapshot.quality  # it is measured all the same
 
 
-@pytest.mark.parametrize(
-    ("gate", "limit"),
-    [
-        ("rows", 0.5),
-        ("rejected", 0.25),
-        ("coverage", 0.75),
-        ("zero", 0.05),
-        ("duplicates", 0.975),
-        ("drift", -1.0),
-        ("norm", 2.0),
-    ],
-)
-def test_a_limit_is_what_still_passes(make_project: MakeProject, gate: str, limit: float) -> None:
-    project = projects(
-        make_project, gate, {gate: limit - 1e-9 if gate == "coverage" else limit if gate == "drift" else limit + 1e-6}
+def first(n: int) -> dict[int, float]:
+    """The first rows of many good ones."""
+    return {i: float(i + 1) for i in range(n)}
+
+
+def turned(n: int, by: float, rows: Mapping[int, float] = GOOD) -> dict[int, float]:
+    """The rows with the vectors of the first ``n`` turned by an angle, so that their cosine to what they were is that angle's."""
+    return {i: x + by * (i < n) for i, x in rows.items()}
+
+
+A, B = 2 * np.arcsin(0.225) - 1e-3, 2 * np.arcsin(0.225) + 1e-3
+"""Angles that move a vector by a little less, and a little more, than ``moved_by``."""
+
+AT_THE_LIMIT: list[tuple[str, dict[int, float], dict[str, Any], dict[int, float | None], dict[str, Any]]] = [
+    # gate, rows and arguments of what still passes, and of what does not any more, after GOOD; every limit its default, but where OWN has one
+    ("rows", first(48), {}, first(49), {}),
+    ("rows", first(32), {}, first(31), {}),
+    ("rejected", GOOD | dict.fromkeys(range(8)), {}, GOOD | dict.fromkeys(range(9)), {}),
+    ("coverage", GOOD | dict.fromkeys(range(8)), {}, GOOD | dict.fromkeys(range(9)), {}),
+    ("zero", first(200) | dict.fromkeys(range(2), 0.0), {}, first(200) | dict.fromkeys(range(3), 0.0), {}),
+    ("duplicates", GOOD | dict.fromkeys(range(21), -1.0), {}, GOOD | dict.fromkeys(range(22), -1.0), {}),
+    ("norm", turned(40, 1e-9), {"length": 1.49}, turned(40, 1e-9), {"length": 1.51}),
+    ("norm", turned(40, 1e-9), {"length": 0.51}, turned(40, 1e-9), {"length": 0.49}),
+    ("drift", turned(40, np.arccos(0.81)), {}, turned(40, np.arccos(0.79)), {}),
+    ("drift", turned(4, np.pi), {}, turned(5, np.pi), {}),
+    ("moved", turned(8, 0.75), {}, turned(9, 0.75), {}),
+    ("moved", turned(9, A), {}, turned(9, B), {}),
+    ("moved", turned(8, 1e-9), {"length": 3.0}, turned(9, 1e-9), {"length": 3.0}),
+    ("moved", turned(9, 1e-9), {"length": 0.56}, turned(9, 1e-9), {"length": 0.54}),
+]
+
+
+@pytest.mark.parametrize("passes", [True, False], ids=["inside", "outside"])
+@pytest.mark.parametrize(("gate", "inside", "inside_args", "outside", "outside_args"), AT_THE_LIMIT)
+def test_what_is_just_inside_a_limit_passes_and_what_is_just_outside_does_not(
+    make_project: MakeProject,
+    gate: str,
+    inside: dict[int, float | None],
+    inside_args: dict[str, Any],
+    outside: dict[int, float | None],
+    outside_args: dict[str, Any],
+    passes: bool,
+) -> None:
+    gates = {k: v for k, v in OTHERS[gate].items() if k != gate} | OWN.get(gate, {})
+    run(make_project(list(GOOD.items()), view=view(gates)))
+    rows, args = (inside, inside_args) if passes else (outside, outside_args)
+    project = make_project(list(rows.items()), view=view(gates, **args))
+    assert call(project, "run", "numbers") == (0 if passes else 3)
+    assert failed(newest(project)) == ([] if passes else [gate])
+
+
+def test_a_limit_of_ones_own_is_what_still_passes(make_project: MakeProject) -> None:
+    gates: dict[str, float | None] = {"zero": 0.05, "moved": 0.05, "norm": None, "duplicates": None}
+    run(make_project(list(GOOD.items()), view=view(gates)))
+    with pytest.raises(GateError, match=r"zero: 7\.5%.*moved: 7\.5%"):
+        run(make_project(list((GOOD | dict.fromkeys(range(3), 0.0)).items()), view=view(gates)))
+    assert run(make_project(list((GOOD | dict.fromkeys(range(2), 0.0)).items()), view=view(gates))).status == "published"
+    further = view({"duplicates": None}) | {"gates": {"moved": 0.0, "moved_by": 1.99, "drift": None}}
+    assert (
+        run(make_project(list(turned(9, 3.1).items()), view=further | {"gates": further["gates"] | {"moved_by": 2.0}})).status
+        == "published"
     )
-    assert run(project).status == "published"
-    assert live(project) == (2, 2)
 
 
 @pytest.mark.parametrize("gate", BAD)
@@ -216,8 +268,10 @@ def test_accepting_one_of_two_is_not_enough(make_project: MakeProject, capsys: C
     assert "drift: " in error
     assert "rows: " not in error
     assert live(project)[0] == 1
-    assert call(project, "publish", "numbers", "--snapshot", "2", "--accept", "drift", "--accept", "rows") == 0
-    assert sorted(newest(project).accepted) == ["drift", "rows"]
+    assert (
+        call(project, "publish", "numbers", "--snapshot", "2", *(f"--accept={gate}" for gate in ("drift", "rows", "moved"))) == 0
+    )
+    assert sorted(newest(project).accepted) == ["drift", "moved", "rows"]
 
 
 def test_publish_by_default_takes_the_newest_that_no_gate_refused(make_project: MakeProject) -> None:
@@ -420,7 +474,7 @@ def test_each_vector_is_judged_and_named(make_project: MakeProject, capsys: Capt
     )
     assert call(project, "run", "numbers") == 3
     error = capsys.readouterr().err
-    assert "zero: 100.0% of sampled first are all zeros" in error
+    assert "zero: 100.0% of first are all zeros" in error
     assert error.count("--accept zero") == 1
     snapshot = newest(project)
     assert [g["passed"] for g in snapshot.gates if g["gate"] == "zero"] == [False, True]
@@ -458,10 +512,10 @@ def test_numbers_that_are_not_finite_are_found_however_they_came_to_disk(make_pr
     part = store.write_part("numbers", "other", "part-00000.parquet", table)
     config = project.view("numbers")
     with open_view(config.feature_view(), store, project.home) as opened:
-        quality, verdicts = judge(config, opened, store, replace(snapshot, number=0, parts=(part,)), None)
+        quality, verdicts = judge(config, opened, store, replace(snapshot, number=0, parts=(part,), figures=None), None)
     (verdict,) = [v for v in verdicts if v.gate == "finite"]
     assert (verdict.passed, verdict.measured, quality["finite"]) == (False, 1 / N, 1 / N)
-    assert verdict.message == "2.50% of sampled rows are not finite"
+    assert verdict.message == "1 of 40 rows are not finite"
 
 
 def test_zero_vectors_are_compared_without_a_division(make_project: MakeProject) -> None:
@@ -473,7 +527,7 @@ def test_zero_vectors_are_compared_without_a_division(make_project: MakeProject)
     project = make_project(list(GOOD.items()), view=view(off))
     with pytest.raises(GateError, match="drift"):
         run(project)
-    assert newest(project).quality["drift"] == 0.0
+    assert newest(project).quality["drift"] == pytest.approx(0.0, abs=1e-12)
 
 
 def test_manifests_and_reports_of_all_this_are_plain_json(make_project: MakeProject) -> None:
@@ -483,3 +537,158 @@ def test_manifests_and_reports_of_all_this_are_plain_json(make_project: MakeProj
     for gate in snapshot.gates:
         assert [type(gate[k]) for k in ("gate", "passed", "measured", "limit", "message")] == [str, bool, float, float, str]
     assert all(type(v) is float for v in snapshot.quality.values())
+
+
+# ---- damage that is not where one would look first
+
+MANY = first(20_000)
+ALONE = {"rows": None, "duplicates": None, "norm": None, "drift": None, "moved": None}
+
+
+def test_zeros_that_begin_after_a_quarter_of_the_rows_are_refused(make_project: MakeProject) -> None:
+    project = make_project([(i, x if i < 5_000 else 0.0) for i, x in MANY.items()], view=view())
+    with pytest.raises(GateError, match=r"zero: 75\.0% of vector are all zeros"):
+        run(project)
+
+
+def test_vectors_negated_and_made_longer_after_the_first_rows_are_refused_by_direction_length_and_share(
+    make_project: MakeProject,
+) -> None:
+    run(make_project(list(MANY.items()), view=view()))
+    damaged = [(i, x if i < 2048 else x + np.pi) for i, x in MANY.items()]
+    project = make_project(damaged, view=view(length=50.0))
+    with pytest.raises(GateError, match=r"norm: .*drift: .*moved: "):
+        run(project)
+    quality, damage = newest(project).quality, 1 - 2048 / 20_000
+    assert quality["norm"] == pytest.approx(damage * 49, rel=1e-6)  # of all rows
+    assert (quality["moved"], quality["drift"]) == pytest.approx((damage, 1 - 2 * damage), abs=0.02)  # of rows drawn at random
+    norms = [quality[f"vector.norm.{name}"] for name in ("p01", "p10", "p50", "p90", "p99")]
+    assert norms == pytest.approx([1, 1, 50, 50, 50], rel=0.02)
+    drifts = [quality[f"vector.drift.{name}"] for name in ("p01", "p10", "p50", "p90", "p99")]
+    assert drifts == pytest.approx([-1, -1, -1, 1, 1], abs=1e-6)
+
+
+def test_a_third_of_all_vectors_moved_a_little_is_refused_though_their_mean_is_not(make_project: MakeProject) -> None:
+    """As when a third of all texts came empty: they turn by 45 degrees, the mean cosine stays above its limit."""
+    run(make_project(list(MANY.items()), view=view()))
+    blanked = [(i, x + np.arccos(0.7) * (i % 3 == 0)) for i, x in MANY.items()]
+    project = make_project(blanked, view=view())
+    with pytest.raises(GateError, match=r"moved: 3\d\.\d% of vector") as refused:
+        run(project)
+    assert "drift: " not in str(refused.value)
+    assert newest(project).quality["drift"] == pytest.approx(0.9, abs=0.01)
+
+
+def in_parts(monkeypatch: pytest.MonkeyPatch, rows: int = 1000) -> None:
+    """A part for every window of so many rows."""
+    monkeypatch.setattr(materialize, "WINDOW_ROWS", rows)
+    monkeypatch.setattr(materialize, "PART_BYTES", 1)
+
+
+@pytest.mark.parametrize("damaged", [range(19_700, 20_000), range(9_000, 9_300)], ids=["at the end", "in one part"])
+def test_damage_in_one_part_is_seen(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, damaged: range) -> None:
+    in_parts(monkeypatch)
+    project = make_project(list((MANY | dict.fromkeys(damaged, 0.0)).items()), view=view({"duplicates": None}))
+    with pytest.raises(GateError, match=r"zero: 1\.5% of vector"):
+        run(project)
+    assert len(newest(project).parts) == 20
+
+
+@pytest.mark.parametrize("changed", [1, 300], ids=["delta", "compacted"])
+def test_damage_in_rows_that_were_taken_over_is_seen(make_project: MakeProject, changed: int) -> None:
+    rows = first(1000) | dict.fromkeys(range(500, 515), 0.0)
+    run(make_project(list(rows.items()), view=view(ALONE | {"zero": None})), command="materialize")
+    rows |= {i: rows[i] + 0.5 for i in range(changed)}
+    project = make_project(list(rows.items()), view=view(ALONE))
+    with pytest.raises(GateError, match=r"zero: 1\.5% of vector"):
+        run(project)
+    snapshot = newest(project)
+    assert (snapshot.kind, snapshot.counts.unchanged) == ("delta" if changed == 1 else "full", 1000 - changed)
+    mended = rows | {i: float(i) for i in range(500, 510)}
+    assert run(make_project(list(mended.items()), view=view(ALONE))).status == "published"
+    assert newest(project).quality["zero"] == 0.005  # what was replaced is off the count
+
+
+def test_damage_in_chunks_that_an_interrupted_run_finished_is_seen(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_parts(monkeypatch, 100)
+    rows = first(1000) | dict.fromkeys(range(30), 0.0)
+    gates = ALONE | {"zero": 0.01}
+    project = make_project(list(rows.items()), view=view(gates))
+    with monkeypatch.context() as patched:
+        patched.setattr(materialize._Run, "finish", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run(project)
+    mended = rows | {i: float(i + 1) for i in range(10)}
+    project = make_project(list(mended.items()), view=view(gates))
+    with pytest.raises(GateError, match=r"zero: 2\.0% of vector"):
+        run(project)
+    assert (newest(project).counts.written, OfflineStore(project.root).last_report("numbers") or {})[1]["resumed"] == 990
+
+
+def test_figures_of_a_chain_are_those_of_its_rows(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever rows came, changed and left: as if all were counted at once; journals and manifests without figures are counted now."""
+    in_parts(monkeypatch, 70)
+    draw = np.random.default_rng(5)
+    rows = {i: float(draw.normal()) for i in range(500)}
+    for step in range(6):
+        project = make_project(list(rows.items()), view=view(ALONE | {"zero": None}, length=float(step + 1)))
+        run(project, command="materialize")
+        store, snapshot = OfflineStore(project.root), newest(project)
+        assert snapshot.kind == ("delta" if step else "full")
+        counted = count(store.batches(snapshot), snapshot.view)
+        assert snapshot.figures is not None
+        assert replace(snapshot.figures, vectors={}) == replace(counted, vectors={})
+        found, true = snapshot.figures.vectors["vector"], counted.vectors["vector"]
+        assert (found.rows, found.zero, found.norms) == (true.rows, true.zero, true.norms)
+        assert found.norm_sum == pytest.approx(true.norm_sum)
+        if step == 2:
+            path = store.root / "numbers" / "manifests" / f"{snapshot.number:020d}.json"
+            path.write_bytes(replace(snapshot, figures=None).to_bytes())  # as an older version wrote it
+        gone = draw.choice(sorted(rows), 5, replace=False).tolist()
+        rows = {i: x for i, x in rows.items() if i not in gone} | {1000 * step + i: 0.0 for i in range(3)}
+        rows |= {i: 0.0 if i % 2 else float(i) for i in draw.choice(sorted(rows), 9, replace=False).tolist()}
+
+
+def test_of_very_many_replaced_rows_a_sample_is_taken_off(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(materialize, "COUNTED_ROWS", 100)
+    rows = first(4000)
+    run(make_project(list(rows.items()), view=view(ALONE)), command="materialize")
+    project = make_project(list(turned(900, 0.1, rows).items()), view=view(ALONE, length=2.0))
+    run(project, command="materialize")
+    snapshot = newest(project)
+    assert (snapshot.kind, snapshot.counts.written) == ("delta", 900)
+    assert snapshot.figures is not None
+    assert snapshot.figures.vectors["vector"].mean_norm == pytest.approx((3100 + 1800) / 4000, rel=1e-3)
+
+
+def test_a_delta_reads_of_the_live_snapshot_only_row_groups_of_rows_it_replaced(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_parts(monkeypatch)
+    gates: dict[str, float | None] = {"duplicates": None, "parity": None}
+    run(make_project(list(MANY.items()), view=view(gates)))
+    project = make_project(list((MANY | {i: MANY[i] + 2.0 for i in range(3100, 3200)}).items()), view=view(gates))
+    monkeypatch.setattr(
+        OfflineStore, "sample", lambda self, snapshot, rows: pa.Table.from_batches([next(self.batches(snapshot))])
+    )
+    read: list[str] = []
+    original = pq.ParquetFile.read_row_group
+
+    def reading(file: pq.ParquetFile, group: int, columns: list[str]) -> pa.Table:
+        table = original(file, group, columns)
+        read.append(str(table["id"][0].as_py()) if "id" in table.column_names else f"{table.num_rows} counted")
+        return table
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", reading)
+    assert run(project).status == "published"
+    assert read == [
+        "1000 counted",
+        "3000",
+        "3100",
+        "3100",
+    ]  # replaced ones: taken off and compared; their new rows: keys, then vectors
+    quality = newest(project).quality
+    assert quality["moved"] == pytest.approx(100 / 20_000)
+    assert quality["drift"] == pytest.approx(1 - (1 - np.cos(2.0)) * 100 / 20_000)

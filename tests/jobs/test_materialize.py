@@ -396,7 +396,7 @@ def test_the_models_fingerprint_is_its_own_and_not_its_arguments(make_project: M
 
 # ---- only what changed is computed
 
-UNJUDGED = {"gates": {"rows": None, "norm": None, "duplicates": None, "drift": None}}
+UNJUDGED = {"gates": {"rows": None, "norm": None, "duplicates": None, "drift": None, "moved": None}}
 MANY = [(i, float(i)) for i in range(40)]
 
 

@@ -57,7 +57,7 @@ def make(make_project: MakeProject, table: pa.Table | None = None, **view: Any) 
     definition = {
         "source": {"sql": SQL},
         "partition": {"by": "day", "start": DAYS[0].date().isoformat()},
-        "gates": {"rows": None, "drift": None, "norm": None},
+        "gates": {"rows": None, "drift": None, "moved": None, "norm": None},
     }
     return make_project(events() if table is None else table, view=definition | view)
 

@@ -29,7 +29,7 @@ from store.vector_index import VectorIndex
 from tests.conftest import MakeProject
 
 INDEXED = {"index": {"on": "vector", "metric": "l2"}}
-UNJUDGED = {"gates": {"rows": None, "norm": None, "duplicates": None, "drift": None}}
+UNJUDGED = {"gates": {"rows": None, "norm": None, "duplicates": None, "drift": None, "moved": None}}
 
 
 @pytest.fixture(params=["lmdb", "redis"])

@@ -244,7 +244,7 @@ def test_publish_never_picks_one_that_builds_on_a_bad_one(make_project: MakeProj
 
 
 def test_publish_never_picks_one_that_copied_the_rows_of_a_bad_one(make_project: MakeProject) -> None:
-    make = {"view": {"gates": {"rows": None, "norm": None, "drift": None}}}
+    make = {"view": {"gates": {"rows": None, "norm": None, "drift": None, "moved": None}}}
     rows = [(i, float(i)) for i in range(20)]
     run(make_project(rows, **make))
     run(make_project([(0, 50.0), *rows[1:]], **make))

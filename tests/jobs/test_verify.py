@@ -296,7 +296,7 @@ def test_an_index_of_another_row_count_is_found(make_project: MakeProject) -> No
 @pytest.mark.parametrize("metric", ["cosine", "dot", "l2"])
 @pytest.mark.parametrize("rows", [6, 60])
 def test_an_index_of_another_snapshot_with_as_many_rows_is_found(make_project: MakeProject, metric: str, rows: int) -> None:
-    view = {"index": {"on": "vector", "metric": metric}, "gates": {"drift": None}}
+    view = {"index": {"on": "vector", "metric": metric}, "gates": {"drift": None, "moved": None}}
     for sign in (1.0, -1.0):
         project = make_project([(i, sign * (i * i + 1)) for i in range(rows)], view=view)
         run_view(project, "numbers", Silent())

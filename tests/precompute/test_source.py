@@ -738,6 +738,37 @@ def test_the_content_tells_composite_keys_apart() -> None:
     assert one != other
 
 
+# ---- samples
+
+
+def ids_of(table: pa.Table) -> list[int]:
+    found: list[int] = table.column("id").to_pylist()
+    return found
+
+
+def test_a_sample_is_of_the_whole_source_the_same_in_any_order_loaded_or_not() -> None:
+    sql = "SELECT i AS id, i * 2 AS x FROM range(20000) t(i) ORDER BY i"
+    with Source(sql, ("id",), {}) as source:
+        before = source.sample(1000)
+        source.load()
+        assert source.sample(1000).equals(before)
+        assert ids_of(source.head(5)) == [0, 1, 2, 3, 4]
+    ids = np.array(ids_of(before))
+    assert before.column("x").to_pylist() == (ids * 2).tolist()
+    assert np.histogram(ids, 10, (0, 20_000))[0] == pytest.approx([100] * 10, abs=40)
+    assert np.histogram(ids[:200], 4, (0, 20_000))[0] == pytest.approx([50] * 4, abs=25)  # its beginning is a sample too
+    with Source(sql + " DESC", ("id",), {}) as source:
+        assert source.sample(1000).equals(before)
+        assert source.sample(10**6).num_rows == 20_000
+
+
+def test_a_sample_of_composite_keys_holds_the_source_s_columns_only() -> None:
+    with Source("SELECT 'a' AS a, i AS id, NULL::INTEGER AS x FROM range(50) t(i)", ("a", "id"), {}) as source:
+        source.load()
+        assert source.sample(7).schema.names == ["a", "id", "x"]
+        assert sorted(ids_of(source.sample(99))) == list(range(50))
+
+
 # ---- partitions
 
 FIRST = datetime(2026, 1, 1, tzinfo=UTC)
@@ -751,7 +782,7 @@ def test_the_bounds_of_a_partition_are_bound_wherever_the_sql_runs() -> None:
         assert source.load() == 1
         assert [row["id"] for row in next(source.batches(10)).to_pylist()] == [2]
         assert source.rows(["1", "2", "3"]).column("key").to_pylist() == ["2"]
-        assert source.sample(9).column("id").to_pylist() == [2]
+        assert source.sample(9).column("id").to_pylist() == source.head(9).column("id").to_pylist() == [2]
         assert source.table("SELECT $start AS s").to_pylist() == [{"s": datetime(2026, 1, 1)}]
         assert source.table("SELECT 1 AS one").to_pylist() == [{"one": 1}]
 

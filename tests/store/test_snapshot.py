@@ -12,6 +12,7 @@ import pytest
 
 from store.errors import SnapshotError
 from store.feature_view import Feature, FeatureView, IndexSpec
+from store.row_figures import RowFigures, VectorFigures
 from store.snapshot import FORMAT_VERSION, Counts, Part, Snapshot
 
 VIEW = FeatureView(
@@ -47,6 +48,7 @@ FULL = Snapshot(
     partition="2025-01-01T00:00Z/2025-01-02T00:00Z",
     renewed_at=2**53 + 1,
     quality={"zero": 0.0},
+    figures=RowFigures(5, 1, 2, {"double": 3}, {"vector": VectorFigures(2, 1, 1.5, {0: 1, 2032: 1})}),
     gates=({"gate": "zero", "passed": False, "measured": 0.5, "limit": 0.01, "message": "é"},),
     accepted=("zero",),
     fence=3,
@@ -204,7 +206,7 @@ def test_a_manifest_of_version_1_torn_at_any_length_is_refused() -> None:
 def test_the_bytes_of_a_manifest_of_version_2_are_pinned() -> None:
     """A change here is a change of the format: older readers must still understand it, or the version goes up."""
     assert FORMAT_VERSION == 2
-    assert hashlib.sha256(FULL.to_bytes()).hexdigest() == "ecb6f927f966dbd23d81821a44b0b63821a0fd42190f1ea1b6ae6c1a27b0627f"
+    assert hashlib.sha256(FULL.to_bytes()).hexdigest() == "e1c710bcca17e5094f030a7b3537a86eb4069f3b84c6d3be8a963b0d6d508502"
     assert list(json.loads(FULL.to_bytes())) == [
         "accepted",
         "bases",
@@ -215,6 +217,7 @@ def test_the_bytes_of_a_manifest_of_version_2_are_pinned() -> None:
         "created_at",
         "deletes",
         "fence",
+        "figures",
         "format_version",
         "gates",
         "input_columns",

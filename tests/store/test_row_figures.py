@@ -1,0 +1,114 @@
+"""Row figures: every row counted, whatever its kind; added up and taken off; lengths within 2 %."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from store.feature_view import Feature, FeatureView
+from store.row_figures import RowFigures, VectorFigures, count
+
+SHARES = [0.0, 0.01, 0.1, 0.5, 0.9, 0.99, 1.0]
+KINDS = FeatureView(
+    "kinds",
+    ("id",),
+    (
+        Feature("vector", "float32", dim=2),
+        Feature("scores", "float32", max_items=3),
+        Feature("number", "float64"),
+        Feature("text", "string"),
+        Feature("bytes", "int8", dim=2),
+    ),
+    1.0,
+    1.0,
+)
+
+
+def vectors(values: np.ndarray) -> pa.RecordBatch:
+    flat = pa.array(np.ascontiguousarray(values).reshape(-1))
+    return pa.record_batch({"vector": pa.FixedSizeListArray.from_arrays(flat, values.shape[1])})
+
+
+def of(dtype: str, dim: int) -> FeatureView:
+    return FeatureView("v", ("id",), (Feature("vector", dtype, dim=dim),), 1.0, 1.0)
+
+
+def test_rows_of_every_kind_are_counted_with_what_is_wrong_with_them() -> None:
+    inf, nan = np.inf, np.nan
+    batch = pa.RecordBatch.from_arrays(
+        [
+            pa.array([[3, 4], None, [nan, 1], [0, 0], [3e30, 4e30], [1e-30, 0], [1, -inf]], pa.list_(pa.float32(), 2)),
+            pa.array([[1], None, [inf, 1], [], [2], [3], [4]], pa.list_(pa.float32())),
+            pa.array([1, None, nan, -inf, None, 1, 2], pa.float64()),
+            pa.array(["a", None, "", "", "", "", ""]),
+            pa.array([[0, 0], None, [0, 0], [0, 0], [0, 0], [0, 0], [0, 0]], pa.list_(pa.int8(), 2)),
+        ],
+        schema=KINDS.feature_schema(),
+    )
+    nulls = {"vector": 1, "scores": 1, "number": 2, "text": 1, "bytes": 1}
+    found = count([batch.slice(0, 3), batch.slice(3), batch.slice(0, 0)], KINDS)
+    assert (found.rows, found.not_finite, found.valueless, found.nulls) == (7, 3, 1, nulls)
+    vector = found.vectors["vector"]
+    assert (list(found.vectors), vector.rows, vector.zero) == (["vector"], 4, 1)
+    assert vector.norm_sum == pytest.approx(5e30)
+    assert sum(vector.norms.values()) == 4
+
+
+def test_without_a_vector_a_row_is_valueless_when_all_of_it_is_null() -> None:
+    view = FeatureView("v", ("id",), (Feature("a", "float32"), Feature("b", "string")), 1.0, 1.0)
+    batch = pa.record_batch({"a": pa.array([1.0, None, None], pa.float32()), "b": ["x", "y", None]})
+    assert count([batch], view) == RowFigures(3, 0, 1, {"a": 2, "b": 1}, {})
+    assert count([batch.slice(0, 2)], view).valueless == 0
+
+
+@pytest.mark.parametrize(("dtype", "dim"), [("float16", 8), ("float32", 1), ("float32", 4), ("float64", 64)])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 50.0])
+def test_lengths_are_those_of_all_rows(dtype: str, dim: int, scale: float) -> None:
+    values = (np.random.default_rng(dim).standard_normal((5000, dim)) * scale).astype(dtype)
+    norms = np.linalg.norm(values.astype(np.float64), axis=1)
+    found = count([vectors(values[:3000]), vectors(values[3000:])], of(dtype, dim)).vectors["vector"]
+    assert found.mean_norm == pytest.approx(norms.mean(), rel=1e-5)
+    exact = np.quantile(norms, SHARES, method="inverted_cdf")
+    assert found.norm_quantiles(SHARES) == pytest.approx(exact, rel=0.02)
+
+
+def test_lengths_beyond_what_a_float_can_square() -> None:
+    figures = count([vectors(np.array([[1e300, 0.0], [1e-300, 0.0], [0.0, 0.0]]))], of("float64", 2))
+    vector = figures.vectors["vector"]
+    assert (figures.not_finite, vector.rows, vector.zero, vector.mean_norm) == (0, 3, 1, pytest.approx(1e300 / 3))
+    assert vector.norm_quantiles([0.5]) == [0.0]
+    assert VectorFigures().norm_quantiles([0.1, 0.9]) == [0.0, 0.0]
+
+
+def test_figures_add_up_and_come_off_again() -> None:
+    values = np.random.default_rng(1).standard_normal((300, 3)).astype(np.float32)
+    values[:20] = 0
+    view = of("float32", 3)
+    whole, head, tail = (count([vectors(part)], view) for part in (values, values[:100], values[100:]))
+    assert head.plus(tail).vectors["vector"].norms == whole.vectors["vector"].norms
+    for found in (head.plus(tail), tail.plus(head), RowFigures().plus(whole)):
+        assert (found.rows, found.vectors["vector"].zero) == (300, 20)
+        assert found.vectors["vector"].norm_sum == pytest.approx(whole.vectors["vector"].norm_sum)
+    left = whole.less(head, 100)
+    assert (left.rows, left.vectors["vector"].norms) == (200, tail.vectors["vector"].norms)
+    assert (left.vectors["vector"].zero, left.vectors["vector"].mean_norm) == (0, pytest.approx(tail.vectors["vector"].mean_norm))
+    assert whole.less(RowFigures(), 0) == whole
+
+
+def test_what_a_sample_tells_of_the_rows_that_leave_is_scaled_to_all_of_them() -> None:
+    values = np.ones((1000, 4), np.float32)
+    values[:500] = 0
+    view = of("float32", 4)
+    sample = count([vectors(values[450:550])], view)
+    left = count([vectors(values)], view).less(sample, 400)
+    vector = left.vectors["vector"]
+    assert (left.rows, vector.rows, vector.zero, vector.mean_norm) == (600, 600, 300, 1.0)
+
+
+def test_they_travel_as_json() -> None:
+    figures = count([vectors(np.eye(3, dtype=np.float32))], of("float32", 3))
+    assert RowFigures.from_json(json.loads(json.dumps(asdict(figures)))) == figures
