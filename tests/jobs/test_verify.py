@@ -62,7 +62,7 @@ def test_all_is_well(make_project: MakeProject, online: str, capsys: pytest.Capt
     assert lines[0] == "ok   manifest: snapshot 3, epoch 3; chain: 1 (full), 2 (delta), 3 (delta)"
     assert lines[1].startswith("ok   checksums: 3 parts, ")
     assert lines[2:4] == ["ok   rows: 60 rows, as the manifest says", "ok   online pointer: snapshot 3, epoch 3, generation 3"]
-    assert lines[5] == "ok   index: 60 vectors; 10 sampled ones find themselves"
+    assert lines[5] == "ok   index: 60 vectors; 32 sampled ones find themselves"
     assert main(["-c", str(project.folder), "verify", "numbers", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["view"], found["ok"], [c["check"] for c in found["checks"]]) == ("numbers", True, CHECKS)
