@@ -240,7 +240,7 @@ class GatesConfig(_Strict):
     )
 
 
-GATES = ("accuracy", *GatesConfig.model_fields)
+GATES = ("accuracy", *(name for name in GatesConfig.model_fields if name != "moved_by"))
 """Every gate's name; ``accuracy``, which judges a precision before it computes, has its limits in the view's ``accuracy``."""
 
 
