@@ -26,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 from precompute import attention
 from precompute.device import Device
-from precompute.model import Prepared, digest, resolve_path
+from precompute.model import Prepared, Verbatim, digest, resolve_path
 from precompute.models.sentence_folder import SentenceFolder, read_sentence_folder
 from precompute.models.sentence_head import Head
 from precompute.project_path import absolute_path
@@ -200,7 +200,7 @@ class TextEncoder(TorchModel):
             **recipe.facts(),
             "max_tokens": self.max_tokens,
             "dim": self.dim,
-            "prompts": {"document": self._prompt, "query": self._query_prompt},
+            "prompts": Verbatim({"document": self._prompt, "query": self._query_prompt}),
         }
         self._flops = _flops(transformer)
         super().__init__(Encoder(transformer, head), Device(device))
@@ -211,7 +211,7 @@ class TextEncoder(TorchModel):
         if token_cache is not None:
             facts = {
                 "code": CODE_VERSION,
-                "prompt": self._prompt,
+                "prompt": Verbatim(self._prompt),
                 "max_tokens": self.max_tokens,
                 "too_long": too_long,
                 "lowercase": recipe.lowercase,

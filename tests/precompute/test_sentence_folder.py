@@ -463,6 +463,7 @@ def test_the_fingerprint_changes_with_whatever_decides_a_value(
 
 def test_the_fingerprint_changes_with_the_arguments_that_decide_a_value(made: tuple[Path, SentenceTransformer]) -> None:
     given: list[dict[str, Any]] = [{}, {"prompt": ""}, {"query_prompt": ""}, {"truncate_dim": 4}, {"max_tokens": 9}]
+    given.append({"prompt": str(made[0])})  # a text, even where it looks like a path
     assert len({TextEncoder(str(made[0]), **arguments).fingerprint() for arguments in given}) == len(given)
     as_it_is = TextEncoder(str(made[0]), prompt=PROMPTS["document"], truncate_dim=8)
     assert as_it_is.fingerprint() == TextEncoder(str(made[0])).fingerprint()
