@@ -28,6 +28,10 @@ _SPARE_LINES = 256
 """Lines of removed manifests, beyond as many as there are manifests, before the file is written anew without them."""
 
 
+Stamp = tuple[int, int]
+"""Size in bytes and time of the last change (ns since 1970) of a manifest."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """What choosing and removing snapshots takes of a manifest. ``files`` are the paths of parts, deletes and rejected rows, from the view's folder."""
@@ -55,25 +59,30 @@ class Catalog:
 
     entries: dict[int, Entry]
     damaged: dict[int, SnapshotError]
+    stamps: dict[int, Stamp]
+    """Of the manifests, when it was read."""
 
 
-_Stamp = tuple[int, int]
-"""Size in bytes and time of the last change (ns since 1970) of a manifest."""
-
-
-def read_catalog(manifests: Path, path: Path) -> Catalog:
+def read_catalog(manifests: Path, path: Path, before: Catalog | None = None) -> Catalog:
     """The catalog of a view, completed on disk where it lacks lines; that it cannot be written is no error.
 
     Args:
         manifests: the view's folder of manifests.
         path: of the catalog.
+        before: what was read of it earlier: its lines are parsed again only when a manifest came or changed.
     """
     stamps = dict(sorted(_stamps(manifests)))
-    lines = _lines(path)
     entries: dict[int, Entry] = {}
+    if before is not None:
+        entries = {n: before.entries[n] for n, stamp in stamps.items() if n in before.entries and before.stamps[n] == stamp}
+        if len(entries) == len(stamps):
+            return Catalog(entries, {}, stamps)
+    lines = _lines(path)
     damaged: dict[int, SnapshotError] = {}
     new: list[bytes] = []
     for number, stamp in stamps.items():
+        if number in entries:
+            continue
         known = lines.get(number)
         if known is not None and known[0] == stamp:
             entries[number] = known[1]
@@ -95,7 +104,7 @@ def read_catalog(manifests: Path, path: Path) -> Catalog:
             replace_undurably(path, b"\n".join([b"", *(_line(stamps[number], entry) for number, entry in entries.items()), b""]))
         elif new and path.parent.is_dir():
             _append(path, new)
-    return Catalog(entries, damaged)
+    return Catalog(dict(sorted(entries.items())), damaged, stamps)
 
 
 def add_to_catalog(manifests: Path, path: Path, snapshot: Snapshot) -> None:
@@ -105,26 +114,27 @@ def add_to_catalog(manifests: Path, path: Path, snapshot: Snapshot) -> None:
         _append(path, [_line((stat.st_size, stat.st_mtime_ns), Entry.of(snapshot.number, snapshot))])
 
 
-def _stamps(manifests: Path) -> Iterator[tuple[int, _Stamp]]:
+def _stamps(manifests: Path) -> Iterator[tuple[int, Stamp]]:
     try:
         with os.scandir(manifests) as found:
             for file in found:
-                stem, dot, suffix = file.name.partition(".")
-                if (dot, suffix) == (".", "json") and stem.isdigit():
-                    with contextlib.suppress(FileNotFoundError):
+                if file.name.endswith(".json") and file.name[:-5].isdigit():
+                    try:
                         stat = file.stat()
-                        yield int(stem), (stat.st_size, stat.st_mtime_ns)
+                    except FileNotFoundError:  # removed meanwhile
+                        continue
+                    yield int(file.name[:-5]), (stat.st_size, stat.st_mtime_ns)
     except FileNotFoundError:
         return
 
 
-def _lines(path: Path) -> dict[int, tuple[_Stamp, Entry]]:
+def _lines(path: Path) -> dict[int, tuple[Stamp, Entry]]:
     """Number → its newest line; torn and damaged lines are left out."""
     try:
         data = path.read_bytes()
     except OSError:
         return {}
-    found: dict[int, tuple[_Stamp, Entry]] = {}
+    found: dict[int, tuple[Stamp, Entry]] = {}
     for line in data.split(b"\n"):
         if not line:
             continue
@@ -138,7 +148,7 @@ def _lines(path: Path) -> dict[int, tuple[_Stamp, Entry]]:
     return found
 
 
-def _line(stamp: _Stamp, entry: Entry) -> bytes:
+def _line(stamp: Stamp, entry: Entry) -> bytes:
     values = [entry.number, *stamp, entry.run, entry.partition, entry.parent, entry.created_at, entry.refused_by, entry.files]
     body = json.dumps(values).encode()
     return b"%08x %s" % (zlib.crc32(body), body)

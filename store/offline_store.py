@@ -89,6 +89,7 @@ class OfflineStore:
 
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root)
+        self._catalogs: dict[str, Catalog] = {}
 
     # ---- reading
 
@@ -108,7 +109,9 @@ class OfflineStore:
 
     def catalog(self, view: str) -> Catalog:
         """What all manifests of the view say of themselves, in short; only those are read that were not before."""
-        return read_catalog(self.root / view / "manifests", self._catalog_path(view))
+        found = read_catalog(self.root / view / "manifests", self._catalog_path(view), self._catalogs.get(view))
+        self._catalogs[view] = found
+        return found
 
     def damage(self, view: str) -> dict[int, str]:
         """Numbers of the manifests that cannot be read → why. Reads them all."""
@@ -410,8 +413,7 @@ class OfflineStore:
 
     def journals(self, view: str) -> dict[Path, str | None]:
         """Folders of runs that never committed → their partition. A journal whose first line is torn holds nothing and counts for none."""
-        paths = sorted((self.root / view / "data").glob(f"*/{journal.NAME}"))
-        return {path.parent: journal.partition_of(path) for path in paths}
+        return {path.parent: journal.partition_of(path) for path in self._journal_paths(view)}
 
     def unfinished(self, view: str, recipe: str, partition: str | None, *, full: bool = False) -> list[Finished]:
         """Chunks of runs that never committed, of this recipe and partition, whose files are there with the size noted; the oldest first.
@@ -419,7 +421,7 @@ class OfflineStore:
 
         The caller holds the partition's lease, so that none of these runs goes on.
         """
-        journals = sorted((self.root / view / "data").glob(f"*/{journal.NAME}"))
+        journals = self._journal_paths(view)
         runs, parts = self._committed(view) if journals else (frozenset(), frozenset())
         chunks = []
         for path in journals:
@@ -438,6 +440,15 @@ class OfflineStore:
         """Runs that committed, and paths of the files that manifests name."""
         entries = self.catalog(view).entries.values()
         return frozenset(entry.run for entry in entries), frozenset(path for entry in entries for path in entry.files)
+
+    def _journal_paths(self, view: str) -> list[Path]:
+        folder = f"{self.root}/{view}/data"
+        try:
+            runs = os.listdir(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        # A glob, with a Path for each of a thousand runs, takes ten times as long.
+        return [Path(folder, run, journal.NAME) for run in sorted(runs) if os.path.exists(f"{folder}/{run}/{journal.NAME}")]
 
     def _is_there(self, view: str, part: Part) -> bool:
         try:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from store.catalog import Entry
+from store.catalog import Catalog, Entry
 from store.lease import take
 from store.offline_store import OfflineStore
 from store.snapshot import Counts, Part, Snapshot
@@ -38,6 +38,11 @@ def truth(store: OfflineStore) -> dict[int, Entry]:
     return {number: Entry.of(number, store.snapshot("numbers", number)) for number in store.numbers("numbers")}
 
 
+def catalog_of(store: OfflineStore) -> Catalog:
+    """As another process reads it."""
+    return OfflineStore(store.root).catalog("numbers")
+
+
 @pytest.fixture
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of the manifests that were parsed."""
@@ -63,13 +68,31 @@ def test_it_says_what_the_manifests_say_and_parses_none_that_it_knows(store: Off
         (DAYS[0], 2, ("data/run6/part-00000.parquet",)),
     ]
     parsed.clear()
-    assert store.catalog("numbers").entries == expected
+    assert catalog_of(store).entries == expected
     assert parsed == []
     path_of(store).unlink()  # as of an older version, or lost
-    assert store.catalog("numbers").entries == expected
+    assert catalog_of(store).entries == expected
     assert parsed == [1, 2, 3, 4, 5, 6]
     parsed.clear()
-    assert (store.catalog("numbers").entries, parsed) == (expected, [])
+    assert (catalog_of(store).entries, parsed) == (expected, [])
+
+
+def test_a_process_parses_its_lines_once_and_sees_all_that_changes(
+    store: OfflineStore, parsed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert store.catalog("numbers").entries == truth(store)
+    parsed.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr("store.catalog._lines", lambda _: pytest.fail("its lines are parsed once more"))
+        assert list(store.catalog("numbers").entries) == [1, 2, 3, 4, 5, 6]
+        (store.root / "numbers" / "manifests" / f"{3:020d}.json").unlink()
+        assert list(store.catalog("numbers").entries) == [1, 2, 4, 5, 6]
+    assert parsed == []
+    commit(OfflineStore(store.root), "another", None)
+    assert store.catalog("numbers").entries == truth(store)
+    manifest = store.root / "numbers" / "manifests" / f"{7:020d}.json"
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+    assert list(store.catalog("numbers").damaged) == [7]
 
 
 def test_of_a_partition_only_its_own_newest_manifest_is_read(store: OfflineStore, parsed: list[int]) -> None:
@@ -92,20 +115,20 @@ def test_whatever_bytes_its_file_has_it_tells_the_truth(store: OfflineStore) -> 
         damaged[at] ^= 1 << at % 8
         for data in (bytes(damaged), whole[:at]):
             path.write_bytes(data)
-            assert store.catalog("numbers").entries == expected
-            assert store.catalog("numbers").entries == expected  # and with what was appended to that
+            assert catalog_of(store).entries == expected
+            assert catalog_of(store).entries == expected  # and with what was appended to that
     path.write_bytes(os.urandom(1000))
-    assert store.catalog("numbers").entries == expected
+    assert catalog_of(store).entries == expected
 
 
 def test_a_number_that_was_given_twice_is_the_later_one(store: OfflineStore) -> None:
     manifest = store.root / "numbers" / "manifests" / f"{6:020d}.json"
     manifest.unlink()  # by hand
-    assert 6 not in store.catalog("numbers").entries
+    assert 6 not in catalog_of(store).entries
     line = path_of(store).read_bytes()
     assert commit(store, "again", DAYS[1]).number == 6
     path_of(store).write_bytes(line)  # the commit was killed before it wrote its own
-    assert store.catalog("numbers").entries == truth(store)
+    assert catalog_of(store).entries == truth(store)
     newest = store.newest("numbers", DAYS[1])
     assert newest is not None
     assert newest.run == "again"
@@ -116,11 +139,11 @@ def test_a_damaged_manifest_is_told_and_known_by_what_it_was(store: OfflineStore
     stat, data = manifest.stat(), bytearray(manifest.read_bytes())
     data[40] ^= 1
     manifest.write_bytes(data)
-    catalog = store.catalog("numbers")
+    catalog = catalog_of(store)
     assert (list(catalog.entries), list(catalog.damaged)) == ([1, 2, 4, 5, 6], [3])
     assert "its checksum does not match" in str(catalog.damaged[3])
     os.utime(manifest, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # a bit that flips by itself changes no time
-    assert store.catalog("numbers").entries == expected
+    assert catalog_of(store).entries == expected
     assert list(store.damage("numbers")) == [3]
 
 
@@ -129,17 +152,17 @@ def test_lines_of_removed_manifests_go_once_they_are_many(store: OfflineStore, m
     before = path_of(store).read_bytes()
     for number in (1, 3, 4, 5):
         (store.root / "numbers" / "manifests" / f"{number:020d}.json").unlink()
-    assert store.catalog("numbers").entries == truth(store)
+    assert catalog_of(store).entries == truth(store)
     assert len(path_of(store).read_bytes()) < len(before) / 2
-    assert store.catalog("numbers").entries == truth(store)
+    assert catalog_of(store).entries == truth(store)
 
 
 def test_without_space_or_rights_it_is_derived_every_time(store: OfflineStore) -> None:
     path_of(store).unlink()
     path_of(store).mkdir()
-    assert store.catalog("numbers").entries == truth(store)
+    assert catalog_of(store).entries == truth(store)
     assert commit(store, "more", None).number == 7
-    assert store.catalog("numbers").entries == truth(store)
+    assert catalog_of(store).entries == truth(store)
     assert OfflineStore(store.root / "none").catalog("numbers").entries == {}
 
 
