@@ -141,7 +141,12 @@ class IndexConfig(_Strict):
 
     on: str
     metric: Literal["cosine", "dot", "l2"] = "cosine"
-    recall_at_10: float = Field(default=0.95, gt=0, le=1)
+    recall_at_10: float = Field(
+        default=0.95,
+        gt=0,
+        le=1,
+        description="least share of the 10 nearest that a search must find; the index is exact and finds all, 1.0, whatever is asked",
+    )
 
 
 class FallbackConfig(_Strict):
@@ -289,14 +294,19 @@ class ViewConfig(_Strict):
             if entity.count(name) > 1:
                 raise ValueError(f"{name!r} is named twice")
             if name in RESERVED:
-                raise ValueError(f"{name!r} is the name of an answer's own column; rename it in the source with AS")
+                raise ValueError(
+                    f"{name!r} is the name of an answer's own column; rename it in the source with AS (taken: {', '.join(sorted(RESERVED))})"
+                )
         return entity
 
     @model_validator(mode="after")
     def _fits(self) -> ViewConfig:
         taken = [name for name in self.features if name in RESERVED or name in self.entity]
         if taken:
-            raise ValueError(f"features: {taken[0]!r} is the name of an answer's own column; call the feature something else")
+            raise ValueError(
+                f"features: {taken[0]!r} is the name of an answer's own column; call the feature something else "
+                f"(taken: {', '.join(sorted({*RESERVED, *self.entity}))})"
+            )
         wanted = parameters(self.source.sql)
         for name, query in model_queries(self.model.args).items():
             try:

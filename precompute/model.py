@@ -2,9 +2,10 @@
 
 A user's own model is a class with two methods, named by dotted path (``mypackage.models:Ranker``)::
 
-    class TitleLength:
-        def __init__(self, scale: float = 1.0) -> None: ...
-        def fingerprint(self) -> str: ...
+    class Ranker:
+        def __init__(self, weights: str, scale: float = 1.0) -> None: ...   # weights: ./ranker.safetensors in the view comes absolute
+        def fingerprint(self) -> str:
+            return digest(self.weights, scale=self.scale, version=1)        # the file's content, whatever it is called
         def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray | pa.Array]: ...
 """
 
@@ -53,7 +54,9 @@ class Model(Protocol):
             batch: the source's columns for 1 or more rows, without nulls the model declared unusable.
 
         Returns:
-            feature name → numpy array [rows] or [rows, dim], or an Arrow array [rows]. A row must not depend on its neighbours. The mapping and
+            feature name → numpy array [rows] or [rows, dim], or an Arrow array [rows]. For a feature with ``max_items``, a list for each row: a list
+            of lists, tuples or arrays, an object array of them, a matrix, or an Arrow array of lists; they may differ in length, and None is a
+            null. A row must not depend on its neighbours. The mapping and
             numpy's arrays are copied before the next call, and may be used again.
         """
 
@@ -293,6 +296,8 @@ def _fact(name: str, value: Any) -> Any:
 def _content(path: str | Path) -> str:
     """SHA-256 (hex) of a file, or of the names and SHA-256 of a folder's files."""
     found = absolute_path(path)
+    if path == "":
+        raise ConfigError("model file '' cannot be read: its name is empty")
     try:
         if not found.is_dir():
             with found.open("rb") as file:

@@ -685,11 +685,14 @@ def _column(view: FeatureView, feature: Feature, values: Any, rows: int) -> pa.A
                     values = values.astype(feature.dtype, copy=False)
             flat = pa.array(np.ascontiguousarray(values).reshape(-1)).cast(SCALAR_TYPES[feature.dtype])
             return pa.FixedSizeListArray.from_arrays(flat, type=feature.arrow_type)
-        if not isinstance(values, pa.Array):
+        if feature.max_items is not None and not isinstance(values, pa.Array):
+            values = _lists(values)
+        elif not isinstance(values, pa.Array):
             values = np.asarray(values)
             if values.ndim != 1:
                 raise ModelError(
-                    f"{where}: declared as one value a row, but the model returned shape {list(values.shape)}; declare `dim` or correct the model"
+                    f"{where}: declared as one value a row, but the model returned shape {list(values.shape)}; declare `dim` (or `max_items`, of a "
+                    "list) or correct the model"
                 )
             values = pa.array(values)
         column = values.cast(feature.arrow_type)
@@ -709,6 +712,14 @@ def _column(view: FeatureView, feature: Feature, values: Any, rows: int) -> pa.A
     if (feature.dim is not None or feature.max_items is not None) and column.flatten().null_count:
         raise ModelError(f"{where}: a vector or list holds a null; leave it out")
     return column
+
+
+def _lists(values: Any) -> pa.Array:
+    """A list for each row, from a matrix, or from a list or object array of lists, tuples and arrays; None is a null."""
+    if isinstance(values, np.ndarray) and values.ndim == 2 and values.dtype != object:
+        offsets = np.arange(len(values) + 1, dtype=np.int32) * np.int32(values.shape[1])
+        return pa.ListArray.from_arrays(offsets, pa.array(np.ascontiguousarray(values).reshape(-1)))
+    return pa.array([row.tolist() if isinstance(row, np.ndarray) else row for row in values])
 
 
 def _finite(view: FeatureView, features: pa.RecordBatch) -> tuple[npt.NDArray[np.bool_], Mapping[int, str]]:

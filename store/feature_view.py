@@ -21,11 +21,11 @@ NAME = re.compile(r"\A[a-z][a-z0-9_]{0,62}\Z")
 """Views, features and entity columns: one allow-list, so that no name can leave its folder or its key space."""
 
 RESERVED = frozenset(
-    {"key", "status", "source", "computed_at", "age_s", "ttl_s", "snapshot", "model", "reason", "input_hash", "score"}
+    {"key", "status", "source", "computed_at", "age_s", "ttl_s", "snapshot", "model", "reason", "input_hash"}
     | {"filename", "file_index", "file_row_number"}
 )
 """Columns every answer or snapshot has beside its features, and those by which DuckDB tells where in a Parquet file a row is; no feature
-and no key column may take one of these names."""
+and no key column may take one of these names. A search's ``score`` is none of them: it stands beside ``features``, not among them."""
 
 SCALAR_TYPES: dict[str, pa.DataType] = {
     "float16": pa.float16(),
@@ -67,7 +67,7 @@ class Feature:
 
 @dataclass(frozen=True, slots=True)
 class IndexSpec:
-    """Which vector feature is searchable, by which metric, and the recall the index must reach."""
+    """Which vector feature is searchable, by which metric, and the recall the index must reach; an exact one reaches 1."""
 
     on: str
     metric: str = "cosine"

@@ -24,6 +24,9 @@ import pyarrow.compute as pc
 from store.durable_file import disk_message, make_folder, sync_file, sync_folder, write_durably
 from store.errors import RequestError, SnapshotError, VectorIndexError
 
+RECALL = 1.0
+"""Share of the true nearest that a search finds: a flat index compares with every row, so it keeps whatever a view asks of ``recall_at_10``."""
+
 METRICS = ("cosine", "dot", "l2")
 _FILES = ("vectors.faiss", "keys.arrow")
 _FLOAT = npt.NDArray[np.float32]
@@ -146,7 +149,7 @@ def build_index(folder: Path, rows: Iterable[tuple[pa.Array, pa.Array]], dim: in
             with (temporary / name).open("rb") as file:
                 digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
             sync_file(temporary / name)
-        meta = {"metric": metric, "dim": dim, "rows": int(index.ntotal), "sha256": digests}
+        meta = {"metric": metric, "dim": dim, "rows": int(index.ntotal), "recall_at_10": RECALL, "sha256": digests}
         write_durably(temporary / "meta.json", json.dumps(meta).encode())
         sync_folder(temporary)
         shutil.rmtree(folder, ignore_errors=True)

@@ -30,6 +30,7 @@ import json
 import math
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,7 +131,8 @@ class TorchModule(TorchModel):
         weights: safetensors file of its state; leave it out for a module that has none.
         device: ``cpu``, ``cuda`` or ``cuda:1``; by default a GPU where there is one.
         max_cost: rows in one batch; by default what the engine finds best.
-        vocabularies: any other argument: a list of values, or a table of one column (``{sql: SELECT …}``), for inputs to name.
+        vocabularies: any other argument: a list of values, or a table of one column (``{sql: SELECT …}``), for inputs to name. Its first value has the
+            id 1, the second 2, and so on in its order; 0 is null and what it has not. So an embedding of n values has n + 1 rows.
 
     Raises:
         ConfigError: an argument that is wrong in itself, no such class or file, or inputs that ``forward`` does not take.
@@ -358,7 +360,7 @@ def _input(name: str, spec: Any, vocabularies: Mapping[str, Mapping[str, int]]) 
 
 
 def _vocabulary(name: str, values: Any) -> dict[str, int]:
-    """Text of each value → 1, 2, …"""
+    """Text of each value → 1, 2, …; 0 is :data:`UNKNOWN`."""
     if isinstance(values, pa.Table):
         if values.num_columns != 1:
             raise ConfigError(f"torch_module: {name} has {values.num_columns} columns; a vocabulary is one column of values")
@@ -368,8 +370,15 @@ def _vocabulary(name: str, values: Any) -> dict[str, int]:
     if not isinstance(values, (list, tuple)) or not all(isinstance(v, (str, int)) and not isinstance(v, bool) for v in values):
         raise ConfigError(f"torch_module: {name} is a list of text or whole numbers without nulls")
     ids = {str(value): number for number, value in enumerate(values, UNKNOWN + 1)}
-    if not ids or len(ids) != len(values):
-        raise ConfigError(f"torch_module: {name} {'has a value twice' if ids else 'is empty'}")
+    if not ids:
+        raise ConfigError(
+            f"torch_module: {name} is empty; a vocabulary's first value has the id {UNKNOWN + 1}, {UNKNOWN} is null and unknown"
+        )
+    if len(ids) != len(values):
+        twice = next(text for text, times in Counter(map(str, values)).items() if times > 1)
+        raise ConfigError(
+            f"torch_module: {name} has a value twice, {twice!r}: ids are places in the vocabulary, so each value has one (SELECT DISTINCT … ORDER BY 1)"
+        )
     return ids
 
 

@@ -341,7 +341,7 @@ def test_a_bare_null_in_yaml_and_in_the_environment_is_the_policy(make: Make) ->
     assert Project(project.folder, environment).view("numbers").bad_rows == "null"
     file.write_text(f"{text}\nbad_rows: nul\n")
     with pytest.raises(ConfigError, match=r"bad_rows: 'nul' is not one of reject, null, fail; did you mean 'null'\?"):
-        Project(project.folder, {})
+        Project(project.folder, {}).view("numbers")
 
 
 def test_the_policy_travels_with_the_view_and_a_manifest_without_one_reads_as_reject(make: Make) -> None:

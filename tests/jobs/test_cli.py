@@ -12,12 +12,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
 from jobs.cli import describe_report, describe_row, main
 from jobs.config import Project
+from store.lookup import Lookup
 from store.offline_store import OfflineStore
+from store.online_url import open_online_store
+from tests.arithmetic import Doubler
 from tests.conftest import MakeProject
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +36,14 @@ def published(make_project: MakeProject, capsys: Captured) -> Project:
     assert call(project, "run", "numbers") == 0
     capsys.readouterr()
     return project
+
+
+class Scored(Doubler):
+    """Calls its scalar ``score``."""
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
+        made = super().compute(batch)
+        return {"score": made["double"], "vector": made["vector"]}
 
 
 def call(project: Project, *command: str) -> int:
@@ -202,6 +214,24 @@ def test_lookup_with_the_fallback_runs_the_model(make_project: MakeProject, caps
 
 
 # ---- search
+
+
+def test_a_feature_may_be_called_score_beside_the_score_of_a_search(make_project: MakeProject, capsys: Captured) -> None:
+    features = {"score": {"dtype": "float64"}, "vector": {"dtype": "float32", "dim": 4}}
+    view = INDEXED | {"model": {"use": "tests.jobs.test_cli:Scored"}, "features": features}
+    project = make_project(ROWS, view=view)
+    assert call(project, "run", "numbers") == 0
+    capsys.readouterr()
+    assert call(project, "lookup", "numbers", "3", "--json") == 0
+    assert report_of(capsys)["rows"][0]["features"]["score"] == 60.0
+    lookup = Lookup(open_online_store(project.online), project.root)
+    try:
+        found = lookup.search("numbers", key="1", k=1, features=["score"])["rows"][0]
+        table = lookup.get("numbers", ["2"])
+    finally:
+        lookup.close()
+    assert (found["key"], found["score"], found["features"]) == ("2", 4.0, {"score": 4.0})
+    assert table.column("score").to_pylist() == [4.0]
 
 
 def test_search_by_key_leaves_the_key_out(published: Project, capsys: Captured) -> None:

@@ -261,7 +261,7 @@ def test_a_damaged_tuning_file_is_named_and_what_helps_does_help(
     path = tuned(project)
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError) as caught:
-        again(project)
+        again(project).view("numbers")
     assert str(caught.value).startswith(f"{path}: ")
     assert said in str(caught.value)
     assert main(["-c", str(project.folder), "tune", "numbers"]) == 2
@@ -280,7 +280,7 @@ def test_a_precision_that_this_version_does_not_know_is_refused_by_name(
     project = torch_project(make_project, ROWS)
     path = tuned(project, precision, backend)
     with pytest.raises(ConfigError) as caught:
-        again(project)
+        again(project).view("numbers")
     assert str(caught.value).startswith(f"{path}: picked ")
 
 
@@ -290,7 +290,7 @@ def test_a_folder_in_the_place_of_the_file_is_damage_and_a_file_in_the_place_of_
     project = torch_project(make_project, ROWS)
     tuning_path(project.folder, "numbers").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"numbers.json: cannot be read"):
-        again(project)
+        again(project).view("numbers")
     shutil.rmtree(project.folder / "tuning")
     (project.folder / "tuning").write_text("")
     with pytest.raises(ConfigError, match=r"numbers.json: cannot be written"):

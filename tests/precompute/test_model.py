@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
-from precompute.model import BUILT_IN, check_use, digest, load_model, model_fingerprint, resolve_path, table_digest
+from precompute.model import BUILT_IN, Verbatim, check_use, digest, load_model, model_fingerprint, resolve_path, table_digest
+from precompute.project_path import ProjectPath, starting_from
 from precompute.source import Source
 from store.errors import ConfigError, ModelError
 from tests.arithmetic import Doubler
@@ -201,3 +207,135 @@ def test_a_path_inside_a_package_is_found(tmp_path: Path) -> None:
 def test_a_path_to_nothing_is_refused(path: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve_path(path)
+
+
+# ---- digest: files by their content, however they are named
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    path = tmp_path / "deep" / "ranker.safetensors"
+    path.parent.mkdir()
+    path.write_bytes(b"one")
+    return path
+
+
+NAMED: dict[str, Any] = {
+    "by position": lambda path: digest(path),
+    "by position, as text": lambda path: digest(str(path)),
+    "as a path": lambda path: digest(weights=path),
+    "as a text": lambda path: digest(weights=str(path)),
+    "as a path in a list": lambda path: digest(files=[path]),
+    "as a text in a list": lambda path: digest(files=["x", str(path)]),
+    "as a tuple in a mapping": lambda path: digest(files={"a": (path, "x")}),
+    "in a set": lambda path: digest(files={str(path)}),
+    "called path": lambda path: digest(path=os.path.relpath(path)),
+    "called paths": lambda path: digest(paths=[os.path.relpath(path)]),
+    "called …_path": lambda path: digest(weights_path={"a": os.path.relpath(path)}),
+    "as an argument of a view": lambda path: digest(weights=ProjectPath(path)),
+    "a folder, by position": lambda path: digest(path.parent),
+    "a folder, as a path": lambda path: digest(model=path.parent),
+    "a folder above": lambda path: digest(path=str(path.parents[1])),
+    "a folder, as an argument of a view": lambda path: digest(model=ProjectPath(path.parent)),
+}
+
+
+@pytest.mark.parametrize("how", NAMED)
+def test_a_file_counts_with_its_content_however_it_is_named(weights: Path, how: str) -> None:
+    before = NAMED[how](weights)
+    assert NAMED[how](weights) == before
+    weights.write_bytes(b"two")
+    assert NAMED[how](weights) != before
+
+
+@pytest.mark.parametrize("how", NAMED)
+def test_where_a_file_lies_does_not_count(weights: Path, tmp_path: Path, how: str) -> None:
+    before = NAMED[how](weights)
+    copy = tmp_path / "other" / "place"
+    shutil.copytree(weights.parents[1], copy, ignore=shutil.ignore_patterns("other"))
+    shutil.rmtree(weights.parent)
+    assert NAMED[how](copy / "deep" / weights.name) == before
+
+
+def test_a_relative_name_starts_from_the_projects_folder(weights: Path, tmp_path: Path) -> None:
+    with starting_from(tmp_path):
+        assert digest("deep/ranker.safetensors") == digest(weights)
+        assert digest(path="deep/ranker.safetensors") == digest(path=str(weights))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda missing: digest(missing),
+        lambda missing: digest(str(missing)),
+        lambda missing: digest(path=str(missing)),
+        lambda missing: digest(path="missing.safetensors"),
+        lambda missing: digest(weights=missing),
+        lambda missing: digest(weights=[missing]),
+        lambda missing: digest(weights=ProjectPath(missing)),
+        lambda missing: digest(path=""),
+        lambda missing: digest("a\0b"),
+    ],
+)
+def test_a_path_where_nothing_is_is_refused(tmp_path: Path, make: Callable[[Path], str]) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        make(tmp_path / "missing.safetensors")
+
+
+def test_a_text_stands_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the working directory has; and as it was, so that fingerprints stay what they are."""
+    facts = {"name": "title length v1", "separator": "/", "rule": "./x", "scale": 1.5, "none": None, "layers": [1, 2]}
+    expected = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    assert digest(**facts) == expected
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "title length v1").write_text("")
+    (tmp_path / "x").write_text("")
+    assert digest(**facts) == expected
+    assert len({digest(a="1"), digest(a=1), digest(a=True), digest(b="1"), digest(a=["1"]), digest()}) == 6
+
+
+def test_the_name_of_a_folder_is_told_apart_or_said_to_be_meant(weights: Path) -> None:
+    with pytest.raises(ConfigError, match=r"digest\(model_path=…\).*Verbatim"):
+        digest(model=str(weights.parent))
+    text = str(weights)
+    before = digest(prompt=Verbatim(text), route=Verbatim([str(weights.parent)]))
+    weights.write_bytes(b"two")
+    assert digest(prompt=Verbatim(text), route=Verbatim([str(weights.parent)])) == before
+
+
+def test_a_folder_counts_with_the_names_of_its_files_but_for_what_is_hidden(weights: Path) -> None:
+    folder = weights.parent
+    before = digest(folder)
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / "x").write_text("")
+    (folder / "__pycache__").mkdir()
+    (folder / "__pycache__" / "x.pyc").write_text("")
+    (folder / "up").symlink_to(folder)
+    assert digest(folder) == before
+    seen = {before}
+    for change in (
+        lambda: (folder / "more").write_text(""),
+        lambda: (folder / "more").rename(folder / "less"),
+        lambda: (folder / "inside").mkdir(),
+        lambda: (folder / "less").rename(folder / "inside" / "less"),
+        lambda: (folder / "link").symlink_to(weights),
+    ):
+        change()
+        seen.add(digest(folder))
+    assert len(seen) == 5  # an empty folder is nothing
+
+
+def test_an_array_counts_with_every_value_and_what_has_no_text_of_its_own_is_refused() -> None:
+    values = np.zeros(5000, np.float32)
+    prints = {
+        digest(a=values),
+        digest(a=values.astype(np.float64)),
+        digest(a=values.reshape(50, 100)),
+        digest(a=b"x"),
+        digest(a="x"),
+    }
+    values[2500] = 1.0  # where the text of a long array has dots
+    assert len({*prints, digest(a=values), digest(a=ITEMS), digest(a=ITEMS.slice(1))}) == 8
+    for fact in (object(), lambda: 0, np.array([object()], object)):
+        with pytest.raises(ConfigError, match="give its texts and numbers"):
+            digest(fact=fact)

@@ -256,6 +256,52 @@ def test_anything_but_what_the_view_declares_is_a_model_error(feature: Feature, 
         compute(Returning(make), view(feature), batch([1, 2, 3]))
 
 
+RAGGED = [[1, 2], [], [3]]
+LISTS: dict[str, tuple[str, Any, list[Any]]] = {
+    "lists": ("int64", RAGGED, RAGGED),
+    "tuples": ("int32", [(1, 2), (), (3,)], RAGGED),
+    "of one length": ("int64", [[1, 2], [3, 4], [5, 6]], [[1, 2], [3, 4], [5, 6]]),
+    "arrays": ("float32", [np.array(row, np.float64) for row in RAGGED], RAGGED),
+    "half arrays": ("float16", [np.array(row, np.float16) for row in RAGGED], RAGGED),
+    "objects": ("int64", np.array([[1, 2], [], [3]], object), RAGGED),
+    "objects of arrays": ("int16", np.array([np.array(row, np.int64) for row in RAGGED] + [None], object)[:3], RAGGED),
+    "matrix": ("float32", np.array([[1, 2], [3, 4], [5, 6]]), [[1, 2], [3, 4], [5, 6]]),
+    "empty": ("int64", [[], [], []], [[], [], []]),
+    "nulls": ("int64", [[1], None, [2, 3]], [[1], None, [2, 3]]),
+    "texts": ("string", [["a", "ü"], [], np.array(["c"])], [["a", "ü"], [], ["c"]]),
+    "arrow": ("int64", pa.array(RAGGED, pa.list_(pa.int32())), RAGGED),
+}
+
+
+@pytest.mark.parametrize("how", LISTS)
+def test_a_list_feature_takes_whatever_holds_a_list_for_each_row(how: str) -> None:
+    dtype, values, expected = LISTS[how]
+    feature = Feature("f", dtype, max_items=2)
+    done = compute(Returning(lambda _: {"f": values}), view(feature), batch([1, 2, 3]))
+    assert done.features.column("f").to_pylist() == expected
+    assert done.features.schema.field("f").type == feature.arrow_type
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([[1, 2, 3], [], [1]], "a list of 3 items, declared at most 2"),
+        ([1, 2, 3], "does not fit list"),
+        ([[1], ["a"], []], "does not fit list"),
+        ([[1.5], [], []], "does not fit list"),
+        ([[1], []], "2 values for 3 rows"),
+    ],
+)
+def test_lists_that_do_not_fit_are_a_model_error(values: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        compute(Returning(lambda _: {"f": values}), view(LIST), batch([1, 2, 3]))
+
+
+def test_a_matrix_where_one_value_is_declared_is_told_of_both_ways_out() -> None:
+    with pytest.raises(ModelError, match=r"declare `dim` \(or `max_items`, of a list\)"):
+        compute(Returning(lambda _: {"f": [[1.0], [2.0], [3.0]]}), view(SCALAR), batch([1, 2, 3]))
+
+
 def test_what_fits_is_cast_to_the_declared_type() -> None:
     features = (
         Feature("a", "int8", dim=2),

@@ -292,8 +292,11 @@ def test_outputs_are_chosen_by_position_or_key() -> None:
         ({"inputs": {"x": {"column": "a", "dim": 2, "fill": 0}}}, "do not go together"),
         ({"inputs": {"x": {"columns": ["a"], "vocabulary": ["b"]}}}, "do not go together"),
         ({"inputs": {"x": {"column": "a", "vocabulary": "words"}}}, "there is no vocabulary 'words'; add `words:"),
-        ({"inputs": {"x": {"column": "a", "vocabulary": []}}}, "inputs.x.vocabulary is empty"),
-        ({"inputs": {"x": {"column": "a", "vocabulary": ["b", "b"]}}}, "inputs.x.vocabulary has a value twice"),
+        (
+            {"inputs": {"x": {"column": "a", "vocabulary": []}}},
+            "vocabulary is empty.*first value has the id 1, 0 is null and unknown",
+        ),
+        ({"inputs": {"x": {"column": "a", "vocabulary": ["b", "b"]}}}, "vocabulary has a value twice, 'b'.*each value has one"),
         ({"inputs": {"x": {"column": "a", "vocabulary": [None]}}}, "a list of text or whole numbers without nulls"),
         ({"words": ["a"]}, "no input names the vocabulary 'words'"),
         ({"output": {"y": 0}}, "unknown argument 'output'; a further argument is a vocabulary"),

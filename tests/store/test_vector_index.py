@@ -174,6 +174,7 @@ def test_an_index_that_is_built_again_is_replaced_whole(tmp_path: Path) -> None:
     assert new.search([1, 1], 5) == (["z"], [0.0])
     assert old.search([1, 2], 1)[0] == ["a"]  # whoever has the old one open goes on with it
     assert sorted(p.name for p in folder.iterdir()) == ["keys.arrow", "meta.json", "vectors.faiss"]
+    assert json.loads((folder / "meta.json").read_text())["recall_at_10"] == 1.0
     assert [p.name for p in folder.parent.iterdir()] == ["index"]
 
 
