@@ -240,6 +240,12 @@ class GatesConfig(_Strict):
         le=2,
         description="a distance, as a share of the longer vector's length: 0.45 is a cosine of 0.9 between vectors of one length",
     )
+    rolled_back: float | None = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="largest share that may come again of the rows (key, input, recipe) that a snapshot computed which was rolled back from",
+    )
     parity: float | None = Field(
         default=0.05, ge=0, le=1, description="largest share of sampled rows that the fallback computes differently"
     )

@@ -21,10 +21,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from jobs.config import GatesConfig, ViewConfig
-from jobs.open_view import OpenView
+from jobs.open_view import OpenView, files_of
 from precompute.accuracy import row_cosines
 from precompute.runner import compute, with_null_rows
 from precompute.same_value import differing
+from precompute.source import Files
 from store.entity_key import key_column
 from store.errors import SnapshotError
 from store.feature_view import Feature
@@ -44,6 +45,9 @@ READ_GROUPS = 256
 
 QUANTILES = {"p01": 0.01, "p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 """Of lengths and of cosines to the live vectors, in the manifest's ``quality`` as ``<feature>.norm.p01`` and ``<feature>.drift.p01``."""
+
+ROLLED_BACK = "rolled_back"
+"""The gate that sees rows of a snapshot come again that was rolled back from."""
 
 _STATISTICS = ("zero", "norm", "duplicates", "drift", "moved")
 
@@ -146,6 +150,11 @@ def judge(
             _judge_duplicates(feature, sample, gates, judged)
             if moves is not None:
                 _judge_moves(feature, moves, gates, quality, judged)
+    again = _returned(opened, store, snapshot)
+    if again is not None:
+        number, own, back = again
+        message = f"{back:,} of the {own:,} rows come again that snapshot {number} had computed, which was rolled back from"
+        judged(ROLLED_BACK, back / own, gates.rolled_back, gates.rolled_back is None or back <= gates.rolled_back * own, message)
     if snapshot.view.fallback and gates.parity is not None:
         compared, differing = _parity(opened, sample)
         if compared:
@@ -259,6 +268,44 @@ def _matrix(table: pa.Table, feature: Feature) -> npt.NDArray[np.float64]:
     """[rows, dim] of a vector column without nulls and with at least a row."""
     column = table.column(feature.name).combine_chunks()
     return np.asarray(column.flatten()).astype(np.float64).reshape(len(column), -1)
+
+
+def _returned(opened: OpenView, store: OfflineStore, snapshot: Snapshot) -> tuple[int, int, int] | None:
+    """(a snapshot that was rolled back from, the rows it computed, those of them that come again), of which the largest share does; None without any.
+
+    A row is told by key, input hash and recipe, so it does not matter through which snapshots it comes. What the snapshot that was gone back to held
+    too is not at fault, and what is live by now is no news.
+    """
+    view = snapshot.view.name
+    worst: tuple[int, int, int] | None = None
+    try:
+        ref = store.readable_live(view)
+        live = _files(store, None if ref is None else _readable(store, view, ref.snapshot), snapshot.recipe)
+        for number, mark in store.bad(view).items():
+            bad = _readable(store, view, number) if mark.rows else None
+            if bad is None or not bad.recipe or bad.recipe != snapshot.recipe:
+                continue
+            went_to = None if mark.back_to is None else _readable(store, view, mark.back_to)
+            good = live if went_to is None else _files(store, went_to, snapshot.recipe)
+            own, back = opened.source.returned(_files(store, bad, snapshot.recipe), good, live)
+            if own and (worst is None or back / own > worst[2] / worst[1]):
+                worst = (number, own, back)
+    except SnapshotError as exc:  # of the past, and damaged: no reason to refuse what comes after it
+        log.warning("%s", exc)
+    return worst
+
+
+def _readable(store: OfflineStore, view: str, number: int) -> Snapshot | None:
+    try:
+        return store.snapshot(view, number) if number in store.numbers(view) else None
+    except SnapshotError as exc:
+        log.warning("%s", exc)
+        return None
+
+
+def _files(store: OfflineStore, snapshot: Snapshot | None, recipe: str) -> Files:
+    """Those of a snapshot of this recipe; none of another one, whose rows are others whatever their inputs."""
+    return Files() if snapshot is None or snapshot.recipe != recipe else files_of(store.layers(snapshot))
 
 
 def _parity(opened: OpenView, sample: pa.Table) -> tuple[int, dict[str, str]]:

@@ -182,6 +182,9 @@ def _reachable(
     else:
         roots |= set(manifests)  # without a pointer nobody can tell what is in use
     bad = store.bad(view)
+    at_fault = [number for number, mark in bad.items() if mark.rows and number in manifests]
+    if at_fault:
+        roots.add(max(at_fault))  # its rows are recognised when they come again
     newest: dict[str | None, list[int]] = {}
     for number in sorted(manifests, reverse=True):
         of_partition = newest.setdefault(manifests[number].partition, [])

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from jobs.gates import ROLLED_BACK
 from jobs.progress import Progress
 from jobs.report import Report
 from store.codec import Buffer, RowCodec
@@ -161,8 +162,8 @@ def check_publishable(snapshot: Snapshot, store: OfflineStore) -> None:
     if bad is not None:
         how = "" if number == bad else f", and snapshot {number} builds on it or holds the very same rows"
         raise GateError(
-            f"view {view!r}: snapshot {bad} is marked bad ({store.bad(view)[bad].reason}){how}; the live one stays. Mend the source or the model, "
-            f"or remove {store.root / view / 'refs' / 'bad' / f'{bad}.json'} if the mark was a mistake"
+            f"view {view!r}: snapshot {bad} is marked bad ({store.bad(view)[bad].reason}){how}; the live one stays. Mend the source or the model"
+            f"{f', or publish it with --accept {ROLLED_BACK}' if ROLLED_BACK in snapshot.refused_by else ''}, or remove {store.root / view / 'refs' / 'bad' / f'{bad}.json'} if the mark was a mistake"
         )
     if snapshot.refused_by:
         said = "; ".join(
@@ -180,6 +181,8 @@ def _bad(snapshot: Snapshot, store: OfflineStore) -> int | None:
     below = store.bad_below(snapshot)
     if below is not None:
         return below
+    if ROLLED_BACK in snapshot.accepted:
+        return None
     marked = store.bad(snapshot.view.name)
     # Only what came after: the snapshot before a `--full` run holds the same content, and is what one goes back to.
     return next(

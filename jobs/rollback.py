@@ -77,7 +77,7 @@ def rollback(
                 f"snapshot {target} of view {name!r} is live already; name another one (there are: {_numbers(store, name)}; `precompute snapshots {name}` tells more)"
             )
         check_publishable(snapshot, store)  # before anything is marked
-        store.mark_bad(name, ref.snapshot, "rolled back from")
+        store.mark_bad(name, ref.snapshot, "rolled back from", back_to=target)
         reason = f"rollback from {ref.snapshot}"
         publish(
             name,

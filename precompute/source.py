@@ -446,6 +446,35 @@ class Source:
                 'WHERE t.i IS NULL ORDER BY finished, file, "row"'
             )
 
+    def returned(self, bad: Files, good: Files, live: Files) -> tuple[int, int]:
+        """How many rows (key and input hash) an earlier result had that a good one had not, and how many of these the loaded rows bring back, other
+        than those that are live by now.
+
+        Args:
+            bad: files of a result nobody wants again, of the same recipe: with the entity's columns and ``input_hash``.
+            good: files of what was gone back to, of the same recipe; none where it is of another.
+            live: files of what is live, of the same recipe; none where it is of another.
+
+        Raises:
+            SnapshotError: one of these files cannot be read.
+        """
+        if not self._loaded:
+            raise SourceError("load() comes before returned()")
+        columns = ", ".join(f"{_quoted(c)} AS {_quoted('key_' + c)}" for c in self.entity) + ", input_hash AS hash"
+        keys = [_quoted("key_" + c) for c in self.entity]
+        same = " AND ".join([*(f"o.{key} = b.{key}" for key in keys), "o.hash = b.hash"])
+        again = " AND ".join([*(f"i.{_quoted(c)} = b.{_quoted('key_' + c)}" for c in self.entity), "i.input_hash = b.hash"])
+        try:
+            with _translated():
+                scans = {name: self._scan(f, name, columns) for name, f in (("bad", bad), ("good", good), ("standing", live))}
+                own = f"SELECT b.* FROM ({scans['bad']}) b ANTI JOIN ({scans['good']}) o ON {same}"
+                self._connection.execute(f"CREATE OR REPLACE TEMP TABLE returned AS {own}")
+                here = f"SELECT b.* FROM returned b SEMI JOIN input i ON {again}"
+                back = f"SELECT count(*) FROM ({here}) b ANTI JOIN ({scans['standing']}) o ON {same}"
+                return self._scalar("SELECT count(*) FROM returned"), self._scalar(back)
+        except (SourceError, ConfigError) as exc:
+            raise SnapshotError(f"earlier results cannot be read: {exc}") from exc
+
     def refused(self) -> pa.Table:
         """The rows that were rejected before with the same input: ``key``, ``stage``, ``error``, ``input_hash``, ``attempts``."""
         with _translated():

@@ -72,12 +72,13 @@ class LiveRef:
 @dataclass(frozen=True, slots=True)
 class BadMark:
     """Why a snapshot is never to be published: it was rolled back from, or its files are damaged. ``rows`` tells whether its rows are at
-    fault, and ``content`` is their digest then."""
+    fault, and then ``content`` is their digest and ``back_to`` the snapshot that was gone back to, if it is known."""
 
     reason: str
     at: str = ""
     content: str = ""
     rows: bool = True
+    back_to: int | None = None
 
 
 class OfflineStore:
@@ -665,7 +666,7 @@ class OfflineStore:
         except OSError as exc:
             raise SnapshotError(disk_message(aside, exc, "it was to be removed; do it once more")) from exc
 
-    def mark_bad(self, view: str, number: int, reason: str, *, rows: bool = True) -> None:
+    def mark_bad(self, view: str, number: int, reason: str, *, rows: bool = True, back_to: int | None = None) -> None:
         """Mark a snapshot bad, for good; marking it twice is no error.
 
         Args:
@@ -673,6 +674,7 @@ class OfflineStore:
             number: of the snapshot.
             reason: kept in the mark.
             rows: its rows are at fault, so that the same rows once more are bad too; not only its files.
+            back_to: the snapshot that is gone back to: what both hold is not at fault.
 
         Raises:
             SnapshotError: the file system failed.
@@ -683,7 +685,7 @@ class OfflineStore:
                 content = self.snapshot(view, number).content
             except SnapshotError as exc:  # damaged besides
                 log.warning("%s", exc)
-        self._mark(view, "bad", number, asdict(BadMark(reason, utc_now(), content, rows)))
+        self._mark(view, "bad", number, asdict(BadMark(reason, utc_now(), content, rows, back_to)))
 
     def pin(self, view: str, number: int, reason: str) -> None:
         """Keep a snapshot whatever its age; pinning it twice is no error.

@@ -559,6 +559,7 @@ def test_gates_retention_and_renewal_have_defaults(make_project: MakeProject) ->
         "drift": 0.8,
         "moved": 0.2,
         "moved_by": 0.45,
+        "rolled_back": 0.1,
         "parity": 0.05,
     }
     assert (project.settings.retention, project.settings.notify) == (RetentionConfig(keep=3, grace=86400.0), [])

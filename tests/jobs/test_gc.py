@@ -105,6 +105,13 @@ def test_the_newest_are_kept_and_bad_ones_do_not_count(make_project: MakeProject
     assert 1 not in numbers(project)
 
 
+def test_what_was_rolled_back_from_last_stays_to_be_recognised(make_project: MakeProject) -> None:
+    rollback(published(make_project, [1.0, 2.0], keep=1), "numbers", Silent())
+    project = published(make_project, [3.0, 4.0, 5.0], keep=1)
+    gc(project)
+    assert numbers(project) == [2, 4, 5]
+
+
 def test_a_number_is_never_given_twice(make_project: MakeProject) -> None:
     project = published(make_project, [1.0, 2.0, 3.0])
     rollback(project, "numbers", Silent())

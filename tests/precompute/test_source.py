@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -736,6 +737,29 @@ def test_the_content_changes_with_any_key_and_any_value(values: str) -> None:
 def test_the_content_tells_composite_keys_apart() -> None:
     one, other = (content_of(f"SELECT {a} AS a, {b} AS b, 1 AS x", ("a", "b")) for a, b in (("'a/b'", "'c'"), ("'a'", "'b/c'")))
     assert one != other
+
+
+def test_rows_that_come_again_are_counted_by_key_and_input(tmp_path: Path) -> None:
+    """Of what the bad result had and the good one had not; those that are live by now are no news; dead rows are no rows."""
+
+    def files(name: str, sql: str, dead: Sequence[int] = ()) -> Files:
+        with Source(sql, ("a", "id"), {}) as source:
+            source.load()
+            pq.write_table(pa.Table.from_batches(source.batches(1000)), tmp_path / name)
+        return Files([tmp_path / name], {0: np.array(dead, np.int64)} if len(dead) else {})
+
+    rows = "SELECT 'k' AS a, i AS id, {} AS x FROM range(10) t(i)"
+    good = files("good", rows.format("i"))
+    bad = files("bad", rows.format("CASE WHEN i < 6 THEN -i - 1 ELSE i END"), dead=[5])
+    live = files("live", "SELECT 'k' AS a, 0 AS id, -1 AS x")
+    with Source(rows.format("CASE WHEN i < 3 THEN -i - 1 ELSE i END"), ("a", "id"), {}) as source:
+        source.load()
+        assert source.returned(bad, good, live) == (5, 2)
+        assert source.returned(bad, good, Files()) == (5, 3)
+        assert source.returned(bad, Files(), good) == (9, 3)
+        assert source.returned(bad, bad, Files()) == (0, 0)
+        with pytest.raises(SnapshotError, match="earlier results"):
+            source.returned(Files([tmp_path / "gone"]), good, live)
 
 
 # ---- samples

@@ -1,0 +1,179 @@
+"""What was rolled back from does not return: not as a whole, not row by row through a delta, a compaction, another partition, a full run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from jobs.cli import main
+from jobs.config import Project
+from jobs.progress import Silent
+from jobs.report import Report
+from jobs.rollback import rollback
+from jobs.run import run_view
+from store.errors import GateError
+from store.offline_store import OfflineStore
+from store.partition import containing
+from store.snapshot import Snapshot
+from tests.conftest import MakeProject
+
+GATES = dict.fromkeys(("rows", "norm", "duplicates", "drift", "moved"))
+VIEW: dict[str, Any] = {"gates": GATES}
+GOOD = {i: float(i) for i in range(40)}
+BAD = {i: x + 0.5 for i, x in GOOD.items()}
+NEW = {i: x + 0.25 for i, x in GOOD.items()}
+PARTITIONED = {
+    "source": {"sql": "SELECT * FROM read_parquet('${data}/data.parquet') WHERE $start < $end"},
+    "partition": {"by": "day", "start": "2026-01-01"},
+}
+
+
+def run(make_project: MakeProject, rows: Mapping[int, float], view: Mapping[str, Any] = VIEW, **options: Any) -> Report:
+    return run_view(make_project(list(rows.items()), view=dict(view)), "numbers", Silent(), **options)
+
+
+def back(make_project: MakeProject, **options: Any) -> Report:
+    return rollback(make_project(view=VIEW), "numbers", Silent(), **options)
+
+
+def live(project: Project) -> Snapshot:
+    store = OfflineStore(project.root)
+    ref = store.live("numbers")
+    assert ref is not None
+    return store.snapshot("numbers", ref.snapshot)
+
+
+def newest(project: Project) -> Snapshot:
+    store = OfflineStore(project.root)
+    return store.snapshot("numbers", store.numbers("numbers")[-1])
+
+
+def test_a_rollback_is_not_undone_by_the_next_run_when_a_row_changed(
+    make_project: MakeProject, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(make_project, GOOD)
+    run(make_project, BAD)
+    back(make_project)
+    with pytest.raises(GateError, match=r"snapshot 2 is marked bad .*holds the very same rows.*--accept rolled_back"):
+        run(make_project, BAD)
+    for changed in (1, 2):  # built on what was refused last: its rows are what they are
+        with pytest.raises(
+            GateError, match=f"rolled_back: {40 - changed} of the 40 rows come again that snapshot 2 had computed"
+        ):
+            run(make_project, BAD | {i: NEW[i] for i in range(changed)})
+    project = make_project(view=VIEW)
+    assert (newest(project).number, newest(project).counts.written, live(project).number) == (5, 1, 1)
+    assert newest(project).quality["rolled_back"] == 38 / 40
+    with pytest.raises(GateError, match="rolled_back: 38 of the 40"):
+        run(make_project, BAD | {i: NEW[i] for i in range(2)}, full=True)
+    assert main(["-c", str(project.folder), "publish", "numbers", "--accept", "rolled_back", "--snapshot", "5"]) == 0
+    assert run(make_project, BAD | {i: NEW[i] for i in range(3)}).status == "published"  # what is live is no news
+
+
+def test_the_very_same_rows_can_be_accepted_by_name(make_project: MakeProject) -> None:
+    run(make_project, GOOD)
+    run(make_project, BAD)
+    back(make_project)
+    assert run(make_project, BAD, accept=["rolled_back"]).status == "published"
+    assert run(make_project, BAD).status == "current"
+    assert run(make_project, BAD | {0: 7.0}).status == "published"
+
+
+@pytest.mark.parametrize(("again", "passes"), [(4, True), (5, False)])
+def test_a_mended_source_passes_though_some_rows_are_as_they_were_there(
+    make_project: MakeProject, again: int, passes: bool
+) -> None:
+    """Some that changed rightly on the bad day come again, up to a tenth of what it computed."""
+    run(make_project, GOOD)
+    run(make_project, BAD)
+    back(make_project)
+    mended = NEW | {i: BAD[i] for i in range(again)}
+    if passes:
+        assert run(make_project, mended).status == "published"
+        return
+    with pytest.raises(GateError, match=f"rolled_back: {again} of the 40 rows"):
+        run(make_project, mended)
+    assert run(make_project, mended, VIEW | {"gates": GATES | {"rolled_back": 0.2}}).status == "published"
+
+
+def test_a_mended_model_passes(make_project: MakeProject) -> None:
+    run(make_project, GOOD)
+    run(make_project, BAD)
+    back(make_project)
+    mended = {"model": {"use": "tests.arithmetic:Doubler", "args": {"version": 2}}}
+    assert run(make_project, BAD | {0: 7.0}, VIEW | mended).status == "published"
+
+
+def test_null_switches_it_off_and_other_damage_is_no_reason(make_project: MakeProject) -> None:
+    run(make_project, GOOD)
+    run(make_project, BAD)
+    back(make_project)
+    off = VIEW | {"gates": GATES | {"rolled_back": None}}
+    report = run(make_project, BAD | {0: 7.0}, off)
+    assert (report.status, newest(make_project(view=VIEW)).quality["rolled_back"]) == ("published", 39 / 40)
+    project = make_project(view=VIEW)
+    OfflineStore(project.root).mark_bad("numbers", live(project).number, "damaged: …", rows=False)
+    assert run(make_project, BAD | {0: 7.0, 1: 8.0}).status == "published"
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("changed", [5, 20], ids=["delta", "compacted"])
+def test_what_the_bad_one_took_over_from_the_good_one_is_not_at_fault(
+    make_project: MakeProject, changed: int, full: bool
+) -> None:
+    run(make_project, GOOD)
+    bad = GOOD | {i: BAD[i] for i in range(changed)}
+    run(make_project, bad)
+    back(make_project)
+    with pytest.raises(GateError, match=f"rolled_back: {changed} of the {changed} rows"):
+        run(make_project, bad | {39: 7.0}, full=full)
+    mended = bad | {i: NEW[i] for i in range(changed)} | {39: 8.0}
+    assert run(make_project, mended, full=full).status == "published"
+
+
+def test_rows_of_snapshots_between_the_good_and_the_bad_one_are_at_fault_too(make_project: MakeProject) -> None:
+    run(make_project, GOOD)
+    between = GOOD | {i: BAD[i] for i in range(4)}
+    run(make_project, between, command="materialize")
+    run(make_project, between | {4: BAD[4]})
+    back(make_project, to=1)
+    with pytest.raises(GateError, match="rolled_back: 4 of the 5 rows come again that snapshot 3 had computed"):
+        run(make_project, between | {9: 7.0})
+    assert newest(make_project(view=VIEW)).parent == 2  # which nobody marked
+
+
+def test_the_worst_of_several_counts(make_project: MakeProject) -> None:
+    run(make_project, GOOD)
+    for rows in (BAD, NEW):
+        run(make_project, rows)
+        back(make_project)
+    with pytest.raises(GateError, match="rolled_back: 39 of the 40 rows come again that snapshot 2 had computed"):
+        run(make_project, BAD | {0: NEW[0]})
+
+
+def test_another_partition_does_not_bring_them_back(make_project: MakeProject) -> None:
+    view = VIEW | PARTITIONED
+
+    def day(number: int, rows: Mapping[int, float]) -> Report:
+        return run(make_project, rows, view, partition=containing("day", datetime(2026, 1, number, tzinfo=UTC)))
+
+    day(1, GOOD)
+    day(2, GOOD | {i: BAD[i] for i in range(30)})
+    assert rollback(make_project(view=view), "numbers", Silent()).snapshot == 1
+    with pytest.raises(GateError, match="rolled_back: 30 of the 30 rows"):
+        day(3, GOOD | {i: BAD[i] for i in range(30)} | {39: 7.0})
+    assert day(3, GOOD | {i: NEW[i] for i in range(30)}).status == "published"
+
+
+def test_a_bad_one_that_is_gone_or_damaged_holds_nobody_up(make_project: MakeProject) -> None:
+    run(make_project, GOOD)
+    run(make_project, BAD)
+    back(make_project)
+    project = make_project(view=VIEW)
+    store = OfflineStore(project.root)
+    for path in store.part_paths(store.snapshot("numbers", 2)):
+        path.write_bytes(b"nothing")
+    assert run(make_project, BAD | {0: 7.0}).status == "published"
