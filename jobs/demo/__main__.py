@@ -40,17 +40,26 @@ def main() -> int:
     """Run the demo and print its transcript; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m jobs.demo")
     parser.add_argument("-c", "--config", default="configs/movielens")
+    parser.add_argument(
+        "--limit",
+        type=int,
+        metavar="N",
+        help="a miniature: N users and items (at least 50), a third as many documents, one epoch",
+    )
+    arguments = parser.parse_args()
+    if arguments.limit is not None and arguments.limit < 50:
+        parser.error(f"--limit: {arguments.limit}: at least 50, of which the demo shows one")
     started = time.monotonic()
     try:
-        project = Project(parser.parse_args().config)
+        project = Project(arguments.config)
         data = (project.folder / project.settings.vars["data"]).resolve()
-        prepare(data)
+        prepare(data, arguments.limit)
         heading("Precision: speed against accuracy, on the documents themselves")
         project = tuned(project)
         heading("The views, one after the other")
         for name in VIEWS:
             print(describe_report(run_view(project, name, progress_for(quiet=True)).to_json()), flush=True)
-        ask(project, data)
+        ask(project, data, trained=arguments.limit is None)
     except PrecomputeError as exc:
         print(f"demo: {exc}", file=sys.stderr)
         return 1
@@ -68,12 +77,12 @@ def tuned(project: Project) -> Project:
     return Project(project.folder)
 
 
-def prepare(data: Path) -> None:
-    """Write the input files and train the two-tower."""
+def prepare(data: Path, limit: int | None = None) -> None:
+    """Write the input files and train the two-tower; with a limit, of so many users and items, a third as many documents, and for one epoch."""
     heading("Input")
     started = time.monotonic()
-    counts = write_movielens(data)
-    documents = write_docstrings(data)
+    counts = write_movielens(data, limit)
+    documents = write_docstrings(data, None if limit is None else limit // 3)
     print(
         f"MovieLens-100k: {counts['users']:,} users, {counts['items']:,} items, {counts['ratings']:,} ratings to train on and "
         f"{counts['held_out']:,} held out (each user's latest); standard library: {documents:,} docstrings; {time.monotonic() - started:.1f} s"
@@ -96,6 +105,7 @@ def prepare(data: Path) -> None:
         pairs(users, items, ratings),
         {"user_id": False, "age_group": False, "gender": False, "occupation": False},
         {"item_id": False, "genres": True, "lustrum": False},
+        epochs=20 if limit is None else 1,
         progress=lambda _, loss: losses.append(loss),
     )
     print(f"two-tower: {len(losses)} epochs, loss {losses[0]:.3f} → {losses[-1]:.3f}; {time.monotonic() - started:.1f} s")
@@ -112,8 +122,8 @@ def pairs(users: pa.Table, items: pa.Table, ratings: pa.Table) -> npt.NDArray[np
     ).astype(np.int64)
 
 
-def ask(project: Project, data: Path) -> None:
-    """Look things up and print the answers."""
+def ask(project: Project, data: Path, trained: bool = True) -> None:
+    """Look things up and print the answers; a two-tower that was trained must beat the most popular items."""
     items = pq.read_table(data / "items.parquet")
     titles = {
         i: f"{t} ({y})" if y else t for i, t, y in zip(*(items[c].to_pylist() for c in ("item_id", "title", "year")), strict=True)
@@ -142,7 +152,7 @@ def ask(project: Project, data: Path) -> None:
         heading("Hit rate@10, leave-one-out over all items")
         ours, baseline = evaluate(lookup, data)
         print(f"two-tower, as served: {ours:.4f}   most popular: {baseline:.4f}   → {ours / baseline:.2f} times the baseline")
-        if ours <= baseline:
+        if trained and ours <= baseline:
             raise PrecomputeError(
                 "the two-tower does not beat the most popular items: something is wrong with training or serving"
             )

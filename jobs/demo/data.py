@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import itertools
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,10 +32,11 @@ def movielens_folder() -> Path:
     return Path(spec.submodule_search_locations[0]) / "dataset_example" / "ml-100k"
 
 
-def write_movielens(folder: Path) -> dict[str, int]:
+def write_movielens(folder: Path, limit: int | None = None) -> dict[str, int]:
     """Write ``users``, ``items``, ``ratings`` and ``held_out`` as Parquet; returns the rows of each.
 
-    ``held_out`` is each user's latest rating (ties: the larger item id), ``ratings`` all others: leave-one-out, as He et al. 2017.
+    ``held_out`` is each user's latest rating (ties: the larger item id), ``ratings`` all others: leave-one-out, as He et al. 2017. With a
+    ``limit``, only users and items of ids up to it.
     """
     source = movielens_folder()
     folder.mkdir(parents=True, exist_ok=True)
@@ -44,17 +46,24 @@ def write_movielens(folder: Path) -> dict[str, int]:
         connection.execute(f"CREATE TABLE raw_items AS SELECT * FROM {read.format(source / 'ml-100k.item')}")
         connection.execute(
             'CREATE TABLE raw_ratings AS SELECT "user_id:token"::BIGINT AS user_id, "item_id:token"::BIGINT AS item_id, '
-            '"rating:float"::FLOAT AS rating, "timestamp:float"::BIGINT AS rated_at, '
-            "row_number() OVER (PARTITION BY user_id ORDER BY rated_at DESC, item_id DESC) AS recency "
+            '"rating:float"::FLOAT AS rating, "timestamp:float"::BIGINT AS rated_at '
             f"FROM {read.format(source / 'ml-100k.inter')}"
+        )
+        if limit is not None:
+            connection.execute('DELETE FROM raw_users WHERE "user_id:token"::BIGINT > $limit', {"limit": limit})
+            connection.execute('DELETE FROM raw_items WHERE "item_id:token"::BIGINT > $limit', {"limit": limit})
+            connection.execute("DELETE FROM raw_ratings WHERE user_id > $limit OR item_id > $limit", {"limit": limit})
+        connection.execute(
+            "CREATE VIEW dated AS SELECT *, row_number() OVER (PARTITION BY user_id ORDER BY rated_at DESC, item_id DESC) AS recency "
+            "FROM raw_ratings"
         )
         tables = {
             "users": 'SELECT "user_id:token"::BIGINT AS user_id, "age:token"::INTEGER AS age, "gender:token" AS gender, '
             '"occupation:token" AS occupation FROM raw_users ORDER BY user_id',
             "items": 'SELECT "item_id:token"::BIGINT AS item_id, "movie_title:token_seq" AS title, '
             'try_cast("release_year:token" AS INTEGER) AS year, "class:token_seq" AS genres FROM raw_items ORDER BY item_id',
-            "ratings": "SELECT user_id, item_id, rating, rated_at FROM raw_ratings WHERE recency > 1 ORDER BY user_id, rated_at, item_id",
-            "held_out": "SELECT user_id, item_id FROM raw_ratings WHERE recency = 1 ORDER BY user_id",
+            "ratings": "SELECT user_id, item_id, rating, rated_at FROM dated WHERE recency > 1 ORDER BY user_id, rated_at, item_id",
+            "held_out": "SELECT user_id, item_id FROM dated WHERE recency = 1 ORDER BY user_id",
         }
         counts = {}
         for name, sql in tables.items():
@@ -64,8 +73,9 @@ def write_movielens(folder: Path) -> dict[str, int]:
     return counts
 
 
-def write_docstrings(folder: Path) -> int:
-    """Write ``docs.parquet`` (name, kind, text): every public docstring of the standard library, read with :mod:`ast`; returns the rows.
+def write_docstrings(folder: Path, limit: int | None = None) -> int:
+    """Write ``docs.parquet`` (name, kind, text): every public docstring of the standard library, or the first ``limit``, read with :mod:`ast`;
+    returns the rows.
 
     Nothing is imported or run. Tests, private names and vendored packages are left out; the key is the qualified name.
     """
@@ -83,6 +93,9 @@ def write_docstrings(folder: Path) -> int:
             continue  # a template or a file for another Python: it has no documentation to offer
         for name, kind, text in _documented(tree, module):
             rows.setdefault(name, (kind, text))
+        if limit is not None and len(rows) >= limit:
+            rows = dict(itertools.islice(rows.items(), limit))
+            break
     folder.mkdir(parents=True, exist_ok=True)
     table = pa.table(
         {"name": list(rows), "kind": [kind for kind, _ in rows.values()], "text": [text for _, text in rows.values()]}

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pytest
 
 from jobs.config import Project
+from jobs.demo.__main__ import VIEWS
 from jobs.fallback import ViewFallback
 from jobs.progress import Silent
 from jobs.run import run_view
+from precompute.precision import has_bf16
 from precompute.same_value import differing
 from store.lookup import Lookup
 from store.offline_store import OfflineStore
 from store.online_url import open_online_store
 from tests.conftest import MakeProject
 
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
 WORDS = [
     "a",
     "heist",
@@ -79,3 +89,22 @@ def alone_and_together(project: Project, precision: str) -> dict[int, str]:
         lookup.close()
     assert set(answers["status"].to_pylist()) == {"computed"}
     return differing(rows.slice(0, 24), answers, snapshot.view, precision)
+
+
+LOWEST = {"ONEDNN_MAX_CPU_ISA": "SSE41", "ATEN_CPU_CAPABILITY": "default"}
+
+
+@pytest.mark.parametrize("capability", [LOWEST, {}], ids=["lowest", "highest"])
+def test_the_demo_in_miniature(tmp_path: Path, capability: dict[str, str]) -> None:
+    shutil.copytree(REPOSITORY / "configs" / "movielens", tmp_path / "config", ignore=shutil.ignore_patterns("tuning"))
+    environment = {name: value for name, value in os.environ.items() if name not in LOWEST}
+    environment |= {"PRECOMPUTE_ROOT": str(tmp_path / "var"), "PRECOMPUTE_ONLINE": f"lmdb:{tmp_path}/online"}
+    environment |= {"PRECOMPUTE_VARS__DATA": str(tmp_path / "data"), **capability}
+    command = [sys.executable, "-m", "jobs.demo", "-c", str(tmp_path / "config"), "--limit", "50"]
+    done = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=600, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.findall(r"^(\w+): published, snapshot 1, (?:50 of 50|16 of 16) rows", done.stdout, re.MULTILINE) == list(VIEWS)
+    assert "9999: computed from fallback" in done.stdout
+    assert "50: fresh from store" in done.stdout
+    tried = re.findall(r"^  (\w+-onednn) .*(?:picked|passes|refused)", done.stdout, re.MULTILINE)
+    assert tried == (["fp32-onednn", "bf16-onednn"] if has_bf16() and not capability else ["fp32-onednn"])
