@@ -23,7 +23,7 @@ from jobs.config import EngineConfig, ViewConfig
 from jobs.engine import engine_of
 from jobs.gates import JUDGED_ROWS, Verdict, judge, verdicts_json
 from jobs.open_view import OpenView, open_view
-from jobs.plan import Plan, make_plan, now_us
+from jobs.plan import Plan, go_on_hashing, make_plan, now_us
 from jobs.progress import Progress
 from jobs.report import Report
 from jobs.tune import check_accuracy
@@ -203,6 +203,7 @@ def _planned(
 ) -> Plan:
     report.model, report.inputs = opened.fingerprint, dict(opened.inputs)
     read_at_us = report.read_at_us = now_us()
+    go_on_hashing(opened, store, None if partition is None else str(partition), full=full)
     with report.stage("source"):
         total = opened.source.load(None if config.partition is None else config.partition.column)
     if total == 0 and (config.partition is None or config.partition.empty == "fail"):

@@ -13,6 +13,7 @@ from typing import Any
 
 from jobs.config import ViewConfig
 from jobs.open_view import OpenView, files_of, variant_name
+from precompute.input_hash import MD5
 from precompute.model import digest
 from precompute.source import Diff, Files
 from store.errors import SnapshotError
@@ -196,8 +197,19 @@ def _is_damaged(store: OfflineStore, snapshot: Snapshot) -> bool:
     return False
 
 
-def recipe_of(opened: OpenView) -> str:
-    """Digest of all that makes a row besides its input; see :class:`store.snapshot.Snapshot`."""
+def go_on_hashing(opened: OpenView, store: OfflineStore, partition: str | None, *, full: bool = False) -> None:
+    """Before the source is loaded: hash its rows as those were that the run may build on or take over, where they are hashed with MD5, so that
+    they are not all computed once more."""
+    recipe = recipe_of(opened, MD5)
+    newest = None if full else store.newest(opened.view.name, partition)
+    if (newest is not None and newest.recipe == recipe) or store.unfinished(opened.view.name, recipe, partition, full=full):
+        opened.source.hashed_by = MD5
+
+
+def recipe_of(opened: OpenView, hashed_by: str | None = None) -> str:
+    """Digest of all that makes a row besides its input, and of how that is hashed, by default as the source hashes it; see
+    :class:`store.snapshot.Snapshot`."""
+    hashed_by = hashed_by or opened.source.hashed_by
     view = opened.view
     columns = [[field.name, str(field.type)] for field in opened.source.schema]
     features = [[f.name, f.dtype, f.dim, f.max_items] for f in view.features]
@@ -207,6 +219,7 @@ def recipe_of(opened: OpenView) -> str:
         entity=list(view.entity),
         columns=columns,
         features=features,
+        **({} if hashed_by == MD5 else {"input_hash": hashed_by}),
         **({"bad_rows": "null"} if _keeps_nulls(view) else {}),  # to reject and to fail write the same rows
     )
 
@@ -235,6 +248,9 @@ def _why_full(previous: Snapshot | None, opened: OpenView, recipe: str, *, first
     if _keeps_nulls(previous.view) != _keeps_nulls(view):
         before, now = (v.definition.get("bad_rows", "reject") for v in (previous.view, view))
         changed.append(f"policy for bad rows changed, {before} → {now}")
+    columns = {name: str(opened.source.schema.field(name).type) for name in opened.source.input_columns}
+    if not changed and dict(previous.input_columns) == columns:
+        changed.append("way rows are hashed changed, by another version of DuckDB")
     return "every row, since the " + ", and the ".join(changed or ["source's column types changed"])
 
 

@@ -22,6 +22,7 @@ from jobs.progress import Silent
 from jobs.report import Report
 from jobs.run import plan_view, run_view
 from jobs.status import project_status
+from precompute.input_hash import MD5
 from precompute.source import Diff
 from store.errors import PrecomputeError, RejectedError
 from store.lookup import Lookup
@@ -123,6 +124,53 @@ def test_nothing_to_do_changed_new_and_removed_are_counted(make_project: MakePro
     assert str(found) == "delta: 1 of 8 rows to compute (1 new), 7 unchanged, 1 removed; builds on snapshot 1"
     kinds = {name: found.to_json()[name] for name in ("kind", "new", "changed", "unchanged", "removed", "parent", "compact")}
     assert kinds == {"kind": "delta", "new": 1, "changed": 0, "unchanged": 7, "removed": 1, "parent": 1, "compact": False}
+
+
+def test_rows_that_were_hashed_with_md5_are_not_computed_again(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They go on being hashed so, until every row is computed anew."""
+    with monkeypatch.context() as before:
+        before.setattr("precompute.source.hash_kind", lambda: MD5)
+        run(make_project(ROWS, view=COUNTING))
+    old = rows_of(make_project(ROWS, view=COUNTING), 1)
+    assert run(make_project(ROWS, view=COUNTING)).status == "current"
+    project = make_project([(1, 10.0), *ROWS[1:]], view=COUNTING)
+    computed.clear()
+    assert run(project).plan == "delta: 1 of 8 rows to compute (1 changed), 7 unchanged; builds on snapshot 1"
+    assert computed == [10.0]
+    assert rows_of(project, 2)[:7] == old[1:]
+    assert run(project, full=True).plan == "full: 8 of 8 rows to compute (8 new); asked for every row"
+    assert not {row["input_hash"] for row in rows_of(project, 3)} & {row["input_hash"] for row in rows_of(project, 2)}
+    assert run(project).status == "current"
+
+
+def test_a_run_that_was_killed_when_rows_were_hashed_with_md5_is_taken_over(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    project = make_project(ROWS, view=COUNTING)
+    with monkeypatch.context() as before:
+        before.setattr("precompute.source.hash_kind", lambda: MD5)
+        before.setattr(OfflineStore, "commit", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(project)
+    computed.clear()
+    assert run(project).resumed == 8
+    assert computed == []
+
+
+def test_rows_hashed_by_another_duckdb_are_computed_again_and_the_plan_says_why(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = make_project(ROWS)
+    run(project)
+    monkeypatch.setattr("precompute.source.hash_kind", lambda: "duckdb-0123456789abcdef")
+    assert str(plan_view(project, "numbers")) == (
+        "full: 8 of 8 rows to compute (8 new); every row, since the way rows are hashed changed, by another version of DuckDB"
+    )
 
 
 def test_a_dry_run_writes_nothing_and_says_the_same_as_the_run(make_project: MakeProject, capsys: Captured) -> None:
