@@ -116,7 +116,7 @@ def day(n: int) -> str:
 )
 def test_mistakes_are_told(make_project: MakeProject, view: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make(make_project, **view)
+        make(make_project, **view).view("numbers")
 
 
 def test_a_partition_column_the_source_does_not_have(make_project: MakeProject) -> None:
