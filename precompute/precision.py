@@ -280,6 +280,8 @@ def _loaded(
                 _loaded(model, Variant("fp32", "onnx"), module, batches, folder)
                 source = folder / path.name.replace(variant.name, "fp32-onnx")
                 onnx.quantise(source, made, batches, reduce_range=not has_vnni())
+            with made.open("rb+") as file:
+                os.fsync(file.fileno())  # a name without its bytes would be taken for the whole file, run after run
             os.replace(made, path)
     if variant.backend == "aoti":
         return _guarded(inductor.load(path), variant, batches)

@@ -1,7 +1,7 @@
 """Token cache: what a window of texts was tokenised to, kept on disk by content, for the next run over the same texts.
 
 It pays where tokenising is the limit: a small model on a GPU, whose view is run again with other weights or another precision. On a CPU
-tokenising is 1 to 3 % of the time. A window is one file, named by the texts and the tokenizer; nothing in it can be run.
+tokenising is 1 to 3 % of the time. A window is one file, named by the texts and the tokenizer, with a checksum; nothing in it can be run.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -45,18 +46,21 @@ class TokenCache:
         path = self._folder / f"{key}.npy"
         try:
             stored = np.load(path, allow_pickle=False)
-            texts = int(stored[0])
-            lengths, ids = stored[1 : texts + 1].astype(np.int64), stored[texts + 1 :].astype(np.int64)
+            if zlib.crc32(stored[1:].tobytes()) != int(stored[0]) & 0xFFFFFFFF:  # such as the zeros that a loss of power leaves
+                return None
+            texts = int(stored[1])
+            lengths, ids = stored[2 : texts + 2].astype(np.int64), stored[texts + 2 :].astype(np.int64)
             if len(lengths) != texts or int(lengths.sum()) != len(ids):
                 return None
             os.utime(path)
-        except (OSError, ValueError, IndexError, EOFError):
+        except (OSError, ValueError, TypeError, IndexError, EOFError):
             return None
         return ids, lengths
 
     def put(self, key: str, ids: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> None:
         """Keep them; a disk without room keeps nothing, and that is no error."""
-        body = np.concatenate(([len(lengths)], lengths, ids)).astype(np.int32)
+        body = np.concatenate(([0, len(lengths)], lengths, ids)).astype(np.int32)
+        body[:1].view(np.uint32)[0] = zlib.crc32(body[1:].tobytes())
         path = self._folder / f"{key}.npy"
         temporary = self._folder / f".{key}.{os.getpid()}.tmp"
         try:

@@ -94,9 +94,9 @@ class Site:
 
 
 def sites() -> dict[str, Site]:
-    """Every call of the three rooms that syncs a file or a folder, as ``store/gc.py _remove sync_folder``, numbered where there are several."""
+    """Every call that syncs a file or a folder of the stores, as ``jobs/gc.py _remove sync_folder``, numbered where there are several."""
     found: dict[str, Site] = {}
-    for room in ("store", "precompute", "jobs"):
+    for room in ("store", "jobs"):
         for path in sorted((REPOSITORY / room).rglob("*.py")):
             module = ast.parse(path.read_text(encoding="utf-8"))
             for function in ast.walk(module):

@@ -29,6 +29,7 @@ from precompute.models.text_encoder import Encoder
 from precompute.precision import NAMES, Variant, candidates, convert, copied, parse
 from precompute.torch_model import Tensors, TorchModel
 from store.errors import ConfigError, ModelError
+from tests.faults.power_loss import recorded
 
 
 class Mlp(torch.nn.Module):
@@ -254,6 +255,17 @@ def test_a_compiled_file_is_made_once_and_for_these_weights(tmp_path: Path, monk
     assert len(made) == 2
     assert len(set(made)) == 2
     assert sorted(p.name for p in (tmp_path / "cache").iterdir()) == sorted(made)
+
+
+def test_a_converted_file_has_its_bytes_when_it_has_its_name(tmp_path: Path) -> None:
+    """Also after a loss of power, on a disk that keeps names before bytes."""
+    pytest.importorskip("onnxruntime")
+    with recorded(tmp_path) as images:
+        convert(mlp(), parse("fp32-onnx"), some_rows, tmp_path)
+    (path,) = tmp_path.iterdir()
+    found = [image.tree[path.name] for image in images if path.name in image.tree]
+    assert found
+    assert set(found) == {path.read_bytes()}
 
 
 def test_onnx_computes_the_references_values(tmp_path: Path) -> None:

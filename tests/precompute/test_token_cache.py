@@ -37,10 +37,13 @@ def test_a_damaged_file_is_as_none(tmp_path: Path, damage: bytes) -> None:
     assert cache.get("k") is None
 
 
-def test_a_file_cut_short_is_as_none(tmp_path: Path) -> None:
-    cache = TokenCache(tmp_path, "tokenizer")
+@pytest.mark.parametrize("size", [4, 8, 20, 60])
+@pytest.mark.parametrize("zeros", [True, False])
+def test_a_file_whose_end_never_reached_the_disk_is_as_none(tmp_path: Path, size: int, zeros: bool) -> None:
+    """Zeros in place of the last bytes leave a file of the right length, whose last ids are those of another token."""
+    cache, path = TokenCache(tmp_path, "tokenizer"), tmp_path / "k.npy"
     cache.put("k", IDS, LENGTHS)
-    np.save(tmp_path / "k.npy", np.array([2, 3, 2, 101], np.int32))
+    path.write_bytes(path.read_bytes()[:-size] + (bytes(size) if zeros else b""))
     assert cache.get("k") is None
 
 
@@ -52,7 +55,7 @@ def test_objects_are_never_unpickled(tmp_path: Path) -> None:
 def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
     cache = TokenCache(tmp_path, "tokenizer", max_bytes=400)
     for number, key in enumerate(("old", "used", "new")):
-        cache.put(key, IDS, LENGTHS)  # 160 bytes each
+        cache.put(key, IDS, LENGTHS)  # 164 bytes each
         os.utime(tmp_path / f"{key}.npy", (number, number)) if (tmp_path / f"{key}.npy").exists() else None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new.npy", "used.npy"]
 
