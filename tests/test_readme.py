@@ -1,4 +1,4 @@
-"""The README is true: the demo runs, every command in it works, its example project works as printed, and its tree names every file."""
+"""The README and the documents are true: the demo runs, every command works, the README's project gives what is printed there, and nothing is left out."""
 
 from __future__ import annotations
 
@@ -11,24 +11,42 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from pydantic import BaseModel
 
 from jobs.cli import _parser
+from jobs.config import FeatureConfig, GatesConfig, ProjectConfig, ScheduleConfig, ViewConfig
+from store.api.wire import LookupRequest, SearchRequest
+from store.feature_view import RESERVED
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 PRECOMPUTE = [sys.executable, "-m", "jobs.cli"]
+DOCUMENTS = ["README.md", *sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "docs").glob("*.md"))]
+RUN = ["README.md", "docs/demo.md", "docs/reference.md"]
+"""Documents whose commands are run as they stand; those of the others have made-up names and are only parsed."""
 
 
-def blocks(kind: str) -> list[str]:
-    return re.findall(rf"^```{kind}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+def read(document: str) -> str:
+    return (REPOSITORY / document).read_text(encoding="utf-8")
 
 
-def commands() -> list[str]:
-    return [line.removeprefix("$ ") for block in blocks("console") for line in block.splitlines() if line.startswith("$ ")]
+def blocks(document: str, kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```", read(document), re.MULTILINE | re.DOTALL)
+
+
+def commands(document: str) -> list[tuple[str, list[str]]]:
+    """(command, what is printed below it) of each line with a prompt."""
+    found: list[tuple[str, list[str]]] = []
+    for line in "".join(blocks(document, "console")).splitlines():
+        if line.startswith("$ "):
+            found.append((line.removeprefix("$ "), []))
+        else:
+            found[-1][1].append(line)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +99,10 @@ def test_the_demo_prints_what_it_promises(demo: tuple[dict[str, str], str]) -> N
 
 
 @pytest.mark.timeout(400)
-def test_every_command_of_the_readme_works(demo: tuple[dict[str, str], str], redis_url: str, tmp_path: Path) -> None:
+def test_every_command_of_the_documents_works(demo: tuple[dict[str, str], str], redis_url: str) -> None:
     environment, _ = demo
     environment = environment | {"PYTHONPATH": str(REPOSITORY)}
-    write_example(tmp_path)
-    seen = commands()
+    seen = [line for document in RUN for line, _ in commands(document) if "-c books" not in line]
     assert len(seen) > 15
     server = Running([*PRECOMPUTE, "-c", "configs/movielens", "serve"], environment)
     try:
@@ -109,10 +126,7 @@ def test_every_command_of_the_readme_works(demo: tuple[dict[str, str], str], red
                 given = dict(word.split("=", 1) for word in words if word.startswith("PRECOMPUTE_"))
                 if given:
                     given = {"PRECOMPUTE_ONLINE": redis_url}
-                words = words[words.index("precompute") + 1 :]
-                mine = "mine" in words
-                own = {k: v for k, v in environment.items() if not (mine and k.startswith("PRECOMPUTE_"))}
-                done = run([*PRECOMPUTE, *words], own | given, cwd=tmp_path if mine else REPOSITORY)
+                done = run([*PRECOMPUTE, *words[words.index("precompute") + 1 :]], environment | given)
                 assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
                 assert done.stdout, line
                 assert "Traceback" not in done.stderr
@@ -120,9 +134,9 @@ def test_every_command_of_the_readme_works(demo: tuple[dict[str, str], str], red
         assert server.end() == 0
 
 
-def test_the_history_of_the_readme_is_there(demo: tuple[dict[str, str], str]) -> None:
+def test_the_history_of_the_reference_is_there(demo: tuple[dict[str, str], str]) -> None:
     environment, _ = demo
-    code = next(block for block in blocks("python") if "get_historical_features" in block)
+    code = next(block for block in blocks("docs/reference.md", "python") if "get_historical_features" in block)
     code = code.replace('"var/movielens"', repr(environment["PRECOMPUTE_ROOT"]))
     code += "print(items.num_rows, training.column_names, len(past.versions), training['item_vector__vector'].null_count)"
     done = run([sys.executable, "-c", code], environment)
@@ -130,30 +144,87 @@ def test_the_history_of_the_readme_is_there(demo: tuple[dict[str, str], str]) ->
     assert done.stdout.strip() == f"1682 {names} 1 0", done.stderr
 
 
-def test_the_example_project_gives_the_values_one_expects(tmp_path: Path) -> None:
-    write_example(tmp_path)
+# ---- the README's own project
+
+
+@pytest.fixture(scope="module")
+def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the folder ``books`` is, with the files of the README as their first lines name them, and nothing else."""
+    folder = tmp_path_factory.mktemp("readme")
+    for kind in ("yaml", "csv", "python"):
+        for block in blocks("README.md", kind):
+            named = re.match(r"# (books/[\w./]+).*\n", block)
+            if named:
+                path = folder / named[1]
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(block[named.end() :])
+    assert sum(path.is_file() for path in folder.rglob("*")) == 5
+    return folder
+
+
+@pytest.mark.timeout(300)
+def test_the_project_of_the_readme_prints_what_is_printed_there(books: Path) -> None:
+    """Every command, in its order; and the Python below them, with what it prints."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PRECOMPUTE_")} | {"PYTHONPATH": str(REPOSITORY)}
-    assert run([*PRECOMPUTE, "-c", "mine", "run", "title_length"], environment, cwd=tmp_path).returncode == 0
-    done = run([*PRECOMPUTE, "-c", "mine", "lookup", "title_length", "1", "2", "--json"], environment, cwd=tmp_path)
-    lengths = {row["key"]: round(row["features"]["length"], 5) for row in json.loads(done.stdout)["rows"]}
-    assert lengths == {"1": 0.4, "2": 1.1}
+    steps = [([*PRECOMPUTE, *shlex.split(line)[1:]], printed) for line, printed in commands("README.md") if "-c books" in line]
+    code = next(block for block in blocks("README.md", "python") if "Lookup.open" in block)
+    printed = blocks("README.md", "text")[0].splitlines()
+    assert len(steps) == 5
+    for command, expected in [*steps, ([sys.executable, "-c", code], printed)]:
+        assert expected, command
+        done = run(command, environment, cwd=books)
+        assert done.returncode == 0, done.stderr
+        found = done.stdout.splitlines()
+        assert len(found) >= len(expected), done.stdout
+        for ours, theirs in zip(found, expected, strict=False):
+            assert_alike(ours, theirs)
+
+
+def assert_alike(found: str, printed: str) -> None:
+    """The same text, but for how long it took, how old it is, and the model's fingerprint; numbers with a point within 0.02."""
+
+    def parts(line: str) -> list[str]:
+        line = re.sub(r"\d+ (s|min|h) old", "… old", re.sub(r"[\d,.]+ rows/s, [\d.]+ (s|min)$", "…", line))
+        return re.split(r"(\d+\.\d+)", re.sub(r"model [0-9a-f]{12}", "model …", line))
+
+    ours, theirs = parts(found), parts(printed)
+    assert (ours[0::2], len(ours)) == (theirs[0::2], len(theirs)), f"{found}\nis printed as\n{printed}"
+    assert [float(n) for n in ours[1::2]] == pytest.approx([float(n) for n in theirs[1::2]], abs=0.02), f"{found}\n{printed}"
+
+
+def test_a_difference_from_what_is_printed_is_found() -> None:
+    line = "3: fresh from store, 12 s old of 26 h, snapshot 1, model 7c7fe03fd068"
+    assert_alike(line.replace("12 s", "1 min").replace("7c7f", "0000"), line)
+    assert_alike("0.3801  3  (fresh, 2 s old)", "0.3799  3  (fresh, 31 s old)")
+    for wrong in (
+        line.replace("fresh", "stale"),
+        line.replace("snapshot 1", "snapshot 2"),
+        line.replace("26 h", "24 h"),
+        line + "0",
+    ):
+        with pytest.raises(AssertionError):
+            assert_alike(wrong, line)
+    with pytest.raises(AssertionError):
+        assert_alike("0.4199  3  (fresh, 31 s old)", "0.3799  3  (fresh, 31 s old)")
+
+
+# ---- what the documents say is there, and all that is there
 
 
 def test_the_commands_of_the_other_documents_are_commands() -> None:
-    """Their views are made up, so they are only parsed."""
-    text = "".join(path.read_text(encoding="utf-8") for path in sorted((REPOSITORY / "docs").glob("*.md")))
+    text = "".join(map(read, DOCUMENTS))
     found = re.findall(r"^\$ precompute (.+)$", text, re.MULTILINE)
     assert len(found) > 5
     for line in found:
-        assert _parser().parse_args(shlex.split(line)).command == shlex.split(line)[2], line
+        assert _parser().parse_args(shlex.split(line)).command == shlex.split(line)[2 if line.startswith("-c") else 0], line
 
 
-def test_the_view_in_the_readme_is_the_view_in_the_repository() -> None:
-    assert (REPOSITORY / "configs/movielens/views/item_embedding.yaml").read_text() in blocks("yaml")
+def test_the_view_of_the_demo_is_the_view_in_the_repository() -> None:
+    assert (REPOSITORY / "configs/movielens/views/item_embedding.yaml").read_text() in blocks("docs/demo.md", "yaml")
 
 
-def test_the_tree_in_the_readme_names_every_file() -> None:
-    tree = next(block for block in blocks("text") if "jobs/" in block)
+def test_the_tree_names_every_file() -> None:
+    tree = next(block for block in blocks("docs/architecture.md", "text") if "jobs/" in block)
     for room in ("jobs", "precompute", "store"):
         for path in (REPOSITORY / room).rglob("*.py"):
             name = path.stem if path.parent.name not in ("api", "models", "demo") else path.parent.name
@@ -161,15 +232,43 @@ def test_the_tree_in_the_readme_names_every_file() -> None:
                 assert re.search(rf"\b{name}\b", tree), path
 
 
-def write_example(folder: Path) -> None:
-    """The files of the README's own example, as their first lines name them."""
-    for kind in ("yaml", "csv", "python"):
-        for block in blocks(kind):
-            named = re.match(r"# (mine\S+)\n", block)
-            if named:
-                path = folder / named[1]
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(block[named.end() :])
+def test_the_readme_is_short() -> None:
+    assert len(read("README.md").splitlines()) < 200
+
+
+def test_links_lead_somewhere() -> None:
+    for document in DOCUMENTS:
+        for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", read(document)):
+            path, _, anchor = target.partition("#")
+            file = (REPOSITORY / document).parent / path if path else REPOSITORY / document
+            assert file.exists(), f"{document}: {target}"
+            if anchor:
+                heads = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+                assert anchor in {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}, (
+                    f"{document}: {target}"
+                )
+
+
+def settings(model: type[BaseModel]) -> Iterator[str]:
+    """Names of its fields and of those of every model in them, but for the gates, which have a table of their own."""
+    for name, field in model.model_fields.items():
+        yield name
+        for inner in (field.annotation, *get_args(field.annotation)):
+            if inner is not GatesConfig and isinstance(inner, type) and issubclass(inner, BaseModel):
+                yield from settings(inner)
+
+
+def test_the_reference_leaves_nothing_out() -> None:
+    """Every key of a view, a project and a request, every reserved name, every command, every gate."""
+
+    def code(document: str) -> set[str]:
+        return set(re.findall(r"\w+", " ".join(re.findall(r"`([^`\n]+)`", read(document)))))
+
+    requests = {*LookupRequest.__struct_fields__, *SearchRequest.__struct_fields__}
+    keys = {*settings(ViewConfig), *settings(ProjectConfig), *ScheduleConfig.model_fields, *FeatureConfig.model_fields}
+    named = {*next(a for a in _parser()._actions if isinstance(a.choices, dict)).choices}
+    assert {*keys, *requests, *RESERVED, *named} - code("docs/reference.md") == set()
+    assert set(GatesConfig.model_fields) - code("docs/operations.md") == set()
 
 
 def wait_until_ready(address: str) -> None:
