@@ -37,7 +37,7 @@ from store.catalog import Catalog, add_to_catalog, read_catalog
 from store.crashpoint import crashpoint
 from store.durable_file import create_once, disk_message, locked, make_folder, replace_durably, sync_folder
 from store.errors import ConflictError, SnapshotError
-from store.feature_view import known_fields
+from store.feature_view import NAME, known_fields
 from store.freshness import AHEAD_US
 from store.journal import Finished
 from store.layers import Layers, dead_rows, living
@@ -98,7 +98,7 @@ class OfflineStore:
         """Names of the views that have a folder here, sorted."""
         if not self.root.is_dir():
             return []
-        return sorted(p.name for p in self.root.iterdir() if (p / "manifests").is_dir())
+        return sorted(p.name for p in self.root.iterdir() if NAME.match(p.name) and (p / "manifests").is_dir())
 
     def numbers(self, view: str) -> list[int]:
         """Numbers of the view's committed snapshots, ascending."""

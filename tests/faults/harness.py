@@ -27,6 +27,7 @@ import yaml
 import jobs.materialize
 import jobs.plan
 from jobs.config import Project
+from jobs.drop import drop
 from jobs.gc import collect
 from jobs.progress import Silent
 from jobs.report import Report
@@ -268,6 +269,9 @@ def act(scene: Scene, what: str, **options: Any) -> str:
     project = scene.project()
     if what == "rollback":
         return rollback(project, VIEW, Silent(), **options).status
+    if what in ("drop", "remove"):
+        drop(project, VIEW, data=what == "remove")
+        return "dropped"
     if what == "gc":
         collect(scene.store, VIEW, keep=1, grace_s=0)
         return "collected"

@@ -57,12 +57,14 @@ class Image:
         tree: what is there.
         passed: crash points passed by then → how often.
         chunks: lines of the journal whose sync had returned.
+        done: whether it is of the time after the end.
     """
 
     disk: str
     tree: Tree
     passed: dict[str, int]
     chunks: int
+    done: bool
 
     def restore(self, folder: Path) -> None:
         """Make this the content of ``folder``, which is gone if it was never synced into the one above."""
@@ -154,12 +156,12 @@ class _Disk:
                 self._keep(os.fstat(descriptor), path.resolve() if path.is_dir() else path)
             self.chunks += sys._getframe(2).f_code.co_filename.endswith("store/journal.py")
 
-    def take(self) -> None:
+    def take(self, *, done: bool = False) -> None:
         """Take what each disk holds now."""
         armed = crashpoint._armed
         passed = {} if armed is None else dict(armed.hits)
         for disk, survives in DISKS.items():
-            image = Image(disk, self._tree(survives, zeros=disk != "lazy"), passed, self.chunks)
+            image = Image(disk, self._tree(survives, zeros=disk != "lazy"), passed, self.chunks, done)
             if image not in self.images:
                 self.images.append(image)
 
@@ -213,7 +215,7 @@ def recorded(folder: Path, forgets: Callable[[], bool] = lambda: False) -> Itera
             patch.setattr(os, "fsync", lambda descriptor: disk.sync(descriptor, really))
             patch.setattr(os, "getpid", lambda: NOBODY)
             yield disk.images
-            disk.take()
+            disk.take(done=True)
     finally:
         crashpoint.disarm()
         disk.close()

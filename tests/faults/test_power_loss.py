@@ -39,7 +39,7 @@ def first(folder: Path) -> Scene:
 def images_of(scene: Scene, what: str = "run", forgets: Callable[[], bool] = lambda: False) -> list[Image]:
     """What the disks may hold at the moments of doing it once, which succeeds."""
     with small_chunks(), recorded(scene.folder / "var", forgets) as images:
-        assert act(scene, what) == "published"
+        assert act(scene, what) in ("published", "dropped")
     return images
 
 
@@ -48,6 +48,9 @@ def check(scene: Scene, image: Image, what: str = "run") -> Scene:
     image.restore(scene.folder / "var")
     scene = scene.copied(scene.folder)
     check_snapshots(scene)
+    if what in ("drop", "remove"):
+        check_dropped(scene, image, what)
+        return scene
     running = [report for report in scene.store.reports(VIEW) if report["status"] == "running"]
     assert scene.store.unended(VIEW) == running, "whoever closes dead runs' reports finds them"
     check_live(scene, image, what)
@@ -77,6 +80,15 @@ def served(scene: Scene) -> State | None:
         return None if online.live(VIEW) is None else check_readers(scene)
     finally:
         online.close()
+
+
+def check_dropped(scene: Scene, image: Image, what: str) -> None:
+    """Served whole, or not any more; gone at the end, with its snapshots if they were to be removed."""
+    if image.done:
+        assert (served(scene), scene.store.live(VIEW)) == (None, None)
+        assert scene.store.views() == ([] if what == "remove" else [VIEW])
+    else:
+        assert served(scene) in (scene.history[-1], None)
 
 
 def check_committed(scene: Scene, image: Image) -> None:
@@ -118,6 +130,13 @@ def test_a_rollback_outlasts_a_loss_of_power(third_is_live: MakeScene) -> None:
         check(scene, image, "rollback")
 
 
+@pytest.mark.parametrize("what", ["drop", "remove"])
+def test_a_drop_outlasts_a_loss_of_power(what: str, first: Scene) -> None:
+    first.run()
+    for image in images_of(first, what):
+        check(first, image, what)
+
+
 @pytest.mark.parametrize("disk", DISKS)
 def test_a_run_after_a_loss_of_power_mends_everything(disk: str, delta_to_come: MakeScene) -> None:
     """And computes no row again whose chunk was noted."""
@@ -143,14 +162,21 @@ def test_every_sync_is_needed(name: str, delta_to_come: MakeScene, first: Scene)
     forgotten = sites()[name].is_on_the_stack
     if not fails(first, images_of(first, forgets=forgotten)):
         scene = delta_to_come()
-        assert fails(scene, images_of(scene, forgets=forgotten))
+        assert fails(scene, images_of(scene, forgets=forgotten)) or any(
+            fails_to_drop(first, what, forgotten) for what in ("drop", "remove")
+        )
 
 
-def fails(scene: Scene, images: list[Image]) -> bool:
+def fails_to_drop(scene: Scene, what: str, forgets: Callable[[], bool]) -> bool:
+    recover(scene)
+    return fails(scene, images_of(scene, what, forgets=forgets), what)
+
+
+def fails(scene: Scene, images: list[Image], what: str = "run") -> bool:
     """Whether an image does not hold what was promised; the latest are looked at first, since most is promised then."""
     for image in reversed(images):
         try:
-            check(scene, image)
+            check(scene, image, what)
         except (AssertionError, PrecomputeError, OSError, ValueError):
             return True
     return False
