@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ from store.errors import (
     RequestError,
     SnapshotError,
 )
+from store.freshness import iso
 from store.online_store import OnlineStore, Pointer
 from store.partition import Partition, containing
 
@@ -475,6 +477,8 @@ def _pin(arguments: argparse.Namespace) -> int:
 def describe_report(report: dict[str, Any]) -> str:
     """A run's report in two lines, three with what the engine did."""
     head = f"{report['view']}: {report['status']}, snapshot {report['snapshot']}"
+    if report.get("command") == "rollback" and report["status"] == "published":
+        head = f"{report['view']}: rolled back, snapshot {report['snapshot']} is live"
     head += f", partition {report['partition']}" if report["partition"] else ""
     if report["counts"]:
         counts = report["counts"]
@@ -568,7 +572,8 @@ def _lookup(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(
             json.dumps(
-                {"view": view.name, "snapshot": answer.pointer.snapshot, "model": answer.pointer.model, "rows": rows}, default=str
+                {"view": view.name, "snapshot": answer.pointer.snapshot, "model": answer.pointer.model, "rows": rows},
+                default=_shown,
             )
         )
     else:
@@ -640,6 +645,10 @@ def _published(project: Project, online: OnlineStore, view: str) -> Pointer:
     return pointer
 
 
+def _shown(value: Any) -> Any:
+    return iso(value) if isinstance(value, datetime) else str(value)
+
+
 def _short(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         shown = ", ".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in value[:6])
@@ -674,7 +683,7 @@ def _search(arguments: argparse.Namespace) -> int:
             fallback.close()
         lookup.close()
     if arguments.json:
-        print(json.dumps(found, default=str))
+        print(json.dumps(found, default=_shown))
     else:
         for row in found["rows"]:
             print(f"{row['score']:.4f}  {row['key']}  ({row['status']}, {duration(row['age_s'])} old)")

@@ -179,7 +179,7 @@ def _done(store: OfflineStore, name: str, due: str) -> Report | None:
         "" if at is None else f"{at - timedelta(seconds=AHEAD_S):%Y%m%dT%H%M%S}"
     )  # a run begins after its time, but for a clock set back
     for report in store.reports(name, 200, since):
-        if report.get("due") == due and report.get("status") in FINISHED:
+        if report_time(report.get("due")) == at and report.get("status") in FINISHED:
             return known_fields(Report, report)
     return None
 

@@ -33,6 +33,7 @@ from jobs.due import LEADER, RETRIED, Decision, Ledger, report_time
 from jobs.report import Report, close_dead
 from store.api.page import duration
 from store.errors import ConflictError, FencedError, PrecomputeError
+from store.freshness import iso
 from store.lease import Lease, holder, take
 from store.offline_store import OfflineStore, run_lease, utc_now
 
@@ -226,7 +227,7 @@ class Scheduler:
             run = _Run(view, due, decision.epochs, 0, None, time.monotonic(), utc_now(), earlier)
             try:
                 run.process = subprocess.Popen(
-                    list(self.command(self.project, view, due.isoformat())), stdin=subprocess.DEVNULL, start_new_session=True
+                    list(self.command(self.project, view, iso(due))), stdin=subprocess.DEVNULL, start_new_session=True
                 )
             except OSError as exc:
                 failure = f"cannot be started: {exc}"
@@ -319,7 +320,7 @@ class Scheduler:
         """A report for a run that wrote none itself, so that it counts, and shows."""
         name = f"{self._store.run_stamp(run.view)}-{secrets.token_hex(3)}"
         report = Report(name, run.view, "run", status, run.began_at, utc_now(), seconds, pid=run.pid, error=error)
-        report.due, report.parents = run.due.isoformat(), dict(run.epochs)
+        report.due, report.parents = iso(run.due), dict(run.epochs)
         self._store.write_report(run.view, name, report.to_json())
 
     def _noted(self, run: _Run, write: Callable[[], None]) -> None:

@@ -13,7 +13,7 @@ from jobs.due import FINISHED, outlook, report_time
 from jobs.gc import damage
 from store.api.page import duration
 from store.errors import OnlineStoreError, PrecomputeError, SnapshotError
-from store.freshness import AHEAD_US, Sighting, Status, as_datetime, microseconds, status_of
+from store.freshness import AHEAD_US, Sighting, Status, as_datetime, iso, microseconds, status_of
 from store.offline_store import LiveRef, OfflineStore
 from store.online_store import OnlineStore
 from store.online_url import open_online_store
@@ -47,7 +47,7 @@ def view_status(project: Project, name: str, store: OfflineStore, online: Online
         "held": None if ref is None else ref.held,
         "last_run": None if last is None else {k: last.get(k) for k in _LAST_RUN},
         "schedule": None if schedule is None else schedule.when,
-        "next_due": None if next_run.due is None else next_run.due.isoformat(),
+        "next_due": None if next_run.due is None else iso(next_run.due),
         "next_due_why": next_run.reason,
         "behind": [],
     }

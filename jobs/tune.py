@@ -27,6 +27,7 @@ from precompute.model import Model
 from precompute.runner import Computed, Runner
 from store.errors import ConfigError, ModelError, SourceError
 from store.feature_view import FeatureView
+from store.freshness import iso
 from store.offline_store import OfflineStore
 from store.partition import Partition
 
@@ -139,7 +140,7 @@ def tune(
         "rows": sample.num_rows,
         "budget": config.accuracy.model_dump(),
         "measured": measured,
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "at": iso(datetime.now(UTC).replace(microsecond=0)),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {model.device.name}",
         "versions": versions(),
     }

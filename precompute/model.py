@@ -16,6 +16,8 @@ import importlib.util
 import json
 import os
 import re
+import sysconfig
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -177,12 +179,25 @@ def check_use(use: str, folder: Path | None = None) -> None:
     except (ImportError, ValueError):  # a relative or an empty name
         found = False
     except Exception as exc:  # finding a module inside a package runs the package's own code
-        raise ConfigError(f"model {use!r} cannot be imported: {type(exc).__name__}: {exc}") from exc
+        raise ConfigError(f"model {use!r} cannot be imported: {told(exc)}") from exc
     if not found:
         raise ConfigError(
             f"unknown model {use!r}: there is no module {module!r} on the Python path or in the project's folder (install its package, "
             "or set PYTHONPATH)"
         )
+
+
+_OURS = tuple(f"{path}{os.sep}" for path in Path(__file__).parents[1].iterdir() if path.name in ("jobs", "precompute", "store"))
+_OTHERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def told(exc: BaseException, longest: int = 500) -> str:
+    """What a user's code raised, and where: ``ValueError: no such word (mine_models.py:17)``, by the innermost line that is neither ours nor
+    a library's; without one, the exception alone. Its own text is cut at ``longest`` characters."""
+    text = f"{type(exc).__name__}: {exc}".removesuffix(": ")[:longest]
+    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(exc.__traceback__)]
+    theirs = [(file, line) for file, line in lines if not file.startswith((*_OURS, *_OTHERS, "<"))]
+    return f"{text} ({Path(theirs[-1][0]).name}:{theirs[-1][1]})" if theirs else text
 
 
 def load_model(use: str, args: Mapping[str, Any], folder: Path | None = None) -> Model:
@@ -202,7 +217,7 @@ def load_model(use: str, args: Mapping[str, Any], folder: Path | None = None) ->
     try:
         imported = import_module(module, None if use in BUILT_IN else folder)
     except (Exception, SystemExit) as exc:  # a user's module may fail in any way, a syntax error included
-        raise ConfigError(f"model {use!r} cannot be imported: {type(exc).__name__}: {exc}") from exc
+        raise ConfigError(f"model {use!r} cannot be imported: {told(exc)}") from exc
     factory = getattr(imported, attribute, None)
     if factory is None:
         raise ConfigError(f"unknown model {use!r}: module {module!r} has no class {attribute!r}")
@@ -214,7 +229,7 @@ def load_model(use: str, args: Mapping[str, Any], folder: Path | None = None) ->
     except PrecomputeError:
         raise
     except (Exception, SystemExit) as exc:  # a user's class may raise anything
-        raise ModelError(f"model {use!r} failed to load: {type(exc).__name__}: {exc}") from exc
+        raise ModelError(f"model {use!r} failed to load: {told(exc)}") from exc
     if not isinstance(model, Model):
         raise ConfigError(f"model {use!r} has no fingerprint() and compute(batch) methods: see 'your own model' in the README")
     return model

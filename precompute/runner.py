@@ -25,7 +25,7 @@ from precompute.batching import batches_by_cost
 from precompute.budget import Budget
 from precompute.memory import ResidentPeak, is_out_of_memory
 from precompute.meter import Meter
-from precompute.model import CheckingModel, Features, Model, Prepared, SizedModel, StagedModel
+from precompute.model import CheckingModel, Features, Model, Prepared, SizedModel, StagedModel, told
 from precompute.native import keep_freed_memory, release_threads
 from precompute.pace import Pace
 from store.errors import ModelError
@@ -345,7 +345,7 @@ class Runner:
                 except ModelError:
                     raise
                 except (Exception, SystemExit) as exc:
-                    what = f"prepare() of {len(window.rows):,} rows raised {_told(exc)}, though it took the same rows in smaller numbers"
+                    what = f"prepare() of {len(window.rows):,} rows raised {told(exc)}, though it took the same rows in smaller numbers"
                     raise ModelError(f"the model of view {self._view.name!r}: {what}") from exc
             if window.prepared is None:
                 return
@@ -371,7 +371,7 @@ class Runner:
             raise
         except (Exception, SystemExit) as exc:
             if len(rows) == 1:
-                window.reject(int(rows[0]), "prepare", _told(exc))
+                window.reject(int(rows[0]), "prepare", told(exc))
                 return
             self._find_unpreparable(window, rows[: len(rows) // 2])
             self._find_unpreparable(window, rows[len(rows) // 2 :])
@@ -514,7 +514,7 @@ class Runner:
             if self._staged is not None:
                 self._staged.device.release()
         elif len(positions) == 1 and not isinstance(exc, _Retry):
-            window.reject(int(window.rows[positions[0]]), "model", _told(exc))
+            window.reject(int(window.rows[positions[0]]), "model", told(exc))
             return False
         middle = max(1, len(positions) // 2)
         for part in (positions[:middle], positions[middle:]):
@@ -526,7 +526,7 @@ class Runner:
                 raise
             except (Exception, SystemExit) as failed:
                 if len(part) == 1:  # with out of memory, that was its second try, alone and with the caches empty
-                    window.reject(int(window.rows[part[0]]), "model", _told(failed))
+                    window.reject(int(window.rows[part[0]]), "model", told(failed))
                     one_row |= is_out_of_memory(failed)
                 else:
                     one_row |= self._halved(window, part, failed)
@@ -614,10 +614,6 @@ def taken(batch: pa.RecordBatch, rows: npt.NDArray[np.int64]) -> pa.RecordBatch:
     return batch.take(pa.array(rows))
 
 
-def _told(exc: BaseException) -> str:
-    return f"{type(exc).__name__}: {exc}"[:500]
-
-
 def _window_bytes(window: _Window) -> int:
     return 2 * int(window.given.nbytes)  # what was made of the rows is of their size, more or less
 
@@ -644,7 +640,7 @@ def _asked(view: FeatureView, what: str, method: Callable[[pa.RecordBatch], Any]
     except ModelError:
         raise
     except Exception as exc:
-        raise ModelError(f"the model of view {view.name!r}: {what} raised {type(exc).__name__}: {exc}") from exc
+        raise ModelError(f"the model of view {view.name!r}: {what} raised {told(exc)}") from exc
 
 
 def _checked(view: FeatureView, features: Features, rows: int) -> pa.RecordBatch:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import tempfile
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -684,6 +685,11 @@ def _translated() -> Iterator[None]:
             hint = "; read the column as BLOB (a Parquet file without the UTF8 annotation, or read_csv(…, encoding=…)) so that only its rows are rejected"
         raise SourceError(f"the source has unreadable data: {_first_line(exc)}{hint}") from exc
     except duckdb.Error as exc:
+        if "No space left" in str(exc):
+            raise SourceError(
+                f"no space left in {tempfile.gettempdir()}, where DuckDB puts what does not fit in memory_mb: free some, or point TMPDIR at a "
+                f"larger disk ({_first_line(exc)})"
+            ) from exc
         raise SourceError(f"the source cannot be read: {_first_line(exc)}") from exc
 
 

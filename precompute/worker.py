@@ -30,7 +30,7 @@ from typing import IO, Any
 import pyarrow as pa
 
 from precompute.meter import Meter
-from precompute.model import Model, StagedModel, load_model
+from precompute.model import Model, StagedModel, load_model, told
 from precompute.project_path import absolute_arguments
 from precompute.runner import Computed, Runner
 from store.errors import ModelError, PrecomputeError
@@ -173,7 +173,7 @@ class _Worker:
         except PrecomputeError as exc:
             self._send({"kind": "error", "error": type(exc).__name__, "text": str(exc)})
         except (Exception, SystemExit) as exc:  # of a module that is imported, or of a method that no row can be blamed for
-            text = f"the model of view {view.name!r} failed in its worker: {type(exc).__name__}: {exc}"
+            text = f"the model of view {view.name!r} failed in its worker: {told(exc)}"
             self._send({"kind": "error", "error": ModelError.__name__, "text": text})
 
     def _take(self) -> None:

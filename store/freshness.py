@@ -99,6 +99,11 @@ def status_of(view: FeatureView, age: float, max_age_s: float | None = None) -> 
     return Status.STALE if age <= view.ttl_s + view.stale_for_s else Status.MISSING
 
 
+def iso(at: datetime) -> str:
+    """An aware time as people and programs see it everywhere: ISO 8601 in UTC, with a ``Z``."""
+    return at.astimezone(UTC).isoformat().replace("+00:00", "Z")
+
+
 def as_datetime(us: int) -> datetime:
     """µs since 1970 as an aware datetime in UTC, exact."""
     return EPOCH + timedelta(microseconds=us)

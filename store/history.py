@@ -38,6 +38,7 @@ import pyarrow.parquet as pq
 from store.entity_key import key_text
 from store.errors import RequestError, SnapshotError
 from store.feature_view import FeatureView
+from store.freshness import iso
 from store.offline_store import OfflineStore
 from store.partition import Partition
 from store.snapshot import Part, Snapshot
@@ -254,7 +255,7 @@ class Explanation:
         """For programs; times are ISO 8601 in UTC."""
         body = asdict(self)
         for version in body["versions"]:
-            version["computed_at"] = version["computed_at"].isoformat()
+            version["computed_at"] = iso(version["computed_at"])
         return body
 
 

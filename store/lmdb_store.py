@@ -203,8 +203,11 @@ class LmdbStore(OnlineStore):
         except OSError as exc:
             raise OnlineStoreError(disk_message(path, exc)) from exc
         except lmdb.Error as exc:
-            full = "No space left" in str(exc) or "File too large" in str(exc)  # LMDB gives words, and no number
-            cause = f"no space left while writing {path}; free some and run again" if full else f"cannot write {path}: {exc}"
+            # LMDB gives words, and no number; and a write that was cut short, as on a full disk, is an input/output error to it.
+            full = any(words in str(exc) for words in ("No space left", "File too large", "Input/output error", "Disk quota"))
+            cause = (
+                f"no space left while writing {path} ({exc}); free some and run again" if full else f"cannot write {path}: {exc}"
+            )
             raise OnlineStoreError(f"{cause} (the live generation is untouched)") from exc
         finally:
             with contextlib.suppress(OSError):

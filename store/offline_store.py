@@ -872,4 +872,4 @@ PUBLISH_LEASE = "publish"
 
 def utc_now() -> str:
     """Now, ISO 8601 in UTC with microseconds."""
-    return datetime.now(UTC).isoformat(timespec="microseconds")
+    return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")

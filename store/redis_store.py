@@ -13,6 +13,7 @@ generations.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 from urllib.parse import unquote
@@ -256,12 +257,19 @@ class RedisStore(OnlineStore):
             yield
         except redis.exceptions.OutOfMemoryError as exc:
             raise OnlineStoreError(
-                f"Redis at {self._where} is full, could not {doing}: raise maxmemory or drop data ({exc})"
+                f"Redis at {self._where} is full, could not {doing}: raise maxmemory or drop data ({_words(exc)})"
+            ) from exc
+        except redis.AuthenticationError as exc:  # which is a ConnectionError too
+            raise OnlineStoreError(
+                f"Redis at {self._where} refuses this user or password, could not {doing}: set the right one, as in "
+                f"PRECOMPUTE_ONLINE=redis://:password@host:6379/0 ({_words(exc)})"
             ) from exc
         except (redis.ConnectionError, redis.TimeoutError) as exc:
-            raise OnlineStoreError(f"Redis at {self._where} does not answer, could not {doing}: is it running? ({exc})") from exc
+            raise OnlineStoreError(
+                f"Redis at {self._where} does not answer, could not {doing}: is it running? ({_words(exc)})"
+            ) from exc
         except redis.RedisError as exc:
-            raise OnlineStoreError(f"Redis at {self._where} refused, could not {doing}: {exc}") from exc
+            raise OnlineStoreError(f"Redis at {self._where} refused, could not {doing}: {_words(exc)}") from exc
 
 
 def _split_prefix(url: str) -> tuple[str, str]:
@@ -274,6 +282,13 @@ def _split_prefix(url: str) -> tuple[str, str]:
         )
     rest = "&".join(o for o in options if not o.startswith("prefix="))
     return base + (f"?{rest}" if rest else ""), prefixes[-1]
+
+
+def _words(exc: Exception) -> str:
+    """What Redis said, without the command that redis-py puts before it: that holds rows, as bytes."""
+    text = re.sub(r"^Command # \d+ \(.*\) of pipeline caused error: ", "", str(exc), flags=re.DOTALL)
+    shown = "".join(c if c.isprintable() else "?" for c in text)
+    return shown if len(shown) <= 200 else shown[:197] + "..."
 
 
 def _without_secrets(url: str) -> str:

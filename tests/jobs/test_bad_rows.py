@@ -24,6 +24,7 @@ from store.lookup import Lookup
 from store.offline_store import OfflineStore
 from store.online_url import open_online_store
 from store.snapshot import Snapshot
+from tests.arithmetic import raised_at
 from tests.conftest import MakeProject
 from tests.jobs.test_serve import Server
 
@@ -207,7 +208,10 @@ def all_is_well(project: Project) -> list[str]:
     return [c.found for c in checks]
 
 
-COMPUTED_BADLY = [("4", "model", "ValueError: boom"), ("5", "output", "vector is not finite")]
+COMPUTED_BADLY = [
+    ("4", "model", "ValueError: boom" + raised_at(__file__, 'ValueError("boom")')),
+    ("5", "output", "vector is not finite"),
+]
 UNUSABLE = [("2", "input", "x is null"), ("3", "input", "x is empty")]
 
 

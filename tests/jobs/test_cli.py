@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +179,7 @@ def test_lookup_answers_as_json(published: Project, capsys: Captured) -> None:
     row, missing = answer["rows"]
     assert row["features"] == {"double": 60.0, "vector": [30.0, 31.0, 32.0, 33.0]}
     assert (row["key"], row["status"], row["source"], row["ttl_s"]) == ("3", "fresh", "store", 3600.0)
-    assert datetime.fromisoformat(row["computed_at"]).utcoffset() is not None
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{6})?Z", row["computed_at"])
     assert (missing["key"], missing["status"], missing["reason"], missing["features"]) == ("9", "missing", "unknown_entity", None)
 
 
@@ -473,6 +472,7 @@ def test_a_report_in_words() -> None:
         describe_report(report)
         == "v: published, snapshot 3, 1,100 of 1,200 rows (100 rejected), 1,234 rows/s, 2.0 s\n  seconds: open 0.10"
     )
+    assert describe_report(report | {"command": "rollback"}).startswith("v: rolled back, snapshot 3 is live, 1,100 of 1,200 rows")
     report |= {
         "status": "refused",
         "partition": "2026-01-01T00:00Z/2026-01-02T00:00Z",

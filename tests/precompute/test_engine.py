@@ -27,7 +27,7 @@ from precompute.runner import Computed, Runner, compute
 from precompute.torch_model import Tensors, TorchModel
 from store.errors import ModelError, SourceError
 from store.feature_view import Feature, FeatureView
-from tests.arithmetic import Doubler
+from tests.arithmetic import REFUSED_AT, Doubler, raised_at
 
 VIEW = FeatureView("numbers", ("id",), (Feature("double", "float64"), Feature("vector", "float32", dim=4)), 60.0, 60.0)
 SINGLE = FeatureView("numbers", ("id",), (Feature("double", "float32"),), 60.0, 60.0)
@@ -173,7 +173,9 @@ def test_a_window_that_takes_long_is_handed_on_as_it_is_computed(
     assert max(done.done for _, done in pieces) <= batch_rows
     assert len(pieces) >= 40 / batch_rows
     values, errors = gathered(iter(pieces))
-    assert errors == ({} if view is SINGLE else {i: "model: ValueError: cannot take 5.0" for i, x in enumerate(xs) if x == 5})
+    assert errors == (
+        {} if view is SINGLE else {i: f"model: ValueError: cannot take 5.0{REFUSED_AT}" for i, x in enumerate(xs) if x == 5}
+    )
     assert {i: v["double"] for i, v in values.items()} == {i: 2 * x for i, x in enumerate(xs) if i not in errors}
     if view is VIEW:
         assert list(values) == sorted(values)
@@ -255,7 +257,7 @@ def test_a_row_that_never_fits_is_rejected_alone_and_does_not_shrink_the_batches
     sizes: list[int] = []
     xs = [float(i) for i in range(3000)]
     values, errors = gathered(Runner(Hungry(), VIEW).stream(windows(xs, 1000)))
-    assert errors == {7: "model: MemoryError: too large"}
+    assert errors == {7: "model: MemoryError: too large" + raised_at(__file__, 'MemoryError("too')}
     assert list(values.values()) == features([x for x in xs if x != 7])
     assert sizes[-1] >= 400
 
@@ -263,14 +265,14 @@ def test_a_row_that_never_fits_is_rejected_alone_and_does_not_shrink_the_batches
 def test_a_row_that_cannot_be_prepared_is_rejected_alone() -> None:
     xs = [float(i) for i in range(20)]
     values, errors = gathered(Runner(Staged(unpreparable=11.0), SINGLE).stream(windows(xs, 8)))
-    assert errors == {11: "prepare: UnicodeError: cannot prepare it"}
+    assert errors == {11: "prepare: UnicodeError: cannot prepare it" + raised_at(__file__, 'UnicodeError("cannot')}
     assert values == {i: {"double": 2.0 * i} for i in range(20) if i != 11}
 
 
 def test_a_row_no_input_can_be_made_of_is_rejected_alone() -> None:
     xs = [float(i) for i in range(20)]
     values, errors = gathered(Runner(Staged(bad_input=5.0), SINGLE).stream(windows(xs, 8)))
-    assert errors == {5: "model: IndexError: cannot make an input of it"}
+    assert errors == {5: "model: IndexError: cannot make an input of it" + raised_at(__file__, 'IndexError("cannot')}
     assert values == {i: {"double": 2.0 * i} for i in range(20) if i != 5}
 
 

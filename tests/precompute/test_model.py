@@ -14,7 +14,17 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from precompute.model import BUILT_IN, Verbatim, check_use, digest, load_model, model_fingerprint, resolve_path, table_digest
+from precompute.model import (
+    BUILT_IN,
+    Verbatim,
+    check_use,
+    digest,
+    load_model,
+    model_fingerprint,
+    resolve_path,
+    table_digest,
+    told,
+)
 from precompute.project_path import ProjectPath, starting_from
 from precompute.source import Source
 from store.errors import ConfigError, ModelError
@@ -339,3 +349,14 @@ def test_an_array_counts_with_every_value_and_what_has_no_text_of_its_own_is_ref
     for fact in (object(), lambda: 0, np.array([object()], object)):
         with pytest.raises(ConfigError, match="give its texts and numbers"):
             digest(fact=fact)
+
+
+def test_what_a_users_code_raised_is_told_with_their_line(tmp_path: Path) -> None:
+    """The innermost line of theirs, though a library raised it; what is raised by us alone has none."""
+    (tmp_path / "mine_models.py").write_text(
+        "import json\n\nclass Mine:\n    def __init__(self, text):\n        self.read(text)\n\n    def read(self, text):\n        json.loads(text)\n"
+    )
+    with pytest.raises(ModelError, match=r"failed to load: JSONDecodeError: .* \(mine_models\.py:8\)$"):
+        load_model("mine_models:Mine", {"text": "{"}, tmp_path)
+    assert told(ValueError("x" * 600)) == "ValueError: " + "x" * 488
+    assert told(KeyboardInterrupt()) == "KeyboardInterrupt"

@@ -17,7 +17,7 @@ from precompute import runner
 from precompute.runner import Computed, compute
 from store.errors import ModelError
 from store.feature_view import Feature, FeatureView, IndexSpec
-from tests.arithmetic import Doubler
+from tests.arithmetic import REFUSED_AT, Doubler, raised_at
 
 NUMBERS = (Feature("double", "float64"), Feature("vector", "float32", dim=4))
 NAN, INF = float("nan"), float("inf")
@@ -112,7 +112,7 @@ def test_each_row_is_computed_or_rejected_exactly_once(values: list[int], max_co
     assert rejected(done) == [
         (i, "input", "x is negative")
         if x < 0
-        else (i, "model", "ValueError: cannot take 7")
+        else (i, "model", f"ValueError: cannot take 7{REFUSED_AT}")
         if x == 7
         else (i, "output", "double is not finite")
         for i, x in enumerate(values)
@@ -127,14 +127,14 @@ def test_one_raising_row_among_many_is_found_and_rejected_alone(rows: int, at: i
     bad = xs[at % rows]
     model = Doubler(fail_on=bad)
     done = compute(model, view(*NUMBERS), batch(xs))
-    assert rejected(done) == [(int(bad), "model", f"ValueError: cannot take {bad}")]
+    assert rejected(done) == [(int(bad), "model", f"ValueError: cannot take {bad}{REFUSED_AT}")]
     assert done.features.to_pylist() == expected([x for x in xs if x != bad])
     assert model.calls <= 2 * 10 + 1  # halving, not row by row
 
 
 def test_a_model_that_raises_for_every_row_rejects_every_row() -> None:
     done = compute(Returning(lambda x: 1 / 0), view(*NUMBERS), batch([1, 2, 3]))
-    assert [r.error for r in done.rejections] == ["ZeroDivisionError: division by zero"] * 3
+    assert [r.error for r in done.rejections] == ["ZeroDivisionError: division by zero" + raised_at(__file__, "1 / 0")] * 3
     assert done.features.num_rows == 0
     assert done.features.schema == view(*NUMBERS).feature_schema()
 

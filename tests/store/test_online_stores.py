@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -578,6 +579,20 @@ def test_a_load_into_a_full_redis_fails_cleans_up_and_leaves_the_live_rows(redis
     reader.close()
 
 
+def test_what_redis_refuses_is_told_without_the_rows(redis_url: str, raw: redis.Redis) -> None:
+    """redis-py puts the command before the error, and with it what is in the rows."""
+    raw.execute_command("ACL", "SETUSER", "reader", "on", ">secret", "~*", "+@all", "-mset")
+    try:
+        store = RedisStore(redis_url.replace("redis://", "redis://reader:secret@"))
+        with pytest.raises(OnlineStoreError) as refused:
+            store.load("numbers", 1, rows_of({b"somebody@example.org": b"\x00private\xff" * 9}))
+        store.close()
+    finally:
+        raw.execute_command("ACL", "DELUSER", "reader")
+    assert re.search(r"refused, could not load generation 1 of 'numbers': .*(permission|NOPERM)", str(refused.value))
+    assert not re.search(r"somebody|private|Command #|secret", str(refused.value))
+
+
 def test_the_pointer_still_moves_when_redis_is_full(redis_url: str, raw: redis.Redis) -> None:
     store, reader = RedisStore(redis_url), RedisStore(redis_url)
     publish(store, 1, TABLE)
@@ -711,6 +726,8 @@ def test_a_password_of_any_characters_opens_redis_and_a_wrong_one_is_told(redis_
         with pytest.raises(OnlineStoreError) as refused:
             intruder.live("numbers")
         assert "hunter2" not in str(refused.value)
+        assert "refuses this user or password" in str(refused.value)
+        assert "is it running" not in str(refused.value)
         intruder.close()
     finally:
         raw.config_set("requirepass", "")
