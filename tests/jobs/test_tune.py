@@ -139,6 +139,12 @@ def figures(project: Project, dtype: torch.dtype, x: list[float]) -> dict[str, A
     return found
 
 
+def drawn(project: Project, rows: int = 1000) -> list[float]:
+    """``x`` of a sample of the source, in its order: which of equally near neighbours counts depends on it."""
+    with open_view(project.view("numbers").feature_view(), OfflineStore(project.root), project.home) as opened:
+        return [x for x in opened.source.sample(rows).column("x").to_pylist() if x is not None]
+
+
 def files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
@@ -333,7 +339,7 @@ def test_tune_compares_every_candidate_with_float32_and_picks_the_fastest_that_p
     project = torch_project(make_project, ROWS, view={"accuracy": LOOSE})
     before, told = files(project.folder), list[str]()
     found = tune(project, "numbers", only=["bf16-eager", "fp32-onednn", "bf16-eager"], tell=told.append)
-    x = [x for _, x in ROWS]
+    x = drawn(project)
     for row in found["measured"]:
         assert row.pop("convert_s") >= 0
     assert found["measured"] == [
@@ -397,9 +403,11 @@ def test_each_candidate_is_measured_as_what_it_is_in_turns(make_project: MakePro
     monkeypatch.setattr(tune_module, "Runner", Watched)
     project = torch_project(make_project, ROWS, view={"accuracy": LOOSE})
     tune(project, "numbers", rows=50, only=["bf16-eager", "fp32-onednn"])
+    x = drawn(project, 50)
+    assert x != [x for _, x in ROWS[:50]]  # from all over
     values = {
-        "fp32-eager": expected([x for _, x in ROWS[:50]])["double"].tolist(),
-        "bf16-eager": expected([x for _, x in ROWS[:50]], torch.bfloat16)["double"].tolist(),
+        "fp32-eager": expected(x)["double"].tolist(),
+        "bf16-eager": expected(x, torch.bfloat16)["double"].tolist(),
     }
     values["fp32-onednn"] = values["fp32-eager"]
     names = ["fp32-eager", "bf16-eager", "fp32-onednn"]
@@ -419,7 +427,7 @@ def test_what_cannot_be_converted_and_what_is_not_accurate_is_refused_with_the_r
     found = json.loads(captured.out)
     assert captured.err == ""
     reference, bf16, aoti = found["measured"]
-    x = [x for _, x in ROWS]
+    x = drawn(project)
     recall = figures(project, torch.bfloat16, x)["vector"]["recall_at_10"]
     rank = figures(project, torch.bfloat16, x)["double"]["rank_correlation"]
     assert recall < 0.985
@@ -457,7 +465,7 @@ def test_a_module_that_a_back_end_does_not_know_is_refused_and_the_others_go_on(
     assert [row["name"] for row in found["measured"]] == ["fp32-eager", "fp32-onednn", "bf16-eager"]
     assert found["measured"][1]["refused"].startswith("precision fp32-onednn does not work with this model: ")
     assert found["picked"] == "bf16-eager"
-    assert found["measured"][2]["accuracy"] == figures(project, torch.bfloat16, [x for _, x in ROWS])
+    assert found["measured"][2]["accuracy"] == figures(project, torch.bfloat16, drawn(project))
 
 
 def test_rows_that_are_lost_refuse_it_whatever_the_budget(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -511,7 +519,7 @@ def test_a_bad_row_is_no_obstacle(make_project: MakeProject, monkeypatch: pytest
     project = torch_project(make_project, [*ROWS, (500, None)], view={"accuracy": LOOSE})
     found = tune(project, "numbers", only=["bf16-eager"])
     assert (found["rows"], found["picked"]) == (121, "bf16-eager")
-    assert found["measured"][1]["accuracy"] == figures(project, torch.bfloat16, [x for _, x in ROWS])
+    assert found["measured"][1]["accuracy"] == figures(project, torch.bfloat16, drawn(project))
 
 
 def test_what_cannot_be_tuned_is_said(make_project: MakeProject, capsys: Captured) -> None:
@@ -623,7 +631,7 @@ def test_a_precision_that_is_not_accurate_enough_computes_nothing(make_project: 
     assert run(project) == 3
     said = capsys.readouterr().err.splitlines()[-1]
     report = last_report(project)
-    found = figures(project, torch.bfloat16, [x for _, x in ROWS])
+    found = figures(project, torch.bfloat16, drawn(project))
     recall = found["vector"]["recall_at_10"]
     (verdict,) = report["gates"]
     message = verdict.pop("message")
@@ -655,7 +663,7 @@ def test_a_precision_within_the_budget_is_committed_with_its_verdict_and_not_mea
     first = store.snapshot("numbers", 1)
     verdict = dict(first.gates[0])
     assert verdict.pop("message").startswith("bf16-eager against float32 on 120 rows: double: rank 0.99")
-    found = figures(project, torch.bfloat16, [x for _, x in ROWS])
+    found = figures(project, torch.bfloat16, drawn(project))
     rank = found["double"]["rank_correlation"]  # of all figures the nearest to its limit
     assert 0.1 > rank - 0.9 < found["vector"]["mean_cosine"] - 0.9
     assert verdict == {"gate": "accuracy", "passed": True, "measured": rank, "limit": 0.9}
