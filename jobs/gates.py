@@ -156,12 +156,12 @@ def judge(
         message = f"{back:,} of the {own:,} rows come again that snapshot {number} had computed, which was rolled back from"
         judged(ROLLED_BACK, back / own, gates.rolled_back, gates.rolled_back is None or back <= gates.rolled_back * own, message)
     if snapshot.view.fallback and gates.parity is not None:
-        compared, differing = _parity(opened, sample)
+        compared, different = _parity(opened, sample)
         if compared:
-            share = len(differing) / compared
-            message = f"{len(differing)} of {compared} sampled rows come out differently from the fallback"
-            if differing:
-                message += "; the first, {!r}: {}".format(*next(iter(differing.items())))
+            share = len(different) / compared
+            message = f"{len(different)} of {compared} sampled rows come out differently from the fallback"
+            if different:
+                message += "; the first, {!r}: {}".format(*next(iter(different.items())))
             judged("parity", share, gates.parity, share <= gates.parity, message)
     return quality, verdicts
 
@@ -325,7 +325,8 @@ def _parity(opened: OpenView, sample: pa.Table) -> tuple[int, dict[str, str]]:
     done = with_null_rows(opened.view, compute(opened.model, opened.view, batch))
     differs = {keys[rejection.row]: rejection.error for rejection in done.rejections}
     keys = [keys[row] for row in done.rows.tolist()]
-    precision = getattr(opened.model, "variant", None)  # what torch models have
+    # a torch model knows how it computes; without importing torch, that is how to tell one from a model of the user's own
+    precision = opened.variant if getattr(opened.model, "variant", None) == opened.variant else None
     rows = differing(stored.take(pa.array([position[key] for key in keys], pa.int64())), done.features, opened.view, precision)
     return len(same), differs | {keys[row]: what for row, what in rows.items()}
 

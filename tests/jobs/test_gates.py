@@ -21,6 +21,7 @@ from jobs.open_view import open_view
 from jobs.progress import Silent
 from jobs.report import Report
 from jobs.run import run_view
+from precompute.runner import compute
 from store.errors import GateError
 from store.lookup import Lookup
 from store.offline_store import OfflineStore
@@ -328,12 +329,39 @@ def test_parity_computes_a_sample_again_as_the_fallback_would(make_project: Make
 
 def test_parity_finds_a_model_that_answers_by_the_batch(make_project: MakeProject) -> None:
     project = make_project(list(GOOD.items()), view=view(fallback=True, batched=True))
-    with pytest.raises(GateError, match="parity: 20 of 20 sampled rows"):
+    said = r"parity: 20 of 20 sampled rows come out differently from the fallback; the first, '\d+': double is off by [\d.e+]+ of its size, more than 1e-06"
+    with pytest.raises(GateError, match=said):
         run(project)
     assert (
         run(make_project(list(GOOD.items()), view=view({"parity": None}, fallback=True, batched=True)), full=True).status
         == "published"
     )
+
+
+@pytest.mark.parametrize("variant", ["A", "bf16-eager", None, 3])
+@pytest.mark.parametrize(("off", "status"), [(5e-7, "published"), (2e-6, "refused")])
+def test_a_model_of_ones_own_has_no_precision_whatever_it_calls_its_attributes(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, variant: Any, off: float, status: str
+) -> None:
+    values = Vectors.compute
+
+    def again(*arguments: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                Vectors,
+                "compute",
+                lambda self, batch: values(self, batch) | {"double": values(self, batch)["double"] * (1 + off)},
+            )
+            return compute(*arguments)
+
+    monkeypatch.setattr("jobs.gates.compute", again)
+    monkeypatch.setattr(Vectors, "variant", variant, raising=False)
+    project = make_project(list(GOOD.items()), view=view(fallback=True))
+    if status == "published":
+        assert run(project).status == status
+    else:
+        with pytest.raises(GateError, match=r"parity: 1[0-9] of 20"):
+            run(project)
 
 
 def test_parity_leaves_out_rows_whose_input_changed_since(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
