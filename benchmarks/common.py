@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
+import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -51,11 +53,29 @@ def median_us(function: Callable[[Any], Any], arguments: Sequence[Any]) -> float
     return statistics.median(times) * 1e6
 
 
+def cpu() -> str:
+    """The capability that torch uses here, and what else the CPU has that decides a figure."""
+    import torch
+
+    info = Path("/proc/cpuinfo")
+    known = set(info.read_text().partition("flags")[2].partition("\n")[0].split()) if info.is_file() else set()
+    names = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")
+    flags = " ".join(name for name in names if name in known)
+    return f"{torch.backends.cpu.get_cpu_capability()}; {flags or 'flags unknown'}; {os.cpu_count()} cores"
+
+
+def cpu_s() -> float:
+    """Seconds that this process has computed, in all its threads: what other processes take of the machine does not count."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
 def report(name: str, lines: Sequence[str], figures: dict[str, Any]) -> None:
     """Print the lines and write the figures."""
     print(f"\n{name}")
     for line in lines:
         print(f"  {line}")
+    print(f"  CPU: {cpu()}")
     RESULTS.mkdir(exist_ok=True)
-    figures |= {"machine": platform.processor() or platform.machine(), "python": platform.python_version()}
+    figures |= {"machine": platform.processor() or platform.machine(), "cpu": cpu(), "python": platform.python_version()}
     (RESULTS / f"{name}.json").write_text(json.dumps(figures, indent=1))

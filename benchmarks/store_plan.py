@@ -1,5 +1,7 @@
-"""Planning a delta: 10 M source rows of which 1 % changed. Seconds and peak memory of the whole process that plans, and the share of the
-time that is the source's own SQL; then what the delta costs the model, against the full run.
+"""A delta of 1 %: 10 M cheap rows, and 3 M rows whose feature is a vector of 64 floats. What planning takes (seconds, peak memory of its process), and what the
+whole delta takes as a share of the full run, by the clock and by the CPU.
+
+    python -m benchmarks.store_plan [cheap | floats] [rows]
 """
 
 from __future__ import annotations
@@ -18,13 +20,15 @@ import numpy as np
 import pyarrow as pa
 import yaml
 
-from benchmarks.common import report
+from benchmarks.common import cpu_s, report
 from jobs.config import Project
 from jobs.progress import Silent
+from jobs.report import Report
 from jobs.run import plan_view, run_view
 
-ROWS = 10_000_000
+CASES = {"cheap": 10_000_000, "floats": 3_000_000}
 CHANGED = 0.01
+DIM = 64
 
 
 class Half:
@@ -39,15 +43,28 @@ class Half:
         return {"half": np.asarray(batch.column("x"), np.float32) / 2}
 
 
-def write_project(folder: Path, rows: int, changed: float) -> Project:
+class Spread:
+    """``x`` → ``vector``, :data:`DIM` float32: a model that costs little more than the memory it fills."""
+
+    def fingerprint(self) -> str:
+        """See :class:`precompute.model.Model`."""
+        return "spread"
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, Any]:
+        """See :class:`precompute.model.Model`."""
+        x = np.asarray(batch.column("x"), np.float32) + np.asarray(batch.column("price"), np.float32)
+        return {"vector": np.sin(x[:, None] * np.arange(1, DIM + 1, dtype=np.float32))}
+
+
+def write_project(folder: Path, rows: int, changed: float, case: str = "cheap") -> Project:
     """A project over ``rows`` generated rows, of which a share has another value than before."""
     (folder / "views").mkdir(exist_ok=True)
     view = {
         "name": "items",
         "entity": ["id"],
         "source": {"sql": "SELECT * FROM read_parquet('${data}/items.parquet')"},
-        "model": {"use": "benchmarks.store_plan:Half"},
-        "features": {"half": {"dtype": "float32"}},
+        "model": {"use": f"benchmarks.store_plan:{'Half' if case == 'cheap' else 'Spread'}"},
+        "features": {"half": {"dtype": "float32"}} if case == "cheap" else {"vector": {"dtype": "float32", "dim": DIM}},
         "ttl": "1d",
     }
     (folder / "views" / "items.yaml").write_text(yaml.safe_dump(view))
@@ -71,34 +88,53 @@ def child(folder: str) -> None:
     print(json.dumps({"seconds": seconds, "peak_bytes": peak_bytes, **plan.to_json()}))
 
 
-def main() -> None:
-    """Measure and report."""
+def ran(project: Project) -> tuple[Report, float]:
+    """(the run, its CPU seconds)."""
+    before = cpu_s()
+    return run_view(project, "items", Silent(), command="materialize"), cpu_s() - before
+
+
+def measured(case: str, rows: int) -> dict[str, Any]:
+    """The full run and the delta of one case."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        project = write_project(folder, ROWS, 0.0)
-        full = run_view(project, "items", Silent(), command="materialize")
-        project = write_project(folder, ROWS, CHANGED)
-        done = subprocess.run([sys.executable, "-m", "benchmarks.store_plan", name], capture_output=True, text=True, check=True)
-        plan = json.loads(done.stdout)
-        assert plan["changed"] == ROWS * CHANGED, plan
-        delta = run_view(project, "items", Silent(), command="materialize")
-    share = delta.stages_s["model"] / full.stages_s["model"]
-    report(
-        "store_plan",
-        [
-            f"planning over {ROWS:,} rows, {CHANGED:.0%} changed: {plan['seconds']:.1f} s, {plan['peak_bytes'] / 1e9:.2f} GB at its peak",
-            f"the full run: {full.seconds:.1f} s; the delta: {delta.seconds:.1f} s; model time of the delta, of the full run's: {share:.2%}",
-        ],
-        {
-            "plan_s": plan["seconds"],
-            "peak_bytes": plan["peak_bytes"],
-            "full_s": full.seconds,
-            "delta_s": delta.seconds,
-            "model_share": share,
-            "delta_stages_s": delta.stages_s,
-        },
-    )
+        full, full_cpu_s = ran(write_project(folder, rows, 0.0, case))
+        project = write_project(folder, rows, CHANGED, case)
+        command = [sys.executable, "-m", "benchmarks.store_plan", "--plan", name]
+        plan = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        assert plan["changed"] == rows * CHANGED, plan
+        delta, delta_cpu_s = ran(project)
+    return {
+        "rows": rows,
+        "plan_s": plan["seconds"],
+        "peak_bytes": plan["peak_bytes"],
+        "full_s": full.seconds,
+        "delta_s": delta.seconds,
+        "ratio": delta.seconds / full.seconds,
+        "full_cpu_s": full_cpu_s,
+        "delta_cpu_s": delta_cpu_s,
+        "cpu_ratio": delta_cpu_s / full_cpu_s,
+        "full_stages_s": full.stages_s,
+        "delta_stages_s": delta.stages_s,
+    }
+
+
+def main() -> None:
+    """Measure and report."""
+    asked = sys.argv[1:]
+    cases = {asked[0]: int(asked[1]) if len(asked) > 1 else CASES[asked[0]]} if asked else CASES
+    found = {case: measured(case, rows) for case, rows in cases.items()}
+    lines = []
+    for case, m in found.items():
+        lines += [
+            f"{case}, {m['rows']:,} rows, {CHANGED:.0%} changed: the delta takes {m['ratio']:.2f} of the full run ({m['delta_s']:.1f} s of {m['full_s']:.1f}), "
+            f"{m['cpu_ratio']:.2f} of its CPU ({m['delta_cpu_s']:.1f} s of {m['full_cpu_s']:.1f})",
+            f"  planning alone: {m['plan_s']:.1f} s, {m['peak_bytes'] / 1e9:.2f} GB at its peak",
+            "  full: " + ", ".join(f"{stage} {s:.2f}" for stage, s in m["full_stages_s"].items()),
+            "  delta: " + ", ".join(f"{stage} {s:.2f}" for stage, s in m["delta_stages_s"].items()),
+        ]
+    report("store_plan", lines, found)
 
 
 if __name__ == "__main__":
-    child(sys.argv[1]) if len(sys.argv) > 1 else main()
+    child(sys.argv[2]) if sys.argv[1:2] == ["--plan"] else main()

@@ -208,6 +208,7 @@ class Source:
         """How rows are hashed from :meth:`load` on; :data:`precompute.input_hash.MD5` to go on with rows that were hashed so."""
         self._loaded = False
         self._partial = False
+        self._removed = 0
         self._bounds = {} if bounds is None else {n: at.replace(tzinfo=None) for n, at in zip(BOUNDS, bounds, strict=True)}
         self._given = {name: value for name, value in self._bounds.items() if name in parameters(sql)}
         try:
@@ -460,6 +461,7 @@ class Source:
                 oldest_us=ages["oldest"],
                 newest_us=ages["newest"],
             )
+            self._removed = diff.removed
             self._partial = diff.compute < self._scalar("SELECT count(*) FROM input")
         return diff
 
@@ -467,11 +469,14 @@ class Source:
         """Rows of the compared files that are no rows of the result: ``file`` (position among the known files, then the finished ones; int32),
         ``row`` (int64), ``finished`` (bool), ``removed`` (bool: the key left the source) and the entity's columns with ``key_`` before their names."""
         columns = ", ".join(f"o.{quoted('key_' + c)}" for c in self.entity)
+        changed = ", ".join(f"i.{quoted(c)} AS {quoted('key_' + c)}" for c in self.entity)
+        # Without a comparison of all known rows once more where none of them left.
+        left = f"SELECT o.f, o.r, false, true, {columns} FROM known o ANTI JOIN plan p ON o.f = p.f AND o.r = p.r UNION ALL "
         with _translated():
             return self._query(
-                f'SELECT o.f AS file, o.r AS "row", false AS finished, p.i IS NULL AS removed, {columns} FROM known o '
-                "LEFT JOIN plan p ON o.f = p.f AND o.r = p.r WHERE p.state IS DISTINCT FROM 3 "
-                f"UNION ALL SELECT o.f, o.r, true, false, {columns} FROM finished o LEFT JOIN taken t ON o.f = t.pick.f AND o.r = t.pick.r "
+                f'SELECT p.f AS file, p.r AS "row", false AS finished, false AS removed, {changed} FROM plan p JOIN input i ON i.rowid = p.i '
+                f"WHERE p.state IN (1, 2) UNION ALL {left if self._removed else ''}"
+                f"SELECT o.f, o.r, true, false, {columns} FROM finished o LEFT JOIN taken t ON o.f = t.pick.f AND o.r = t.pick.r "
                 'WHERE t.i IS NULL ORDER BY finished, file, "row"'
             )
 

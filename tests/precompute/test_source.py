@@ -757,7 +757,7 @@ def test_rows_that_come_again_are_counted_by_key_and_input(tmp_path: Path) -> No
     rows = "SELECT 'k' AS a, i AS id, {} AS x FROM range(10) t(i)"
     good = files("good", rows.format("i"))
     bad = files("bad", rows.format("CASE WHEN i < 6 THEN -i - 1 ELSE i END"), dead=[5])
-    live = files("live", "SELECT 'k' AS a, 0 AS id, -1 AS x")
+    live = files("live", "SELECT 'k' AS a, 0 AS id, (-1)::BIGINT AS x")  # of one recipe, so of one type
     with Source(rows.format("CASE WHEN i < 3 THEN -i - 1 ELSE i END"), ("a", "id"), {}) as source:
         source.load()
         assert source.returned(bad, good, live) == (5, 2)
