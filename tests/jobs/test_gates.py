@@ -364,6 +364,34 @@ def test_a_model_of_ones_own_has_no_precision_whatever_it_calls_its_attributes(
             run(project)
 
 
+@pytest.mark.parametrize(("rows", "passes"), [(1, True), (2, False)])
+def test_parity_allows_one_row_of_twenty_and_no_more(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, rows: int, passes: bool
+) -> None:
+    def again(*arguments: Any) -> Any:
+        done = compute(*arguments)
+        double = np.asarray(done.features["double"]) * np.where(np.arange(len(done.rows)) < rows, 1.5, 1.0)
+        return replace(done, features=done.features.set_column(0, "double", pa.array(double)))
+
+    monkeypatch.setattr("jobs.gates.compute", again)
+    project = make_project(list(GOOD.items()), view=view(fallback=True))
+    assert call(project, "run", "numbers") == (0 if passes else 3)
+    assert [(g["gate"], g["measured"]) for g in newest(project).gates if g["gate"] == "parity"] == [("parity", rows / 20)]
+
+
+@pytest.mark.parametrize(("limit", "passed"), [(1 / N, True), (0.9 / N, False)])
+def test_the_share_that_is_not_finite_is_judged_at_its_limit(make_project: MakeProject, limit: float, passed: bool) -> None:
+    project = make_project(list(GOOD.items()), view=view({"finite": limit}))
+    run(project)
+    store = OfflineStore(project.root)
+    snapshot = store.snapshot("numbers", 1)
+    figures = replace(snapshot.figures, not_finite=1)
+    config = project.view("numbers")
+    with open_view(config.feature_view(), store, project.home) as opened:
+        _, verdicts = judge(config, opened, store, replace(snapshot, number=0, figures=figures), None)
+    assert [(v.passed, v.measured) for v in verdicts if v.gate == "finite"] == [(passed, 1 / N)]
+
+
 def test_parity_leaves_out_rows_whose_input_changed_since(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
     from jobs import materialize
 
