@@ -34,15 +34,15 @@ _Request = tuple[str, Mapping[str, Any] | None, Pointer]
 
 
 class _Group(NamedTuple):
-    """What is computed in one batch: requests of one view and epoch, either all for its rows or all for what it is searched by."""
+    """What is computed in one batch: requests of one publishing of a view, either all for its rows or all for what it is searched by."""
 
     view: str
-    epoch: int
+    publishing: tuple[int, str]
     query: bool
 
 
-KEPT_EPOCHS = 2
-"""Open epochs of a view: a request that began before a publishing is still answered by the model it saw."""
+KEPT_PUBLISHINGS = 2
+"""Publishings of a view that are kept open: a request that began before a publishing is still answered by the model it saw."""
 
 
 _WARM_UP = ""
@@ -60,7 +60,7 @@ class ViewFallback:
 
     def __init__(self, store: OfflineStore, folder: Path, memory_mb: int = 256) -> None:
         self._store, self._folder, self._memory_mb = store, folder.absolute(), memory_mb
-        self._opened: dict[tuple[str, int], OpenView] = {}
+        self._opened: dict[tuple[str, tuple[int, str]], OpenView] = {}
         self._models: dict[str, Model] = {}
         self._logged_at, self._unlogged = 0.0, 0
         self._batcher: MicroBatcher[_Request, Computed] = MicroBatcher(self._run, _refusal)
@@ -75,7 +75,7 @@ class ViewFallback:
         query: bool = False,
     ) -> list[Future[Computed]]:
         """See :class:`store.lookup.Fallback`."""
-        group = _Group(pointer.view.name, pointer.epoch, query)
+        group = _Group(pointer.view.name, pointer.publishing, query)
         futures = []
         for key in keys:
             given = inputs.get(key)
@@ -88,7 +88,7 @@ class ViewFallback:
 
         Failures are logged and leave :meth:`ready` false; hits can be served all the same.
         """
-        group = _Group(pointer.view.name, pointer.epoch, query=False)
+        group = _Group(pointer.view.name, pointer.publishing, query=False)
         try:
             self._batcher.submit(group, None, (_WARM_UP, None, pointer), time.monotonic() + 600).result()
         except Miss as exc:
@@ -96,8 +96,8 @@ class ViewFallback:
                 log.error("fallback of view %r is not available: %s", pointer.view.name, exc)
 
     def ready(self, pointer: Pointer) -> bool:
-        """Whether the view is open for the pointer's epoch."""
-        return (pointer.view.name, pointer.epoch) in self._opened
+        """Whether the view is open for the pointer's publishing."""
+        return (pointer.view.name, pointer.publishing) in self._opened
 
     def close(self) -> None:
         """Refuse what waits, then close every source."""
@@ -165,14 +165,14 @@ class ViewFallback:
 
     def _open(self, pointer: Pointer) -> OpenView:
         name = pointer.view.name
-        known = self._opened.get((name, pointer.epoch))
+        known = self._opened.get((name, pointer.publishing))
         if known is not None:
             return known
         opened = self._open_as_live(pointer)
-        self._opened[name, pointer.epoch] = opened
-        epochs = sorted(epoch for other, epoch in self._opened if other == name)
-        for epoch in epochs[:-KEPT_EPOCHS]:
-            self._opened.pop((name, epoch)).source.close()
+        self._opened[name, pointer.publishing] = opened
+        in_order = [which for other, which in self._opened if other == name]  # as opened: epochs may start again
+        for which in in_order[:-KEPT_PUBLISHINGS]:
+            self._opened.pop((name, which)).source.close()
         return opened
 
     def _open_as_live(self, pointer: Pointer) -> OpenView:

@@ -36,7 +36,7 @@ class Warmer:
     def __init__(self, lookup: Lookup, fallback: ViewFallback) -> None:
         self._lookup, self._fallback = lookup, fallback
         self._stop = threading.Event()
-        self._seen: dict[str, int] = {}
+        self._seen: dict[str, tuple[int, str]] = {}
         self.warming = True
         self._thread = threading.Thread(target=self._loop, name="warmer", daemon=True)
         self._thread.start()
@@ -58,7 +58,7 @@ class Warmer:
     def _round(self) -> None:
         for name in self._lookup.online.views():
             pointer = self._lookup.online.live(name)
-            if pointer is None or self._seen.get(name) == pointer.epoch:
+            if pointer is None or self._seen.get(name) == pointer.publishing:
                 continue
             try:
                 self._lookup.warm(pointer)
@@ -66,7 +66,7 @@ class Warmer:
                 log.error("view %r is not searchable: %s", name, exc)
             if pointer.view.fallback and not self._stop.is_set():
                 self._fallback.warm(pointer)
-            self._seen[name] = pointer.epoch
+            self._seen[name] = pointer.publishing
             log.info("view %r: snapshot %d is live, %d rows", name, pointer.snapshot, pointer.rows)
 
 

@@ -175,7 +175,7 @@ def notes(line: Mapping[str, Any]) -> list[str]:
 
 def _live(snapshot: Snapshot, ref: LiveRef) -> dict[str, Any]:
     now_us = time.time_ns() // 1000
-    sighting = Sighting(microseconds(ref.at), max(snapshot.renewed_at or 0, ref.renewed_at or 0), now_us, 0)
+    sighting = Sighting(microseconds(ref.at), max(snapshot.renewed_at or 0, ref.renewed_at or 0), 0)
     oldest = snapshot.computed_at_min if snapshot.rows else microseconds(snapshot.created_at)
     age = sighting.age_us(oldest or 0, now_us) / 1e6
     status = status_of(snapshot.view, age)  # as it is served; an edited TTL takes effect with the next run

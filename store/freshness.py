@@ -52,27 +52,27 @@ def age_s(computed_at_us: int, now_us: int) -> float:
 class Sighting:
     """What is known about when a pointer's rows were computed, besides what their writer's clock said.
 
-    None was computed after they were published, nor after this process saw them first; and they are at least as old as that is ago.
-    ``published_us`` (None: not known), ``renewed_us`` (when all were last found to be what the model would answer; 0: never) and ``seen_us``
-    are µs since 1970, the last by the reader's clock; ``elapsed_us`` is the time since then by its monotonic clock, which never jumps.
+    None was computed after they were published, nor after this process saw them first. ``published_us`` (None: not known) and ``renewed_us``
+    (when all were last found to be what the model would answer; 0: never) are µs since 1970; ``elapsed_us`` (at least 0) is the time since this
+    process first saw the pointer, by its monotonic clock, which never jumps. A renewal makes another pointer, and is seen anew.
+
+    Both the clock's difference and ``elapsed_us`` are lower bounds of the age, so the larger one is it, whichever way a clock was set meanwhile.
     """
 
     published_us: int | None
     renewed_us: int
-    seen_us: int
     elapsed_us: int
 
     def age_us(self, computed_at_us: int, now_us: int) -> int:
         """Age in µs, at least 0, of a row that says it was computed at ``computed_at_us``; the later that is, the smaller."""
         since = computed_at_us if self.published_us is None else min(computed_at_us, self.published_us)
-        since = max(since, self.renewed_us)
-        return max(0, now_us - since) if since <= self.seen_us else self.elapsed_us
+        return max(now_us - max(since, self.renewed_us), self.elapsed_us)
 
     def ages_us(self, computed_at_us: npt.NDArray[np.int64], now_us: int) -> npt.NDArray[np.int64]:
         """:meth:`age_us` of int64 [rows]."""
         since = computed_at_us if self.published_us is None else np.minimum(computed_at_us, self.published_us)
-        since = np.maximum(since, self.renewed_us)
-        return np.where(since <= self.seen_us, np.maximum(now_us - since, 0), self.elapsed_us)
+        ages: npt.NDArray[np.int64] = np.maximum(now_us - np.maximum(since, self.renewed_us), self.elapsed_us)
+        return ages
 
 
 def microseconds(text: str) -> int | None:

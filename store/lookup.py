@@ -90,9 +90,9 @@ class Lookup:
         self._root = None if root is None else Path(root)
         self._clock, self._monotonic = clock, monotonic
         self._plans: dict[tuple[str, tuple[str, ...] | None], Plan] = {}
-        self._seen: dict[str, tuple[tuple[int, str, int], int | None, int, float]] = {}
-        """View → its pointer's version, when that was published, and when it was first seen here, by the clock (µs) and the monotonic one (s)."""
-        self._indexes: dict[str, tuple[str, VectorIndex]] = {}
+        self._seen: dict[str, tuple[tuple[int, str, int], int | None, float]] = {}
+        """View → its pointer's version, when that was published (µs), and when it was first seen here, by the monotonic clock (s)."""
+        self._indexes: dict[str, tuple[tuple[int, str], VectorIndex]] = {}
         self._index_lock = threading.Lock()
 
     @classmethod
@@ -180,7 +180,7 @@ class Lookup:
         for columns in given.values():
             _check_inputs(pointer, columns)
         now_us = int(self._clock() * 1e6)
-        answer = Answer(plan, texts, found, now_us, self._sighting(pointer, now_us))
+        answer = Answer(plan, texts, found, now_us, self._sighting(pointer))
         missing = [i for i in answer.judge(max_age_s) if raw[i] is not IMPOSSIBLE]
         if missing and fallback and self.fallback is not None and pointer.view.fallback:
             wait_s = pointer.view.fallback_deadline_s if deadline_ms is None else deadline_ms / 1000
@@ -189,13 +189,13 @@ class Lookup:
             answer.pending = dict(zip(missing, self.fallback.submit(pointer, wanted, given, answer.deadline), strict=True))
         return answer
 
-    def _sighting(self, pointer: Pointer, now_us: int) -> Sighting:
+    def _sighting(self, pointer: Pointer) -> Sighting:
         known, now_s = self._seen.get(pointer.view.name), self._monotonic()
-        version = (pointer.epoch, pointer.at, pointer.renewed_at_us)
+        version = (*pointer.publishing, pointer.renewed_at_us)
         if known is None or known[0] != version:
-            known = self._seen[pointer.view.name] = (version, microseconds(pointer.at), now_us, now_s)
-        _, published_us, seen_us, seen_s = known
-        return Sighting(published_us, pointer.renewed_at_us, seen_us, int((now_s - seen_s) * 1e6))
+            known = self._seen[pointer.view.name] = (version, microseconds(pointer.at), now_s)
+        _, published_us, seen_s = known
+        return Sighting(published_us, pointer.renewed_at_us, int((now_s - seen_s) * 1e6))
 
     def _keys(self, view: str, keys: Sequence[Any]) -> tuple[list[str], list[bytes]]:
         """Key texts, and what is looked up for each: its UTF-8, or :data:`IMPOSSIBLE` for a text no entity can have as a key.
@@ -248,7 +248,7 @@ class Lookup:
         view = pointer.view
         oldest = pointer.computed_at_min
         now_us = int(self._clock() * 1e6)
-        age = None if oldest is None else self._sighting(pointer, now_us).age_us(oldest, now_us) / 1e6
+        age = None if oldest is None else self._sighting(pointer).age_us(oldest, now_us) / 1e6
         return {
             "view": view.name,
             "entity": list(view.entity),
@@ -331,7 +331,7 @@ class Lookup:
                 rows: list[dict[str, Any]] = []
                 break
             answer = self.begin(view, keys, features=features, fallback=False)
-            if answer.pointer.epoch == pointer.epoch:
+            if answer.pointer.publishing == pointer.publishing:
                 rows = [
                     {"key": row.pop("key"), "score": score, **row}
                     for row, score in zip(answer.rows(), scores, strict=True)
@@ -403,8 +403,8 @@ class Lookup:
             raise VectorIndexError("searching needs the offline store's root: open the lookup with root=…")
         with self._index_lock:
             known = self._indexes.get(pointer.view.name)
-            if known is None or known[0] != pointer.index:
-                known = self._indexes[pointer.view.name] = (pointer.index, VectorIndex(self._root / pointer.index))
+            if known is None or known[0] != pointer.publishing:
+                known = self._indexes[pointer.view.name] = (pointer.publishing, VectorIndex(self._root / pointer.index))
             return known[1]
 
 

@@ -52,6 +52,12 @@ class Pointer:
         if self.generation == 0:
             object.__setattr__(self, "generation", self.epoch)
 
+    @property
+    def publishing(self) -> tuple[int, str]:
+        """Which publishing made this live: what is kept of one is never used for another. The epoch alone would not tell them apart, since
+        it starts at 1 again in a view whose data was dropped."""
+        return self.epoch, self.at
+
     def to_bytes(self) -> bytes:
         """JSON that :meth:`from_bytes` reads back to an equal pointer."""
         body: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -15,9 +16,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.config import Project
+from jobs.drop import drop
 from jobs.fallback import ViewFallback
 from jobs.progress import Silent
 from jobs.run import run_view
+from jobs.serve import Warmer
 from store.freshness import Reason
 from store.lookup import Computed, Lookup, Miss
 from store.offline_store import OfflineStore
@@ -25,6 +28,7 @@ from store.online_store import Pointer
 from store.online_url import open_online_store
 from tests.arithmetic import Doubler
 from tests.conftest import MakeProject
+from tests.jobs.test_serve import eventually
 
 FALLBACK = {"fallback": {"enabled": True, "deadline": "20s"}}
 HERE = "tests.jobs.test_fallback"
@@ -337,6 +341,37 @@ def test_it_is_ready_for_the_epoch_it_was_warmed_for(make_project: MakeProject) 
     finally:
         fallback.close()
         online.close()
+
+
+@pytest.mark.parametrize("ended", ["dropped", "root removed"])
+def test_a_view_that_began_anew_is_computed_by_its_own_model(
+    make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: str
+) -> None:
+    """Its epochs and generations start at 1 again, under a server that goes on."""
+    monkeypatch.setattr("jobs.serve.WARM_EVERY_S", 0.01)
+    project, weights = _scaled(make_project, tmp_path, 3.0)
+    lookup = open_lookup(project)
+    fallback, pointers = lookup.fallback, []
+    assert isinstance(fallback, ViewFallback)
+    warmer = Warmer(lookup, fallback)
+    try:
+        for factor in (3.0, 4.0):
+            weights.write_text(str(factor))
+            write_data(project, {1: 1.0})
+            publish(project)
+            write_data(project, {1: 1.0, 2: 2.0})
+            pointer = lookup.online.live("numbers")
+            assert pointer is not None
+            pointers.append(pointer)
+            eventually(lambda live=pointer: fallback.ready(live))
+            assert features(lookup.get("numbers", [1, 2])) == [{"double": factor}, {"double": 2 * factor}]
+            if ended == "dropped":
+                drop(project, "numbers", data=True)
+            else:
+                shutil.rmtree(project.root)
+    finally:
+        warmer.stop()
+    assert [(p.epoch, p.generation) for p in pointers] == [(1, 1), (1, 1)]
 
 
 def test_closed_it_refuses_as_shed(make_project: MakeProject) -> None:

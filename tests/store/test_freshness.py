@@ -7,6 +7,8 @@ from datetime import UTC, datetime
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from store.feature_view import Feature, FeatureView
 from store.freshness import Reason, Sighting, Source, Status, age_s, as_datetime, microseconds, status_of
@@ -90,22 +92,46 @@ def test_the_words_of_an_answer_are_the_contracts() -> None:
         (100, 120, 10**15, 150, 30),
         (None, 0, 90, 150, 60),
         (None, 0, 130, 150, 20),
-        (None, 0, 131, 150, 7),  # later than it was seen: it is as old as that is ago
+        (None, 0, 143, 150, 7),
+        (None, 0, 144, 150, 7),  # later than it was seen: it is as old as that is ago
         (None, 0, 10**15, 150, 7),
         (10**15, 0, 10**15, 150, 7),
-        (10**15, 0, 10**15, 2 * 10**15, 7),
+        (10**15, 0, 10**15, 2 * 10**15, 10**15),  # the reader's clock was slow when it saw them first, and set right
         (10**15, 0, 90, 150, 60),
         (100, 10**15, 90, 150, 7),
-        (100, 0, 90, 50, 0),  # the reader's clock was set back
+        (100, 0, 90, 50, 7),  # the reader's clock was set back
+        (100, 0, 90, 96, 7),
     ],
 )
 def test_no_row_is_younger_than_its_publishing_or_than_it_was_first_seen(
     published: int | None, renewed: int, computed_at: int, now: int, age: int
 ) -> None:
-    """First seen at 130, 7 µs ago by the clock that never jumps."""
-    sighting = Sighting(published, renewed, 130, 7)
+    """First seen 7 µs ago by the clock that never jumps."""
+    sighting = Sighting(published, renewed, 7)
     assert sighting.age_us(computed_at, now) == age
     assert sighting.ages_us(np.array([computed_at, computed_at], np.int64), now).tolist() == [age, age]
+
+
+TIMES = st.integers(-(10**6), 10**6) | st.integers(-(2**61), 2**61)
+
+
+@given(
+    published=st.none() | TIMES,
+    renewed=st.just(0) | TIMES,
+    elapsed=st.integers(0, 10**6) | st.integers(0, 2**61),
+    computed_at=st.lists(TIMES, min_size=1),
+    now=TIMES,
+)
+def test_no_clock_takes_an_age_below_what_is_known(
+    published: int | None, renewed: int, elapsed: int, computed_at: list[int], now: int
+) -> None:
+    """Neither below the time since it was first seen nor, where the row's clock was right, below the difference; and a row that was computed
+    later is never the older one, which is what an answer relies on that judges all its rows by the oldest."""
+    sighting = Sighting(published, renewed, elapsed)
+    ages = [sighting.age_us(at, now) for at in sorted(computed_at)]
+    assert sighting.ages_us(np.array(sorted(computed_at), np.int64), now).tolist() == ages
+    assert ages == sorted(ages, reverse=True)
+    assert all(age >= max(0, elapsed, now - max(at, renewed)) for age, at in zip(ages, sorted(computed_at), strict=True))
 
 
 @pytest.mark.parametrize(

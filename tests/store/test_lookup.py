@@ -574,6 +574,17 @@ def test_a_search_follows_the_live_snapshot(house: House) -> None:
     assert (answer["snapshot"], answer["model"], answer["metric"], found(answer)) == (2, "model 2", "dot", [("new", 1.0)])
 
 
+def test_a_search_after_a_view_began_anew_is_in_its_own_index(house: House) -> None:
+    """Ended with its data, a view has epoch and generation 1 once more, and an index of the same name."""
+    house.publish(NEIGHBOURS, metric="l2", at="2026-01-01T00:00:00Z")
+    lookup = house.lookup()
+    assert found(lookup.search("things", key="k5", k=1)) == [("k4", 1.0)]
+    house.online.forget("things")
+    house.publish({"k5": Row(0.0), "new": Row(7.0)}, metric="dot", at="2026-01-01T00:00:01Z")
+    answer = lookup.search("things", key="k5", k=5)
+    assert (answer["snapshot"], answer["metric"], found(answer)) == (1, "dot", [("new", 1.0)])
+
+
 class Racing(MemoryStore):
     """Somebody publishes just before a read: ``before_read`` says what, one for each read."""
 
@@ -666,10 +677,18 @@ class Scripted:
         self.script = script
         self.calls: list[tuple[Pointer, list[str], Mapping[str, Any]]] = []
         self.wait_s: float | None = None
+        self.query = False
 
     def submit(
-        self, pointer: Pointer, keys: Sequence[str], inputs: Mapping[str, Mapping[str, Any]], deadline: float
+        self,
+        pointer: Pointer,
+        keys: Sequence[str],
+        inputs: Mapping[str, Mapping[str, Any]],
+        deadline: float,
+        *,
+        query: bool = False,
     ) -> list[Future[Computed]]:
+        self.query = query
         self.calls.append((pointer, list(keys), inputs))
         self.wait_s = deadline - time.monotonic()
         futures = []
@@ -808,6 +827,7 @@ def test_a_search_by_inputs_asks_the_model_for_the_vector(behind: House) -> None
     answer = behind.lookup(fallback).search("things", inputs={"x": 3.0}, k=2)
     assert found(answer)[0][0] == "just fresh"
     assert [(wanted, given) for _, wanted, given in fallback.calls] == [(["query"], {"query": {"x": 3.0}})]
+    assert fallback.query
 
 
 @pytest.mark.parametrize(
@@ -865,3 +885,22 @@ def test_rows_from_the_future_grow_old_from_when_they_were_published_or_first_se
     metrics.answered("lookup", lookup.begin("things", ["a", "b"]), 0.1)
     assert 'precompute_future_rows_total{view="things"} 2.0' in metrics.render().decode()
     assert lookup.get("things", ["a"], max_age_s=0.5)["status"].to_pylist() == ["missing"]
+
+
+@pytest.mark.parametrize(
+    ("first_s", "then_s", "age_s"),
+    [(-7200.0, 30.0, 30.0), (9.0, -60.0, 11.0)],
+    ids=["slow, then set right", "set back"],
+)
+def test_a_clock_that_is_set_meanwhile_makes_no_row_fresh_that_is_known_to_be_old(
+    memory: House, first_s: float, then_s: float, age_s: float
+) -> None:
+    """First seen at ``first_s``, by the reader's clock after the publishing; the clock is set, and shows ``then_s`` 11 s later."""
+    memory.publish({"a": Row(1.0), "b": Row(2.0, age=-3600.0)}, at=datetime.fromtimestamp(NOW, UTC).isoformat())
+    shown, passed = first_s, 0.0
+    lookup = Lookup(memory.online, memory.root, clock=lambda: NOW + shown, monotonic=lambda: passed)
+    assert lookup.get("things", ["a", "b"])["status"].to_pylist() == ["fresh"] * 2
+    shown, passed = then_s, TTL + 1
+    status = "stale" if age_s <= TTL + STALE_FOR else "missing"
+    assert lookup.get("things", ["a", "b"])["status"].to_pylist() == [status] * 2
+    assert [view["age_s"] for view in lookup.views()] == [age_s]
