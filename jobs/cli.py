@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         number = asked()
         if number is None:
             return _failed(exc)
-        print(f"precompute: {described(number)}; the live snapshots are untouched", file=sys.stderr)
+        print(f"precompute: {described(number)}", file=sys.stderr)
     if argv is None:  # the process of its own command, which a library's thread must not keep from ending
         sys.stderr.flush()
         os._exit(128 + number)
@@ -78,7 +78,7 @@ def _failed(exc: BaseException) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     if isinstance(exc, KeyboardInterrupt):
-        print("precompute: interrupted; the live snapshots are untouched", file=sys.stderr)
+        print("precompute: interrupted", file=sys.stderr)
         return 130
     if not isinstance(exc, PrecomputeError):
         raise exc

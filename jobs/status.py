@@ -156,8 +156,16 @@ def _follows(project: Project, name: str, other: str) -> bool:
 
 
 def _reads(project: Project, name: str, other: str) -> bool:
-    inputs = project.views[name].inputs() if name in project.views else []
-    return other in inputs or any(_reads(project, name_, other) for name_ in inputs if name_ != name)
+    """Whether a view is computed from another one, itself or through others, which may read each other."""
+    seen, ahead = set[str](), [name]
+    while ahead:
+        at = ahead.pop()
+        inputs = project.views[at].inputs() if at in project.views and at not in seen else []
+        if other in inputs:
+            return True
+        seen.add(at)
+        ahead += inputs
+    return False
 
 
 def _words(behind: Mapping[str, Any]) -> str:

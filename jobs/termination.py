@@ -123,9 +123,6 @@ def _watch(read: int) -> None:
             interrupt_sources()
     assert _State.asked is not None
     _say_last_words()
-    print(
-        f"precompute: {described(_State.asked)}, and did not end within {GRACE_S} s; the live snapshots are untouched",
-        file=sys.stderr,
-    )
+    print(f"precompute: {described(_State.asked)}, and did not end within {GRACE_S} s", file=sys.stderr)
     sys.stderr.flush()
     os._exit(128 + _State.asked)

@@ -253,7 +253,7 @@ def test_a_run_that_is_told_to_end_reports_it_and_lets_go(running: tuple[Project
     project, process = running
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
-    assert (process.returncode, "ended by SIGTERM; the live snapshots are untouched" in err) == (143, True)
+    assert (process.returncode, err.splitlines()[-1]) == (143, "precompute: ended by SIGTERM")  # a signal may come after the flip
     report = report_of(project)
     assert (report["status"], report["finished_at"] > report["started_at"]) == ("killed", True)
     assert report["error"] == "ended by SIGTERM"

@@ -301,6 +301,20 @@ def test_a_view_whose_input_is_newer_says_so_and_needs_attention_when_nothing_wi
     assert behind_and_attention(project) == ([], ["stale"] if ttl == "1ms" else [])
 
 
+def test_views_that_read_each_other_end_no_search_for_what_brings_a_view_up(make_project: MakeProject) -> None:
+    views: dict[str, Any] = {"another": OTHER}
+    views |= {
+        name: OTHER | {"source": {"sql": f"SELECT * FROM live.{of}"}} for name, of in (("third", "fourth"), ("fourth", "third"))
+    }
+    scheduled = {"schedule": {"third": "0 2 * * *", "another": "after third"}}
+    for rows in (TWO, ONE):
+        project = make_project(rows, project=scheduled, views=views)
+        run_view(project, "numbers", Silent())
+        if rows == TWO:
+            run_view(project, "another", Silent())
+    assert behind_and_attention(project) == ([("numbers", 1, 2)], [BEHIND])
+
+
 def test_the_same_rows_under_another_number_are_nothing_to_be_behind(make_project: MakeProject) -> None:
     project = chained(make_project, TWO)
     run_view(project, "numbers", Silent())
