@@ -85,6 +85,11 @@ class SourceConfig(_Strict):
     sql: str = Field(
         description="one SELECT yielding the entity's columns and the model's inputs; live.<view> is a view's live snapshot"
     )
+    updated_at: str | None = Field(
+        default=None,
+        description="of the source: a date or timestamp (UTC) whose newest value tells its age; by default its files' modification times do",
+    )
+    max_age: Duration | None = Field(default=None, description="past which status asks for attention; none by default")
 
     @field_validator("sql")
     @classmethod

@@ -26,6 +26,7 @@ from jobs.open_view import OpenView, open_view
 from jobs.plan import Plan, go_on_hashing, make_plan, now_us
 from jobs.progress import Progress
 from jobs.report import Report
+from jobs.source_age import iso_us, read_source_at
 from jobs.tune import check_accuracy
 from precompute.batching import WINDOW_ROWS
 from precompute.meter import Meter
@@ -204,8 +205,15 @@ def _planned(
     report.model, report.inputs = opened.fingerprint, dict(opened.inputs)
     read_at_us = report.read_at_us = now_us()
     go_on_hashing(opened, store, None if partition is None else str(partition), full=full)
+    updated_at = config.source.updated_at
     with report.stage("source"):
+        if updated_at is None:  # before it is read: what is modified meanwhile is the next run's
+            report.source_at = read_source_at(opened, store)
+        else:
+            opened.source.check_time(updated_at, "source.updated_at")
         total = opened.source.load(None if config.partition is None else config.partition.column)
+        if updated_at is not None:
+            report.source_at = iso_us(opened.source.newest_us(updated_at, read_at_us))
     if total == 0 and (config.partition is None or config.partition.empty == "fail"):
         where = "the source" if partition is None else f"the source of partition {partition}"
         raise SourceError(f"view {config.name!r}: {where} yielded no rows; nothing was published and the live snapshot stays")
@@ -251,6 +259,7 @@ def _snapshot(plan: Plan, run: _Run, counts: Counts) -> Snapshot:
         content=plan.content,
         partition=report.partition,
         renewed_at=plan.read_at_us if run.renew and diff.unchanged + diff.resumed else None,
+        source_at=report.source_at,
     )
 
 
@@ -312,7 +321,7 @@ def _judged_again(
     report.gates = [dict(gate) for gate in judged.gates]
     if judged.refused_by == snapshot.refused_by:
         return snapshot
-    judged = store.commit(replace(judged, run=report.run, created_at=utc_now()), lease)
+    judged = store.commit(replace(judged, run=report.run, created_at=utc_now(), source_at=report.source_at), lease)
     report.snapshot, report.status = judged.number, "committed"
     return judged
 

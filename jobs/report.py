@@ -69,6 +69,8 @@ class Report:
     pid: int = 0
     read_at_us: int = 0
     """When the source was read, µs since 1970."""
+    source_at: str | None = None
+    """When the source itself was last modified, ISO 8601 in UTC; None where it is not known. See :mod:`jobs.source_age`."""
     error: str | None = None
     attention: list[str] = field(default_factory=list)
     """What an operator should look at though the run went well."""

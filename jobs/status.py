@@ -11,9 +11,10 @@ from typing import Any
 from jobs.config import Project
 from jobs.due import FINISHED, outlook, report_time
 from jobs.gc import damage
+from jobs.source_age import REPORTS, known_source_at
 from store.api.page import duration
 from store.errors import OnlineStoreError, PrecomputeError, SnapshotError
-from store.freshness import AHEAD_US, Sighting, Status, as_datetime, iso, microseconds, status_of
+from store.freshness import AHEAD_US, Sighting, Status, age_s, as_datetime, iso, microseconds, status_of
 from store.offline_store import LiveRef, OfflineStore
 from store.online_store import OnlineStore
 from store.online_url import open_online_store
@@ -41,6 +42,8 @@ def view_status(project: Project, name: str, store: OfflineStore, online: Online
         "rows": None,
         "age_s": None,
         "ttl_s": _ttl_s(project, name),
+        "source_at": None,
+        "source_age_s": None,
         "coverage": None,
         "rejected": None,
         "online": None,
@@ -58,6 +61,8 @@ def view_status(project: Project, name: str, store: OfflineStore, online: Online
         dated = {"its newest row was computed": snapshot.computed_at_max, "it was published": microseconds(ref.at)}
         attention += _ahead(dated | {"it was found unchanged": ref.renewed_at})
         line |= _live(snapshot, ref) | {"online": pointer is not None and pointer.epoch == ref.epoch}
+        line |= _source(known_source_at(snapshot, reports))
+        attention += _too_old(project, name, line["source_age_s"])
         line["behind"] = _behind(store, snapshot, reports)
         attention += [_words(behind) for behind in line["behind"] if _is_late(project, snapshot, behind)]
     attention += [str(broken)] if broken else []
@@ -69,8 +74,21 @@ def _ttl_s(project: Project, name: str) -> float | None:
     return None if name in project.broken else project.view(name).ttl
 
 
-REPORTS = 50
-"""How many of a view's newest reports are looked at for the last one that did its work."""
+def _source(at: str | None) -> dict[str, Any]:
+    at_us = None if at is None else microseconds(at)
+    return {"source_at": at, "source_age_s": None if at_us is None else age_s(at_us, time.time_ns() // 1000)}
+
+
+def _too_old(project: Project, name: str, source_age_s: float | None) -> list[str]:
+    max_age = None if name in project.broken else project.view(name).source.max_age
+    if max_age is None or (source_age_s is not None and source_age_s <= max_age):
+        return []
+    if source_age_s is None:
+        return [
+            "how old its source is, which source.max_age limits, is not known: name a column of it as source.updated_at, and run it"
+        ]
+    return [f"its source was last modified {duration(source_age_s)} ago, and source.max_age is {duration(max_age)}"]
+
 
 _LAST_RUN = ("run", "command", "status", "started_at", "seconds", "partition", "error")
 
@@ -252,6 +270,8 @@ _UNREADABLE: dict[str, Any] = dict.fromkeys(
         "partition",
         "rows",
         "age_s",
+        "source_at",
+        "source_age_s",
         "coverage",
         "rejected",
         "online",

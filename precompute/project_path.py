@@ -20,6 +20,8 @@ _FOLDER: ContextVar[Path | None] = ContextVar("project_folder", default=None)
 _NOT_RELATIVE = re.compile(r"/|~|[A-Za-z][A-Za-z0-9+.-]*:")
 """How an absolute path, one of the home folder, or a URL begins."""
 
+_URL = re.compile(r"(?!file:)[A-Za-z][A-Za-z0-9+.-]+:", re.IGNORECASE)
+
 _DATA_FILE = re.compile(r"\.(parquet|csv|tsv|json|jsonl|ndjson|db|ddb|duckdb)(\.\w+)?$", re.IGNORECASE)
 
 _READERS = ("glob", "sniff_csv")
@@ -70,8 +72,8 @@ def absolute_arguments(value: Any, folder: Path) -> Any:
     return ProjectPath(folder / value) if isinstance(value, str) and is_path(value) else value
 
 
-def absolute_sql(tree: Any, folder: Path, evaluate: Callable[[Any], Any]) -> bool:
-    """Make the files that a SELECT reads absolute, in place; returns whether anything was changed.
+def absolute_sql(tree: Any, folder: Path, evaluate: Callable[[Any], Any]) -> tuple[bool, list[str]]:
+    """Make the files that a SELECT reads absolute, in place.
 
     DuckDB itself takes a relative name from the working directory first, and ``file_search_path`` only for what is not there.
 
@@ -80,14 +82,27 @@ def absolute_sql(tree: Any, folder: Path, evaluate: Callable[[Any], Any]) -> boo
         folder: of the project, absolute.
         evaluate: the value of an expression of the tree, for a file name that is put together: a text, or a list of them.
 
+    Returns:
+        whether anything was changed, and the files: absolute names, patterns and URLs.
+
     Raises:
         ConfigError: files that cannot be told from the SQL.
     """
     ctes = {entry["key"].lower() for node in _nodes(tree) if "cte_map" in node for entry in node["cte_map"]["map"]}
-    changed = False
+    changed, files = False, list[str]()
     for node in list(_nodes(tree)):
         if node.get("type") == "BASE_TABLE":
-            changed |= _absolute_table(node, folder, ctes)
+            name = _file_of_table(node, ctes)
+            if name is not None:
+                files.append(_absolute(name, folder))
+                if files[-1] != name:
+                    node |= {
+                        "catalog_name": "",
+                        "schema_name": "",
+                        "table_name": files[-1],
+                        "qualified_name": {"path": [files[-1]]},
+                    }
+                    changed = True
         elif node.get("type") == "TABLE_FUNCTION":
             name = str(node["function"]["function_name"]).lower()
             if name in _HIDING:
@@ -98,10 +113,16 @@ def absolute_sql(tree: Any, folder: Path, evaluate: Callable[[Any], Any]) -> boo
                 given = _literal(argument)
                 value = evaluate(argument) if given is None else given
                 absolute = [_absolute(v, folder) for v in value] if isinstance(value, list) else _absolute(value, folder)
+                files += [text for text in (absolute if isinstance(absolute, list) else [absolute]) if isinstance(text, str)]
                 if absolute != value:
                     arguments[0]["expression"] = _constant(absolute)
                     changed = True
-    return changed
+    return changed, files
+
+
+def is_remote(file: str) -> bool:
+    """Whether a file's absolute name is a URL of another machine's."""
+    return _URL.match(file) is not None
 
 
 def _absolute(path: Any, folder: Path) -> Any:
@@ -112,19 +133,15 @@ def _absolute(path: Any, folder: Path) -> Any:
     return f"{escaped}/{path.removeprefix('./')}"
 
 
-def _absolute_table(node: dict[str, Any], folder: Path, ctes: set[str]) -> bool:
-    """``FROM 'books.csv'``, where DuckDB takes what is no table for a file; without the quotes it is table ``csv`` of schema ``books``."""
+def _file_of_table(node: dict[str, Any], ctes: set[str]) -> str | None:
+    """The file of ``FROM 'books.csv'``, where DuckDB takes what is no table for a file; without the quotes it is table ``csv`` of schema ``books``."""
     parts = [str(part) for part in node["qualified_name"]["path"]]
     name = ".".join(parts)
     if len(parts) == 1:
         is_file = ("." in name or "/" in name) and name.lower() not in ctes
     else:
         is_file = parts[0].lower() != "live" and _DATA_FILE.search(name) is not None
-    absolute = _absolute(name, folder)
-    if not is_file or absolute == name:
-        return False
-    node |= {"catalog_name": "", "schema_name": "", "table_name": absolute, "qualified_name": {"path": [absolute]}}
-    return True
+    return name if is_file else None
 
 
 def _literal(node: Mapping[str, Any]) -> str | list[str] | None:

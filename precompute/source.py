@@ -27,7 +27,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from precompute.input_hash import content_sql, hash_sql, named, quoted, sample_sql
-from precompute.project_path import absolute_sql
+from precompute.project_path import absolute_sql, is_remote
 from store.errors import ConfigError, SnapshotError, SourceError
 from store.spill_folder import SpillFolder
 
@@ -218,7 +218,7 @@ class Source:
                 self._connection.execute("SET autoload_known_extensions = false")
                 self._connection.execute("SET TimeZone = 'UTC'")  # the hash of a time must not depend on the machine
                 self._connection.execute("SET lock_configuration = true")
-                self._sql = self._absolute(sql)
+                self._sql, self._files = self._absolute(sql)
                 self._connection.execute("CREATE SCHEMA live")
                 self._connection.execute("CREATE SCHEMA dead")
                 for name, files in live.items():
@@ -232,11 +232,11 @@ class Source:
             self.close()
             raise
 
-    def _absolute(self, sql: str) -> str:
-        """The one statement, its relative paths made absolute."""
+    def _absolute(self, sql: str) -> tuple[str, list[str]]:
+        """The one statement, its relative paths made absolute, and the files it reads: names, patterns and URLs; none known without a folder."""
         statement = _statement(sql)
         if self._folder is None:
-            return statement
+            return statement, []
         tree = _tree(self._connection, statement)
 
         def evaluate(expression: Any) -> Any:
@@ -252,7 +252,8 @@ class Source:
                     f"which file is read cannot be told from {text.removeprefix('SELECT ')}: write it as a text"
                 ) from exc
 
-        return self._deserialized(tree) if absolute_sql(tree, self._folder, evaluate) else statement
+        changed, files = absolute_sql(tree, self._folder, evaluate)
+        return self._deserialized(tree) if changed else statement, files
 
     def _deserialized(self, tree: Any) -> str:
         found = self._connection.execute("SELECT json_deserialize_sql(?::JSON)", [json.dumps(tree)]).fetchall()
@@ -338,14 +339,52 @@ class Source:
                 return False
         return True
 
-    def _check_within(self, column: str) -> None:
+    def check_time(self, column: str, key: str) -> None:
+        """Refuse a column that is no date or timestamp of the source; ``key`` of the view's file names it.
+
+        Raises:
+            ConfigError: the source has no such column, or it is of another type.
+        """
         if column not in self.schema.names:
-            raise ConfigError(f"partition.column: the source yields no {column!r} (it yields: {', '.join(self.schema.names)})")
+            raise ConfigError(f"{key}: the source yields no {column!r} (it yields: {', '.join(self.schema.names)})")
         kind = self.schema.field(column).type
         if not (pa.types.is_date(kind) or pa.types.is_timestamp(kind)):
-            raise ConfigError(
-                f"partition.column: {column!r} is {kind}, no date or timestamp: leave it out, or CAST it in the source"
+            raise ConfigError(f"{key}: {column!r} is {kind}, no date or timestamp: leave it out, or CAST it in the source")
+
+    def newest_us(self, column: str, until_us: int) -> int | None:
+        """The newest time in a column of the loaded rows that :meth:`check_time` passed, UTC, µs since 1970; None without any. Times before 1970 and
+        after ``until_us`` do not count: no row was updated in the future.
+
+        Raises:
+            SourceError: a date lies beyond what a timestamp can be.
+        """
+        name = quoted(column)
+        with _translated():
+            newest = self._query(
+                f"SELECT epoch_us(max({name})::TIMESTAMPTZ) FROM input WHERE {name} BETWEEN make_timestamp(0) AND make_timestamp($until::BIGINT)",
+                {"until": until_us},
             )
+        return None if newest.column(0)[0].as_py() is None else int(newest.column(0)[0].as_py())
+
+    def modified_us(self) -> int | None:
+        """When the newest of the local files that the SQL reads was modified, µs since 1970; None where it reads none, or a remote one, which may be
+        newer.
+
+        Raises:
+            SourceError: a folder cannot be listed.
+        """
+        if any(is_remote(file) for file in self._files):
+            return None
+        newest = None
+        with _translated():
+            for pattern in self._files:
+                for file in self._query("SELECT file FROM glob($pattern)", {"pattern": pattern}).column(0).to_pylist():
+                    with contextlib.suppress(OSError):  # removed meanwhile; what cannot be read says so when it is
+                        newest = max(newest or 0, Path(file).stat().st_mtime_ns // 1000)
+        return newest
+
+    def _check_within(self, column: str) -> None:
+        self.check_time(column, "partition.column")
         name = quoted(column)
         outside = self._query(
             f"SELECT count(*) AS n, min({name})::VARCHAR AS low, max({name})::VARCHAR AS high FROM input "
@@ -602,7 +641,7 @@ class Source:
             SourceError: a file cannot be read.
         """
         with _translated():
-            return self._query(self._absolute(sql), {n: v for n, v in self._bounds.items() if n in parameters(sql)})
+            return self._query(self._absolute(sql)[0], {n: v for n, v in self._bounds.items() if n in parameters(sql)})
 
     def interrupt(self) -> None:
         """End the query that is going on, if there is one."""

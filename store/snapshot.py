@@ -117,6 +117,8 @@ class Snapshot:
     """Interval of data time it covers, as :class:`store.partition.Partition` writes it."""
     renewed_at: int | None = None
     """When its unchanged rows were found to be what the model would answer, µs since 1970: their age counts from there."""
+    source_at: str | None = None
+    """When the source it was computed from was last modified, ISO 8601 in UTC; None where that is not known."""
     quality: Mapping[str, float] = field(default_factory=dict)
     """Figures the gates judged by."""
     figures: RowFigures | None = None

@@ -281,24 +281,24 @@ def test_status_before_and_after_a_run(make_project: MakeProject, capsys: Captur
         due = r"\d{4}-\d\d-\d\d 0?\d+:\d\d"
         lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
         assert re.search(due, lines[1])
-        return [re.sub(r"fresh \d+ s", "fresh AGE", re.sub(due, "DUE", line)) for line in lines]
+        return [re.sub(r"fresh \d+ s 60 min \d+ s", "fresh AGE 60 min AGE", re.sub(due, "DUE", line)) for line in lines]
 
     assert table(1) == [
-        "view status age ttl snapshot rows coverage rejected online last run next due schedule",
-        "numbers unpublished – 60 min – – – – – – DUE 0 2 * * *",
+        "view status age ttl source snapshot rows coverage rejected online last run next due schedule",
+        "numbers unpublished – 60 min – – – – – – – DUE 0 2 * * *",
         "",
         "numbers: unpublished",
     ]
     assert call(project, "run", "numbers", "--json") == 0
     capsys.readouterr()
-    assert table(0)[1:] == ["numbers fresh AGE 60 min 1 3 100.0% 0 yes published DUE 0 2 * * *"]
+    assert table(0)[1:] == ["numbers fresh AGE 60 min AGE 1 3 100.0% 0 yes published DUE 0 2 * * *"]
     assert call(project, "status", "--json") == 0
     assert [(row["view"], row["attention"]) for row in report_of(capsys)] == [("numbers", [])]
     make_project([(1, 1.0), (1, 2.0)], project={"schedule": {"numbers": "0 2 * * *"}})
     assert call(project, "run", "numbers") == 1
     error = capsys.readouterr().err.removeprefix("precompute: ").strip()
     assert table(1)[1:] == [
-        "numbers fresh AGE 60 min 1 3 100.0% 0 yes failed DUE 0 2 * * *",
+        "numbers fresh AGE 60 min AGE 1 3 100.0% 0 yes failed DUE 0 2 * * *",
         "",
         "numbers: the last run failed",
         f"numbers: {error}",

@@ -46,6 +46,8 @@ def test_a_view_that_was_never_run(make_project: MakeProject) -> None:
         "rows": None,
         "age_s": None,
         "ttl_s": 3600.0,
+        "source_at": None,
+        "source_age_s": None,
         "coverage": None,
         "rejected": None,
         "online": None,
@@ -73,6 +75,8 @@ def test_a_view_that_is_live(make_project: MakeProject) -> None:
     run = run_view(project, "numbers", Silent())
     line = status(project)
     assert 0 <= line.pop("age_s") <= time.time() - before
+    assert 0 <= line.pop("source_age_s") <= time.time() - before + 1
+    assert line.pop("source_at") == run.source_at
     due = datetime.fromisoformat(line.pop("next_due"))
     assert (due.hour, due.minute, due.utcoffset()) == (2, 0, timedelta(0))
     assert before < due.timestamp() <= before + 86_400

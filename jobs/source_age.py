@@ -1,0 +1,43 @@
+"""Source age: how old what a view is computed from is, whatever the age of its rows. A source that is frozen upstream shows here alone, since rows
+that are found unchanged count as fresh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jobs.due import FINISHED
+from jobs.open_view import OpenView
+from precompute.source import referenced_views
+from store.freshness import as_datetime, iso, microseconds
+from store.offline_store import OfflineStore
+from store.snapshot import Snapshot
+
+REPORTS = 50
+"""How many of a view's newest reports are looked at for the last one that did its work."""
+
+
+def read_source_at(opened: OpenView, store: OfflineStore) -> str | None:
+    """When what a view's source SQL reads was last modified: the newest of its local files, or the oldest of that and what is known of the views it
+    reads. ISO 8601 in UTC; None where nothing is known.
+
+    Raises:
+        SourceError, SnapshotError: something cannot be read.
+    """
+    known = [opened.source.modified_us()]
+    for name in referenced_views(opened.view.definition["source"]):
+        snapshot = store.snapshot(name, opened.inputs[name])
+        known.append(microseconds(known_source_at(snapshot, store.reports(name, REPORTS)) or ""))
+    return iso_us(min((us for us in known if us is not None), default=None))
+
+
+def known_source_at(snapshot: Snapshot, reports: Iterable[Mapping[str, Any]]) -> str | None:
+    """As the newest of ``reports`` that found the snapshot to be what the source yields tells it, and else its manifest."""
+    did = (r for r in reports if r.get("status") in FINISHED and r.get("snapshot") == snapshot.number)
+    return next((str(r["source_at"]) for r in did if r.get("source_at")), snapshot.source_at)
+
+
+def iso_us(us: int | None) -> str | None:
+    """µs since 1970 as an ISO 8601 time in UTC."""
+    return None if us is None else iso(as_datetime(us))
