@@ -91,6 +91,7 @@ def test_a_snapshot_on_disk_is_what_the_design_says(make_project: MakeProject) -
         f"data/{run}/part-00000.parquet",
         "manifests/00000000000000000001.json",
         f"runs/{run}.json",
+        "refs/catalog.jsonl",
         "refs/lease-run.json",
         "refs/.lock",
     }

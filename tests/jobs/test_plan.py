@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -503,6 +504,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
     for module in (plan, materialize, status):
         monkeypatch.setattr(module, "time", Ahead)
+
+    def utc_now() -> str:
+        at = datetime.fromtimestamp(Ahead.time_ns() / 1e9, UTC)
+        return at.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+    monkeypatch.setattr("store.offline_store.utc_now", utc_now)
 
     def move(seconds: float) -> None:
         ahead[0] = seconds
