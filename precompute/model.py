@@ -178,7 +178,7 @@ def check_use(use: str, folder: Path | None = None) -> None:
         found = False
     except (ImportError, ValueError):  # a relative or an empty name
         found = False
-    except Exception as exc:  # finding a module inside a package runs the package's own code
+    except (Exception, SystemExit) as exc:  # finding a module inside a package runs the package's own code
         raise ConfigError(f"model {use!r} cannot be imported: {told(exc)}") from exc
     if not found:
         raise ConfigError(

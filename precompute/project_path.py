@@ -90,7 +90,7 @@ def absolute_sql(tree: Any, folder: Path, evaluate: Callable[[Any], Any]) -> tup
     """
     ctes = {entry["key"].lower() for node in _nodes(tree) if "cte_map" in node for entry in node["cte_map"]["map"]}
     changed, files = False, list[str]()
-    for node in list(_nodes(tree)):
+    for node in reversed(list(_nodes(tree))):  # what stands in an argument first: the argument may be evaluated
         if node.get("type") == "BASE_TABLE":
             name = _file_of_table(node, ctes)
             if name is not None:
@@ -114,7 +114,8 @@ def absolute_sql(tree: Any, folder: Path, evaluate: Callable[[Any], Any]) -> tup
                 value = evaluate(argument) if given is None else given
                 absolute = [_absolute(v, folder) for v in value] if isinstance(value, list) else _absolute(value, folder)
                 files += [text for text in (absolute if isinstance(absolute, list) else [absolute]) if isinstance(text, str)]
-                if absolute != value:
+                # DuckDB takes no subquery here, so what was worked out stays so, relative or not
+                if absolute != value or (given is None and _is_text(value)):
                     arguments[0]["expression"] = _constant(absolute)
                     changed = True
     return changed, files
@@ -154,6 +155,10 @@ def _literal(node: Mapping[str, Any]) -> str | list[str] | None:
     items = [_literal(argument["expression"]) for argument in node["arguments"]]
     texts = [item for item in items if isinstance(item, str)]
     return texts if len(texts) == len(items) else None
+
+
+def _is_text(value: Any) -> bool:
+    return all(isinstance(item, str) for item in (value if isinstance(value, list) else [value]))
 
 
 def _constant(value: Any) -> dict[str, Any]:

@@ -210,7 +210,6 @@ class Source:
         self._partial = False
         self._removed = 0
         self._bounds = {} if bounds is None else {n: at.replace(tzinfo=None) for n, at in zip(BOUNDS, bounds, strict=True)}
-        self._given = {name: value for name, value in self._bounds.items() if name in parameters(sql)}
         try:
             with _translated():
                 # No surprises at 2 a.m.: nothing is fetched from the network, and nothing in the SQL can change these settings.
@@ -219,6 +218,7 @@ class Source:
                 self._connection.execute("SET TimeZone = 'UTC'")  # the hash of a time must not depend on the machine
                 self._connection.execute("SET lock_configuration = true")
                 self._sql, self._files = self._absolute(sql)
+                self._given = self._taken(self._sql)
                 self._connection.execute("CREATE SCHEMA live")
                 self._connection.execute("CREATE SCHEMA dead")
                 for name, files in live.items():
@@ -244,9 +244,8 @@ class Source:
             alone["statements"][0]["node"] = _tree(self._connection, "SELECT NULL")["statements"][0]["node"]
             alone["statements"][0]["node"]["select_list"] = [expression]
             text = self._deserialized(alone)
-            given = {name: value for name, value in self._bounds.items() if name in parameters(text)}
             try:
-                return self._query(text, given).column(0)[0].as_py()
+                return self._query(text, self._taken(text)).column(0)[0].as_py()
             except duckdb.Error as exc:
                 raise ConfigError(
                     f"which file is read cannot be told from {text.removeprefix('SELECT ')}: write it as a text"
@@ -254,6 +253,11 @@ class Source:
 
         changed, files = absolute_sql(tree, self._folder, evaluate)
         return self._deserialized(tree) if changed else statement, files
+
+    def _taken(self, sql: str) -> dict[str, datetime]:
+        """The bounds that the SQL takes, as it is run: one that is part of a file's name only is in that name by then."""
+        taken = parameters(sql)
+        return {name: at for name, at in self._bounds.items() if name in taken}
 
     def _deserialized(self, tree: Any) -> str:
         found = self._connection.execute("SELECT json_deserialize_sql(?::JSON)", [json.dumps(tree)]).fetchall()
@@ -641,7 +645,8 @@ class Source:
             SourceError: a file cannot be read.
         """
         with _translated():
-            return self._query(self._absolute(sql)[0], {n: v for n, v in self._bounds.items() if n in parameters(sql)})
+            absolute, _ = self._absolute(sql)
+            return self._query(absolute, self._taken(absolute))
 
     def interrupt(self) -> None:
         """End the query that is going on, if there is one."""

@@ -72,6 +72,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, full of files of the right names that are the wrong ones."""
     folder = tmp_path / "elsewhere"
     write_files(folder, WRONG)
+    (folder / "data-2.csv").write_text(f"id,x\n2,{WRONG}\n")  # and one more
     monkeypatch.chdir(folder)
     return folder
 
@@ -96,6 +97,7 @@ READS = {
     "beside": "SELECT 1 AS id, (SELECT max(x) FROM 'data.csv') AS x -- 'data.csv'",
     "a table of the query's own": 'WITH "data.csv" AS (SELECT 1 AS id, 1.0::DOUBLE AS x) SELECT * FROM "data.csv"',
     "of a path": "SELECT id, x FROM glob('./data.csv') JOIN 'data.csv' ON file LIKE '%/project/data.csv'",
+    "made of what is read": "SELECT * FROM read_csv((SELECT list(file) FROM glob('./data*.csv')))",
     "a variable": "SELECT * FROM read_csv('${data}/data.csv')",
 }
 
@@ -138,8 +140,14 @@ def test_sql_whose_files_cannot_be_told_is_refused(make_project: MakeProject, el
         Source(sql, ["id"], {}, folder=make_project().home)
 
 
-def test_a_partitions_bounds_may_be_part_of_a_files_name(make_project: MakeProject, elsewhere: Path) -> None:
-    sql = "SELECT 1 AS id, x, $start AS day FROM read_csv(strftime($start, './%Y.csv')) WHERE $end > $start"
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT 1 AS id, x, $start AS day FROM read_csv(strftime($start, './%Y.csv')) WHERE $end > $start",
+        "SELECT 1 AS id, x FROM read_csv('./' || strftime($start, '%Y') || '.csv')",
+    ],
+)
+def test_a_partitions_bounds_may_be_part_of_a_files_name(make_project: MakeProject, elsewhere: Path, sql: str) -> None:
     partition = {"by": "month", "start": "2020-01-01"}
     project = make_project(view={"source": {"sql": sql}, "partition": partition})
     at = project.view("numbers").partition_at
@@ -150,6 +158,7 @@ def test_a_partitions_bounds_may_be_part_of_a_files_name(make_project: MakeProje
     (project.folder / "2021.csv").write_text("x\n1.0\n")
     with Source(sql, ["id"], {}, bounds=(month.start, month.end), folder=project.home) as source:
         assert source.sample(9).column("x").to_pylist() == [RIGHT]
+        assert source.table(sql).column("x").to_pylist() == [RIGHT]
 
 
 def rows_of(project: Project, number: int) -> list[Any]:

@@ -107,6 +107,7 @@ def test_a_users_class_gets_its_arguments() -> None:
         ("import package_that_is_not_there", "package_that_is_not_there"),
         ("import os; os.nothing_of_this_name", "nothing_of_this_name"),
         ("1 / 0", "division by zero"),
+        ("import sys; sys.exit('no license')", "no license"),
     ],
 )
 @pytest.mark.parametrize("layout", ["module", "package"])
