@@ -19,6 +19,7 @@ import pyarrow as pa
 from jobs.open_view import OpenView, open_view
 from precompute.microbatch import MicroBatcher, Refusal
 from precompute.model import Model, QueryModel, load_model
+from precompute.project_path import starting_from
 from precompute.runner import compute, with_null_rows
 from store.errors import PrecomputeError
 from store.freshness import Reason
@@ -44,9 +45,17 @@ class _Group(NamedTuple):
 KEPT_PUBLISHINGS = 2
 """Publishings of a view that are kept open: a request that began before a publishing is still answered by the model it saw."""
 
+REFUSED_S = 30.0
+"""How long a view is refused without looking once more, after its model was loaded and was not the live snapshot's: loading takes seconds."""
 
 _WARM_UP = ""
 """No entity has an empty key: the request that opens a view and computes a row of it."""
+
+
+class _Loaded(NamedTuple):
+    model: Model
+    fingerprint: str
+    """The model's own, taken when it was loaded: it may read the files, which may be others by now than those that were loaded."""
 
 
 class ViewFallback:
@@ -61,7 +70,9 @@ class ViewFallback:
     def __init__(self, store: OfflineStore, folder: Path, memory_mb: int = 256) -> None:
         self._store, self._folder, self._memory_mb = store, folder.absolute(), memory_mb
         self._opened: dict[tuple[str, tuple[int, str]], OpenView] = {}
-        self._models: dict[str, Model] = {}
+        self._models: dict[str, _Loaded] = {}
+        self._refused: dict[tuple[str, tuple[int, str]], tuple[float, str]] = {}
+        """Of a view's publishing: when it was refused, and why."""
         self._logged_at, self._unlogged = 0.0, 0
         self._batcher: MicroBatcher[_Request, Computed] = MicroBatcher(self._run, _refusal)
 
@@ -177,9 +188,13 @@ class ViewFallback:
 
     def _open_as_live(self, pointer: Pointer) -> OpenView:
         """Raises:
-        PrecomputeError: the model on disk is not the live snapshot's.
+        PrecomputeError: the model on disk is not the live snapshot's, or was not within the last :data:`REFUSED_S`.
         """
-        for load in (self._model, None):  # a shared model may be older than the files it was loaded from
+        publishing = (pointer.view.name, pointer.publishing)
+        refused_at, refusal = self._refused.get(publishing, (-REFUSED_S, ""))
+        if refusal and time.monotonic() < refused_at + REFUSED_S:
+            raise PrecomputeError(refusal)
+        for _ in range(2):  # a shared model may be older than the files it was loaded from
             partition = None if pointer.partition is None else Partition.parse(pointer.partition)
             opened = open_view(
                 pointer.view,
@@ -188,25 +203,36 @@ class ViewFallback:
                 pinned=pointer.inputs,
                 partition=partition,
                 memory_mb=self._memory_mb,
-                load=load,
+                load=self._model,
             )
             if opened.fingerprint == pointer.model:
-                if load is None:
-                    self._models.clear()
+                self._refused.pop(publishing, None)
                 return opened
             opened.source.close()
-        raise PrecomputeError(
-            f"the model on disk has fingerprint {opened.fingerprint[:12]}, the live snapshot {pointer.model[:12]}: run `precompute run {pointer.view.name}` so that both agree"
-        )
+            # Not kept: the files may have changed while it was loaded, and it would be taken later for what they are then.
+            shared = [key for key, known in self._models.items() if known.model is opened.model]
+            for key in shared:
+                del self._models[key]
+        refusal = f"the model on disk has fingerprint {opened.fingerprint[:12]}, the live snapshot {pointer.model[:12]}: run `precompute run {pointer.view.name}` so that both agree"
+        now = time.monotonic()
+        self._refused = {which: known for which, known in self._refused.items() if now < known[0] + REFUSED_S}
+        self._refused[publishing] = now, refusal
+        raise PrecomputeError(refusal)
 
     def _model(self, use: str, args: Mapping[str, Any], precision: str) -> Model:
-        """Load a model, or take the one another view loaded with the same arguments and precision; tables are never shared."""
+        """Load a model, or take the one another view loaded from the same files with the same arguments and precision; tables are never shared."""
         if any(isinstance(v, pa.Table) for v in args.values()):
             return load_model(use, args, self._folder)
         key = json.dumps([use, args, precision], sort_keys=True, default=str)
-        if key not in self._models:
-            self._models[key] = load_model(use, args, self._folder)
-        return self._models[key]
+        known = self._models.get(key)
+        if known is None or self._fingerprint(known.model) != known.fingerprint:
+            model = load_model(use, args, self._folder)
+            known = self._models[key] = _Loaded(model, self._fingerprint(model))
+        return known.model
+
+    def _fingerprint(self, model: Model) -> str:
+        with starting_from(self._folder):
+            return model.fingerprint()
 
 
 def _warm_up(opened: OpenView) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -21,6 +22,7 @@ from jobs.fallback import ViewFallback
 from jobs.progress import Silent
 from jobs.run import run_view
 from jobs.serve import Warmer
+from precompute.model import digest
 from store.freshness import Reason
 from store.lookup import Computed, Lookup, Miss
 from store.offline_store import OfflineStore
@@ -73,8 +75,11 @@ class Scaled:
         fail: raise this from ``compute``: ``SystemExit``, or what a plain error is called.
     """
 
+    made = 0
+
     def __init__(self, path: str, fail: str = "") -> None:
-        self._weights, self._fail = float(Path(path).read_text()), fail
+        self._weights, self._fail, self._path = float(Path(path).read_text()), fail, path
+        Scaled.made += 1
 
     def fingerprint(self) -> str:
         return f"scaled {self._weights}"
@@ -84,6 +89,18 @@ class Scaled:
         if self._fail and (x == 13).any():
             raise {"SystemExit": SystemExit, "MemoryError": MemoryError, "ValueError": ValueError}[self._fail]("13")
         return {"double": self._weights * x}
+
+
+class Reread(Scaled):
+    """Its fingerprint reads the file when it is asked for, as ``digest(self.path)`` does. A file ``….next`` takes its place once it was loaded."""
+
+    def __init__(self, path: str, fail: str = "") -> None:
+        super().__init__(path, fail)
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(f"{path}.next", path)
+
+    def fingerprint(self) -> str:
+        return digest(self._path)
 
 
 class Shared(Doubler):
@@ -246,10 +263,27 @@ def test_a_model_that_is_not_the_snapshots_is_refused_and_hits_go_on(
     assert features(open_lookup(project).get("numbers", [1, 2])) == [{"double": 3.0}, {"double": 6.0}]
 
 
-def test_new_weights_in_the_same_place_are_loaded_once_their_snapshot_is_live(
-    make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path
+def test_a_refusal_is_remembered_and_the_model_not_loaded_for_each_miss(
+    make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project, weights = _scaled(make_project, tmp_path, 3.0)
+    publish(project)
+    write_data(project, {1: 1.0, 2: 2.0})
+    lookup = open_lookup(project)
+    weights.write_text("4.0")
+    assert statuses(lookup, [2]) == ["model_error"]
+    made = Scaled.made
+    weights.write_text("3.0")
+    assert (statuses(lookup, [2]), Scaled.made) == (["model_error"], made)
+    monkeypatch.setattr("jobs.fallback.REFUSED_S", 0.0)
+    assert (statuses(lookup, [2]), Scaled.made) == (["computed"], made + 1)
+
+
+@pytest.mark.parametrize("model", ["Scaled", "Reread"])
+def test_new_weights_in_the_same_place_are_loaded_once_their_snapshot_is_live(
+    make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path, model: str
+) -> None:
+    project, weights = _scaled(make_project, tmp_path, 3.0, model=model)
     publish(project)
     lookup = open_lookup(project)
     for factor in (3.0, 4.0, 5.0):
@@ -260,11 +294,28 @@ def test_new_weights_in_the_same_place_are_loaded_once_their_snapshot_is_live(
         assert features(lookup.get("numbers", [1, 2])) == [{"double": factor}, {"double": 2 * factor}]
 
 
-def _scaled(make_project: MakeProject, folder: Path, factor: float, fail: str = "") -> tuple[Project, Path]:
+def test_weights_replaced_while_they_are_loaded_are_not_taken_for_the_new_ones(
+    make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path
+) -> None:
+    project, weights = _scaled(make_project, tmp_path, 3.0, model="Reread")
+    publish(project)
+    write_data(project, {1: 1.0, 2: 2.0})
+    lookup = open_lookup(project)
+    weights.with_name("weights.next").write_text("4.0")
+    assert statuses(lookup, [2]) == ["model_error"]
+    write_data(project, {1: 1.0})
+    publish(project)
+    write_data(project, {1: 1.0, 2: 2.0})
+    assert features(lookup.get("numbers", [1, 2])) == [{"double": 4.0}, {"double": 8.0}]
+
+
+def _scaled(
+    make_project: MakeProject, folder: Path, factor: float, fail: str = "", model: str = "Scaled"
+) -> tuple[Project, Path]:
     weights = folder / "weights"
     weights.write_text(str(factor))
-    model = {"use": f"{HERE}:Scaled", "args": {"path": str(weights), "fail": fail}}
-    return make_project([(1, 1.0)], view=FALLBACK | {"model": model, "features": {"double": {"dtype": "float64"}}}), weights
+    used = {"use": f"{HERE}:{model}", "args": {"path": str(weights), "fail": fail}}
+    return make_project([(1, 1.0)], view=FALLBACK | {"model": used, "features": {"double": {"dtype": "float64"}}}), weights
 
 
 def test_views_with_the_same_model_share_it(make_project: MakeProject, open_lookup: OpenLookup) -> None:
