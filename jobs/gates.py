@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,13 +23,16 @@ import pyarrow.compute as pc
 
 from jobs.config import GatesConfig, ViewConfig
 from jobs.open_view import OpenView, files_of
+from jobs.plan import recipe_of
 from precompute.accuracy import row_cosines
+from precompute.input_hash import MD5
 from precompute.runner import compute, with_null_rows
 from precompute.same_value import differing
 from precompute.source import Files
 from store.entity_key import key_column
 from store.errors import SnapshotError
 from store.feature_view import Feature
+from store.layers import Layers, dead_rows
 from store.offline_store import OfflineStore
 from store.row_figures import RowFigures, VectorFigures, count
 from store.selection import all_rows, rows_beside, seed_of
@@ -150,8 +154,15 @@ def judge(
             _judge_duplicates(feature, sample, gates, judged)
             if moves is not None:
                 _judge_moves(feature, moves, gates, quality, judged)
-    again = _returned(opened, store, snapshot)
-    if again is not None:
+    unrecognised, again = _unrecognised(opened, store, snapshot), _returned(opened, store, snapshot)
+    if unrecognised is not None:
+        limit = gates.rolled_back
+        message = (
+            f"the rows of snapshot {unrecognised}, which was rolled back from, cannot be recognised after the change of hash (another version of "
+            f"DuckDB, or the first run of every row); look whether they come again, then --accept {ROLLED_BACK}"
+        )
+        judged(ROLLED_BACK, 1.0, limit, limit is None or limit >= 1, message)
+    elif again is not None:
         number, own, back = again
         message = f"{back:,} of the {own:,} rows come again that snapshot {number} had computed, which was rolled back from"
         judged(ROLLED_BACK, back / own, gates.rolled_back, gates.rolled_back is None or back <= gates.rolled_back * own, message)
@@ -191,7 +202,13 @@ def _judge_vectors(
     if not now.rows:
         return
     zero = now.zero / now.rows
-    judged("zero", zero, gates.zero, gates.zero is None or zero <= gates.zero, f"{zero:.1%} of {feature.name} are all zeros")
+    judged(
+        "zero",
+        zero,
+        gates.zero,
+        gates.zero is None or zero <= gates.zero,
+        f"{now.zero:,} of {now.rows:,} {feature.name} are all zeros",
+    )
     for name, value in zip(QUANTILES, now.norm_quantiles(list(QUANTILES.values())), strict=True):
         quality[f"{feature.name}.norm.{name}"] = value
     then = None if before is None else before.vectors.get(feature.name)
@@ -274,25 +291,48 @@ def _returned(opened: OpenView, store: OfflineStore, snapshot: Snapshot) -> tupl
     """(a snapshot that was rolled back from, the rows it computed, those of them that come again), of which the largest share does; None without any.
 
     A row is told by key, input hash and recipe, so it does not matter through which snapshots it comes. What the snapshot that was gone back to held
-    too is not at fault, and what is live by now is no news.
+    too is not at fault, and what is live by now is no news. Of damaged snapshots, what can be read counts.
     """
     view = snapshot.view.name
     worst: tuple[int, int, int] | None = None
-    try:
-        ref = store.readable_live(view)
-        live = _files(store, None if ref is None else _readable(store, view, ref.snapshot), snapshot.recipe)
-        for number, mark in store.bad(view).items():
-            bad = _readable(store, view, number) if mark.rows else None
-            if bad is None or not bad.recipe or bad.recipe != snapshot.recipe:
-                continue
-            went_to = None if mark.back_to is None else _readable(store, view, mark.back_to)
-            good = live if went_to is None else _files(store, went_to, snapshot.recipe)
-            own, back = opened.source.returned(_files(store, bad, snapshot.recipe), good, live)
-            if own and (worst is None or back / own > worst[2] / worst[1]):
-                worst = (number, own, back)
-    except SnapshotError as exc:  # of the past, and damaged: no reason to refuse what comes after it
-        log.warning("%s", exc)
+    live = _live(store, view)
+    for number, mark in store.bad(view).items():
+        bad = _readable(store, view, number) if mark.rows else None
+        if bad is None or not bad.recipe or bad.recipe != snapshot.recipe:
+            continue
+        went_to = None if mark.back_to is None else _readable(store, view, mark.back_to)
+        past = [of if of is not None and of.recipe == snapshot.recipe else None for of in (bad, went_to or live, live)]
+        try:
+            try:
+                own, back = opened.source.returned(*(Files() if of is None else files_of(store.layers(of)) for of in past))
+            except SnapshotError as exc:
+                log.warning("%s", exc)
+                own, back = opened.source.returned(*(Files() if of is None else _whole_files(store, of) for of in past))
+        except SnapshotError as exc:  # of the past, and damaged: no reason to refuse what comes after it
+            log.warning("%s", exc)
+            continue
+        if own and (worst is None or back / own > worst[2] / worst[1]):
+            worst = (number, own, back)
     return worst
+
+
+def _unrecognised(opened: OpenView, store: OfflineStore, snapshot: Snapshot) -> int | None:
+    """A snapshot that was rolled back from, whose rows are made alike but whose inputs were hashed in another way, so that nobody can tell whether
+    they come again; None without any. One that is older than what is live and hashed as this one is no news: somebody looked before that was published.
+    """
+    view = snapshot.view.name
+    live, made = _live(store, view), recipe_of(opened, MD5)
+    known = live.number if live is not None and live.recipe == snapshot.recipe else 0
+    for number, mark in store.bad(view).items():
+        bad = _readable(store, view, number) if mark.rows and number > known else None
+        if bad is not None and bad.recipe != snapshot.recipe and made == (bad.computation or bad.recipe):
+            return number
+    return None
+
+
+def _live(store: OfflineStore, view: str) -> Snapshot | None:
+    ref = store.readable_live(view)
+    return None if ref is None else _readable(store, view, ref.snapshot)
 
 
 def _readable(store: OfflineStore, view: str, number: int) -> Snapshot | None:
@@ -303,9 +343,29 @@ def _readable(store: OfflineStore, view: str, number: int) -> Snapshot | None:
         return None
 
 
-def _files(store: OfflineStore, snapshot: Snapshot | None, recipe: str) -> Files:
-    """Those of a snapshot of this recipe; none of another one, whose rows are others whatever their inputs."""
-    return Files() if snapshot is None or snapshot.recipe != recipe else files_of(store.layers(snapshot))
+def _whole_files(store: OfflineStore, snapshot: Snapshot) -> Files:
+    """Of a damaged snapshot, the files whose keys and hashes can be read.
+
+    Raises:
+        SnapshotError: a manifest, or which rows are dead, cannot be read.
+    """
+    chain = store.chain(snapshot)
+    parts = {part.path: (layer, part) for layer in chain for part in layer.parts}
+    dead = dead_rows(list(parts), [store.checked_path(layer, layer.deletes) for layer in chain if layer.deletes is not None])
+    whole: list[Path] = []
+    dead_of_whole = {}
+    for position, (layer, part) in enumerate(parts.values()):
+        try:
+            path = store.checked_path(layer, part)
+            for _ in all_rows(Layers([path], [part.rows], {})).batches([*snapshot.view.entity, "input_hash"]):
+                pass
+        except SnapshotError as exc:
+            log.warning("%s", exc)
+            continue
+        if position in dead:
+            dead_of_whole[len(whole)] = dead[position]
+        whole.append(path)
+    return Files(whole, dead_of_whole)
 
 
 def _parity(opened: OpenView, sample: pa.Table) -> tuple[int, dict[str, str]]:

@@ -10,6 +10,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,13 @@ from jobs.config import EngineConfig, ViewConfig
 from jobs.engine import engine_of
 from jobs.gates import JUDGED_ROWS, Verdict, judge, verdicts_json
 from jobs.open_view import OpenView, open_view
-from jobs.plan import Plan, go_on_hashing, make_plan, now_us
+from jobs.plan import Plan, go_on_hashing, is_damaged, make_plan, now_us, recipe_of
 from jobs.progress import Progress
 from jobs.report import Report
 from jobs.source_age import iso_us, read_source_at
 from jobs.tune import check_accuracy
 from precompute.batching import WINDOW_ROWS
+from precompute.input_hash import MD5
 from precompute.meter import Meter
 from precompute.runner import Computed, with_null_rows
 from store.entity_key import bad_keys, key_column
@@ -112,7 +114,8 @@ def materialize(
             rejected = plan.parent.counts.rejected
             report.counts = _counts_json(Counts(plan.source_rows, 0, rejected, plan.source_rows - rejected))
             report.counts |= _nulls_json(plan.parent)
-            return _judged_again(config, opened, store, report, plan.parent, accept, lease)
+            with _telling_damage(config, store, plan):
+                return _judged_again(config, opened, store, report, plan.parent, accept, lease)
         accuracy: list[Verdict] = []
         if plan.parent is None and plan.source_rows:  # what is built on was computed in the same precision, and was compared then
             with report.stage("accuracy"):
@@ -151,9 +154,9 @@ def materialize(
             run.write_no_rows()
         snapshot = delta = _snapshot(plan, run, counts)
         if plan.compact:
-            with report.stage("compact"):
+            with report.stage("compact"), _telling_damage(config, store, plan):
                 snapshot = run.compacted(delta)
-        with report.stage("gates"):
+        with report.stage("gates"), _telling_damage(config, store, plan):
             if not plan.compact:
                 snapshot = replace(snapshot, figures=run.figures(snapshot, plan.parent))
             snapshot = _judged(config, opened, store, snapshot, accept, verdicts_json(accuracy), delta)
@@ -163,11 +166,29 @@ def materialize(
             snapshot = store.commit(snapshot, lease)
         for name in {
             report.run,
-            *(Path(part.path).parent.name for part in snapshot.parts),
+            *(Path(part.path).parent.name for part in (*delta.parts, *snapshot.parts)),
         }:  # its own, and those it took over from
             store.end_journal(config.name, name)
     report.snapshot, report.status = snapshot.number, "committed"
     return snapshot
+
+
+@contextmanager
+def _telling_damage(config: ViewConfig, store: OfflineStore, plan: Plan) -> Iterator[None]:
+    """Where what is built on turns out to be damaged it is marked bad, so that the next run builds on what is whole.
+
+    Raises:
+        SnapshotError: something cannot be read, and what to do.
+    """
+    try:
+        yield
+    except SnapshotError as exc:
+        if plan.parent is None or not is_damaged(store, plan.parent):
+            raise
+        raise SnapshotError(
+            f"view {config.name!r}: snapshot {plan.parent.number}, which this run builds on, is damaged, and marked bad now. Nothing was "
+            "committed and the live snapshot stays; run the view again: it builds on what is whole, and takes over what was computed"
+        ) from exc
 
 
 def dry_run(
@@ -256,6 +277,7 @@ def _snapshot(plan: Plan, run: _Run, counts: Counts) -> Snapshot:
         deletes=deletes,
         own_deletes=own,
         recipe=plan.recipe,
+        computation=recipe_of(run.opened, MD5),
         content=plan.content,
         partition=report.partition,
         renewed_at=plan.read_at_us if run.renew and diff.unchanged + diff.resumed else None,
@@ -297,7 +319,7 @@ def _judged_empty(config: ViewConfig, snapshot: Snapshot, before: Snapshot | Non
     """A partition without rows: there is nothing to judge but that it had some before."""
     limit = config.gates.rows
     if before is None or limit is None or before.rows < JUDGED_ROWS:
-        return snapshot
+        return replace(snapshot, quality={}, gates=(), accepted=())
     message = f"no rows any more, against the {before.rows:,} of snapshot {before.number}"
     verdict = Verdict("rows", limit >= 1, -1.0, limit, message)
     accepted = ("rows",) if not verdict.passed and "rows" in accept else ()
@@ -531,21 +553,25 @@ class _Run:
 
     def figures(self, snapshot: Snapshot, parent: Snapshot | None) -> RowFigures:
         """Of every row of the snapshot that is not committed yet: its parent's and those of its parts, less the rows that are no rows of it. These are
-        read by position: all of them up to :data:`COUNTED_ROWS`, beyond that as many drawn at random; but all where a count must be exact."""
+        read by position: all of them up to :data:`COUNTED_ROWS`, beyond that as many drawn at random; but all where some may be without a value, not
+        finite, or zeros: a gate may allow none of these, so they are counted exactly."""
         view, store = snapshot.view, self.store
-        found = RowFigures()
+        found = replaced = RowFigures()
         for part in snapshot.parts:
             found = found.plus(self._figures.get(part.path, RowFigures()))  # none of a part of no rows
+        if snapshot.own_deletes:
+            replaced = found
         before = Layers([], [], {})
         if parent is not None:
             before = store.layers(parent)
             figures = parent.figures or count(store.batches(parent, view.feature_names), view)
-            found = found.plus(figures)
+            found, replaced = found.plus(figures), replaced.plus(figures)
         if snapshot.deletes is None:
             return found
         layers = store.layers(snapshot)
         gone = rows_beside(replace(layers, dead=before.dead), layers)
-        drawn = gone if found.valueless else gone.draw(COUNTED_ROWS, seed_of(layers))
+        rare = replaced.valueless or replaced.not_finite or any(vectors.zero for vectors in replaced.vectors.values())
+        drawn = gone if rare else gone.draw(COUNTED_ROWS, seed_of(layers))
         return found.less(count(drawn.batches(view.feature_names), view), gone.count)
 
     def _counted(self, part: Part) -> RowFigures:

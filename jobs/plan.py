@@ -142,7 +142,7 @@ def make_plan(
             break
         except SnapshotError as exc:
             log.warning("%s", exc)
-            if parent is not None and _is_damaged(store, parent):
+            if parent is not None and is_damaged(store, parent):
                 continue  # it is marked bad now, so the one before is next
             if not finished:
                 raise
@@ -185,7 +185,7 @@ def _diff(
         return opened.source.diff(known, parts, expired_before_us=expired_before_us)
 
 
-def _is_damaged(store: OfflineStore, snapshot: Snapshot) -> bool:
+def is_damaged(store: OfflineStore, snapshot: Snapshot) -> bool:
     """Whether a snapshot's files are not what its manifest says; it is marked bad then."""
     try:
         store.check_parts(snapshot)
@@ -202,6 +202,8 @@ def go_on_hashing(opened: OpenView, store: OfflineStore, partition: str | None, 
     they are not all computed once more."""
     recipe = recipe_of(opened, MD5)
     newest = None if full else store.newest(opened.view.name, partition)
+    if newest is not None and newest.recipe == recipe_of(opened):
+        return
     if (newest is not None and newest.recipe == recipe) or store.unfinished(opened.view.name, recipe, partition, full=full):
         opened.source.hashed_by = MD5
 

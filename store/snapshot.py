@@ -111,6 +111,9 @@ class Snapshot:
     recipe: str = ""
     """Digest of all that makes a row besides its input: model fingerprint, SQL, columns, features. Rows of one recipe and one input hash
     are interchangeable."""
+    computation: str = ""
+    """Digest of the recipe but for the way inputs are hashed, by which rows of two recipes are told to be made alike. Empty in manifests older than it:
+    their recipe is the same digest."""
     content: str = ""
     """Digest of the recipe and of all keys and input hashes: two snapshots of one content hold the same values."""
     partition: str | None = None

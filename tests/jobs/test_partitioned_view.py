@@ -500,3 +500,13 @@ def test_a_partition_that_lost_all_its_rows_is_refused_until_that_is_accepted(ma
     assert (store.snapshot("numbers", 2).rows, store.snapshot("numbers", 2).counts.removed) == (0, 30)
     assert run_day(project, 2, accept=["rows"]).status == "committed"
     assert (store.snapshot("numbers", 3).refused_by, live(project)) == ([], (1, day(2)))
+
+
+def test_an_empty_partition_that_was_refused_is_judged_by_the_gates_as_they_are_now(make_project: MakeProject) -> None:
+    table = pa.table({"id": range(30), "x": [float(n) for n in range(30)], "t": [DAYS[2]] * 30})
+    run_day(make(make_project, table, gates={"rows": 0.2, "drift": None, "norm": None}), 2)
+    empty = make(make_project, table.slice(0, 0), gates={"rows": 0.2, "drift": None, "norm": None})
+    with pytest.raises(GateError, match="no rows any more"):
+        run_day(empty, 2)
+    project = make(make_project, table.slice(0, 0), gates={"rows": None, "drift": None, "norm": None})
+    assert (run_day(project, 2).status, run_day(project, 2).status) == ("committed", "current")

@@ -25,7 +25,7 @@ from jobs.run import plan_view, run_view
 from jobs.status import project_status
 from precompute.input_hash import MD5
 from precompute.source import Diff
-from store.errors import PrecomputeError, RejectedError
+from store.errors import PrecomputeError, RejectedError, SnapshotError
 from store.lookup import Lookup
 from store.offline_store import OfflineStore
 from store.online_url import open_online_store
@@ -668,3 +668,65 @@ def test_the_plan_says_nothing_of_compaction_where_there_is_nothing_to_do(make_p
     run(project)
     found: Plan = replace(plan_view(project, "numbers"), compact=True)
     assert str(found).startswith("nothing to do: 0 of 8 rows")
+
+
+def test_what_an_interrupted_run_hashed_with_md5_does_not_outweigh_a_newer_snapshot(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    project = make_project(ROWS)
+    with monkeypatch.context() as before:
+        before.setattr("precompute.source.hash_kind", lambda: MD5)
+        before.setattr(OfflineStore, "commit", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(project)
+    run(project, full=True)
+    assert run(make_project([(1, 10.0), *ROWS[1:]])).plan == (
+        "delta: 1 of 8 rows to compute (1 changed), 7 unchanged; builds on snapshot 1"
+    )
+
+
+@pytest.mark.parametrize("changed", [1, 6], ids=["delta", "compacted"])
+def test_damage_that_the_plan_does_not_see_is_told_and_the_next_run_builds_on_what_is_whole(
+    make_project: MakeProject, changed: int
+) -> None:
+    project = make_project(ROWS, view=COUNTING | GATES_OFF)
+    run(project)
+    store = OfflineStore(project.root)
+    (path,) = store.part_paths(store.snapshot("numbers", 1))
+    metadata = pq.read_metadata(path).row_group(0)
+    (column,) = [c for c in map(metadata.column, range(metadata.num_columns)) if "vector" in c.path_in_schema]
+    data = bytearray(path.read_bytes())
+    start = column.dictionary_page_offset or column.data_page_offset
+    data[start : start + column.total_compressed_size] = bytes(column.total_compressed_size)
+    path.write_bytes(data)
+    project = make_project([(i, x + 100 * (i <= changed)) for i, x in ROWS], view=COUNTING | GATES_OFF)
+    computed.clear()
+    with pytest.raises(SnapshotError, match=r"snapshot 1, .* is damaged, and marked bad now.*run the view again"):
+        run(project)
+    report = run(project)
+    assert (report.status, report.resumed, sorted(computed)) == (
+        "committed",
+        changed,
+        sorted(x + 100 * (i <= changed) for i, x in ROWS),
+    )
+
+
+def test_a_compaction_ends_the_journals_of_the_runs_it_takes_over(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    project = make_project(ROWS)
+    run(project)
+    project = make_project([(i, x + 100) for i, x in ROWS])
+    with monkeypatch.context() as patched:
+        patched.setattr(OfflineStore, "commit", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(project)
+    report = run(project)
+    assert (report.resumed, "compacting" in str(report.plan)) == (8, True)
+    assert OfflineStore(project.root).journals("numbers") == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,6 +15,8 @@ from jobs.progress import Silent
 from jobs.report import Report
 from jobs.rollback import rollback
 from jobs.run import run_view
+from precompute.input_hash import MD5
+from precompute.source import hash_kind
 from store.errors import GateError
 from store.offline_store import OfflineStore
 from store.partition import containing
@@ -177,3 +180,73 @@ def test_a_bad_one_that_is_gone_or_damaged_holds_nobody_up(make_project: MakePro
     for path in store.part_paths(store.snapshot("numbers", 2)):
         path.write_bytes(b"nothing")
     assert run(make_project, BAD | {0: 7.0}).status == "published"
+
+
+@pytest.mark.parametrize("hashes", [(None, "duckdb-another"), (MD5, None), (MD5, "as the first versions")])
+def test_what_cannot_be_recognised_after_a_change_of_hash_is_refused(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, hashes: tuple[str | None, str | None]
+) -> None:
+    """By another DuckDB, or where a run of every row ends the time of MD5."""
+    before, after = hashes
+
+    def hashed_by(name: str | None) -> None:
+        monkeypatch.setattr("precompute.source.hash_kind", hash_kind if name is None else lambda: name)
+
+    hashed_by(before)
+    for rows in (GOOD, BAD):
+        run(make_project, rows)
+        if after == "as the first versions":
+            _without_computation(make_project(view=VIEW))
+    back(make_project)
+    hashed_by(None if before == MD5 else after)
+    for changed in (1, 2):
+        with pytest.raises(GateError, match=r"the rows of snapshot 2, .* cannot be recognised after the change of hash.*look"):
+            run(make_project, BAD | {i: NEW[i] for i in range(changed)}, full=True)
+    project = make_project(view=VIEW)
+    assert (newest(project).quality["rolled_back"], live(project).number) == (1.0, 1)
+    assert run(make_project, NEW, full=True, accept=["rolled_back"]).status == "published"
+    assert run(make_project, NEW | {0: 7.0}).status == "published"  # somebody looked: it is not asked again
+    back(make_project)
+    with pytest.raises(GateError, match="rolled_back: 1 of the 1 rows come again"):  # hashed as now
+        run(make_project, NEW | {0: 7.0, 1: 8.0})
+
+
+def test_a_change_of_hash_and_of_the_model_passes(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(make_project, GOOD)
+    run(make_project, BAD)
+    back(make_project)
+    monkeypatch.setattr("precompute.source.hash_kind", lambda: "duckdb-another")
+    mended = {"model": {"use": "tests.arithmetic:Doubler", "args": {"version": 2}}}
+    assert run(make_project, BAD | {0: 7.0}, VIEW | mended).status == "published"
+
+
+def _without_computation(project: Project) -> None:
+    """The newest manifest as it was before it told this."""
+    snapshot = newest(project)
+    path = project.root / "numbers" / "manifests" / f"{snapshot.number:020d}.json"
+    path.write_bytes(replace(snapshot, computation="").to_bytes())
+
+
+FEW = GOOD | {i: BAD[i] for i in range(5)}
+
+
+@pytest.mark.parametrize(
+    ("damaged", "again", "said"),
+    [
+        (1, FEW, "39 of the 40 rows come again that snapshot 3"),  # nobody can tell which of them were good before
+        (2, FEW, "5 of the 5 rows come again that snapshot 3"),
+        (3, NEW, "39 of the 40 rows come again that snapshot 2"),
+    ],
+)
+def test_damage_of_one_does_not_hide_the_rows_of_another(
+    make_project: MakeProject, damaged: int, again: Mapping[int, float], said: str
+) -> None:
+    run(make_project, GOOD)
+    for rows in (NEW, FEW):
+        run(make_project, rows, full=True)
+        back(make_project)
+    store = OfflineStore(make_project(view=VIEW).root)
+    for path in store.part_paths(store.snapshot("numbers", damaged)):
+        path.write_bytes(b"nothing")
+    with pytest.raises(GateError, match=f"rolled_back: {said} had computed"):
+        run(make_project, again | {39: 7.0}, full=True)
