@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from precompute.project_module import import_module, module_exists
+from precompute.project_module import import_module, module_exists, plain_name
 from precompute.project_path import ProjectPath, absolute_path, starting_from
 from store.errors import ConfigError, ModelError, PrecomputeError
 
@@ -291,7 +291,9 @@ def _fact(name: str, value: Any) -> Any:
             return _content(value)
         case str() if is_path:
             return _content(value)
-        case str() if value.startswith("/") and "\0" not in value and len(value) < 4096:
+        case str() if not value.startswith("/"):
+            return plain_name(value)  # of the folder's own modules, wherever it lies
+        case str() if "\0" not in value and "\0" not in value and len(value) < 4096:
             path = Path(value)
             if path.is_dir() and path != path.parent:
                 raise ConfigError(
@@ -352,7 +354,7 @@ def _unknown(value: Any) -> Any:
             return [str(array.dtype), list(array.shape), content]
     if hasattr(value, "__array__") or re.search(r" at 0x[0-9a-fA-F]+>", str(value)):
         raise ConfigError(f"digest: a fact is a {type(value).__name__}, of which nothing can be told: give its texts and numbers")
-    return str(value)
+    return plain_name(str(value))
 
 
 def resolve_path(path: str) -> Path:

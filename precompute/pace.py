@@ -1,6 +1,6 @@
 """Pace: how much may be done in one go, so that it is over within seconds. Nobody knows a model's speed, so it is found on the way.
 
-What is too slow is cut, what is quick grows; a slow one stays as large as it is, or grows, where a larger one is the better bargain: a model
+What is too slow is cut, unless cutting was seen not to help, and what is quick grows; a slow one stays as large as it is, or grows, where a larger one is the better bargain: a model
 that takes as long for one row as for a hundred (one that asks another machine) is not made to take them one by one.
 """
 
@@ -10,6 +10,8 @@ LONG_S = 10.0
 """Nothing takes longer, if it can be helped, whatever the bargain."""
 GAIN = 1.3
 """A size whose rate is so many times that of a smaller one is worth its time."""
+FLAT = 0.7
+"""Where one of half the size or less takes more than this share of the time, cutting does not help."""
 GROW_BY = 8
 """At most, from one to the next."""
 
@@ -36,8 +38,15 @@ class Pace:
         smaller = max((c / s for bits, (c, s) in self._seen.items() if bits < size), default=0.0)
         larger = [(c, s) for bits, (c, s) in self._seen.items() if bits > size]
         better = max((c for c, s in larger if s <= LONG_S and c / s >= GAIN * rate), default=0)
+        same = 0
+        if seconds > LONG_S / 2:  # back to a larger one that takes no longer, or on to one that is not known
+            below = [s for c, s in self._seen.values() if 2 * c <= cost]
+            flat = [c for c, s in larger if 2 * cost <= c and FLAT * s < seconds]
+            same = max(flat, default=2 * cost if below and min(below) > FLAT * seconds else 0)
         pays = 0 < GAIN * smaller <= rate
-        if seconds > LONG_S or (seconds > 2 * self._goal_s and not pays and not better):
+        if same:
+            self.limit = max(self.limit, same)
+        elif seconds > LONG_S or (seconds > 2 * self._goal_s and not pays and not better):
             self.limit = min(self.limit, max(1, int(cost * self._goal_s / seconds)))
         elif seconds <= self._goal_s / 2:
             self.limit = max(self.limit, cost * min(GROW_BY, int(self._goal_s / seconds)))

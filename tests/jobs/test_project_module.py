@@ -16,7 +16,7 @@ import store
 from jobs.config import Project
 from jobs.progress import Silent
 from jobs.run import run_view
-from precompute.model import load_model
+from precompute.model import digest, load_model
 from precompute.project_module import import_module, module_exists, plain_name
 from store.errors import ConfigError
 from store.offline_store import OfflineStore
@@ -175,3 +175,13 @@ def test_the_name_a_project_knows_a_module_by_is_the_same_everywhere(tmp_path: P
     assert module.__name__ != "mine"
     assert plain_name(module.__name__) == "mine"
     assert plain_name("torch.nn") == "torch.nn"
+
+
+def test_classes_and_their_names_are_the_same_facts_wherever_the_project_lies(tmp_path: Path) -> None:
+    code = "from precompute.model import digest\nclass Kind: ...\nfound = digest(kind=Kind, kinds=[Kind], name=Kind.__module__ + '.Kind')\n"
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.py").write_text(code)
+    here, there = (import_module("mine", tmp_path / name) for name in ("here", "there"))
+    assert here.Kind.__module__ != there.Kind.__module__
+    assert here.found == there.found == digest(kind="<class 'mine.Kind'>", kinds=["<class 'mine.Kind'>"], name="mine.Kind")

@@ -33,7 +33,7 @@ def test_batches_of_a_model_that_takes_so_long_for_a_row_are_as_large_as_its_tim
 
 
 @pytest.mark.parametrize("start", [8, None])
-@pytest.mark.parametrize("call_s", [0.01, 0.4, 0.9, 1.9, 4.5])
+@pytest.mark.parametrize("call_s", [0.01, 0.4, 0.9, 1.9, 4.5, 6.0, 9.9, 12.0, 300.0])
 def test_a_model_that_takes_as_long_for_one_row_as_for_many_is_given_many(call_s: float, start: int | None) -> None:
     assert paced(lambda rows: call_s + rows * 1e-5, start, times=200)[-1] >= 512
 
