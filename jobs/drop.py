@@ -38,14 +38,15 @@ def look(project: Project, name: str, *, data: bool = False) -> Dropped:
     store, configured = OfflineStore(project.root), name in project.names
     with contextlib.closing(open_online_store(project.online)) as online:
         served = name in online.views()
-    known = NAME.match(name) is not None and (served or configured or (store.root / name).is_dir())
+    folders = [store.root / name, *([store.removed_folder(name)] if data else [])]  # the second: a removal that was stopped
+    known = NAME.match(name) is not None and (served or configured or any(folder.is_dir() for folder in folders))
     if not known:
         there = ", ".join(sorted({*store.views(), *project.names})) or "none"
         raise ConfigError(f"no view {name!r}: neither configured, nor served, nor under {store.root} (there are: {there})")
     readers = [other for other, view in project.views.items() if other != name and name in view.inputs()]
     if readers:
         raise ConfigError(f"view {name!r} is read by {', '.join(readers)}, as live.{name}: change or drop these first")
-    size_bytes = sum(path.stat().st_size for path in (store.root / name).rglob("*") if path.is_file())
+    size_bytes = sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file())
     return Dropped(name, served, configured, len(store.numbers(name)), size_bytes, data)
 
 

@@ -126,7 +126,7 @@ def forget(store: OfflineStore, view: str, number: int, lease: Lease) -> None:
         lease: the publishing lease, held.
 
     Raises:
-        SnapshotError: there is no such snapshot, its manifest is whole, or it is live.
+        SnapshotError: there is no such snapshot, its manifest is whole, it is live, or what is live or would be gone back to builds on it.
     """
     if number not in store.numbers(view):
         store.snapshot(view, number)  # says which there are
@@ -137,9 +137,28 @@ def forget(store: OfflineStore, view: str, number: int, lease: Lease) -> None:
     ref = store.readable_live(view)
     if ref is not None and ref.snapshot == number:
         raise SnapshotError(f"snapshot {number} of view {view!r} is live: `precompute run {view}` or `rollback {view}` first")
+    entries = store.catalog(view).entries
+    if ref is not None and number in _ancestors(entries, ref.snapshot):
+        raise SnapshotError(
+            f"live snapshot {ref.snapshot} of view {view!r} builds on snapshot {number}: `precompute run {view} --full` or `rollback {view}` first"
+        )
+    if ref is not None and ref.previous not in (None, *store.bad(view)) and number in _ancestors(entries, ref.previous):
+        raise SnapshotError(
+            f"snapshot {ref.previous} of view {view!r}, which `rollback` goes back to, builds on snapshot {number}: `precompute run {view} --full` first"
+        )
     store.mark_bad(view, number, "its manifest was damaged, and given up", rows=False)
     path = store.root / view / "manifests" / f"{number:020d}.json"
     _remove([_garbage(path, "given up")], [lease])
+
+
+def _ancestors(entries: Mapping[int, Entry], number: int | None) -> set[int]:
+    """Snapshots that one builds on, as far as the catalog tells."""
+    found: set[int] = set()
+    while number is not None and number in entries:
+        number = entries[number].parent
+        if number is not None:
+            found.add(number)
+    return found
 
 
 def _sentence(view: str, number: int, why: object) -> str:

@@ -648,6 +648,10 @@ class OfflineStore:
         except OSError as exc:
             raise SnapshotError(disk_message(folder / "live.json", exc, "it was to be removed")) from exc
 
+    def removed_folder(self, view: str) -> Path:
+        """Where a view's files are while :meth:`remove` removes them; one that a crash left is there."""
+        return self.root / f".removed-{view}"
+
     def remove(self, view: str) -> None:
         """Remove all there is of a view, for good: snapshots, reports, marks. It is out of sight at once; files that a crash leaves behind go
         the next time. One that is not there is no error.
@@ -655,7 +659,7 @@ class OfflineStore:
         Raises:
             SnapshotError: the file system failed.
         """
-        folder, aside = self.root / view, self.root / f".removed-{view}"
+        folder, aside = self.root / view, self.removed_folder(view)
         try:
             if aside.exists():
                 shutil.rmtree(aside)

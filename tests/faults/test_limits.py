@@ -343,3 +343,15 @@ def test_a_full_disk_can_be_freed(
     assert check_readers(scene) == scene.history[-1]
     recover(scene)
     check_everything(scene)
+
+
+def test_a_view_can_be_dropped_on_a_full_disk(
+    scene_on_disk: Scene, full: Callable[[Scene], contextlib.AbstractContextManager[None]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    scene = scene_on_disk
+    with full(scene):
+        assert main(["-c", str(scene.folder), "drop", VIEW, "--yes"]) == 0, capsys.readouterr().err
+        assert scene.store.live(VIEW) is None
+    recover(scene)
+    assert check_readers(scene) == scene.history[-1]
+    check_everything(scene)

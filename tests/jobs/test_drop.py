@@ -126,6 +126,28 @@ def test_a_drop_that_was_stopped_on_the_way_is_finished_by_the_next(
     assert served(project) == ["numbers", "others"]
 
 
+def test_a_removal_that_was_stopped_is_finished_without_the_views_file(
+    published: Callable[..., Project], monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    project, really = published(), shutil.rmtree
+    (project.folder / "views" / "numbers.yaml").unlink()
+
+    def stopped(path: Path, *args: Any, **options: Any) -> None:
+        if path.name == ".removed-numbers":
+            raise KeyboardInterrupt
+        really(path, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", stopped)
+        assert call(project, "drop", "numbers", "--data", "--yes") == 130
+    assert (project.root / ".removed-numbers").is_dir()
+    assert call(project, "drop", "numbers", "--data", "--yes") == 0
+    assert [path.name for path in project.root.iterdir() if "numbers" in path.name] == []
+    capsys.readouterr()
+    assert call(project, "drop", "numbers", "--data", "--yes") == 2
+    assert "no view 'numbers'" in capsys.readouterr().err
+
+
 def test_what_is_in_use_is_not_dropped(published: Callable[..., Project], capsys: Captured) -> None:
     project = published(source={"sql": "SELECT id, double / 2 AS x FROM live.numbers"})
     assert call(project, "drop", "numbers", "--yes") == 2

@@ -583,6 +583,30 @@ def test_damage_is_told_by_gc_and_status_and_ended_by_forgetting(make_project: M
     reads_well(project)
 
 
+def test_what_the_live_snapshot_or_the_one_before_builds_on_is_not_forgotten(make_project: MakeProject, capsys: Captured) -> None:
+    """Each run changes one row in a hundred: 1 is whole, 2 and 3 build on it."""
+    rows = {i: float(i) for i in range(100)}
+    for step in range(3):
+        rows[step] += 1000
+        project = make(make_project, list(rows.items()))
+        run(project)
+    command = ["-c", str(project.folder), "gc", "--forget", "numbers", "1"]
+    whole = damaged(project, 1, known=False)
+    before = {path for path in files(project) if "data" in path.parts}
+    assert main(command) == 1
+    assert "live snapshot 3 of view 'numbers' builds on snapshot 1: `precompute run numbers --full`" in capsys.readouterr().err
+    run(project, full=True)
+    assert main(command) == 1
+    assert "snapshot 3 of view 'numbers', which `rollback` goes back to, builds on snapshot 1" in capsys.readouterr().err
+    assert before <= files(project)
+    (project.root / "numbers" / "manifests" / f"{1:020d}.json").write_bytes(whole)  # restored: nothing is lost
+    reads_well(project)
+    damaged(project, 1, known=False)
+    run(project, full=True)
+    assert main(command) == 0
+    assert 1 not in numbers(project)
+
+
 def test_what_may_not_be_forgotten(make_project: MakeProject, capsys: Captured) -> None:
     project = published(make_project, [1.0, 2.0])
     command = ["-c", str(project.folder), "gc", "--forget"]
