@@ -30,7 +30,8 @@ def engine_of(opened: OpenView, config: EngineConfig, meter: Meter, store: Offli
         convert = {"variant": opened.variant, "folder": str(compiled_folder(store, opened.view.name))}
         tables[SAMPLE] = opened.source.sample(EXAMPLE_ROWS)
     args = {name: value for name, value in model["args"].items() if name not in opened.tables}
-    spec = WorkerSpec(model["use"], args, tables, opened.view, opened.folder, convert)
+    precision = opened.variant.removesuffix("-eager")
+    spec = WorkerSpec(model["use"], args, tables, opened.view, opened.folder, convert, precision, opened.fingerprint)
     return WorkerPool(spec, meter, devices, hang_s=config.hang)
 
 

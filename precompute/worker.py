@@ -30,10 +30,10 @@ from typing import IO, Any
 import pyarrow as pa
 
 from precompute.meter import Meter
-from precompute.model import Model, StagedModel, load_model, told
-from precompute.project_path import absolute_arguments
+from precompute.model import Model, StagedModel, load_model, model_fingerprint, told
+from precompute.project_path import absolute_arguments, starting_from
 from precompute.runner import Computed, Runner
-from store.errors import ModelError, PrecomputeError
+from store.errors import ConfigError, ModelError, PrecomputeError
 from store.feature_view import FeatureView
 
 FIGURES = ("batches", "cost", "padded_cost", "flops", "retries", "out_of_memory", "forward_s", "landing_s")
@@ -110,6 +110,29 @@ def prepare_model(model: Model, convert: Mapping[str, Any] | None, sample: pa.Ta
     use_variant(model, convert["variant"], lambda: sample, Path(convert["folder"]))
 
 
+def check_fingerprint(model: Model, spec: Mapping[str, Any], tables: Mapping[str, pa.Table], folder: Path | None) -> None:
+    """Refuse a model that is not the one the run began with: its rows would stand beside those of the other in one snapshot.
+
+    Args:
+        model: as loaded, before any conversion.
+        spec: the header of the first message.
+        tables: the model's.
+        folder: the project's.
+
+    Raises:
+        ConfigError: its fingerprint is not the spec's.
+    """
+    if spec["fingerprint"] is None:
+        return
+    with starting_from(folder):
+        found = model_fingerprint(model, spec["use"], spec["precision"], tables)
+    if found != spec["fingerprint"]:
+        raise ConfigError(
+            f"the model {spec['use']!r} has fingerprint {found[:12]} in a worker, and had {spec['fingerprint'][:12]} when the run began: its files "
+            "changed during the run, so run again (or its fingerprint() is another one in each process)"
+        )
+
+
 def main() -> None:
     """Serve until the input ends."""
     _die_with_parent()
@@ -160,6 +183,7 @@ class _Worker:
             if folder is not None:
                 args = absolute_arguments(args, folder)
             model = load_model(spec["use"], {**args, **tables}, folder)
+            check_fingerprint(model, spec, tables, folder)
             prepare_model(model, spec["convert"], sample)
             runner = Runner(model, view, self._meter)
             depth = model.device.depth if isinstance(model, StagedModel) else 0

@@ -70,7 +70,8 @@ class WorkerSpec:
     further arguments.
 
     ``folder`` is the project's, where its own modules lie and the relative paths in ``args`` start from; ``convert`` is handed to
-    :func:`precompute.worker.prepare_model`.
+    :func:`precompute.worker.prepare_model`. ``fingerprint`` is what :func:`precompute.model.model_fingerprint` must say of the model that a worker
+    loaded, in ``precision``; None asks for nothing.
     """
 
     use: str
@@ -79,6 +80,8 @@ class WorkerSpec:
     view: FeatureView
     folder: Path | None = None
     convert: Mapping[str, Any] | None = None
+    precision: str = "fp32"
+    fingerprint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +156,7 @@ class WorkerPool:
 
         Raises:
             ModelError: see :class:`precompute.runner.Runner`; workers die before the model is loaded, or one after the other.
-            ConfigError: the model does not load, as in :func:`precompute.model.load_model`; and whatever ``windows`` raises.
+            ConfigError: the model does not load, as in :func:`precompute.model.load_model`, or is not the spec's; and whatever ``windows`` raises.
         """
         run = _Run(self._spec, self._meter, self._states, self._devices, self._patience, windows, hidden, memory_mb)
         times = self._meter.stage("write")
@@ -550,6 +553,8 @@ class _Run:
             "view": spec.view.to_json(),
             "folder": None if spec.folder is None else str(spec.folder),
             "convert": spec.convert,
+            "precision": spec.precision,
+            "fingerprint": spec.fingerprint,
             "heartbeat_s": self._patience.heartbeat_s,
             "memory_mb": self._worker_memory_mb,
         }

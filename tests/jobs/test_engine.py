@@ -22,8 +22,10 @@ from jobs.progress import Silent
 from jobs.report import Report, engine_line
 from jobs.run import run_view
 from precompute.meter import Meter
+from precompute.model import digest
 from precompute.runner import Runner
 from precompute.worker_pool import WorkerPool
+from store.errors import ConfigError
 from store.lookup import Lookup
 from store.offline_store import OfflineStore
 from store.online_url import open_online_store
@@ -57,6 +59,16 @@ class OnGpu(Launching):
         found = super().device
         found.name = "cuda:0"
         return found
+
+
+class Weighed(Pid):
+    """Its weights are a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.sum = path, int(Path(path).read_text())
+
+    def fingerprint(self) -> str:
+        return digest(self.path)
 
 
 PID = {
@@ -178,6 +190,23 @@ def test_workers_share_the_gpus_that_are_there(
         count = 0 if workers == "auto" else workers
         assert isinstance(engine, WorkerPool if count else Runner)
         assert not count or engine.figures(1.0)["device"] == f"{count} workers: as they are"
+
+
+def test_a_worker_that_loads_another_model_than_the_run_began_with_computes_nothing(
+    make_project: MakeProject, tmp_path: Path
+) -> None:
+    """As one does that takes the place of a killed one, hours later."""
+    weights = tmp_path / "weights"
+    weights.write_text("2")
+    project = make_project(numbers(), view=PID | {"model": {"use": f"{HERE}:Weighed", "args": {"path": str(weights)}}})
+    store = OfflineStore(project.root)
+    with open_view(project.view("numbers").feature_view(), store, project.home) as opened:
+        engine = engine_of(opened, EngineConfig(workers=1), Meter(), store)
+        window = opened.source.head(3).combine_chunks().to_batches()
+        assert [done.done for _, done in engine.stream(window)] == [3]
+        weights.write_text("3")
+        with pytest.raises(ConfigError, match="changed during the run, so run again"):
+            list(engine.stream(window))
 
 
 # ---- the same rows
