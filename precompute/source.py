@@ -293,6 +293,7 @@ class Source:
             within: a column whose values must lie in the partition: SQL that forgot to bind ``$start`` and ``$end`` shows here.
 
         Raises:
+            ConfigError: a key starts with the project's folder.
             SourceError: the source cannot be read, a key has two rows with different values (some are named), or a row lies outside.
         """
         columns = ", ".join(quoted(name) for name in self.schema.names)
@@ -302,6 +303,7 @@ class Source:
             )
             if within is not None:
                 self._check_within(within)
+            self._check_moves()
             self._loaded = True
             keys = ", ".join(quoted(name) for name in self.entity)
             not_null = " AND ".join(f"{quoted(name)} IS NOT NULL" for name in self.entity)
@@ -400,6 +402,23 @@ class Source:
                 f"{outside['n']} rows have a {column} outside the partition {self._bounds['start']} to {self._bounds['end']} (from "
                 f"{outside['low']} to {outside['high']}): bind $start and $end in the source, as in WHERE {column} >= $start AND {column} < $end"
             )
+
+    def _check_moves(self) -> None:
+        """No key made of a ``filename`` column, where DuckDB tells the absolute path: a moved project would have other keys."""
+        if self._folder is None or not self._files:
+            return
+        for column in self.entity:
+            if self._is_integer(column):
+                continue
+            found = self._query(
+                f"SELECT {quoted(column)} AS k FROM input WHERE starts_with({quoted(column)}, $folder) LIMIT 1",
+                {"folder": f"{self._folder}/"},
+            ).to_pylist()
+            if found:
+                raise ConfigError(
+                    f"key {column!r} starts with the project's folder ({found[0]['k']}), and would be another one when the project is moved: "
+                    "write parse_filename(filename), or cut the folder off with regexp_replace(filename, '^.*/docs/', '')"
+                )
 
     def content(self) -> str:
         """Digest of all loaded keys and input hashes, whatever their order; exact repetitions count once."""

@@ -240,6 +240,22 @@ def test_a_copied_or_moved_project_computes_nothing_and_commits_nothing(
     assert str(project.folder) not in json.dumps(open_online_store(project.online).live("numbers").view.to_json())  # type: ignore[union-attr]
 
 
+def test_a_key_that_would_change_with_the_projects_place_is_refused(tmp_path: Path, elsewhere: Path) -> None:
+    (tmp_path / "here" / "sub").mkdir(parents=True)
+    (tmp_path / "here" / "sub" / "a.txt").write_text("a")
+    for read in ("read_text('./sub/*.txt')", "read_text('../here/sub/a.txt')"):
+        sql = f"SELECT {{}} AS id, 1 AS part, filename FROM {read}"
+        with (
+            Source(sql.format("filename"), ["part", "id"], {}, folder=tmp_path / "here") as source,
+            pytest.raises(ConfigError, match=r"key 'id' starts with the project's folder .*parse_filename\(filename\)"),
+        ):
+            source.load()
+        for cut in ("parse_filename(filename)", "regexp_replace(filename, '^.*/sub/', '')"):
+            with Source(sql.format(cut), ["id"], {}, folder=tmp_path / "here") as source:
+                source.load()
+                assert source.rows(["a.txt"]).num_rows == 1
+
+
 class Tabled(Doubler):
     """Takes a table, too."""
 
