@@ -147,6 +147,7 @@ def _measured(
         name = f"docs_{precision.replace('-', '_')}"
         config = project.view(name)
         opened = open_view(config.feature_view(), store, project.home)
+        opened.convert()
         verdict = check_accuracy(config, opened)
         if verdict is not None:
             figures[f"accuracy {variant_name(config.model.model_dump())}"] = verdict.message

@@ -27,8 +27,10 @@ def engine_of(opened: OpenView, config: EngineConfig, meter: Meter, store: Offli
     model = opened.view.definition["model"]
     tables, convert = dict(opened.tables), None
     if opened.variant != REFERENCE:
-        convert = {"variant": opened.variant, "folder": str(compiled_folder(store, opened.view.name))}
-        tables[SAMPLE] = opened.source.sample(EXAMPLE_ROWS)
+        example = opened.source.sample(EXAMPLE_ROWS)
+        if example.num_rows:
+            convert = {"variant": opened.variant, "folder": str(compiled_folder(store, opened.view.name))}
+            tables[SAMPLE] = example
     args = {name: value for name, value in model["args"].items() if name not in opened.tables}
     precision = opened.variant.removesuffix("-eager")
     spec = WorkerSpec(model["use"], args, tables, opened.view, opened.folder, convert, precision, opened.fingerprint)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from jobs.open_view import OpenView, open_view
+from jobs.open_view import REFERENCE, OpenView, open_view
 from precompute.microbatch import MicroBatcher, Refusal
 from precompute.model import Model, QueryModel, load_model
 from precompute.project_path import starting_from
@@ -140,6 +140,7 @@ class ViewFallback:
                     except (pa.ArrowException, ValueError, TypeError, OverflowError) as exc:
                         results[i] = Miss(Reason.MODEL_ERROR, f"the inputs do not fit the source's columns: {exc}")
             if tables:
+                opened.convert()  # where the source had no rows to show it before
                 asked = opened.model.for_queries() if group.query and isinstance(opened.model, QueryModel) else opened.model
                 self._compute(opened, asked, tables, results)
         except PrecomputeError as exc:
@@ -207,6 +208,12 @@ class ViewFallback:
             )
             if opened.fingerprint == pointer.model:
                 self._refused.pop(publishing, None)
+                try:
+                    if opened.variant != REFERENCE and opened.source.head(1).num_rows:
+                        opened.convert()
+                except BaseException:
+                    opened.source.close()
+                    raise
                 return opened
             opened.source.close()
             # Not kept: the files may have changed while it was loaded, and it would be taken later for what they are then.

@@ -117,6 +117,9 @@ def materialize(
             with _telling_damage(config, store, plan):
                 return _judged_again(config, opened, store, report, plan.parent, accept, lease)
         accuracy: list[Verdict] = []
+        if plan.source_rows:
+            with report.stage("open"):
+                opened.convert()
         if plan.parent is None and plan.source_rows:  # what is built on was computed in the same precision, and was compared then
             with report.stage("accuracy"):
                 accuracy = [verdict for verdict in [check_accuracy(config, opened)] if verdict is not None]
@@ -338,6 +341,8 @@ def _judged_again(
     """A snapshot that a gate refused, as the gates are configured now; itself when they still say the same."""
     if not snapshot.refused_by:
         return snapshot
+    if snapshot.rows:
+        opened.convert()
     before = [gate for gate in snapshot.gates if gate["gate"] == "accuracy"]  # passed or accepted, or nothing had been computed
     judged = _judged(config, opened, store, snapshot, {*accept, *(gate["gate"] for gate in before)}, before, snapshot)
     report.gates = [dict(gate) for gate in judged.gates]

@@ -44,6 +44,28 @@ class OpenView:
     inputs: Mapping[str, int]
     tables: Mapping[str, pa.Table]
     variant: str
+    compiled: Path
+    """Where its converted models are kept."""
+
+    def convert(self) -> None:
+        """Let the model compute in the view's precision from now on; it is in float32 before. Comes once there is a row to compute, since rows of the
+        source are shown to the conversion; the second time nothing is done.
+
+        Raises:
+            ConfigError: the model cannot be converted on this machine, or the source has no usable rows.
+            SourceError: the source cannot be read.
+        """
+        if self.variant == REFERENCE:
+            return
+        from precompute.precision import use_variant  # torch takes a second to import; a model of pure Python needs none
+
+        # Scales are those of rows from all over; for shapes the first rows do, and cost no second reading of the source.
+        example = self.source.sample if "static" in self.variant else self.source.head
+        try:
+            with starting_from(self.folder):
+                use_variant(self.model, self.variant, lambda: example(EXAMPLE_ROWS), self.compiled)
+        except ConfigError as exc:
+            raise ConfigError(f"view {self.view.name!r}: model: {exc}") from exc
 
     def __enter__(self) -> OpenView:
         return self
@@ -62,7 +84,7 @@ def open_view(
     memory_mb: int = 1024,
     load: Callable[[str, Mapping[str, Any], str], Model] | None = None,
 ) -> OpenView:
-    """Open a view's source and load its model.
+    """Open a view's source and load its model, in float32; see :meth:`OpenView.convert`.
 
     Args:
         view: its ``definition`` holds source SQL and model.
@@ -104,18 +126,12 @@ def open_view(
             loaded = load_model(model["use"], arguments, folder) if load is None else load(model["use"], arguments, variant)
             with starting_from(folder):
                 fingerprint = model_fingerprint(loaded, model["use"], variant.removesuffix("-eager"), tables)
-            if variant != REFERENCE:
-                from precompute.precision import use_variant  # torch takes a second to import; a model of pure Python needs none
-
-                # Scales are those of rows from all over; for shapes the first rows do, and cost no second reading of the source.
-                example = source.sample if "static" in variant else source.head
-                use_variant(loaded, variant, lambda: example(EXAMPLE_ROWS), compiled_folder(store, view.name))
         except ConfigError as exc:
             raise ConfigError(f"view {view.name!r}: model: {exc}") from exc
     except BaseException:
         source.close()
         raise
-    return OpenView(view, folder, source, loaded, fingerprint, inputs, tables, variant)
+    return OpenView(view, folder, source, loaded, fingerprint, inputs, tables, variant, compiled_folder(store, view.name))
 
 
 def variant_name(model: Mapping[str, Any]) -> str:

@@ -82,6 +82,7 @@ def profile(
     started = time.monotonic()
     rejected = 0
     with open_view(config.feature_view(), store, project.home, partition=partition, memory_mb=memory_mb) as opened:
+        opened.convert()
         load_s = time.monotonic() - started
         runner = Runner(opened.model, opened.view)
         windows = _sampled(opened, rows, runner)

@@ -166,8 +166,11 @@ def use_variant(model: Model, variant: str, sample: Callable[[], pa.Table], fold
                     chosen.append(np.append(chosen[0], chosen[0][:1]))
                 found += [model.tensors(prepared, rows) for rows in chosen]
         if not found:
+            rows = sample().num_rows
+            if not rows:
+                raise ConfigError("the source has no rows, to show the conversion; what needs none is float32")
             raise ConfigError(
-                f"none of the source's first {sample().num_rows:,} rows is usable, to show the conversion: let its SQL leave out "
+                f"none of the source's first {rows:,} rows is usable, to show the conversion: let its SQL leave out "
                 "or order last what is bad, or compute in float32"
             )
         return found

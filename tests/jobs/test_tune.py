@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from precompute.torch_model import TorchModel
 from store.errors import ConfigError, GateError, SourceError
 from store.offline_store import OfflineStore
 from store.online_url import open_online_store
+from store.partition import containing
 from tests.conftest import MakeProject
 
 HERE = "tests.jobs.test_tune"
@@ -897,3 +899,12 @@ def test_data_that_is_other_when_the_fallback_opens_is_computed_all_the_same(mak
         }
     finally:
         fallback.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_empty_partition_needs_no_conversion(make_project: MakeProject, workers: int) -> None:
+    sql = "SELECT * FROM read_parquet('${data}/data.parquet') WHERE $start < $end AND x < 0"
+    view = {"source": {"sql": sql}, "partition": {"by": "day", "start": "2026-01-01"}, "precision": "bf16", "backend": "eager"}
+    project = torch_project(make_project, ROWS, view=view, project={"engine": {"workers": workers}})
+    day = containing("day", datetime(2026, 1, 1, tzinfo=UTC))
+    assert run_view(project, "numbers", Silent(), partition=day).status == "committed"
