@@ -295,9 +295,10 @@ def _returned(opened: OpenView, store: OfflineStore, snapshot: Snapshot) -> tupl
     """
     view = snapshot.view.name
     worst: tuple[int, int, int] | None = None
-    live = _live(store, view)
-    for number, mark in store.bad(view).items():
-        bad = _readable(store, view, number) if mark.rows else None
+    marks = {number: mark for number, mark in store.bad(view).items() if mark.rows}
+    live = _live(store, view) if marks else None
+    for number, mark in marks.items():
+        bad = _readable(store, view, number)
         if bad is None or not bad.recipe or bad.recipe != snapshot.recipe:
             continue
         went_to = None if mark.back_to is None else _readable(store, view, mark.back_to)
@@ -321,10 +322,13 @@ def _unrecognised(opened: OpenView, store: OfflineStore, snapshot: Snapshot) -> 
     they come again; None without any. One that is older than what is live and hashed as this one is no news: somebody looked before that was published.
     """
     view = snapshot.view.name
+    marked = [number for number, mark in store.bad(view).items() if mark.rows]
+    if not marked:
+        return None
     live, made = _live(store, view), recipe_of(opened, MD5)
     known = live.number if live is not None and live.recipe == snapshot.recipe else 0
-    for number, mark in store.bad(view).items():
-        bad = _readable(store, view, number) if mark.rows and number > known else None
+    for number in marked:
+        bad = _readable(store, view, number) if number > known else None
         if bad is not None and bad.recipe != snapshot.recipe and made == (bad.computation or bad.recipe):
             return number
     return None

@@ -193,11 +193,12 @@ _OTHERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "
 
 def told(exc: BaseException, longest: int = 500) -> str:
     """What a user's code raised, and where: ``ValueError: no such word (mine_models.py:17)``, by the innermost line that is neither ours nor
-    a library's; without one, the exception alone. Its own text is cut at ``longest`` characters."""
-    text = f"{type(exc).__name__}: {exc}".removesuffix(": ")[:longest]
+    a library's; without one, the exception alone. At most ``longest`` characters."""
+    text = f"{type(exc).__name__}: {exc}".removesuffix(": ")
     lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(exc.__traceback__)]
     theirs = [(file, line) for file, line in lines if not file.startswith((*_OURS, *_OTHERS, "<"))]
-    return f"{text} ({Path(theirs[-1][0]).name}:{theirs[-1][1]})" if theirs else text
+    where = f" ({Path(theirs[-1][0]).name}:{theirs[-1][1]})" if theirs else ""
+    return text[: longest - len(where)] + where
 
 
 def load_model(use: str, args: Mapping[str, Any], folder: Path | None = None) -> Model:

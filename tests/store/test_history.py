@@ -595,7 +595,7 @@ def test_explain_tells_each_version_once_and_what_it_was_before(made: Made) -> N
     ]  # fmt: skip
     assert len(explain(made.store, "made", "2").versions) == 1
     body = found.to_json()
-    assert (body["versions"][0]["computed_at"], body["versions"][0]["features"]) == (at(9).isoformat(), three.features())
+    assert (body["versions"][0]["computed_at"], body["versions"][0]["features"]) == ("2026-01-01T00:00:09Z", three.features())
 
 
 def test_explain_finds_the_run_of_a_copied_row_in_the_reports(made: Made) -> None:
