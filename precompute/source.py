@@ -43,6 +43,12 @@ RESERVED = ("key", "input_hash", "rowid")
 FEW_ROWS = 4096
 """Rows looked at before all of them are."""
 
+BLOCK_ROWS = 1 << 19
+"""Rows compared with what was computed before at a time, where keys ascend; more where that would open more than :data:`MAX_OPENED` files."""
+
+MAX_OPENED = 2048
+"""Files opened for a comparison: blocks times files."""
+
 CLOSE_TRIES = 500
 """Of closing a connection that a thread still reads from, 10 ms apart."""
 
@@ -208,7 +214,7 @@ class Source:
         """How rows are hashed from :meth:`load` on; :data:`precompute.input_hash.MD5` to go on with rows that were hashed so."""
         self._loaded = False
         self._partial = False
-        self._removed = 0
+        self._ascends = False
         self._bounds = {} if bounds is None else {n: at.replace(tzinfo=None) for n, at in zip(BOUNDS, bounds, strict=True)}
         try:
             with _translated():
@@ -308,7 +314,8 @@ class Source:
             keys = ", ".join(quoted(name) for name in self.entity)
             not_null = " AND ".join(f"{quoted(name)} IS NOT NULL" for name in self.entity)
             self.rows_read = self._scalar("SELECT count(*) FROM input")
-            if len(self.entity) == 1 and self._ascending(keys):
+            self._ascends = len(self.entity) == 1 and self._ascending(keys)
+            if self._ascends:
                 return self.rows_read
             with_key = self._scalar(f"SELECT count(*) FROM input WHERE {not_null}")
             if with_key == self._scalar(f"SELECT count(*) FROM (SELECT DISTINCT {keys} FROM input WHERE {not_null})"):
@@ -469,20 +476,23 @@ class Source:
     ) -> Diff:
         same_key = " AND ".join(f"i.{quoted(c)} = o.{quoted('key_' + c)}" for c in self.entity)
         expired = -(2**62) if expired_before_us is None else int(expired_before_us)
+        keys = ", ".join(f"{quoted(c)} AS {quoted('key_' + c)}" for c in self.entity)
+        columns = f"{keys}, input_hash AS hash, epoch_us(computed_at) AS us, file_index::INTEGER AS f, file_row_number AS r"
         with _translated():
-            for table, files in (("known", known), ("finished", finished)):
-                columns = ", ".join(f"{quoted(c)} AS {quoted('key_' + c)}" for c in self.entity)
-                scan = self._scan(
-                    files or Files(),
-                    table,
-                    f"{columns}, input_hash AS hash, epoch_us(computed_at) AS us, file_index::INTEGER AS f, file_row_number AS r",
-                )
-                self._connection.execute(f"CREATE OR REPLACE TEMP TABLE {table} AS {scan}")
+            known_sql = self._scan(known or Files(), "known", columns)
             self._connection.execute(
-                "CREATE OR REPLACE TEMP TABLE plan AS SELECT i.rowid AS i, i.input_hash AS hash, o.f, o.r, o.us, (CASE WHEN o.f IS NULL THEN 0 "
-                f"WHEN o.hash <> i.input_hash THEN 1 WHEN o.us < {expired} THEN 2 ELSE 3 END)::UTINYINT AS state "
-                f"FROM input i LEFT JOIN known o ON {same_key}"
+                f"CREATE OR REPLACE TEMP TABLE finished AS {self._scan(finished or Files(), 'finished', columns)}"
             )
+            key_columns = ", ".join(f"o.{quoted('key_' + c)}" for c in self.entity)
+            for number, (here, there, given) in enumerate(self._blocks(0 if known is None else len(known.paths))):
+                self._connection.execute(
+                    ("INSERT INTO plan " if number else "CREATE OR REPLACE TEMP TABLE plan AS ")
+                    + f"SELECT * FROM (SELECT i.rowid AS i, o.f, o.r, {key_columns}, (CASE WHEN i.rowid IS NULL THEN 4 WHEN o.f IS NULL THEN 0 "
+                    f"WHEN o.hash <> i.input_hash THEN 1 WHEN o.us < {expired} THEN 2 ELSE 3 END)::UTINYINT AS state "
+                    f"FROM (SELECT rowid, {', '.join(quoted(c) for c in self.entity)}, input_hash FROM input{here}) i "
+                    f"FULL JOIN (SELECT * FROM ({known_sql}){there}) o ON {same_key}) WHERE state <> 3",
+                    given or None,
+                )
             self._connection.execute(
                 "CREATE OR REPLACE TEMP TABLE taken AS SELECT p.i, min({'f': o.f, 'r': o.r, 'us': o.us}) AS pick FROM finished o "
                 f"JOIN input i ON {same_key} AND o.hash = i.input_hash JOIN plan p ON p.i = i.rowid "
@@ -504,41 +514,54 @@ class Source:
                 "CREATE OR REPLACE TEMP TABLE todo AS SELECT i FROM plan WHERE state < 3 AND i NOT IN (SELECT i FROM taken)"
                 + ("" if retry_refused else " AND i NOT IN (SELECT i FROM refused)")
             )
-            states = dict.fromkeys(range(4), 0) | {
+            states = dict.fromkeys(range(5), 0) | {
                 row["state"]: row["n"] for row in self._query("SELECT state, count(*) AS n FROM plan GROUP BY state").to_pylist()
             }
-            ages = self._query(
-                "SELECT min(us) AS oldest, max(us) AS newest FROM (SELECT us FROM plan WHERE state = 3 UNION ALL SELECT pick.us FROM taken)"
-            ).to_pylist()[0]
+            rows = self._scalar("SELECT count(*) FROM input")
+            unchanged = rows - states[0] - states[1] - states[2]
+            kept = f"SELECT us FROM ({known_sql}) o ANTI JOIN plan p ON o.f = p.f AND o.r = p.r UNION ALL " if unchanged else ""
+            ages_sql = f"SELECT min(us) AS oldest, max(us) AS newest FROM ({kept}SELECT pick.us FROM taken)"
+            ages = self._query(ages_sql).to_pylist()[0]
             again = self._scalar("SELECT count(*) FROM refused")
             diff = Diff(
                 new=states[0],
                 changed=states[1],
                 expired=states[2],
-                unchanged=states[3],
-                removed=self._scalar("SELECT count(*) FROM known") - sum(states[n] for n in (1, 2, 3)),
+                unchanged=unchanged,
+                removed=states[4],
                 resumed=self._scalar("SELECT count(*) FROM taken"),
                 refused=0 if retry_refused else again,
                 retried=again if retry_refused else 0,
                 oldest_us=ages["oldest"],
                 newest_us=ages["newest"],
             )
-            self._removed = diff.removed
-            self._partial = diff.compute < self._scalar("SELECT count(*) FROM input")
+            self._partial = diff.compute < rows
         return diff
+
+    def _blocks(self, files: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        """What to compare at a time: conditions in SQL, of the loaded rows and of the known ones, and their parameters. No row is left out, nor a pair of
+        one key. Where keys ascend, each is a range of them, whose hash table fits into the caches and does not spill; else there is one, of all rows."""
+        block_rows = max(BLOCK_ROWS, -(-self.rows_read * files // MAX_OPENED))
+        if not self._ascends or self.rows_read <= block_rows:
+            yield "", "", {}
+            return
+        key, known = quoted(self.entity[0]), quoted("key_" + self.entity[0])
+        firsts = ", ".join(map(str, range(block_rows, self.rows_read, block_rows)))
+        bounds = self._query(f"SELECT {key} AS k FROM input WHERE rowid IN ({firsts}) ORDER BY rowid")["k"].to_pylist()
+        for number, (low, high) in enumerate(zip([None, *bounds], [*bounds, None], strict=True)):
+            first = number * block_rows
+            given = {name: bound for name, bound in (("low", low), ("high", high)) if bound is not None}
+            there = " AND ".join(f"{known} {'>=' if name == 'low' else '<'} ${name}" for name in given)
+            yield f" WHERE rowid >= {first} AND rowid < {first + block_rows}", f" WHERE {there}", given
 
     def deletes(self) -> pa.Table:
         """Rows of the compared files that are no rows of the result: ``file`` (position among the known files, then the finished ones; int32),
         ``row`` (int64), ``finished`` (bool), ``removed`` (bool: the key left the source) and the entity's columns with ``key_`` before their names."""
         columns = ", ".join(f"o.{quoted('key_' + c)}" for c in self.entity)
-        changed = ", ".join(f"i.{quoted(c)} AS {quoted('key_' + c)}" for c in self.entity)
-        # Without a comparison of all known rows once more where none of them left.
-        left = f"SELECT o.f, o.r, false, true, {columns} FROM known o ANTI JOIN plan p ON o.f = p.f AND o.r = p.r UNION ALL "
         with _translated():
             return self._query(
-                f'SELECT p.f AS file, p.r AS "row", false AS finished, false AS removed, {changed} FROM plan p JOIN input i ON i.rowid = p.i '
-                f"WHERE p.state IN (1, 2) UNION ALL {left if self._removed else ''}"
-                f"SELECT o.f, o.r, true, false, {columns} FROM finished o LEFT JOIN taken t ON o.f = t.pick.f AND o.r = t.pick.r "
+                f'SELECT o.f AS file, o.r AS "row", false AS finished, state = 4 AS removed, {columns} FROM plan o WHERE state IN (1, 2, 4) '
+                f"UNION ALL SELECT o.f, o.r, true, false, {columns} FROM finished o LEFT JOIN taken t ON o.f = t.pick.f AND o.r = t.pick.r "
                 'WHERE t.i IS NULL ORDER BY finished, file, "row"'
             )
 
