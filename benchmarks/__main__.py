@@ -12,6 +12,7 @@ SCRIPTS = (
     "engine_mlp",
     "engine_top_k",
     "engine_gpu",
+    "engine_kill",
     "store_plan",
     "store_chain",
     "store_resume",
