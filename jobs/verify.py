@@ -141,6 +141,8 @@ def _index(store: OfflineStore, snapshot: Snapshot, ref: LiveRef) -> str:
     allowed = tolerance(None, "float32").limit  # the index computes in float32, of the same vectors
     for key, vector in list(zip(keys, sample.column(view.index.on).to_pylist(), strict=True))[:SEARCHED_ROWS]:
         found, scores = index.search(vector, 10, frozenset())
+        if not found:  # vectors that are no numbers any more are near to nothing
+            raise VectorIndexError(f"nothing is found by the vector of key {key!r}: precompute publish {view.name} --reload")
         square = float(np.square(np.asarray(vector, np.float64)).sum())
         score = scores[found.index(key)] if key in found else scores[0]  # one just like it may stand before it
         right = {"cosine": 1.0, "l2": 0.0, "dot": square}[view.index.metric]

@@ -273,7 +273,10 @@ def test_other_data_under_the_same_name_is_another_recipe(make_project: MakeProj
     assert "source's SQL changed" in plan_view(project, "numbers").reason
 
 
-def test_a_schedules_and_a_backfills_children_take_the_projects_files(make_project: MakeProject, elsewhere: Path) -> None:
+def test_a_schedules_and_a_backfills_children_take_the_projects_files(
+    make_project: MakeProject, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # the model is a class of this file
     sql = "SELECT id, x, $start AS day FROM 'data.csv' WHERE $end > $start"
     view = WEIGHED | {"source": {"sql": sql}, "partition": {"by": "month", "start": "2026-01-01"}}
     project = make_project(view=view)

@@ -22,6 +22,7 @@ from jobs.config import Project
 from jobs.cron import last_fire
 from jobs.due import LEADER, Decision, Ledger
 from jobs.schedule import Scheduler, run_command
+from store.freshness import iso
 from store.lease import holder, is_held, take
 from store.offline_store import OfflineStore, run_lease
 from tests.conftest import MakeProject
@@ -31,7 +32,7 @@ RARELY = "0 0 29 2 *"  # not while a test runs
 LONG_AGO = datetime(2024, 1, 1, tzinfo=UTC)
 _missed = last_fire(RARELY, "UTC", LONG_AGO, datetime.now(UTC))
 assert _missed is not None
-LEAP_DAY = _missed.isoformat()
+LEAP_DAY = iso(_missed)
 SINCE = f"due since {_missed:%Y-%m-%d} 00:00+00:00"
 YEARLY = "0 0 1 1 *"
 
@@ -44,7 +45,7 @@ BASE: dict[str, Any] = {
 }
 
 SHELL = """
-now() { date -u +%Y-%m-%dT%H:%M:%S.%6N+00:00; }
+now() { date -u +%Y-%m-%dT%H:%M:%S.%6NZ; }
 BEGAN=$(now); ID=$(date -u +%Y%m%dT%H%M%S.%NZ)-$$
 known() {
     for p in $PARENTS; do printf '%s"%s": %s' "$comma" $p $(cat $ROOT/$p/epoch 2>/dev/null || echo 0); comma=", "; done
