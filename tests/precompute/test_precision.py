@@ -444,3 +444,17 @@ def test_packed_layers_are_not_proposed_to_a_module_without_any() -> None:
     assert not {v.precision for v in candidates(Device("cpu"), model)} & {"int8"}
     assert not {v.backend for v in candidates(Device("cpu"), model)} & {"onednn"}
     assert shutil.which("g++") is None or "compile" in {v.backend for v in candidates(Device("cpu"), model)}
+
+
+def test_compiled_code_is_kept_apart_by_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    kept = []
+    for capability, given in (("AVX2", None), ("AVX512", default_cache_dir()), ("AVX2", "/of/my/own")):
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+        if given is not None:
+            monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", given)
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        inductor.compiled(torch.nn.Linear(2, 2), [(torch.zeros(1, 2),)])
+        kept.append(os.environ["TORCHINDUCTOR_CACHE_DIR"].removeprefix(default_cache_dir()))
+    assert kept == ["_avx2", "_avx512", "/of/my/own"]
