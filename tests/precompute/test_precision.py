@@ -447,6 +447,7 @@ def test_packed_layers_are_not_proposed_to_a_module_without_any() -> None:
 
 
 def test_compiled_code_is_kept_apart_by_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings.simplefilter("ignore")  # pytest restores them; torch deprecates parts of what it imports
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     kept = []
