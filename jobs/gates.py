@@ -24,6 +24,7 @@ import pyarrow.compute as pc
 from jobs.config import GatesConfig, ViewConfig
 from jobs.open_view import OpenView, files_of
 from jobs.plan import recipe_of
+from jobs.replaced import Replaced
 from precompute.accuracy import row_cosines
 from precompute.input_hash import MD5
 from precompute.runner import compute, with_null_rows
@@ -84,7 +85,7 @@ def judge(
     store: OfflineStore,
     snapshot: Snapshot,
     live: Snapshot | None,
-    rows: Snapshot | None = None,
+    replaced: Replaced | None = None,
 ) -> tuple[dict[str, float], list[Verdict]]:
     """Measure a snapshot that is about to be committed.
 
@@ -94,7 +95,8 @@ def judge(
         store: where the parts are.
         snapshot: its parts are written; it has no number yet.
         live: what it would replace; None when nothing is live.
-        rows: the same rows before they were copied, where that was done: these still show what they share with ``live``.
+        replaced: of a delta, the rows of its parent that are no rows of it; ``new`` there is the delta before its rows were copied to stand alone, where that
+            was done: it still shows what it shares with ``live``.
 
     Returns:
         figures by name, and the verdicts of all gates that apply.
@@ -147,7 +149,7 @@ def judge(
     sample = store.sample(snapshot, SAMPLE_ROWS)
     sample = sample.append_column("key", key_column(sample, snapshot.view.entity))
     before = None if live is None else _live_figures(store, live)
-    moves = None if live is None else _moves(store, snapshot if rows is None else rows, live)
+    moves = None if live is None else _moves(store, snapshot, live, replaced)
     for feature in snapshot.view.features:
         if feature.dim is not None and feature.dtype.startswith("float"):
             _judge_vectors(feature, figures, before, gates, quality, judged)
@@ -257,18 +259,20 @@ def _judge_moves(feature: Feature, moves: _Moves, gates: GatesConfig, quality: d
     judged("moved", moved, gates.moved, gates.moved is None or moved <= gates.moved + 1e-12, message)
 
 
-def _moves(store: OfflineStore, snapshot: Snapshot, live: Snapshot) -> _Moves | None:
+def _moves(store: OfflineStore, snapshot: Snapshot, live: Snapshot, replaced: Replaced | None) -> _Moves | None:
     """None where nothing can be compared: another model's space, no vectors, another entity, or a live snapshot that is damaged."""
     features = [f.name for f in snapshot.view.features if f.dim is not None and f.name in live.view.feature_names]
     entity = snapshot.view.entity
     if not features or live.view.entity != entity or live.model != snapshot.model:
         return None
+    if replaced is not None:
+        snapshot = replaced.new
+    if replaced is None or replaced.old.number != live.number:
+        replaced = Replaced(store, live, snapshot, [*entity, *features])
     layers = store.layers(snapshot)
     try:
-        before = store.layers(live)
-        gone = rows_beside(before, layers)
-        drawn = gone.draw(SAMPLE_ROWS, seed_of(layers))
-        then = store.table(live, drawn, [*entity, *features])
+        before, gone = store.layers(live), replaced.rows
+        then = _some(replaced.drawn, seed_of(layers))
     except SnapshotError as exc:  # what is live is damaged: a reason to replace it, not to keep it
         log.warning("%s", exc)
         return None
@@ -279,6 +283,13 @@ def _moves(store: OfflineStore, snapshot: Snapshot, live: Snapshot) -> _Moves | 
     place = pc.index_in(key_column(now, entity), keys)
     changed = round(gone.count * found / max(1, then.num_rows))
     return _Moves(all_rows(before).count - gone.count, changed, now, then.take(place))
+
+
+def _some(table: pa.Table, seed: int) -> pa.Table:
+    """Up to :data:`SAMPLE_ROWS` of its rows, drawn at random, in its order."""
+    if table.num_rows <= SAMPLE_ROWS:
+        return table
+    return table.take(pa.array(np.sort(np.random.default_rng(seed).choice(table.num_rows, SAMPLE_ROWS, replace=False))))
 
 
 def _matrix(table: pa.Table, feature: Feature) -> npt.NDArray[np.float64]:

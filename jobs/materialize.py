@@ -26,6 +26,7 @@ from jobs.gates import JUDGED_ROWS, Verdict, judge, verdicts_json
 from jobs.open_view import OpenView, open_view
 from jobs.plan import Plan, go_on_hashing, is_damaged, make_plan, now_us, recipe_of
 from jobs.progress import Progress
+from jobs.replaced import Replaced
 from jobs.report import Report
 from jobs.source_age import iso_us, read_source_at
 from jobs.tune import check_accuracy
@@ -35,13 +36,14 @@ from precompute.meter import Meter
 from precompute.runner import Computed, with_null_rows
 from store.entity_key import bad_keys, key_column
 from store.errors import GateError, RejectedError, SnapshotError, SourceError
+from store.feature_view import FeatureView
 from store.journal import Finished
 from store.layers import Layers
 from store.lease import Lease
 from store.offline_store import OfflineStore, utc_now
 from store.partition import Partition
 from store.row_figures import RowCounter, RowFigures, count
-from store.selection import all_rows, rows_beside, seed_of
+from store.selection import all_rows
 from store.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot
 
 PART_BYTES = 64 * 2**20
@@ -49,8 +51,6 @@ PART_BYTES = 64 * 2**20
 CHUNK_S = 15.0
 """Or for this long: a chunk, and what the engine has computed and not handed on (a few seconds' worth, whatever the model's speed), is what a
 killed run loses at most: together less than 30 s."""
-COUNTED_ROWS = 8192
-"""Of the rows a delta replaces, those that are read to be taken off its figures: their share of all is small, and the error is a small share of it."""
 
 _REJECTED = pa.schema(
     [
@@ -156,13 +156,16 @@ def materialize(
         if plan.parent is None and not run.parts:  # an outsider finds the columns all the same
             run.write_no_rows()
         snapshot = delta = _snapshot(plan, run, counts)
+        replaced = None
+        if plan.parent is not None:
+            replaced = Replaced(store, plan.parent, delta, [*delta.view.entity, *delta.view.feature_names])
         if plan.compact:
             with report.stage("compact"), _telling_damage(config, store, plan):
                 snapshot = run.compacted(delta)
         with report.stage("gates"), _telling_damage(config, store, plan):
             if not plan.compact:
-                snapshot = replace(snapshot, figures=run.figures(snapshot, plan.parent))
-            snapshot = _judged(config, opened, store, snapshot, accept, verdicts_json(accuracy), delta)
+                snapshot = replace(snapshot, figures=run.figures(snapshot, replaced))
+            snapshot = _judged(config, opened, store, snapshot, accept, verdicts_json(accuracy), replaced)
             report.gates = [dict(gate) for gate in snapshot.gates]
             report.counts |= _nulls_json(snapshot)
         with report.stage("commit"):
@@ -295,10 +298,10 @@ def _judged(
     snapshot: Snapshot,
     accept: Collection[str],
     before: Sequence[Mapping[str, Any]],
-    rows: Snapshot,
+    replaced: Replaced | None,
 ) -> Snapshot:
-    """The snapshot with its figures and the verdicts of the gates; ``before`` are those on what it was computed by, ``rows`` is itself, or the same
-    rows before they were copied to stand alone."""
+    """The snapshot with its figures and the verdicts of the gates; ``before`` are those on what it was computed by, ``replaced`` the rows of its parent,
+    if it has one, that are no rows of it."""
     live = None
     if snapshot.partition is not None:
         live = store.newest(config.name, snapshot.partition, refused=False)  # another day's rows are no measure of this one's
@@ -312,7 +315,7 @@ def _judged(
         live = None
     if not snapshot.rows:
         return _judged_empty(config, snapshot, live, accept)
-    quality, verdicts = judge(config, opened, store, snapshot, live, rows)
+    quality, verdicts = judge(config, opened, store, snapshot, live, replaced)
     gates = (*before, *verdicts_json(verdicts))
     failed = {gate["gate"] for gate in gates if not gate["passed"]}
     return replace(snapshot, quality=quality, gates=gates, accepted=tuple(sorted(failed.intersection(accept))))
@@ -344,7 +347,7 @@ def _judged_again(
     if snapshot.rows:
         opened.convert()
     before = [gate for gate in snapshot.gates if gate["gate"] == "accuracy"]  # passed or accepted, or nothing had been computed
-    judged = _judged(config, opened, store, snapshot, {*accept, *(gate["gate"] for gate in before)}, before, snapshot)
+    judged = _judged(config, opened, store, snapshot, {*accept, *(gate["gate"] for gate in before)}, before, None)
     report.gates = [dict(gate) for gate in judged.gates]
     if judged.refused_by == snapshot.refused_by:
         return snapshot
@@ -501,11 +504,12 @@ class _Run:
             if self._pending:
                 table = pa.concat_tables(self._pending)
                 places = np.concatenate(self._places)
-                if not (places[1:] > places[:-1]).all():  # pieces of windows come as they were computed
-                    table = table.take(pa.array(np.argsort(places)))
-                part = self.store.write_part(self.name, self.report.run, f"part-{number:05d}.parquet", table)
                 assert self._counter is not None
-                figures, self._counter = self._counter.figures(), None
+                figures, rare, self._counter = self._counter.figures(), self._counter.rare(), None
+                if not (places[1:] > places[:-1]).all():  # pieces of windows come as they were computed
+                    order = np.argsort(places)
+                    table, rare = table.take(pa.array(order)), np.flatnonzero(np.isin(order, rare))
+                part = self.store.write_part(self.name, self.report.run, f"part-{number:05d}.parquet", table, rare)
                 self.parts.append(part)
                 self._figures[part.path] = figures
             if len(self._rejected) > self._unjournaled:
@@ -556,28 +560,19 @@ class _Run:
         own = int(pc.sum(found.column("finished")).as_py() or 0)
         return self.store.write_part(self.name, self.report.run, "deletes.parquet", table), own
 
-    def figures(self, snapshot: Snapshot, parent: Snapshot | None) -> RowFigures:
-        """Of every row of the snapshot that is not committed yet: its parent's and those of its parts, less the rows that are no rows of it. These are
-        read by position: all of them up to :data:`COUNTED_ROWS`, beyond that as many drawn at random; but all where some may be without a value, not
-        finite, or zeros: a gate may allow none of these, so they are counted exactly."""
+    def figures(self, snapshot: Snapshot, replaced: Replaced | None) -> RowFigures:
+        """Of every row of the snapshot that is not committed yet: its parent's and those of its parts, less the rows that are no rows of it."""
         view, store = snapshot.view, self.store
-        found = replaced = RowFigures()
+        found = RowFigures()
         for part in snapshot.parts:
             found = found.plus(self._figures.get(part.path, RowFigures()))  # none of a part of no rows
         if snapshot.own_deletes:
-            replaced = found
-        before = Layers([], [], {})
-        if parent is not None:
-            before = store.layers(parent)
-            figures = parent.figures or count(store.batches(parent, view.feature_names), view)
-            found, replaced = found.plus(figures), replaced.plus(figures)
-        if snapshot.deletes is None:
-            return found
-        layers = store.layers(snapshot)
-        gone = rows_beside(replace(layers, dead=before.dead), layers)
-        rare = replaced.valueless or replaced.not_finite or any(vectors.zero for vectors in replaced.vectors.values())
-        drawn = gone if rare else gone.draw(COUNTED_ROWS, seed_of(layers))
-        return found.less(count(drawn.batches(view.feature_names), view), gone.count)
+            alone = replace(snapshot, parent=None, deletes=None, own_deletes=0)
+            found = _without(found, Replaced(store, alone, snapshot, view.feature_names), view)
+        if replaced is not None:
+            figures = replaced.old.figures or count(store.batches(replaced.old, view.feature_names), view)
+            found = found.plus(_without(figures, replaced, view))
+        return found
 
     def _counted(self, part: Part) -> RowFigures:
         """Of a chunk whose run kept no figures."""
@@ -592,16 +587,20 @@ class _Run:
         """The same rows, all in parts of their own: nothing is computed, only copied."""
         parts: list[Part] = []
         gathered: list[pa.RecordBatch] = []
-        size, counter = 0, RowCounter(snapshot.view)
+        size, figures = 0, RowFigures()
 
         def write() -> None:
-            name = f"compact-{len(parts):05d}.parquet"
-            parts.append(self.store.write_part(self.name, self.report.run, name, pa.Table.from_batches(gathered)))
+            nonlocal figures
+            counter, name = RowCounter(snapshot.view), f"compact-{len(parts):05d}.parquet"
+            for batch in gathered:
+                counter.add(batch)
+            figures = figures.plus(counter.figures())
+            table = pa.Table.from_batches(gathered)
+            parts.append(self.store.write_part(self.name, self.report.run, name, table, counter.rare()))
             gathered.clear()
 
         for batch in self.store.batches(snapshot):
             gathered.append(batch)
-            counter.add(batch)
             size += batch.nbytes
             if size >= PART_BYTES:
                 write()
@@ -613,7 +612,7 @@ class _Run:
         chain = self.store.chain(snapshot)[:-1]
         bases = tuple(sorted({layer.number for layer in chain} | {number for layer in chain for number in layer.bases}))
         alone = replace(snapshot, kind="full", parent=None, bases=bases, parts=tuple(parts), deletes=None, own_deletes=0)
-        return replace(alone, figures=counter.figures())
+        return replace(alone, figures=figures)
 
     def _reject(self, keys: pa.Array, stages: list[str], errors: list[str], hashes: pa.Array) -> None:
         attempts = [1] * len(keys)
@@ -668,6 +667,24 @@ class _Run:
     def reasons(self) -> str:
         """The commonest reasons, with counts."""
         return "; ".join(f"{n}× {reason}" for reason, n in self._reasons.most_common(3))
+
+
+def _without(figures: RowFigures, gone: Replaced, view: FeatureView) -> RowFigures:
+    """Figures without the rows that are gone. Those without a value, not finite, or zeros are counted one by one, since a gate may allow none of them;
+    for all others what the drawn ones show is taken off: their share of all is small, and the error is a small share of it."""
+    total = gone.rows.count
+    if not total:
+        return figures
+    drawn, rare = gone.drawn, figures.not_finite or figures.valueless or any(v.zero for v in figures.vectors.values())
+    if not rare or drawn.num_rows == total:
+        return figures.less(count(drawn.to_batches(), view), total)
+    counter = RowCounter(view)
+    for batch in drawn.to_batches():
+        counter.add(batch)
+    plain = drawn.take(pa.array(np.setdiff1d(np.arange(drawn.num_rows), counter.rare())))
+    one_by_one = gone.rows.rare() if plain.num_rows else gone.rows
+    figures = figures.less(count(one_by_one.batches(view.feature_names), view), one_by_one.count)
+    return figures.less(count(plain.to_batches(), view), total - one_by_one.count)
 
 
 def _key_values(column: pa.Array) -> pa.Array:

@@ -38,7 +38,7 @@ def batches_by_cost(
         budget = max_cost() if callable(max_cost) else max_cost
         dearest = int(costs[order[start]])
         rows = max(1, min(budget // dearest, len(order) - start))
-        if max_padding < 1 and rows > 1:
+        if max_padding < 1 and costs[order[start + rows - 1]] < dearest:
             least = max(1, min(rows, int(np.ceil(MIN_FILL * budget / dearest))))
             number = np.arange(least, rows + 1)
             padding = 1 - (sums[start + number] - sums[start]) / (number * dearest)  # grows with the rows, which are sorted

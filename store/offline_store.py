@@ -29,6 +29,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -352,7 +354,7 @@ class OfflineStore:
 
     # ---- writing
 
-    def write_part(self, view: str, run: str, name: str, table: pa.Table) -> Part:
+    def write_part(self, view: str, run: str, name: str, table: pa.Table, rare: npt.NDArray[np.int64] | None = None) -> Part:
         """Write one immutable Parquet file of a run and make it durable.
 
         Args:
@@ -360,25 +362,26 @@ class OfflineStore:
             run: id of the run; its folder is created.
             name: file name, unique within the run.
             table: the rows.
+            rare: numbers of those that a gate may allow none of, as :meth:`store.row_figures.RowCounter.rare` tells them; None where nobody asks.
 
         Raises:
             SnapshotError: no space, or another failure of the file system.
         """
         try:
-            return self._write_part(view, run, name, table)
+            return self._write_part(view, run, name, table, rare)
         except OSError as exc:
             if exc.errno != errno.EIO:
                 raise SnapshotError(disk_message(self.root / view / "data" / run / name, exc)) from exc
             # What an fsync that failed left on the disk nobody knows: the file is given up, and written once more under another name.
             log.warning("%s; writing it once more", disk_message(self.root / view / "data" / run / name, exc))
         try:
-            return self._write_part(view, run, f"{name.removesuffix('.parquet')}-again.parquet", table)
+            return self._write_part(view, run, f"{name.removesuffix('.parquet')}-again.parquet", table, rare)
         except OSError as exc:
             raise SnapshotError(disk_message(self.root / view / "data" / run / name, exc)) from exc
 
-    def _write_part(self, view: str, run: str, name: str, table: pa.Table) -> Part:
+    def _write_part(self, view: str, run: str, name: str, table: pa.Table, rare: npt.NDArray[np.int64] | None) -> Part:
         path = self.root / view / "data" / run / name
-        size_bytes, sha256 = write_part_file(path, table)
+        size_bytes, sha256 = write_part_file(path, table, rare)
         return Part(str(path.relative_to(self.root / view)), table.num_rows, size_bytes, sha256)
 
     # ---- what an unfinished run leaves to the next

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -16,14 +19,18 @@ from store.durable_file import make_folder, sync_folder
 
 ROW_GROUP_BYTES = 2 * 2**20
 """Of rows in memory, about: what is read for a row that is drawn or looked up. DuckDB reads smaller ones more slowly."""
+RARE_ROWS = 10_000
+"""Rare rows of a part that its footer names, at most: beyond that, 70 kB of them, they are not rare."""
+_RARE = b"precompute.rare_rows"
 
 
-def write_part_file(path: Path, table: pa.Table) -> tuple[int, str]:
+def write_part_file(path: Path, table: pa.Table, rare: npt.NDArray[np.int64] | None = None) -> tuple[int, str]:
     """Write a table under a temporary name, fsync it, rename it and fsync its folder; nothing is left of a failure.
 
     Args:
         path: the file to be; its folder is created.
         table: the rows.
+        rare: numbers of its rows that :func:`rare_rows` is to tell, ascending.
 
     Returns:
         size in bytes and SHA-256 (hex).
@@ -31,6 +38,7 @@ def write_part_file(path: Path, table: pa.Table) -> tuple[int, str]:
     Raises:
         OSError: the file system failed.
     """
+    table = table.replace_schema_metadata()  # copied rows come with that of the file they were read from
     folder = path.parent
     temporary = folder / f".{path.name}.tmp"
     try:
@@ -45,6 +53,8 @@ def write_part_file(path: Path, table: pa.Table) -> tuple[int, str]:
                 use_dictionary=_dictionary_columns(table.schema),
             ) as writer:
                 writer.write_table(table, row_group_size=_row_group_rows(table))
+                if rare is not None and len(rare) <= RARE_ROWS:
+                    writer.add_key_value_metadata({_RARE: json.dumps(rare.tolist(), separators=(",", ":"))})
             raw.flush()
             crashpoint("part.write", temporary)
             os.fsync(raw.fileno())
@@ -58,6 +68,21 @@ def write_part_file(path: Path, table: pa.Table) -> tuple[int, str]:
             temporary.unlink(missing_ok=True)
         raise
     return sink.size_bytes, sink.digest.hexdigest()
+
+
+def rare_rows(file: pq.ParquetFile) -> npt.NDArray[np.int64] | None:
+    """Numbers of the rows that were named as rare when a part was written, ascending; None where that is not told: too many, or an older part.
+
+    Raises:
+        OSError: what is told is no list of numbers: the file is damaged.
+    """
+    told = (file.metadata.metadata or {}).get(_RARE)
+    if told is None:
+        return None
+    try:
+        return np.array(json.loads(told), np.int64)
+    except (ValueError, TypeError, OverflowError) as exc:
+        raise OSError(f"{_RARE.decode()} in its footer is no list of row numbers: {told[:40]!r}") from exc
 
 
 def _row_group_rows(table: pa.Table) -> int:

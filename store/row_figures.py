@@ -1,7 +1,7 @@
 """Row figures: what is counted of every row while it is written, so that a gate judges all rows and reads none of them.
 
 Figures of two sets of rows add up, and those of rows that left can be taken off: a delta's are its parent's, less the rows it replaced, plus
-the rows it computed. Lengths of vectors are kept in a histogram of squared lengths, whose buckets are the first bits of a float32: 16 to
+the rows it computed. The rows that a gate may allow none of are rare, and known by number: when rows leave, these are counted one by one. Lengths of vectors are kept in a histogram of squared lengths, whose buckets are the first bits of a float32: 16 to
 each power of two, so that a quantile is within 2 % of the true one.
 """
 
@@ -19,6 +19,7 @@ from store.feature_view import Feature, FeatureView
 
 _SHIFT = 19
 """Bits of a float32 that a bucket does not look at: sign and exponent stay, and 4 bits of the fraction."""
+_NONE: npt.NDArray[np.int64] = np.empty(0, np.int64)
 _LAST_BUCKET = int(np.array(np.finfo(np.float32).max).view(np.int32)) >> _SHIFT
 
 
@@ -125,6 +126,7 @@ class RowCounter:
     def __init__(self, view: FeatureView) -> None:
         self._view = view
         self._rows = self._not_finite = self._valueless = 0
+        self._rare: list[npt.NDArray[np.int64]] = []
         self._nulls: dict[str, int] = {}
         self._vectors = {f.name: _VectorCounter() for f in view.features if f.dim is not None and f.dtype.startswith("float")}
 
@@ -136,7 +138,8 @@ class RowCounter:
         """
         if not rows.num_rows:
             return
-        infinite: npt.NDArray[np.bool_] | None = None
+        bad: list[npt.NDArray[np.int64]] = []
+        zero: list[npt.NDArray[np.int64]] = []
         nulls: dict[str, int] = {}
         for feature in self._view.features:
             column = rows.column(feature.name)
@@ -144,13 +147,18 @@ class RowCounter:
                 nulls[feature.name] = column.null_count
             if not feature.dtype.startswith("float"):
                 continue
-            bad = _infinite(column, feature) if feature.dim is None else self._vectors[feature.name].add(column, feature.dim)
-            if len(bad):
-                infinite = np.zeros(rows.num_rows, np.bool_) if infinite is None else infinite
-                infinite[bad] = True
+            if feature.dim is None:
+                bad.append(_infinite(column, feature))
+            else:
+                infinite, zeros = self._vectors[feature.name].add(column, feature.dim)
+                bad.append(infinite)
+                zero.append(zeros)
+        valueless = _valueless(rows, self._view, nulls)
+        if any(len(numbers) for numbers in (*bad, *zero, valueless)):
+            self._rare.append(self._rows + np.unique(np.concatenate([*bad, *zero, valueless])))
+            self._not_finite += len(np.unique(np.concatenate([_NONE, *bad])))
+            self._valueless += len(valueless)
         self._rows += rows.num_rows
-        self._not_finite += 0 if infinite is None else int(infinite.sum())
-        self._valueless += _valueless(rows, self._view, nulls)
         for name, n in nulls.items():
             self._nulls[name] = self._nulls.get(name, 0) + n
 
@@ -158,6 +166,10 @@ class RowCounter:
         """Of all rows so far."""
         vectors = {name: counter.figures() for name, counter in self._vectors.items()}
         return RowFigures(self._rows, self._not_finite, self._valueless, dict(self._nulls), vectors)
+
+    def rare(self) -> npt.NDArray[np.int64]:
+        """Numbers of the rows so far, from 0 and ascending, that have no value, are not finite, or have a vector of zeros."""
+        return np.concatenate([_NONE, *self._rare])
 
 
 def count(batches: Iterable[pa.RecordBatch], view: FeatureView) -> RowFigures:
@@ -174,8 +186,8 @@ class _VectorCounter:
         self._norm_sum = 0.0
         self._norms = np.zeros(_LAST_BUCKET + 1, np.int64)
 
-    def add(self, column: pa.FixedSizeListArray, dim: int) -> npt.NDArray[np.int64]:
-        """Numbers of the rows that are not finite, and are no part of the figures."""
+    def add(self, column: pa.FixedSizeListArray, dim: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Numbers of the rows that are not finite, and are no part of the figures, and of those that are all zeros."""
         matrix = np.asarray(column.flatten()).reshape(-1, dim)
         if matrix.dtype == np.float16:
             matrix = matrix.astype(np.float32)
@@ -183,7 +195,7 @@ class _VectorCounter:
             squares = np.einsum("ij,ij->i", matrix, matrix)
             buckets = squares.astype(np.float32, copy=False).view(np.uint32) >> _SHIFT
         filled = np.bincount(buckets)  # not longer than 2**13
-        bad = np.empty(0, np.int64)
+        bad, zero = _NONE, _NONE
         if len(filled) > len(self._norms):  # infinite, or so long that its square is
             beyond = np.flatnonzero(buckets > _LAST_BUCKET)
             finite = np.isfinite(matrix[beyond]).all(axis=1)
@@ -194,11 +206,16 @@ class _VectorCounter:
             self._norm_sum += float((largest * np.linalg.norm(long / largest[:, None], axis=1)).sum())
             filled = filled[: len(self._norms)]
         if len(filled) and filled[0]:
-            self._zero += int((~matrix[buckets == 0].any(axis=1)).sum())
+            small = np.flatnonzero(buckets == 0)
+            zero = small[~matrix[small].any(axis=1)]
         self._norms[: len(filled)] += filled
         self._rows += len(matrix) - len(bad)
+        self._zero += len(zero)
         self._norm_sum += float(np.sqrt(squares).sum(dtype=np.float64))
-        return np.flatnonzero(np.asarray(column.is_valid()))[bad] if len(bad) and column.null_count else bad
+        if column.null_count and (len(bad) or len(zero)):
+            valid = np.flatnonzero(np.asarray(column.is_valid()))
+            bad, zero = valid[bad], valid[zero]
+        return bad, zero
 
     def figures(self) -> VectorFigures:
         used = np.flatnonzero(self._norms)
@@ -211,21 +228,20 @@ def _infinite(column: pa.Array, feature: Feature) -> npt.NDArray[np.int64]:
     lists = feature.max_items is not None
     values = np.asarray(column.flatten() if lists else column.drop_null() if column.null_count else column)
     if np.isfinite(values).all():
-        return np.empty(0, np.int64)
+        return _NONE
     bad = np.flatnonzero(~np.isfinite(values))
     if lists:
         return np.unique(np.asarray(column.value_parent_indices())[bad])
     return np.flatnonzero(np.asarray(column.is_valid()))[bad] if column.null_count else bad
 
 
-def _valueless(rows: pa.RecordBatch, view: FeatureView, nulls: Mapping[str, int]) -> int:
-    """Rows of which every feature is null. No model may return a null vector, so that where there is one it tells alone."""
+def _valueless(rows: pa.RecordBatch, view: FeatureView, nulls: Mapping[str, int]) -> npt.NDArray[np.int64]:
+    """Numbers of the rows of which every feature is null. No model may return a null vector, so that where there is one it tells alone."""
     vector = next((f.name for f in view.features if f.dim is not None), None)
-    if vector is not None:
-        return nulls.get(vector, 0)
-    if len(nulls) < len(view.features):
-        return 0
+    names = view.feature_names if vector is None else (vector,)
+    if not all(name in nulls for name in names):
+        return _NONE
     every = np.ones(rows.num_rows, np.bool_)
-    for feature in view.features:
-        every &= np.asarray(rows.column(feature.name).is_null())
-    return int(every.sum())
+    for name in names:
+        every &= np.asarray(rows.column(name).is_null())
+    return np.flatnonzero(every)

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from store.entity_key import key_column
 from store.errors import SnapshotError
 from store.layers import Layers
+from store.part_file import rare_rows
 
 CLUSTERS = 64
 """Row groups that a draw of many rows reads: 64 places spread over all rows tell a share of a third to ± 6 % when whole row groups are alike, and to
@@ -110,6 +111,23 @@ class Selection:
                 taken.append(np.sort(random.choice(there, min(len(there), each * n), replace=False)))
             chosen.append(FileRows(file.path, file.rows, np.concatenate(taken), others=False))
         return Selection(chosen)
+
+    def rare(self) -> Selection:
+        """Those of the rows that their part names as rare, and all rows of the parts that do not tell.
+
+        Raises:
+            SnapshotError: a file cannot be read.
+        """
+        files = []
+        for file in self.files:
+            if file.count:
+                with _reading(file.path) as opened:
+                    told = rare_rows(opened)
+                numbers = file.within(0, file.rows)
+                files.append(
+                    FileRows(file.path, file.rows, numbers if told is None else np.intersect1d(numbers, told), others=False)
+                )
+        return Selection(files)
 
     def batches(self, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
         """The rows, a batch or more for each row group that holds any; none of no rows.

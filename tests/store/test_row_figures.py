@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from store.feature_view import Feature, FeatureView
-from store.row_figures import RowFigures, VectorFigures, count
+from store.row_figures import RowCounter, RowFigures, VectorFigures, count
 
 SHARES = [0.0, 0.01, 0.1, 0.5, 0.9, 0.99, 1.0]
 KINDS = FeatureView(
@@ -50,6 +50,10 @@ def test_rows_of_every_kind_are_counted_with_what_is_wrong_with_them() -> None:
         schema=KINDS.feature_schema(),
     )
     nulls = {"vector": 1, "scores": 1, "number": 2, "text": 1, "bytes": 1}
+    counter = RowCounter(KINDS)
+    for piece in (batch.slice(0, 3), batch.slice(3), batch.slice(0, 0), batch):
+        counter.add(piece)
+    assert counter.rare().tolist() == [1, 2, 3, 6, 8, 9, 10, 13]  # without a value, not finite, zeros
     found = count([batch.slice(0, 3), batch.slice(3), batch.slice(0, 0)], KINDS)
     assert (found.rows, found.not_finite, found.valueless, found.nulls) == (7, 3, 1, nulls)
     vector = found.vectors["vector"]
@@ -63,6 +67,11 @@ def test_without_a_vector_a_row_is_valueless_when_all_of_it_is_null() -> None:
     batch = pa.record_batch({"a": pa.array([1.0, None, None], pa.float32()), "b": ["x", "y", None]})
     assert count([batch], view) == RowFigures(3, 0, 1, {"a": 2, "b": 1}, {})
     assert count([batch.slice(0, 2)], view).valueless == 0
+    counter = RowCounter(view)
+    counter.add(batch)
+    assert counter.rare().tolist() == [2]
+    counter.add(batch.slice(0, 1))
+    assert counter.rare().tolist() == [2]
 
 
 @pytest.mark.parametrize(("dtype", "dim"), [("float16", 8), ("float32", 1), ("float32", 4), ("float64", 64)])
