@@ -401,7 +401,7 @@ def _gc(arguments: argparse.Namespace) -> int:
     garbage: list[Garbage] = []
     failures: list[str] = []
     view, number = arguments.forget or (None, "")
-    if view is not None and (view not in store.views() or not number.isdigit() or arguments.dry_run):
+    if view is not None and (view not in store.views() or not number.isdecimal() or arguments.dry_run):
         raise ConfigError(
             f"--forget {view} {number}: name a view ({', '.join(store.views())}) and the number of its damaged snapshot, without --dry-run"
         )

@@ -145,18 +145,18 @@ def close_dead(
     partition: str | None,
     why: str = "it ended without a word",
     commands: Collection[str] = LEASED,
+    own: str | None = None,
 ) -> list[str]:
-    """Close as ``killed`` the reports of runs of this partition that never did it themselves; the caller knows that none goes on, since it
-    holds their lease, or saw the process end. ``commands`` other than those that compute have no partition.
+    """Close as ``killed`` the reports of runs of this partition that never did it themselves; the caller knows that none goes on but its ``own``, if
+    that was begun, since it holds their lease, or saw the process end. ``commands`` other than those that compute have no partition.
 
     Returns:
         ids of the runs closed.
     """
     closed = []
     for report in store.unended(view):
-        if report.get("command") not in commands or report.get("partition") != partition:
-            continue
-        if report.get("pid") != os.getpid():
+        # not told by its process number: in a container every command may have the same
+        if report.get("command") in commands and report.get("partition") == partition and report.get("run") != own:
             report |= {"status": "killed", "error": f"killed: {why}", "finished_at": utc_now()}
             store.write_report(view, report["run"], report)
             closed.append(str(report["run"]))

@@ -65,10 +65,11 @@ def rollback(
         ref = store.live(name)
         if ref is None:
             raise SnapshotError(f"view {name!r} was never published: there is nothing to go back from")
-        close_dead(store, name, None, commands=PUBLISHING)
+        close_dead(store, name, None, commands=PUBLISHING, own=report.run)
         online = held.enter_context(contextlib.closing(open_online_store(project.online)))
         if mend(name, store, online) and ref.reason.startswith("rollback") and to in (None, ref.snapshot):
             report.snapshot, report.epoch, report.status = ref.snapshot, ref.epoch, "published"  # the last one, killed half-way
+            notify(project.settings.notify, report, project.home)
             return report
         target = _target(store, name, ref) if to is None else to
         snapshot = store.snapshot(name, target)

@@ -16,7 +16,7 @@ from jobs.materialize import dry_run, materialize
 from jobs.notify import notify
 from jobs.plan import Plan
 from jobs.progress import Progress
-from jobs.publish import accepted, keeps_live, newest_publishable, publish, renew
+from jobs.publish import accepted, check_publishable, keeps_live, newest_publishable, publish, renew
 from jobs.report import PUBLISHING, Report, close_dead, recorded
 from store.crashpoint import crashpoint
 from store.errors import ConfigError, PrecomputeError, RequestError, SnapshotError
@@ -246,7 +246,7 @@ def _publish(
     with take(
         store.lease_folder(name), PUBLISH_LEASE, report.command, ttl_s=project.settings.lease, busy=busy, wait_s=wait_s
     ) as lease:
-        close_dead(store, name, None, commands=PUBLISHING)
+        close_dead(store, name, None, commands=PUBLISHING, own=report.run)
         if run is not None:
             run.check()  # once the publishing lease is held, nobody else can publish what a later run computed
         goes_live = (report.command == "publish" and report.backfill is None) or _may_go_live(store, snapshot)
@@ -255,6 +255,8 @@ def _publish(
             if goes_live:
                 number, reason = snapshot.number, report.command
                 publish(name, store, online, report, progress, number=number, reason=reason, reload=reload, lease=lease)
+            elif snapshot.refused_by:  # it would not go live anyway, but nobody looks at a green run
+                check_publishable(snapshot, store)
             elif report.status == "running":
                 report.snapshot, report.status = snapshot.number, "current"
             ref = store.readable_live(name)

@@ -11,11 +11,13 @@ from typing import Any
 from jobs.config import Project
 from jobs.due import FINISHED, outlook, report_time
 from jobs.gc import damage
+from jobs.report import LEASED, PUBLISHING
 from jobs.source_age import REPORTS, known_source_at
 from store.api.page import duration
 from store.errors import OnlineStoreError, PrecomputeError, SnapshotError
 from store.freshness import AHEAD_US, Sighting, Status, age_s, as_datetime, iso, microseconds, status_of
-from store.offline_store import LiveRef, OfflineStore
+from store.lease import is_held
+from store.offline_store import PUBLISH_LEASE, LiveRef, OfflineStore
 from store.online_store import OnlineStore
 from store.online_url import open_online_store
 from store.snapshot import Snapshot
@@ -96,9 +98,12 @@ _LAST_RUN = ("run", "command", "status", "started_at", "seconds", "partition", "
 def _last_run(store: OfflineStore, name: str, reports: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """The newest run's report, whose end is told truly: one that was killed could not write it."""
     last = next(iter(reports), None)
-    if last is None or last.get("status") != "running" or last.get("command") not in ("run", "materialize"):
+    if last is None or last.get("status") != "running":
         return last
-    if store.running(name, last.get("partition")):
+    if last.get("command") in PUBLISHING:
+        if is_held(store.lease_folder(name), PUBLISH_LEASE):
+            return last
+    elif last.get("command") not in LEASED or store.running(name, last.get("partition")):
         return last
     error = "the process ended without a word: killed, out of memory, or the machine went down"
     return {**last, "status": "killed", "error": error}

@@ -26,6 +26,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 GRACE_S = 3.5
 """How long a command may take to end by itself. What is left of five seconds is for its report, and for the machine to be slow."""
 
+LAST_WORDS_S = 5.0
+"""How long these may take: a report or a lease may lie on a mount that hangs, which is why the command did not end."""
+
 INTERRUPT_EVERY_S = 0.2
 """How often DuckDB is interrupted meanwhile: another query may have begun after the first was."""
 
@@ -122,7 +125,9 @@ def _watch(read: int) -> None:
         if limit is not None:
             interrupt_sources()
     assert _State.asked is not None
-    _say_last_words()
+    last = threading.Thread(target=_say_last_words, name="last words", daemon=True)
+    last.start()
+    last.join(LAST_WORDS_S)
     print(f"precompute: {described(_State.asked)}, and did not end within {GRACE_S} s", file=sys.stderr)
     sys.stderr.flush()
     os._exit(128 + _State.asked)

@@ -36,6 +36,7 @@ TTL_S = 60.0
 
 _held: weakref.WeakSet[Lease] = weakref.WeakSet()
 """What this process holds."""
+_held_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,8 @@ class Lease:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name=f"lease-{name}", daemon=True)
         self._thread.start()
-        _held.add(self)
+        with _held_lock:
+            _held.add(self)
 
     def check(self) -> None:
         """Raises:
@@ -150,7 +152,9 @@ def _take(folder: Path, name: str, by: str, ttl_s: float, busy: str, force: bool
 
 def release_leases() -> None:
     """Let go of all that this process holds: it is about to end without unwinding, and another machine would wait for the TTL."""
-    for lease in list(_held):
+    with _held_lock:
+        held = list(_held)
+    for lease in held:
         lease.release()
 
 

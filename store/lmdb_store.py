@@ -204,10 +204,11 @@ class LmdbStore(OnlineStore):
             raise OnlineStoreError(disk_message(path, exc)) from exc
         except lmdb.Error as exc:
             # LMDB gives words, and no number; and a write that was cut short, as on a full disk, is an input/output error to it.
-            full = any(words in str(exc) for words in ("No space left", "File too large", "Input/output error", "Disk quota"))
-            cause = (
-                f"no space left while writing {path} ({exc}); free some and run again" if full else f"cannot write {path}: {exc}"
-            )
+            full = any(words in str(exc) for words in ("No space left", "File too large", "Disk quota"))
+            cause = f"cannot write {path}: {exc}"
+            if full or "Input/output error" in str(exc):
+                fails = "" if full else ", or the disk fails,"
+                cause = f"no space left{fails} while writing {path} ({exc}); free some and run again"
             raise OnlineStoreError(f"{cause} (the live generation is untouched)") from exc
         finally:
             with contextlib.suppress(OSError):

@@ -21,6 +21,8 @@ from jobs.report import Report
 from jobs.rollback import rollback
 from jobs.run import run_view
 from jobs.verify import verify
+from store import crashpoint
+from store.crashpoint import InjectedError
 from store.errors import GateError, OnlineStoreError, PrecomputeError, SnapshotError
 from store.lease import Lease, take
 from store.lookup import Lookup
@@ -487,5 +489,28 @@ def test_the_operators_command_is_told(versions: Versions, tmp_path: Path) -> No
     told = tmp_path / "told"
     script = f"import os; open({str(told)!r}, 'a').write(' '.join(os.environ['NOTIFY_' + n] for n in ('COMMAND', 'STATUS', 'SNAPSHOT')) + chr(10))"
     project = versions(1.0, 10.0, project={"notify": [sys.executable, "-c", script]})
+    crashpoint.arm("live.cas", mode="raise")  # the rows are another's by now, and the online store does not know
+    with pytest.raises(InjectedError):
+        back(project)
+    crashpoint.disarm()
     back(project)
-    assert told.read_text().splitlines() == ["run published 1", "run published 2", "rollback published 1"]
+    expected = ["run published 1", "run published 2", "rollback failed 1", "rollback published 1"]
+    assert told.read_text().splitlines() == expected
+
+
+def test_a_run_that_a_gate_refuses_fails_though_it_would_not_go_live_anyway(make_project: MakeProject, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    script = f"import os; open({str(told)!r}, 'a').write(os.environ['NOTIFY_STATUS'] + chr(10))"
+    notified = {"notify": [sys.executable, "-c", script]}
+    rows = [(i, i + 1.0) for i in range(100)]
+    for factor in (1.0, 1.1):
+        project = make_project([(i, x * factor) for i, x in rows], project=notified)
+        run(project)
+    back(project, hold=True)
+    project = make_project(rows[:30], project=notified)
+    for _ in range(2):  # the second finds nothing changed, and the gate still refuses
+        with pytest.raises(GateError, match="snapshot 3 is not published"):
+            run(project)
+    assert told.read_text().split() == ["published"] * 3 + ["refused"] * 2
+    ref = store_of(project).live("numbers")
+    assert (ref and ref.snapshot, ref and ref.held) == (1, "rollback from 2, with --hold")

@@ -307,6 +307,34 @@ def test_a_signal_ends_whatever_it_hangs_in(
         assert not list(store.lease_folder("numbers").glob(".lease-*.held")), "another machine need not wait for its silence"
 
 
+MUTE = """
+import time
+from jobs import termination
+
+termination.GRACE_S = termination.LAST_WORDS_S = 0.1
+with termination.terminable(), termination.last_words(lambda: time.sleep(600)):
+    print("up", flush=True)
+    while True:
+        try:
+            time.sleep(600)
+        except BaseException:
+            pass
+"""
+
+
+def test_a_signal_ends_a_process_whose_last_words_hang() -> None:
+    """As a report does that lies on a mount which does not answer."""
+    process = subprocess.Popen([sys.executable, "-c", MUTE], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, err) == (143, "precompute: ended by SIGTERM, and did not end within 0.1 s\n")
+
+
 def test_a_run_is_told_as_running_while_it_goes_on(running: tuple[Project, subprocess.Popen[str]]) -> None:
     project, process = running
     report = report_of(project)
@@ -636,12 +664,14 @@ def test_reports_of_dead_runs_are_found_without_reading_the_others(make_project:
     store = OfflineStore(project.root)
     ended = store.last_report("numbers")
     assert ended is not None
-    dead = ended | {"run": "20000101T000000.000000Z-abcdef", "status": "running", "pid": 0}
+    # of this process's own number, as every command of a container may have
+    dead = ended | {"run": "20000101T000000.000000Z-abcdef", "status": "running", "pid": os.getpid()}
     store.write_report("numbers", dead["run"], dead)
     for number in range(20):  # much later ones, of which not one is looked at
         later = f"30000101T{number:06d}.000000Z-abcdef"
         (project.root / "numbers" / "runs" / f"{later}.json").write_text("{")
     assert store.unended("numbers") == [dead]
+    assert close_dead(store, "numbers", None, own=dead["run"]) == []
     assert close_dead(store, "numbers", None) == [dead["run"]]
     assert store.unended("numbers") == []
     assert list((project.root / "numbers" / "refs" / "running").iterdir()) == []

@@ -20,7 +20,7 @@ from jobs.run import run_view
 from jobs.status import project_status, view_status
 from store.errors import PrecomputeError, SnapshotError
 from store.lease import take
-from store.offline_store import OfflineStore, run_lease
+from store.offline_store import PUBLISH_LEASE, OfflineStore, run_lease
 from store.online_url import open_online_store
 from tests.conftest import MakeProject
 
@@ -177,14 +177,15 @@ def test_a_damaged_report_is_skipped_with_a_warning(make_project: MakeProject, c
     assert [str(torn) in record.getMessage() for record in caplog.records] == [True]
 
 
-@pytest.mark.parametrize("command", ["run", "materialize"])
+@pytest.mark.parametrize("command", ["run", "materialize", "publish", "rollback"])
 def test_a_run_that_was_killed_shows_as_killed_and_one_that_goes_on_as_running(make_project: MakeProject, command: str) -> None:
     project = make_project([(1, 1.0)])
     run_view(project, "numbers", Silent())
     store = OfflineStore(project.root)
     report = {"run": "99999999T000000.000000Z-ffffff", "command": command, "status": "running", "partition": None, "error": None}
     store.write_report("numbers", report["run"] or "", report)
-    with take(store.lease_folder("numbers"), run_lease(None), command):
+    lease = run_lease(None) if command in ("run", "materialize") else PUBLISH_LEASE
+    with take(store.lease_folder("numbers"), lease, command):
         line = status(project)
         assert (line["last_run"]["status"], line["attention"]) == ("running", [])
     line = status(project)
@@ -351,7 +352,8 @@ def test_an_input_that_was_rolled_back_is_another_one_too(make_project: MakeProj
 
 
 def test_a_scheduler_that_is_gone_and_a_run_that_is_overdue_need_attention(make_project: MakeProject) -> None:
-    project = make_project(ONE, project={"schedule": {"numbers": "0 2 * * *"}})
+    at = datetime.now(UTC) - timedelta(hours=12)  # what is due at this very minute is not late yet
+    project = make_project(ONE, project={"schedule": {"numbers": f"{at:%-M %-H} * * *"}})
     run_view(project, "numbers", Silent())
     store = OfflineStore(project.root)
     assert status(project)["attention"] == [], "it was never up, and nothing was due since the run"
@@ -365,7 +367,7 @@ def test_a_scheduler_that_is_gone_and_a_run_that_is_overdue_need_attention(make_
     began = datetime.now(UTC) - timedelta(days=2)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"started_at": began.isoformat()}))
     (overdue,) = status(project)["attention"]
-    assert re.fullmatch(r"due since \d{4}-\d\d-\d\d 02:00\+00:00 and not begun", overdue)
+    assert re.fullmatch(rf"due since \d{{4}}-\d\d-\d\d {at:%H:%M}\+00:00 and not begun", overdue)
     leader.release()
     assert status(project)["attention"] == [f"{overdue}: no scheduler is up"]
     ledger.settle("numbers", datetime.now(UTC))
