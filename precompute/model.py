@@ -173,8 +173,8 @@ def check_use(use: str, folder: Path | None = None) -> None:
     try:
         found = module_exists(module, folder)
     except ModuleNotFoundError as exc:
-        if not (module + ".").startswith(f"{exc.name}."):
-            raise ConfigError(f"model {use!r} cannot be imported: {exc}") from exc
+        if not (module + ".").startswith(f"{plain_name(str(exc.name))}."):
+            raise ConfigError(f"model {use!r} cannot be imported: {plain_name(str(exc))}") from exc
         found = False
     except (ImportError, ValueError):  # a relative or an empty name
         found = False
@@ -193,8 +193,9 @@ _OTHERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "
 
 def told(exc: BaseException, longest: int = 500) -> str:
     """What a user's code raised, and where: ``ValueError: no such word (mine_models.py:17)``, by the innermost line that is neither ours nor
-    a library's; without one, the exception alone. At most ``longest`` characters."""
-    text = f"{type(exc).__name__}: {exc}".removesuffix(": ")
+    a library's; without one, the exception alone. Modules of the project's folder have the names that it knows them by. At most ``longest``
+    characters."""
+    text = plain_name(f"{type(exc).__name__}: {exc}").removesuffix(": ")
     lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(exc.__traceback__)]
     theirs = [(file, line) for file, line in lines if not file.startswith((*_OURS, *_OTHERS, "<"))]
     where = f" ({Path(theirs[-1][0]).name}:{theirs[-1][1]})" if theirs else ""
@@ -226,7 +227,9 @@ def load_model(use: str, args: Mapping[str, Any], folder: Path | None = None) ->
         with starting_from(folder):
             model = factory(**args)
     except TypeError as exc:
-        raise ConfigError(f"model {use!r} does not take these args ({', '.join(args) or 'none'}): {exc}") from exc
+        raise ConfigError(
+            f"model {use!r} does not take these args ({', '.join(args) or 'none'}): {plain_name(str(exc))}"
+        ) from exc
     except PrecomputeError:
         raise
     except (Exception, SystemExit) as exc:  # a user's class may raise anything

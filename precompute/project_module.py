@@ -3,6 +3,8 @@
 It is imported under a name of its own, so that a ``store.py`` or ``jobs.py`` there stands in nobody's way and nobody's in its, and read anew
 when a file of it has changed: a server or a scheduler lives longer than a model's code. Such a module imports its neighbours by their plain
 names, ``from my_features import price``, as it would if it were run in that folder, or relatively, ``from .my_features import price``.
+
+Each reading anew is another package, so that a model which goes on under the code it was made of never sees the new one, whenever it imports.
 """
 
 from __future__ import annotations
@@ -22,11 +24,16 @@ from types import ModuleType
 from typing import Any
 
 _PREFIX = "_project_"
-_PRIVATE = re.compile(rf"\b{_PREFIX}[0-9a-f]{{12}}\.")
+_PRIVATE = re.compile(rf"\b{_PREFIX}[0-9a-f]{{12}}_\d+\.")
 
 _lock = threading.RLock()
+_readings: dict[str, int] = {}
+"""Project, by the beginning of its packages' names → how often it was read; the last is what the newest package's name ends with."""
 _sources: dict[str, dict[Path, str]] = {}
 """Package of a project → the files its modules were read from, with the SHA-256 of what was in them."""
+_sources_lock = threading.Lock()
+"""Of :data:`_sources`, to which whoever computes adds by an import inside a function. Nothing else is asked for under it: such a thread holds Python's
+lock of a module, for which an import under :data:`_lock` may be waiting."""
 
 
 def is_own(name: str, folder: Path | None) -> bool:
@@ -78,14 +85,15 @@ def _is_installed(top: str) -> bool:
 
 
 def _package(folder: Path) -> str:
-    """The package that stands for a folder, without the modules whose files have changed since they were read, and all beside them."""
-    package = _PREFIX + hashlib.sha256(str(folder).encode()).hexdigest()[:12]
-    known = _sources.setdefault(package, {})
-    if any(_digest(path) != before for path, before in known.items()):
-        known.clear()
-        for name in [n for n in sys.modules if n == package or n.startswith(f"{package}.")]:
-            del sys.modules[name]
-    if package not in sys.modules:
+    """The package that stands for a folder as its files are now: another one once a file that was read has changed. Those before stay, for the
+    models made of them."""
+    project = _PREFIX + hashlib.sha256(str(folder).encode()).hexdigest()[:12]
+    package = f"{project}_{_readings.get(project, 0)}"
+    with _sources_lock:
+        known = dict(_sources.get(package, {}))
+    if package not in sys.modules or any(_digest(path) != before for path, before in known.items()):
+        _readings[project] = _readings.get(project, 0) + 1
+        package = f"{project}_{_readings[project]}"
         root = ModuleType(package, f"Python in {folder}")
         root.__path__ = [str(folder)]
         sys.modules[package] = root
@@ -130,7 +138,8 @@ class _Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> Any:
         """See :class:`importlib.abc.InspectLoader`."""
         data, package = self.get_data(self.path), self.name.partition(".")[0]
-        _sources.setdefault(package, {})[Path(self.path)] = hashlib.sha256(data).hexdigest()
+        with _sources_lock:
+            _sources.setdefault(package, {})[Path(self.path)] = hashlib.sha256(data).hexdigest()
         (folder,) = sys.modules[package].__path__
         tree = _Neighbours(package, Path(folder)).visit(ast.parse(data, self.path))
         return self.source_to_code(ast.fix_missing_locations(tree), self.path)

@@ -46,7 +46,7 @@ from safetensors.torch import load_model
 from torch.utils.dlpack import from_dlpack
 
 from precompute.device import Device, Fetch
-from precompute.model import Prepared, Verbatim, digest, resolve_path
+from precompute.model import Prepared, Verbatim, digest, resolve_path, told
 from precompute.project_module import import_module, plain_name
 from precompute.project_path import project_folder
 from precompute.torch_model import Tensors, TorchModel
@@ -490,7 +490,7 @@ def _constructed(path: str, args: Mapping[str, Any]) -> torch.nn.Module:
     try:
         factory = getattr(import_module(name, project_folder()), attribute, None)
     except Exception as exc:  # a user's module may fail in any way, a syntax error included
-        raise ConfigError(f"torch_module: {path!r} cannot be imported: {type(exc).__name__}: {exc}") from exc
+        raise ConfigError(f"torch_module: {path!r} cannot be imported: {told(exc)}") from exc
     if not (isinstance(factory, type) and issubclass(factory, torch.nn.Module)):
         raise ConfigError(
             f"torch_module: {path!r}: "
@@ -503,7 +503,7 @@ def _constructed(path: str, args: Mapping[str, Any]) -> torch.nn.Module:
     try:
         return factory(**args)
     except Exception as exc:  # a user's class may raise anything
-        raise ModelError(f"torch_module: {path} failed to load: {type(exc).__name__}: {exc}") from exc
+        raise ModelError(f"torch_module: {path} failed to load: {told(exc)}") from exc
 
 
 def _check_takes(path: str, module: torch.nn.Module, names: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ import store
 from jobs.config import Project
 from jobs.progress import Silent
 from jobs.run import run_view
+from precompute import project_module
 from precompute.model import digest, load_model
 from precompute.project_module import import_module, module_exists, plain_name
-from store.errors import ConfigError
+from store.errors import ConfigError, ModelError
 from store.offline_store import OfflineStore
 from tests.conftest import MakeProject
 
@@ -110,6 +112,49 @@ def test_a_changed_module_or_neighbour_is_read_anew_and_the_old_one_goes_on(tmp_
         load_model("mine:Times", {}, tmp_path)
 
 
+LATE = """
+from neighbour import factor
+
+class Times:
+    def fingerprint(self):
+        return "times"
+
+    def compute(self, batch):
+        from neighbour import factor as late
+        import neighbour as whole
+        return {"double": [factor, late, whole.factor]}
+"""
+
+
+def test_a_model_goes_on_under_the_code_it_was_made_of_whenever_it_imports(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(LATE)
+    models = []
+    for factor in (2.0, 3.0, 4.0):
+        (tmp_path / "neighbour.py").write_text(f"factor = {factor}\n")
+        models.append(load_model("mine:Times", {}, tmp_path))
+    assert [model.compute(BATCH)["double"] for model in models] == [[2.0] * 3, [3.0] * 3, [4.0] * 3]
+    assert {plain_name(str(type(model))) for model in models} == {"<class 'mine.Times'>"}
+
+
+def test_a_model_may_import_while_another_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a server's does, in the thread that computes."""
+    (tmp_path / "mine.py").write_text(LATE.replace("from neighbour import factor\n", "factor = 1.0\n", 1))
+    (tmp_path / "neighbour.py").write_text("factor = 2.0\n")
+    model, found = load_model("mine:Times", {}, tmp_path), list[Any]()
+    digest_of = project_module._digest
+
+    def while_files_are_looked_at(path: Path) -> str | None:
+        if not found:
+            computing = threading.Thread(target=lambda: found.append(model.compute(BATCH)["double"]))
+            computing.start()
+            computing.join(timeout=20)
+        return digest_of(path)
+
+    monkeypatch.setattr(project_module, "_digest", while_files_are_looked_at)
+    assert load_model("mine:Times", {}, tmp_path).compute(BATCH)["double"] == [1.0, 2.0, 2.0]
+    assert found == [[1.0, 2.0, 2.0]]
+
+
 def test_two_projects_have_modules_of_one_name(tmp_path: Path) -> None:
     for name, factor in (("a", "2.0"), ("b", "3.0")):
         write(tmp_path / name, "mine.py", factor=factor)
@@ -130,6 +175,34 @@ def test_no_module_and_no_class_are_refused_by_the_names_the_user_gave(make_proj
         load_model("store:Time", {}, tmp_path)
     (error,) = make_project(view={"model": {"use": "nowhere_at_all:Model"}}).broken.values()
     assert "there is no module 'nowhere_at_all'" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        ("mine.x:A", "unknown model 'mine.x:A': there is no module 'mine.x' on the Python path or in the project's folder "),
+        ("package.a.b:A", "unknown model 'package.a.b:A': there is no module 'package.a.b' on the Python path or in the project's folder "),
+        ("package.broken.b:A", "model 'package.broken.b:A' cannot be imported: No module named 'package.absent'"),
+        ("package.broken:A", "model 'package.broken:A' cannot be imported: ModuleNotFoundError: No module named 'package.absent' (broken.py:1)"),
+        ("mine:A", "model 'mine:A' failed to load: ValueError: no <class 'mine.A'> here (mine.py:3)"),
+    ],
+)  # fmt: skip
+def test_messages_have_the_names_the_user_gave(tmp_path: Path, use: str, message: str) -> None:
+    (tmp_path / "mine.py").write_text("class A:\n    def __init__(self):\n        raise ValueError(f'no {A} here')\n")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "package" / "broken.py").write_text("from package.absent import b\n")
+    with pytest.raises((ConfigError, ModelError)) as caught:
+        load_model(use, {}, tmp_path)
+    assert str(caught.value).startswith(message)
+
+
+def test_messages_of_torch_module_have_them_too(tmp_path: Path) -> None:
+    (tmp_path / "nets.py").write_text(
+        "import torch\nclass Net(torch.nn.Module):\n    def __init__(self):\n        raise ValueError(Net)\n"
+    )
+    with pytest.raises(ModelError, match=r"nets:Net failed to load: ValueError: <class 'nets.Net'> \(nets\.py:4\)$"):
+        load_model("torch_module", {"module": "nets:Net", "inputs": {"x": ["x"]}, "outputs": {"y": 0}}, tmp_path)
 
 
 RANKER = """
