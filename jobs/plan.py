@@ -139,14 +139,21 @@ def make_plan(
         parent = previous if reason is None else None
         try:
             diff = _diff(opened, store, parent, finished, source_rows, expired, retry_rejected)
-            break
+            whole = store.whole_chunks(view.name, finished) if diff.resumed else finished
+            if whole == finished:
+                break
+            finished = whole
         except SnapshotError as exc:
             log.warning("%s", exc)
-            if parent is not None and is_damaged(store, parent):
+            whole = store.whole_chunks(view.name, finished)
+            if whole != finished:  # those that are not what they were are computed once more
+                finished = whole
+            elif parent is not None and is_damaged(store, parent):
                 continue  # it is marked bad now, so the one before is next
-            if not finished:
+            elif finished:
+                finished = []
+            else:
                 raise
-            finished = []  # chunks of an interrupted run that are not what they were: computed once more
     compact = False
     if parent is not None:
         chain = store.chain(parent)

@@ -629,6 +629,18 @@ def test_only_chunks_of_the_same_recipe_partition_and_demand_are_taken_over(stor
     assert (found("other", None, False), found("other", day, False), found("x", None, False)) == (["d"], [], [])
 
 
+def test_chunks_that_are_whole_have_the_checksums_noted(store: OfflineStore) -> None:
+    chunks = [chunk(store, "r1", n, rejected=True) for n in range(4)]
+    assert store.whole_chunks("numbers", chunks) == chunks
+    files = [store.root / "numbers" / part.path for one in chunks for part in (one.part, one.rejected) if part is not None]
+    for path, position in ((files[0], 5), (files[3], -1)):
+        data = bytearray(path.read_bytes())
+        data[position] ^= 1
+        path.write_bytes(data)
+    files[5].unlink()
+    assert store.whole_chunks("numbers", chunks) == chunks[3:]
+
+
 def test_chunks_whose_files_are_gone_or_cut_and_those_of_committed_runs_are_not_taken_over(store: OfflineStore) -> None:
     chunks = [chunk(store, "r1", n, rejected=True) for n in range(4)]
     journal(store, "r1", *chunks)
