@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from precompute import runner
-from precompute.runner import Computed, compute
+from precompute.runner import Computed, Runner, compute
 from store.errors import ModelError
 from store.feature_view import Feature, FeatureView, IndexSpec
 from tests.arithmetic import REFUSED_AT, Doubler, raised_at
@@ -280,6 +280,47 @@ def test_a_list_feature_takes_whatever_holds_a_list_for_each_row(how: str) -> No
     done = compute(Returning(lambda _: {"f": values}), view(feature), batch([1, 2, 3]))
     assert done.features.column("f").to_pylist() == expected
     assert done.features.schema.field("f").type == feature.arrow_type
+
+
+REUSED: dict[str, tuple[Feature, Callable[[npt.NDArray[np.float64]], Any]]] = {
+    "a matrix": (Feature("f", "float64", max_items=2), lambda buffer: buffer),
+    "a list of arrays": (Feature("f", "float64", max_items=2), list),
+    "a tuple of arrays": (Feature("f", "float64", max_items=2), tuple),
+    "an object array": (Feature("f", "float64", max_items=2), lambda buffer: np.array([*buffer, None], object)[:-1]),
+    "an object array of lists": (Feature("f", "float64", max_items=2), lambda buffer: kept_lists(buffer)),
+    "an Arrow array": (Feature("f", "float64", dim=2), lambda buffer: arrow_of(buffer)),
+    "an Arrow array in chunks": (Feature("f", "float64", dim=2), lambda buffer: pa.chunked_array([arrow_of(buffer)])),
+    "vectors": (Feature("f", "float64", dim=2), list),
+}
+
+
+def arrow_of(buffer: npt.NDArray[np.float64]) -> pa.Array:
+    """The same memory."""
+    return pa.FixedSizeListArray.from_arrays(pa.array(buffer.reshape(-1)), 2)
+
+
+KEPT_LISTS = [[0.0, 0.0] for _ in range(100)]
+
+
+def kept_lists(buffer: npt.NDArray[np.float64]) -> npt.NDArray[np.object_]:
+    """Lists that are filled anew each time."""
+    for row, kept in zip(buffer.tolist(), KEPT_LISTS, strict=False):
+        kept[:] = row
+    return np.array([*KEPT_LISTS[: len(buffer)], None], object)[:-1]
+
+
+@pytest.mark.parametrize("how", REUSED)
+def test_what_a_model_returned_may_be_used_again(how: str) -> None:
+    feature, form = REUSED[how]
+    buffer = np.empty((100, 2))
+
+    def reusing(x: npt.NDArray[np.float64]) -> dict[str, Any]:
+        buffer[: len(x)] = np.stack([x, -x], axis=1)
+        return {"f": form(buffer[: len(x)])}
+
+    made = Runner(Returning(reusing), view(feature))
+    done = [row for _, computed in made.stream([batch(range(100))]) for row in computed.features.column("f").to_pylist()]
+    assert done == [[x, -x] for x in range(100)]
 
 
 @pytest.mark.parametrize(
