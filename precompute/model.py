@@ -58,8 +58,8 @@ class Model(Protocol):
         Returns:
             feature name → numpy array [rows] or [rows, dim], or an Arrow array [rows]. For a feature with ``max_items``, a list for each row: a list
             of lists, tuples or arrays, an object array of them, a matrix, or an Arrow array of lists; they may differ in length, and None is a
-            null. A row must not depend on its neighbours. The mapping and
-            numpy's arrays are copied before the next call, and may be used again.
+            null. A row must not depend on its neighbours. The mapping, its arrays, numpy's and Arrow's, and its lists are copied before the
+            next call, and may be used again.
         """
 
 
@@ -278,7 +278,7 @@ def digest(*paths: str | Path, **facts: Any) -> str:
 
     Raises:
         ConfigError: a path where there is nothing, or that cannot be read; a text that is the absolute path of a folder, of which it cannot be
-            told whether its files are meant; or a fact without a text of its own.
+            told whether its files are meant; a fact without a text of its own; or a mapping whose keys are no texts and numbers.
     """
     resolved = {name: _fact(name, value) for name, value in facts.items()}
     if paths:
@@ -290,28 +290,51 @@ def _fact(name: str, value: Any) -> Any:
     is_path = re.search(r"(^|_)paths?$", name) is not None
     match value:
         case Verbatim():
-            return value.value
+            return _verbatim(value.value)
         case Path() | ProjectPath():
             return _content(value)
         case str() if is_path:
             return _content(value)
         case str() if not value.startswith("/"):
             return plain_name(value)  # of the folder's own modules, wherever it lies
-        case str() if "\0" not in value and "\0" not in value and len(value) < 4096:
+        case str():
             path = Path(value)
-            if path.is_dir() and path != path.parent:
+            if os.path.isdir(value) and path != path.parent:  # os.path takes any text, a NUL in it or too long for a name
                 raise ConfigError(
                     f"digest: {name}={value!r} names a folder: give it as digest({name}_path=…), so that its files count, or as "
                     "Verbatim(…), so that its name does"
                 )
-            return _content(path) if path.is_file() else value
+            return _content(path) if os.path.isfile(value) else value
         case Mapping():
-            return {k: _fact(name if is_path else str(k), v) for k, v in value.items()}
+            return _with_keys({k: _fact(name if is_path else str(k), v) for k, v in value.items()})
         case list() | tuple():
             return [_fact(name, v) for v in value]
         case set() | frozenset():
             return sorted((_fact(name, v) for v in value), key=str)
     return value
+
+
+def _verbatim(value: Any) -> Any:
+    if isinstance(value, dict):
+        return _with_keys({k: _verbatim(v) for k, v in value.items()})
+    return [_verbatim(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _with_keys(made: dict[Any, Any]) -> dict[Any, Any]:
+    """A mapping that JSON can sort: with the texts that keys have there, where numbers stand beside texts."""
+    for key in made:
+        if not isinstance(key, str | int | float | None):
+            raise ConfigError(
+                f"digest: a mapping has the key {key!r:.80}, a {type(key).__name__}: give texts or numbers as keys, or a list of pairs"
+            )
+    if len({str if isinstance(key, str) else None if key is None else float for key in made}) < 2:
+        return made
+    texts = {key if isinstance(key, str) else json.dumps(key): value for key, value in made.items()}
+    if len(texts) < len(made):
+        raise ConfigError(
+            f"digest: the keys {', '.join(f'{key!r:.80}' for key in made)} of a mapping are not told apart as texts"
+        )
+    return texts
 
 
 def _content(path: str | Path) -> str:

@@ -62,8 +62,9 @@ def differing(stored: pa.Table, computed: pa.Table, view: FeatureView, precision
 
     - A vector, or a list of floats, is off by :func:`relative_errors`. One that is off by more than is known must not be nearer to what is
       stored of another row.
-    - A score is off relative to itself or to the median of the rows, whichever is larger: one near 0 has the noise of the terms it is the
-      sum of. One that is off by more than is known must keep its order among the rows.
+    - A score is off relative to itself or to the median of the rows that are not 0, whichever is larger: one near 0 has the noise of the terms
+      it is the sum of. Where all are 0, nothing tells how large these are, and only 0 is the same. One that is off by more than is known must
+      keep its order among the rows.
     - Items in a list beside a list of their scores may change places, or be the last, where their scores are the same.
     - All else is equal or not.
 
@@ -133,7 +134,9 @@ def _floats_off(feature: Feature, stored: list[Any], computed: list[Any], allowe
     else:
         errors, another = _vectors_off(before, now)
     for row, error, taken in zip(rows, errors, another, strict=True):
-        if error > allowed.limit:
+        if error == np.inf:
+            yield row, f"is {computed[row]!r:.40}, not {stored[row]!r:.40}"
+        elif error > allowed.limit:
             yield row, f"is off by {error:.2g} of its size, more than {allowed.limit:.2g}"
         elif error > allowed.known and taken:
             yield row, f"is off by {error:.2g} of its size, and stands where another row was"
@@ -152,8 +155,8 @@ def _vectors_off(stored: Sequence[_Floats], computed: Sequence[_Floats]) -> tupl
 
 def _scores_off(stored: _Floats, computed: _Floats, known: float) -> tuple[_Floats, npt.NDArray[np.bool_]]:
     """Each row's error, and whether it changed its place among the rows that are clearly above or below it."""
-    finite = np.abs(stored[np.isfinite(stored)])
-    sizes = np.maximum(np.abs(stored), np.median(finite) if len(finite) else 0)
+    found = np.abs(stored[np.isfinite(stored) & (stored != 0)])
+    sizes = np.maximum(np.abs(stored), np.median(found) if len(found) else 0)
     same = (stored == computed) | (np.isnan(stored) & np.isnan(computed))
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         errors = np.where(same, 0, np.nan_to_num(np.abs(computed - stored) / sizes, nan=np.inf, posinf=np.inf))

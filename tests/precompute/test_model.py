@@ -305,6 +305,28 @@ def test_a_text_stands_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len({digest(a="1"), digest(a=1), digest(a=True), digest(b="1"), digest(a=["1"]), digest()}) == 6
 
 
+@pytest.mark.parametrize("form", [lambda fact: fact, Verbatim])
+def test_a_mapping_counts_with_its_keys_in_any_order(form: Callable[[Any], Any]) -> None:
+    """Whatever they are; and as it was, so that fingerprints stay what they are."""
+    for of_one_kind in ({"b": 1, "a": 2}, {10: 1, 2: 2, True: 3}, {1.5: 1, 2: 2}, {None: 1}):
+        as_it_was = json.dumps({"a": [of_one_kind]}, sort_keys=True)
+        assert digest(a=[form(of_one_kind)]) == hashlib.sha256(as_it_was.encode()).hexdigest()
+    mixed = digest(a=form({1: 2, "b": 3, None: 4}))
+    assert mixed == digest(a=form({"b": 3, None: 4, 1: 2}))
+    assert len({mixed, digest(a=form({1: 2, "b": 4, None: 4})), digest(a=form({2: 2, "b": 3, None: 4}))}) == 3
+    for keys, message in (
+        ({(1, 2): 3}, r"the key \(1, 2\), a tuple: give texts or numbers"),
+        ({1: 2, "1": 3}, "keys 1, '1' of a mapping"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            digest(a=form(keys))
+
+
+@pytest.mark.parametrize("text", ["/a\0b", "/" + "a" * 300, "/" + "a/" * 3000])
+def test_a_text_that_can_be_no_files_name_stands_for_itself(text: str) -> None:
+    assert digest(text=text) == digest(text=Verbatim(text))
+
+
 def test_the_name_of_a_folder_is_told_apart_or_said_to_be_meant(weights: Path) -> None:
     with pytest.raises(ConfigError, match=r"digest\(model_path=…\).*Verbatim"):
         digest(model=str(weights.parent))

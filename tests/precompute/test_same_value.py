@@ -193,6 +193,15 @@ def test_a_score_near_zero_has_the_noise_of_the_others() -> None:
     assert list(differing(table(of, [0.0]), table(of, [1e-9]), of, "bf16-eager")) == [0]  # and of nothing, none
 
 
+def test_a_score_near_zero_has_the_noise_of_the_others_where_most_are_zero() -> None:
+    of = view(Feature("s", "float32"))
+    rest = [0.0] * 12 + [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    assert differing(table(of, [1e-7, *rest]), table(of, [0.0, *rest]), of, "fp32-eager") == {}
+    assert differing(table(of, [0.0, *rest]), table(of, [-1e-7, *rest]), of, "fp32-eager") == {}
+    assert list(differing(table(of, [0.0, *rest]), table(of, [1e-3, *rest]), of, "fp32-eager")) == [0]
+    assert differing(table(of, [0.0, 0.0]), table(of, [0.0, 0.5]), of, "fp32-eager") == {1: "s is 0.5, not 0.0"}
+
+
 @pytest.mark.parametrize(
     ("feature", "value", "others"),
     [
