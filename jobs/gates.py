@@ -359,14 +359,23 @@ def _readable(store: OfflineStore, view: str, number: int) -> Snapshot | None:
 
 
 def _whole_files(store: OfflineStore, snapshot: Snapshot) -> Files:
-    """Of a damaged snapshot, the files whose keys and hashes can be read.
+    """Of a damaged snapshot, the files whose keys and hashes can be read. Where those that tell which rows are dead cannot, the rows count as alive.
 
     Raises:
-        SnapshotError: a manifest, or which rows are dead, cannot be read.
+        SnapshotError: a manifest cannot be read.
     """
     chain = store.chain(snapshot)
     parts = {part.path: (layer, part) for layer in chain for part in layer.parts}
-    dead = dead_rows(list(parts), [store.checked_path(layer, layer.deletes) for layer in chain if layer.deletes is not None])
+    deletes: list[Path] = []
+    for layer in chain:
+        if layer.deletes is not None:
+            try:
+                path = store.checked_path(layer, layer.deletes)
+                dead_rows(list(parts), [path])
+                deletes.append(path)
+            except SnapshotError as exc:
+                log.warning("%s", exc)
+    dead = dead_rows(list(parts), deletes)
     whole: list[Path] = []
     dead_of_whole = {}
     for position, (layer, part) in enumerate(parts.values()):

@@ -1,7 +1,7 @@
 """Garbage collection: which snapshots and files may go, and their removal.
 
-A snapshot stays while anything can reach it: it is live, was live before, is pinned, is one of the newest, is younger than the grace, another
-view's live snapshot was computed from it, or one that stays builds on it. Files no manifest names are what killed runs left; they go
+A snapshot stays while anything can reach it: it is live, was live before, is pinned, is one of the newest, is younger than the grace, was rolled
+back from last or gone back to then, another view's live snapshot was computed from it, or one that stays builds on it. Files no manifest names are what killed runs left; they go
 after the grace too, since the next run may take them over until then.
 
 A manifest that cannot be read holds up what it may need, and no more. Where the catalog knows what it said when it was whole, it is treated as any
@@ -201,9 +201,12 @@ def _reachable(
     else:
         roots |= set(manifests)  # without a pointer nobody can tell what is in use
     bad = store.bad(view)
-    at_fault = [number for number, mark in bad.items() if mark.rows and number in manifests]
-    if at_fault:
-        roots.add(max(at_fault))  # its rows are recognised when they come again
+    at_fault: set[int] = set()  # its rows are recognised when they come again, by what was gone back to: what both hold is good
+    number = max((number for number, mark in bad.items() if mark.rows and number in manifests), default=None)
+    while number is not None and number not in at_fault:
+        at_fault.add(number)
+        number = bad[number].back_to if number in bad else None
+    roots |= at_fault
     newest: dict[str | None, list[int]] = {}
     for number in sorted(manifests, reverse=True):
         of_partition = newest.setdefault(manifests[number].partition, [])

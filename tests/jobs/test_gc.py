@@ -109,7 +109,20 @@ def test_what_was_rolled_back_from_last_stays_to_be_recognised(make_project: Mak
     rollback(published(make_project, [1.0, 2.0], keep=1), "numbers", Silent())
     project = published(make_project, [3.0, 4.0, 5.0], keep=1)
     gc(project)
-    assert numbers(project) == [2, 4, 5]
+    assert numbers(project) == [1, 2, 4, 5]  # and 1, by which they are told from what was good
+
+
+def test_of_two_rollbacks_in_a_row_all_that_recognises_the_bad_rows_stays(make_project: MakeProject) -> None:
+    project = published(make_project, [1.0, 2.0, 3.0], keep=3)
+    for _ in range(2):
+        rollback(project, "numbers", Silent())
+    project = published(make_project, [4.0, 5.0, 6.0], keep=1)
+    gc(project)
+    assert numbers(project) == [1, 2, 3, 5, 6]
+    rollback(project, "numbers", Silent())
+    project = published(make_project, [7.0, 8.0], keep=1)
+    gc(project)
+    assert numbers(project) == [5, 6, 7, 8]
 
 
 def test_a_number_is_never_given_twice(make_project: MakeProject) -> None:

@@ -148,6 +148,23 @@ def test_rows_of_snapshots_between_the_good_and_the_bad_one_are_at_fault_too(mak
     assert newest(make_project(view=VIEW)).parent == 2  # which nobody marked
 
 
+def test_the_rows_at_fault_are_known_after_collections_though_every_row_was_computed(make_project: MakeProject) -> None:
+    """What the good one held is no part of them, however much of it changed since."""
+    project = {"retention": {"keep": 1, "grace": "0s"}}
+
+    def day(rows: Mapping[int, float], **options: Any) -> Report:
+        return run_view(make_project(list(rows.items()), view=VIEW, project=project), "numbers", Silent(), **options)
+
+    day(GOOD)
+    day(GOOD | {0: BAD[0], 1: BAD[1]}, full=True)
+    rollback(make_project(view=VIEW, project=project), "numbers", Silent())
+    for later in (NEW, {i: x + 0.125 for i, x in NEW.items()}):
+        rows = later | {i: GOOD[i] for i in range(8)}
+        assert day(rows, full=True).status == "published"
+    with pytest.raises(GateError, match="rolled_back: 2 of the 2 rows come again that snapshot 2 had computed"):
+        day(rows | {0: BAD[0], 1: BAD[1]})
+
+
 def test_the_worst_of_several_counts(make_project: MakeProject) -> None:
     run(make_project, GOOD)
     for rows in (BAD, NEW):
@@ -250,3 +267,20 @@ def test_damage_of_one_does_not_hide_the_rows_of_another(
         path.write_bytes(b"nothing")
     with pytest.raises(GateError, match=f"rolled_back: {said} had computed"):
         run(make_project, again | {39: 7.0}, full=True)
+
+
+@pytest.mark.parametrize("damaged", [[], [2], [3], [2, 3]])
+def test_lost_deletes_hide_no_rows_that_were_at_fault(make_project: MakeProject, damaged: list[int]) -> None:
+    run(make_project, GOOD)
+    run(make_project, GOOD | {39: NEW[39]})
+    bad = GOOD | {39: NEW[39]} | {i: BAD[i] for i in range(5)}
+    run(make_project, bad)
+    back(make_project)
+    store = OfflineStore(make_project(view=VIEW).root)
+    for number in damaged:
+        snapshot = store.snapshot("numbers", number)
+        assert (snapshot.kind, snapshot.deletes is None) == ("delta", False)
+        assert snapshot.deletes is not None
+        (store.root / "numbers" / snapshot.deletes.path).unlink()
+    with pytest.raises(GateError, match="rolled_back: 5 of the 5 rows come again that snapshot 3 had computed"):
+        run(make_project, bad | {38: 7.0})
