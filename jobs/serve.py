@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import uvicorn
 
 from jobs.config import Project
-from jobs.fallback import ViewFallback
+from jobs.fallback import REFUSED_S, ViewFallback
 from store.api.app import create_app
 from store.errors import ConfigError, PrecomputeError
 from store.lookup import Lookup
 from store.offline_store import OfflineStore
+from store.online_store import Pointer
 from store.online_url import open_online_store
 
 log = logging.getLogger(__name__)
@@ -36,7 +39,8 @@ class Warmer:
     def __init__(self, lookup: Lookup, fallback: ViewFallback) -> None:
         self._lookup, self._fallback = lookup, fallback
         self._stop = threading.Event()
-        self._seen: dict[str, tuple[int, str]] = {}
+        self._seen: dict[str, tuple[tuple[int, str], float]] = {}
+        """View → its publishing that was opened last, and when to try again: a monotonic time, infinite once all of it is open."""
         self.warming = True
         self._thread = threading.Thread(target=self._loop, name="warmer", daemon=True)
         self._thread.start()
@@ -58,16 +62,29 @@ class Warmer:
     def _round(self) -> None:
         for name in self._lookup.online.views():
             pointer = self._lookup.online.live(name)
-            if pointer is None or self._seen.get(name) == pointer.publishing:
+            if pointer is None:
                 continue
-            try:
-                self._lookup.warm(pointer)
-            except PrecomputeError as exc:
-                log.error("view %r is not searchable: %s", name, exc)
-            if pointer.view.fallback and not self._stop.is_set():
-                self._fallback.warm(pointer)
-            self._seen[name] = pointer.publishing
-            log.info("view %r: snapshot %d is live, %d rows", name, pointer.snapshot, pointer.rows)
+            publishing, again_at = self._seen.get(name, (None, 0.0))
+            if publishing == pointer.publishing and time.monotonic() < again_at:
+                continue
+            is_open = self._open(name, pointer)
+            # weights that are not there yet may come; nobody's miss need wait for them then
+            self._seen[name] = pointer.publishing, math.inf if is_open else time.monotonic() + REFUSED_S
+            if publishing != pointer.publishing:
+                log.info("view %r: snapshot %d is live, %d rows", name, pointer.snapshot, pointer.rows)
+
+    def _open(self, name: str, pointer: Pointer) -> bool:
+        """Whether all is open by now; what is not was logged."""
+        try:
+            self._lookup.warm(pointer)
+            is_open = True
+        except PrecomputeError as exc:
+            log.error("view %r is not searchable: %s", name, exc)
+            is_open = False
+        if pointer.view.fallback and not self._stop.is_set():
+            self._fallback.warm(pointer)
+            is_open = is_open and self._fallback.ready(pointer)
+        return is_open
 
 
 def serve(project: Project, announce: Callable[[str], None]) -> None:

@@ -394,6 +394,29 @@ def test_it_is_ready_for_the_epoch_it_was_warmed_for(make_project: MakeProject) 
         online.close()
 
 
+def test_a_model_that_comes_after_its_snapshot_went_live_is_opened_without_a_miss(
+    make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.serve.WARM_EVERY_S", 0.01)
+    for where in ("jobs.serve", "jobs.fallback"):
+        monkeypatch.setattr(f"{where}.REFUSED_S", 0.01)
+    project, weights = _scaled(make_project, tmp_path, 4.0)
+    publish(project)
+    weights.write_text("3.0")
+    lookup = open_lookup(project)
+    fallback, pointer = lookup.fallback, lookup.online.live("numbers")
+    assert isinstance(fallback, ViewFallback)
+    assert pointer is not None
+    warmer = Warmer(lookup, fallback)
+    try:
+        eventually(lambda: not warmer.warming)
+        assert not fallback.ready(pointer)
+        weights.write_text("4.0")
+        eventually(lambda: fallback.ready(pointer))
+    finally:
+        warmer.stop()
+
+
 @pytest.mark.parametrize("ended", ["dropped", "root removed"])
 def test_a_view_that_began_anew_is_computed_by_its_own_model(
     make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: str
