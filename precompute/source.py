@@ -126,17 +126,16 @@ def _tree(connection: duckdb.DuckDBPyConnection, sql: str) -> Any:
 
 
 def _statement(sql: str) -> str:
-    """The one statement of checked SQL, without the semicolon and comment that may end it."""
-    text = sql.strip()
-    while ";" in text:
-        head = text[: text.rindex(";")]
-        try:
-            if len(duckdb.extract_statements(head)) != 1:
-                break
-        except duckdb.Error:  # the semicolon stands inside a string or comment
-            break
-        text = head
-    return text
+    """The one statement of the SQL, without the semicolons around it; comments stay.
+
+    Raises:
+        ConfigError: as :func:`check_sql` does.
+    """
+    check_sql(sql)
+    statement = duckdb.extract_statements(sql)[0].query  # from its first word on
+    text = statement.encode()  # DuckDB's offsets are of bytes
+    ends = (at for at, _ in duckdb.tokenize(statement) if text[at : at + 1] == b";")  # none in a text or comment
+    return text[: next(ends, None)].decode()
 
 
 def check_sql(sql: str) -> None:

@@ -132,6 +132,29 @@ def test_sql_may_end_with_a_semicolon_or_comment(end: str) -> None:
         assert source.table(f"SELECT 3 AS y{end}").to_pylist() == [{"y": 3}]
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "kept"),
+    [
+        (" -- all; but the small", "\nWHERE id > 1", [2, 3]),
+        (" -- all;", "\nWHERE id > 1 -- not; the; first", [2, 3]),
+        (" -- all; /*", "\nWHERE id > 1 -- */", [2, 3]),
+        (" /* ; -- */", " WHERE id > 1; -- end; x", [2, 3]),
+        ("", " WHERE id > 1 AND x <> ';'; /* a; /* b; */ c; */ ;; -- d", [2, 3]),
+        (" -- é; ü", "\n WHERE x <> 'é; ü' AND x <> $$;--$$ AND id > 1 ; -- ü; é", [2, 3]),
+        (" WHERE\u3000id", " > 1 AND x <> '\u3000;';", [2, 3]),
+        ("", "; -- WHERE id > 1", [1, 2, 3]),
+    ],
+)
+@pytest.mark.parametrize("folder", [None, Path("/nowhere")])
+def test_a_semicolon_in_a_comment_or_text_cuts_nothing_off(before: str, after: str, kept: list[int], folder: Path | None) -> None:
+    sql = f"-- one; two\nSELECT id, 'x' || id AS x FROM range(1, 4) t(id){before}{after}"
+    with Source(sql, ("id",), {}, folder=folder) as source:
+        assert source.load() == len(kept)
+        assert [row["id"] for batch in source.batches(10) for row in batch.to_pylist()] == kept
+        assert sorted(ids_of(source.rows(["1", "2", "3"]))) == kept
+        assert ids_of(source.table(sql)) == kept
+
+
 def test_memory_stays_bounded_when_the_source_grows() -> None:
     """Five times the rows, 100 MB of text more, cost next to nothing beyond ``memory_mb``."""
     script = """
@@ -425,6 +448,9 @@ def test_nothing_is_left_on_disk_after_close(tmp_path: Path, monkeypatch: pytest
         ("SELECT * FROM x -- not from live.items", []),
         ("SELECT * FROM LIVE.Items", ["items"]),
         ('SELECT * FROM live."items"', ["items"]),
+        ("SELECT * FROM x -- a; b\nWHERE v IN (SELECT v FROM live.items)", ["items"]),
+        ("SELECT * FROM x -- a; /*\nJOIN live.items USING (id) -- */", ["items"]),
+        ("SELECT * FROM x; -- FROM live.items; end", []),
     ],
 )
 def test_the_views_that_sql_reads_are_known(sql: str, views: list[str]) -> None:
@@ -825,6 +851,14 @@ def test_sql_may_take_one_of_the_bounds_or_use_them_as_it_likes(where: str, ids:
     with Source(f"SELECT id FROM {DAYS} WHERE {where}", ("id",), {}, bounds=DAY) as source:
         assert source.load() == len(ids)
         assert [row["id"] for row in next(source.batches(10)).to_pylist()] == ids
+
+
+def test_the_bounds_of_a_partition_are_found_after_a_semicolon_in_a_comment() -> None:
+    sql = f"SELECT id FROM {DAYS} -- one day; no more\nWHERE day >= $start -- from; to\nAND day < $end; -- the end; of $it"
+    for folder in (None, Path("/nowhere")):
+        with Source(sql, ("id",), {}, bounds=DAY, folder=folder) as source:
+            assert source.load() == 1
+            assert ids_of(source.rows(["1", "2", "3"])) == ids_of(source.table(sql)) == [2]
 
 
 @pytest.mark.parametrize(
