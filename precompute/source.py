@@ -233,6 +233,11 @@ class Source:
                 self._types = dict(zip(none.columns, map(str, none.types), strict=True))
                 self.schema: pa.Schema = none.to_arrow_table().schema
             self._check_entity()
+            # Earlier results have no collation: keys are compared with theirs, and with each other, as bytes, whatever the SQL's own column has.
+            texts = [quoted(column) for column in self.entity if not self._is_integer(column)]
+            if texts:
+                as_bytes = ", ".join(f'{column} COLLATE "binary" AS {column}' for column in texts)
+                self._sql = f"SELECT * REPLACE ({as_bytes}) FROM ({self._sql}\n)"
         except BaseException:
             self.close()
             raise

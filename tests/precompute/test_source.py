@@ -706,6 +706,36 @@ def test_a_changed_row_among_many_is_found_and_the_rest_streams_past(tmp_path: P
         ]
 
 
+@pytest.mark.parametrize("block_rows", [100, 10_000])
+@pytest.mark.parametrize("collation", ["NOCASE", "NOACCENT", "de"])
+def test_keys_are_compared_as_bytes_whatever_the_sqls_collation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collation: str, block_rows: int
+) -> None:
+    """Every other key is upper case, so that they ascend in another order by the collation; three come in both cases."""
+    monkeypatch.setattr("precompute.source.BLOCK_ROWS", block_rows)
+    keys = [f"{'aA'[i % 2]}{i:04d}x" for i in range(1000)]
+    twins = [key.swapcase() for key in keys[:3]]
+    plain = values_sql(tmp_path, pa.table({"k": keys + twins, "x": [0] * 1003}))
+    collated = f"SELECT k COLLATE {collation} AS k, x FROM ({plain})"
+    with Source(collated, ("k",), {}) as source:
+        assert source.load() == 1003
+        rows = pa.Table.from_batches(source.batches(2000))
+        assert sorted(source.rows([keys[0], twins[1]]).column("k").to_pylist()) == sorted([keys[0], twins[1]])
+        assert source.content() == content_of(plain, ("k",))
+    known = rows.append_column("computed_at", pa.array([7] * 1003, pa.timestamp("us", "UTC"))).sort_by("k")
+    pq.write_table(known, tmp_path / "known.parquet")
+    for order in ("", "ORDER BY k", "ORDER BY k COLLATE C"):
+        changed = (
+            f"FROM ({collated}) WHERE k COLLATE C NOT IN ({', '.join(map(repr, [*twins, keys[500]]))}) UNION ALL SELECT 'ä', 0"
+        )
+        with Source(f"FROM ({changed}) {order}", ("k",), {}) as source:
+            assert source.load() == 1000
+            expected = Diff(new=1, unchanged=999, removed=4, oldest_us=7, newest_us=7)
+            assert source.diff(Files([tmp_path / "known.parquet"])) == expected
+            assert [row["k"] for batch in source.batches(10) for row in batch.to_pylist()] == ["ä"]
+            assert sorted(row["key_k"] for row in source.deletes().to_pylist()) == sorted([*twins, keys[500]])
+
+
 def test_files_that_cannot_be_compared_with_are_damage_and_no_fault_of_the_source(tmp_path: Path) -> None:
     (tmp_path / "part.parquet").write_bytes(b"not Parquet")
     for files in ({"known": Files([tmp_path / "part.parquet"])}, {"refused": [tmp_path / "part.parquet"]}):
