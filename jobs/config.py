@@ -320,6 +320,8 @@ class ViewConfig(_Strict):
             )
         wanted = parameters(self.source.sql)
         for name, query in model_queries(self.model.args).items():
+            if not isinstance(query, str):
+                raise ValueError(f"model.args.{name}.sql: {query!r} is no text: write one SELECT")
             try:
                 check_sql(query)
             except ConfigError as exc:

@@ -145,8 +145,9 @@ def check_sql(sql: str) -> None:
         ConfigError: with DuckDB's own words.
     """
     try:
+        sql.encode()  # half of a character is a TypeError to DuckDB
         statements = duckdb.extract_statements(sql)
-    except duckdb.Error as exc:
+    except (duckdb.Error, UnicodeEncodeError) as exc:
         raise ConfigError(f"not valid SQL: {_first_line(exc)}") from exc
     if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
         raise ConfigError("a source is exactly one SELECT statement")

@@ -102,6 +102,15 @@ VIEW_MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "bad SQL": ({"source": {"sql": "SELEC 1"}}, ["source.sql", "SELEC 1", "syntax error"]),
     "several statements": ({"source": {"sql": "SELECT 1; DROP TABLE x"}}, ["source.sql", "DROP TABLE x", "one SELECT"]),
     "DDL": ({"source": {"sql": "CREATE TABLE x AS SELECT 1"}}, ["source.sql", "CREATE TABLE x", "one SELECT"]),
+    "SQL of nothing in args": (
+        {"model": {"use": "top_k", "args": {"items": {"sql": None}}}},
+        ["model.args.items.sql", "None", "write one SELECT"],
+    ),
+    "SQL of a number in args": (
+        {"model": {"use": "top_k", "args": {"items": {"sql": 7}}}},
+        ["model.args.items.sql", "7", "SELECT"],
+    ),
+    "bad SQL in args": ({"model": {"use": "top_k", "args": {"items": {"sql": ""}}}}, ["model.args.items.sql", "one SELECT"]),
     "unknown variable": ({"source": {"sql": "SELECT '${dta}'"}}, ["${dta}", "vars", "PRECOMPUTE_VARS__DTA"]),
     "another name": ({"name": "other"}, ["name", "'other'", "views/other.yaml"]),
     "unknown live view": (

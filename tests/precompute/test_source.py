@@ -338,6 +338,7 @@ def test_at_most_some_contradicting_keys_are_named() -> None:
         ("", "exactly one SELECT"),
         ("-- nothing", "exactly one SELECT"),
         ("SELEC 1", "not valid SQL.*SELEC"),
+        ("SELECT '\ud800'", "not valid SQL.*character"),
         ("SELECT 1 AS id; SELECT 2 AS id", "exactly one SELECT"),
         ("SELECT 1 AS id; DROP TABLE x", "exactly one SELECT"),
         ("CREATE TABLE t AS SELECT 1 AS id", "exactly one SELECT"),
