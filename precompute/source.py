@@ -510,7 +510,7 @@ class Source:
                 self._connection.execute(
                     "INSERT INTO refused SELECT i.rowid, min(o.key), min(o.stage), min(o.error), min(o.input_hash), max(o.attempts) "
                     f"FROM (SELECT key, input_hash, min(stage) AS stage, min(error) AS error, max(attempts) AS attempts "
-                    f"FROM read_parquet([{_listed(refused)}]) GROUP BY key, input_hash) o "
+                    f"FROM {_parquet(refused)} GROUP BY key, input_hash) o "
                     f"JOIN (SELECT rowid, input_hash, {self._key_text_sql()} AS key FROM input) i "
                     "ON i.key IS NOT DISTINCT FROM o.key AND i.input_hash = o.input_hash JOIN plan p ON p.i = i.rowid "
                     "WHERE p.state < 3 AND i.rowid NOT IN (SELECT i FROM taken) GROUP BY i.rowid"
@@ -723,7 +723,7 @@ class Source:
             keys = ", ".join(f"NULL::{'BIGINT' if self._is_integer(c) else 'VARCHAR'} AS {quoted(c)}" for c in self.entity)
             nothing = "NULL::BIGINT AS input_hash, NULL::TIMESTAMPTZ AS computed_at, NULL::BIGINT AS file_index, NULL::BIGINT AS file_row_number"
             return f"SELECT {columns} FROM (SELECT {keys}, {nothing}) WHERE false"
-        read = f"read_parquet([{_listed(files.paths)}])"
+        read = _parquet(files.paths)
         if not files.dead:
             return f"SELECT {columns} FROM {read}"
         dead = pa.table(
@@ -758,8 +758,10 @@ def interrupt_sources() -> None:
         source.interrupt()
 
 
-def _listed(paths: Sequence[Path]) -> str:
-    return ", ".join("'" + str(path).replace("'", "''") + "'" for path in paths)
+def _parquet(paths: Sequence[Path]) -> str:
+    """SQL of the columns that files of ours have: a folder above them, ``env=prod``, is no partition."""
+    listed = ", ".join("'" + str(path).replace("'", "''") + "'" for path in paths)
+    return f"read_parquet([{listed}], hive_partitioning = false)"
 
 
 def _is_canonical_integer(text: str) -> bool:

@@ -737,6 +737,22 @@ def test_keys_are_compared_as_bytes_whatever_the_sqls_collation(
             assert sorted(row["key_k"] for row in source.deletes().to_pylist()) == sorted([*twins, keys[500]])
 
 
+def test_files_of_ours_have_no_columns_of_the_folders_above_them(tmp_path: Path) -> None:
+    folder = tmp_path / "id=9" / "env=prod"
+    folder.mkdir(parents=True)
+    with Source("SELECT id, 1 AS x FROM range(3) t(id)", ("id",), {}) as source:
+        source.load()
+        rows = pa.Table.from_batches(source.batches(10))
+    columns = rows.append_column("computed_at", pa.array([7] * 3, pa.timestamp("us", "UTC")))
+    pq.write_table(columns, folder / "known.parquet")
+    refused = rejected_file(folder, [("2", rows["input_hash"][2].as_py(), 1)])
+    known = Files([folder / "known.parquet"], {0: np.array([2], np.int64)})
+    with Source("SELECT id, x FROM live.items UNION ALL SELECT 2, 1", ("id",), {"items": known}) as source:
+        assert source.table("FROM live.items").column_names == ["id", "x", "input_hash", "computed_at"]
+        source.load()
+        assert source.diff(known, refused=[refused]) == Diff(new=1, unchanged=2, refused=1, oldest_us=7, newest_us=7)
+
+
 def test_files_that_cannot_be_compared_with_are_damage_and_no_fault_of_the_source(tmp_path: Path) -> None:
     (tmp_path / "part.parquet").write_bytes(b"not Parquet")
     for files in ({"known": Files([tmp_path / "part.parquet"])}, {"refused": [tmp_path / "part.parquet"]}):
