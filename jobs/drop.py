@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,11 @@ from jobs.config import Project
 from store.errors import ConfigError, ConflictError, SnapshotError
 from store.feature_view import NAME
 from store.lease import holder, is_held, take
-from store.offline_store import PUBLISH_LEASE, OfflineStore
+from store.offline_store import DROP_LEASE, PUBLISH_LEASE, OfflineStore
 from store.online_url import open_online_store
 from store.reserve import spending_reserve
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ def look(project: Project, name: str, *, data: bool = False) -> Dropped:
     """What :func:`drop` would remove.
 
     Raises:
-        ConfigError: there is no such view anywhere, or a configured one reads it.
+        ConfigError: there is no such view anywhere, or another one reads it.
         OnlineStoreError: the online store does not answer.
     """
     store, configured = OfflineStore(project.root), name in project.names
@@ -43,11 +46,24 @@ def look(project: Project, name: str, *, data: bool = False) -> Dropped:
     if not known:
         there = ", ".join(sorted({*store.views(), *project.names})) or "none"
         raise ConfigError(f"no view {name!r}: neither configured, nor served, nor under {store.root} (there are: {there})")
-    readers = [other for other, view in project.views.items() if other != name and name in view.inputs()]
+    readers = _readers(project, store, name)
     if readers:
-        raise ConfigError(f"view {name!r} is read by {', '.join(readers)}, as live.{name}: change or drop these first")
+        raise ConfigError(f"view {name!r} is read by {', '.join(readers)}, as live.{name}: change and run, or drop, these first")
     size_bytes = sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file())
     return Dropped(name, served, configured, len(store.numbers(name)), size_bytes, data)
+
+
+def _readers(project: Project, store: OfflineStore, name: str) -> list[str]:
+    """Views that read it: as they are configured, and as what is live of them was computed, whose fallback reads it whatever became of their files."""
+    found = {other for other, view in project.views.items() if name in view.inputs()}
+    for other in store.views():
+        ref = store.readable_live(other)
+        try:
+            if ref is not None and name in store.snapshot(other, ref.snapshot).inputs:
+                found.add(other)
+        except SnapshotError as exc:  # then its fallback reads nothing
+            log.warning("%s", exc)
+    return sorted(found - {name})
 
 
 def drop(project: Project, name: str, *, data: bool = False) -> Dropped:
@@ -69,6 +85,8 @@ def drop(project: Project, name: str, *, data: bool = False) -> Dropped:
         if folder.is_dir():
             busy = f"view {name!r} is being published, rolled back or cleaned up; wait for it"
             held.enter_context(take(folder, PUBLISH_LEASE, "drop", ttl_s=project.settings.lease, busy=busy))
+            # A run that begins from here on sees this lease, and one that began before is seen now.
+            held.enter_context(take(folder, DROP_LEASE, "drop", ttl_s=project.settings.lease, busy=busy))
             _check_idle(folder, name)
         with contextlib.closing(open_online_store(project.online)) as online:
             online.forget(name)
@@ -91,7 +109,7 @@ def _check_idle(folder: Path, name: str) -> None:
     """
     for path in sorted(folder.glob("lease-*.json")):
         lease = path.stem.removeprefix("lease-")
-        if lease != PUBLISH_LEASE and is_held(folder, lease):
+        if lease not in (PUBLISH_LEASE, DROP_LEASE) and is_held(folder, lease):
             by = holder(folder, lease)
             raise ConflictError(
                 f"view {name!r} is being computed (lease {lease!r}, process {by.pid if by else '?'}): wait for it, or end it with SIGTERM"

@@ -19,10 +19,10 @@ from jobs.progress import Progress
 from jobs.publish import accepted, check_publishable, keeps_live, newest_publishable, publish, renew
 from jobs.report import PUBLISHING, Report, close_dead, recorded
 from store.crashpoint import crashpoint
-from store.errors import ConfigError, PrecomputeError, RequestError, SnapshotError
+from store.errors import ConfigError, ConflictError, PrecomputeError, RequestError, SnapshotError
 from store.feature_view import known_fields
-from store.lease import Lease, take
-from store.offline_store import PUBLISH_LEASE, OfflineStore, run_lease
+from store.lease import Lease, is_held, take
+from store.offline_store import DROP_LEASE, PUBLISH_LEASE, OfflineStore, run_lease
 from store.online_url import open_online_store
 from store.partition import Partition
 from store.reserve import keep_reserve
@@ -75,7 +75,7 @@ def run_view(
         the report, as written.
 
     Raises:
-        ConflictError: another run of the view, or of the partition, is going on.
+        ConflictError: another run of the view, or of the partition, is going on, or the view is being dropped.
         GateError: a gate refused to publish; the snapshot is committed.
         PrecomputeError: what :func:`materialize` and :func:`publish` raise; the report says it too.
     """
@@ -99,6 +99,8 @@ def run_view(
                     store.lease_folder(name), run_lease(part), command, ttl_s=project.settings.lease, busy=busy, wait_s=BRIEFLY_S
                 )
             )
+            if is_held(store.lease_folder(name), DROP_LEASE):
+                raise ConflictError(f"view {name!r} is being dropped; run it again if it is to be computed anew")
             close_dead(store, name, part)
             if due is not None and (done := _done(store, name, due)) is not None:
                 log.info("view %r: the run due at %s is done already", name, due)

@@ -897,6 +897,8 @@ _STAMP = "%Y%m%dT%H%M%S.%fZ"
 
 PUBLISH_LEASE = "publish"
 """Name of the lease that publishing, rolling back and removing snapshots hold."""
+DROP_LEASE = "drop"
+"""Name of the lease that the end of a view holds, besides: no run begins meanwhile."""
 
 
 def utc_now() -> str:

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import redis
 
+from jobs import drop as drop_module
 from jobs.cli import main
 from jobs.config import Project
+from jobs.drop import drop
 from jobs.progress import Silent
 from jobs.run import run_view
-from store.errors import RequestError
+from store.errors import ConflictError, RequestError
 from store.lease import take
 from store.lookup import Lookup
 from store.offline_store import OfflineStore, run_lease
@@ -159,6 +161,46 @@ def test_what_is_in_use_is_not_dropped(published: Callable[..., Project], capsys
     assert served(project) == ["numbers", "others"]
     assert call(project, "drop", "others", "--yes") == 0
     assert "still configured" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("broken", ["a typo", "gone"])
+def test_what_a_live_view_was_computed_from_is_not_dropped_whatever_became_of_its_file(
+    published: Callable[..., Project], capsys: Captured, broken: str
+) -> None:
+    project = published(source={"sql": "SELECT id, double / 2 AS x FROM live.numbers"})
+    path = project.folder / "views" / "others.yaml"
+    written = path.read_text()
+    if broken == "gone":
+        path.unlink()
+    else:
+        path.write_text(written + "tttl: 1h\n")
+    assert call(project, "drop", "numbers", "--data", "--yes") == 2
+    assert "read by others, as live.numbers" in capsys.readouterr().err
+    assert served(project) == ["numbers", "others"]
+    path.write_text(written.replace("double / 2 AS x FROM live.numbers", "x FROM read_parquet('${data}/data.parquet')"))
+    assert call(project, "drop", "numbers", "--yes") == 2  # what is live reads it until the next run
+    run_view(Project(project.folder, {}), "others", Silent())
+    assert call(project, "drop", "numbers", "--data", "--yes") == 0
+    assert served(project) == ["others"]
+
+
+@pytest.mark.parametrize("data", [False, True])
+def test_no_run_begins_while_a_view_is_dropped(
+    published: Callable[..., Project], monkeypatch: pytest.MonkeyPatch, data: bool
+) -> None:
+    project, checked = published(), drop_module._check_idle
+
+    def then_a_run(*arguments: Any) -> None:
+        checked(*arguments)
+        with pytest.raises(ConflictError, match="view 'numbers' is being dropped"):
+            run_view(project, "numbers", Silent(), full=True)
+
+    monkeypatch.setattr(drop_module, "_check_idle", then_a_run)
+    drop(project, "numbers", data=data)
+    assert (served(project), OfflineStore(project.root).live("numbers")) == (["others"], None)
+    assert OfflineStore(project.root).numbers("numbers") == ([] if data else [1])
+    assert run_view(project, "numbers", Silent()).status == "published"
+    assert served(project) == ["numbers", "others"]
 
 
 @pytest.mark.parametrize(("answer", "left"), [("y", ["others"]), ("n", ["numbers", "others"]), ("", ["numbers", "others"])])
