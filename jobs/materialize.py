@@ -348,12 +348,19 @@ def _judged_again(
         opened.convert()
     before = [gate for gate in snapshot.gates if gate["gate"] == "accuracy"]  # passed or accepted, or nothing had been computed
     judged = _judged(config, opened, store, snapshot, {*accept, *(gate["gate"] for gate in before)}, before, None)
+    judged = replace(judged, accepted=tuple(sorted({*judged.accepted, *_still_accepted(snapshot, judged)})))
     report.gates = [dict(gate) for gate in judged.gates]
     if judged.refused_by == snapshot.refused_by:
         return snapshot
     judged = store.commit(replace(judged, run=report.run, created_at=utc_now(), source_at=report.source_at), lease)
     report.snapshot, report.status = judged.number, "committed"
     return judged
+
+
+def _still_accepted(before: Snapshot, now: Snapshot) -> set[str]:
+    """Gates that refuse both, were accepted, and say the very same again: half the rows of what was live then are not half the rows of what is live now."""
+    said, says = ({(gate["gate"], gate["message"]) for gate in of.gates if not gate["passed"]} for of in (before, now))
+    return {name for name, _ in says & said if name in before.accepted} - {name for name, _ in says - said}
 
 
 def _counts_json(counts: Counts) -> dict[str, int]:

@@ -277,6 +277,33 @@ def test_accepting_one_of_two_is_not_enough(make_project: MakeProject, capsys: C
     assert sorted(newest(project).accepted) == ["drift", "moved", "rows"]
 
 
+def test_an_acceptance_holds_in_the_next_run_as_long_as_its_gate_says_the_same(make_project: MakeProject) -> None:
+    off = {"duplicates": None, "drift": None}
+    run(make_project(list(GOOD.items()), view=view(off)))
+    grown = make_project([(i, float(i + 1)) for i in range(N + 5)], view=view(off))
+    run(grown)
+    half = [(i, GOOD[i] + 1e-9) for i in range(N // 2)]
+    project = make_project(half, view=view(off, length=3.0))
+    assert call(project, "run", "numbers") == 3
+    assert call(project, "publish", "numbers", "--snapshot", "3", "--accept", "rows") == 3
+
+    def stands() -> tuple[int, tuple[str, ...], list[str]]:
+        snapshot = newest(project)
+        return snapshot.number, tuple(snapshot.accepted), sorted(snapshot.refused_by)
+
+    for _ in range(2):
+        assert call(project, "run", "numbers") == 3
+        assert stands() == (4, ("rows",), ["moved", "norm"])
+    project = make_project(half, view=view(off | {"norm": 3.0}, length=3.0))
+    assert call(project, "run", "numbers") == 3
+    assert stands() == (5, ("rows",), ["moved"])
+    assert call(project, "publish", "numbers", "--snapshot", "1") == 0  # which has other rows than what they were compared with
+    assert call(project, "run", "numbers") == 3
+    assert stands() == (6, (), ["moved", "rows"])
+    assert call(project, "run", "numbers", "--accept", "rows", "--accept", "moved") == 0
+    assert stands() == (7, ("moved", "rows"), [])
+
+
 def test_publish_by_default_takes_the_newest_that_no_gate_refused(make_project: MakeProject) -> None:
     run(make_project(list(GOOD.items()), view=view()))
     project = make_project([(i, GOOD[i]) for i in range(10)], view=view())
