@@ -19,7 +19,7 @@ from jobs.due import FINISHED
 from jobs.open_view import OpenView, open_view
 from jobs.plan import recipe_of
 from precompute.input_hash import MD5
-from precompute.model import Model, load_model
+from precompute.model import LoadedModel, load_with_fingerprint
 from precompute.source import parameters
 from store.errors import ConfigError, SnapshotError, SourceError
 from store.offline_store import OfflineStore
@@ -237,7 +237,7 @@ class Recipes:
         # Tables of the model that depend on $start and $end make another model of every partition.
         queries = model_queries(config.model.args).values()
         self._by_partition = any(parameters(sql) for sql in queries)
-        self._models: dict[str, Model] = {}
+        self._models: dict[str, LoadedModel] = {}
         self._recipes: dict[Partition | None, tuple[frozenset[str], str]] = {}
         self._stack = contextlib.ExitStack()
 
@@ -273,9 +273,9 @@ class Recipes:
             return open_view(self._view, self._store, self._folder, partition=partition, memory_mb=self._memory_mb)
         return open_view(self._view, self._store, self._folder, partition=partition, memory_mb=self._memory_mb, load=self._loaded)
 
-    def _loaded(self, use: str, args: Mapping[str, Any], _precision: str) -> Model:
+    def _loaded(self, use: str, args: Mapping[str, Any], _precision: str) -> LoadedModel:
         if use not in self._models:
-            self._models[use] = load_model(use, args, self._folder)
+            self._models[use] = load_with_fingerprint(use, args, self._folder)
         return self._models[use]
 
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from jobs.open_view import REFERENCE, OpenView, open_view
 from precompute.microbatch import MicroBatcher, Refusal
-from precompute.model import Model, QueryModel, load_model
+from precompute.model import LoadedModel, Model, QueryModel, load_with_fingerprint
 from precompute.project_path import starting_from
 from precompute.runner import compute, with_null_rows
 from store.errors import PrecomputeError
@@ -52,12 +52,6 @@ _WARM_UP = ""
 """No entity has an empty key: the request that opens a view and computes a row of it."""
 
 
-class _Loaded(NamedTuple):
-    model: Model
-    fingerprint: str
-    """The model's own, taken when it was loaded: it may read the files, which may be others by now than those that were loaded."""
-
-
 class ViewFallback:
     """See :class:`store.lookup.Fallback`.
 
@@ -70,7 +64,7 @@ class ViewFallback:
     def __init__(self, store: OfflineStore, folder: Path, memory_mb: int = 256) -> None:
         self._store, self._folder, self._memory_mb = store, folder.absolute(), memory_mb
         self._opened: dict[tuple[str, tuple[int, str]], OpenView] = {}
-        self._models: dict[str, _Loaded] = {}
+        self._models: dict[str, LoadedModel] = {}
         self._refused: dict[tuple[str, tuple[int, str]], tuple[float, str]] = {}
         """Of a view's publishing: when it was refused, and why."""
         self._logged_at, self._unlogged = 0.0, 0
@@ -216,7 +210,7 @@ class ViewFallback:
                     raise
                 return opened
             opened.source.close()
-            # Not kept: the files may have changed while it was loaded, and it would be taken later for what they are then.
+            # Not kept: its fingerprint may be one that does not read the files, and it would be taken later for what they are then.
             shared = [key for key, known in self._models.items() if known.model is opened.model]
             for key in shared:
                 del self._models[key]
@@ -226,16 +220,15 @@ class ViewFallback:
         self._refused[publishing] = now, refusal
         raise PrecomputeError(refusal)
 
-    def _model(self, use: str, args: Mapping[str, Any], precision: str) -> Model:
+    def _model(self, use: str, args: Mapping[str, Any], precision: str) -> LoadedModel:
         """Load a model, or take the one another view loaded from the same files with the same arguments and precision; tables are never shared."""
         if any(isinstance(v, pa.Table) for v in args.values()):
-            return load_model(use, args, self._folder)
+            return load_with_fingerprint(use, args, self._folder)
         key = json.dumps([use, args, precision], sort_keys=True, default=str)
         known = self._models.get(key)
         if known is None or self._fingerprint(known.model) != known.fingerprint:
-            model = load_model(use, args, self._folder)
-            known = self._models[key] = _Loaded(model, self._fingerprint(model))
-        return known.model
+            known = self._models[key] = load_with_fingerprint(use, args, self._folder)
+        return known
 
     def _fingerprint(self, model: Model) -> str:
         with starting_from(self._folder):

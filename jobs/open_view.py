@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from jobs.config import model_queries
-from precompute.model import Model, load_model, model_fingerprint
+from precompute.model import LoadedModel, Model, load_with_fingerprint, model_fingerprint
 from precompute.project_path import absolute_arguments, starting_from
 from precompute.source import Files, Source, referenced_views
 from store.errors import ConfigError, SourceError
@@ -82,7 +82,7 @@ def open_view(
     pinned: Mapping[str, int] | None = None,
     partition: Partition | None = None,
     memory_mb: int = 1024,
-    load: Callable[[str, Mapping[str, Any], str], Model] | None = None,
+    load: Callable[[str, Mapping[str, Any], str], LoadedModel] | None = None,
 ) -> OpenView:
     """Open a view's source and load its model, in float32; see :meth:`OpenView.convert`.
 
@@ -99,7 +99,7 @@ def open_view(
     Raises:
         ConfigError: bad SQL, or a model that cannot be made as configured.
         SourceError: a file is missing, or a view it reads was never published.
-        ModelError: the model failed to load.
+        ModelError: the model failed to load, or its files are being replaced.
     """
     sql, model = view.definition["source"], view.definition["model"]
     queries = model_queries(model["args"])
@@ -123,15 +123,15 @@ def open_view(
                 raise ConfigError(f"view {view.name!r}: model.args.{name}.sql: {exc}") from exc
         try:
             arguments = {**absolute_arguments(model["args"], folder), **tables}
-            loaded = load_model(model["use"], arguments, folder) if load is None else load(model["use"], arguments, variant)
-            with starting_from(folder):
-                fingerprint = model_fingerprint(loaded, model["use"], variant.removesuffix("-eager"), tables)
+            use = model["use"]
+            loaded = load_with_fingerprint(use, arguments, folder) if load is None else load(use, arguments, variant)
+            fingerprint = model_fingerprint(loaded.fingerprint, use, variant.removesuffix("-eager"), tables)
         except ConfigError as exc:
             raise ConfigError(f"view {view.name!r}: model: {exc}") from exc
     except BaseException:
         source.close()
         raise
-    return OpenView(view, folder, source, loaded, fingerprint, inputs, tables, variant, compiled_folder(store, view.name))
+    return OpenView(view, folder, source, loaded.model, fingerprint, inputs, tables, variant, compiled_folder(store, view.name))
 
 
 def variant_name(model: Mapping[str, Any]) -> str:

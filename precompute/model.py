@@ -17,11 +17,14 @@ import json
 import os
 import re
 import sysconfig
+import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -239,11 +242,102 @@ def load_model(use: str, args: Mapping[str, Any], folder: Path | None = None) ->
     return model
 
 
-def model_fingerprint(model: Model, use: str, precision: str, tables: Mapping[str, pa.Table]) -> str:
+class LoadedModel(NamedTuple):
+    """A model, and its own fingerprint: that of the files it was loaded from, which may be others by now."""
+
+    model: Model
+    fingerprint: str
+
+
+_READ: ContextVar[set[Path] | None] = ContextVar("read", default=None)
+"""The files whose content :func:`digest` took for the model that is being loaded."""
+
+MOST_NAMED_FILES = 1000
+"""In a folder that a model's argument names; of further ones only the times are looked at."""
+
+
+def load_with_fingerprint(use: str, args: Mapping[str, Any], folder: Path | None = None) -> LoadedModel:
+    """:func:`load_model`, and the fingerprint of what was loaded: a model loads its files first and has them hashed then, and in between another
+    may take the place of one, so that the old values would have the fingerprint of the new ones.
+
+    Where a file may have changed meanwhile (or is so new that its times do not tell), the model is loaded once more. What it was loaded from then
+    lies between two readings for a fingerprint, which must be the same.
+
+    Raises:
+        ConfigError, ModelError: see :func:`load_model`.
+        ModelError: its files changed while it was loaded the second time.
+    """
+    with starting_from(folder):
+        named = {path: _stamp(path) for path in _named_files(args)}
+    began_ns, read = time.time_ns(), set[Path]()
+    token = _READ.set(read)
+    try:
+        model = load_model(use, args, folder)
+        with starting_from(folder):
+            fingerprint = model.fingerprint()
+    finally:
+        _READ.reset(token)
+    if not any(_may_have_changed(path, named, began_ns) for path in read):
+        return LoadedModel(model, fingerprint)
+    del model  # there may be no room for two
+    model = load_model(use, args, folder)
+    with starting_from(folder):
+        if model.fingerprint() != fingerprint:
+            raise ModelError(
+                f"model {use!r}: its files were replaced while it was loaded, and again when it was loaded once more: run again once all are in their "
+                "place (or its fingerprint() is another one for each object)"
+            )
+    return LoadedModel(model, fingerprint)
+
+
+class _Stamp(NamedTuple):
+    """What tells a file from another in its place, and from itself after it was written to; times in ns."""
+
+    device: int
+    inode: int
+    size: int
+    modified: int
+    changed: int
+
+
+def _stamp(path: Path) -> _Stamp | None:
+    try:
+        file, link = path.stat(), path.lstat()
+    except (OSError, ValueError):
+        return None
+    return _Stamp(file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns, max(file.st_ctime_ns, link.st_ctime_ns))
+
+
+def _may_have_changed(path: Path, before: Mapping[Path, _Stamp | None], began_ns: int) -> bool:
+    """Since ``began_ns``, when the stamps ``before`` had been taken: of a file that is not among them the times alone tell."""
+    now = _stamp(path)
+    if now is None or before.get(path, now) != now:
+        return True
+    # What changes within a step of the file system's clock has no other time: the kernel's tick, or two seconds where times are whole seconds.
+    step_ns = 50_000_000 if now.changed % 1_000_000_000 else 2_000_000_000
+    return now.changed > began_ns - step_ns
+
+
+def _named_files(value: Any) -> Iterator[Path]:
+    """The files that a model's arguments name, at any depth, and those in the folders that they name."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _named_files(inner)
+    elif isinstance(value, (str, Path)) and value != "":
+        try:
+            found = resolve_path(str(value))
+        except (ConfigError, OSError, ValueError):  # a text that is no path
+            return
+        yield from islice(_files_in(found), MOST_NAMED_FILES) if found.is_dir() else [found]
+
+
+def model_fingerprint(own: str, use: str, precision: str, tables: Mapping[str, pa.Table]) -> str:
     """The fingerprint that the manifest records (SHA-256, hex): the model's own, its class, the precision, and the content of the tables
     it was given, in their order (which decides ties). Paths do not count."""
     contents = {name: table_digest(table) for name, table in tables.items()}
-    return digest(use=use, precision=precision, model=model.fingerprint(), tables=contents)
+    return digest(use=use, precision=precision, model=own, tables=contents)
 
 
 def table_digest(table: pa.Table) -> str:
@@ -344,24 +438,28 @@ def _content(path: str | Path) -> str:
         raise ConfigError("model file '' cannot be read: its name is empty")
     try:
         if not found.is_dir():
+            if (read := _READ.get()) is not None:
+                read.add(found)
             with found.open("rb") as file:
                 return hashlib.file_digest(file, "sha256").hexdigest()
-        files, seen = {}, set[str]()
-        for folder, inner, names in os.walk(found, followlinks=True):
-            if (real := os.path.realpath(folder)) in seen:  # a link to a folder above
-                inner.clear()
-                continue
-            seen.add(real)
-            inner[:] = sorted(name for name in inner if not _is_passed_over(name))
-            for name in names:
-                if not _is_passed_over(name):
-                    inside = Path(folder, name)
-                    files[inside.relative_to(found).as_posix()] = _content(inside)
+        files = {inside.relative_to(found).as_posix(): _content(inside) for inside in _files_in(found)}
     except OSError as exc:
         raise ConfigError(f"model file {found} cannot be read: {exc.strerror}") from exc
     except ValueError as exc:  # a NUL in the name
         raise ConfigError(f"model file {str(path)!r} cannot be read: {exc}") from exc
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def _files_in(found: Path) -> Iterator[Path]:
+    """A folder's files, at any depth, but for those that do not count."""
+    seen = set[str]()
+    for folder, inner, names in os.walk(found, followlinks=True):
+        if (real := os.path.realpath(folder)) in seen:  # a link to a folder above
+            inner.clear()
+            continue
+        seen.add(real)
+        inner[:] = sorted(name for name in inner if not _is_passed_over(name))
+        yield from (Path(folder, name) for name in names if not _is_passed_over(name))
 
 
 def _is_passed_over(name: str) -> bool:

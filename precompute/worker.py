@@ -125,7 +125,7 @@ def check_fingerprint(model: Model, spec: Mapping[str, Any], tables: Mapping[str
     if spec["fingerprint"] is None:
         return
     with starting_from(folder):
-        found = model_fingerprint(model, spec["use"], spec["precision"], tables)
+        found = model_fingerprint(model.fingerprint(), spec["use"], spec["precision"], tables)
     if found != spec["fingerprint"]:
         raise ConfigError(
             f"the model {spec['use']!r} has fingerprint {found[:12]} in a worker, and had {spec['fingerprint'][:12]} when the run began: its files "

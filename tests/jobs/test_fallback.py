@@ -309,6 +309,20 @@ def test_weights_replaced_while_they_are_loaded_are_not_taken_for_the_new_ones(
     assert features(lookup.get("numbers", [1, 2])) == [{"double": 4.0}, {"double": 8.0}]
 
 
+def test_weights_that_come_while_others_are_loaded_are_loaded_once_more(
+    make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path
+) -> None:
+    """By a run and by the fallback."""
+    project, weights = _scaled(make_project, tmp_path, 3.0, model="Reread")
+    weights.with_name("weights.next").write_text("4.0")
+    publish(project)
+    weights.write_text("3.0")
+    weights.with_name("weights.next").write_text("4.0")
+    write_data(project, {1: 1.0, 2: 2.0})
+    assert features(open_lookup(project).get("numbers", [1, 2])) == [{"double": 4.0}, {"double": 8.0}]
+    assert OfflineStore(project.root).snapshot("numbers", 1).model == run_view(project, "numbers", Silent()).model
+
+
 def _scaled(
     make_project: MakeProject, folder: Path, factor: float, fail: str = "", model: str = "Scaled"
 ) -> tuple[Project, Path]:

@@ -6,9 +6,10 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +21,7 @@ from precompute.model import (
     check_use,
     digest,
     load_model,
+    load_with_fingerprint,
     model_fingerprint,
     resolve_path,
     table_digest,
@@ -41,6 +43,30 @@ class NoCompute:
 class Broken:
     def __init__(self, how: str) -> None:
         raise {"value": ValueError, "os": OSError, "own": ModelError}[how](f"broken by {how}")
+
+
+class Meanwhile(Doubler):
+    """Reads a file, lets the next of :data:`after` happen, and hashes the file when it is asked for its fingerprint.
+
+    Args:
+        path: the file; by default a place that no argument names.
+        folder: then it is the only file of it.
+    """
+
+    after: ClassVar[list[Callable[[], object]]] = []
+    elsewhere: ClassVar[Path]
+    made = 0
+
+    def __init__(self, path: str = "", folder: str = "") -> None:
+        super().__init__()
+        self._path = Path(path or (Path(folder, "weights") if folder else self.elsewhere))
+        self.weights = self._path.read_text()
+        type(self).made += 1
+        if self.after:
+            self.after.pop(0)()
+
+    def fingerprint(self) -> str:
+        return digest(self._path)
 
 
 # ---- names
@@ -133,7 +159,7 @@ def test_a_module_that_fails_to_import_is_an_error_with_its_reason(
 def fingerprint(
     model: Doubler | None = None, use: str = "a:B", precision: str = "fp32", tables: Mapping[str, pa.Table] | None = None
 ) -> str:
-    return model_fingerprint(model or Doubler(), use, precision, {"items": ITEMS} if tables is None else tables)
+    return model_fingerprint((model or Doubler()).fingerprint(), use, precision, {"items": ITEMS} if tables is None else tables)
 
 
 @pytest.mark.parametrize(
@@ -372,6 +398,87 @@ def test_an_array_counts_with_every_value_and_what_has_no_text_of_its_own_is_ref
     for fact in (object(), lambda: 0, np.array([object()], object)):
         with pytest.raises(ConfigError, match="give its texts and numbers"):
             digest(fact=fact)
+
+
+# ---- files that are replaced while they are loaded
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Iterator[Path]:
+    """A folder with ``first/weights`` (old), ``second/weights`` (new), and links: ``link`` to the first, and ``linked/weights``."""
+    for name, text in (("first", "old"), ("second", "new")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text(text)
+        os.utime(tmp_path / name / "weights", (1.0, 1.0))
+    (tmp_path / "link").symlink_to("first")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "weights").symlink_to("../first/weights")
+    Meanwhile.after, Meanwhile.made = [], 0
+    yield tmp_path
+    Meanwhile.after = []
+
+
+def relink(link: Path, target: str) -> None:
+    link.with_name("new link").symlink_to(target)
+    os.replace(link.with_name("new link"), link)
+
+
+REPLACED: dict[str, tuple[str, str, Callable[[Path], object]]] = {
+    "a file, by another": ("path", "first/weights", lambda at: os.replace(at / "second/weights", at / "first/weights")),
+    "a file, written to": ("path", "first/weights", lambda at: (at / "first/weights").write_text("new")),
+    "a file, by a link": ("path", "linked/weights", lambda at: relink(at / "linked/weights", "../second/weights")),
+    "a folder, by a link": ("folder", "link", lambda at: relink(at / "link", "second")),
+    "a folder, by another": ("folder", "first", lambda at: [(at / a).rename(at / b) for a, b in (("first", "gone"), ("second", "first"))]),
+    "a file in a folder": ("folder", "first", lambda at: os.replace(at / "second/weights", at / "first/weights")),
+    "a link in a folder": ("folder", "linked", lambda at: relink(at / "linked/weights", "../second/weights")),
+    "a file that nothing names": ("", "first/weights", lambda at: os.replace(at / "second/weights", at / "first/weights")),
+    "a link that nothing names": ("", "linked/weights", lambda at: relink(at / "linked/weights", "../second/weights")),
+}  # fmt: skip
+
+
+def arguments(places: Path, name: str, path: str) -> dict[str, Any]:
+    Meanwhile.elsewhere = places / path
+    return {name: str(places / path)} if name else {}
+
+
+@pytest.mark.parametrize("how", REPLACED)
+def test_a_fingerprint_is_that_of_what_was_loaded(places: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Also where what took its place is older, by its times."""
+    name, path, replace = REPLACED[how]
+    if name:
+        _later(monkeypatch)
+    Meanwhile.after = [lambda: replace(places)]
+    loaded = load_with_fingerprint("tests.precompute.test_model:Meanwhile", arguments(places, name, path))
+    assert isinstance(loaded.model, Meanwhile)
+    (places / "same").write_text(loaded.model.weights)
+    assert (loaded.model.weights, loaded.fingerprint, Meanwhile.made) == ("new", digest(places / "same"), 2)
+
+
+def _later(monkeypatch: pytest.MonkeyPatch, seconds: float = 3600) -> None:
+    """As if nothing had been written for an hour."""
+    now = time.time_ns
+    monkeypatch.setattr("precompute.model.time.time_ns", lambda: now() + round(seconds * 1e9))
+
+
+@pytest.mark.parametrize("name", ["path", ""])
+def test_files_that_stay_are_loaded_once_and_what_is_very_new_at_most_twice(
+    places: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    use, args = "tests.precompute.test_model:Meanwhile", arguments(places, name, "first/weights")
+    expected = digest(places / "first/weights")
+    with monkeypatch.context() as patched:
+        _later(patched)
+        Meanwhile.after = [lambda: (places / "first/other").write_text("x")]
+        assert (load_with_fingerprint(use, args).fingerprint, Meanwhile.made) == (expected, 1)
+    _later(monkeypatch, -3600)  # by a clock that is behind, it will be new for long
+    assert (load_with_fingerprint(use, args).fingerprint, Meanwhile.made) == (expected, 3)
+
+
+def test_files_that_do_not_stop_changing_are_told(places: Path) -> None:
+    weights = places / "first/weights"
+    Meanwhile.after = [lambda: weights.write_text("newer"), lambda: weights.write_text("newest")]
+    with pytest.raises(ModelError, match=r"its files were replaced while it was loaded, and again .* run again"):
+        load_with_fingerprint("tests.precompute.test_model:Meanwhile", {"path": str(weights)})
 
 
 def test_what_a_users_code_raised_is_told_with_their_line(tmp_path: Path) -> None:
