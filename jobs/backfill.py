@@ -34,13 +34,13 @@ from jobs.backfill_state import Backfill, Item, Options, backfill_folder, backfi
 from jobs.config import Project
 from jobs.due import FINISHED
 from jobs.progress import Silent
-from jobs.publish import newest_publishable
 from store.durable_file import disk_message, locked, make_folder, replace_durably
 from store.errors import ConfigError, ConflictError, GateError, PrecomputeError, SnapshotError
 from store.feature_view import known_fields
 from store.lease import Lease, is_held, take
 from store.offline_store import OfflineStore, utc_now
 from store.partition import Partition
+from store.standing import Standing
 
 log = logging.getLogger(__name__)
 
@@ -199,7 +199,7 @@ def _note(item: Item, store: OfflineStore, view: str, report: Mapping[str, Any] 
     """The partition was computed, by the run of this report or by whomever: done, or refused by a gate."""
     number = None if report is None else report.get("snapshot")
     # A run that was killed after the commit had no time to tell which snapshot it made.
-    snapshot = store.newest(view, item.partition) if number is None else store.snapshot(view, number)
+    snapshot = Standing(store, view).newest(item.partition) if number is None else store.snapshot(view, number)
     assert snapshot is not None  # the caller saw it
     item.run, item.snapshot = snapshot.run if report is None else report["run"], snapshot.number
     counts = (report or {}).get("counts") or asdict(snapshot.counts)
@@ -379,7 +379,7 @@ class _Conductor:
             return False
         if self.state.options.full and last.get("backfill") != self.state.id:
             return False
-        newest = self.store.newest(view, item.partition)
+        newest = Standing(self.store, view).newest(item.partition)
         if last.get("status") not in FINISHED and (newest is None or newest.run != last["run"]):
             return False
         _note(item, self.store, view, last)
@@ -454,25 +454,18 @@ class _Conductor:
     def _newer_than_live(self) -> tuple[int | None, str | None]:
         """Number of the snapshot to publish; or None, and why."""
         view = self.state.view
+        standing, ref = Standing(self.store, view), self.store.readable_live(view)
         if not self.store.numbers(view):
             return None, "there is no snapshot"
         try:
-            number = newest_publishable(view, self.store)
+            number = standing.newest_publishable()
+            newest = self.store.snapshot(view, number)
         except SnapshotError as exc:
             return None, str(exc)
-        ref = self.store.readable_live(view)
-        if ref is None:
-            return number, None
-        if ref.held is not None:
-            return None, f"the view is held ({ref.held}); `precompute resume {view}` ends that"
-        try:
-            live = self.store.snapshot(view, ref.snapshot)
-        except SnapshotError:  # what is live is lost: a reason to replace it
-            return number, None
-        newest = self.store.snapshot(view, number)
-        if (newest.partition or "", number) > (live.partition or "", live.number):
-            return number, None
-        return None, f"snapshot {live.number} of {live.partition} is live and the newest"
+        why = standing.why_unpublished(newest)
+        if why is None and ref is not None and ref.snapshot == number and not newest.refused_by:
+            why = f"snapshot {number} of {newest.partition} is live and the newest"
+        return (number, None) if why is None else (None, why)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

@@ -25,6 +25,7 @@ from store.errors import ConfigError, SnapshotError, SourceError
 from store.offline_store import OfflineStore
 from store.partition import Partition, containing, partitions
 from store.snapshot import Snapshot
+from store.standing import Standing
 
 log = logging.getLogger(__name__)
 
@@ -154,14 +155,14 @@ class Known:
                 snapshots[number] = store.snapshot(view, number)
             except SnapshotError as exc:
                 log.warning("%s", exc)
-        bad = store.bad(view)
-        good: set[int] = set()
+        standing = Standing(store, view, snapshots)
         self.newest: dict[str, Snapshot] = {}
-        for number, snapshot in sorted(snapshots.items()):  # a parent's number is smaller than its child's
-            if number not in bad and (snapshot.parent is None or snapshot.parent in good):
-                good.add(number)
-                if snapshot.partition is not None:
+        for _, snapshot in sorted(snapshots.items()):
+            try:
+                if snapshot.partition is not None and standing.bad_below(snapshot) is None:
                     self.newest[snapshot.partition] = snapshot
+            except SnapshotError as exc:
+                log.warning("%s", exc)
         self.committed = {snapshot.run: snapshot for snapshot in snapshots.values()}
 
     def done_by(self, id: str, partition: str) -> Mapping[str, Any] | None:

@@ -38,6 +38,7 @@ from store.offline_store import OfflineStore
 from store.row_figures import RowFigures, VectorFigures, count
 from store.selection import all_rows, rows_beside, seed_of
 from store.snapshot import Snapshot
+from store.standing import ROLLED_BACK, Standing
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +51,6 @@ READ_GROUPS = 256
 
 QUANTILES = {"p01": 0.01, "p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 """Of lengths and of cosines to the live vectors, in the manifest's ``quality`` as ``<feature>.norm.p01`` and ``<feature>.drift.p01``."""
-
-ROLLED_BACK = "rolled_back"
-"""The gate that sees rows of a snapshot come again that was rolled back from."""
 
 _STATISTICS = ("zero", "norm", "duplicates", "drift", "moved")
 
@@ -306,7 +304,7 @@ def _returned(opened: OpenView, store: OfflineStore, snapshot: Snapshot) -> tupl
     """
     view = snapshot.view.name
     worst: tuple[int, int, int] | None = None
-    marks = {number: mark for number, mark in store.bad(view).items() if mark.rows}
+    marks = Standing(store, view).left
     live = _live(store, view) if marks else None
     for number, mark in marks.items():
         bad = _readable(store, view, number)
@@ -333,7 +331,7 @@ def _unrecognised(opened: OpenView, store: OfflineStore, snapshot: Snapshot) -> 
     they come again; None without any. One that is older than what is live and hashed as this one is no news: somebody looked before that was published.
     """
     view = snapshot.view.name
-    marked = [number for number, mark in store.bad(view).items() if mark.rows]
+    marked = Standing(store, view).left
     if not marked:
         return None
     live, made = _live(store, view), recipe_of(opened, MD5)

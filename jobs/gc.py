@@ -27,6 +27,7 @@ from store.durable_file import disk_message, sync_folder
 from store.errors import ConflictError, SnapshotError
 from store.lease import Lease, take
 from store.offline_store import OfflineStore, run_lease
+from store.standing import Standing
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +143,11 @@ def forget(store: OfflineStore, view: str, number: int, lease: Lease) -> None:
         raise SnapshotError(
             f"live snapshot {ref.snapshot} of view {view!r} builds on snapshot {number}: `precompute run {view} --full` or `rollback {view}` first"
         )
-    if ref is not None and ref.previous not in (None, *store.bad(view)) and number in _ancestors(entries, ref.previous):
+    if (
+        ref is not None
+        and ref.previous not in (None, *Standing(store, view).marks)
+        and number in _ancestors(entries, ref.previous)
+    ):
         raise SnapshotError(
             f"snapshot {ref.previous} of view {view!r}, which `rollback` goes back to, builds on snapshot {number}: `precompute run {view} --full` first"
         )
@@ -200,17 +205,12 @@ def _reachable(
         roots |= {ref.snapshot} | ({ref.previous} if ref.previous is not None else set())
     else:
         roots |= set(manifests)  # without a pointer nobody can tell what is in use
-    bad = store.bad(view)
-    at_fault: set[int] = set()  # its rows are recognised when they come again, by what was gone back to: what both hold is good
-    number = max((number for number, mark in bad.items() if mark.rows and number in manifests), default=None)
-    while number is not None and number not in at_fault:
-        at_fault.add(number)
-        number = bad[number].back_to if number in bad else None
-    roots |= at_fault
+    standing = Standing(store, view)
+    roots |= standing.at_fault(manifests)
     newest: dict[str | None, list[int]] = {}
     for number in sorted(manifests, reverse=True):
         of_partition = newest.setdefault(manifests[number].partition, [])
-        if number not in bad and len(of_partition) < keep:
+        if number not in standing.marks and len(of_partition) < keep:
             of_partition.append(number)
         if datetime.fromisoformat(manifests[number].created_at).timestamp() > young_s:
             roots.add(number)

@@ -45,6 +45,7 @@ from store.partition import Partition
 from store.row_figures import RowCounter, RowFigures, count
 from store.selection import all_rows
 from store.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot
+from store.standing import Standing
 
 PART_BYTES = 64 * 2**20
 """Rows are gathered to about this size before a Parquet file is written."""
@@ -304,7 +305,9 @@ def _judged(
     if it has one, that are no rows of it."""
     live = None
     if snapshot.partition is not None:
-        live = store.newest(config.name, snapshot.partition, refused=False)  # another day's rows are no measure of this one's
+        live = Standing(store, config.name).newest(
+            snapshot.partition, refused=False
+        )  # another day's rows are no measure of this one's
     elif (ref := store.readable_live(config.name)) is not None:
         try:
             live = store.snapshot(config.name, ref.snapshot)

@@ -21,6 +21,7 @@ from store.feature_view import FeatureView
 from store.journal import Finished
 from store.offline_store import OfflineStore
 from store.snapshot import Snapshot
+from store.standing import Standing
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ def make_plan(
     expired = None if config.renew_unchanged else read_at_us - int(view.ttl_s * 1e6)
     finished = store.unfinished(view.name, recipe, partition, full=full)
     while True:
-        previous = None if full else store.newest(view.name, partition)
+        previous = None if full else Standing(store, view.name).newest(partition)
         reason = (
             "asked for every row"
             if full
@@ -198,9 +199,7 @@ def is_damaged(store: OfflineStore, snapshot: Snapshot) -> bool:
         store.check_parts(snapshot)
     except SnapshotError as exc:
         log.warning("%s", exc)
-        return snapshot.number in store.bad(snapshot.view.name) or any(
-            layer.number in store.bad(snapshot.view.name) for layer in store.chain(snapshot)
-        )
+        return Standing(store, snapshot.view.name).bad_below(snapshot) is not None
     return False
 
 
@@ -208,7 +207,7 @@ def go_on_hashing(opened: OpenView, store: OfflineStore, partition: str | None, 
     """Before the source is loaded: hash its rows as those were that the run may build on or take over, where they are hashed with MD5, so that
     they are not all computed once more."""
     recipe = recipe_of(opened, MD5)
-    newest = None if full else store.newest(opened.view.name, partition)
+    newest = None if full else Standing(store, opened.view.name).newest(partition)
     if newest is not None and newest.recipe == recipe_of(opened):
         return
     if (newest is not None and newest.recipe == recipe) or store.unfinished(opened.view.name, recipe, partition, full=full):

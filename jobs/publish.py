@@ -17,17 +17,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jobs.gates import ROLLED_BACK
 from jobs.progress import Progress
 from jobs.report import Report
 from store.codec import Buffer, RowCodec
 from store.crashpoint import crashpoint
 from store.entity_key import key_column
-from store.errors import ConflictError, DamagedPointerError, GateError, OnlineStoreError, SnapshotError, VectorIndexError
+from store.errors import ConflictError, DamagedPointerError, OnlineStoreError, SnapshotError, VectorIndexError
 from store.lease import Lease
 from store.offline_store import LiveRef, OfflineStore, utc_now
 from store.online_store import OnlineStore, Pointer
 from store.snapshot import Snapshot
+from store.standing import Standing
 from store.vector_index import VectorIndex, build_index, is_there
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ def publish(
         OnlineStoreError: the store refused, or gave back other bytes than were loaded; the old generation stays live.
         ConflictError: somebody else published meanwhile; FencedError, if that took this one's lease.
     """
-    number = newest_publishable(view, store) if number is None else number
+    number = Standing(store, view).newest_publishable() if number is None else number
     snapshot = store.snapshot(view, number)
     report.snapshot, report.model = number, snapshot.model
     mended = mend(view, store, online)
@@ -86,7 +86,7 @@ def publish(
             _drop_old(view, store, online, ref, current, lease)
             report.status, report.epoch = "published" if mended or current != pointer else "current", ref.epoch
             return pointer
-    check_publishable(snapshot, store)
+    Standing(store, view).check_publishable(snapshot)
     # Past both pointers: the root may have been restored, or the online store emptied, behind each other's back.
     expected = 0 if ref is None else ref.epoch
     epoch = store.claim_epoch(view, max(0 if current is None else current.epoch, *online.generations(view), 0))
@@ -151,45 +151,6 @@ def renew(view: str, store: OfflineStore, online: OnlineStore, renewed_at_us: in
     online.flip(_pointer(store.snapshot(view, ref.snapshot), ref))
 
 
-def check_publishable(snapshot: Snapshot, store: OfflineStore) -> None:
-    """Raises:
-    GateError: a gate refused the snapshot and nobody accepted that, or it is bad: rolled back from, built on one that was, or the same rows
-        once more.
-    SnapshotError: it cannot be read.
-    """
-    view, number = snapshot.view.name, snapshot.number
-    bad = _bad(snapshot, store)
-    if bad is not None:
-        how = "" if number == bad else f", and snapshot {number} builds on it or holds the very same rows"
-        raise GateError(
-            f"view {view!r}: snapshot {bad} is marked bad ({store.bad(view)[bad].reason}){how}; the live one stays. Mend the source or the model"
-            f"{f', or publish it with --accept {ROLLED_BACK}' if ROLLED_BACK in snapshot.refused_by else ''}, or remove {store.root / view / 'refs' / 'bad' / f'{bad}.json'} if the mark was a mistake"
-        )
-    if snapshot.refused_by:
-        said = "; ".join(
-            f"{g['gate']}: {g['message']} (limit {g['limit']:g})" for g in snapshot.gates if g["gate"] in snapshot.refused_by
-        )
-        accept = " ".join(f"--accept {name}" for name in snapshot.refused_by)
-        raise GateError(
-            f"view {view!r}: snapshot {number} is not published, the live one stays. {said}. If this is as it should be: "
-            f"precompute publish {view} --snapshot {number} {accept}"
-        )
-
-
-def _bad(snapshot: Snapshot, store: OfflineStore) -> int | None:
-    """Number of the bad snapshot that this one is, builds on, or repeats; None when it is good."""
-    below = store.bad_below(snapshot)
-    if below is not None:
-        return below
-    if ROLLED_BACK in snapshot.accepted:
-        return None
-    marked = store.bad(snapshot.view.name)
-    # Only what came after: the snapshot before a `--full` run holds the same content, and is what one goes back to.
-    return next(
-        (n for n, mark in marked.items() if mark.content and mark.content == snapshot.content and n < snapshot.number), None
-    )
-
-
 def accepted(snapshot: Snapshot, store: OfflineStore, accept: Collection[str], run: str) -> Snapshot:
     """The same snapshot committed once more, as one whose failed gates were accepted by name; itself when none of them failed.
 
@@ -214,44 +175,6 @@ def _retained(snapshot: Snapshot, ref: LiveRef | None, store: OfflineStore, onli
             log.warning("%s; it is built again", exc)
             return None
     return ref.previous_generation if _can_be_read(pointer, store, online) else None
-
-
-def keeps_live(snapshot: Snapshot) -> bool:
-    """Whether a snapshot is a partition without rows, which takes the place of nothing unless its view says ``empty: publish``."""
-    return snapshot.partition is not None and not snapshot.rows and snapshot.view.definition.get("empty") != "publish"
-
-
-def newest_publishable(view: str, store: OfflineStore, accept: Collection[str] = ()) -> int:
-    """Number of the newest snapshot of the newest partition that nobody rolled back from and no gate refused but those in ``accept``; the
-    newest of all when there is none such, to be told why it cannot be published.
-
-    Raises:
-        SnapshotError: there is no snapshot, or only partitions without rows.
-    """
-    numbers = store.numbers(view)
-    if not numbers:
-        raise SnapshotError(f"view {view!r} has no snapshot yet: run `precompute run {view}`")
-
-    def good(number: int) -> Snapshot | None:
-        try:
-            snapshot = store.snapshot(view, number)
-            return snapshot if not set(snapshot.refused_by).difference(accept) and _bad(snapshot, store) is None else None
-        except SnapshotError as exc:
-            log.warning("%s", exc)
-            return None
-
-    last = next((snapshot for number in reversed(numbers) if (snapshot := good(number)) is not None), None)
-    if last is None:
-        return numbers[-1]
-    if last.partition is None:  # a view that lost or got its partitions: what it has now counts
-        return last.number
-    days = sorted((e.partition, e.number) for e in store.catalog(view).entries.values() if e.partition is not None)
-    for _, number in reversed(days):
-        if (snapshot := good(number)) is not None and not keeps_live(snapshot):
-            return number
-    raise SnapshotError(
-        f"view {view!r}: no partition that may be published has rows; to publish one without, name it with --snapshot"
-    )
 
 
 def _readable_pointer(view: str, online: OnlineStore) -> Pointer | None:

@@ -9,14 +9,15 @@ from collections.abc import Callable
 from jobs.config import Project
 from jobs.notify import notify
 from jobs.progress import Progress
-from jobs.publish import check_publishable, keeps_live, mend, publish
+from jobs.publish import mend, publish
 from jobs.report import PUBLISHING, Report, close_dead, recorded
 from jobs.run import named
-from store.errors import GateError, SnapshotError
+from store.errors import SnapshotError
 from store.lease import take
-from store.offline_store import PUBLISH_LEASE, LiveRef, OfflineStore
+from store.offline_store import PUBLISH_LEASE, OfflineStore
 from store.online_url import open_online_store
 from store.reserve import spending_reserve
+from store.standing import Standing
 
 log = logging.getLogger(__name__)
 
@@ -71,13 +72,13 @@ def rollback(
             report.snapshot, report.epoch, report.status = ref.snapshot, ref.epoch, "published"  # the last one, killed half-way
             notify(project.settings.notify, report, project.home)
             return report
-        target = _target(store, name, ref) if to is None else to
+        target = Standing(store, name).before(ref) if to is None else to
         snapshot = store.snapshot(name, target)
         if target == ref.snapshot:
             raise SnapshotError(
-                f"snapshot {target} of view {name!r} is live already; name another one (there are: {_numbers(store, name)}; `precompute snapshots {name}` tells more)"
+                f"snapshot {target} of view {name!r} is live already; name another one (there are: {Standing(store, name).numbers_text()}; `precompute snapshots {name}` tells more)"
             )
-        check_publishable(snapshot, store)  # before anything is marked
+        Standing(store, name).check_publishable(snapshot)  # before anything is marked
         store.mark_bad(name, ref.snapshot, "rolled back from", back_to=target)
         reason = f"rollback from {ref.snapshot}"
         publish(
@@ -93,32 +94,3 @@ def rollback(
         )
         notify(project.settings.notify, report, project.home)
     return report
-
-
-def _target(store: OfflineStore, name: str, ref: LiveRef) -> int:
-    """What was live before, if it is still there and good, or the newest good snapshot below the live one."""
-    entries = store.catalog(name).entries
-    live = entries[ref.snapshot].partition if ref.snapshot in entries else None
-    before = [
-        entry
-        for entry in entries.values()
-        if entry.number != ref.snapshot
-        and (entry.number < ref.snapshot or entry.number == ref.previous)
-        and (live is None or (entry.partition or "") <= live)
-    ]
-    for entry in sorted(before, key=lambda e: (e.number == ref.previous, e.partition or "", e.number), reverse=True):
-        try:
-            snapshot = store.snapshot(name, entry.number)
-            check_publishable(snapshot, store)
-            if not keeps_live(snapshot) or entry.number == ref.previous:
-                return entry.number
-        except (SnapshotError, GateError) as exc:
-            log.warning("%s", exc)
-    raise SnapshotError(
-        f"view {name!r} has no good snapshot before {ref.snapshot} to go back to (there are: {_numbers(store, name)})"
-    )
-
-
-def _numbers(store: OfflineStore, name: str) -> str:
-    bad = store.bad(name)
-    return ", ".join(f"{n} (bad)" if n in bad else str(n) for n in store.numbers(name)) or "none"

@@ -16,7 +16,7 @@ from jobs.materialize import dry_run, materialize
 from jobs.notify import notify
 from jobs.plan import Plan
 from jobs.progress import Progress
-from jobs.publish import accepted, check_publishable, keeps_live, newest_publishable, publish, renew
+from jobs.publish import accepted, publish, renew
 from jobs.report import PUBLISHING, Report, close_dead, recorded
 from store.crashpoint import crashpoint
 from store.errors import ConfigError, ConflictError, PrecomputeError, RequestError, SnapshotError
@@ -27,6 +27,7 @@ from store.online_url import open_online_store
 from store.partition import Partition
 from store.reserve import keep_reserve
 from store.snapshot import Snapshot
+from store.standing import Standing
 
 log = logging.getLogger(__name__)
 
@@ -195,38 +196,8 @@ def _parents(project: Project, name: str, store: OfflineStore) -> dict[str, int]
 
 def _asked(store: OfflineStore, name: str, number: int | None, accept: Collection[str], report: Report) -> Snapshot:
     """The snapshot to publish, with the gates that were accepted now."""
-    number = newest_publishable(name, store, accept) if number is None else number
+    number = Standing(store, name).newest_publishable(accept) if number is None else number
     return accepted(store.snapshot(name, number), store, accept, report.run)
-
-
-def _may_go_live(store: OfflineStore, snapshot: Snapshot) -> bool:
-    """Whether a run may publish what it computed; an operator's ``publish`` always may."""
-    name = snapshot.view.name
-    if keeps_live(snapshot) and not snapshot.refused_by:
-        log.info("view %r: partition %s has no rows: it is done, and what is live stays", name, snapshot.partition)
-        return False
-    ref = store.readable_live(name)
-    if ref is None:
-        return True
-    if ref.held is not None:
-        log.warning(
-            "view %r is held (%s): snapshot %d is not published; `precompute resume %s` ends that",
-            name,
-            ref.held,
-            snapshot.number,
-            name,
-        )
-        return False
-    try:
-        live = store.snapshot(name, ref.snapshot)
-    except SnapshotError:
-        return True
-    if live.partition is not None and snapshot.partition is not None and live.partition > snapshot.partition:
-        log.info(
-            "view %r: partition %s is older than the live %s and stays unpublished", name, snapshot.partition, live.partition
-        )
-        return False
-    return True
 
 
 def _publish(
@@ -251,14 +222,19 @@ def _publish(
         close_dead(store, name, None, commands=PUBLISHING, own=report.run)
         if run is not None:
             run.check()  # once the publishing lease is held, nobody else can publish what a later run computed
-        goes_live = (report.command == "publish" and report.backfill is None) or _may_go_live(store, snapshot)
+        standing = Standing(store, name)
+        asked = report.command == "publish" and report.backfill is None
+        stays = None if asked else standing.why_unpublished(snapshot)
+        goes_live = stays is None
+        if stays is not None:
+            log.warning("view %r: snapshot %d is not published: %s", name, snapshot.number, stays)
         online = open_online_store(project.online)
         try:
             if goes_live:
                 number, reason = snapshot.number, report.command
                 publish(name, store, online, report, progress, number=number, reason=reason, reload=reload, lease=lease)
             elif snapshot.refused_by:  # it would not go live anyway, but nobody looks at a green run
-                check_publishable(snapshot, store)
+                standing.check_publishable(snapshot)
             elif report.status == "running":
                 report.snapshot, report.status = snapshot.number, "current"
             ref = store.readable_live(name)

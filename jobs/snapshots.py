@@ -6,8 +6,9 @@ from typing import Any
 
 from jobs.config import Project
 from store.errors import SnapshotError
-from store.offline_store import BadMark, OfflineStore
+from store.offline_store import OfflineStore
 from store.snapshot import Snapshot
+from store.standing import Standing
 
 
 def list_snapshots(project: Project, name: str) -> list[dict[str, Any]]:
@@ -24,7 +25,7 @@ def list_snapshots(project: Project, name: str) -> list[dict[str, Any]]:
     """
     store = OfflineStore(project.root)
     project.named(name, store.views())
-    ref, bad, pins = store.live(name), store.bad(name), store.pins(name)
+    ref, standing, pins = store.live(name), Standing(store, name), store.pins(name)
     found = []
     for number in reversed(store.numbers(name)):
         marks = {
@@ -34,9 +35,12 @@ def list_snapshots(project: Project, name: str) -> list[dict[str, Any]]:
         }
         try:
             snapshot = store.snapshot(name, number)
-            line = _facts(snapshot) | {"bad": _why_bad(store, snapshot, bad), "error": None}
+            line = _facts(snapshot) | {"bad": _why_bad(standing, snapshot), "error": None}
         except SnapshotError as exc:
-            line = dict.fromkeys(_FACTS) | {"bad": bad[number].reason if number in bad else None, "error": str(exc)}
+            line = dict.fromkeys(_FACTS) | {
+                "bad": standing.marks[number].reason if number in standing.marks else None,
+                "error": str(exc),
+            }
         found.append({"snapshot": number} | line | marks)
     return found
 
@@ -48,11 +52,12 @@ def _facts(snapshot: Snapshot) -> dict[str, Any]:
     return {name: getattr(snapshot, name) for name in _FACTS} | {"accepted": list(snapshot.accepted)}
 
 
-def _why_bad(store: OfflineStore, snapshot: Snapshot, bad: dict[int, BadMark]) -> str | None:
-    if snapshot.number in bad:
-        return bad[snapshot.number].reason
-    below = store.bad_below(snapshot)
-    return None if below is None else f"builds on {below}: {bad[below].reason}"
+def _why_bad(standing: Standing, snapshot: Snapshot) -> str | None:
+    below = standing.bad_below(snapshot)
+    if below is None:
+        return None
+    reason = standing.marks[below].reason
+    return reason if below == snapshot.number else f"builds on {below}: {reason}"
 
 
 def describe_snapshots(name: str, snapshots: list[dict[str, Any]]) -> str:

@@ -43,6 +43,7 @@ from store.offline_store import OfflineStore
 from store.partition import Partition
 from store.snapshot import Part, Snapshot
 from store.spill_folder import SpillFolder
+from store.standing import Standing
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _INT64 = re.compile("0|-?[1-9][0-9]{0,17}")
@@ -284,7 +285,7 @@ def explain(store: OfflineStore, view: str, key: Any, *, memory_mb: int = 1024) 
     if parts is not None:
         asked = pa.table([pa.array([part]) for part in parts], names=_key_names(entity))
         with _translated(view), _Versions(store, order, manifests, asked, memory_mb) as found:
-            versions = _explained(store, order, found, live)
+            versions = _explained(store, manifests, order, found, live)
     rejections = list(_rejections(store, manifests, live, view, text))
     if not versions and not rejections:
         raise RequestError(
@@ -295,8 +296,11 @@ def explain(store: OfflineStore, view: str, key: Any, *, memory_mb: int = 1024) 
     return Explanation(view, text, live, versions, rejections)
 
 
-def _explained(store: OfflineStore, order: Sequence[Snapshot], found: _Versions, live: int | None) -> list[Version]:
-    void = _void(store, order)
+def _explained(
+    store: OfflineStore, manifests: Mapping[int, Snapshot], order: Sequence[Snapshot], found: _Versions, live: int | None
+) -> list[Version]:
+    standing = Standing(store, order[0].view.name, manifests)
+    void = [standing.why_void(snapshot) for snapshot in order]
     spans = found.spans()
     held: dict[tuple[Any, ...], list[dict[str, Any]]] = {}  # the spans of each version: copies keep both time and input
     present: set[int] = set()
@@ -396,23 +400,6 @@ def _manifests(store: OfflineStore, view: str) -> dict[int, Snapshot]:
     return found
 
 
-def _void(store: OfflineStore, order: Sequence[Snapshot]) -> list[str | None]:
-    """For each snapshot why it does not count: what publishing would refuse is no history either."""
-    bad = store.bad(order[0].view.name) if order else {}
-    contents = {mark.content: number for number, mark in sorted(bad.items(), reverse=True) if mark.content}
-    reasons: list[str | None] = []
-    for snapshot in order:
-        if snapshot.number in bad:
-            reasons.append(bad[snapshot.number].reason)
-        elif snapshot.number > contents.get(snapshot.content, snapshot.number):
-            reasons.append(f"the same content as snapshot {contents[snapshot.content]}, which was rolled back from")
-        elif snapshot.refused_by:
-            reasons.append(f"refused by {', '.join(snapshot.refused_by)}")
-        else:
-            reasons.append(None)
-    return reasons
-
-
 def _counting(store: OfflineStore, view: str, manifests: Mapping[int, Snapshot]) -> list[Snapshot]:
     """The snapshots that count, in the order of their times; of each partition only the newest.
 
@@ -420,7 +407,8 @@ def _counting(store: OfflineStore, view: str, manifests: Mapping[int, Snapshot])
         SnapshotError: there is none.
     """
     snapshots = [manifests[number] for number in sorted(manifests)]
-    good = [snapshot for snapshot, why in zip(snapshots, _void(store, snapshots), strict=True) if why is None]
+    standing = Standing(store, view, manifests)
+    good = [snapshot for snapshot in snapshots if standing.why_void(snapshot) is None]
     if not good:
         raise SnapshotError(
             f"view {view!r} has no snapshot under {store.root} that counts"

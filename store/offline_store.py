@@ -168,25 +168,6 @@ class OfflineStore:
                 return None
             raise
 
-    def newest(self, view: str, partition: str | None = None, *, refused: bool = True) -> Snapshot | None:
-        """The newest snapshot of a partition (None: of a view that has none) that is not marked bad and whose files are all there, with all
-        its ancestors; one that a gate refused counts only with ``refused``: its rows are good to build on, not to measure by."""
-        numbers = self.numbers(view)
-        if partition is not None:  # one of thousands: the others' manifests are not read
-            entries = self.catalog(view).entries
-            numbers = [number for number in numbers if number not in entries or entries[number].partition == partition]
-        for number in reversed(numbers):
-            try:
-                snapshot = self.snapshot(view, number)
-                if not refused and snapshot.refused_by:
-                    continue
-                if snapshot.partition == partition and self.bad_below(snapshot) is None:
-                    self.layers(snapshot)
-                    return snapshot
-            except SnapshotError as exc:
-                log.warning("%s", exc)
-        return None
-
     def bad(self, view: str) -> dict[int, BadMark]:
         """Numbers of the snapshots that are never to be published → why."""
         found = {}
@@ -207,21 +188,6 @@ class OfflineStore:
         while layers[-1].parent is not None:
             layers.append(self.snapshot(snapshot.view.name, layers[-1].parent))
         return layers[::-1]
-
-    def bad_below(self, snapshot: Snapshot) -> int | None:
-        """Number of the bad snapshot that this one is, builds on, or copied bad rows from; None when there is none.
-
-        Raises:
-            SnapshotError: an ancestor is missing or damaged.
-        """
-        marks = self.bad(snapshot.view.name)
-        for layer in self.chain(snapshot) if marks else ():
-            if layer.number in marks:
-                return layer.number
-            for number in layer.bases:
-                if number in marks and marks[number].rows:  # of one whose files broke later, the copied rows are good
-                    return number
-        return None
 
     def layers(self, snapshot: Snapshot) -> Layers:
         """Every file of the snapshot's chain with its dead rows; all checked to be there with the size the manifests tell.

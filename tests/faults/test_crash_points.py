@@ -13,6 +13,7 @@ from precompute.runner import AHEAD_WINDOWS
 from store import crashpoint
 from store.crashpoint import POINTS
 from store.errors import SnapshotError
+from store.standing import Standing
 from tests.faults.conftest import ROWS, MakeScene, put_on_stage
 from tests.faults.harness import (
     VIEW,
@@ -171,7 +172,7 @@ def test_a_compaction_that_fails(point: str, mode: str, delta_to_come: MakeScene
         with small_chunks(**COMPACTING):
             scene.run()
         assert scene.computed() == TO_COMPUTE
-        assert scene.store.newest(VIEW).kind == "full"  # type: ignore[union-attr]
+        assert Standing(scene.store, VIEW).newest().kind == "full"  # type: ignore[union-attr]
         check_everything(scene)
 
 

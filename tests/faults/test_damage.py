@@ -19,6 +19,7 @@ from store.errors import PrecomputeError, SnapshotError
 from store.feature_view import FeatureView
 from store.online_url import open_online_store
 from store.snapshot import FORMAT_VERSION, Snapshot
+from store.standing import Standing
 from tests.faults.conftest import MakeScene
 from tests.faults.harness import (
     VIEW,
@@ -89,7 +90,7 @@ def test_a_torn_newest_manifest_is_passed_over(length: int, committed: Scene) ->
     path = manifest(committed, 3)
     path.write_bytes(path.read_bytes()[:length])
     before = committed.history[-2]
-    newest = committed.store.newest(VIEW)
+    newest = Standing(committed.store, VIEW).newest()
     assert newest is not None
     assert newest.number == 2
     assert check_readers(committed) == before

@@ -10,6 +10,7 @@ import pytest
 
 from store.errors import PrecomputeError
 from store.online_url import open_online_store
+from store.standing import Standing
 from tests.faults.conftest import MakeScene
 from tests.faults.harness import (
     VIEW,
@@ -94,7 +95,7 @@ def check_dropped(scene: Scene, image: Image, what: str) -> None:
 def check_committed(scene: Scene, image: Image) -> None:
     """What was committed stays; until then, every chunk that was noted is there to be taken over."""
     if "manifest.dirsync" in image.passed:
-        newest = scene.store.newest(VIEW)
+        newest = Standing(scene.store, VIEW).newest()
         assert newest is not None
         assert state_of(scene, read_snapshot(scene, newest.number), "newest") == scene.history[-1]
     elif "manifest.link" not in image.passed:

@@ -31,6 +31,7 @@ from store.lookup import Lookup
 from store.offline_store import OfflineStore, run_lease
 from store.online_url import open_online_store
 from store.partition import Partition, containing
+from store.standing import Standing
 from tests.conftest import MakeProject
 
 ROOT = Path(__file__).parents[2]
@@ -216,7 +217,7 @@ def check_rows(project: Project, *days: int) -> None:
     """Every partition's newest snapshot holds exactly its rows."""
     store = OfflineStore(project.root)
     for number in days:
-        snapshot = store.newest("numbers", part(number))
+        snapshot = Standing(store, "numbers").newest(part(number))
         assert snapshot is not None, number
         found = {row["id"]: row["double"] for batch in store.batches(snapshot) for row in batch.to_pylist()}
         assert found == {key: 2 * x for key, x, _ in rows_of(number)}, number

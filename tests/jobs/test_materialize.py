@@ -26,6 +26,7 @@ from precompute.source import Source
 from store.errors import ConfigError, ModelError, PrecomputeError, RejectedError, SnapshotError, SourceError
 from store.offline_store import OfflineStore
 from store.snapshot import Counts, Snapshot
+from store.standing import Standing
 from tests.arithmetic import REFUSED_AT, Doubler
 from tests.conftest import MakeProject
 
@@ -743,7 +744,7 @@ def test_a_killed_run_loses_seconds_of_work_however_slow_the_model_and_large_the
     assert calls.take() == 40 - last_report(project)["resumed"]
     assert sum(progress.advances) == 40 - last_report(project)["resumed"]
     assert max(progress.advances) <= 2
-    snapshot = OfflineStore(project.root).newest("numbers")
+    snapshot = Standing(OfflineStore(project.root), "numbers").newest()
     assert snapshot is not None
     assert values(project, snapshot) == {i: 2 * x for i, x in MANY}
 

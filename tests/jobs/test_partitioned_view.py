@@ -19,7 +19,6 @@ from jobs.cli import main
 from jobs.config import Project
 from jobs.fallback import ViewFallback
 from jobs.progress import Silent
-from jobs.publish import newest_publishable
 from jobs.report import Report
 from jobs.run import plan_view, run_view
 from store.errors import ConfigError, GateError, RejectedError, SourceError
@@ -28,6 +27,7 @@ from store.lookup import Lookup
 from store.offline_store import PUBLISH_LEASE, OfflineStore
 from store.online_url import open_online_store
 from store.partition import Partition, containing
+from store.standing import Standing
 from tests.conftest import MakeProject
 
 TODAY = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
@@ -462,7 +462,7 @@ def test_an_empty_partition_is_done_and_what_is_live_stays(make_project: MakePro
         (part,) = store.part_paths(found)
         assert pq.read_schema(part).names == ["id", "double", "vector", "computed_at", "input_hash"]
         assert run_day(project, number).status == "current"
-    assert newest_publishable("numbers", store) == 1
+    assert Standing(store, "numbers").newest_publishable() == 1
     pointer = online.live("numbers")
     assert pointer is not None
     assert (pointer.snapshot, pointer.rows) == (1, 3)

@@ -12,6 +12,7 @@ from store.catalog import Catalog, Entry
 from store.lease import take
 from store.offline_store import OfflineStore
 from store.snapshot import Counts, Part, Snapshot
+from store.standing import Standing
 from tests.store.test_offline_store import TABLE, VIEW
 
 DAYS = ("2026-01-01T00:00Z/2026-01-02T00:00Z", "2026-01-02T00:00Z/2026-01-03T00:00Z")
@@ -98,12 +99,12 @@ def test_a_process_parses_its_lines_once_and_sees_all_that_changes(
 def test_of_a_partition_only_its_own_newest_manifest_is_read(store: OfflineStore, parsed: list[int]) -> None:
     for day, number in ((DAYS[1], 5), (DAYS[0], 6)):
         parsed.clear()
-        newest = store.newest("numbers", day)
+        newest = Standing(store, "numbers").newest(day)
         assert newest is not None
         assert newest.number == number
         assert set(parsed) <= {number, 2}
     parsed.clear()
-    assert store.newest("numbers", "2030-01-01T00:00Z/2030-01-02T00:00Z") is None
+    assert Standing(store, "numbers").newest("2030-01-01T00:00Z/2030-01-02T00:00Z") is None
     assert parsed == []
 
 
@@ -129,7 +130,7 @@ def test_a_number_that_was_given_twice_is_the_later_one(store: OfflineStore) -> 
     assert commit(store, "again", DAYS[1]).number == 6
     path_of(store).write_bytes(line)  # the commit was killed before it wrote its own
     assert catalog_of(store).entries == truth(store)
-    newest = store.newest("numbers", DAYS[1])
+    newest = Standing(store, "numbers").newest(DAYS[1])
     assert newest is not None
     assert newest.run == "again"
 

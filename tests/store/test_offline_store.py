@@ -35,6 +35,7 @@ from store.lease import take
 from store.offline_store import LiveRef, OfflineStore, run_lease
 from store.row_figures import RowFigures, VectorFigures
 from store.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot
+from store.standing import Standing
 from tests.conftest import MakeProject
 
 VIEW = FeatureView("numbers", ("id",), (Feature("double", "float64"),), ttl_s=1.0, stale_for_s=1.0)
@@ -475,23 +476,23 @@ def test_a_chain_whose_ancestor_is_gone_is_refused(store: OfflineStore, chain: C
 
 
 def test_the_newest_is_the_last_committed_of_its_partition(store: OfflineStore) -> None:
-    assert store.newest("numbers") is None
+    assert Standing(store, "numbers").newest() is None
     day, next_day = "2026-01-01T00:00Z/2026-01-02T00:00Z", "2026-01-02T00:00Z/2026-01-03T00:00Z"
     part = store.write_part("numbers", "run", "part-00000.parquet", TABLE)
     for partition in (day, next_day, day):
         store.commit(uncommitted(part, partition=partition))
-    found = [store.newest("numbers", partition) for partition in (day, next_day, None, "another")]
+    found = [Standing(store, "numbers").newest(partition) for partition in (day, next_day, None, "another")]
     assert [None if s is None else s.number for s in found] == [3, 2, None, None]
 
 
 def test_the_newest_is_none_that_is_bad_or_builds_on_a_bad_one(
     store: OfflineStore, chain: Chain, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert store.newest("numbers") == chain.last
+    assert Standing(store, "numbers").newest() == chain.last
     store.mark_bad("numbers", 2, "rolled back from")
-    assert store.newest("numbers") == chain.full
+    assert Standing(store, "numbers").newest() == chain.full
     store.mark_bad("numbers", 1, "rolled back from")
-    assert store.newest("numbers") is None
+    assert Standing(store, "numbers").newest() is None
     assert not caplog.records
 
 
@@ -501,7 +502,7 @@ def test_the_newest_is_none_whose_chain_cannot_be_read(
 ) -> None:
     path = store.root / "numbers" / "manifests" / f"{damaged:020d}.json"
     path.write_bytes(path.read_bytes()[:-1])
-    found = store.newest("numbers")
+    found = Standing(store, "numbers").newest()
     assert (None if found is None else found.number) == newest
     assert [path.name in record.getMessage() for record in caplog.records] == [True] * (4 - damaged)
 
@@ -921,7 +922,7 @@ def test_a_root_that_cannot_be_a_folder_is_told_by_every_writer_and_reader(tmp_p
         with pytest.raises(SnapshotError, match="cannot write"):
             write()
     assert (store.views(), store.numbers("numbers"), store.last_report("numbers")) == ([], [], None)
-    assert (store.newest("numbers"), store.bad("numbers"), store.pins("numbers"), store.reports("numbers")) == (
+    assert (Standing(store, "numbers").newest(), store.bad("numbers"), store.pins("numbers"), store.reports("numbers")) == (
         None,
         {},
         set(),
