@@ -349,6 +349,13 @@ def test_nothing_of_the_future_is_known(made: Made) -> None:
     made.check(made.asked(asked), [None, Value(10, 1), Value(10, 1), Value(20, 2), Value(20, 2), None])
 
 
+def test_a_folder_above_the_store_is_no_partition(tmp_path: Path) -> None:
+    made = Made(OfflineStore(tmp_path / "id=9" / "row=9" / "input_hash=9" / "root"), ENTITIES["number"])
+    made.commit({(1,): Value(1, 1), (2,): Value(1, 2)}, 2)
+    made.commit({(1,): Value(5, 3)}, 6, how="delta")
+    made.check(made.asked([((1,), 3), ((1,), 9), ((2,), 3), ((2,), 9)]), [Value(1, 1), Value(5, 3), Value(1, 2), None])
+
+
 def test_a_time_finer_than_a_microsecond_knows_only_what_was_before_it(made: Made) -> None:
     made.commit({(1,): Value(10, 1)}, 11)
     ns = int(at(10).timestamp()) * 10**9
