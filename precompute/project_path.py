@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ _NOT_RELATIVE = re.compile(r"/|~|[A-Za-z][A-Za-z0-9+.-]*:")
 """How an absolute path, one of the home folder, or a URL begins."""
 
 _URL = re.compile(r"(?!file:)[A-Za-z][A-Za-z0-9+.-]+:", re.IGNORECASE)
+
+_PATTERN = re.compile(r"[*?\[]")
 
 _DATA_FILE = re.compile(r"\.(parquet|csv|tsv|json|jsonl|ndjson|db|ddb|duckdb)(\.\w+)?$", re.IGNORECASE)
 
@@ -86,7 +88,7 @@ def absolute_sql(tree: Any, folder: Path, evaluate: Callable[[Any], Any]) -> tup
         whether anything was changed, and the files: absolute names, patterns and URLs.
 
     Raises:
-        ConfigError: files that cannot be told from the SQL.
+        ConfigError: files that cannot be told from the SQL, or whose rows would depend on where the project lies.
     """
     ctes = {entry["key"].lower() for node in _nodes(tree) if "cte_map" in node for entry in node["cte_map"]["map"]}
     changed, files = False, list[str]()
@@ -96,6 +98,7 @@ def absolute_sql(tree: Any, folder: Path, evaluate: Callable[[Any], Any]) -> tup
             if name is not None:
                 files.append(_absolute(name, folder))
                 if files[-1] != name:
+                    _check_partitions(name, folder)
                     node |= {
                         "catalog_name": "",
                         "schema_name": "",
@@ -114,6 +117,8 @@ def absolute_sql(tree: Any, folder: Path, evaluate: Callable[[Any], Any]) -> tup
                 value = evaluate(argument) if given is None else given
                 absolute = [_absolute(v, folder) for v in value] if isinstance(value, list) else _absolute(value, folder)
                 files += [text for text in (absolute if isinstance(absolute, list) else [absolute]) if isinstance(text, str)]
+                if absolute != value and not _is_unpartitioned(arguments):
+                    _check_partitions(value, folder)
                 # DuckDB takes no subquery here, so what was worked out stays so, relative or not
                 if absolute != value or (given is None and _is_text(value)):
                     arguments[0]["expression"] = _constant(absolute)
@@ -129,9 +134,38 @@ def is_remote(file: str) -> bool:
 def _absolute(path: Any, folder: Path) -> Any:
     if not isinstance(path, str) or not path or _NOT_RELATIVE.match(path):
         return path
+    if not _PATTERN.search(path):
+        return f"{folder}/{path.removeprefix('./')}"
     # a folder may have names with what is a pattern to DuckDB
-    escaped = re.sub(r"([*?\[])", r"[\1]", str(folder)) if re.search(r"[*?\[]", path) else str(folder)
+    if "\\" in str(folder):
+        raise ConfigError(
+            f"no pattern can find {path!r} in the project's folder, {folder}, whose backslash DuckDB takes for a slash: name each file, or "
+            "give the folder another name"
+        )
+    escaped = _PATTERN.sub(r"[\g<0>]", str(folder))
     return f"{escaped}/{path.removeprefix('./')}"
+
+
+def _check_partitions(files: str | list[str], folder: Path) -> None:
+    """Refuse files that move with the project where DuckDB takes a part of its folder for a Hive partition."""
+    partition = next((part for part in folder.parts if "=" in part), None)
+    if partition is not None:
+        raise ConfigError(
+            f"{files!r} starts from the project's folder, {folder}, and DuckDB takes {partition!r} for a partition: a column would come of it, "
+            "or change, with the project's place. Move the project to a folder without =, or read the file by read_parquet, read_csv or "
+            "read_json with hive_partitioning = false"
+        )
+
+
+def _is_unpartitioned(arguments: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a call says ``hive_partitioning = false``, or ``:=``, ``=>``."""
+    for argument in arguments:
+        name, value = argument["name"], argument["expression"]
+        if value.get("type") == "COMPARE_EQUAL":
+            name, value = ".".join(value["left"].get("column_names", [])), value["right"]
+        if name.lower() == "hive_partitioning":
+            return bool(value.get("literal", {}) == {"kind": "BOOLEAN", "text": "false"})
+    return False
 
 
 def _file_of_table(node: dict[str, Any], ctes: set[str]) -> str | None:

@@ -128,6 +128,67 @@ def test_a_folder_whose_name_is_a_pattern_and_has_a_quote(tmp_path: Path, elsewh
 
 
 @pytest.mark.parametrize(
+    "sql",
+    [
+        "FROM 'data.parquet'",
+        "FROM './data.csv'",
+        "FROM 'part-*.parquet'",
+        "FROM '../project/data.parquet'",
+        "FROM read_json('data.json')",
+        "FROM read_csv('./da' || 'ta.csv', hive_partitioning = true)",
+        "FROM read_parquet(['data.parquet', '/nowhere/b.parquet'])",
+        "FROM read_parquet('day=*/*.parquet', hive_partitioning = true)",
+        "SELECT 1 AS id, content FROM read_text('data.csv')",
+        "FROM read_csv((SELECT list(file) FROM glob('../*/data.csv')))",
+    ],
+)
+def test_a_project_in_a_hive_partition_reads_no_column_of_it(tmp_path: Path, elsewhere: Path, sql: str) -> None:
+    folder = tmp_path / "id=9" / "project"
+    write_files(folder, RIGHT)
+    said = (
+        r"starts from the project's folder, .*/id=9/project, and DuckDB takes 'id=9' for a partition.*hive_partitioning = false"
+    )
+    with pytest.raises(ConfigError, match=said):
+        Source(sql, ["id"], {}, folder=folder)
+    with Source("SELECT 1 AS id", ["id"], {}, folder=folder) as source, pytest.raises(ConfigError, match=said):
+        source.table(sql)
+
+
+def test_a_project_in_a_hive_partition_may_read_without_partitions_and_elsewhere(tmp_path: Path, elsewhere: Path) -> None:
+    folder, other = tmp_path / "id=9" / "project", tmp_path / "other"
+    for each in (folder, other):
+        write_files(each, RIGHT)
+    for sql in (
+        "FROM read_parquet('data.parquet', hive_partitioning = false)",
+        "FROM read_csv('./dat*.csv', header = true, HIVE_PARTITIONING => FALSE)",
+        "FROM read_parquet(['part-1.parquet', './day=7/part.parquet'], hive_partitioning := false) LIMIT 1",
+        f"FROM '{other}/data.csv'",
+    ):
+        with Source(sql, ["id"], {}, folder=folder) as source:
+            assert source.sample(9).to_pylist() == [{"id": 1, "x": RIGHT}]
+    with Source(f"FROM '{folder}/data.csv'", ["id"], {}, folder=folder) as source:  # as it is written: it does not move
+        assert source.sample(9).to_pylist() == [{"id": 9, "x": RIGHT}]
+
+
+@pytest.mark.parametrize("read", ["'day=*/*.parquet'", "read_parquet('./day=7/part.parquet', hive_partitioning = true)"])
+def test_partitions_below_the_projects_folder_are_columns(tmp_path: Path, elsewhere: Path, read: str) -> None:
+    write_files(tmp_path / "project", RIGHT)
+    with Source(f"FROM {read}", ["id", "day"], {}, folder=tmp_path / "project") as source:
+        assert source.sample(9).to_pylist() == [{"id": 1, "x": RIGHT, "day": 7}]
+
+
+def test_a_pattern_below_a_folder_with_a_backslash_is_refused(tmp_path: Path, elsewhere: Path) -> None:
+    folder = tmp_path / "a\\b [1]"
+    write_files(folder, RIGHT)
+    for sql in ("FROM 'data.csv'", "FROM read_parquet(['./data.parquet', 'sub/part-2.parquet']) LIMIT 1"):
+        with Source(sql, ["id"], {}, folder=folder) as source:
+            assert source.sample(9).to_pylist() == [{"id": 1, "x": RIGHT}]
+    for sql in ("FROM 'dat*.csv'", "FROM read_csv('./dat?.csv')", "SELECT 1 AS id FROM glob('[d]*')"):
+        with pytest.raises(ConfigError, match=r"no pattern can find '.*' in the project's folder, .*backslash.*name each file"):
+            Source(sql, ["id"], {}, folder=folder)
+
+
+@pytest.mark.parametrize(
     ("sql", "said"),
     [
         ("FROM query('SELECT * FROM ''data.csv''')", "hides which files"),
