@@ -313,9 +313,9 @@ from jobs import termination
 
 termination.GRACE_S = termination.LAST_WORDS_S = 0.1
 with termination.terminable(), termination.last_words(lambda: time.sleep(600)):
-    print("up", flush=True)
     while True:
         try:
+            print("up", flush=True)  # inside: the signal may come before the next line is reached
             time.sleep(600)
         except BaseException:
             pass
