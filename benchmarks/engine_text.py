@@ -150,7 +150,7 @@ def _measured(
         opened.convert()
         verdict = check_accuracy(config, opened)
         if verdict is not None:
-            figures[f"accuracy {variant_name(config.model.model_dump())}"] = verdict.message
+            figures[f"accuracy {variant_name(opened.view.definition.model)}"] = verdict.message
         steps[f"bare {precision}"] = _bare(opened.model, opened.source.sample(10**9).combine_chunks().to_batches()[0])
         steps[f"ours {precision}"] = partial(ours, name)
     steps["ours poisoned"] = lambda: ours("poisoned")

@@ -35,7 +35,7 @@ from jobs.tuning_file import read_tuning, tuning_path
 from precompute.model import check_use
 from precompute.source import check_sql, parameters, referenced_views
 from store.errors import ConfigError
-from store.feature_view import NAME, RESERVED, Feature, FeatureView, IndexSpec
+from store.feature_view import NAME, RESERVED, Definition, Feature, FeatureView, IndexSpec, ModelUse
 from store.partition import Partition, containing
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
@@ -373,21 +373,18 @@ class ViewConfig(_Strict):
             index=None if self.index is None else IndexSpec(self.index.on, self.index.metric, self.index.recall_at_10),
             fallback=self.fallback.enabled,
             fallback_deadline_s=self.fallback.deadline,
-            definition={"source": self.source.sql, "model": _model_definition(self.model)}
-            # Only where they are not what was done before there was a choice: a view defined then is the same view.
-            | ({} if self.bad_rows == "reject" else {"bad_rows": self.bad_rows})
-            | ({} if self.partition is None or self.partition.empty != "publish" else {"empty": "publish"}),
+            definition=Definition(
+                source=self.source.sql,
+                model=ModelUse(**self.model.model_dump()),
+                bad_rows=self.bad_rows,
+                empty="publish" if self.partition is not None and self.partition.empty == "publish" else "keep",
+            ),
         )
 
     def inputs(self) -> list[str]:
         """Views whose live snapshot this one reads, in its source or its model's arguments."""
         queries = [self.source.sql, *model_queries(self.model.args).values()]
         return sorted({name for sql in queries for name in referenced_views(sql)})
-
-
-def _model_definition(model: ModelConfig) -> dict[str, Any]:
-    """A ``backend`` that is auto is left out, as it was before there were any: a view defined then is the same view."""
-    return model.model_dump(exclude={"backend"} if model.backend == "auto" else None)
 
 
 def model_queries(args: Mapping[str, Any]) -> dict[str, str]:

@@ -24,16 +24,16 @@ def engine_of(opened: OpenView, config: EngineConfig, meter: Meter, store: Offli
     devices = _devices(opened, config)
     if not devices:
         return Runner(opened.model, opened.view, meter)
-    model = opened.view.definition["model"]
+    model = opened.view.definition.model
     tables, convert = dict(opened.tables), None
     if opened.variant != REFERENCE:
         example = opened.source.sample(EXAMPLE_ROWS)
         if example.num_rows:
             convert = {"variant": opened.variant, "folder": str(compiled_folder(store, opened.view.name))}
             tables[SAMPLE] = example
-    args = {name: value for name, value in model["args"].items() if name not in opened.tables}
+    args = {name: value for name, value in model.args.items() if name not in opened.tables}
     precision = opened.variant.removesuffix("-eager")
-    spec = WorkerSpec(model["use"], args, tables, opened.view, opened.folder, convert, precision, opened.fingerprint)
+    spec = WorkerSpec(model.use, args, tables, opened.view, opened.folder, convert, precision, opened.fingerprint)
     return WorkerPool(spec, meter, devices, hang_s=config.hang)
 
 

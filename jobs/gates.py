@@ -114,7 +114,7 @@ def judge(
 
     figures = _figures(store, snapshot)
     valued = snapshot.rows
-    if snapshot.view.definition.get("bad_rows") == "null":
+    if snapshot.view.definition.bad_rows == "null":
         quality["nulls"], valued = float(figures.valueless), snapshot.rows - figures.valueless
     few = valued < JUDGED_ROWS
     if live is not None and live.rows:

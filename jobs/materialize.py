@@ -649,7 +649,7 @@ class _Run:
         """Raises:
         RejectedError: the view's policy is to fail, and a row is one that the model declared unusable.
         """
-        if self.opened.view.definition.get("bad_rows") == "fail" and "input" in stages:
+        if self.opened.view.definition.bad_rows == "fail" and "input" in stages:
             row = stages.index("input")
             raise RejectedError(
                 f"view {self.name!r}: key {keys[row].as_py()!r}: {errors[row]}, and bad_rows is fail; nothing was published and the live "

@@ -16,7 +16,7 @@ from precompute.model import LoadedModel, Model, load_with_fingerprint, model_fi
 from precompute.project_path import absolute_arguments, starting_from
 from precompute.source import Files, Source, referenced_views
 from store.errors import ConfigError, SourceError
-from store.feature_view import FeatureView
+from store.feature_view import FeatureView, ModelUse
 from store.layers import Layers
 from store.offline_store import OfflineStore
 from store.partition import Partition
@@ -101,8 +101,8 @@ def open_view(
         SourceError: a file is missing, or a view it reads was never published.
         ModelError: the model failed to load, or its files are being replaced.
     """
-    sql, model = view.definition["source"], view.definition["model"]
-    queries = model_queries(model["args"])
+    sql, model = view.definition.source, view.definition.model
+    queries = model_queries(model.args)
     wanted = sorted({name for text in (sql, *queries.values()) for name in referenced_views(text)})
     inputs = {name: pinned[name] if pinned is not None else _live_number(store, name, view.name) for name in wanted}
     live = {name: files_of(store.layers(store.snapshot(name, number))) for name, number in inputs.items()}
@@ -122,8 +122,8 @@ def open_view(
             except ConfigError as exc:
                 raise ConfigError(f"view {view.name!r}: model.args.{name}.sql: {exc}") from exc
         try:
-            arguments = {**absolute_arguments(model["args"], folder), **tables}
-            use = model["use"]
+            arguments = {**absolute_arguments(model.args, folder), **tables}
+            use = model.use
             loaded = load_with_fingerprint(use, arguments, folder) if load is None else load(use, arguments, variant)
             fingerprint = model_fingerprint(loaded.fingerprint, use, variant.removesuffix("-eager"), tables)
         except ConfigError as exc:
@@ -134,9 +134,9 @@ def open_view(
     return OpenView(view, folder, source, loaded.model, fingerprint, inputs, tables, variant, compiled_folder(store, view.name))
 
 
-def variant_name(model: Mapping[str, Any]) -> str:
+def variant_name(model: ModelUse) -> str:
     """The name (:mod:`precompute.precision`) of what a view's definition says of ``precision`` and ``backend``."""
-    precision, backend = model["precision"], model.get("backend", "auto")
+    precision, backend = model.precision, model.backend
     if precision == "int8":
         return f"int8-static-{'onnx' if backend == 'auto' else backend}"
     return f"{'fp32' if precision == 'auto' else precision}-{'eager' if backend == 'auto' else backend}"

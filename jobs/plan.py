@@ -17,7 +17,6 @@ from precompute.input_hash import MD5
 from precompute.model import digest
 from precompute.source import Diff, Files
 from store.errors import SnapshotError
-from store.feature_view import FeatureView
 from store.journal import Finished
 from store.offline_store import OfflineStore
 from store.snapshot import Snapshot
@@ -223,17 +222,13 @@ def recipe_of(opened: OpenView, hashed_by: str | None = None) -> str:
     features = [[f.name, f.dtype, f.dim, f.max_items] for f in view.features]
     return digest(
         model=opened.fingerprint,
-        sql=view.definition["source"].strip(),
+        sql=view.definition.source.strip(),
         entity=list(view.entity),
         columns=columns,
         features=features,
         **({} if hashed_by == MD5 else {"input_hash": hashed_by}),
-        **({"bad_rows": "null"} if _keeps_nulls(view) else {}),  # to reject and to fail write the same rows
+        **({"bad_rows": "null"} if view.definition.bad_rows == "null" else {}),  # to reject and to fail write the same rows
     )
-
-
-def _keeps_nulls(view: FeatureView) -> bool:
-    return view.definition.get("bad_rows") == "null"
 
 
 def _why_full(previous: Snapshot | None, opened: OpenView, recipe: str, *, first: bool) -> str | None:
@@ -244,18 +239,18 @@ def _why_full(previous: Snapshot | None, opened: OpenView, recipe: str, *, first
         return None
     view, changed = opened.view, []
     if previous.model != opened.fingerprint:
-        before, now = previous.view.definition["model"], view.definition["model"]
-        rest = [{**model, "precision": None, "backend": None} for model in (before, now)]
-        only_precision = rest[0] == rest[1] and variant_name(before) != variant_name(now)
+        before, now = previous.view.definition.model, view.definition.model
+        same = (before.use, before.args) == (now.use, now.args)
+        only_precision = same and variant_name(before) != variant_name(now)
         what = "model's precision" if only_precision else "model (or its tokenizer or tables)"
         changed.append(f"{what} changed, fingerprint {previous.model[:12]} → {opened.fingerprint[:12]}")
-    if previous.view.definition["source"].strip() != view.definition["source"].strip():
+    if previous.view.definition.source.strip() != view.definition.source.strip():
         changed.append("source's SQL changed")
     if previous.view.features != view.features or previous.view.entity != view.entity:
         changed.append("features or the entity changed")
-    if _keeps_nulls(previous.view) != _keeps_nulls(view):
-        before, now = (v.definition.get("bad_rows", "reject") for v in (previous.view, view))
-        changed.append(f"policy for bad rows changed, {before} → {now}")
+    policies = [v.definition.bad_rows for v in (previous.view, view)]
+    if policies[0] != policies[1] and "null" in policies:
+        changed.append(f"policy for bad rows changed, {' → '.join(policies)}")
     columns = {name: str(opened.source.schema.field(name).type) for name in opened.source.input_columns}
     if not changed and dict(previous.input_columns) == columns:
         changed.append("way rows are hashed changed, by another version of DuckDB")

@@ -26,7 +26,7 @@ def read_source_at(opened: OpenView, store: OfflineStore) -> str | None:
         SourceError, SnapshotError: something cannot be read.
     """
     known = [opened.source.modified_us()]
-    for name in referenced_views(opened.view.definition["source"]):
+    for name in referenced_views(opened.view.definition.source):
         snapshot = store.snapshot(name, opened.inputs[name])
         known.append(microseconds(known_source_at(snapshot, store.reports(name, REPORTS)) or ""))
     return iso_us(min((us for us in known if us is not None), default=None))

@@ -201,9 +201,8 @@ def check_accuracy(config: ViewConfig, opened: OpenView) -> Verdict | None:
 
 
 def _in_float32(view: FeatureView) -> FeatureView:
-    definition = dict(view.definition)
-    definition["model"] = {**definition["model"], "precision": "fp32", "backend": "eager"}
-    return replace(view, definition=definition)
+    model = replace(view.definition.model, precision="fp32", backend="eager")
+    return replace(view, definition=replace(view.definition, model=model))
 
 
 def _sample(opened: OpenView, rows: int) -> pa.RecordBatch:

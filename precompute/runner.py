@@ -107,7 +107,7 @@ def compute(model: Model, view: FeatureView, batch: pa.RecordBatch) -> Computed:
 def with_null_rows(view: FeatureView, done: Computed) -> Computed:
     """What becomes of a window's rows under ``bad_rows: null``: those the model declared unusable have every feature null. The batch job, the
     parity gate and the fallback ask here alike. Under another policy, ``done`` as it is."""
-    if view.definition.get("bad_rows") != "null":
+    if view.definition.bad_rows != "null":
         return done
     unusable = [r.row for r in done.rejections if r.stage == "input"]
     if not unusable:

@@ -75,6 +75,43 @@ class IndexSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelUse:
+    """Which model and how, as configured: a name or dotted path, its arguments, the precision and back end it computes in."""
+
+    use: str = ""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    precision: str = "auto"
+    backend: str = "auto"
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict. A ``backend`` that is auto is left out, as before there were any: a view defined then is the same view."""
+        known: dict[str, Any] = {"use": self.use, "args": dict(self.args), "precision": self.precision}
+        return known if self.backend == "auto" else known | {"backend": self.backend}
+
+
+@dataclass(frozen=True, slots=True)
+class Definition:
+    """How a view's rows come about, as configured: source SQL, model, what becomes of bad rows (``reject``, ``null``, ``fail``), and whether a
+    partition without rows goes live (``publish``) or what is live stays (``keep``)."""
+
+    source: str = ""
+    model: ModelUse = field(default_factory=ModelUse)
+    bad_rows: str = "reject"
+    empty: str = "keep"
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict, without what is as it was before there was a choice: a view defined then is the same view."""
+        known: dict[str, Any] = {"source": self.source, "model": self.model.to_json()}
+        known |= {} if self.bad_rows == "reject" else {"bad_rows": self.bad_rows}
+        return known | ({} if self.empty == "keep" else {"empty": self.empty})
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Definition:
+        """What :meth:`to_json` wrote, of this version or an earlier one."""
+        return known_fields(cls, {**data, "model": known_fields(ModelUse, data.get("model", {}))})
+
+
+@dataclass(frozen=True, slots=True)
 class FeatureView:
     """What is computed and how long it is good for; nothing about when or where.
 
@@ -89,8 +126,8 @@ class FeatureView:
     index: IndexSpec | None = None
     fallback: bool = False
     fallback_deadline_s: float = 0.1
-    definition: Mapping[str, Any] = field(default_factory=dict)
-    """Source SQL and model as configured: kept in the manifest for provenance and for the fallback."""
+    definition: Definition = field(default_factory=Definition)
+    """Kept in the manifest for provenance and for the fallback."""
 
     @property
     def feature_names(self) -> tuple[str, ...]:
@@ -125,7 +162,7 @@ class FeatureView:
             else {"on": self.index.on, "metric": self.index.metric, "recall_at_10": self.index.recall_at_10},
             "fallback": self.fallback,
             "fallback_deadline_s": self.fallback_deadline_s,
-            "definition": dict(self.definition),
+            "definition": self.definition.to_json(),
         }
 
     @classmethod
@@ -141,7 +178,7 @@ class FeatureView:
             index=None if index is None else known_fields(IndexSpec, index),
             fallback=data["fallback"],
             fallback_deadline_s=data["fallback_deadline_s"],
-            definition=data["definition"],
+            definition=Definition.from_json(data["definition"]),
         )
 
     def fingerprint(self) -> str:

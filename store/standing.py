@@ -22,7 +22,7 @@ ROLLED_BACK = "rolled_back"
 
 def keeps_live(snapshot: Snapshot) -> bool:
     """Whether a snapshot is a partition without rows, which takes the place of nothing unless its view says ``empty: publish``."""
-    return snapshot.partition is not None and not snapshot.rows and snapshot.view.definition.get("empty") != "publish"
+    return snapshot.partition is not None and not snapshot.rows and snapshot.view.definition.empty != "publish"
 
 
 class Standing:

@@ -267,7 +267,7 @@ def test_reject_is_the_default_and_sets_them_aside(make: Make, open_lookup: Call
     spelled_out = make(MIXED, bad_rows="reject")
     view = spelled_out.view("numbers").feature_view()
     assert view == snapshot.view  # as manifests from before there was a choice have it
-    assert view.definition.keys() == {"source", "model"}
+    assert view.definition.to_json().keys() == {"source", "model"}
     assert run(spelled_out).status == "current"
 
 
@@ -350,7 +350,7 @@ def test_a_bare_null_in_yaml_and_in_the_environment_is_the_policy(make: Make) ->
 
 def test_the_policy_travels_with_the_view_and_a_manifest_without_one_reads_as_reject(make: Make) -> None:
     views = {policy: make({1: "a"}, bad_rows=policy).view("numbers").feature_view() for policy in ("reject", "null", "fail")}
-    assert [view.definition.get("bad_rows") for view in views.values()] == [None, "null", "fail"]
+    assert [view.to_json()["definition"].get("bad_rows") for view in views.values()] == [None, "null", "fail"]
     assert len({view.fingerprint() for view in views.values()}) == 3
     for view in views.values():
         assert FeatureView.from_json(view.to_json()) == view

@@ -29,7 +29,7 @@ from jobs.config import (
     parse_time,
 )
 from store.errors import ConfigError
-from store.feature_view import Feature, IndexSpec
+from store.feature_view import Feature, IndexSpec, ModelUse
 from tests.conftest import MakeProject
 
 SHIPPED = Path(__file__).parents[2] / "configs" / "movielens"
@@ -487,7 +487,7 @@ def test_a_view_becomes_a_feature_view(make_project: MakeProject) -> None:
     feature_view = Project(project.folder, {}).view("numbers").feature_view()
     assert feature_view.features == (Feature("b", "float32", dim=3), Feature("a", "string", max_items=2))  # in the file's order
     assert (feature_view.entity, feature_view.ttl_s, feature_view.stale_for_s) == (("id",), 3600.0, 86400.0)
-    assert feature_view.definition["model"] == {"use": "tests.arithmetic:Doubler", "args": {}, "precision": "auto"}
+    assert feature_view.definition.model == ModelUse("tests.arithmetic:Doubler", {}, "auto", "auto")
 
 
 def test_inputs_are_the_views_that_source_and_arguments_read(make_project: MakeProject) -> None:

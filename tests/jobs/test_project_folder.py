@@ -274,7 +274,7 @@ def test_arguments_of_any_depth_are_paths_when_they_start_with_a_dot_and_a_slash
     write_files(project.folder, 3.0)
     run_view(project, "numbers", Silent())
     first = OfflineStore(project.root).snapshot("numbers", 1)
-    assert first.view.definition["model"]["args"] == args  # as they are written
+    assert first.view.definition.model.args == args  # as they are written
     (project.folder / "data.csv").write_text("other")
     assert run_view(project, "numbers", Silent()).model != first.model
 

@@ -195,7 +195,7 @@ def test_a_tuning_file_is_what_auto_stands_for(make_project: MakeProject) -> Non
         "backend": "eager",
     }
     assert chosen(again(project)) == ("bf16", "eager")
-    assert again(project).view("numbers").feature_view().definition["model"]["precision"] == "bf16"
+    assert again(project).view("numbers").feature_view().definition.model.precision == "bf16"
     path.unlink()
     assert chosen(again(project)) == ("auto", "auto")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from store.feature_view import NAME, RESERVED, SCALAR_TYPES, Feature, FeatureView, IndexSpec
+from store.feature_view import NAME, RESERVED, SCALAR_TYPES, Definition, Feature, FeatureView, IndexSpec, ModelUse
 
 FULL = FeatureView(
     name="items",
@@ -20,7 +20,7 @@ FULL = FeatureView(
     index=IndexSpec("vector", "l2", 0.9),
     fallback=True,
     fallback_deadline_s=0.25,
-    definition={"source": "SELECT 'é\"' AS x", "model": {"use": "top_k", "args": {"k": [1, 2.5, None, True]}}},
+    definition=Definition("SELECT 'é\"' AS x", ModelUse("top_k", {"k": [1, 2.5, None, True], "a": 1})),
 )
 PLAIN = FeatureView("items", ("id",), (Feature("x", "bool"),), ttl_s=1, stale_for_s=0)
 
@@ -49,7 +49,17 @@ CHANGES: dict[str, list[Any]] = {
     "index": [None, IndexSpec("vector", "dot", 0.9), IndexSpec("vector", "l2", 0.91), IndexSpec("other", "l2", 0.9)],
     "fallback": [False],
     "fallback_deadline_s": [0.26],
-    "definition": [{}, {**FULL.definition, "source": "SELECT 2"}, {**FULL.definition, "model": {}}],
+    "definition": [
+        Definition(),
+        *(
+            dataclasses.replace(FULL.definition, **change)
+            for change in ({"source": "SELECT 2"}, {"bad_rows": "null"}, {"empty": "publish"})
+        ),
+        *(
+            dataclasses.replace(FULL.definition, model=dataclasses.replace(FULL.definition.model, **change))
+            for change in ({"use": "mine:Model"}, {"args": {}}, {"precision": "bf16"}, {"backend": "onnx"})
+        ),
+    ],
 }
 
 
@@ -64,10 +74,22 @@ def test_every_field_is_in_the_fingerprint() -> None:
     assert set(CHANGES) == {f.name for f in dataclasses.fields(FeatureView)} == set(FULL.to_json())
 
 
-def test_the_fingerprint_does_not_depend_on_the_order_of_the_definitions_keys() -> None:
-    turned = dict(reversed(list(FULL.definition.items())))
-    assert list(turned) != list(FULL.definition)
-    assert dataclasses.replace(FULL, definition=turned).fingerprint() == FULL.fingerprint()
+def test_the_fingerprint_does_not_depend_on_the_order_of_the_models_arguments() -> None:
+    model = FULL.definition.model
+    turned = dict(reversed(list(model.args.items())))
+    assert list(turned) != list(model.args)
+    definition = dataclasses.replace(FULL.definition, model=dataclasses.replace(model, args=turned))
+    assert dataclasses.replace(FULL, definition=definition).fingerprint() == FULL.fingerprint()
+
+
+def test_what_is_as_it_was_before_there_was_a_choice_is_not_written() -> None:
+    plain = Definition("SELECT 1", ModelUse("mine:Model"))
+    assert plain.to_json() == {"source": "SELECT 1", "model": {"use": "mine:Model", "args": {}, "precision": "auto"}}
+    chosen = Definition("SELECT 1", ModelUse("mine:Model", {}, "bf16", "onnx"), "null", "publish")
+    model = {"use": "mine:Model", "args": {}, "precision": "bf16", "backend": "onnx"}
+    assert chosen.to_json() == {"source": "SELECT 1", "model": model, "bad_rows": "null", "empty": "publish"}
+    older: dict[str, Any] = {"source": "SELECT 1", "model": {"use": "mine:Model", "args": {}}}
+    assert Definition.from_json(older) == Definition.from_json(older | {"of a later version": 1}) == plain
 
 
 def test_a_view_cannot_be_changed() -> None:
