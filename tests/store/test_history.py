@@ -130,7 +130,11 @@ class Made:
         self.bad.add(number)
 
     def good(self) -> list[Snapshot]:
-        return [s for s in self.snapshots if s.number not in self.bad and not s.refused_by]
+        void = set(self.bad)
+        for snapshot in self.snapshots:  # a parent comes before its children
+            if snapshot.parent in void:
+                void.add(snapshot.number)
+        return [s for s in self.snapshots if s.number not in void and not s.refused_by]
 
     def _parts(self, run: str, rows: Mapping[Key, Value]) -> tuple[list[Part], dict[Key, tuple[str, int]]]:
         parts, places, keys = [], {}, list(rows)
