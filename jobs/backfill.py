@@ -206,7 +206,9 @@ def _note(item: Item, store: OfflineStore, view: str, report: Mapping[str, Any] 
     item.rows, item.written = counts["source"], counts["written"]
     item.state, item.error = "done", None
     if snapshot.refused_by:
-        said = "; ".join(f"{g['gate']}: {g['message']}" for g in snapshot.gates if g["gate"] in snapshot.refused_by)
+        said = "; ".join(
+            f"{verdict.gate}: {verdict.message}" for verdict in snapshot.failed if verdict.gate in snapshot.refused_by
+        )
         accept = " ".join(f"--accept {gate}" for gate in snapshot.refused_by)
         item.state = "refused"
         item.error = (

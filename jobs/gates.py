@@ -11,7 +11,6 @@ they are. A row that ``bad_rows: null`` left without features has no value for c
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from store.layers import Layers, dead_rows
 from store.offline_store import OfflineStore
 from store.row_figures import RowFigures, VectorFigures, count
 from store.selection import all_rows, rows_beside, seed_of
-from store.snapshot import Snapshot
+from store.snapshot import Snapshot, Verdict
 from store.standing import ROLLED_BACK, Standing
 
 log = logging.getLogger(__name__)
@@ -53,17 +52,6 @@ QUANTILES = {"p01": 0.01, "p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 """Of lengths and of cosines to the live vectors, in the manifest's ``quality`` as ``<feature>.norm.p01`` and ``<feature>.drift.p01``."""
 
 _STATISTICS = ("zero", "norm", "duplicates", "drift", "moved")
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What one gate measured and what it allows."""
-
-    gate: str
-    passed: bool
-    measured: float
-    limit: float
-    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,8 +399,3 @@ def _parity(opened: OpenView, sample: pa.Table) -> tuple[int, dict[str, str]]:
     precision = opened.variant if getattr(opened.model, "variant", None) == opened.variant else None
     rows = differing(stored.take(pa.array([position[key] for key in keys], pa.int64())), done.features, opened.view, precision)
     return len(same), differs | {keys[row]: what for row, what in rows.items()}
-
-
-def verdicts_json(verdicts: list[Verdict]) -> list[Mapping[str, Any]]:
-    """As manifests and reports hold them."""
-    return [{name: getattr(v, name) for name in Verdict.__slots__} for v in verdicts]

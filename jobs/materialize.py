@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +21,7 @@ import pyarrow.compute as pc
 
 from jobs.config import EngineConfig, ViewConfig
 from jobs.engine import engine_of
-from jobs.gates import JUDGED_ROWS, Verdict, judge, verdicts_json
+from jobs.gates import JUDGED_ROWS, judge
 from jobs.open_view import OpenView, open_view
 from jobs.plan import Plan, go_on_hashing, is_damaged, make_plan, now_us, recipe_of
 from jobs.progress import Progress
@@ -44,7 +43,7 @@ from store.offline_store import OfflineStore, utc_now
 from store.partition import Partition
 from store.row_figures import RowCounter, RowFigures, count
 from store.selection import all_rows
-from store.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot
+from store.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot, Verdict
 from store.standing import Standing
 
 PART_BYTES = 64 * 2**20
@@ -124,7 +123,7 @@ def materialize(
         if plan.parent is None and plan.source_rows:  # what is built on was computed in the same precision, and was compared then
             with report.stage("accuracy"):
                 accuracy = [verdict for verdict in [check_accuracy(config, opened)] if verdict is not None]
-            report.gates = [dict(gate) for gate in verdicts_json(accuracy)]
+            report.gates = [asdict(verdict) for verdict in accuracy]
             for refused in accuracy:
                 if not refused.passed and refused.gate not in accept:
                     raise GateError(
@@ -166,8 +165,8 @@ def materialize(
         with report.stage("gates"), _telling_damage(config, store, plan):
             if not plan.compact:
                 snapshot = replace(snapshot, figures=run.figures(snapshot, replaced))
-            snapshot = _judged(config, opened, store, snapshot, accept, verdicts_json(accuracy), replaced)
-            report.gates = [dict(gate) for gate in snapshot.gates]
+            snapshot = _judged(config, opened, store, snapshot, accept, accuracy, replaced)
+            report.gates = [asdict(verdict) for verdict in snapshot.gates]
             report.counts |= _nulls_json(snapshot)
         with report.stage("commit"):
             snapshot = store.commit(snapshot, lease)
@@ -298,7 +297,7 @@ def _judged(
     store: OfflineStore,
     snapshot: Snapshot,
     accept: Collection[str],
-    before: Sequence[Mapping[str, Any]],
+    before: Sequence[Verdict],
     replaced: Replaced | None,
 ) -> Snapshot:
     """The snapshot with its figures and the verdicts of the gates; ``before`` are those on what it was computed by, ``replaced`` the rows of its parent,
@@ -319,9 +318,8 @@ def _judged(
     if not snapshot.rows:
         return _judged_empty(config, snapshot, live, accept)
     quality, verdicts = judge(config, opened, store, snapshot, live, replaced)
-    gates = (*before, *verdicts_json(verdicts))
-    failed = {gate["gate"] for gate in gates if not gate["passed"]}
-    return replace(snapshot, quality=quality, gates=gates, accepted=tuple(sorted(failed.intersection(accept))))
+    judged = replace(snapshot, quality=quality, gates=(*before, *verdicts))
+    return replace(judged, accepted=tuple(sorted({verdict.gate for verdict in judged.failed}.intersection(accept))))
 
 
 def _judged_empty(config: ViewConfig, snapshot: Snapshot, before: Snapshot | None, accept: Collection[str]) -> Snapshot:
@@ -332,7 +330,7 @@ def _judged_empty(config: ViewConfig, snapshot: Snapshot, before: Snapshot | Non
     message = f"no rows any more, against the {before.rows:,} of snapshot {before.number}"
     verdict = Verdict("rows", limit >= 1, -1.0, limit, message)
     accepted = ("rows",) if not verdict.passed and "rows" in accept else ()
-    return replace(snapshot, gates=tuple(verdicts_json([verdict])), accepted=accepted)
+    return replace(snapshot, gates=(verdict,), accepted=accepted)
 
 
 def _judged_again(
@@ -349,10 +347,12 @@ def _judged_again(
         return snapshot
     if snapshot.rows:
         opened.convert()
-    before = [gate for gate in snapshot.gates if gate["gate"] == "accuracy"]  # passed or accepted, or nothing had been computed
-    judged = _judged(config, opened, store, snapshot, {*accept, *(gate["gate"] for gate in before)}, before, None)
+    before = [
+        verdict for verdict in snapshot.gates if verdict.gate == "accuracy"
+    ]  # passed or accepted, or nothing had been computed
+    judged = _judged(config, opened, store, snapshot, {*accept, *(verdict.gate for verdict in before)}, before, None)
     judged = replace(judged, accepted=tuple(sorted({*judged.accepted, *_still_accepted(snapshot, judged)})))
-    report.gates = [dict(gate) for gate in judged.gates]
+    report.gates = [asdict(verdict) for verdict in judged.gates]
     if judged.refused_by == snapshot.refused_by:
         return snapshot
     judged = store.commit(replace(judged, run=report.run, created_at=utc_now(), source_at=report.source_at), lease)
@@ -362,7 +362,7 @@ def _judged_again(
 
 def _still_accepted(before: Snapshot, now: Snapshot) -> set[str]:
     """Gates that refuse both, were accepted, and say the very same again: half the rows of what was live then are not half the rows of what is live now."""
-    said, says = ({(gate["gate"], gate["message"]) for gate in of.gates if not gate["passed"]} for of in (before, now))
+    said, says = ({(verdict.gate, verdict.message) for verdict in of.failed} for of in (before, now))
     return {name for name, _ in says & said if name in before.accepted} - {name for name, _ in says - said}
 
 

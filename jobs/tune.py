@@ -18,7 +18,6 @@ from typing import Any
 import pyarrow as pa
 
 from jobs.config import AccuracyConfig, Project, ViewConfig
-from jobs.gates import Verdict
 from jobs.open_view import EXAMPLE_ROWS, REFERENCE, OpenView, compiled_folder, open_view
 from jobs.report import versions
 from jobs.tuning_file import write_tuning
@@ -30,6 +29,7 @@ from store.feature_view import FeatureView
 from store.freshness import iso
 from store.offline_store import OfflineStore
 from store.partition import Partition
+from store.snapshot import Verdict
 
 ROUNDS = 3
 """Times that each candidate computes the sample, taking turns, so that a busy moment of the machine hits all alike."""

@@ -14,7 +14,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
 
 import pyarrow as pa
 
@@ -39,6 +38,17 @@ class Part:
     rows: int
     size_bytes: int
     sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one gate measured and what it allows; ``message`` says it in words. Of older manifests, those of the accuracy gate have no figures."""
+
+    gate: str
+    passed: bool
+    measured: float = 0.0
+    limit: float = 0.0
+    message: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +137,7 @@ class Snapshot:
     figures: RowFigures | None = None
     """Counted of every row a reader sees, while it was written; of the rows a delta replaced, a sample was taken off where there are very many. None
     in manifests older than these figures."""
-    gates: Sequence[Mapping[str, Any]] = ()
-    """Verdicts: ``{gate, passed, measured, limit, message}``."""
+    gates: Sequence[Verdict] = ()
     accepted: Sequence[str] = ()
     """Gates an operator accepted by name."""
     fence: int = 0
@@ -142,8 +151,12 @@ class Snapshot:
     @property
     def refused_by(self) -> list[str]:
         """Gates that refuse to publish it and that nobody accepted."""
-        failed = dict.fromkeys(gate["gate"] for gate in self.gates if not gate["passed"])
-        return [gate for gate in failed if gate not in self.accepted]
+        return [name for name in dict.fromkeys(verdict.gate for verdict in self.failed) if name not in self.accepted]
+
+    @property
+    def failed(self) -> list[Verdict]:
+        """Verdicts that refuse it, accepted or not."""
+        return [verdict for verdict in self.gates if not verdict.passed]
 
     def to_bytes(self) -> bytes:
         """The manifest: canonical JSON whose last line is the SHA-256 of all before it."""
@@ -181,8 +194,9 @@ class Snapshot:
             "counts": known_fields(Counts, body["counts"]),
             "parts": tuple(known_fields(Part, p) for p in body["parts"]),
         }
-        for name in ("gates", "accepted", "bases"):
+        for name in ("accepted", "bases"):
             body[name] = tuple(body.get(name, ()))
+        body["gates"] = tuple(known_fields(Verdict, verdict) for verdict in body.get("gates", ()))
         for name in ("rejected", "deletes"):
             body[name] = None if body.get(name) is None else known_fields(Part, body[name])
         body["figures"] = None if body.get("figures") is None else RowFigures.from_json(body["figures"])

@@ -106,8 +106,8 @@ class Standing:
                 f"model{accept}, or remove {mark} if the mark was a mistake"
             )
         if snapshot.refused_by:
-            refusals = (gate for gate in snapshot.gates if gate["gate"] in snapshot.refused_by)
-            said = "; ".join(f"{gate['gate']}: {gate['message']} (limit {gate['limit']:g})" for gate in refusals)
+            refusals = (verdict for verdict in snapshot.failed if verdict.gate in snapshot.refused_by)
+            said = "; ".join(f"{verdict.gate}: {verdict.message} (limit {verdict.limit:g})" for verdict in refusals)
             accept = " ".join(f"--accept {name}" for name in snapshot.refused_by)
             raise GateError(
                 f"view {self._view!r}: snapshot {number} is not published, the live one stays. {said}. If this is as it should be: "

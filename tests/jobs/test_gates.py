@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from store.offline_store import OfflineStore
 from store.online_url import open_online_store
 from store.part_file import rare_rows
 from store.row_figures import count
-from store.snapshot import Snapshot
+from store.snapshot import Snapshot, Verdict
 from tests.conftest import MakeProject
 
 HERE = "tests.jobs.test_gates"
@@ -91,7 +91,7 @@ def live(project: Project) -> tuple[int, int]:
 
 
 def failed(snapshot: Snapshot) -> list[str]:
-    return [gate["gate"] for gate in snapshot.gates if not gate["passed"]]
+    return [verdict.gate for verdict in snapshot.failed]
 
 
 def newest(project: Project) -> Snapshot:
@@ -166,7 +166,7 @@ def test_null_switches_a_gate_off(make_project: MakeProject, gate: str) -> None:
     assert run(project).status == "published"
     assert live(project) == (2, 2)
     snapshot = newest(project)
-    assert gate not in [g["gate"] for g in snapshot.gates]
+    assert gate not in [g.gate for g in snapshot.gates]
     assert gate in snapshot.quality  # it is measured all the same
 
 
@@ -327,7 +327,7 @@ def test_rejected_and_coverage_can_be_switched_off(make_project: MakeProject) ->
     project = make_project([(0, 1.0), (1, None)], view=view({"rejected": None, "coverage": None}))
     assert run(project).status == "published"
     # what max_rejected allows is their default, and null is how all gates are switched off
-    assert [g["gate"] for g in newest(project).gates if g["gate"] in ("rejected", "coverage")] == []
+    assert [g.gate for g in newest(project).gates if g.gate in ("rejected", "coverage")] == []
 
 
 # ---- parity
@@ -339,16 +339,8 @@ def test_parity_computes_a_sample_again_as_the_fallback_would(make_project: Make
     make = {"fallback": True, "weights": str(weights)}
     project = make_project(list(GOOD.items()), view=view(**make))
     run(project)
-    parity = [g for g in newest(project).gates if g["gate"] == "parity"]
-    assert parity == [
-        {
-            "gate": "parity",
-            "passed": True,
-            "measured": 0.0,
-            "limit": 0.05,
-            "message": "0 of 20 sampled rows come out differently from the fallback",
-        }
-    ]
+    parity = [g for g in newest(project).gates if g.gate == "parity"]
+    assert parity == [Verdict("parity", True, 0.0, 0.05, "0 of 20 sampled rows come out differently from the fallback")]
     weights.write_text("1.5")  # the file changed, and the model's fingerprint does not tell: old rows stay, new ones are others
     project = make_project([*GOOD.items(), (N, 41.0)], view=view(**make))
     with pytest.raises(GateError, match=r"parity: 20 of 20 sampled rows come out differently.*--accept parity"):
@@ -405,7 +397,7 @@ def test_parity_allows_one_row_of_twenty_and_no_more(
     monkeypatch.setattr("jobs.gates.compute", again)
     project = make_project(list(GOOD.items()), view=view(fallback=True))
     assert call(project, "run", "numbers") == (0 if passes else 3)
-    assert [(g["gate"], g["measured"]) for g in newest(project).gates if g["gate"] == "parity"] == [("parity", rows / 20)]
+    assert [(g.gate, g.measured) for g in newest(project).gates if g.gate == "parity"] == [("parity", rows / 20)]
 
 
 @pytest.mark.parametrize(("limit", "passed"), [(1 / N, True), (0.9 / N, False)])
@@ -434,15 +426,15 @@ def test_parity_leaves_out_rows_whose_input_changed_since(make_project: MakeProj
 
     monkeypatch.setattr(materialize, "_snapshot", changed)
     assert run(project).status == "published"
-    (parity,) = [g for g in newest(project).gates if g["gate"] == "parity"]
-    assert parity["message"] == "0 of 5 sampled rows come out differently from the fallback"
+    (parity,) = [g for g in newest(project).gates if g.gate == "parity"]
+    assert parity.message == "0 of 5 sampled rows come out differently from the fallback"
 
 
 def test_parity_of_composite_and_text_keys(make_project: MakeProject) -> None:
     table = pa.table({"a": ["x/y", "50%", "p"], "id": [1, 2, 3], "x": [1.0, 2.0, 3.0]})
     project = make_project(table, view=view(fallback=True) | {"entity": ["a", "id"]})
     run(project)
-    assert [g["message"][:6] for g in newest(project).gates if g["gate"] == "parity"] == ["0 of 3"]
+    assert [g.message[:6] for g in newest(project).gates if g.gate == "parity"] == ["0 of 3"]
 
 
 # ---- what is not judged
@@ -451,7 +443,7 @@ def test_parity_of_composite_and_text_keys(make_project: MakeProject) -> None:
 def test_without_a_live_snapshot_there_is_nothing_to_compare_with(make_project: MakeProject) -> None:
     project = make_project(list(GOOD.items()), view=view())
     run(project)
-    assert [g["gate"] for g in newest(project).gates] == ["rejected", "coverage", "finite", "zero", "duplicates"]
+    assert [g.gate for g in newest(project).gates] == ["rejected", "coverage", "finite", "zero", "duplicates"]
 
 
 def test_another_model_is_not_judged_by_drift(make_project: MakeProject) -> None:
@@ -466,7 +458,7 @@ def test_fewer_than_twenty_rows_make_no_statistics(make_project: MakeProject) ->
     project = make_project([(0, 0.0), *((i, -2.0) for i in range(1, 5))], view=view())
     assert run(project).status == "published"
     snapshot = newest(project)
-    assert [g["gate"] for g in snapshot.gates] == ["rejected", "coverage", "finite"]
+    assert [g.gate for g in snapshot.gates] == ["rejected", "coverage", "finite"]
     assert snapshot.quality["zero"] == 0.2
     assert snapshot.quality["drift"] < 0.8
 
@@ -540,8 +532,8 @@ def test_scalars_lists_texts_and_nulls_are_judged_without_vectors(make_project: 
     project = make_project([(i, x + 1) for i, x in GOOD.items()], view=KINDS)
     assert run(project).status == "published"
     snapshot = newest(project)
-    assert [g["gate"] for g in snapshot.gates] == ["rows", "rejected", "coverage", "finite", "parity"]
-    assert all(g["passed"] for g in snapshot.gates)
+    assert [g.gate for g in snapshot.gates] == ["rows", "rejected", "coverage", "finite", "parity"]
+    assert all(g.passed for g in snapshot.gates)
 
 
 class Two(Vectors):
@@ -562,7 +554,7 @@ def test_each_vector_is_judged_and_named(make_project: MakeProject, capsys: Capt
     assert "zero: 40 of 40 first are all zeros" in error
     assert error.count("--accept zero") == 1
     snapshot = newest(project)
-    assert [g["passed"] for g in snapshot.gates if g["gate"] == "zero"] == [False, True]
+    assert [g.passed for g in snapshot.gates if g.gate == "zero"] == [False, True]
     assert snapshot.quality["zero"] == 1.0  # the worst figure, not the last one
     assert call(project, "run", "numbers", "--accept", "zero") == 0
 
@@ -619,8 +611,8 @@ def test_manifests_and_reports_of_all_this_are_plain_json(make_project: MakeProj
     project = make_project(list(GOOD.items()), view=view(fallback=True))
     run(project)
     snapshot = newest(project)
-    for gate in snapshot.gates:
-        assert [type(gate[k]) for k in ("gate", "passed", "measured", "limit", "message")] == [str, bool, float, float, str]
+    for verdict in snapshot.gates:
+        assert [type(value) for value in astuple(verdict)] == [str, bool, float, float, str]
     assert all(type(v) is float for v in snapshot.quality.values())
 
 

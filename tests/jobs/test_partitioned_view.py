@@ -391,7 +391,7 @@ def test_the_parity_gate_reads_the_partition(make_project: MakeProject) -> None:
     project = make(make_project, fallback={"enabled": True, "deadline": "20s"})
     run(project, DAYS[1])
     snapshot = OfflineStore(project.root).snapshot("numbers", 1)
-    assert [g["message"] for g in snapshot.gates if g["gate"] == "parity"] == [
+    assert [g.message for g in snapshot.gates if g.gate == "parity"] == [
         "0 of 3 sampled rows come out differently from the fallback"
     ]
 

@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from store.errors import ConfigError, GateError, SourceError
 from store.offline_store import OfflineStore
 from store.online_url import open_online_store
 from store.partition import containing
+from store.snapshot import Verdict
 from tests.conftest import MakeProject
 
 HERE = "tests.jobs.test_tune"
@@ -663,15 +665,15 @@ def test_a_precision_within_the_budget_is_committed_with_its_verdict_and_not_mea
     assert run(project) == 0
     store = OfflineStore(project.root)
     first = store.snapshot("numbers", 1)
-    verdict = dict(first.gates[0])
-    assert verdict.pop("message").startswith("bf16-eager against float32 on 120 rows: double: rank 0.99")
+    verdict = first.gates[0]
+    assert verdict.message.startswith("bf16-eager against float32 on 120 rows: double: rank 0.99")
     found = figures(project, torch.bfloat16, drawn(project))
     rank = found["double"]["rank_correlation"]  # of all figures the nearest to its limit
     assert 0.1 > rank - 0.9 < found["vector"]["mean_cosine"] - 0.9
-    assert verdict == {"gate": "accuracy", "passed": True, "measured": rank, "limit": 0.9}
-    assert [g["gate"] for g in first.gates].count("accuracy") == 1
-    assert "parity" in [g["gate"] for g in first.gates]
-    assert last_report(project)["gates"] == [dict(gate) for gate in first.gates]
+    assert verdict == Verdict("accuracy", True, rank, 0.9, verdict.message)
+    assert [g.gate for g in first.gates].count("accuracy") == 1
+    assert "parity" in [g.gate for g in first.gates]
+    assert last_report(project)["gates"] == [asdict(gate) for gate in first.gates]
     assert "accuracy" in last_report(project)["stages_s"]
     assert stored(project, 1) == wanted(ROWS, torch.bfloat16)
 
@@ -684,7 +686,7 @@ def test_a_precision_within_the_budget_is_committed_with_its_verdict_and_not_mea
     assert run(project) == 0
     second = store.snapshot("numbers", 2)
     assert (second.kind, second.counts.written, second.model) == ("delta", 1, first.model)
-    assert "accuracy" not in [g["gate"] for g in second.gates]
+    assert "accuracy" not in [g.gate for g in second.gates]
     assert stored(project, 2) == wanted(changed, torch.bfloat16)
     assert run(project) == 0  # nothing to do
     assert last_report(project)["status"] == "current"
@@ -699,7 +701,7 @@ def test_a_precision_that_is_not_accurate_enough_is_computed_where_that_is_accep
     assert store.numbers("numbers") == []
     assert run(project, "--accept", "accuracy") == 0
     snapshot = store.snapshot("numbers", 1)
-    assert (snapshot.gates[0]["gate"], snapshot.gates[0]["passed"]) == ("accuracy", False)
+    assert (snapshot.gates[0].gate, snapshot.gates[0].passed) == ("accuracy", False)
     assert (snapshot.accepted, snapshot.refused_by, live_number(store)) == (("accuracy",), [], 1)
     assert stored(project, 1) == wanted(ROWS, torch.bfloat16)
     changed = [*ROWS[:-1], (ROWS[-1][0], 1.003)]  # a delta is of the precision that was accepted
@@ -736,7 +738,7 @@ def test_every_row_asked_for_is_measured_again(make_project: MakeProject) -> Non
     project = torch_project(make_project, ROWS, view=view)
     assert (run(project), run(project, "--full")) == (0, 0)
     gates = OfflineStore(project.root).snapshot("numbers", 2).gates
-    assert gates[0]["gate"] == "accuracy"
+    assert gates[0].gate == "accuracy"
     tight = torch_project(make_project, view={"precision": "bf16"})
     assert run(tight, "--full") == 3
     assert OfflineStore(project.root).numbers("numbers") == [1, 2]
@@ -748,7 +750,7 @@ def test_a_verdict_is_kept_when_the_other_gates_judge_again(make_project: MakePr
     assert run(project) == 3  # by the gate duplicates, after computing
     store = OfflineStore(project.root)
     refused = store.snapshot("numbers", 1)
-    assert (refused.refused_by, refused.gates[0]["gate"]) == (["duplicates"], "accuracy")
+    assert (refused.refused_by, refused.gates[0].gate) == (["duplicates"], "accuracy")
     assert run(torch_project(make_project, view=view)) == 0
     mended = store.snapshot("numbers", 2)
     assert (mended.refused_by, mended.gates[0]) == ([], refused.gates[0])

@@ -24,7 +24,7 @@ from store.feature_view import Feature, FeatureView
 from store.history import Explanation, _Versions, explain, get_historical_features, read, snapshot_at
 from store.offline_store import OfflineStore
 from store.partition import containing
-from store.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot
+from store.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot, Verdict
 from store.spill_folder import SpillFolder
 from tests.conftest import MakeProject
 
@@ -41,7 +41,7 @@ ENTITIES: dict[str, dict[str, pa.DataType]] = {
     "several": {"us": pa.int64(), "known": pa.string()},  # names that are columns of the join, too
 }
 START = datetime(2026, 1, 1, tzinfo=UTC)
-REFUSED = ({"gate": "drift", "passed": False, "measured": 1.0, "limit": 0.5, "message": "far off"},)
+REFUSED = (Verdict("drift", False, 1.0, 0.5, "far off"),)
 Key = tuple[Any, ...]
 
 

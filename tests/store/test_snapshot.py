@@ -13,7 +13,7 @@ import pytest
 from store.errors import SnapshotError
 from store.feature_view import Definition, Feature, FeatureView, IndexSpec, ModelUse
 from store.row_figures import RowFigures, VectorFigures
-from store.snapshot import FORMAT_VERSION, Counts, Part, Snapshot
+from store.snapshot import FORMAT_VERSION, Counts, Part, Snapshot, Verdict
 
 VIEW = FeatureView(
     "numbers",
@@ -49,7 +49,7 @@ FULL = Snapshot(
     renewed_at=2**53 + 1,
     quality={"zero": 0.0},
     figures=RowFigures(5, 1, 2, {"double": 3}, {"vector": VectorFigures(2, 1, 1.5, {0: 1, 2032: 1})}),
-    gates=({"gate": "zero", "passed": False, "measured": 0.5, "limit": 0.01, "message": "é"},),
+    gates=(Verdict("zero", False, 0.5, 0.01, "é"),),
     accepted=("zero",),
     fence=3,
 )
@@ -257,7 +257,7 @@ def test_the_bytes_of_a_manifest_of_version_2_are_pinned() -> None:
 def test_a_snapshot_is_refused_by_the_gates_that_failed_and_nobody_accepted(
     gates: list[tuple[str, bool]], accepted: tuple[str, ...], refused_by: list[str]
 ) -> None:
-    verdicts = tuple({"gate": name, "passed": passed} for name, passed in gates)
+    verdicts = tuple(Verdict(name, passed) for name, passed in gates)
     assert dataclasses.replace(SMALL, gates=verdicts, accepted=accepted).refused_by == refused_by
 
 

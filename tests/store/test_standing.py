@@ -12,11 +12,11 @@ import pytest
 from store.errors import GateError, SnapshotError
 from store.feature_view import Feature, FeatureView
 from store.offline_store import LiveRef, OfflineStore
-from store.snapshot import Counts, Snapshot
+from store.snapshot import Counts, Snapshot, Verdict
 from store.standing import ROLLED_BACK, Standing, keeps_live
 
 VIEW = FeatureView("numbers", ("id",), (Feature("double", "float64"),), ttl_s=1.0, stale_for_s=1.0)
-REFUSAL = {"gate": "rows", "passed": False, "measured": -0.5, "limit": 0.2, "message": "half of the rows"}
+REFUSAL = Verdict("rows", False, -0.5, 0.2, "half of the rows")
 DAYS = ("2026-01-01T00:00Z/2026-01-02T00:00Z", "2026-01-02T00:00Z/2026-01-03T00:00Z")
 
 GOOD, BAD, ON_BAD, SAME, COPIED, REFUSED, ACCEPTED, DAMAGED, COPIED_BEFORE, LOOKED_AT = range(1, 11)
@@ -30,7 +30,7 @@ KINDS: dict[int, dict[str, Any]] = {
     ACCEPTED: {"gates": (REFUSAL,), "accepted": ("rows",), "content": "six"},
     DAMAGED: {"content": "seven"},
     COPIED_BEFORE: {"bases": (DAMAGED,), "content": "eight"},
-    LOOKED_AT: {"gates": (REFUSAL | {"gate": ROLLED_BACK},), "accepted": (ROLLED_BACK,), "content": "two"},
+    LOOKED_AT: {"gates": (dataclasses.replace(REFUSAL, gate=ROLLED_BACK),), "accepted": (ROLLED_BACK,), "content": "two"},
 }
 
 
