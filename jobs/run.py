@@ -227,7 +227,9 @@ def _publish(
         stays = None if asked else standing.why_unpublished(snapshot)
         goes_live = stays is None
         if stays is not None:
-            log.warning("view %r: snapshot %d is not published: %s", name, snapshot.number, stays)
+            ref = store.readable_live(name)
+            level = logging.WARNING if ref is not None and ref.held is not None else logging.INFO  # of a hold somebody is to know
+            log.log(level, "view %r: snapshot %d is not published: %s", name, snapshot.number, stays)
         online = open_online_store(project.online)
         try:
             if goes_live:
