@@ -235,9 +235,11 @@ class Source:
                 self.schema: pa.Schema = none.to_arrow_table().schema
             self._check_entity()
             # Earlier results have no collation: keys are compared with theirs, and with each other, as bytes, whatever the SQL's own column has.
-            texts = [quoted(column) for column in self.entity if not self._is_integer(column)]
+            # What is text to Arrow alone, a UUID, is text here too, or it could be compared with no key that was asked for.
+            texts = [column for column in self.entity if not self._is_integer(column)]
+            self._types |= dict.fromkeys(texts, "VARCHAR")
             if texts:
-                as_bytes = ", ".join(f'{column} COLLATE "binary" AS {column}' for column in texts)
+                as_bytes = ", ".join(f'{quoted(c)}::VARCHAR COLLATE "binary" AS {quoted(c)}' for c in texts)
                 self._sql = f"SELECT * REPLACE ({as_bytes}) FROM ({self._sql}\n)"
         except BaseException:
             self.close()

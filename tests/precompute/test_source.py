@@ -707,6 +707,27 @@ def test_a_changed_row_among_many_is_found_and_the_rest_streams_past(tmp_path: P
         ]
 
 
+@pytest.mark.parametrize("kind", ["UUID", "JSON"])
+def test_keys_that_are_text_to_arrow_alone_are_keys_from_run_to_run(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    keys = [f"00000000-0000-0000-0000-00000000000{i}" if kind == "UUID" else f"{i}" for i in range(5)]
+    pq.write_table(pa.table({"k": keys, "x": range(5)}), folder / "keys.parquet")
+    sql = f"SELECT k::{kind} AS k, x FROM 'keys.parquet'"
+    with Source(sql, ("k",), {}, folder=folder) as source:
+        assert source.load() == 5
+        rows = pa.Table.from_batches(source.batches(10))
+        assert source.rows([keys[3]]).column("x").to_pylist() == [3]
+    assert rows.column("k").to_pylist() == keys
+    known = rows.slice(1).append_column("computed_at", pa.array([7] * 4, pa.timestamp("us", "UTC")))
+    pq.write_table(known, tmp_path / "known.parquet")
+    with Source(f"{sql} WHERE x < 4", ("k",), {}, folder=folder) as source:
+        source.load()
+        expected = Diff(new=1, unchanged=3, removed=1, oldest_us=7, newest_us=7)
+        assert source.diff(Files([tmp_path / "known.parquet"])) == expected
+        assert [row["key_k"] for row in source.deletes().to_pylist()] == [keys[4]]
+
+
 @pytest.mark.parametrize("block_rows", [100, 10_000])
 @pytest.mark.parametrize("collation", ["NOCASE", "NOACCENT", "de"])
 def test_keys_are_compared_as_bytes_whatever_the_sqls_collation(
