@@ -30,6 +30,7 @@ from precompute.input_hash import content_sql, hash_sql, named, quoted, sample_s
 from precompute.project_path import absolute_sql, is_remote
 from store.errors import ConfigError, SnapshotError, SourceError
 from store.spill_folder import SpillFolder
+from store.sql import parquet_sql
 
 KEY_TYPES = (pa.string(), pa.large_string(), pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32())
 
@@ -512,7 +513,7 @@ class Source:
                 self._connection.execute(
                     "INSERT INTO refused SELECT i.rowid, min(o.key), min(o.stage), min(o.error), min(o.input_hash), max(o.attempts) "
                     f"FROM (SELECT key, input_hash, min(stage) AS stage, min(error) AS error, max(attempts) AS attempts "
-                    f"FROM {_parquet(refused)} GROUP BY key, input_hash) o "
+                    f"FROM {parquet_sql(refused)} GROUP BY key, input_hash) o "
                     f"JOIN (SELECT rowid, input_hash, {self._key_text_sql()} AS key FROM input) i "
                     "ON i.key IS NOT DISTINCT FROM o.key AND i.input_hash = o.input_hash JOIN plan p ON p.i = i.rowid "
                     "WHERE p.state < 3 AND i.rowid NOT IN (SELECT i FROM taken) GROUP BY i.rowid"
@@ -725,7 +726,7 @@ class Source:
             keys = ", ".join(f"NULL::{'BIGINT' if self._is_integer(c) else 'VARCHAR'} AS {quoted(c)}" for c in self.entity)
             nothing = "NULL::BIGINT AS input_hash, NULL::TIMESTAMPTZ AS computed_at, NULL::BIGINT AS file_index, NULL::BIGINT AS file_row_number"
             return f"SELECT {columns} FROM (SELECT {keys}, {nothing}) WHERE false"
-        read = _parquet(files.paths)
+        read = parquet_sql(files.paths)
         if not files.dead:
             return f"SELECT {columns} FROM {read}"
         dead = pa.table(
@@ -758,12 +759,6 @@ def interrupt_sources() -> None:
     """Interrupt the queries of every open source of this process, from whatever thread; each raises what an unreadable source does."""
     for source in list(_open):
         source.interrupt()
-
-
-def _parquet(paths: Sequence[Path]) -> str:
-    """SQL of the columns that files of ours have: a folder above them, ``env=prod``, is no partition."""
-    listed = ", ".join("'" + str(path).replace("'", "''") + "'" for path in paths)
-    return f"read_parquet([{listed}], hive_partitioning = false)"
 
 
 def _is_canonical_integer(text: str) -> bool:

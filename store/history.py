@@ -43,6 +43,7 @@ from store.offline_store import OfflineStore
 from store.partition import Partition
 from store.snapshot import Part, Snapshot
 from store.spill_folder import SpillFolder
+from store.sql import parquet_sql
 from store.standing import Standing
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -519,7 +520,7 @@ class _Versions:
             first, count = self._kinds.index(kind), self._kinds.count(kind)
             scans.append(
                 f"SELECT (file_index + {first})::INTEGER AS f, file_row_number AS r, {', '.join(compared)}, epoch_us(computed_at) AS us, "
-                f"input_hash AS hash FROM {_parquet(self.paths[first : first + count])}"
+                f"input_hash AS hash FROM {parquet_sql(self.paths[first : first + count])}"
             )
         if not scans:
             scans.append(f"SELECT 0::INTEGER AS f, 0::BIGINT AS r, {self._listed}, 0 AS us, 0 AS hash FROM asked WHERE false")
@@ -530,7 +531,7 @@ class _Versions:
     def _load_spans(self, names: Sequence[str], deletes: Sequence[Path]) -> None:
         """Table ``span``: the rows of ``found`` with each unbroken run of snapshots they live in."""
         self._register("part", pa.table({"part": pa.array(names, pa.string()), "f": pa.array(range(len(names)), pa.int32())}))
-        dead = f'SELECT part, "row" AS r, file_index::INTEGER AS d FROM {_parquet(deletes)}'
+        dead = f'SELECT part, "row" AS r, file_index::INTEGER AS d FROM {parquet_sql(deletes)}'
         if not deletes:
             dead = "SELECT part, 0::BIGINT AS r, 0::INTEGER AS d FROM part WHERE false"
         self._connection.execute(
@@ -673,12 +674,6 @@ def _rows_of(path: Path, rows: npt.NDArray[np.int64], schema: pa.Schema) -> Iter
                 columns = [table.column(f.name).cast(f.type) if f.name in have else pa.nulls(len(here), f.type) for f in schema]
                 yield pa.Table.from_arrays(columns, schema=schema)
             first = last
-
-
-def _parquet(paths: Sequence[Path]) -> str:
-    """SQL of the columns that the files have: a folder above them, ``id=9``, is no partition."""
-    listed = ", ".join("'" + str(path).replace("'", "''") + "'" for path in paths)
-    return f"read_parquet([{listed}], hive_partitioning = false)"
 
 
 @contextlib.contextmanager

@@ -87,7 +87,7 @@ def check(store: OfflineStore, view: str) -> list[Snapshot]:
 def test_of_any_history_and_every_kind_of_key(history: tuple[str, list[dict[str, Any]]]) -> None:
     kind, steps = history
     with tempfile.TemporaryDirectory() as folder:
-        made = Made(OfflineStore(Path(folder) / "it's a root"), ENTITIES[kind])
+        made = Made(OfflineStore(Path(folder) / "env=prod" / "id=9" / "it's a root"), ENTITIES[kind])
         build(made, steps)
         check(made.store, "made")
 
