@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -39,10 +40,10 @@ def rows(ids: np.ndarray, rng: np.random.Generator) -> pa.Table:
     return pa.table(columns)
 
 
-def commit(store: OfflineStore, run: str, parts: list[Part], **known: object) -> Snapshot:
+def commit(store: OfflineStore, run: str, parts: list[Part], **known: Any) -> Snapshot:
     """A snapshot of written parts."""
     snapshot = Snapshot(VIEW, run, "model", Counts(ROWS, 0), tuple(parts), None, utc_now(), 0, 0)
-    return store.commit(replace(snapshot, **known))  # type: ignore[arg-type]
+    return store.commit(replace(snapshot, **known))
 
 
 def chained(store: OfflineStore, rng: np.random.Generator) -> Snapshot:

@@ -170,10 +170,8 @@ def materialize(
             report.counts |= _nulls_json(snapshot)
         with report.stage("commit"):
             snapshot = store.commit(snapshot, lease)
-        for name in {
-            report.run,
-            *(Path(part.path).parent.name for part in (*delta.parts, *snapshot.parts)),
-        }:  # its own, and those it took over from
+        took_over = (Path(part.path).parent.name for part in (*delta.parts, *snapshot.parts))
+        for name in {report.run, *took_over}:
             store.end_journal(config.name, name)
     report.snapshot, report.status = snapshot.number, "committed"
     return snapshot
@@ -303,10 +301,8 @@ def _judged(
     """The snapshot with its figures and the verdicts of the gates; ``before`` are those on what it was computed by, ``replaced`` the rows of its parent,
     if it has one, that are no rows of it."""
     live = None
-    if snapshot.partition is not None:
-        live = Standing(store, config.name).newest(
-            snapshot.partition, refused=False
-        )  # another day's rows are no measure of this one's
+    if snapshot.partition is not None:  # another day's rows are no measure of this one's
+        live = Standing(store, config.name).newest(snapshot.partition, refused=False)
     elif (ref := store.readable_live(config.name)) is not None:
         try:
             live = store.snapshot(config.name, ref.snapshot)
@@ -347,9 +343,8 @@ def _judged_again(
         return snapshot
     if snapshot.rows:
         opened.convert()
-    before = [
-        verdict for verdict in snapshot.gates if verdict.gate == "accuracy"
-    ]  # passed or accepted, or nothing had been computed
+    # It passed or was accepted, or nothing had been computed.
+    before = [verdict for verdict in snapshot.gates if verdict.gate == "accuracy"]
     judged = _judged(config, opened, store, snapshot, {*accept, *(verdict.gate for verdict in before)}, before, None)
     judged = replace(judged, accepted=tuple(sorted({*judged.accepted, *_still_accepted(snapshot, judged)})))
     report.gates = [asdict(verdict) for verdict in judged.gates]

@@ -16,7 +16,7 @@ DRAWN_ROWS = 8192
 
 
 class Replaced:
-    """See the module.
+    """The rows of one snapshot that another has not, by position.
 
     Args:
         store: where the parts are.

@@ -1,7 +1,8 @@
 """Pace: how much may be done in one go, so that it is over within seconds. Nobody knows a model's speed, so it is found on the way.
 
-What is too slow is cut, unless cutting was seen not to help, and what is quick grows; a slow one stays as large as it is, or grows, where a larger one is the better bargain: a model
-that takes as long for one row as for a hundred (one that asks another machine) is not made to take them one by one.
+What is too slow is cut, unless cutting was seen not to help, and what is quick grows; a slow one stays as large as it is, or grows, where a
+larger one is the better bargain: a model that takes as long for one row as for a hundred (one that asks another machine) is not made to take
+them one by one.
 """
 
 from __future__ import annotations

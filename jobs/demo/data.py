@@ -104,11 +104,13 @@ def write_docstrings(folder: Path, limit: int | None = None) -> int:
     return len(rows)
 
 
-def _documented(node: ast.AST, name: str) -> Iterator[tuple[str, str, str]]:
+def _documented(
+    node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, name: str
+) -> Iterator[tuple[str, str, str]]:
     """(qualified name, kind, docstring) of a module, class or function and all public ones inside classes and modules."""
     kinds = {ast.Module: "module", ast.ClassDef: "class", ast.FunctionDef: "function", ast.AsyncFunctionDef: "function"}
     kind = kinds[type(node)]
-    text = ast.get_docstring(node)  # type: ignore[arg-type]
+    text = ast.get_docstring(node)
     if text and text.strip():
         yield name, kind, text
     if kind != "function":

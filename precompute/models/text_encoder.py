@@ -479,7 +479,8 @@ def _positions(transformer: Any) -> int | None:
 def _lowercase(tokenizer: Tokenizer) -> None:
     """What sentence-transformers makes of ``do_lower_case``."""
     old = tokenizer.normalizer
-    parts: list[Any] = list(old) if isinstance(old, normalizers.Sequence) else [] if old is None else [old]  # type: ignore[call-overload]
+    own = [] if old is None else [old]
+    parts = [old[at] for at in range(len(old))] if isinstance(old, normalizers.Sequence) else own
     if not any(isinstance(part, normalizers.Lowercase) for part in parts):
         tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *parts])
 

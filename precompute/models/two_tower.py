@@ -48,11 +48,10 @@ class Tower(torch.nn.Module):
     def __init__(self, fields: Sequence[Field], dim: int) -> None:
         super().__init__()
         self.fields = tuple(fields)
-        self.bags = torch.nn.ModuleList(
-            torch.nn.EmbeddingBag(len(f.vocabulary) + 1, dim, mode="mean", padding_idx=None) for f in fields
-        )
-        for bag in self.bags:
-            torch.nn.init.normal_(bag.weight, std=0.1)  # type: ignore[arg-type]
+        bags = [torch.nn.EmbeddingBag(len(f.vocabulary) + 1, dim, mode="mean", padding_idx=None) for f in fields]
+        for bag in bags:
+            torch.nn.init.normal_(bag.weight, std=0.1)
+        self.bags = torch.nn.ModuleList(bags)
         self.hidden = torch.nn.Linear(dim, dim)
         self.out = torch.nn.Linear(dim, dim)
 

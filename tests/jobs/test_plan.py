@@ -670,18 +670,25 @@ def test_the_plan_says_nothing_of_compaction_where_there_is_nothing_to_do(make_p
     assert str(found).startswith("nothing to do: 0 of 8 rows")
 
 
-def test_what_an_interrupted_run_hashed_with_md5_does_not_outweigh_a_newer_snapshot(
-    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def run_to_the_commit(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that ends right before it commits: its chunks and its journal stay."""
+
     def killed(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
+    with monkeypatch.context() as patched:
+        patched.setattr(OfflineStore, "commit", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(project)
+
+
+def test_what_an_interrupted_run_hashed_with_md5_does_not_outweigh_a_newer_snapshot(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     project = make_project(ROWS)
     with monkeypatch.context() as before:
         before.setattr("precompute.source.hash_kind", lambda: MD5)
-        before.setattr(OfflineStore, "commit", killed)
-        with pytest.raises(KeyboardInterrupt):
-            run(project)
+        run_to_the_commit(project, monkeypatch)
     run(project, full=True)
     assert run(make_project([(1, 10.0), *ROWS[1:]])).plan == (
         "delta: 1 of 8 rows to compute (1 changed), 7 unchanged; builds on snapshot 1"
@@ -717,16 +724,10 @@ def test_damage_that_the_plan_does_not_see_is_told_and_the_next_run_builds_on_wh
 def test_a_compaction_ends_the_journals_of_the_runs_it_takes_over(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
     project = make_project(ROWS)
     run(project)
     project = make_project([(i, x + 100) for i, x in ROWS])
-    with monkeypatch.context() as patched:
-        patched.setattr(OfflineStore, "commit", killed)
-        with pytest.raises(KeyboardInterrupt):
-            run(project)
+    run_to_the_commit(project, monkeypatch)
     report = run(project)
     assert (report.resumed, "compacting" in str(report.plan)) == (8, True)
     assert OfflineStore(project.root).journals("numbers") == {}
