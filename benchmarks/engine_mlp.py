@@ -31,7 +31,7 @@ from jobs.materialize import materialize
 from jobs.open_view import open_view
 from jobs.progress import Silent
 from jobs.report import Report, recorded
-from precompute.memory import resident_bytes
+from precompute.engine.memory import resident_bytes
 from store.offline_store import OfflineStore
 
 ROWS = 2_000_000

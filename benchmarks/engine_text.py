@@ -31,11 +31,11 @@ from jobs.open_view import open_view, variant_name
 from jobs.progress import Silent
 from jobs.report import Report, recorded
 from jobs.tune import check_accuracy
-from precompute.batching import batches_by_cost
+from precompute.engine.batching import batches_by_cost
+from precompute.engine.runner import MAX_PADDING
 from precompute.model import resolve_path
-from precompute.precision import has_bf16
-from precompute.runner import MAX_PADDING
-from precompute.torch_model import TorchModel
+from precompute.models.torch_model import TorchModel
+from precompute.precision.variants import has_bf16
 from store.offline_store import OfflineStore
 from store.snapshot import Snapshot
 

@@ -18,9 +18,9 @@ from jobs.config import Project, ViewConfig, model_queries
 from jobs.due import FINISHED
 from jobs.open_view import OpenView, open_view
 from jobs.plan import recipe_of
-from precompute.input_hash import MD5
 from precompute.model import LoadedModel, load_with_fingerprint
 from precompute.source import parameters
+from precompute.sources.input_hash import MD5
 from store.errors import ConfigError, SnapshotError, SourceError
 from store.offline_store import OfflineStore
 from store.partition import Partition, containing, partitions

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from jobs.config import EngineConfig
 from jobs.open_view import EXAMPLE_ROWS, REFERENCE, OpenView, compiled_folder
-from precompute.meter import Meter
+from precompute.engine.meter import Meter
+from precompute.engine.runner import Runner
 from precompute.model import StagedModel
-from precompute.runner import Runner
-from precompute.worker import SAMPLE
-from precompute.worker_pool import WorkerPool, WorkerSpec
+from precompute.workers.worker import SAMPLE
+from precompute.workers.worker_pool import WorkerPool, WorkerSpec
 from store.offline_store import OfflineStore
 
 
@@ -42,7 +42,7 @@ def _devices(opened: OpenView, config: EngineConfig) -> list[str | None]:
     staged = opened.model if isinstance(opened.model, StagedModel) else None
     gpus = 0
     if staged is not None and staged.device.name.startswith("cuda"):
-        from precompute.device import gpu_count  # imports torch, as the model did
+        from precompute.models.device import gpu_count  # imports torch, as the model did
 
         gpus = gpu_count()
     if config.workers == "auto":

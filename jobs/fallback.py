@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from jobs.open_view import REFERENCE, OpenView, open_view
-from precompute.microbatch import MicroBatcher, Refusal
+from precompute.engine.microbatch import MicroBatcher, Refusal
+from precompute.engine.runner import compute, with_null_rows
 from precompute.model import LoadedModel, Model, QueryModel, load_with_fingerprint
 from precompute.project_path import starting_from
-from precompute.runner import compute, with_null_rows
 from store.errors import PrecomputeError
 from store.freshness import Reason
 from store.lookup import Computed, Miss

@@ -24,11 +24,11 @@ from jobs.config import GatesConfig, ViewConfig
 from jobs.open_view import OpenView, files_of
 from jobs.plan import recipe_of
 from jobs.replaced import Replaced
-from precompute.accuracy import row_cosines
-from precompute.input_hash import MD5
-from precompute.runner import compute, with_null_rows
-from precompute.same_value import differing
+from precompute.engine.runner import compute, with_null_rows
+from precompute.precision.accuracy import row_cosines
+from precompute.precision.same_value import differing
 from precompute.source import Files
+from precompute.sources.input_hash import MD5
 from store.entity_key import key_column
 from store.errors import SnapshotError
 from store.feature_view import Feature

@@ -29,10 +29,10 @@ from jobs.replaced import Replaced
 from jobs.report import Report
 from jobs.source_age import iso_us, read_source_at
 from jobs.tune import check_accuracy
-from precompute.batching import WINDOW_ROWS
-from precompute.input_hash import MD5
-from precompute.meter import Meter
-from precompute.runner import Computed, with_null_rows
+from precompute.engine.batching import WINDOW_ROWS
+from precompute.engine.meter import Meter
+from precompute.engine.runner import Computed, with_null_rows
+from precompute.sources.input_hash import MD5
 from store.entity_key import bad_keys, key_column
 from store.errors import GateError, RejectedError, SnapshotError, SourceError
 from store.feature_view import FeatureView

@@ -57,7 +57,7 @@ class OpenView:
         """
         if self.variant == REFERENCE:
             return
-        from precompute.precision import use_variant  # torch takes a second to import; a model of pure Python needs none
+        from precompute.precision.variants import use_variant  # torch takes a second to import; a model of pure Python needs none
 
         # Scales are those of rows from all over; for shapes the first rows do, and cost no second reading of the source.
         example = self.source.sample if "static" in self.variant else self.source.head
@@ -135,7 +135,7 @@ def open_view(
 
 
 def variant_name(model: ModelUse) -> str:
-    """The name (:mod:`precompute.precision`) of what a view's definition says of ``precision`` and ``backend``."""
+    """The name (:mod:`precompute.precision.variants`) of what a view's definition says of ``precision`` and ``backend``."""
     precision, backend = model.precision, model.backend
     if precision == "int8":
         return f"int8-static-{'onnx' if backend == 'auto' else backend}"

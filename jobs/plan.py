@@ -13,9 +13,9 @@ from typing import Any
 
 from jobs.config import ViewConfig
 from jobs.open_view import OpenView, files_of, variant_name
-from precompute.input_hash import MD5
 from precompute.model import digest
 from precompute.source import Diff, Files
+from precompute.sources.input_hash import MD5
 from store.errors import SnapshotError
 from store.journal import Finished
 from store.offline_store import OfflineStore

@@ -18,8 +18,8 @@ import pyarrow as pa
 from jobs.config import Project
 from jobs.open_view import OpenView, open_view
 from jobs.report import engine_line
-from precompute.batching import WINDOW_ROWS
-from precompute.runner import Runner
+from precompute.engine.batching import WINDOW_ROWS
+from precompute.engine.runner import Runner
 from store.errors import ConfigError, SourceError
 from store.offline_store import OfflineStore
 from store.partition import Partition
@@ -67,7 +67,7 @@ def profile(
 
     Returns:
         ``view``, ``rows``, ``rejected``, ``load_s`` (opening the view and loading its model) and the engine's figures
-        (:meth:`precompute.runner.Runner.figures`).
+        (:meth:`precompute.engine.runner.Runner.figures`).
 
     Raises:
         ConfigError, SourceError, ModelError: as a run would; ConfigError too where the trace cannot be written.
@@ -161,7 +161,7 @@ def _check_writable(path: Path) -> None:
 
 
 def _write_trace(opened: OpenView, window: pa.RecordBatch, path: Path) -> None:
-    from precompute.device import traced
+    from precompute.models.device import traced
 
     with traced(path):  # in this thread, where the profiler sees it: the stages one after the other
         Runner(opened.model, opened.view).compute(window)

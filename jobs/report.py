@@ -52,7 +52,7 @@ class Report:
     rows_per_s: float | None = None
     stages_s: dict[str, float] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
-    """What computing took, stage by stage: :meth:`precompute.meter.Meter.to_json`."""
+    """What computing took, stage by stage: :meth:`precompute.engine.meter.Meter.to_json`."""
     inputs: dict[str, int] = field(default_factory=dict)
     gates: list[dict[str, Any]] = field(default_factory=list)
     resumed: int = 0

@@ -21,9 +21,9 @@ from jobs.config import AccuracyConfig, Project, ViewConfig
 from jobs.open_view import EXAMPLE_ROWS, REFERENCE, OpenView, compiled_folder, open_view
 from jobs.report import versions
 from jobs.tuning_file import write_tuning
-from precompute.accuracy import Accuracy, Judged, compare
+from precompute.engine.runner import Computed, Runner
 from precompute.model import Model
-from precompute.runner import Computed, Runner
+from precompute.precision.accuracy import Accuracy, Judged, compare
 from store.errors import ConfigError, ModelError, SourceError
 from store.feature_view import FeatureView
 from store.freshness import iso
@@ -56,20 +56,20 @@ def tune(
         name: of the view.
         rows: size of the sample.
         partition: of a partitioned view; by default the latest that is over.
-        only: names of the candidates; by default what :func:`precompute.precision.candidates` finds worth trying.
+        only: names of the candidates; by default what :func:`precompute.precision.variants.candidates` finds worth trying.
         write: write the tuning file; else only measure.
         tell: told what begins.
 
     Returns:
         ``file`` (null when none was written), ``picked`` (a candidate's name), ``precision``, ``backend``, ``rows`` and ``measured``: for each candidate ``name``, ``rows_per_s``, ``speed``
-        (times float32's), ``convert_s``, the figures of :meth:`precompute.accuracy.Accuracy.to_json` and ``refused`` (why, or null).
+        (times float32's), ``convert_s``, the figures of :meth:`precompute.precision.accuracy.Accuracy.to_json` and ``refused`` (why, or null).
 
     Raises:
         ConfigError: the model is none of torch, or a name in ``only`` is unknown.
         SourceError, ModelError: as a run would.
     """
-    from precompute.precision import NOT_TORCH, candidates, parse, use_variant
-    from precompute.torch_model import TorchModel
+    from precompute.models.torch_model import TorchModel
+    from precompute.precision.variants import NOT_TORCH, candidates, parse, use_variant
 
     config, store = project.view(name), OfflineStore(project.root)
     if config.partition is not None and partition is None:
@@ -179,7 +179,7 @@ def check_accuracy(config: ViewConfig, opened: OpenView) -> Verdict | None:
     """
     if opened.variant == REFERENCE:
         return None
-    from precompute.torch_model import TorchModel  # torch takes a second to import, and a model of pure Python needs none
+    from precompute.models.torch_model import TorchModel  # torch takes a second to import, and a model of pure Python needs none
 
     model = opened.model
     assert isinstance(model, TorchModel), "no other model has another precision"

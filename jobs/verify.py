@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from jobs.config import Project
-from precompute.same_value import tolerance
+from precompute.precision.same_value import tolerance
 from store.codec import RowCodec
 from store.entity_key import key_column
 from store.errors import OnlineStoreError, PrecomputeError, SnapshotError, VectorIndexError

@@ -110,7 +110,7 @@ class ComputeDevice(Protocol):
 
 @runtime_checkable
 class StagedModel(Model, Protocol):
-    """A model in stages, so that the engine overlaps them and chooses the batches: see :class:`precompute.torch_model.TorchModel`.
+    """A model in stages, so that the engine overlaps them and chooses the batches: see :class:`precompute.models.torch_model.TorchModel`.
 
     ``cost_unit`` names what a cost counts (tokens, rows); ``start_cost`` is the budget of the first batches, from which the best is searched;
     ``max_cost`` fixes it.

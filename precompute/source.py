@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from precompute.input_hash import content_sql, hash_sql, named, quoted, sample_sql
 from precompute.project_path import absolute_sql, is_remote
+from precompute.sources.input_hash import content_sql, hash_sql, named, quoted, sample_sql
 from store.errors import ConfigError, SnapshotError, SourceError
 from store.spill_folder import SpillFolder
 from store.sql import parquet_sql
@@ -171,7 +171,7 @@ def parameters(sql: str) -> frozenset[str]:
 
 @lru_cache(1)
 def hash_kind() -> str:
-    """Names the input hash that rows get: see :mod:`precompute.input_hash`."""
+    """Names the input hash that rows get: see :mod:`precompute.sources.input_hash`."""
     with duckdb.connect(config={"threads": 1}) as connection:
         return named(connection.execute(sample_sql()).fetchall())
 
@@ -212,7 +212,7 @@ class Source:
         )
         _open.add(self)
         self.hashed_by = hash_kind()
-        """How rows are hashed from :meth:`load` on; :data:`precompute.input_hash.MD5` to go on with rows that were hashed so."""
+        """How rows are hashed from :meth:`load` on; :data:`precompute.sources.input_hash.MD5` to go on with rows that were hashed so."""
         self._loaded = False
         self._partial = False
         self._ascends = False

@@ -16,22 +16,22 @@ FILES = sorted(str(path.relative_to(ROOT)) for room in ROOMS for path in (ROOT /
 
 SEAMS = {
     "torch": {
-        "precompute/attention.py",
-        "precompute/backends/inductor.py",
-        "precompute/backends/onednn.py",
-        "precompute/backends/onnx.py",
-        "precompute/device.py",
+        "precompute/models/attention.py",
+        "precompute/models/device.py",
         "precompute/models/sentence_head.py",
         "precompute/models/text_encoder.py",
         "precompute/models/top_k.py",
+        "precompute/models/torch_model.py",
         "precompute/models/torch_module.py",
         "precompute/models/two_tower.py",
-        "precompute/precision.py",
-        "precompute/torch_model.py",
+        "precompute/precision/inductor.py",
+        "precompute/precision/onednn.py",
+        "precompute/precision/onnx.py",
+        "precompute/precision/variants.py",
     },
-    "onnx": {"precompute/backends/onnx.py"},
-    "onnxruntime": {"precompute/backends/onnx.py"},
-    "transformers": {"precompute/attention.py", "precompute/models/text_encoder.py"},
+    "onnx": {"precompute/precision/onnx.py"},
+    "onnxruntime": {"precompute/precision/onnx.py"},
+    "transformers": {"precompute/models/attention.py", "precompute/models/text_encoder.py"},
     "tokenizers": {"precompute/models/text_encoder.py"},
     "safetensors": {"precompute/models/sentence_head.py", "precompute/models/torch_module.py", "precompute/models/two_tower.py"},
     "duckdb": {"precompute/source.py", "store/history.py", "jobs/demo/__main__.py", "jobs/demo/data.py"},
@@ -104,7 +104,7 @@ def calls(file: str) -> Iterator[ast.Call]:
 
 def test_there_is_something_to_look_at() -> None:
     assert len(FILES) > 30
-    assert {"store.lookup", "precompute.runner", "jobs.cli", "store.api.app"} <= set(MODULES)
+    assert {"store.lookup", "precompute.engine.runner", "jobs.cli", "store.api.app"} <= set(MODULES)
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -23,7 +23,7 @@ from jobs.progress import progress_for
 from jobs.run import run_view
 from jobs.tune import describe_tuning, tune
 from precompute.models.two_tower import train_two_tower
-from precompute.precision import has_bf16
+from precompute.precision.variants import has_bf16
 from store.errors import PrecomputeError
 from store.lookup import Lookup
 from store.offline_store import OfflineStore

@@ -24,14 +24,14 @@ from tokenizers import Tokenizer, normalizers
 from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from precompute import attention
-from precompute.device import Device
 from precompute.model import Prepared, Verbatim, digest, resolve_path
+from precompute.models import attention
+from precompute.models.device import Device
 from precompute.models.sentence_folder import SentenceFolder, read_sentence_folder
 from precompute.models.sentence_head import Head
+from precompute.models.token_cache import TokenCache
+from precompute.models.torch_model import Tensors, TorchModel
 from precompute.project_path import absolute_path
-from precompute.token_cache import TokenCache
-from precompute.torch_model import Tensors, TorchModel
 from store.errors import ConfigError, ModelError
 
 transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # a run has its own progress; this one ends up in logs
@@ -271,7 +271,7 @@ class TextEncoder(TorchModel):
         return bad
 
     def use(self, forward: Callable[..., torch.Tensor | Tensors], dtype: torch.dtype = torch.float32) -> None:
-        """See :class:`precompute.torch_model.TorchModel`; on a GPU in half precision, texts are laid end to end instead of padded."""
+        """See :class:`precompute.models.torch_model.TorchModel`; on a GPU in half precision, texts are laid end to end instead of padded."""
         half = dtype in (torch.float16, torch.bfloat16)
         positions = getattr(self._config, "model_type", "") == "bert"  # which others count in ways of their own
         if self.device.is_cuda and half and positions and isinstance(forward, Encoder) and not forward.head.leaves_out_prompt:

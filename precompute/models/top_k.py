@@ -23,9 +23,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from precompute.device import Device
 from precompute.model import Prepared, digest
-from precompute.torch_model import Tensors, TorchModel
+from precompute.models.device import Device
+from precompute.models.torch_model import Tensors, TorchModel
 from store.errors import ConfigError, ModelError
 
 CODE_VERSION = 2

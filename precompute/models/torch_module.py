@@ -45,11 +45,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_model
 from torch.utils.dlpack import from_dlpack
 
-from precompute.device import Device, Fetch
 from precompute.model import Prepared, Verbatim, digest, resolve_path, told
+from precompute.models.device import Device, Fetch
+from precompute.models.torch_model import Tensors, TorchModel
 from precompute.project_module import import_module, plain_name
 from precompute.project_path import project_folder
-from precompute.torch_model import Tensors, TorchModel
 from store.errors import ConfigError, ModelError
 
 CODE_VERSION = 1
@@ -258,7 +258,7 @@ class TorchModule(TorchModel):
         return tuple(t[chosen] for t in whole)
 
     def launch(self, inputs: Tensors) -> Fetch:
-        """See :class:`precompute.torch_model.TorchModel`.
+        """See :class:`precompute.models.torch_model.TorchModel`.
 
         Raises:
             ModelError: the module changed its input: that is the source's own memory, and what a second try would compute from.

@@ -9,7 +9,7 @@ import pytest
 
 import store.lmdb_store
 import store.redis_store
-from precompute.runner import AHEAD_WINDOWS
+from precompute.engine.runner import AHEAD_WINDOWS
 from store import crashpoint
 from store.crashpoint import POINTS
 from store.errors import SnapshotError

@@ -18,7 +18,7 @@ import pytest
 from jobs.cli import main
 from jobs.progress import Silent
 from jobs.rollback import rollback
-from precompute.runner import AHEAD_WINDOWS
+from precompute.engine.runner import AHEAD_WINDOWS
 from precompute.source import Source
 from store import durable_file, reserve
 from store.errors import PrecomputeError

@@ -21,10 +21,10 @@ from jobs.open_view import open_view
 from jobs.progress import Silent
 from jobs.report import Report, engine_line
 from jobs.run import run_view
-from precompute.meter import Meter
+from precompute.engine.meter import Meter
+from precompute.engine.runner import Runner
 from precompute.model import digest
-from precompute.runner import Runner
-from precompute.worker_pool import WorkerPool
+from precompute.workers.worker_pool import WorkerPool
 from store.errors import ConfigError
 from store.lookup import Lookup
 from store.offline_store import OfflineStore
@@ -177,7 +177,7 @@ def test_workers_compute_where_they_are_asked_for(make_project: MakeProject, eng
 def test_workers_share_the_gpus_that_are_there(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, workers: Any, gpus: int, devices: str | None
 ) -> None:
-    monkeypatch.setattr("precompute.device.gpu_count", lambda: gpus)  # this machine may have none
+    monkeypatch.setattr("precompute.models.device.gpu_count", lambda: gpus)  # this machine may have none
     project = make_project(numbers(), view={"model": {"use": f"{HERE}:OnGpu"}})
     store, meter = OfflineStore(project.root), Meter()
     with open_view(project.view("numbers").feature_view(), store, project.home) as opened:

@@ -18,7 +18,7 @@ from jobs.demo.__main__ import VIEWS
 from jobs.fallback import ViewFallback
 from jobs.progress import Silent
 from jobs.run import run_view
-from precompute.same_value import differing
+from precompute.precision.same_value import differing
 from store.lookup import Lookup
 from store.offline_store import OfflineStore
 from store.online_url import open_online_store
@@ -109,7 +109,7 @@ def test_the_demo_in_miniature(tmp_path: Path, capability: dict[str, str]) -> No
     asked = [
         sys.executable,
         "-c",
-        "from precompute.precision import has_bf16; print(has_bf16())",
+        "from precompute.precision.variants import has_bf16; print(has_bf16())",
     ]  # there, whatever is allowed here
     has_bf16 = subprocess.run(asked, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.strip()
     assert tried == (["fp32-onednn", "bf16-onednn"] if has_bf16 == "True" else ["fp32-onednn"])

@@ -21,8 +21,8 @@ from jobs.open_view import open_view
 from jobs.progress import Silent
 from jobs.report import Report
 from jobs.run import run_view
-from precompute import runner
-from precompute.runner import compute
+from precompute.engine import runner
+from precompute.engine.runner import compute
 from store.errors import GateError
 from store.lookup import Lookup
 from store.offline_store import OfflineStore

@@ -19,9 +19,9 @@ from jobs import materialize
 from jobs.config import Project
 from jobs.progress import Silent
 from jobs.run import run_view
-from precompute import runner
-from precompute.batching import WINDOW_ROWS
-from precompute.pace import LONG_S
+from precompute.engine import runner
+from precompute.engine.batching import WINDOW_ROWS
+from precompute.engine.pace import LONG_S
 from precompute.source import Source
 from store.errors import ConfigError, ModelError, PrecomputeError, RejectedError, SnapshotError, SourceError
 from store.offline_store import OfflineStore

@@ -15,8 +15,8 @@ from jobs.progress import Silent
 from jobs.report import Report
 from jobs.rollback import rollback
 from jobs.run import run_view
-from precompute.input_hash import MD5
 from precompute.source import hash_kind
+from precompute.sources.input_hash import MD5
 from store.errors import GateError
 from store.offline_store import OfflineStore
 from store.partition import containing

@@ -29,9 +29,9 @@ from jobs.progress import Silent
 from jobs.run import plan_view, run_view
 from jobs.tune import describe_tuning, tune
 from jobs.tuning_file import read_tuning, tuning_path, write_tuning
-from precompute.accuracy import compare
-from precompute.precision import Variant
-from precompute.torch_model import TorchModel
+from precompute.models.torch_model import TorchModel
+from precompute.precision.accuracy import compare
+from precompute.precision.variants import Variant
 from store.errors import ConfigError, GateError, SourceError
 from store.offline_store import OfflineStore
 from store.online_url import open_online_store
@@ -509,7 +509,7 @@ def test_by_default_the_candidates_of_this_machine_are_tried(make_project: MakeP
         asked.append((device.name, model.variant))
         return [Variant("fp32", "eager"), Variant("fp32", "onednn")]
 
-    monkeypatch.setattr("precompute.precision.candidates", candidates)
+    monkeypatch.setattr("precompute.precision.variants.candidates", candidates)
     with_rates(monkeypatch, fp32_eager=100.0, fp32_onednn=104.0)
     project = torch_project(make_project, ROWS, view={"precision": "bf16"})  # what is configured now is no matter
     found = tune(project, "numbers")

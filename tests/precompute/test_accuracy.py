@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from precompute.accuracy import (
+from precompute.precision.accuracy import (
     Accuracy,
     FeatureAccuracy,
     compare,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from precompute.ahead import Ahead, StageTime
+from precompute.engine.ahead import Ahead, StageTime
 
 
 def ahead(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from precompute.budget import GROW_AFTER, Budget
+from precompute.engine.budget import GROW_AFTER, Budget
 
 
 def search(budget: Budget, rate: Callable[[int], float], size_bytes: int = 0) -> int:

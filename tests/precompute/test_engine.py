@@ -18,13 +18,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from precompute import runner
-from precompute.device import Device
-from precompute.memory import ResidentPeak, available_bytes, is_out_of_memory, resident_bytes
-from precompute.meter import Meter
+from precompute.engine import runner
+from precompute.engine.memory import ResidentPeak, available_bytes, is_out_of_memory, resident_bytes
+from precompute.engine.meter import Meter
+from precompute.engine.runner import Computed, Runner, compute
 from precompute.model import Model, Prepared, StagedModel
-from precompute.runner import Computed, Runner, compute
-from precompute.torch_model import Tensors, TorchModel
+from precompute.models.device import Device
+from precompute.models.torch_model import Tensors, TorchModel
 from store.errors import ModelError, SourceError
 from store.feature_view import Feature, FeatureView
 from tests.arithmetic import REFUSED_AT, Doubler, raised_at

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from precompute.input_hash import _SAMPLE, _SAMPLE_TYPES, MD5
 from precompute.source import Source, hash_kind
+from precompute.sources.input_hash import _SAMPLE, _SAMPLE_TYPES, MD5
 from tests.precompute.test_source import TYPED, hashes
 
 
@@ -38,7 +38,7 @@ def test_this_duckdb_hashes_as_the_one_that_was_looked_at() -> None:
 
 
 def test_what_two_duckdbs_make_is_never_taken_for_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("precompute.input_hash._SAMPLE", _SAMPLE.replace("1.5", "1.25"))
+    monkeypatch.setattr("precompute.sources.input_hash._SAMPLE", _SAMPLE.replace("1.5", "1.25"))
     hash_kind.cache_clear()
     try:
         assert hash_kind() not in (MD5, "duckdb-acd4fcd9eb6a123b")

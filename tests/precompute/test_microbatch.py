@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from precompute.microbatch import MicroBatcher, Refusal
+from precompute.engine.microbatch import MicroBatcher, Refusal
 
 WAIT_S = 20.0
 

@@ -19,15 +19,14 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from precompute import precision
-from precompute.backends import inductor, onednn, onnx
-from precompute.device import Device
 from precompute.model import Prepared
+from precompute.models.device import Device
 from precompute.models.sentence_folder import Normalize, Pooling
 from precompute.models.sentence_head import Head
 from precompute.models.text_encoder import Encoder
-from precompute.precision import NAMES, Variant, candidates, convert, copied, parse
-from precompute.torch_model import Tensors, TorchModel
+from precompute.models.torch_model import Tensors, TorchModel
+from precompute.precision import inductor, onednn, onnx, variants
+from precompute.precision.variants import NAMES, Variant, candidates, convert, copied, parse
 from store.errors import ConfigError, ModelError
 from tests.faults.power_loss import recorded
 
@@ -378,7 +377,7 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "_missing_onnx", lambda _: "onnxruntime not installed: pip install 'precompute[onnx]'")
+    monkeypatch.setattr(variants, "_missing_onnx", lambda _: "onnxruntime not installed: pip install 'precompute[onnx]'")
     with pytest.raises(ConfigError, match=r"precision fp32-onnx: onnxruntime not installed: pip install 'precompute\[onnx\]'"):
         convert(mlp(), parse("fp32-onnx"), some_rows)
 
@@ -431,7 +430,7 @@ def test_bfloat16_is_proposed_where_the_cpu_has_it_and_it_may_be_used(
 
 @pytest.mark.parametrize("name", ["ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"])
 def test_what_the_environment_forbids_is_not_proposed(name: str) -> None:
-    code = "from precompute.precision import has_bf16; print(has_bf16())"
+    code = "from precompute.precision.variants import has_bf16; print(has_bf16())"
     environment = os.environ | {name: "AVX2" if name.startswith("ONEDNN") else "avx2"}
     assert (
         subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from precompute import runner
-from precompute.runner import Computed, Runner, compute
+from precompute.engine import runner
+from precompute.engine.runner import Computed, Runner, compute
 from store.errors import ModelError
 from store.feature_view import Feature, FeatureView, IndexSpec
 from tests.arithmetic import REFUSED_AT, Doubler, raised_at

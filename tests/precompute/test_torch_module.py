@@ -16,10 +16,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from precompute import runner
+from precompute.engine import runner
+from precompute.engine.runner import Computed, Runner
 from precompute.model import load_model
 from precompute.models.torch_module import TorchModule
-from precompute.runner import Computed, Runner
 from store.errors import ConfigError, ModelError
 from store.feature_view import Feature, FeatureView
 

@@ -16,11 +16,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from precompute import worker_pool
-from precompute.meter import Meter
+from precompute.engine.meter import Meter
+from precompute.engine.runner import START_ROWS, Computed, Runner
 from precompute.model import load_model
-from precompute.runner import START_ROWS, Computed, Runner
-from precompute.worker_pool import HELD, WorkerPool, WorkerSpec
+from precompute.workers import worker_pool
+from precompute.workers.worker_pool import HELD, WorkerPool, WorkerSpec
 from store.errors import ConfigError, ModelError
 from store.feature_view import Feature, FeatureView
 from tests.precompute.dying_models import Launching
@@ -112,7 +112,7 @@ def workers_of(parent: int) -> list[int]:
     """Pids of the worker processes of a process."""
     found = []
     for pid, (_, command) in processes().items():
-        if "-m precompute.worker" in command:
+        if "-m precompute.workers.worker" in command:
             try:
                 ppid = int((Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
             except OSError:
@@ -226,7 +226,7 @@ def test_a_model_of_ones_own_is_found_in_the_projects_folder(tmp_path: Path) -> 
 
 
 def test_a_worker_without_a_torch_model_does_not_load_torch() -> None:
-    code = "import sys, precompute.worker; sys.exit('torch' in sys.modules)"
+    code = "import sys, precompute.workers.worker; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 

@@ -1,5 +1,5 @@
-"""Worker: the model in a process of its own. It takes windows from a pipe, runs them through a :class:`precompute.runner.Runner` and sends back
-what came out. ``python -m precompute.worker`` is started by :mod:`precompute.worker_pool`, and by nobody else.
+"""Worker: the model in a process of its own. It takes windows from a pipe, runs them through a :class:`precompute.engine.runner.Runner` and sends back
+what came out. ``python -m precompute.workers.worker`` is started by :mod:`precompute.workers.worker_pool`, and by nobody else.
 
 Both ways a message is a frame: the lengths of a header and a body (uint32 and uint64, big-endian), the header as JSON, the body as an Arrow IPC
 stream or empty.
@@ -29,10 +29,10 @@ from typing import IO, Any
 
 import pyarrow as pa
 
-from precompute.meter import Meter
+from precompute.engine.meter import Meter
+from precompute.engine.runner import Computed, Runner
 from precompute.model import Model, StagedModel, load_model, model_fingerprint, told
 from precompute.project_path import absolute_arguments, starting_from
-from precompute.runner import Computed, Runner
 from store.errors import ConfigError, ModelError, PrecomputeError
 from store.feature_view import FeatureView
 
@@ -97,7 +97,7 @@ def prepare_model(model: Model, convert: Mapping[str, Any] | None, sample: pa.Ta
 
     Args:
         model: as loaded.
-        convert: the spec's: ``variant`` and ``folder`` of :func:`precompute.precision.use_variant`, or None.
+        convert: the spec's: ``variant`` and ``folder`` of :func:`precompute.precision.variants.use_variant`, or None.
         sample: rows of the source.
 
     Raises:
@@ -105,7 +105,7 @@ def prepare_model(model: Model, convert: Mapping[str, Any] | None, sample: pa.Ta
     """
     if convert is None:
         return
-    from precompute.precision import use_variant  # imports torch
+    from precompute.precision.variants import use_variant  # imports torch
 
     use_variant(model, convert["variant"], lambda: sample, Path(convert["folder"]))
 

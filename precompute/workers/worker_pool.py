@@ -1,11 +1,11 @@
-"""Worker pool: the model in processes of its own, one per GPU or several on a CPU, each pulling windows (see :mod:`precompute.worker`).
+"""Worker pool: the model in processes of its own, one per GPU or several on a CPU, each pulling windows (see :mod:`precompute.workers.worker`).
 
 A worker that is killed, goes silent or hangs is replaced. The windows it had are computed again, now alone in a worker so that blame is certain:
 first all of what is left of them, for most often another process's hunger for memory was at fault, then in halves, until the row that ends its
 worker stands alone. That row is tried a few times more and then rejected, and all others have their features. What was finished is not computed
 again.
 
-Seen from outside it is :meth:`precompute.runner.Runner.stream`, which each worker runs.
+Seen from outside it is :meth:`precompute.engine.runner.Runner.stream`, which each worker runs.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from precompute.memory import ResidentPeak
-from precompute.meter import Meter
-from precompute.runner import HAND_ON_S, Computed, Rejection, in_order, taken
-from precompute.worker import FIGURES, read_frame, write_frame
+from precompute.engine.memory import ResidentPeak
+from precompute.engine.meter import Meter
+from precompute.engine.runner import HAND_ON_S, Computed, Rejection, in_order, taken
+from precompute.workers.worker import FIGURES, read_frame, write_frame
 from store.errors import ConfigError, ModelError
 from store.feature_view import FeatureView
 
@@ -70,7 +70,7 @@ class WorkerSpec:
     further arguments.
 
     ``folder`` is the project's, where its own modules lie and the relative paths in ``args`` start from; ``convert`` is handed to
-    :func:`precompute.worker.prepare_model`. ``fingerprint`` is what :func:`precompute.model.model_fingerprint` must say of the model that a worker
+    :func:`precompute.workers.worker.prepare_model`. ``fingerprint`` is what :func:`precompute.model.model_fingerprint` must say of the model that a worker
     loaded, in ``precision``; None asks for nothing.
     """
 
@@ -123,7 +123,7 @@ class WorkerPool:
         """Of each worker, by its number: what it said last of its device, budget and memory."""
 
     def figures(self, seconds: float) -> dict[str, Any]:
-        """What the run's report says of the engine, as :meth:`precompute.runner.Runner.figures`: memory is this process's and all workers', the
+        """What the run's report says of the engine, as :meth:`precompute.engine.runner.Runner.figures`: memory is this process's and all workers', the
         budget and a device's memory the largest of any, ``peak_flops`` a worker's, measured when its model was loaded and the others were
         busy with theirs."""
         count, known = len(self._devices), list(self._states.values())
@@ -144,7 +144,7 @@ class WorkerPool:
         self, windows: Iterable[pa.RecordBatch], *, hidden: Iterable[str] = (), memory_mb: int = 512
     ) -> Generator[tuple[pa.RecordBatch, Computed]]:
         """Run the model over many windows; windows and rows come out in the order they went in, but pieces of those that take longer than
-        :data:`precompute.runner.HAND_ON_S` as they are made, as in :meth:`precompute.runner.Runner.stream`. Closing the generator ends the workers.
+        :data:`precompute.engine.runner.HAND_ON_S` as they are made, as in :meth:`precompute.engine.runner.Runner.stream`. Closing the generator ends the workers.
 
         Args:
             windows: rows, at most a few thousand at a time; advanced in a thread.
@@ -155,7 +155,7 @@ class WorkerPool:
             each window as it came, and its features, or those of some of its rows; rows that end their worker are rejected with the stage ``worker``.
 
         Raises:
-            ModelError: see :class:`precompute.runner.Runner`; workers die before the model is loaded, or one after the other.
+            ModelError: see :class:`precompute.engine.runner.Runner`; workers die before the model is loaded, or one after the other.
             ConfigError: the model does not load, as in :func:`precompute.model.load_model`, or is not the spec's; and whatever ``windows`` raises.
         """
         run = _Run(self._spec, self._meter, self._states, self._devices, self._patience, windows, hidden, memory_mb)
@@ -545,7 +545,7 @@ class _Run:
             if "device" in args:
                 args["device"] = kind
         # -P and the path: modules are found where this process finds them, and nowhere else
-        process = _Process(number, [sys.executable, "-P", "-m", "precompute.worker"], environment, self)
+        process = _Process(number, [sys.executable, "-P", "-m", "precompute.workers.worker"], environment, self)
         header = {
             "use": spec.use,
             "args": args,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from precompute.ahead import StageTime
+from precompute.engine.ahead import StageTime
 
 
 @dataclass(slots=True)

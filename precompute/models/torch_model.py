@@ -15,8 +15,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from precompute.device import Device, Fetch
 from precompute.model import Features, Prepared
+from precompute.models.device import Device, Fetch
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -34,7 +34,7 @@ class TorchModel(ABC):
     """Of rows, where a subclass knows no better: for a small MLP on 2 CPUs, 2,048 at once were 4 % faster than 4,096 and 19 % than 1,024."""
     max_cost: int | None = None
     variant = "fp32-eager"
-    """Name of what it computes by: see :mod:`precompute.precision`."""
+    """Name of what it computes by: see :mod:`precompute.precision.variants`."""
 
     def __init__(self, module: torch.nn.Module, device: Device | None = None) -> None:
         self.device = device or Device()

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from precompute.backends.inductor import Tensors, exported
+from precompute.precision.inductor import Tensors, exported
 from store.errors import ConfigError
 
 QUANTISED = ["MatMul", "Gemm"]

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from precompute.memory import ResidentPeak, available_bytes
+from precompute.engine.memory import ResidentPeak, available_bytes
 
 LAUNCHED_AHEAD = 2
 """Batches on a GPU's way at once: one computing, one being copied in or out."""

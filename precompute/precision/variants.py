@@ -1,7 +1,7 @@
 """Precision: the same module with other numbers and other kernels. What can be tried on this machine, and the conversion.
 
 The reference is always the module in float32, run eagerly: a conversion leaves it as it is, so that both can be computed and compared by
-:mod:`precompute.accuracy`. What is not offered, and why: 8-bit integers by torch itself (``torch._int_mm`` measured 7 to 40 times slower
+:mod:`precompute.precision.accuracy`. What is not offered, and why: 8-bit integers by torch itself (``torch._int_mm`` measured 7 to 40 times slower
 than a float32 product on AVX2; torch.ao is deprecated; torchao computes 1.6 times a plain float32 loop unless compiled), weight-only
 integers (0.91 times: the products stay in floats), TorchScript (deprecated), float16 and bfloat16 by ONNX Runtime (its CPU kernels are few).
 """
@@ -28,11 +28,11 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from precompute.backends import inductor, onednn, onnx
-from precompute.batching import batches_by_cost
-from precompute.device import Device
+from precompute.engine.batching import batches_by_cost
 from precompute.model import CheckingModel, Model, digest
-from precompute.torch_model import Tensors, TorchModel
+from precompute.models.device import Device
+from precompute.models.torch_model import Tensors, TorchModel
+from precompute.precision import inductor, onednn, onnx
 from store.errors import ConfigError, ModelError, PrecomputeError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.float32}

@@ -20,14 +20,14 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from precompute.ahead import Ahead
-from precompute.batching import batches_by_cost
-from precompute.budget import Budget
-from precompute.memory import ResidentPeak, is_out_of_memory
-from precompute.meter import Meter
+from precompute.engine.ahead import Ahead
+from precompute.engine.batching import batches_by_cost
+from precompute.engine.budget import Budget
+from precompute.engine.memory import ResidentPeak, is_out_of_memory
+from precompute.engine.meter import Meter
+from precompute.engine.native import keep_freed_memory, release_threads
+from precompute.engine.pace import Pace
 from precompute.model import CheckingModel, Features, Model, Prepared, SizedModel, StagedModel, told
-from precompute.native import keep_freed_memory, release_threads
-from precompute.pace import Pace
 from store.errors import ModelError
 from store.feature_view import SCALAR_TYPES, Feature, FeatureView
 
@@ -42,7 +42,7 @@ HAND_ON_S = 1.0
 """A window that takes longer is handed on in pieces, about this often: what is done is soon safe, and a progress bar moves."""
 
 BATCH_S = 1.0
-"""What a batch should take at most, so that there are pieces to hand on; see :class:`precompute.pace.Pace`."""
+"""What a batch should take at most, so that there are pieces to hand on; see :class:`precompute.engine.pace.Pace`."""
 START_ROWS = 8
 """Of the first batches of a model that names no costs: it may take milliseconds for 4,096 rows, or a second for each."""
 
