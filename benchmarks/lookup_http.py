@@ -33,8 +33,8 @@ def serve(folder: str) -> None:
     from starlette.routing import Route
 
     from store.api.app import create_app
-    from store.lmdb_store import LmdbStore
     from store.lookup import Lookup
+    from store.online.lmdb_store import LmdbStore
 
     bodies = {size: b"x" * size for size in (200, 4000, 160_000)}
 
@@ -122,7 +122,7 @@ def _post(path: str, body: bytes, accept: str) -> bytes:
 
 def main() -> None:
     """Measure and report."""
-    from store.lmdb_store import LmdbStore
+    from store.online.lmdb_store import LmdbStore
 
     rng = np.random.default_rng(1)
     arrow = "application/vnd.apache.arrow.stream"

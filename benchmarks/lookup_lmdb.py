@@ -9,8 +9,8 @@ import lmdb
 import numpy as np
 
 from benchmarks.common import ROWS, VIEW, fill, median_us, report
-from store.lmdb_store import LmdbStore
 from store.lookup import Lookup
+from store.online.lmdb_store import LmdbStore
 
 
 def main() -> None:

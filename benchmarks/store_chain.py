@@ -15,8 +15,8 @@ import pyarrow as pa
 
 from benchmarks.common import report
 from store.feature_view import Feature, FeatureView
-from store.offline_store import OfflineStore, utc_now
-from store.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot
+from store.offline.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot
+from store.offline.view_store import OfflineStore, utc_now
 
 ROWS = 1_000_000
 DIM = 384

@@ -21,9 +21,9 @@ from benchmarks.common import report
 from jobs.config import Project
 from jobs.progress import Silent
 from jobs.run import run_view
-from store.offline_store import OfflineStore, utc_now
+from store.offline.snapshot import Snapshot
+from store.offline.view_store import OfflineStore, utc_now
 from store.partition import Partition, containing
-from store.snapshot import Snapshot
 
 VIEW = "numbers"
 ROWS = 200

@@ -17,7 +17,7 @@ from jobs.materialize import dry_run
 from jobs.progress import Silent
 from jobs.report import Report
 from jobs.run import run_view
-from store.offline_store import OfflineStore
+from store.offline.view_store import OfflineStore
 
 CHUNKS = 10_000
 CHUNK_ROWS = 100

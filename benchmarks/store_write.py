@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from benchmarks.common import report
 from benchmarks.store_chain import DIM, PART_ROWS, rows
-from store.offline_store import OfflineStore
+from store.offline.view_store import OfflineStore
 
 PARTS = 6
 ROUNDS = 5

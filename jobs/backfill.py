@@ -34,13 +34,13 @@ from jobs.backfill_state import Backfill, Item, Options, backfill_folder, backfi
 from jobs.config import Project
 from jobs.due import FINISHED
 from jobs.progress import Silent
-from store.durable_file import disk_message, locked, make_folder, replace_durably
+from store.disk.durable_file import disk_message, locked, make_folder, replace_durably
+from store.disk.lease import Lease, is_held, take
 from store.errors import ConfigError, ConflictError, GateError, PrecomputeError, SnapshotError
 from store.feature_view import known_fields
-from store.lease import Lease, is_held, take
-from store.offline_store import OfflineStore, utc_now
+from store.offline.standing import Standing
+from store.offline.view_store import OfflineStore, utc_now
 from store.partition import Partition
-from store.standing import Standing
 
 log = logging.getLogger(__name__)
 

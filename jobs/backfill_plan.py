@@ -22,10 +22,10 @@ from precompute.model import LoadedModel, load_with_fingerprint
 from precompute.source import parameters
 from precompute.sources.input_hash import MD5
 from store.errors import ConfigError, SnapshotError, SourceError
-from store.offline_store import OfflineStore
+from store.offline.snapshot import Snapshot
+from store.offline.standing import Standing
+from store.offline.view_store import OfflineStore
 from store.partition import Partition, containing, partitions
-from store.snapshot import Snapshot
-from store.standing import Standing
 
 log = logging.getLogger(__name__)
 

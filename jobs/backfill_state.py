@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from store.errors import ConfigError, SnapshotError
 from store.feature_view import known_fields
-from store.offline_store import OfflineStore, utc_now
+from store.offline.view_store import OfflineStore, utc_now
 
 Reprocess = Literal["missing", "failed", "stale", "all"]
 

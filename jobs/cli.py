@@ -35,7 +35,7 @@ from store.errors import (
     SnapshotError,
 )
 from store.freshness import iso
-from store.online_store import OnlineStore, Pointer
+from store.online.online_store import OnlineStore, Pointer
 from store.partition import Partition, containing
 
 if TYPE_CHECKING:
@@ -363,7 +363,7 @@ def _snapshots(arguments: argparse.Namespace) -> int:
 
 
 def _resume(arguments: argparse.Namespace) -> int:
-    from store.offline_store import OfflineStore
+    from store.offline.view_store import OfflineStore
 
     project = _project(arguments)
     store = OfflineStore(project.root)
@@ -392,9 +392,9 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _gc(arguments: argparse.Namespace) -> int:
     from jobs.gc import collect, damage, forget
-    from store.lease import take
-    from store.offline_store import PUBLISH_LEASE, OfflineStore
-    from store.reserve import spending_reserve
+    from store.disk.lease import take
+    from store.disk.reserve import spending_reserve
+    from store.offline.view_store import PUBLISH_LEASE, OfflineStore
 
     project = _project(arguments)
     store, settings = OfflineStore(project.root), project.settings
@@ -452,7 +452,7 @@ def _drop(arguments: argparse.Namespace) -> int:
 
 
 def _pin(arguments: argparse.Namespace) -> int:
-    from store.offline_store import OfflineStore
+    from store.offline.view_store import OfflineStore
 
     project = _project(arguments)
     store = OfflineStore(project.root)
@@ -547,7 +547,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 def _lookup(arguments: argparse.Namespace) -> int:
     from store.entity_key import key_from_path
     from store.lookup import Lookup
-    from store.online_url import open_online_store
+    from store.online.online_url import open_online_store
 
     project = _project(arguments)
     online = open_online_store(project.online)
@@ -555,7 +555,7 @@ def _lookup(arguments: argparse.Namespace) -> int:
     fallback = None
     if arguments.fallback:
         from jobs.fallback import ViewFallback
-        from store.offline_store import OfflineStore
+        from store.offline.view_store import OfflineStore
 
         fallback = ViewFallback(OfflineStore(project.root), project.home)
     lookup = Lookup(online, project.root, fallback)
@@ -593,7 +593,7 @@ def describe_row(row: dict[str, Any]) -> str:
 def _explain(arguments: argparse.Namespace) -> int:
     from store.entity_key import key_from_path
     from store.history import explain
-    from store.offline_store import OfflineStore
+    from store.offline.view_store import OfflineStore
 
     project = _project(arguments)
     store = OfflineStore(project.root)
@@ -658,8 +658,8 @@ def _short(value: Any) -> str:
 
 def _search(arguments: argparse.Namespace) -> int:
     from store.lookup import Lookup
-    from store.offline_store import OfflineStore
-    from store.online_url import open_online_store
+    from store.offline.view_store import OfflineStore
+    from store.online.online_url import open_online_store
 
     project = _project(arguments)
     online = open_online_store(project.online)

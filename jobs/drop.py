@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jobs.config import Project
+from store.disk.lease import holder, is_held, take
+from store.disk.reserve import spending_reserve
 from store.errors import ConfigError, ConflictError, SnapshotError
 from store.feature_view import NAME
-from store.lease import holder, is_held, take
-from store.offline_store import DROP_LEASE, PUBLISH_LEASE, OfflineStore
-from store.online_url import open_online_store
-from store.reserve import spending_reserve
+from store.offline.view_store import DROP_LEASE, PUBLISH_LEASE, OfflineStore
+from store.online.online_url import open_online_store
 
 log = logging.getLogger(__name__)
 

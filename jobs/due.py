@@ -25,10 +25,10 @@ from zoneinfo import ZoneInfo
 
 from jobs.config import Project, Schedule
 from jobs.cron import fire_times, last_fire
-from store.durable_file import disk_message, make_folder, replace_durably
+from store.disk.durable_file import disk_message, make_folder, replace_durably
+from store.disk.lease import holder, is_held
 from store.errors import SnapshotError
-from store.lease import holder, is_held
-from store.offline_store import OfflineStore
+from store.offline.view_store import OfflineStore
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from precompute.engine.runner import Runner
 from precompute.model import StagedModel
 from precompute.workers.worker import SAMPLE
 from precompute.workers.worker_pool import WorkerPool, WorkerSpec
-from store.offline_store import OfflineStore
+from store.offline.view_store import OfflineStore
 
 
 def engine_of(opened: OpenView, config: EngineConfig, meter: Meter, store: OfflineStore) -> Runner | WorkerPool:

@@ -24,8 +24,8 @@ from precompute.project_path import starting_from
 from store.errors import PrecomputeError
 from store.freshness import Reason
 from store.lookup import Computed, Miss
-from store.offline_store import OfflineStore
-from store.online_store import Pointer
+from store.offline.view_store import OfflineStore
+from store.online.online_store import Pointer
 from store.partition import Partition
 
 log = logging.getLogger(__name__)

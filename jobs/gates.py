@@ -32,12 +32,12 @@ from precompute.sources.input_hash import MD5
 from store.entity_key import key_column
 from store.errors import SnapshotError
 from store.feature_view import Feature
-from store.layers import Layers, dead_rows
-from store.offline_store import OfflineStore
-from store.row_figures import RowFigures, VectorFigures, count
-from store.selection import all_rows, rows_beside, seed_of
-from store.snapshot import Snapshot, Verdict
-from store.standing import ROLLED_BACK, Standing
+from store.offline.layers import Layers, dead_rows
+from store.offline.row_figures import RowFigures, VectorFigures, count
+from store.offline.selection import all_rows, rows_beside, seed_of
+from store.offline.snapshot import Snapshot, Verdict
+from store.offline.standing import ROLLED_BACK, Standing
+from store.offline.view_store import OfflineStore
 
 log = logging.getLogger(__name__)
 

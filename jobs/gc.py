@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from store.catalog import Catalog, Entry
-from store.crashpoint import crashpoint
-from store.durable_file import disk_message, sync_folder
+from store.disk.crashpoint import crashpoint
+from store.disk.durable_file import disk_message, sync_folder
+from store.disk.lease import Lease, take
 from store.errors import ConflictError, SnapshotError
-from store.lease import Lease, take
-from store.offline_store import OfflineStore, run_lease
-from store.standing import Standing
+from store.offline.catalog import Catalog, Entry
+from store.offline.standing import Standing
+from store.offline.view_store import OfflineStore, run_lease
 
 log = logging.getLogger(__name__)
 

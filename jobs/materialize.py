@@ -33,18 +33,18 @@ from precompute.engine.batching import WINDOW_ROWS
 from precompute.engine.meter import Meter
 from precompute.engine.runner import Computed, with_null_rows
 from precompute.sources.input_hash import MD5
+from store.disk.lease import Lease
 from store.entity_key import bad_keys, key_column
 from store.errors import GateError, RejectedError, SnapshotError, SourceError
 from store.feature_view import FeatureView
-from store.journal import Finished
-from store.layers import Layers
-from store.lease import Lease
-from store.offline_store import OfflineStore, utc_now
+from store.offline.journal import Finished
+from store.offline.layers import Layers
+from store.offline.row_figures import RowCounter, RowFigures, count
+from store.offline.selection import all_rows
+from store.offline.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot, Verdict
+from store.offline.standing import Standing
+from store.offline.view_store import OfflineStore, utc_now
 from store.partition import Partition
-from store.row_figures import RowCounter, RowFigures, count
-from store.selection import all_rows
-from store.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot, Verdict
-from store.standing import Standing
 
 PART_BYTES = 64 * 2**20
 """Rows are gathered to about this size before a Parquet file is written."""

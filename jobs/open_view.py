@@ -17,8 +17,8 @@ from precompute.project_path import absolute_arguments, starting_from
 from precompute.source import Files, Source, referenced_views
 from store.errors import ConfigError, SourceError
 from store.feature_view import FeatureView, ModelUse
-from store.layers import Layers
-from store.offline_store import OfflineStore
+from store.offline.layers import Layers
+from store.offline.view_store import OfflineStore
 from store.partition import Partition
 
 REFERENCE = "fp32-eager"

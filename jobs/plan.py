@@ -17,10 +17,10 @@ from precompute.model import digest
 from precompute.source import Diff, Files
 from precompute.sources.input_hash import MD5
 from store.errors import SnapshotError
-from store.journal import Finished
-from store.offline_store import OfflineStore
-from store.snapshot import Snapshot
-from store.standing import Standing
+from store.offline.journal import Finished
+from store.offline.snapshot import Snapshot
+from store.offline.standing import Standing
+from store.offline.view_store import OfflineStore
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +215,7 @@ def go_on_hashing(opened: OpenView, store: OfflineStore, partition: str | None, 
 
 def recipe_of(opened: OpenView, hashed_by: str | None = None) -> str:
     """Digest of all that makes a row besides its input, and of how that is hashed, by default as the source hashes it; see
-    :class:`store.snapshot.Snapshot`."""
+    :class:`store.offline.snapshot.Snapshot`."""
     hashed_by = hashed_by or opened.source.hashed_by
     view = opened.view
     columns = [[field.name, str(field.type)] for field in opened.source.schema]

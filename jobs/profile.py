@@ -21,7 +21,7 @@ from jobs.report import engine_line
 from precompute.engine.batching import WINDOW_ROWS
 from precompute.engine.runner import Runner
 from store.errors import ConfigError, SourceError
-from store.offline_store import OfflineStore
+from store.offline.view_store import OfflineStore
 from store.partition import Partition
 
 WARM_UP_ROWS = 32

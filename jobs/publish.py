@@ -19,16 +19,16 @@ import pyarrow.compute as pc
 
 from jobs.progress import Progress
 from jobs.report import Report
-from store.codec import Buffer, RowCodec
-from store.crashpoint import crashpoint
+from store.disk.crashpoint import crashpoint
+from store.disk.lease import Lease
 from store.entity_key import key_column
 from store.errors import ConflictError, DamagedPointerError, OnlineStoreError, SnapshotError, VectorIndexError
-from store.lease import Lease
-from store.offline_store import LiveRef, OfflineStore, utc_now
-from store.online_store import OnlineStore, Pointer
-from store.snapshot import Snapshot
-from store.standing import Standing
-from store.vector_index import VectorIndex, build_index, is_there
+from store.offline.snapshot import Snapshot
+from store.offline.standing import Standing
+from store.offline.view_store import LiveRef, OfflineStore, utc_now
+from store.online.codec import Buffer, RowCodec
+from store.online.online_store import OnlineStore, Pointer
+from store.online.vector_index import VectorIndex, build_index, is_there
 
 log = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ from functools import cached_property
 
 import pyarrow as pa
 
-from store.offline_store import OfflineStore
-from store.selection import Selection, rows_beside, seed_of
-from store.snapshot import Snapshot
+from store.offline.selection import Selection, rows_beside, seed_of
+from store.offline.snapshot import Snapshot
+from store.offline.view_store import OfflineStore
 
 DRAWN_ROWS = 8192
-"""Their row groups are what costs, and are as many for 2,048: see :data:`store.selection.CLUSTERS`."""
+"""Their row groups are what costs, and are as many for 2,048: see :data:`store.offline.selection.CLUSTERS`."""
 
 
 class Replaced:

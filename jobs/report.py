@@ -19,7 +19,7 @@ from typing import Any
 
 from jobs.termination import Terminated, asked, described, last_words
 from store.errors import GateError, PrecomputeError, RejectedError
-from store.offline_store import OfflineStore, utc_now
+from store.offline.view_store import OfflineStore, utc_now
 
 LEASED = ("run", "materialize")
 """Commands that hold the lease of their partition while they go on."""

@@ -12,12 +12,12 @@ from jobs.progress import Progress
 from jobs.publish import mend, publish
 from jobs.report import PUBLISHING, Report, close_dead, recorded
 from jobs.run import named
+from store.disk.lease import take
+from store.disk.reserve import spending_reserve
 from store.errors import SnapshotError
-from store.lease import take
-from store.offline_store import PUBLISH_LEASE, OfflineStore
-from store.online_url import open_online_store
-from store.reserve import spending_reserve
-from store.standing import Standing
+from store.offline.standing import Standing
+from store.offline.view_store import PUBLISH_LEASE, OfflineStore
+from store.online.online_url import open_online_store
 
 log = logging.getLogger(__name__)
 

@@ -18,16 +18,16 @@ from jobs.plan import Plan
 from jobs.progress import Progress
 from jobs.publish import accepted, publish, renew
 from jobs.report import PUBLISHING, Report, close_dead, recorded
-from store.crashpoint import crashpoint
+from store.disk.crashpoint import crashpoint
+from store.disk.lease import Lease, is_held, take
+from store.disk.reserve import keep_reserve
 from store.errors import ConfigError, ConflictError, PrecomputeError, RequestError, SnapshotError
 from store.feature_view import known_fields
-from store.lease import Lease, is_held, take
-from store.offline_store import DROP_LEASE, PUBLISH_LEASE, OfflineStore, run_lease
-from store.online_url import open_online_store
+from store.offline.snapshot import Snapshot
+from store.offline.standing import Standing
+from store.offline.view_store import DROP_LEASE, PUBLISH_LEASE, OfflineStore, run_lease
+from store.online.online_url import open_online_store
 from store.partition import Partition
-from store.reserve import keep_reserve
-from store.snapshot import Snapshot
-from store.standing import Standing
 
 log = logging.getLogger(__name__)
 

@@ -32,10 +32,10 @@ from jobs.config import Project
 from jobs.due import LEADER, RETRIED, Decision, Ledger, report_time
 from jobs.report import Report, close_dead
 from store.api.page import duration
+from store.disk.lease import Lease, holder, take
 from store.errors import ConflictError, FencedError, PrecomputeError
 from store.freshness import iso
-from store.lease import Lease, holder, take
-from store.offline_store import OfflineStore, run_lease, utc_now
+from store.offline.view_store import OfflineStore, run_lease, utc_now
 
 log = logging.getLogger(__name__)
 

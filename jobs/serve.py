@@ -20,9 +20,9 @@ from jobs.fallback import REFUSED_S, ViewFallback
 from store.api.app import create_app
 from store.errors import ConfigError, PrecomputeError
 from store.lookup import Lookup
-from store.offline_store import OfflineStore
-from store.online_store import Pointer
-from store.online_url import open_online_store
+from store.offline.view_store import OfflineStore
+from store.online.online_store import Pointer
+from store.online.online_url import open_online_store
 
 log = logging.getLogger(__name__)
 

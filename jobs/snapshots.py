@@ -6,9 +6,9 @@ from typing import Any
 
 from jobs.config import Project
 from store.errors import SnapshotError
-from store.offline_store import OfflineStore
-from store.snapshot import Snapshot
-from store.standing import Standing
+from store.offline.snapshot import Snapshot
+from store.offline.standing import Standing
+from store.offline.view_store import OfflineStore
 
 
 def list_snapshots(project: Project, name: str) -> list[dict[str, Any]]:

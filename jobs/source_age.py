@@ -11,8 +11,8 @@ from jobs.due import FINISHED
 from jobs.open_view import OpenView
 from precompute.source import referenced_views
 from store.freshness import as_datetime, iso, microseconds
-from store.offline_store import OfflineStore
-from store.snapshot import Snapshot
+from store.offline.snapshot import Snapshot
+from store.offline.view_store import OfflineStore
 
 REPORTS = 50
 """How many of a view's newest reports are looked at for the last one that did its work."""

@@ -14,13 +14,13 @@ from jobs.gc import damage
 from jobs.report import LEASED, PUBLISHING
 from jobs.source_age import REPORTS, known_source_at
 from store.api.page import duration
+from store.disk.lease import is_held
 from store.errors import OnlineStoreError, PrecomputeError, SnapshotError
 from store.freshness import AHEAD_US, Sighting, Status, age_s, as_datetime, iso, microseconds, status_of
-from store.lease import is_held
-from store.offline_store import PUBLISH_LEASE, LiveRef, OfflineStore
-from store.online_store import OnlineStore
-from store.online_url import open_online_store
-from store.snapshot import Snapshot
+from store.offline.snapshot import Snapshot
+from store.offline.view_store import PUBLISH_LEASE, LiveRef, OfflineStore
+from store.online.online_store import OnlineStore
+from store.online.online_url import open_online_store
 
 _ENDED_BADLY = ("failed", "killed", "rejected", "refused")
 

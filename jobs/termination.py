@@ -19,7 +19,7 @@ from select import select
 from types import FrameType
 
 from precompute.source import interrupt_sources
-from store.lease import release_leases
+from store.disk.lease import release_leases
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 

@@ -27,9 +27,9 @@ from precompute.precision.accuracy import Accuracy, Judged, compare
 from store.errors import ConfigError, ModelError, SourceError
 from store.feature_view import FeatureView
 from store.freshness import iso
-from store.offline_store import OfflineStore
+from store.offline.snapshot import Verdict
+from store.offline.view_store import OfflineStore
 from store.partition import Partition
-from store.snapshot import Verdict
 
 ROUNDS = 3
 """Times that each candidate computes the sample, taking turns, so that a busy moment of the machine hits all alike."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from store.durable_file import make_folder, replace_durably
+from store.disk.durable_file import make_folder, replace_durably
 from store.errors import ConfigError
 
 VERSION = 1

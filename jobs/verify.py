@@ -11,14 +11,14 @@ import pyarrow.compute as pc
 
 from jobs.config import Project
 from precompute.precision.same_value import tolerance
-from store.codec import RowCodec
 from store.entity_key import key_column
 from store.errors import OnlineStoreError, PrecomputeError, SnapshotError, VectorIndexError
-from store.offline_store import LiveRef, OfflineStore
-from store.online_store import OnlineStore
-from store.online_url import open_online_store
-from store.snapshot import Snapshot
-from store.vector_index import VectorIndex
+from store.offline.snapshot import Snapshot
+from store.offline.view_store import LiveRef, OfflineStore
+from store.online.codec import RowCodec
+from store.online.online_store import OnlineStore
+from store.online.online_url import open_online_store
+from store.online.vector_index import VectorIndex
 
 SAMPLE_ROWS = 2048
 """Rows compared byte by byte with the online store."""

@@ -28,8 +28,8 @@ import pyarrow as pa
 
 from precompute.project_path import absolute_sql, is_remote
 from precompute.sources.input_hash import content_sql, hash_sql, named, quoted, sample_sql
+from store.disk.spill_folder import SpillFolder
 from store.errors import ConfigError, SnapshotError, SourceError
-from store.spill_folder import SpillFolder
 from store.sql import parquet_sql
 
 KEY_TYPES = (pa.string(), pa.large_string(), pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32())

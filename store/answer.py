@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from store.codec import Buffer, RowCodec
 from store.errors import OnlineStoreError, RequestError
 from store.freshness import AHEAD_US, Reason, Sighting, Source, Status, age_s, as_datetime, status_of
-from store.online_store import Pointer
+from store.online.codec import Buffer, RowCodec
+from store.online.online_store import Pointer
 
 MAX_KEYS = 1000
 """Keys in one request."""

@@ -35,16 +35,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from store.disk.spill_folder import SpillFolder
 from store.entity_key import key_text
 from store.errors import RequestError, SnapshotError
 from store.feature_view import FeatureView
 from store.freshness import iso
-from store.offline_store import OfflineStore
+from store.offline.snapshot import Part, Snapshot
+from store.offline.standing import Standing
+from store.offline.view_store import OfflineStore
 from store.partition import Partition
-from store.snapshot import Part, Snapshot
-from store.spill_folder import SpillFolder
 from store.sql import parquet_sql
-from store.standing import Standing
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _INT64 = re.compile("0|-?[1-9][0-9]{0,17}")

@@ -30,9 +30,9 @@ from store.entity_key import check_key, join_key, key_text
 from store.errors import RequestError, VectorIndexError
 from store.feature_view import MAX_KEY_BYTES, FeatureView
 from store.freshness import Reason, Sighting, Status, microseconds, status_of
-from store.online_store import OnlineStore, Pointer
-from store.online_url import open_online_store
-from store.vector_index import VectorIndex
+from store.online.online_store import OnlineStore, Pointer
+from store.online.online_url import open_online_store
+from store.online.vector_index import VectorIndex
 
 IMPOSSIBLE = b"\0"
 """Looked up in place of a key no entity can have, and never found: keys with a NUL are not stored."""

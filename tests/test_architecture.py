@@ -35,9 +35,9 @@ SEAMS = {
     "tokenizers": {"precompute/models/text_encoder.py"},
     "safetensors": {"precompute/models/sentence_head.py", "precompute/models/torch_module.py", "precompute/models/two_tower.py"},
     "duckdb": {"precompute/source.py", "store/history.py", "jobs/demo/__main__.py", "jobs/demo/data.py"},
-    "redis": {"store/redis_store.py"},
-    "lmdb": {"store/lmdb_store.py"},
-    "faiss": {"store/vector_index.py"},
+    "redis": {"store/online/redis_store.py"},
+    "lmdb": {"store/online/lmdb_store.py"},
+    "faiss": {"store/online/vector_index.py"},
     "apscheduler": {"jobs/cron.py", "jobs/schedule.py"},
     "uvicorn": {"jobs/serve.py"},
     "starlette": {"store/api/app.py"},
@@ -117,7 +117,7 @@ def test_imports_run_one_way(file: str) -> None:
         if room == "store" and target in ROOMS:
             assert target == "store", f"{where}: the store knows nothing of the other rooms"
         if room == "precompute" and target in ROOMS and target != "precompute":
-            assert found.module in ("store.feature_view", "store.errors", "store.spill_folder", "store.sql"), (
+            assert found.module in ("store.feature_view", "store.errors", "store.disk.spill_folder", "store.sql"), (
                 f"{where}: of the store, models know the view and the errors; and DuckDB reads our files and spills in one way"
             )
 

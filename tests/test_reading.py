@@ -18,8 +18,8 @@ from jobs.config import Project
 from jobs.progress import Silent
 from jobs.rollback import rollback
 from jobs.run import run_view
-from store.offline_store import OfflineStore
-from store.snapshot import Snapshot
+from store.offline.snapshot import Snapshot
+from store.offline.view_store import OfflineStore
 from tests.conftest import MakeProject
 from tests.faults.harness import Child, Scene, changed, recover, small_chunks
 from tests.jobs.test_bad_rows import VIEW as TEXTS

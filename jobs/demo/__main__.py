@@ -26,8 +26,8 @@ from precompute.models.two_tower import train_two_tower
 from precompute.precision.variants import has_bf16
 from store.errors import PrecomputeError
 from store.lookup import Lookup
-from store.offline_store import OfflineStore
-from store.online_url import open_online_store
+from store.offline.view_store import OfflineStore
+from store.online.online_url import open_online_store
 
 VIEWS = ("item_embedding", "item_labels", "user_vector", "item_vector", "user_recommendations", "doc_embedding")
 TUNED_ROWS = 128

@@ -35,7 +35,7 @@ from store.entity_key import key_from_path
 from store.errors import OnlineStoreError, PrecomputeError, RequestError, VectorIndexError
 from store.freshness import Reason, Status
 from store.lookup import Answer, Lookup
-from store.online_store import Pointer
+from store.online.online_store import Pointer
 
 log = logging.getLogger(__name__)
 

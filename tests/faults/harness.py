@@ -34,14 +34,14 @@ from jobs.report import Report
 from jobs.rollback import rollback
 from jobs.run import run_view
 from jobs.verify import verify
-from store import crashpoint
-from store.crashpoint import InjectedError
+from store.disk import crashpoint
+from store.disk.crashpoint import InjectedError
 from store.errors import PrecomputeError
 from store.lookup import Lookup
-from store.offline_store import OfflineStore
-from store.online_store import OnlineStore
-from store.online_url import open_online_store
-from store.vector_index import VectorIndex
+from store.offline.view_store import OfflineStore
+from store.online.online_store import OnlineStore
+from store.online.online_url import open_online_store
+from store.online.vector_index import VectorIndex
 
 VIEW = "numbers"
 DIM = 4
@@ -53,7 +53,7 @@ State = tuple[Mapping[int, int], int]
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["tests.faults.harness", "duckdb", "pyarrow.parquet", "pyarrow.dataset", "lmdb", "redis", "faiss", "store.lmdb_store"]
+    ["tests.faults.harness", "duckdb", "pyarrow.parquet", "pyarrow.dataset", "lmdb", "redis", "faiss", "store.online.lmdb_store"]
 )
 
 

@@ -23,7 +23,7 @@ import yaml
 
 from jobs.demo.data import movielens_folder
 from store.history import read
-from store.offline_store import OfflineStore
+from store.offline.view_store import OfflineStore
 from store.partition import Partition
 
 REPOSITORY = Path(__file__).resolve().parents[2]

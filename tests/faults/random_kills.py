@@ -19,9 +19,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from store.crashpoint import POINTS
+from store.disk.crashpoint import POINTS
 from store.errors import PrecomputeError
-from store.online_url import open_online_store
+from store.online.online_url import open_online_store
 from tests.faults.harness import (
     VIEW,
     Child,

@@ -7,13 +7,13 @@ import signal
 
 import pytest
 
-import store.lmdb_store
-import store.redis_store
+import store.online.lmdb_store
+import store.online.redis_store
 from precompute.engine.runner import AHEAD_WINDOWS
-from store import crashpoint
-from store.crashpoint import POINTS
+from store.disk import crashpoint
+from store.disk.crashpoint import POINTS
 from store.errors import SnapshotError
-from store.standing import Standing
+from store.offline.standing import Standing
 from tests.faults.conftest import ROWS, MakeScene, put_on_stage
 from tests.faults.harness import (
     VIEW,
@@ -287,14 +287,14 @@ def test_nothing_is_left_in_redis_by_a_load_that_was_killed(delta_to_come_redis:
 
 
 def kill_in_lmdb_load() -> None:
-    store.lmdb_store.sync_file = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+    store.online.lmdb_store.sync_file = lambda path: os.kill(os.getpid(), signal.SIGKILL)
 
 
 def kill_in_redis_load() -> None:
-    send = store.redis_store.RedisStore._send
+    send = store.online.redis_store.RedisStore._send
 
     def killed(self, keys, found):  # type: ignore[no-untyped-def]
         send(self, keys, found)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    store.redis_store.RedisStore._send = killed  # type: ignore[method-assign]
+    store.online.redis_store.RedisStore._send = killed  # type: ignore[method-assign]

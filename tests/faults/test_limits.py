@@ -20,7 +20,7 @@ from jobs.progress import Silent
 from jobs.rollback import rollback
 from precompute.engine.runner import AHEAD_WINDOWS
 from precompute.source import Source
-from store import durable_file, reserve
+from store.disk import durable_file, reserve
 from store.errors import PrecomputeError
 from tests.faults.conftest import ROWS, MakeScene
 from tests.faults.harness import (

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import redis
 
-from store import crashpoint
+from store.disk import crashpoint
 from tests.faults import random_kills
 from tests.faults.conftest import ROWS, MakeScene
 from tests.faults.harness import (

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from store.errors import PrecomputeError
-from store.online_url import open_online_store
-from store.standing import Standing
+from store.offline.standing import Standing
+from store.online.online_url import open_online_store
 from tests.faults.conftest import MakeScene
 from tests.faults.harness import (
     VIEW,

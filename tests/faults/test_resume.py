@@ -8,9 +8,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from store import crashpoint
-from store.crashpoint import InjectedError
-from store.offline_store import OfflineStore
+from store.disk import crashpoint
+from store.disk.crashpoint import InjectedError
+from store.offline.view_store import OfflineStore
 from tests.faults.conftest import ROWS, MakeScene
 from tests.faults.harness import (
     VIEW,

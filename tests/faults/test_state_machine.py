@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from store import crashpoint
-from store.crashpoint import POINTS, InjectedError
+from store.disk import crashpoint
+from store.disk.crashpoint import POINTS, InjectedError
 from store.errors import GateError, SnapshotError
 from tests.faults.conftest import MEMORY
 from tests.faults.harness import (

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-import store.redis_store
-from store import durable_file
+import store.online.redis_store
+from store.disk import durable_file
 from store.errors import ConflictError
 from tests.faults.conftest import ROWS, MakeScene
 from tests.faults.harness import (
@@ -77,14 +77,14 @@ def test_a_zombie_changes_nothing_that_is_live_in_redis(point: str, delta_to_com
 
 
 def stop_in_redis_load() -> None:
-    send = store.redis_store.RedisStore._send
+    send = store.online.redis_store.RedisStore._send
 
     def stopped(self, keys, found):  # type: ignore[no-untyped-def]
-        store.redis_store.RedisStore._send = send  # type: ignore[method-assign]
+        store.online.redis_store.RedisStore._send = send  # type: ignore[method-assign]
         os.kill(os.getpid(), signal.SIGSTOP)
         return send(self, keys, found)
 
-    store.redis_store.RedisStore._send = stopped  # type: ignore[method-assign]
+    store.online.redis_store.RedisStore._send = stopped  # type: ignore[method-assign]
 
 
 def test_late_writes_of_a_zombie_go_into_a_generation_of_its_own(delta_to_come_redis: MakeScene) -> None:

@@ -25,13 +25,13 @@ from jobs.cli import main
 from jobs.config import Project
 from jobs.progress import Silent
 from jobs.run import run_view
+from store.disk.lease import take
 from store.errors import ConfigError, ConflictError, SnapshotError, SourceError
-from store.lease import take
 from store.lookup import Lookup
-from store.offline_store import OfflineStore, run_lease
-from store.online_url import open_online_store
+from store.offline.standing import Standing
+from store.offline.view_store import OfflineStore, run_lease
+from store.online.online_url import open_online_store
 from store.partition import Partition, containing
-from store.standing import Standing
 from tests.conftest import MakeProject
 
 ROOT = Path(__file__).parents[2]

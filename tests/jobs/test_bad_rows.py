@@ -21,9 +21,9 @@ from jobs.verify import verify
 from store.errors import ConfigError, ModelError, PrecomputeError, RejectedError, RequestError
 from store.feature_view import FeatureView
 from store.lookup import Lookup
-from store.offline_store import OfflineStore
-from store.online_url import open_online_store
-from store.snapshot import Snapshot
+from store.offline.snapshot import Snapshot
+from store.offline.view_store import OfflineStore
+from store.online.online_url import open_online_store
 from tests.arithmetic import raised_at
 from tests.conftest import MakeProject
 from tests.jobs.test_serve import Server

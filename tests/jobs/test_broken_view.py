@@ -11,7 +11,7 @@ import pytest
 
 from jobs.cli import main
 from jobs.config import Project
-from store.offline_store import OfflineStore
+from store.offline.view_store import OfflineStore
 from tests.conftest import MakeProject
 from tests.jobs.test_cli import INDEXED, ROWS, report_of
 from tests.jobs.test_serve import Server

@@ -18,8 +18,8 @@ import pytest
 from jobs.cli import describe_report, describe_row, main
 from jobs.config import Project
 from store.lookup import Lookup
-from store.offline_store import OfflineStore
-from store.online_url import open_online_store
+from store.offline.view_store import OfflineStore
+from store.online.online_url import open_online_store
 from tests.arithmetic import Doubler
 from tests.conftest import MakeProject
 

@@ -22,7 +22,7 @@ from jobs.run import run_view
 from precompute.models.text_encoder import TextEncoder
 from store.errors import ConfigError
 from store.lookup import Lookup
-from store.online_url import open_online_store
+from store.online.online_url import open_online_store
 from tests.conftest import MakeProject
 
 

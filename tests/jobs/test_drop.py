@@ -17,11 +17,11 @@ from jobs.config import Project
 from jobs.drop import drop
 from jobs.progress import Silent
 from jobs.run import run_view
+from store.disk.lease import take
 from store.errors import ConflictError, RequestError
-from store.lease import take
 from store.lookup import Lookup
-from store.offline_store import OfflineStore, run_lease
-from store.online_url import open_online_store
+from store.offline.view_store import OfflineStore, run_lease
+from store.online.online_url import open_online_store
 from tests.conftest import MakeProject
 
 OTHER = {

@@ -19,9 +19,9 @@ from jobs.cron import fire_times
 from jobs.due import AHEAD_S, JITTER, LEADER, Decision, Facts, Ledger, Parent, decide, outlook, retry_wait_s
 from jobs.progress import Silent
 from jobs.run import run_view
+from store.disk.lease import take
 from store.errors import SnapshotError
-from store.lease import take
-from store.offline_store import OfflineStore, run_lease
+from store.offline.view_store import OfflineStore, run_lease
 from tests.conftest import MakeProject
 
 DAILY = Schedule("0 2 * * *", "0 2 * * *", "UTC", (), "latest", 3, 60.0, 3600.0)

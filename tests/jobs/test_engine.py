@@ -27,8 +27,8 @@ from precompute.model import digest
 from precompute.workers.worker_pool import WorkerPool
 from store.errors import ConfigError
 from store.lookup import Lookup
-from store.offline_store import OfflineStore
-from store.online_url import open_online_store
+from store.offline.view_store import OfflineStore
+from store.online.online_url import open_online_store
 from tests.conftest import MakeProject
 from tests.precompute.dying_models import Launching
 

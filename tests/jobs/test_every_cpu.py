@@ -20,8 +20,8 @@ from jobs.progress import Silent
 from jobs.run import run_view
 from precompute.precision.same_value import differing
 from store.lookup import Lookup
-from store.offline_store import OfflineStore
-from store.online_url import open_online_store
+from store.offline.view_store import OfflineStore
+from store.online.online_url import open_online_store
 from tests.conftest import MakeProject
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent

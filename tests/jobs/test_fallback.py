@@ -25,9 +25,9 @@ from jobs.serve import Warmer
 from precompute.model import digest
 from store.freshness import Reason
 from store.lookup import Computed, Lookup, Miss
-from store.offline_store import OfflineStore
-from store.online_store import Pointer
-from store.online_url import open_online_store
+from store.offline.view_store import OfflineStore
+from store.online.online_store import Pointer
+from store.online.online_url import open_online_store
 from tests.arithmetic import Doubler
 from tests.conftest import MakeProject
 from tests.jobs.test_serve import eventually

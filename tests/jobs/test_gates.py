@@ -25,11 +25,11 @@ from precompute.engine import runner
 from precompute.engine.runner import compute
 from store.errors import GateError
 from store.lookup import Lookup
-from store.offline_store import OfflineStore
-from store.online_url import open_online_store
-from store.part_file import rare_rows
-from store.row_figures import count
-from store.snapshot import Snapshot, Verdict
+from store.offline.part_file import rare_rows
+from store.offline.row_figures import count
+from store.offline.snapshot import Snapshot, Verdict
+from store.offline.view_store import OfflineStore
+from store.online.online_url import open_online_store
 from tests.conftest import MakeProject
 
 HERE = "tests.jobs.test_gates"

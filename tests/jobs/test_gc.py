@@ -23,11 +23,11 @@ from jobs.report import Report
 from jobs.rollback import rollback
 from jobs.run import run_view
 from jobs.verify import verify
+from store.disk.lease import take
 from store.errors import ConflictError, FencedError, RejectedError
-from store.lease import take
 from store.lookup import Lookup
-from store.offline_store import PUBLISH_LEASE, OfflineStore, run_lease
-from store.online_url import open_online_store
+from store.offline.view_store import PUBLISH_LEASE, OfflineStore, run_lease
+from store.online.online_url import open_online_store
 from tests.conftest import MakeProject
 
 ROOT = Path(__file__).parents[2]
@@ -395,7 +395,7 @@ def other_process(make_project: MakeProject) -> Iterator[Any]:
 
     def start(project: Project, lease: str) -> None:
         script = (
-            "import sys; from pathlib import Path; from store.lease import take\n"
+            "import sys; from pathlib import Path; from store.disk.lease import take\n"
             "with take(Path(sys.argv[1]), sys.argv[2], 'a test'):\n  print('held', flush=True); sys.stdin.read()"
         )
         folder = OfflineStore(project.root).lease_folder("numbers")
@@ -426,7 +426,7 @@ def test_what_a_killed_run_left_stays_while_another_process_may_take_it_over(
 def test_the_lease_of_a_process_that_died_does_not_count(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
     project = killed(make_project, monkeypatch)
     folder = OfflineStore(project.root).lease_folder("numbers")
-    script = "import os, sys; from pathlib import Path; from store.lease import take; take(Path(sys.argv[1]), 'run', 'a test'); os._exit(9)"
+    script = "import os, sys; from pathlib import Path; from store.disk.lease import take; take(Path(sys.argv[1]), 'run', 'a test'); os._exit(9)"
     assert subprocess.run([sys.executable, "-c", script, str(folder)], cwd=ROOT).returncode == 9
     assert len(gc(project)) > 2
 

@@ -24,9 +24,9 @@ from precompute.engine.batching import WINDOW_ROWS
 from precompute.engine.pace import LONG_S
 from precompute.source import Source
 from store.errors import ConfigError, ModelError, PrecomputeError, RejectedError, SnapshotError, SourceError
-from store.offline_store import OfflineStore
-from store.snapshot import Counts, Snapshot
-from store.standing import Standing
+from store.offline.snapshot import Counts, Snapshot
+from store.offline.standing import Standing
+from store.offline.view_store import OfflineStore
 from tests.arithmetic import REFUSED_AT, Doubler
 from tests.conftest import MakeProject
 

@@ -27,9 +27,9 @@ from precompute.source import Diff
 from precompute.sources.input_hash import MD5
 from store.errors import PrecomputeError, RejectedError, SnapshotError
 from store.lookup import Lookup
-from store.offline_store import OfflineStore
-from store.online_url import open_online_store
-from store.snapshot import Snapshot
+from store.offline.snapshot import Snapshot
+from store.offline.view_store import OfflineStore
+from store.online.online_url import open_online_store
 from tests.arithmetic import Doubler
 from tests.conftest import MakeProject
 
@@ -509,7 +509,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
         at = datetime.fromtimestamp(Ahead.time_ns() / 1e9, UTC)
         return at.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
-    monkeypatch.setattr("store.offline_store.utc_now", utc_now)
+    monkeypatch.setattr("store.offline.view_store.utc_now", utc_now)
 
     def move(seconds: float) -> None:
         ahead[0] = seconds

@@ -21,8 +21,8 @@ from precompute.model import digest
 from precompute.source import Source
 from store.errors import ConfigError, SourceError
 from store.lookup import Lookup
-from store.offline_store import OfflineStore
-from store.online_url import open_online_store
+from store.offline.view_store import OfflineStore
+from store.online.online_url import open_online_store
 from tests.arithmetic import Doubler
 from tests.conftest import MakeProject
 

@@ -21,7 +21,7 @@ from precompute import project_module
 from precompute.model import digest, load_model
 from precompute.project_module import import_module, module_exists, plain_name
 from store.errors import ConfigError, ModelError
-from store.offline_store import OfflineStore
+from store.offline.view_store import OfflineStore
 from tests.conftest import MakeProject
 
 MODEL = """

@@ -18,14 +18,14 @@ from jobs.progress import Silent
 from jobs.publish import publish
 from jobs.report import Report, recorded
 from jobs.run import run_view
-from store.codec import Buffer
+from store.disk.lease import take
 from store.errors import ConflictError, GateError, OnlineStoreError, PrecomputeError, SnapshotError
-from store.lease import take
 from store.lookup import Lookup
-from store.offline_store import PUBLISH_LEASE, OfflineStore
-from store.online_store import MemoryStore, Pointer, Rows
-from store.online_url import open_online_store
-from store.vector_index import VectorIndex
+from store.offline.view_store import PUBLISH_LEASE, OfflineStore
+from store.online.codec import Buffer
+from store.online.online_store import MemoryStore, Pointer, Rows
+from store.online.online_url import open_online_store
+from store.online.vector_index import VectorIndex
 from tests.conftest import MakeProject
 
 INDEXED = {"index": {"on": "vector", "metric": "l2"}}

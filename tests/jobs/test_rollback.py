@@ -21,13 +21,13 @@ from jobs.report import Report
 from jobs.rollback import rollback
 from jobs.run import run_view
 from jobs.verify import verify
-from store import crashpoint
-from store.crashpoint import InjectedError
+from store.disk import crashpoint
+from store.disk.crashpoint import InjectedError
+from store.disk.lease import Lease, take
 from store.errors import GateError, OnlineStoreError, PrecomputeError, SnapshotError
-from store.lease import Lease, take
 from store.lookup import Lookup
-from store.offline_store import PUBLISH_LEASE, OfflineStore
-from store.online_url import open_online_store
+from store.offline.view_store import PUBLISH_LEASE, OfflineStore
+from store.online.online_url import open_online_store
 from store.partition import containing
 from tests.conftest import MakeProject
 

@@ -18,9 +18,9 @@ from jobs.run import run_view
 from precompute.source import hash_kind
 from precompute.sources.input_hash import MD5
 from store.errors import GateError
-from store.offline_store import OfflineStore
+from store.offline.snapshot import Snapshot
+from store.offline.view_store import OfflineStore
 from store.partition import containing
-from store.snapshot import Snapshot
 from tests.conftest import MakeProject
 
 GATES = dict.fromkeys(("rows", "norm", "duplicates", "drift", "moved"))

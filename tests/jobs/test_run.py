@@ -26,11 +26,11 @@ from jobs.gc import SWEPT_FOLDERS
 from jobs.progress import Silent
 from jobs.report import close_dead
 from jobs.run import run_view
+from store.disk.lease import Lease, take
 from store.errors import ConfigError, ConflictError, FencedError, RejectedError
-from store.lease import Lease, take
 from store.lookup import Lookup
-from store.offline_store import OfflineStore, run_lease
-from store.online_url import open_online_store
+from store.offline.view_store import OfflineStore, run_lease
+from store.online.online_url import open_online_store
 from store.partition import containing
 from tests.conftest import MakeProject
 
@@ -106,17 +106,17 @@ def killed(project: Project, where: str, when: str) -> None:
 
 # ---- kill -9
 
-LMDB, REDIS = "store.lmdb_store:", "store.redis_store:RedisStore."
+LMDB, REDIS = "store.online.lmdb_store:", "store.online.redis_store:RedisStore."
 
 KILLS = [  # with the number of snapshots there are afterwards
-    ("lmdb", "store.offline_store:OfflineStore.write_part", "after", 1, OLD),  # between two parts
-    ("lmdb", "store.offline_store:OfflineStore.add_to_journal", "after", 1, OLD),
-    ("lmdb", "store.offline_store:OfflineStore.commit", "before", 1, OLD),  # before the manifest
+    ("lmdb", "store.offline.view_store:OfflineStore.write_part", "after", 1, OLD),  # between two parts
+    ("lmdb", "store.offline.view_store:OfflineStore.add_to_journal", "after", 1, OLD),
+    ("lmdb", "store.offline.view_store:OfflineStore.commit", "before", 1, OLD),  # before the manifest
     ("lmdb", "os:link", "before", 1, OLD),  # the manifest written, not linked
     ("lmdb", "os:link", "after", 2, OLD),  # the manifest linked, its temporary name still there
     ("lmdb", LMDB + "sync_file", "before", 2, OLD),  # a generation inserted, not renamed
     ("lmdb", "jobs.publish:build_index", "after", 2, OLD),
-    ("lmdb", "store.offline_store:OfflineStore.move_live", "after", 2, OLD),  # between the two pointers
+    ("lmdb", "store.offline.view_store:OfflineStore.move_live", "after", 2, OLD),  # between the two pointers
     ("lmdb", LMDB + "LmdbStore.flip", "after", 2, NEW),
     ("redis", REDIS + "_send", "after", 2, OLD),  # inside a load
     ("redis", REDIS + "flip", "before", 2, OLD),
@@ -159,7 +159,7 @@ def test_a_model_that_takes_the_process_with_it_leaves_the_old_rows(make_project
 def test_after_a_kill_at_most_the_chunk_in_flight_is_computed_again(make_project: MakeProject) -> None:
     run(make_project(rows(), **options()))
     project = make_project(rows(10), **options())
-    killed(project, "store.offline_store:OfflineStore.add_to_journal", "after")
+    killed(project, "store.offline.view_store:OfflineStore.add_to_journal", "after")
     assert OfflineStore(project.root).numbers("numbers") == [1]
     # the two rows of the finished chunk would make the model die; it never sees them again
     project = make_project(rows(10), **options(kill_on=10.0))
@@ -172,7 +172,7 @@ def test_after_a_kill_at_most_the_chunk_in_flight_is_computed_again(make_project
 def test_a_killed_runs_report_says_running_until_the_next_run_closes_it(make_project: MakeProject) -> None:
     run(make_project(rows(), **options()))
     project = make_project(rows(10), **options())
-    killed(project, "store.offline_store:OfflineStore.commit", "before")
+    killed(project, "store.offline.view_store:OfflineStore.commit", "before")
     dead = report_of(project)
     assert (dead["status"], dead["error"], dead["finished_at"]) == ("running", None, "")
     assert main(["-c", str(project.folder), "publish", "numbers"]) == 0  # is no run, and closes none
@@ -424,7 +424,7 @@ def test_an_interrupted_run_is_reported_and_leaves_the_old_rows(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("store.offline_store.OfflineStore.write_part", interrupted)
+    monkeypatch.setattr("store.offline.view_store.OfflineStore.write_part", interrupted)
     assert main(["-c", str(project.folder), "run", "numbers"]) == 130
     report = OfflineStore(project.root).last_report("numbers")
     assert report is not None

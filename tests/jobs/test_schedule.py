@@ -22,9 +22,9 @@ from jobs.config import Project
 from jobs.cron import last_fire
 from jobs.due import LEADER, Decision, Ledger
 from jobs.schedule import Scheduler, run_command
+from store.disk.lease import holder, is_held, take
 from store.freshness import iso
-from store.lease import holder, is_held, take
-from store.offline_store import OfflineStore, run_lease
+from store.offline.view_store import OfflineStore, run_lease
 from tests.conftest import MakeProject
 from tests.jobs.test_serve import REPOSITORY, eventually
 

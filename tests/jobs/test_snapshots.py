@@ -12,7 +12,7 @@ from jobs.progress import Silent
 from jobs.rollback import rollback
 from jobs.run import run_view
 from jobs.snapshots import describe_snapshots, list_snapshots
-from store.offline_store import OfflineStore
+from store.offline.view_store import OfflineStore
 from tests.conftest import MakeProject
 
 ROWS = 40

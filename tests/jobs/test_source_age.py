@@ -18,8 +18,8 @@ from jobs.status import view_status
 from precompute.source import Source
 from store.errors import ConfigError
 from store.freshness import iso
-from store.offline_store import OfflineStore
-from store.online_url import open_online_store
+from store.offline.view_store import OfflineStore
+from store.online.online_url import open_online_store
 from tests.conftest import MakeProject
 
 DAY_S = 86400.0

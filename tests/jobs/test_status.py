@@ -18,10 +18,10 @@ from jobs.progress import Silent
 from jobs.rollback import rollback
 from jobs.run import run_view
 from jobs.status import project_status, view_status
+from store.disk.lease import take
 from store.errors import PrecomputeError, SnapshotError
-from store.lease import take
-from store.offline_store import PUBLISH_LEASE, OfflineStore, run_lease
-from store.online_url import open_online_store
+from store.offline.view_store import PUBLISH_LEASE, OfflineStore, run_lease
+from store.online.online_url import open_online_store
 from tests.conftest import MakeProject
 
 OTHER = {
@@ -421,7 +421,7 @@ def test_a_run_under_a_fast_clock_is_told_and_hides_no_later_run(
     project = make_project(ONE)
     original = time.time_ns
     with monkeypatch.context() as patch:
-        patch.setattr("store.offline_store.datetime", Fast)
+        patch.setattr("store.offline.view_store.datetime", Fast)
         patch.setattr(time, "time_ns", lambda: original() + 7200 * 10**9)
         early = run_view(project, "numbers", Silent())
     line = status(project)

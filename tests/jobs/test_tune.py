@@ -33,10 +33,10 @@ from precompute.models.torch_model import TorchModel
 from precompute.precision.accuracy import compare
 from precompute.precision.variants import Variant
 from store.errors import ConfigError, GateError, SourceError
-from store.offline_store import OfflineStore
-from store.online_url import open_online_store
+from store.offline.snapshot import Verdict
+from store.offline.view_store import OfflineStore
+from store.online.online_url import open_online_store
 from store.partition import containing
-from store.snapshot import Verdict
 from tests.conftest import MakeProject
 
 HERE = "tests.jobs.test_tune"

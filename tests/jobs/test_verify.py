@@ -18,8 +18,8 @@ from jobs.config import Project
 from jobs.progress import Silent
 from jobs.run import run_view
 from jobs.verify import Check, verify
-from store.offline_store import OfflineStore
-from store.online_url import open_online_store
+from store.offline.view_store import OfflineStore
+from store.online.online_url import open_online_store
 from tests.conftest import MakeProject
 
 CHECKS = ["manifest", "checksums", "rows", "online pointer", "online rows", "index"]

@@ -22,8 +22,8 @@ from precompute.models.text_encoder import DECODERS, ENCODERS, Encoder, TextEnco
 from precompute.precision.variants import convert, has_bf16, parse
 from store.errors import ConfigError, ModelError
 from store.lookup import Lookup
-from store.offline_store import OfflineStore
-from store.online_url import open_online_store
+from store.offline.view_store import OfflineStore
+from store.online.online_url import open_online_store
 from tests.conftest import MakeProject
 from tests.precompute.sentence_models import SHAPES, SentenceTransformer, modules, read, sentence_model, transformer
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from store.catalog import Catalog, Entry
-from store.lease import take
-from store.offline_store import OfflineStore
-from store.snapshot import Counts, Part, Snapshot
-from store.standing import Standing
+from store.disk.lease import take
+from store.offline.catalog import Catalog, Entry
+from store.offline.snapshot import Counts, Part, Snapshot
+from store.offline.standing import Standing
+from store.offline.view_store import OfflineStore
 from tests.store.test_offline_store import TABLE, VIEW
 
 DAYS = ("2026-01-01T00:00Z/2026-01-02T00:00Z", "2026-01-02T00:00Z/2026-01-03T00:00Z")
@@ -84,7 +84,7 @@ def test_a_process_parses_its_lines_once_and_sees_all_that_changes(
     assert store.catalog("numbers").entries == truth(store)
     parsed.clear()
     with monkeypatch.context() as patch:
-        patch.setattr("store.catalog._lines", lambda _: pytest.fail("its lines are parsed once more"))
+        patch.setattr("store.offline.catalog._lines", lambda _: pytest.fail("its lines are parsed once more"))
         assert list(store.catalog("numbers").entries) == [1, 2, 3, 4, 5, 6]
         (store.root / "numbers" / "manifests" / f"{3:020d}.json").unlink()
         assert list(store.catalog("numbers").entries) == [1, 2, 4, 5, 6]
@@ -149,7 +149,7 @@ def test_a_damaged_manifest_is_told_and_known_by_what_it_was(store: OfflineStore
 
 
 def test_lines_of_removed_manifests_go_once_they_are_many(store: OfflineStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("store.catalog._SPARE_LINES", 1)
+    monkeypatch.setattr("store.offline.catalog._SPARE_LINES", 1)
     before = path_of(store).read_bytes()
     for number in (1, 3, 4, 5):
         (store.root / "numbers" / "manifests" / f"{number:020d}.json").unlink()

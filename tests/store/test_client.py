@@ -20,8 +20,8 @@ from jobs.fallback import ViewFallback
 from store.client import Client
 from store.errors import OnlineStoreError, PrecomputeError, RequestError
 from store.lookup import ANSWER_FIELDS, Lookup
-from store.offline_store import OfflineStore
-from store.online_url import open_online_store
+from store.offline.view_store import OfflineStore
+from store.online.online_url import open_online_store
 from tests.conftest import free_port
 from tests.jobs.test_serve import Server, make_folder, publish, slow, write_numbers
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from store.codec import HEADER_BYTES, MAX_SNAPSHOT, RowCodec
 from store.errors import OnlineStoreError
 from store.feature_view import SCALAR_TYPES, Feature, FeatureView
+from store.online.codec import HEADER_BYTES, MAX_SNAPSHOT, RowCodec
 
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     **{f"float{w}": st.floats(width=w, allow_nan=False) for w in (16, 32, 64)},

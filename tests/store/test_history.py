@@ -19,13 +19,13 @@ from jobs.cli import main
 from jobs.config import Project
 from jobs.progress import Silent
 from jobs.run import run_view
+from store.disk.spill_folder import SpillFolder
 from store.errors import RequestError, SnapshotError
 from store.feature_view import Feature, FeatureView
 from store.history import Explanation, _Versions, explain, get_historical_features, read, snapshot_at
-from store.offline_store import OfflineStore
+from store.offline.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot, Verdict
+from store.offline.view_store import OfflineStore
 from store.partition import containing
-from store.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot, Verdict
-from store.spill_folder import SpillFolder
 from tests.conftest import MakeProject
 
 FEATURES = (

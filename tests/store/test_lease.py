@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from store import lease as lease_module
-from store.durable_file import replace_durably
+from store.disk import lease as lease_module
+from store.disk.durable_file import replace_durably
+from store.disk.lease import Holder, holder, is_held, take
 from store.errors import ConflictError, FencedError, SnapshotError
-from store.lease import Holder, holder, is_held, take
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -28,7 +28,7 @@ HOLD = """
 import sys
 from pathlib import Path
 from store.errors import FencedError
-from store.lease import take
+from store.disk.lease import take
 lease = take(Path(sys.argv[1]), "run", "child", ttl_s=float(sys.argv[2]))
 print(lease.record.fence, flush=True)
 for _ in sys.stdin:
@@ -367,7 +367,7 @@ RACE = """
 import sys, time
 from pathlib import Path
 from store.errors import ConflictError
-from store.lease import take
+from store.disk.lease import take
 folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
 for number in range(rounds):
     print("ready", flush=True)
@@ -411,7 +411,7 @@ TURNS = """
 import sys, time
 from pathlib import Path
 from store.errors import ConflictError
-from store.lease import take
+from store.disk.lease import take
 folder, counter, turns = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 done = 0
 while done < turns:

@@ -15,15 +15,15 @@ import pyarrow as pa
 import pytest
 
 from store.api.metrics import Metrics
-from store.codec import Buffer, RowCodec
 from store.entity_key import key_text
 from store.errors import ConfigError, OnlineStoreError, RequestError, VectorIndexError
 from store.feature_view import Feature, FeatureView, IndexSpec
 from store.freshness import Reason
 from store.lookup import ANSWER_FIELDS, MAX_KEYS, MAX_NEIGHBOURS, Computed, Lookup, Miss
-from store.online_store import MemoryStore, OnlineStore, Pointer
-from store.online_url import open_online_store
-from store.vector_index import build_index
+from store.online.codec import Buffer, RowCodec
+from store.online.online_store import MemoryStore, OnlineStore, Pointer
+from store.online.online_url import open_online_store
+from store.online.vector_index import build_index
 from tests.conftest import free_port
 
 NOW = 1_700_000_000.0

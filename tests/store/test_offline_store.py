@@ -26,16 +26,16 @@ from hypothesis import strategies as st
 
 from jobs.progress import Silent
 from jobs.run import run_view
-from store.crashpoint import arm, disarm
+from store.disk.crashpoint import arm, disarm
+from store.disk.lease import take
 from store.errors import ConflictError, FencedError, SnapshotError
 from store.feature_view import Feature, FeatureView
-from store.journal import Finished
-from store.layers import Layers
-from store.lease import take
-from store.offline_store import LiveRef, OfflineStore, run_lease
-from store.row_figures import RowFigures, VectorFigures
-from store.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot
-from store.standing import Standing
+from store.offline.journal import Finished
+from store.offline.layers import Layers
+from store.offline.row_figures import RowFigures, VectorFigures
+from store.offline.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot
+from store.offline.standing import Standing
+from store.offline.view_store import LiveRef, OfflineStore, run_lease
 from tests.conftest import MakeProject
 
 VIEW = FeatureView("numbers", ("id",), (Feature("double", "float64"),), ttl_s=1.0, stale_for_s=1.0)
@@ -443,11 +443,11 @@ def test_damage_anywhere_in_the_chain_is_found_by_name(store: OfflineStore, chai
     with pytest.raises(SnapshotError, match=f"{re.escape(str(path))} differs from its checksum"):
         store.check_parts(chain.last)
     path.write_bytes(whole[:-1])
-    for use in (store.check_parts, store.layers, lambda s: list(store.batches(s))):
+    for use in (store.check_parts, store.offline.layers, lambda s: list(store.batches(s))):
         with pytest.raises(SnapshotError, match=f"{re.escape(str(path))} has {len(whole) - 1} bytes instead of"):
             use(chain.last)
     path.unlink()
-    for use in (store.check_parts, store.layers, lambda s: store.sample(s, 1)):
+    for use in (store.check_parts, store.offline.layers, lambda s: store.sample(s, 1)):
         with pytest.raises(SnapshotError, match=f"{re.escape(str(path))} is missing"):
             use(chain.last)
     for number, earlier in enumerate((chain.full, chain.delta), 1):
@@ -467,7 +467,7 @@ def test_deletes_of_a_part_that_the_chain_does_not_name_are_refused(store: Offli
 
 def test_a_chain_whose_ancestor_is_gone_is_refused(store: OfflineStore, chain: Chain) -> None:
     (store.root / "numbers" / "manifests" / f"{1:020d}.json").unlink()
-    for use in (store.chain, store.layers, store.check_parts, lambda s: list(store.batches(s))):
+    for use in (store.chain, store.offline.layers, store.check_parts, lambda s: list(store.batches(s))):
         with pytest.raises(SnapshotError, match="no snapshot 1"):
             use(chain.last)
 
@@ -735,7 +735,7 @@ RACE = """
 import sys, time
 from pathlib import Path
 from store.errors import ConflictError
-from store.offline_store import OfflineStore
+from store.offline.view_store import OfflineStore
 from tests.store.test_offline_store import uncommitted
 root, me, rounds = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 store = OfflineStore(root)
@@ -785,7 +785,7 @@ def test_racing_processes_commit_under_distinct_numbers_and_one_alone_moves_the_
 
 EPOCHS = """
 import sys
-from store.offline_store import OfflineStore
+from store.offline.view_store import OfflineStore
 store, rounds = OfflineStore(sys.argv[1]), int(sys.argv[2])
 print("ready", flush=True)
 sys.stdin.readline()
@@ -860,7 +860,7 @@ import json, os, resource, signal, sys
 from pathlib import Path
 import numpy as np, pyarrow as pa
 from store.errors import SnapshotError
-from store.offline_store import OfflineStore
+from store.offline.view_store import OfflineStore
 from tests.store.test_offline_store import VIEW, uncommitted
 store, limits = OfflineStore(sys.argv[1]), json.loads(sys.argv[2])
 table = pa.table({"id": np.arange(4000), "double": np.random.default_rng(0).random(4000)})

@@ -19,14 +19,14 @@ import redis
 
 from jobs.progress import Silent
 from jobs.run import run_view
-from store import lmdb_store
-from store.codec import Buffer
 from store.errors import ConfigError, ConflictError, OnlineStoreError, PrecomputeError
 from store.feature_view import Feature, FeatureView, IndexSpec
-from store.lmdb_store import LmdbStore
-from store.online_store import MemoryStore, OnlineStore, Pointer, Rows
-from store.online_url import open_online_store
-from store.redis_store import RedisStore
+from store.online import lmdb_store
+from store.online.codec import Buffer
+from store.online.lmdb_store import LmdbStore
+from store.online.online_store import MemoryStore, OnlineStore, Pointer, Rows
+from store.online.online_url import open_online_store
+from store.online.redis_store import RedisStore
 from tests.conftest import MakeProject, free_port, redis_binary
 
 OpenStore = Callable[[], OnlineStore]
@@ -876,7 +876,7 @@ def test_publishing_the_live_snapshot_again_mends_its_generation(make_project: M
 CUT = """
 import os, sys
 from store.errors import OnlineStoreError
-from store.lmdb_store import LmdbStore
+from store.online.lmdb_store import LmdbStore
 folder, path, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
 os.truncate(path, size)
 keys = [b"%05d" % i for i in range(3000)]
@@ -923,7 +923,7 @@ def test_publishing_again_mends_a_damaged_pointer_file(folder: Path) -> None:
 FULL_DISK = """
 import resource, sys
 from store.errors import PrecomputeError
-from store.lmdb_store import LmdbStore
+from store.online.lmdb_store import LmdbStore
 from tests.store.test_online_stores import pointer
 store = LmdbStore(sys.argv[1])
 rows = [([b"%05d" % i for i in range(3000)], [b"x" * 200] * 3000)]

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from store.feature_view import Feature, FeatureView
-from store.row_figures import RowCounter, RowFigures, VectorFigures, count
+from store.offline.row_figures import RowCounter, RowFigures, VectorFigures, count
 
 SHARES = [0.0, 0.01, 0.1, 0.5, 0.9, 0.99, 1.0]
 KINDS = FeatureView(

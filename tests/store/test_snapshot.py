@@ -12,8 +12,8 @@ import pytest
 
 from store.errors import SnapshotError
 from store.feature_view import Definition, Feature, FeatureView, IndexSpec, ModelUse
-from store.row_figures import RowFigures, VectorFigures
-from store.snapshot import FORMAT_VERSION, Counts, Part, Snapshot, Verdict
+from store.offline.row_figures import RowFigures, VectorFigures
+from store.offline.snapshot import FORMAT_VERSION, Counts, Part, Snapshot, Verdict
 
 VIEW = FeatureView(
     "numbers",

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 
 from store.errors import RequestError, SnapshotError, VectorIndexError
-from store.vector_index import METRICS, VectorIndex, build_index
+from store.online.vector_index import METRICS, VectorIndex, build_index
 
 DIM = 8
 Vectors = npt.NDArray[Any]
@@ -257,7 +257,7 @@ import resource, sys
 from pathlib import Path
 import numpy as np, pyarrow as pa
 from store.errors import SnapshotError
-from store.vector_index import build_index
+from store.online.vector_index import build_index
 folder = Path(sys.argv[1])
 rows = [(pa.array(["k%d" % i for i in range(3000)]), pa.FixedSizeListArray.from_arrays(pa.array(np.ones(6000, np.float32)), 2))]
 for size in map(int, sys.argv[2:]):

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from store.crashpoint import crashpoint
+from store.disk.crashpoint import crashpoint
 from store.errors import ConflictError
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EFBIG, errno.EDQUOT})

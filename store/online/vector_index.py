@@ -21,7 +21,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from store.durable_file import disk_message, make_folder, sync_file, sync_folder, write_durably
+from store.disk.durable_file import disk_message, make_folder, sync_file, sync_folder, write_durably
 from store.errors import RequestError, SnapshotError, VectorIndexError
 
 RECALL = 1.0

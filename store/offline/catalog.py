@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from store.durable_file import replace_undurably
+from store.disk.durable_file import replace_undurably
 from store.errors import SnapshotError
-from store.snapshot import Snapshot
+from store.offline.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 

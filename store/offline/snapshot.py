@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from store.errors import SnapshotError
 from store.feature_view import FeatureView, known_fields
-from store.row_figures import RowFigures
+from store.offline.row_figures import RowFigures
 
 FORMAT_VERSION = 2
 """Major version of the manifest: a reader refuses a later one, and ignores fields it does not know. 1 knew no deltas."""

@@ -25,7 +25,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
-from store.durable_file import disk_message, locked, make_folder, replace_durably
+from store.disk.durable_file import disk_message, locked, make_folder, replace_durably
 from store.errors import ConflictError, FencedError, SnapshotError
 from store.feature_view import known_fields
 

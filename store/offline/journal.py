@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from store.crashpoint import crashpoint
-from store.durable_file import make_folder
+from store.disk.crashpoint import crashpoint
+from store.disk.durable_file import make_folder
 from store.feature_view import known_fields
-from store.row_figures import RowFigures
-from store.snapshot import Part
+from store.offline.row_figures import RowFigures
+from store.offline.snapshot import Part
 
 NAME = "journal.jsonl"
 

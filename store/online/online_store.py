@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from store.codec import Buffer
 from store.errors import ConflictError, OnlineStoreError
 from store.feature_view import FeatureView, known_fields
+from store.online.codec import Buffer
 
 Rows = Iterable[tuple[Sequence[bytes], Sequence[Buffer]]]
 """Batches of (keys, packed rows), equally long."""

@@ -6,8 +6,8 @@
     <root>/<view>/refs/live.json                 {epoch, snapshot, generation, …}: moved by compare-and-swap only
     <root>/<view>/refs/bad/<number>.json         rolled back from: never published again
     <root>/<view>/refs/pins/<number>.json        kept, whatever its age
-    <root>/<view>/refs/lease-*.json              who writes: see :mod:`store.lease`
-    <root>/<view>/refs/catalog.jsonl             what the manifests say, a line each, derived: see :mod:`store.catalog`
+    <root>/<view>/refs/lease-*.json              who writes: see :mod:`store.disk.lease`
+    <root>/<view>/refs/catalog.jsonl             what the manifests say, a line each, derived: see :mod:`store.offline.catalog`
     <root>/<view>/refs/running/<run>             runs whose report says that they go on: an empty file each
     <root>/<view>/runs/<run>.json                one report per run, failed ones too
 
@@ -34,19 +34,19 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from store import journal
-from store.catalog import Catalog, add_to_catalog, read_catalog
-from store.crashpoint import crashpoint
-from store.durable_file import create_once, disk_message, locked, make_folder, replace_durably, sync_folder
+from store.disk.crashpoint import crashpoint
+from store.disk.durable_file import create_once, disk_message, locked, make_folder, replace_durably, sync_folder
+from store.disk.lease import Lease, is_held
 from store.errors import ConflictError, SnapshotError
 from store.feature_view import NAME, known_fields
 from store.freshness import AHEAD_US
-from store.journal import Finished
-from store.layers import Layers, dead_rows, living
-from store.lease import Lease, is_held
-from store.part_file import write_part_file
-from store.selection import Selection, all_rows, seed_of
-from store.snapshot import Part, Snapshot
+from store.offline import journal
+from store.offline.catalog import Catalog, add_to_catalog, read_catalog
+from store.offline.journal import Finished
+from store.offline.layers import Layers, dead_rows, living
+from store.offline.part_file import write_part_file
+from store.offline.selection import Selection, all_rows, seed_of
+from store.offline.snapshot import Part, Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -248,7 +248,7 @@ class OfflineStore:
 
     def sample(self, snapshot: Snapshot, rows: int, columns: Sequence[str] | None = None) -> pa.Table:
         """Up to ``rows`` rows drawn at random from all over the snapshot, in its order; the same ones every time. Reads the row groups they lie in, and
-        of a large snapshot not many of these: see :meth:`store.selection.Selection.draw`.
+        of a large snapshot not many of these: see :meth:`store.offline.selection.Selection.draw`.
 
         Raises:
             SnapshotError: a part is missing or damaged.
@@ -327,7 +327,7 @@ class OfflineStore:
             run: id of the run; its folder is created.
             name: file name, unique within the run.
             table: the rows.
-            rare: numbers of those that a gate may allow none of, as :meth:`store.row_figures.RowCounter.rare` tells them; None where nobody asks.
+            rare: numbers of those that a gate may allow none of, as :meth:`store.offline.row_figures.RowCounter.rare` tells them; None where nobody asks.
 
         Raises:
             SnapshotError: no space, or another failure of the file system.
@@ -722,7 +722,7 @@ class OfflineStore:
     # ---- runs
 
     def lease_folder(self, view: str) -> Path:
-        """Where the view's leases are: see :mod:`store.lease`."""
+        """Where the view's leases are: see :mod:`store.disk.lease`."""
         return self.root / view / "refs"
 
     def running(self, view: str, partition: str | None = None) -> bool:

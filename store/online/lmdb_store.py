@@ -20,11 +20,11 @@ from pathlib import Path
 
 import lmdb
 
-from store.codec import Buffer
-from store.durable_file import disk_message, locked, make_folder, replace_durably, sync_file, sync_folder
+from store.disk.durable_file import disk_message, locked, make_folder, replace_durably, sync_file, sync_folder
 from store.errors import DamagedPointerError, OnlineStoreError
 from store.feature_view import NAME
-from store.online_store import OnlineStore, Pointer, Rows, check_epoch, check_loaded, check_not_live
+from store.online.codec import Buffer
+from store.online.online_store import OnlineStore, Pointer, Rows, check_epoch, check_loaded, check_not_live
 
 SORT_BYTES = 256 * 2**20
 """Rows sorted at once before insertion; a generation that fits is appended in perfect order."""
@@ -70,7 +70,7 @@ class _Live:
 
 
 class LmdbStore(OnlineStore):
-    """See :mod:`store.lmdb_store` and the contract, :class:`OnlineStore`.
+    """See :mod:`store.online.lmdb_store` and the contract, :class:`OnlineStore`.
 
     Args:
         folder: created on the first load.

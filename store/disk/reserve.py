@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from store.durable_file import relieved, replace_durably
+from store.disk.durable_file import relieved, replace_durably
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from store.errors import ConfigError
-from store.online_store import MemoryStore, OnlineStore
+from store.online.online_store import MemoryStore, OnlineStore
 
 
 def open_online_store(url: str, base: Path | None = None) -> OnlineStore:
@@ -21,11 +21,11 @@ def open_online_store(url: str, base: Path | None = None) -> OnlineStore:
     scheme, _, rest = url.partition(":")
     # Each store is imported only where it is used: a service on LMDB needs no Redis client, and the other way round.
     if scheme == "lmdb" and rest:
-        from store.lmdb_store import LmdbStore
+        from store.online.lmdb_store import LmdbStore
 
         return LmdbStore((base or Path()) / rest)
     if scheme in ("redis", "rediss", "unix"):
-        from store.redis_store import RedisStore
+        from store.online.redis_store import RedisStore
 
         return RedisStore(url)
     if url == "memory:":

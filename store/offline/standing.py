@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 
 from store.errors import GateError, SnapshotError
-from store.offline_store import BadMark, LiveRef, OfflineStore
-from store.snapshot import Snapshot
+from store.offline.snapshot import Snapshot
+from store.offline.view_store import BadMark, LiveRef, OfflineStore
 
 log = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ import pyarrow.parquet as pq
 
 from store.entity_key import key_column
 from store.errors import SnapshotError
-from store.layers import Layers
-from store.part_file import rare_rows
+from store.offline.layers import Layers
+from store.offline.part_file import rare_rows
 
 CLUSTERS = 64
 """Row groups that a draw of many rows reads: 64 places spread over all rows tell a share of a third to ± 6 % when whole row groups are alike, and to
