@@ -28,7 +28,7 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	@touch $@
 
 demo: setup
-	$(BIN)/python -m jobs.demo -c $(CONFIG)
+	$(BIN)/python -m demo -c $(CONFIG)
 
 serve: setup
 	$(BIN)/precompute -c $(CONFIG) serve

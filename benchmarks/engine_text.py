@@ -24,8 +24,8 @@ import torch
 import yaml
 
 from benchmarks.common import report
+from demo.data import write_docstrings
 from jobs.config import Project
-from jobs.demo.data import write_docstrings
 from jobs.materialize import materialize
 from jobs.open_view import open_view, variant_name
 from jobs.progress import Silent

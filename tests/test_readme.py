@@ -55,7 +55,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], str]
     var = tmp_path_factory.mktemp("demo")
     overrides = {"PRECOMPUTE_ROOT": str(var), "PRECOMPUTE_ONLINE": f"lmdb:{var}/online", "PRECOMPUTE_VARS__DATA": f"{var}/data"}
     environment = os.environ | overrides | {"PRECOMPUTE_SERVE__BIND": "127.0.0.1:0"}
-    done = run([sys.executable, "-m", "jobs.demo", "-c", "configs/movielens"], environment, timeout_s=600)
+    done = run([sys.executable, "-m", "demo", "-c", "configs/movielens"], environment, timeout_s=600)
     assert done.returncode == 0, done.stderr
     return environment, done.stdout
 
@@ -113,7 +113,7 @@ def test_every_command_of_the_documents_works(demo: tuple[dict[str, str], str], 
             if words[0] == "make":
                 done = run(["make", "-n", words[1]], environment)
                 assert done.returncode == 0, done.stderr
-                assert {"demo": "jobs.demo", "serve": "serve", "test": "pytest"}[words[1]] in done.stdout
+                assert {"demo": "-m demo", "serve": "serve", "test": "pytest"}[words[1]] in done.stdout
             elif words[0] == "curl":
                 answer = curl(words, address)
                 assert answer, line
@@ -227,7 +227,7 @@ def test_the_tree_names_every_file() -> None:
     tree = next(block for block in blocks("docs/architecture.md", "text") if "jobs/" in block)
     for room in ("jobs", "precompute", "store"):
         for path in (REPOSITORY / room).rglob("*.py"):
-            name = path.stem if path.parent.name not in ("api", "models", "demo") else path.parent.name
+            name = path.stem if path.parent.name not in ("api", "models") else path.parent.name
             if path.name != "__init__.py":
                 assert re.search(rf"\b{name}\b", tree), path
 

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import yaml
 
-from jobs.demo.data import movielens_folder
+from demo.data import movielens_folder
 from store.history import read
 from store.offline.view_store import OfflineStore
 from store.partition import Partition

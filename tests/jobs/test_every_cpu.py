@@ -13,8 +13,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from demo.__main__ import VIEWS
 from jobs.config import Project
-from jobs.demo.__main__ import VIEWS
 from jobs.fallback import ViewFallback
 from jobs.progress import Silent
 from jobs.run import run_view
@@ -99,7 +99,7 @@ def test_the_demo_in_miniature(tmp_path: Path, capability: dict[str, str]) -> No
     environment = {name: value for name, value in os.environ.items() if name not in LOWEST}
     environment |= {"PRECOMPUTE_ROOT": str(tmp_path / "var"), "PRECOMPUTE_ONLINE": f"lmdb:{tmp_path}/online"}
     environment |= {"PRECOMPUTE_VARS__DATA": str(tmp_path / "data"), **capability}
-    command = [sys.executable, "-m", "jobs.demo", "-c", str(tmp_path / "config"), "--limit", "50"]
+    command = [sys.executable, "-m", "demo", "-c", str(tmp_path / "config"), "--limit", "50"]
     done = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=600, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert re.findall(r"^(\w+): published, snapshot 1, (?:50 of 50|16 of 16) rows", done.stdout, re.MULTILINE) == list(VIEWS)

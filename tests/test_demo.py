@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from demo import data
+from demo.data import movielens_folder, write_docstrings, write_movielens
+from demo.evaluate import evaluate, hit_rate, most_popular
+from demo.labels import LabelScores
 from jobs.config import Project
-from jobs.demo import data
-from jobs.demo.data import movielens_folder, write_docstrings, write_movielens
-from jobs.demo.evaluate import evaluate, hit_rate, most_popular
-from jobs.demo.labels import LabelScores
 from jobs.progress import Silent
 from jobs.run import run_view
 from precompute.models.text_encoder import TextEncoder
@@ -114,7 +114,7 @@ class Recommends:
 RECOMMENDATIONS = {
     "entity": ["user_id"],
     "source": {"sql": "SELECT range AS user_id FROM range(1, 4)"},
-    "model": {"use": "tests.jobs.test_demo_data:Recommends"},
+    "model": {"use": "tests.test_demo:Recommends"},
     "features": {"items": {"dtype": "int64", "max_items": 10}},
     "ttl": "1h",
 }

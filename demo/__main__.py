@@ -14,10 +14,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from demo.data import write_docstrings, write_movielens
+from demo.evaluate import evaluate
 from jobs.cli import describe_report, describe_row
 from jobs.config import Project
-from jobs.demo.data import write_docstrings, write_movielens
-from jobs.demo.evaluate import evaluate
 from jobs.fallback import ViewFallback
 from jobs.progress import progress_for
 from jobs.run import run_view
@@ -38,7 +38,7 @@ NEW_ITEM = {"9999": {"text": "The Imaginary Heist (2026), comedy, crime"}}
 
 def main() -> int:
     """Run the demo and print its transcript; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m jobs.demo")
+    parser = argparse.ArgumentParser(prog="python -m demo")
     parser.add_argument("-c", "--config", default="configs/movielens")
     parser.add_argument(
         "--limit",
