@@ -32,7 +32,7 @@ from jobs.progress import Silent
 from jobs.report import Report, recorded
 from jobs.tune import check_accuracy
 from precompute.engine.batching import batches_by_cost
-from precompute.engine.runner import MAX_PADDING
+from precompute.engine.prepare import MAX_PADDING
 from precompute.model import resolve_path
 from precompute.models.torch_model import TorchModel
 from precompute.precision.variants import has_bf16

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from jobs.open_view import REFERENCE, OpenView, open_view
+from precompute.engine.features import with_null_rows
 from precompute.engine.microbatch import MicroBatcher, Refusal
-from precompute.engine.runner import compute, with_null_rows
+from precompute.engine.runner import compute
 from precompute.model import LoadedModel, Model, QueryModel, load_with_fingerprint
 from precompute.project_path import starting_from
 from store.errors import PrecomputeError

@@ -24,7 +24,8 @@ from jobs.config import GatesConfig, ViewConfig
 from jobs.open_view import OpenView, files_of
 from jobs.plan import recipe_of
 from jobs.replaced import Replaced
-from precompute.engine.runner import compute, with_null_rows
+from precompute.engine.features import with_null_rows
+from precompute.engine.runner import compute
 from precompute.precision.accuracy import row_cosines
 from precompute.precision.same_value import differing
 from precompute.source import Files

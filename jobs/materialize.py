@@ -30,8 +30,9 @@ from jobs.report import Report
 from jobs.source_age import iso_us, read_source_at
 from jobs.tune import check_accuracy
 from precompute.engine.batching import WINDOW_ROWS
+from precompute.engine.features import with_null_rows
 from precompute.engine.meter import Meter
-from precompute.engine.runner import Computed, with_null_rows
+from precompute.engine.window import Outcome
 from precompute.sources.input_hash import MD5
 from store.disk.lease import Lease
 from store.entity_key import bad_keys, key_column
@@ -460,7 +461,7 @@ class _Run:
                 batch = batch.take(pa.array(np.setdiff1d(np.arange(batch.num_rows), rows)))
             yield batch
 
-    def add(self, batch: pa.RecordBatch, done: Computed) -> None:
+    def add(self, batch: pa.RecordBatch, done: Outcome) -> None:
         """Keep the rows of a window, or of a piece of one, and note its rejections."""
         view = self.opened.view
         while self._bad_keys:
@@ -478,7 +479,7 @@ class _Run:
         if self._pending_bytes >= PART_BYTES or time.monotonic() - self._began >= CHUNK_S:
             self._finish_chunk()
 
-    def _keep(self, batch: pa.RecordBatch, done: Computed) -> None:
+    def _keep(self, batch: pa.RecordBatch, done: Outcome) -> None:
         view = self.opened.view
         now_us = time.time_ns() // 1000
         self.computed_at_min = now_us if self.computed_at_min is None else min(self.computed_at_min, now_us)

@@ -21,7 +21,8 @@ from jobs.config import AccuracyConfig, Project, ViewConfig
 from jobs.open_view import EXAMPLE_ROWS, REFERENCE, OpenView, compiled_folder, open_view
 from jobs.report import versions
 from jobs.tuning_file import write_tuning
-from precompute.engine.runner import Computed, Runner
+from precompute.engine.runner import Runner
+from precompute.engine.window import Outcome
 from precompute.model import Model
 from precompute.precision.accuracy import Accuracy, Judged, compare
 from store.errors import ConfigError, ModelError, SourceError
@@ -85,7 +86,7 @@ def tune(
             names = [REFERENCE, *(c.name for c in candidates(model.device, model))]
         names = list(dict.fromkeys(names))
         sample = _sample(opened, rows)
-        reference: Computed | None = None
+        reference: Outcome | None = None
         measured: list[dict[str, Any]] = []
         ready: dict[str, Callable[[], object]] = {}
         for variant in names:
@@ -216,7 +217,7 @@ def _sample(opened: OpenView, rows: int) -> pa.RecordBatch:
     return batch
 
 
-def _compared(view: FeatureView, reference: Computed, other: Computed) -> Accuracy | None:
+def _compared(view: FeatureView, reference: Outcome, other: Outcome) -> Accuracy | None:
     """On the rows that both computed; None when there are none."""
     both = sorted(set(reference.rows.tolist()) & set(other.rows.tolist()))
     if not both:
@@ -228,7 +229,7 @@ def _compared(view: FeatureView, reference: Computed, other: Computed) -> Accura
     return compare(chosen[0], chosen[1], view)
 
 
-def _judged(budget: AccuracyConfig, accuracy: Accuracy | None, reference: Computed, other: Computed) -> list[Judged]:
+def _judged(budget: AccuracyConfig, accuracy: Accuracy | None, reference: Outcome, other: Outcome) -> list[Judged]:
     """Every figure with its limit; rows that are lost have one too."""
     if accuracy is None:
         return [Judged("rows that both compute:", 0, 1, -1)]

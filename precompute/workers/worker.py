@@ -30,7 +30,8 @@ from typing import IO, Any
 import pyarrow as pa
 
 from precompute.engine.meter import Meter
-from precompute.engine.runner import Computed, Runner
+from precompute.engine.runner import Runner
+from precompute.engine.window import Outcome
 from precompute.model import Model, StagedModel, load_model, model_fingerprint, told
 from precompute.project_path import absolute_arguments, starting_from
 from store.errors import ConfigError, ModelError, PrecomputeError
@@ -224,7 +225,7 @@ class _Worker:
             self._under_way.append(True)
             yield window
 
-    def _send_done(self, done: Computed) -> None:
+    def _send_done(self, done: Outcome) -> None:
         header = {
             "kind": "done",
             "last": done.last,

@@ -30,9 +30,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from precompute.engine.features import in_order
 from precompute.engine.memory import ResidentPeak
 from precompute.engine.meter import Meter
-from precompute.engine.runner import HAND_ON_S, Computed, Rejection, in_order, taken
+from precompute.engine.runner import HAND_ON_S
+from precompute.engine.window import Outcome, RejectedRow, taken
 from precompute.workers.worker import FIGURES, read_frame, write_frame
 from store.errors import ConfigError, ModelError
 from store.feature_view import FeatureView
@@ -142,7 +144,7 @@ class WorkerPool:
 
     def stream(
         self, windows: Iterable[pa.RecordBatch], *, hidden: Iterable[str] = (), memory_mb: int = 512
-    ) -> Generator[tuple[pa.RecordBatch, Computed]]:
+    ) -> Generator[tuple[pa.RecordBatch, Outcome]]:
         """Run the model over many windows; windows and rows come out in the order they went in, but pieces of those that take longer than
         :data:`precompute.engine.runner.HAND_ON_S` as they are made, as in :meth:`precompute.engine.runner.Runner.stream`. Closing the generator ends the workers.
 
@@ -186,12 +188,12 @@ class _Window:
     size_bytes: int
     pieces: list[tuple[npt.NDArray[np.int64], pa.RecordBatch]] = field(default_factory=list)
     """Row numbers and features of each part that was computed, and not handed on."""
-    rejections: list[Rejection] = field(default_factory=list)
+    rejections: list[RejectedRow] = field(default_factory=list)
     waits_since: float | None = None
     """When the first of them came."""
     pieces_bytes: int = 0
 
-    def add(self, done: int, rejections: list[Rejection], rows: npt.NDArray[np.int64], features: pa.RecordBatch | None) -> None:
+    def add(self, done: int, rejections: list[RejectedRow], rows: npt.NDArray[np.int64], features: pa.RecordBatch | None) -> None:
         if features is not None and len(rows):
             self.pieces.append((rows, features))
             self.pieces_bytes += int(features.nbytes)
@@ -200,11 +202,11 @@ class _Window:
         if done and self.waits_since is None:
             self.waits_since = time.monotonic()
 
-    def computed(self, view: FeatureView) -> Computed:
+    def computed(self, view: FeatureView) -> Outcome:
         """What was not handed on, which is from now on."""
         self.rejections.sort(key=lambda rejection: rejection.row)
         rows, features = in_order(view, self.pieces)
-        made = Computed(rows, features, self.rejections, self.number, not self.open_rows)
+        made = Outcome(rows, features, self.rejections, self.number, not self.open_rows)
         self.pieces, self.rejections, self.waits_since, self.pieces_bytes = [], [], None, 0
         return made
 
@@ -352,7 +354,7 @@ class _Run:
 
     # ---- the consumer's side
 
-    def next(self) -> tuple[pa.RecordBatch, Computed] | None:
+    def next(self) -> tuple[pa.RecordBatch, Outcome] | None:
         """The next window in order, complete; or what has waited long for the rest of its window, or for those before it; None after the last."""
         with self._changed:
             while True:
@@ -480,7 +482,7 @@ class _Run:
         features = pa.RecordBatch.from_arrays(batch.columns[1:], schema=self._spec.view.feature_schema())
         rows, bad = np.asarray(batch.column(0)), np.array([row for row, _, _ in rejections], np.int64)
         task.left[rows] = task.left[bad] = False
-        told = [Rejection(int(task.rows[row]), stage, error) for row, stage, error in rejections]
+        told = [RejectedRow(int(task.rows[row]), stage, error) for row, stage, error in rejections]
         task.window.add(len(rows) + len(told), told, task.rows[rows], features)
         self._held_bytes += int(features.nbytes) if len(rows) else 0
 
@@ -619,7 +621,7 @@ class _Run:
             return  # it died between the last row and saying so
         if len(rows) == 1 and deaths >= self._patience.attempts:
             error = f"its worker process {told} ({deaths} of {self._patience.attempts} tries)"
-            task.window.add(1, [Rejection(int(rows[0]), "worker", error)], np.empty(0, np.int64), None)
+            task.window.add(1, [RejectedRow(int(rows[0]), "worker", error)], np.empty(0, np.int64), None)
         elif len(rows) == 1 or not task.suspect:
             self._suspects.append(_Task.of(task.window, rows, suspect=True, deaths=deaths))
         else:

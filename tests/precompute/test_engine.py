@@ -18,10 +18,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from precompute.engine import runner
+from precompute.engine import prepare, runner
 from precompute.engine.memory import ResidentPeak, available_bytes, is_out_of_memory, resident_bytes
 from precompute.engine.meter import Meter
-from precompute.engine.runner import Computed, Runner, compute
+from precompute.engine.runner import Runner, compute
+from precompute.engine.window import Outcome
 from precompute.model import Model, Prepared, StagedModel
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
@@ -46,7 +47,7 @@ def features(xs: Sequence[float]) -> list[dict[str, Any]]:
     return [{"double": 2 * x, "vector": [x, x + 1, x + 2, x + 3]} for x in xs]
 
 
-def gathered(results: Iterator[tuple[pa.RecordBatch, Computed]]) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
+def gathered(results: Iterator[tuple[pa.RecordBatch, Outcome]]) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
     """(id → features, id → error) of all windows; an id that comes twice fails."""
     values: dict[int, dict[str, Any]] = {}
     errors: dict[int, str] = {}
@@ -161,7 +162,7 @@ def test_a_window_that_takes_long_is_handed_on_as_it_is_computed(
     monkeypatch.setattr(runner, "HAND_ON_S", 0.0)
     monkeypatch.setattr(runner, "START_ROWS", 3)
     monkeypatch.setattr(runner, "BATCH_S", 1e-12)  # all are too slow
-    monkeypatch.setattr(runner, "START_WINDOW_ROWS", 7)
+    monkeypatch.setattr(prepare, "START_WINDOW_ROWS", 7)
     xs = [float(1 + i % 13) for i in range(40)]
     view, hidden = (SINGLE, ()) if isinstance(model, Staged) else (VIEW, ("secret",))
     given = list(windows(xs, 20))

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from precompute.engine import runner
-from precompute.engine.runner import Computed, Runner, compute
+from precompute.engine.runner import Runner, compute
+from precompute.engine.window import Outcome
 from store.errors import ModelError
 from store.feature_view import Feature, FeatureView, IndexSpec
 from tests.arithmetic import REFUSED_AT, Doubler, raised_at
@@ -31,7 +32,7 @@ def batch(xs: Sequence[float]) -> pa.RecordBatch:
     return pa.record_batch({"id": list(range(len(xs))), "x": pa.array(xs, pa.float64())})
 
 
-def rejected(done: Computed) -> list[tuple[int, str, str]]:
+def rejected(done: Outcome) -> list[tuple[int, str, str]]:
     return [(r.row, r.stage, r.error) for r in done.rejections]
 
 

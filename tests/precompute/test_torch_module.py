@@ -16,8 +16,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from precompute.engine import runner
-from precompute.engine.runner import Computed, Runner
+from precompute.engine import prepare
+from precompute.engine.runner import Runner
+from precompute.engine.window import Outcome
 from precompute.model import load_model
 from precompute.models.torch_module import TorchModule
 from store.errors import ConfigError, ModelError
@@ -168,7 +169,7 @@ def test_a_program_exported_with_keyword_arguments_takes_them_by_name(tmp_path: 
 def test_stream_and_compute_give_the_same_and_a_bad_row_is_one_bad_row(
     folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "START_WINDOW_ROWS", 8192)
+    monkeypatch.setattr(prepare, "START_WINDOW_ROWS", 8192)
     model = ranker(folder) if kind == "class" else program(folder / "ranker.pt2")
     batch = rows(20_000)
     genre, a = np.array(batch.column("genre")), pa.array([None if i == 9000 else i % 7 for i in range(20_000)])
@@ -176,7 +177,7 @@ def test_stream_and_compute_give_the_same_and_a_bad_row_is_one_bad_row(
     batch = batch.set_column(1, "a", a).set_column(4, "genre", pa.array(genre))
     windows = [batch.slice(start, 8192) for start in range(0, 20_000, 8192)]
     streamed = [done for _, done in Runner(model, VIEW).stream(windows, hidden=("id",))]
-    whole: list[Computed] = [Runner(model, VIEW).compute(window) for window in windows]
+    whole: list[Outcome] = [Runner(model, VIEW).compute(window) for window in windows]
     assert [d.features for d in streamed] == [d.features for d in whole]
     assert [d.rejections for d in streamed] == [d.rejections for d in whole]
     found = [(8192 * w + r.row, r.stage, r.error.partition(":")[0]) for w, d in enumerate(streamed) for r in d.rejections]

@@ -17,7 +17,8 @@ import pyarrow as pa
 import pytest
 
 from precompute.engine.meter import Meter
-from precompute.engine.runner import START_ROWS, Computed, Runner
+from precompute.engine.runner import START_ROWS, Runner
+from precompute.engine.window import Outcome
 from precompute.model import load_model
 from precompute.workers import worker_pool
 from precompute.workers.worker_pool import HELD, WorkerPool, WorkerSpec
@@ -32,7 +33,7 @@ DOUBLER, DYING, LAUNCHING, TOLD, SLOW_TO_LOAD = (
     *(f"tests.precompute.dying_models:{name}" for name in ("Dying", "Launching", "Told", "SlowToLoad")),
 )
 IN_TIME = {"heartbeat_s": 0.1, "stall_s": 1.5, "hang_s": 1.5}
-Stream = Iterable[tuple[pa.RecordBatch, Computed]]
+Stream = Iterable[tuple[pa.RecordBatch, Outcome]]
 
 
 def pool(
@@ -52,7 +53,7 @@ def windows(count: int, rows: int, first: int = 0) -> Iterator[pa.RecordBatch]:
 
 def everything(stream: Stream) -> list[Any]:
     """All that a stream says, window for window and row for row, in however many pieces it says it."""
-    windows: dict[int, list[tuple[pa.RecordBatch, Computed]]] = {}
+    windows: dict[int, list[tuple[pa.RecordBatch, Outcome]]] = {}
     for batch, done in stream:
         pieces = windows.setdefault(done.window, [])
         assert not (pieces and pieces[-1][1].last)

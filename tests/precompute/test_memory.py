@@ -9,7 +9,7 @@ import pytest
 
 SHOW = """
 import os, threading, time, torch
-from precompute.engine.native import release_threads
+from precompute.engine.memory import release_threads
 
 torch.set_num_threads(3)
 
@@ -42,6 +42,6 @@ def test_a_threads_team_is_let_go_and_comes_back() -> None:
 
 def test_without_openmp_nothing_happens() -> None:
     code = (
-        "import sys; from precompute.engine.native import release_threads; release_threads(); assert 'torch' not in sys.modules"
+        "import sys; from precompute.engine.memory import release_threads; release_threads(); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,178 @@
+"""Prepare: the stages before the model. Windows are made ready for it, and cut in batches of like cost; a row that cannot be prepared is one bad
+row."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from precompute.engine.batching import batches_by_cost
+from precompute.engine.pace import Pace
+from precompute.engine.window import Batch, Later, Rows, Window, taken
+from precompute.model import CheckingModel, Model, SizedModel, StagedModel, told
+from store.errors import ModelError
+from store.feature_view import FeatureView
+
+PREPARE_S = 5.0
+"""What preparing a window should take at most, or it is cut in smaller ones. Long, since rows are best sorted in large windows."""
+START_WINDOW_ROWS = 64
+"""Of the first window that is prepared."""
+
+MAX_PADDING = 0.01
+"""Share of a batch that may be padding, as long as the batch is not cut below half its budget for it. Measured over 5,268 texts at 2,048 tokens:
+1.28 % without, 0.78 % with."""
+
+
+class Preparation:
+    """Makes windows and batches for one model.
+
+    Args:
+        model: the loaded model.
+        view: named in errors.
+        next_budget: tells what the batch made now may cost.
+    """
+
+    def __init__(self, model: Model, view: FeatureView, next_budget: Callable[[], int]) -> None:
+        self._model, self._view, self._next_budget = model, view, next_budget
+        self._staged = model if isinstance(model, StagedModel) else None
+
+    def windows(self, batches: Iterator[tuple[pa.RecordBatch, pa.RecordBatch]], *, in_time: bool = False) -> Iterator[Window]:
+        """Prepared windows of batches, each as it came and as the model sees it; several of one that takes longer than :data:`PREPARE_S`,
+        if ``in_time``."""
+        paced = in_time and (self._staged is not None or isinstance(self._model, SizedModel | CheckingModel))
+        pace = Pace(START_WINDOW_ROWS if paced else None, PREPARE_S)
+        for number, (batch, shown) in enumerate(batches):
+            first = 0
+            while True:
+                part = shown.slice(first, pace.limit)
+                window = Window(batch, part, number, first, first + part.num_rows >= batch.num_rows)
+                started = time.monotonic()
+                self._prepare(window)
+                if part.num_rows and in_time:
+                    pace.done(part.num_rows, time.monotonic() - started)
+                yield window
+                first += part.num_rows
+                if window.last:
+                    break
+
+    def batches(self, windows: Iterator[Window]) -> Iterator[Batch]:
+        """The batches of each window, dearest rows first, and its end."""
+        for window in windows:
+            for positions, budget in self._planned(window):
+                yield Batch(window, positions, budget, self._inputs(window, positions))
+            yield Batch(window, None)
+
+    def _prepare(self, window: Window) -> None:
+        model = self._model
+        if isinstance(model, CheckingModel):
+            for row, reason in self._asked("unusable()", model.unusable, window.shown).items():
+                window.reject(row, "input", reason)
+        window.rows = np.arange(window.shown.num_rows)
+        if window.rejections:
+            window.rows = np.setdiff1d(window.rows, np.fromiter(window.rejections, np.int64))
+        if not len(window.rows):
+            return
+        if self._staged is not None:
+            self._prepare_staged(self._staged, window)
+        elif isinstance(model, SizedModel):
+            window.costs = self._costs(self._asked("costs()", model.costs, taken(window.shown, window.rows)), window)
+
+    def _prepare_staged(self, model: StagedModel, window: Window) -> None:
+        try:
+            prepared = model.prepare(taken(window.shown, window.rows))
+        except ModelError:
+            raise
+        except (Exception, SystemExit):  # which row did it is what counts
+            self._find_unpreparable(model, window, window.rows)
+            window.rows = np.array([row for row in window.rows.tolist() if row not in window.rejections], np.int64)
+            if not len(window.rows):
+                return
+            try:
+                prepared = model.prepare(taken(window.shown, window.rows))
+            except ModelError:
+                raise
+            except (Exception, SystemExit) as exc:
+                what = (
+                    f"prepare() of {len(window.rows):,} rows raised {told(exc)}, though it took the same rows in smaller numbers"
+                )
+                raise ModelError(f"the model of view {self._view.name!r}: {what}") from exc
+        for position, reason in prepared.bad.items():
+            window.reject(int(window.rows[position]), "input", reason)
+        window.prepared, window.costs = prepared, self._costs(prepared.costs, window)
+
+    def _find_unpreparable(self, model: StagedModel, window: Window, rows: Rows) -> None:
+        try:
+            model.prepare(taken(window.shown, rows))
+        except ModelError:
+            raise
+        except (Exception, SystemExit) as exc:
+            if len(rows) == 1:
+                window.reject(int(rows[0]), "prepare", told(exc))
+                return
+            self._find_unpreparable(model, window, rows[: len(rows) // 2])
+            self._find_unpreparable(model, window, rows[len(rows) // 2 :])
+
+    def _asked(self, what: str, method: Callable[[pa.RecordBatch], Any], batch: pa.RecordBatch) -> Any:
+        """Raises:
+        ModelError: the method raised; without its answer no row can be planned.
+        """
+        try:
+            return method(batch)
+        except ModelError:
+            raise
+        except Exception as exc:
+            raise ModelError(f"the model of view {self._view.name!r}: {what} raised {told(exc)}") from exc
+
+    def _costs(self, named: npt.ArrayLike, window: Window) -> Rows:
+        """What the model named, at least 1 each.
+
+        Raises:
+            ModelError: no integer for each row.
+        """
+        costs = np.asarray(named)
+        if costs.shape != (len(window.rows),) or costs.dtype.kind not in "iu":
+            raise ModelError(
+                f"the model of view {self._view.name!r}: its costs are {costs.dtype} {list(costs.shape)}, not an integer for each of "
+                f"{len(window.rows)} rows"
+            )
+        at_least_1: Rows = np.maximum(costs, 1).astype(np.int64)
+        return at_least_1
+
+    def _planned(self, window: Window) -> Iterator[tuple[Rows, int]]:
+        """Positions of each batch, and the budget it was made under."""
+        positions = np.arange(len(window.rows))
+        if window.prepared is not None and window.prepared.bad:
+            positions = np.setdiff1d(positions, np.fromiter(window.prepared.bad, np.int64))
+        if window.costs is None:
+            start = 0
+            while start < len(positions):
+                budget = self._next_budget()
+                yield positions[start : start + budget], budget
+                start += budget
+            return
+        budget = 0
+
+        def next_budget() -> int:
+            nonlocal budget
+            budget = self._next_budget()
+            return budget
+
+        padding = 1.0 if self._staged is None else MAX_PADDING
+        for chosen in batches_by_cost(window.costs[positions], next_budget, padding):
+            yield positions[chosen], budget
+
+    def _inputs(self, window: Window, positions: Rows) -> Any:
+        """What the model takes."""
+        if self._staged is None or window.prepared is None:
+            return window.at(positions)
+        try:
+            return self._staged.inputs(window.prepared, positions)
+        except ModelError:
+            raise
+        except (Exception, SystemExit):
+            return Later()
