@@ -6,15 +6,13 @@ The answers are those of :class:`store.lookup.Lookup`: ``get`` gives the same Ar
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
-import socket
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
+import httpcore2
 import pyarrow as pa
 
 from store.answer import check_limits
@@ -37,18 +35,18 @@ class Client:
     def __init__(self, url: str = "http://127.0.0.1:8080", timeout_s: float = 10.0) -> None:
         try:
             parts = urlsplit(url)
-            port = parts.port or 80
+            host, port = (parts.hostname or "").encode("idna"), parts.port or 80
         except ValueError as exc:
             raise RequestError(f"{url!r} is no server's address ({exc}): write http://127.0.0.1:8080 or unix:./api.sock") from exc
         if parts.scheme == "unix" and parts.path:
-            self._socket_path: str | None = url.removeprefix("unix:")
-        elif parts.scheme == "http" and parts.hostname:
-            self._socket_path = None
+            socket_path, self._address = url.removeprefix("unix:"), (b"localhost", port)
+        elif parts.scheme == "http" and host:
+            socket_path, self._address = None, (host, port)
         else:
             raise RequestError(f"{url!r} is no server's address: write http://127.0.0.1:8080 or unix:./api.sock")
-        self._url, self._host, self._port, self._timeout_s = url, parts.hostname or "localhost", port, timeout_s
-        self._idle: list[http.client.HTTPConnection] = []
-        self._lock = threading.Lock()
+        self._url = url
+        self._timeouts = dict.fromkeys(("connect", "read", "write", "pool"), timeout_s)
+        self._pool = httpcore2.ConnectionPool(max_connections=None, uds=socket_path)
 
     def get(
         self,
@@ -113,11 +111,8 @@ class Client:
             return list(answer["views"])
 
     def close(self) -> None:
-        """Close the idle connections."""
-        with self._lock:
-            for connection in self._idle:
-                connection.close()
-            self._idle.clear()
+        """Close the connections."""
+        self._pool.close()
 
     def __enter__(self) -> Client:
         return self
@@ -138,39 +133,23 @@ class Client:
         except TypeError as exc:
             raise RequestError(f"not something JSON can carry: {exc}") from exc
         headers = {"Accept": accept} if data is None else {"Accept": accept, "Content-Type": wire.JSON}
-        with self._lock:
-            connection = self._idle.pop() if self._idle else None
         try:
-            if connection is not None:
-                try:
-                    return self._exchange(connection, method, path, data, headers)
-                except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
-                    pass  # the server closed the idle connection; asking again is safe, since every call only reads
-            return self._exchange(self._connect(), method, path, data, headers)
-        except (OSError, http.client.HTTPException) as exc:
-            raise OnlineStoreError(
-                f"no answer from {self._url}: {exc or type(exc).__name__}; is `precompute serve` running?"
-            ) from exc
-
-    def _exchange(
-        self, connection: http.client.HTTPConnection, method: str, path: str, data: bytes | None, headers: dict[str, str]
-    ) -> bytes:
-        """One request and its answer; the connection is kept when it can be used again, and closed whatever else happens."""
-        keep = False
-        try:
-            connection.request(method, path, data, headers)
-            response = connection.getresponse()
-            content = response.read()
-            keep = not response.will_close
-        finally:
-            if keep:
-                with self._lock:
-                    self._idle.append(connection)
-            else:
-                connection.close()
+            try:
+                response = self._exchange(method, path, data, headers)
+            except (httpcore2.RemoteProtocolError, httpcore2.ReadError, httpcore2.WriteError):
+                # the server closed the idle connection; asking again is safe, since every call only reads
+                response = self._exchange(method, path, data, headers)
+        except (httpcore2.NetworkError, httpcore2.TimeoutException, httpcore2.ProtocolError) as exc:
+            reason = str(exc) or type(exc).__name__
+            raise OnlineStoreError(f"no answer from {self._url}: {reason}; is `precompute serve` running?") from exc
         if response.status >= 400:
-            raise _refusal(response.status, content)
-        return content
+            raise _refusal(response.status, response.content)
+        return response.content
+
+    def _exchange(self, method: str, path: str, data: bytes | None, headers: dict[str, str]) -> httpcore2.Response:
+        host, port = self._address
+        url = httpcore2.URL(scheme="http", host=host, port=port, target=path)
+        return self._pool.request(method, url, headers=headers, content=data, extensions={"timeout": self._timeouts})
 
     @contextlib.contextmanager
     def _understood(self) -> Iterator[None]:
@@ -178,31 +157,6 @@ class Client:
             yield
         except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
             raise OnlineStoreError(f"{self._url} answered something else than this API: {exc}; is that address right?") from exc
-
-    def _connect(self) -> http.client.HTTPConnection:
-        if self._socket_path is None:
-            connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
-        else:
-            connection = _UnixConnection(self._socket_path, self._timeout_s)
-        connection.connect()
-        if connection.sock.family != socket.AF_UNIX:
-            connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return connection
-
-
-class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: str, timeout_s: float) -> None:
-        super().__init__("localhost", timeout=timeout_s)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        try:
-            self.sock.connect(self._path)
-        except OSError:
-            self.close()
-            raise
 
 
 def _refusal(status: int, content: bytes) -> Exception:

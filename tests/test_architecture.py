@@ -35,6 +35,7 @@ SEAMS = {
     "tokenizers": {"precompute/models/text_encoder.py"},
     "safetensors": {"precompute/models/sentence_head.py", "precompute/models/torch_module.py", "precompute/models/two_tower.py"},
     "duckdb": {"precompute/source.py", "store/history.py"},
+    "httpcore2": {"store/client.py"},
     "redis": {"store/online/redis_store.py"},
     "lmdb": {"store/online/lmdb_store.py"},
     "faiss": {"store/online/vector_index.py"},
