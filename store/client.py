@@ -132,7 +132,7 @@ class Client:
             raise RequestError("a key is not valid UTF-8", code="bad_key") from exc
         except TypeError as exc:
             raise RequestError(f"not something JSON can carry: {exc}") from exc
-        headers = {"Accept": accept} if data is None else {"Accept": accept, "Content-Type": wire.JSON}
+        headers = [("Accept", accept)] if data is None else [("Accept", accept), ("Content-Type", wire.JSON)]
         try:
             try:
                 response = self._exchange(method, path, data, headers)
@@ -146,7 +146,7 @@ class Client:
             raise _refusal(response.status, response.content)
         return response.content
 
-    def _exchange(self, method: str, path: str, data: bytes | None, headers: dict[str, str]) -> httpcore2.Response:
+    def _exchange(self, method: str, path: str, data: bytes | None, headers: list[tuple[str, str]]) -> httpcore2.Response:
         host, port = self._address
         url = httpcore2.URL(scheme="http", host=host, port=port, target=path)
         return self._pool.request(method, url, headers=headers, content=data, extensions={"timeout": self._timeouts})
