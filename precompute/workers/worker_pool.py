@@ -10,13 +10,10 @@ Seen from outside it is :meth:`precompute.engine.runner.Runner.stream`, which ea
 
 from __future__ import annotations
 
-import codecs
 import contextlib
-import fcntl
 import os
 import queue
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -35,6 +32,7 @@ from precompute.engine.memory import ResidentPeak
 from precompute.engine.meter import Meter
 from precompute.engine.runner import HAND_ON_S
 from precompute.engine.window import Outcome, RejectedRow, taken
+from precompute.workers.process import ChildProcess, end_all
 from precompute.workers.worker import FIGURES, read_frame, write_frame
 from store.errors import ConfigError, ModelError
 from store.feature_view import FeatureView
@@ -58,12 +56,6 @@ END_S = 1.0
 
 REAP_S = 5.0
 """How long a killed process is waited for; one that a driver holds in the kernel is left behind."""
-
-PIPE_BYTES = 2**20
-"""Of each pipe, the most that Linux allows to everybody. Windows of 13 MB went through 1.2 times as fast as with its usual 64 KiB."""
-
-TAIL = 4096
-"""Characters kept of a worker's stderr, for the last line of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +152,7 @@ class WorkerPool:
             ModelError: see :class:`precompute.engine.runner.Runner`; workers die before the model is loaded, or one after the other.
             ConfigError: the model does not load, as in :func:`precompute.model.load_model`, or is not the spec's; and whatever ``windows`` raises.
         """
-        run = _Run(self._spec, self._meter, self._states, self._devices, self._patience, windows, hidden, memory_mb)
+        run = _Stream(self._spec, self._meter, self._states, self._devices, self._patience, windows, hidden, memory_mb)
         times = self._meter.stage("write")
         try:
             while True:
@@ -230,93 +222,43 @@ class _Task:
         return cls(window, rows, np.ones(len(rows), np.bool_), suspect, deaths)
 
 
-class _Process:
-    """One life of a worker, and the threads that write to it, read from it and read its stderr."""
+class _WorkerProcess(ChildProcess):
+    """One life of a worker, and the threads that write to it and read from it."""
 
-    def __init__(self, number: int, command: Sequence[str], environment: Mapping[str, str], run: _Run) -> None:
+    def __init__(self, number: int, command: Sequence[str], environment: Mapping[str, str], stream: _Stream) -> None:
+        super().__init__(command, output="piped", environment=environment)
         self.number = number
         self.in_flight: deque[_Task] = deque()
         self.outbox: queue.SimpleQueue[tuple[Mapping[str, Any], pa.RecordBatch | pa.Table | None] | None] = queue.SimpleQueue()
-        self.ready = self.ended = self.buried = False
+        self.ready = self.hung_up = self.buried = False
         self.steps = 0
         self.heard = self.progress = time.monotonic()
         self.figures: dict[str, float] = {}
         self.stages: dict[str, list[float]] = {}
-        self._tail = ""
-        self._popen = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment,
-            start_new_session=True,  # a group of its own, so that what the model starts dies with it
-        )
-        stdin, stdout, stderr = self._popen.stdin, self._popen.stdout, self._popen.stderr
-        assert stdin is not None
-        assert stdout is not None
-        assert stderr is not None
-        for file in (stdin, stdout):
-            with contextlib.suppress(OSError, AttributeError):  # a limit of the user's is reached, or this is not Linux
-                fcntl.fcntl(file, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        targets = {
-            "write": lambda: self._write(stdin),
-            "listen": lambda: run.listen(self, stdout),
-            "stderr": lambda: self._echo(stderr),
-        }
+        stdin, stdout = self.pipes()
+        targets = {"write": lambda: self._write(stdin), "listen": lambda: stream.listen(self, stdout)}
         self._threads = [threading.Thread(target=t, name=f"worker-{number}-{n}", daemon=True) for n, t in targets.items()]
         for thread in self._threads:
             thread.start()
 
-    def signal(self, number: int) -> None:
-        """To the whole group, unless it was reaped, when its number may be another's."""
-        if self._popen.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._popen.pid, number)
-
     def reap(self) -> str:
         """Kill what is left, and tell how the process ended."""
         self.signal(signal.SIGKILL)
+        self.wait(REAP_S)
         self.outbox.put(None)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._popen.wait(REAP_S)
         for thread in self._threads:
             thread.join(END_S)
-        code = self._popen.returncode
-        if code is None:
-            return "cannot be killed"
-        if code >= 0:
-            return f"exited with status {code}"
-        try:
-            name = signal.Signals(-code).name
-        except ValueError:
-            name = f"signal {-code}"
-        return f"was killed by {name}" + (", as by a system that is out of memory" if -code == signal.SIGKILL else "")
-
-    def last_words(self) -> str:
-        """The last line of its stderr, as the end of a sentence."""
-        lines = [line.strip() for line in self._tail.splitlines() if line.strip()]
-        return f"; the last line of its stderr: {lines[-1][:300]}" if lines else ""
-
-    def await_end(self, timeout_s: float) -> None:
-        """Wait until its output ends by itself."""
-        self._threads[1].join(timeout_s)
+        return self.how_it_ended() + (", as by a system that is out of memory" if self.status == -signal.SIGKILL else "")
 
     def _write(self, file: IO[bytes]) -> None:
-        with contextlib.suppress(OSError), file:  # it died, which is noticed by whoever listens to it
+        # it died, which is noticed by whoever listens to it
+        with contextlib.suppress(OSError), file:
             while (message := self.outbox.get()) is not None:
                 write_frame(file, *message)
 
-    def _echo(self, file: IO[bytes]) -> None:
-        decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-        with contextlib.suppress(OSError, ValueError), file:  # our own may be closed
-            while data := os.read(file.fileno(), 65536):
-                text = decode(data)
-                self._tail = (self._tail + text)[-TAIL:]
-                sys.stderr.write(text)
 
-
-class _Run:
-    """One stream. All state is under ``_changed``; the supervisor's thread starts, feeds, judges and ends the processes, which end with that
+class _Stream:
+    """One call of :meth:`WorkerPool.stream`. All state is under ``_changed``; the supervisor's thread starts, feeds, judges and ends the processes, which end with that
     thread (Linux), so it lives as long as they do."""
 
     def __init__(
@@ -335,7 +277,7 @@ class _Run:
         self._max_windows = HELD * len(devices)
         self._max_bytes = memory_mb * 2**20 // 2
         self._worker_memory_mb = max(1, memory_mb // 2 // len(devices))
-        self._processes: list[_Process] = []
+        self._processes: list[_WorkerProcess] = []
         self._unloaded = [0] * len(devices)
         self._loaded_once = False
         self._fruitless = 0
@@ -436,7 +378,7 @@ class _Run:
 
     # ---- what workers say
 
-    def listen(self, process: _Process, file: IO[bytes]) -> None:
+    def listen(self, process: _WorkerProcess, file: IO[bytes]) -> None:
         """Take a process's messages until it ends; in a thread of its own."""
         with file:
             try:
@@ -452,10 +394,10 @@ class _Run:
                 with self._changed:
                     self._error = self._error or exc
         with self._changed:
-            process.ended = True
+            process.hung_up = True
             self._changed.notify_all()
 
-    def _heard(self, process: _Process, header: dict[str, Any], batch: pa.RecordBatch | None) -> None:
+    def _heard(self, process: _WorkerProcess, header: dict[str, Any], batch: pa.RecordBatch | None) -> None:
         process.heard = time.monotonic()
         match header["kind"]:
             case "ready":
@@ -486,7 +428,7 @@ class _Run:
         task.window.add(len(rows) + len(told), told, task.rows[rows], features)
         self._held_bytes += int(features.nbytes) if len(rows) else 0
 
-    def _count(self, process: _Process, header: Mapping[str, Any]) -> None:
+    def _count(self, process: _WorkerProcess, header: Mapping[str, Any]) -> None:
         """Add what the worker's meter says beyond what it said before."""
         for name in FIGURES:
             more = header["figures"][name] - process.figures.get(name, 0)
@@ -533,7 +475,7 @@ class _Run:
             with self._changed:
                 self._changed.notify_all()
 
-    def _started(self, number: int) -> _Process:
+    def _started(self, number: int) -> _WorkerProcess:
         device, spec = self._devices[number], self._spec
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
         if len(self._devices) > 1:  # or every one of them would take all cores
@@ -547,7 +489,7 @@ class _Run:
             if "device" in args:
                 args["device"] = kind
         # -P and the path: modules are found where this process finds them, and nowhere else
-        process = _Process(number, [sys.executable, "-P", "-m", "precompute.workers.worker"], environment, self)
+        process = _WorkerProcess(number, [sys.executable, "-P", "-m", "precompute.workers.worker"], environment, self)
         header = {
             "use": spec.use,
             "args": args,
@@ -569,7 +511,7 @@ class _Run:
         """Give every worker work: each its first window before any gets its second, and a suspect one to a worker that has nothing else."""
         for wanted in range(1, IN_FLIGHT + 1):
             for process in self._processes:
-                if not process.ready or process.ended or len(process.in_flight) >= wanted:
+                if not process.ready or process.hung_up or len(process.in_flight) >= wanted:
                     continue
                 if process.in_flight:
                     if process.in_flight[0].suspect or self._suspects or not self._fresh:
@@ -583,9 +525,9 @@ class _Run:
                 process.in_flight.append(task)
                 process.outbox.put(({}, taken(task.window.given, task.rows)))
 
-    def _judged(self, process: _Process, now: float) -> str | None:
+    def _judged(self, process: _WorkerProcess, now: float) -> str | None:
         """None for a worker that does well, else why it is given up; an empty text where it ended by itself."""
-        if process.ended:
+        if process.hung_up:
             return ""
         silent_s = self._patience.stall_s if process.ready else max(LOAD_S, self._patience.stall_s)
         if now - process.heard > silent_s:
@@ -594,9 +536,10 @@ class _Run:
             return f"finished no batch for {self._patience.hang_s:g} s"
         return None
 
-    def _replace(self, process: _Process, how: str) -> None:
+    def _replace(self, process: _WorkerProcess, how: str) -> None:
         ended = process.reap()
-        told = (how or ended) + process.last_words()
+        words = process.last_words()
+        told = (how or ended) + (f"; the last line of its stderr: {words[:300]}" if words else "")
         self._unloaded[process.number] += not process.ready
         if not process.ready and (not self._loaded_once or self._unloaded[process.number] >= LOAD_TRIES):
             raise ModelError(f"the model {self._spec.use!r} could not be loaded: its worker process {told}")
@@ -631,11 +574,8 @@ class _Run:
 
     def _end(self) -> None:
         """Ask all to end, then kill."""
+        end_all(self._processes, END_S, REAP_S)
         for process in self._processes:
-            process.signal(signal.SIGTERM)
-        deadline = time.monotonic() + END_S
-        for process in self._processes:
-            process.await_end(max(0.0, deadline - time.monotonic()))
             process.reap()
 
 

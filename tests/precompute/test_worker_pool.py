@@ -255,9 +255,9 @@ def test_no_more_is_read_than_may_be_held() -> None:
 @pytest.mark.parametrize(
     ("how", "at", "told"),
     [
-        ("kill", 10, "was killed by SIGKILL, as by a system that is out of memory"),
+        ("kill", 10, "was ended by signal 9 (SIGKILL), as by a system that is out of memory"),
         ("leave", 8, "exited with status 3; the last line of its stderr: last words"),
-        ("crash", 15, "was killed by SIGSEGV"),
+        ("crash", 15, "was ended by signal 11 (SIGSEGV)"),
     ],
 )
 def test_a_row_that_ends_its_worker_is_rejected_alone(at: int, how: str, told: str) -> None:

@@ -1,0 +1,300 @@
+"""A child process: nothing of it is left, nobody else is signalled, and it is known how it ended and what it said last."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from precompute.workers import process as process_module
+from precompute.workers.process import TAIL_BYTES, AdoptedProcess, ChildProcess, ProcessGroup, end_all
+
+ROOT = Path(__file__).parents[2]
+
+
+def shell(line: str, **options: str) -> ChildProcess:
+    return ChildProcess(["/bin/sh", "-c", line], output="kept", **options)  # type: ignore[arg-type]
+
+
+def python(code: str) -> ChildProcess:
+    return ChildProcess([sys.executable, "-c", code], output="kept")
+
+
+def state(pid: int) -> str:
+    """As ``ps`` has it; empty of a process that is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def number_in(path: Path) -> int:
+    eventually(lambda: path.exists() and path.read_text().endswith("\n"))
+    return int(path.read_text())
+
+
+@pytest.fixture
+def signalled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, str]]:
+    """Group, signal, and the state of the group's first, of every signal sent."""
+    sent: list[tuple[int, int, str]] = []
+    killpg = os.killpg
+
+    def recorded(group: int, number: int) -> None:
+        sent.append((group, number, state(group)))
+        killpg(group, number)
+
+    monkeypatch.setattr(process_module.os, "killpg", recorded)
+    return sent
+
+
+# ---- how it ended
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "how"),
+    [
+        ("exit 0", 0, "exited with status 0"),
+        ("exit 3", 3, "exited with status 3"),
+        ("kill -9 $$", -9, "was ended by signal 9 (SIGKILL)"),
+        ("kill -40 $$", -40, "was ended by signal 40"),
+    ],
+)
+def test_how_it_ended(line: str, status: int, how: str) -> None:
+    child = shell(line)
+    assert child.wait(20)
+    assert (child.status, child.how_it_ended(), child.last_words()) == (status, how, "")
+
+
+def test_what_goes_on_has_no_status_and_is_waited_for_no_longer_than_asked() -> None:
+    child = shell("sleep 60")
+    began = time.monotonic()
+    assert not child.wait(0.2)
+    assert 0.2 <= time.monotonic() - began < 5
+    assert (child.ended(), child.status) == (False, None)
+    end_all([child], 5)
+    assert child.status == -signal.SIGTERM
+
+
+def test_what_cannot_be_started_is_an_error_and_leaves_nothing_open(tmp_path: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(FileNotFoundError):
+        ChildProcess([str(tmp_path / "nothing")], output="kept")
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_it_has_a_session_of_its_own_an_empty_stdin_and_its_environment(tmp_path: Path) -> None:
+    child = ChildProcess(
+        ["/bin/sh", "-c", f"cat > {tmp_path}/in; echo $WHO > {tmp_path}/who; sleep 60"], environment={"WHO": "me"}
+    )
+    eventually(lambda: (tmp_path / "who").exists() and (tmp_path / "who").read_text() == "me\n")
+    assert (tmp_path / "in").read_text() == ""
+    assert os.getsid(child.pid) == child.pid != os.getsid(0)
+    end_all([child], 5)
+
+
+def test_many_may_wait_for_one() -> None:
+    child, ended = shell("sleep 0.3"), list[bool]()
+    threads = [threading.Thread(target=lambda: ended.append(child.wait(20))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert (ended, child.status) == ([True] * 8, 0)
+
+
+# ---- its end
+
+
+def test_what_is_deaf_to_sigterm_is_killed_after_the_grace_and_what_is_not_ends_at_once() -> None:
+    deaf, heeding = (
+        shell("trap '' TERM; echo deaf >&2; while :; do sleep 0.05; done"),
+        shell("trap 'exit 7' TERM; while :; do sleep 0.05; done"),
+    )
+    time.sleep(0.3)
+    began = time.monotonic()
+    end_all([deaf, heeding], 0.5)
+    assert 0.5 <= time.monotonic() - began < 5
+    assert (deaf.status, heeding.status) == (-signal.SIGKILL, 7)
+    assert deaf.last_words() == "deaf"
+
+
+@pytest.mark.parametrize("how", ["ends", "is killed", "is asked to end"])
+def test_what_it_started_ends_with_it(how: str, tmp_path: Path) -> None:
+    """Also where it ended before: its group is killed while its number is its own."""
+    deaf = f"(trap '' TERM; sleep 60) & echo $! > {tmp_path}/grandchild"
+    child = shell(f"{deaf}; {'' if how == 'ends' else 'sleep 60'}")
+    grandchild = number_in(tmp_path / "grandchild")
+    if how == "is killed":
+        os.kill(child.pid, signal.SIGKILL)
+    if how == "is asked to end":
+        end_all([child], 5)
+    assert child.wait(20)
+    eventually(lambda: state(grandchild) in ("", "Z"))
+
+
+def test_one_that_is_gone_is_not_signalled_for_its_number_may_be_anothers(signalled: list[tuple[int, int, str]]) -> None:
+    child = shell("exit 0")
+    eventually(lambda: state(child.pid) == "Z")
+    child.signal(signal.SIGTERM)
+    assert child.ended()
+    assert signalled == [(child.pid, signal.SIGTERM, "Z"), (child.pid, signal.SIGKILL, "Z")]
+    child.signal(signal.SIGKILL)
+    end_all([child], 5)
+    assert child.ended()
+    assert len(signalled) == 2
+
+
+def test_one_that_somebody_else_reaped_has_ended_and_is_not_signalled(signalled: list[tuple[int, int, str]]) -> None:
+    child = shell("exit 5")
+    os.waitpid(child.pid, 0)
+    assert child.wait(20)
+    assert (child.status, signalled) == (0, [])
+
+
+def test_one_that_cannot_be_killed_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    child, killpg = shell("sleep 60"), os.killpg
+    monkeypatch.setattr(process_module.os, "killpg", lambda group, number: None)
+    end_all([child], 0.1, 0.1)
+    assert (child.status, child.how_it_ended()) == (None, "cannot be killed")
+    killpg(child.pid, signal.SIGKILL)
+    assert child.wait(20)
+
+
+# ---- its last words
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("sys.stderr.write('one\\ntwo\\n \\n\\n')", "two"),
+        ("sys.stderr.write('no end of line')", "no end of line"),
+        ("[print('line', n, file=sys.stderr) for n in range(200_000)]", "line 199999"),
+        ("sys.stderr.buffer.write(b'before\\n\\xff\\xfe in the \\xc3 way\\n')", "�� in the � way"),
+        ("print('nothing of this')", ""),
+    ],
+)
+@pytest.mark.parametrize("output", ["kept", "piped"])
+def test_its_last_words_are_the_last_line_that_says_something(
+    output: process_module.Output, code: str, words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    child = ChildProcess([sys.executable, "-c", f"import sys; {code}"], output=output)
+    assert child.wait(20)
+    assert child.last_words() == child.last_words() == words
+    if output == "piped":
+        for pipe in child.pipes():
+            pipe.close()
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.rstrip().endswith(words) if output == "piped" else err == ""
+
+
+def test_of_a_line_without_end_the_end_is_kept() -> None:
+    child = python(f"import sys; sys.stderr.write('é' * {TAIL_BYTES} + '!')")
+    assert child.wait(20)
+    words = child.last_words()
+    assert words.endswith("éé!")
+    assert len(words.encode()) <= TAIL_BYTES + 2
+
+
+def test_its_pipes_go_both_ways(capfd: pytest.CaptureFixture[str]) -> None:
+    child = ChildProcess(["/bin/sh", "-c", "tr a-z A-Z; echo done >&2"], output="piped")
+    stdin, stdout = child.pipes()
+    with stdin:
+        stdin.write(b"hello")
+    with stdout:
+        assert stdout.read() == b"HELLO"
+    assert child.wait(20)
+    assert (child.last_words(), capfd.readouterr().err) == ("done", "done\n")
+
+
+def test_what_holds_stderr_open_and_left_the_group_keeps_nobody_waiting(tmp_path: Path) -> None:
+    child = ChildProcess(["/bin/sh", "-c", f"setsid sleep 60 & echo $! > {tmp_path}/pid; echo bye >&2"], output="piped")
+    for pipe in child.pipes():
+        pipe.close()
+    assert child.wait(20)
+    began = time.monotonic()
+    assert child.last_words() == "bye"
+    assert time.monotonic() - began < 10
+    os.kill(number_in(tmp_path / "pid"), signal.SIGKILL)
+    eventually(lambda: not any(thread.name == f"stderr of {child.pid}" for thread in threading.enumerate()))
+
+
+OUTLIVED = """
+import sys, time
+from precompute.workers.process import ChildProcess
+ChildProcess(["/bin/sh", "-c", f"echo $$ > {sys.argv[1]}/pid; while [ ! -e {sys.argv[1]}/go ]; do sleep 0.05; done; \
+echo one >&2; echo two; touch {sys.argv[1]}/wrote; sleep 60"], output="kept")
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def orphan(tmp_path: Path) -> Iterator[int]:
+    """Pid of a child whose parent was killed."""
+    with subprocess.Popen([sys.executable, "-c", OUTLIVED, str(tmp_path)], cwd=ROOT) as parent:
+        pid = number_in(tmp_path / "pid")
+        parent.kill()
+    yield pid
+    AdoptedProcess(pid).signal(signal.SIGKILL) if state(pid) not in ("", "Z") else None
+
+
+def test_a_child_that_outlives_us_can_still_write(orphan: int, tmp_path: Path) -> None:
+    (tmp_path / "go").touch()
+    eventually(lambda: (tmp_path / "wrote").exists())
+    assert state(orphan) in ("S", "R", "D")
+
+
+# ---- adopted
+
+
+def test_what_another_process_started_can_be_ended_by_its_number(orphan: int) -> None:
+    adopted: ProcessGroup = AdoptedProcess(orphan)
+    assert (adopted.ended(), adopted.status) == (False, None)
+    assert AdoptedProcess(orphan).age_s() < 20
+    end_all([adopted], 5)
+    assert adopted.ended()
+    assert state(orphan) in ("", "Z")
+    with pytest.raises(ProcessLookupError):
+        AdoptedProcess(orphan)
+
+
+def test_what_an_adopted_process_leaves_behind_ends_with_it(tmp_path: Path) -> None:
+    line = f"sleep 60 & echo $! > {tmp_path}/grandchild; sleep 60"
+    with subprocess.Popen(["/bin/sh", "-c", line], start_new_session=True) as parent:
+        adopted, grandchild = AdoptedProcess(parent.pid), number_in(tmp_path / "grandchild")
+        parent.kill()
+        parent.wait(20)
+        assert adopted.ended()
+        eventually(lambda: state(grandchild) in ("", "Z"))
+
+
+def test_a_number_that_is_anothers_by_now_is_that_of_an_ended_process_and_not_signalled(
+    orphan: int, signalled: list[tuple[int, int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adopted, stat = AdoptedProcess(orphan), process_module._stat
+    monkeypatch.setattr(process_module, "_stat", lambda pid: stat(pid)._replace(started_ticks=1))  # type: ignore[union-attr]
+    adopted.signal(signal.SIGTERM)
+    assert adopted.ended()
+    monkeypatch.undo()
+    assert state(orphan) in ("S", "R", "D")
+
+
+def test_who_leads_no_group_is_not_adopted() -> None:
+    with subprocess.Popen(["/bin/sleep", "60"]) as follower:
+        with pytest.raises(ProcessLookupError, match=f"process {follower.pid} is gone, or at the head of no group"):
+            AdoptedProcess(follower.pid)
+        follower.kill()
