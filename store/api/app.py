@@ -351,9 +351,8 @@ def _http_date(seconds: int) -> str:
 
 
 def _problem(status: int, code: str, detail: str, headers: dict[str, str] | None = None, **more: Any) -> Response:
-    """RFC 9457: ``type`` names the kind for programs, ``detail`` tells a person."""
-    body = {"type": f"urn:precompute:problem:{code}", "title": code.replace("_", " "), "status": status, "detail": detail, **more}
-    return Response(wire.encode(body), status, headers=headers, media_type=wire.PROBLEM)
+    problem = wire.Problem(f"urn:precompute:problem:{code}", code.replace("_", " "), status, detail, **more)
+    return Response(wire.encode(problem), status, headers=headers, media_type=wire.PROBLEM)
 
 
 def _wants_arrow(request: Request) -> bool:

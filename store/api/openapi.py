@@ -1,4 +1,4 @@
-"""OpenAPI 3.1 document of the HTTP API; request schemas come from the structs that decode them."""
+"""OpenAPI 3.1 document of the HTTP API; the schemas of what is sent and answered come from :mod:`store.api.wire`."""
 
 from __future__ import annotations
 
@@ -6,62 +6,21 @@ from typing import Any
 
 from store.api import wire
 
-_ROW = {
-    "type": "object",
-    "required": ["key", "status", "source", "computed_at", "age_s", "ttl_s", "snapshot", "model", "features"],
-    "properties": {
-        "key": {"type": "string"},
-        "status": {"enum": ["fresh", "stale", "computed", "missing"]},
-        "source": {"enum": ["store", "fallback", None]},
-        "reason": {"enum": ["unknown_entity", "expired", "deadline", "shed", "model_error"], "description": "of a missing row"},
-        "computed_at": {"type": ["string", "null"], "format": "date-time"},
-        "age_s": {"type": ["number", "null"]},
-        "ttl_s": {"type": "number"},
-        "snapshot": {"type": "integer"},
-        "model": {"type": "string", "description": "fingerprint of the model the row was computed by"},
-        "features": {"type": ["object", "null"]},
-    },
-}
-
-_ANSWER = {
-    "type": "object",
-    "required": ["view", "snapshot", "model", "rows"],
-    "properties": {
-        "view": {"type": "string"},
-        "snapshot": {"type": "integer"},
-        "model": {"type": "string"},
-        "rows": {"type": "array", "items": {"$ref": "#/components/schemas/Row"}},
-    },
-}
-
-_NEIGHBOURS = {
-    "type": "object",
-    "required": ["view", "snapshot", "model", "metric", "rows"],
-    "properties": {**_ANSWER["properties"], "metric": {"enum": ["cosine", "dot", "l2"]}},  # type: ignore[dict-item]
-}
-
-_PROBLEM = {
-    "type": "object",
-    "required": ["type", "title", "status", "detail"],
-    "properties": {
-        "type": {"type": "string"},
-        "title": {"type": "string"},
-        "status": {"type": "integer"},
-        "detail": {"type": "string"},
-    },
-}
-
 
 def _ref(name: str) -> dict[str, str]:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def _responses(schema: dict[str, Any], *, arrow: bool = False, more: dict[str, str] | None = None) -> dict[str, Any]:
-    content: dict[str, Any] = {wire.JSON: {"schema": schema}}
+def _content(name: str, arrow: bool) -> dict[str, Any]:
+    content: dict[str, Any] = {wire.JSON: {"schema": _ref(name)}}
     if arrow:
         content[wire.ARROW] = {"schema": {"type": "string", "format": "binary"}}
+    return content
+
+
+def _responses(name: str, *, arrow: bool = False, more: dict[str, str] | None = None) -> dict[str, Any]:
     problem = {wire.PROBLEM: {"schema": _ref("Problem")}}
-    responses: dict[str, Any] = {"200": {"description": "answered", "content": content}}
+    responses: dict[str, Any] = {"200": {"description": "answered", "content": _content(name, arrow)}}
     refusals = {
         "400": "a bad request",
         "404": "no such view",
@@ -80,10 +39,7 @@ def _parameter(name: str, place: str, kind: str, what: str) -> dict[str, Any]:
 
 
 def _body(name: str, *, arrow: bool = False) -> dict[str, Any]:
-    content: dict[str, Any] = {wire.JSON: {"schema": _ref(name)}}
-    if arrow:
-        content[wire.ARROW] = {"schema": {"type": "string", "format": "binary"}}
-    return {"required": True, "content": content}
+    return {"required": True, "content": _content(name, arrow)}
 
 
 def openapi_document() -> dict[str, Any]:
@@ -95,7 +51,6 @@ def openapi_document() -> dict[str, Any]:
         _parameter("deadline_ms", "query", "number", "how long to wait for the model"),
         _parameter("max_age_s", "query", "number", "an older row counts as missing"),
     ]
-    schemas = {**wire.schemas(), "Row": _ROW, "Answer": _ANSWER, "Neighbours": _NEIGHBOURS, "Problem": _PROBLEM}
     plain = {"200": {"description": "answered"}}
     return {
         "openapi": "3.1.0",
@@ -112,7 +67,7 @@ def openapi_document() -> dict[str, Any]:
                     ],
                     "responses": {
                         **_responses(
-                            _ref("Row"),
+                            "ViewRow",
                             arrow=True,
                             more={"404": "no such row or view", "502": "the model failed", "504": "the model was too slow"},
                         ),
@@ -125,16 +80,14 @@ def openapi_document() -> dict[str, Any]:
                     "summary": "Many rows of one view",
                     "parameters": [view, *options],
                     "requestBody": _body("LookupRequest", arrow=True),
-                    "responses": _responses(_ref("Answer"), arrow=True),
+                    "responses": _responses("LookupAnswer", arrow=True),
                 }
             },
             "/v1/lookup": {
                 "post": {
                     "summary": "Rows of several views",
                     "requestBody": _body("MultiLookupRequest"),
-                    "responses": _responses(
-                        {"type": "object", "properties": {"responses": {"type": "array", "items": _ref("Answer")}}}
-                    ),
+                    "responses": _responses("MultiLookupAnswer"),
                 }
             },
             "/v1/views/{view}/search": {
@@ -142,7 +95,7 @@ def openapi_document() -> dict[str, Any]:
                     "summary": "Nearest rows",
                     "parameters": [view],
                     "requestBody": _body("SearchRequest"),
-                    "responses": _responses(_ref("Neighbours"), more={"504": "the model was too slow"}),
+                    "responses": _responses("SearchAnswer", more={"504": "the model was too slow"}),
                 }
             },
             "/livez": {"get": {"summary": "The process lives", "responses": plain}},
@@ -154,5 +107,5 @@ def openapi_document() -> dict[str, Any]:
             },
             "/metrics": {"get": {"summary": "Prometheus metrics", "responses": plain}},
         },
-        "components": {"schemas": schemas},
+        "components": {"schemas": wire.schemas()},
     }

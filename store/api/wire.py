@@ -1,16 +1,17 @@
-"""Wire: how requests and answers look in JSON and Arrow, and the limits on them. The one place that knows msgspec and Arrow IPC."""
+"""Wire: how requests and answers look in JSON and Arrow, and the limits on them; `/openapi.json` has its schemas from here."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from typing import Any
+from datetime import datetime
+from typing import Annotated, Any, Literal
 
 import msgspec
 import pyarrow as pa
 
 from store.answer import MAX_KEYS
 from store.errors import RequestError
+from store.freshness import Reason, Source, Status
 
 JSON = "application/json"
 ARROW = "application/vnd.apache.arrow.stream"
@@ -70,6 +71,69 @@ class SearchRequest(msgspec.Struct, forbid_unknown_fields=True):
     filter: SearchFilter | None = None
     features: list[str] = []
     deadline_ms: float | None = None
+
+
+class Row(msgspec.Struct, kw_only=True):
+    """A row of an answer."""
+
+    key: str
+    status: Status
+    source: Source | None
+    reason: Annotated[Reason | msgspec.UnsetType, msgspec.Meta(description="of a missing row")] = msgspec.UNSET
+    computed_at: Annotated[datetime, msgspec.Meta(tz=True)] | None
+    age_s: float | None
+    ttl_s: float
+    snapshot: int
+    model: Annotated[str, msgspec.Meta(description="fingerprint of the model the row was computed by")]
+    features: dict[str, Any] | None
+
+
+class ViewRow(Row, kw_only=True):
+    """Answer of ``GET /v1/views/{view}/rows/{key}``."""
+
+    view: str
+
+
+class LookupAnswer(msgspec.Struct):
+    """Answer of ``POST /v1/views/{view}/lookup``: rows in the order of the keys."""
+
+    view: str
+    snapshot: int
+    model: str
+    rows: list[Row]
+
+
+class MultiLookupAnswer(msgspec.Struct):
+    """Answer of ``POST /v1/lookup``, in the order of the requests."""
+
+    responses: list[LookupAnswer]
+
+
+class Neighbour(Row, kw_only=True):
+    """A row that a search found."""
+
+    score: float
+
+
+class SearchAnswer(msgspec.Struct):
+    """Answer of ``POST /v1/views/{view}/search``: the nearest first."""
+
+    view: str
+    snapshot: int
+    model: str
+    metric: Literal["cosine", "dot", "l2"]
+    rows: list[Neighbour]
+
+
+class Problem(msgspec.Struct):
+    """A refusal, as RFC 9457 has it: ``type`` names the kind for programs, ``detail`` tells a person; of a missing row, whose it would have been."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    snapshot: int | msgspec.UnsetType = msgspec.UNSET
+    model: str | msgspec.UnsetType = msgspec.UNSET
 
 
 _encoder = msgspec.json.Encoder()
@@ -172,7 +236,7 @@ def decode_arrow(body: bytes) -> pa.Table:
 
 
 def schemas() -> dict[str, Any]:
-    """JSON Schemas of the request bodies, for the OpenAPI document."""
-    kinds: Sequence[Any] = (LookupRequest, MultiLookupRequest, SearchRequest)
-    _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    """Name → JSON Schema of every body, for the OpenAPI document."""
+    bodies = [LookupRequest, MultiLookupRequest, SearchRequest, ViewRow, LookupAnswer, MultiLookupAnswer, SearchAnswer, Problem]
+    _, components = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     return components
