@@ -1,28 +1,21 @@
 """Schedule: starts what is due, and ends what takes too long. The seam to APScheduler, which only ticks.
 
-What is due is computed anew at each tick, by :mod:`jobs.due`; so it makes no difference which scheduler ticks, or for how long none did.
-Of several on one root, one acts, the holder of a lease; the others stand by and take over when it dies or falls silent.
-
-Each run is a process of its own (``precompute run VIEW``) in a session of its own: a view that crashes, leaks or hangs takes nothing else
-with it, and is ended with its whole process group. One run of a view at a time. A run outlives a scheduler that is killed, and the next
-one takes it into its care, deadline and all.
-"""
+What is due is computed anew at each tick (:mod:`jobs.due`): it makes no difference which scheduler ticks, or for how long none did. Of several on one
+root the holder of a lease acts. Each run is a process of its own, one of a view at a time; it outlives a scheduler that is killed, and the next one
+takes it into its care, deadline and all."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 from apscheduler.events import EVENT_JOB_ERROR, EVENT_JOB_MISSED, JobExecutionEvent
 from apscheduler.schedulers.background import BackgroundScheduler
@@ -31,6 +24,7 @@ from apscheduler.triggers.base import BaseTrigger
 from jobs.config import Project
 from jobs.due import LEADER, RETRIED, Decision, Ledger, report_time
 from jobs.report import Report, close_dead
+from precompute.workers.process import AdoptedProcess, ChildProcess, ProcessGroup, end_all
 from store.api.page import duration
 from store.disk.lease import Lease, holder, take
 from store.errors import ConflictError, FencedError, PrecomputeError
@@ -62,33 +56,26 @@ def utc_clock() -> datetime:
 
 
 @dataclass(slots=True)
-class _Run:
-    """A run in this scheduler's care; ``process`` is None for one that another scheduler started. Times of the monotonic clock, in s."""
+class _ScheduledRun:
+    """A run in this scheduler's care; ``process`` is None for one that could not be started."""
 
     view: str
     due: datetime
     epochs: Mapping[str, int]
-    pid: int
-    process: subprocess.Popen[bytes] | None
+    process: ProcessGroup | None
     began: float
+    """By the monotonic clock, in s."""
     began_at: str
     earlier: set[str]
     """Ids of the runs there were for the same time."""
-    started_ticks: int | None = None
     end: threading.Event = field(default_factory=threading.Event)
     why: str = ""
     """Why it was ended from here."""
 
-    def ended(self) -> bool:
-        """Whether its process is gone."""
-        if self.process is not None:
-            return self.process.poll() is not None
-        return _started_ticks(self.pid) != self.started_ticks
-
-    def signal(self, number: int) -> None:
-        """Send a signal to its process group, of which it is the first."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, number)
+    @property
+    def status(self) -> int | None:
+        """Its exit status; None while it goes on, and where nobody can tell, for another scheduler started it."""
+        return None if self.process is None else self.process.status
 
 
 @dataclass(slots=True)
@@ -109,7 +96,7 @@ class Scheduler:
     _store: OfflineStore = field(init=False)
     _ledger: Ledger = field(init=False)
     _lease: Lease | None = None
-    _running: dict[str, _Run] = field(default_factory=dict)
+    _running: dict[str, _ScheduledRun] = field(default_factory=dict)
     _threads: list[threading.Thread] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _stopping: threading.Event = field(default_factory=threading.Event)
@@ -186,7 +173,7 @@ class Scheduler:
 
     def _look(self, first: bool) -> None:
         """Decide about each view, and do it. ``first``: since this scheduler acts."""
-        now, known = self.clock(), dict[str, Decision]()
+        now, decisions = self.clock(), dict[str, Decision]()
         with self._lock:
             running = set(self._running)
         for view in self.project.schedules():
@@ -194,7 +181,7 @@ class Scheduler:
                 if view not in running:
                     for partition in self._ledger.dead(view):
                         close_dead(self._store, view, partition)
-                decision = self._ledger.decision(view, now, running, known)
+                decision = self._ledger.decision(view, now, running, decisions)
                 if decision.since is not None and decision.since != self._kept.get(view):
                     self._check()
                     self._ledger.settle(view, decision.since)
@@ -208,7 +195,8 @@ class Scheduler:
                     self.start(view, decision)
             except FencedError:
                 raise
-            except PrecomputeError as exc:  # of this view; the others go on
+            # of this view; the others go on
+            except PrecomputeError as exc:
                 self._tell(view, str(exc))
 
     def _check(self) -> None:
@@ -224,16 +212,14 @@ class Scheduler:
         with self._lock:
             if self._stopping.is_set() or view in self._running:
                 return False
-            run = _Run(view, due, decision.epochs, 0, None, time.monotonic(), utc_now(), earlier)
+            run = _ScheduledRun(view, due, decision.epochs, None, time.monotonic(), utc_now(), earlier)
             try:
-                run.process = subprocess.Popen(
-                    list(self.command(self.project, view, iso(due))), stdin=subprocess.DEVNULL, start_new_session=True
-                )
+                process = ChildProcess(self.command(self.project, view, iso(due)))
             except OSError as exc:
                 failure = f"cannot be started: {exc}"
             else:
-                failure, run.pid = "", run.process.pid
-                thread = self._care_for(run, schedule.deadline_s)
+                failure, run.process = "", process
+                thread = self._care_for(run, process, schedule.deadline_s)
         self._tell(view, failure or f"started ({decision.reason})", always=True)
         if failure:
             self._noted(run, lambda: self._write_failure(run, "failed", failure))
@@ -253,53 +239,46 @@ class Scheduler:
             held = holder(self._store.lease_folder(view), run_lease(report.get("partition")))
             if held is None or held.host != self._lease.record.host or held.pid != report.get("pid"):
                 continue
-            ticks = _started_ticks(held.pid)
-            if ticks is None or not _leads_a_group(held.pid):
+            try:
+                process = AdoptedProcess(held.pid)
+            except ProcessLookupError:
                 continue
-            age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-            began = time.monotonic() - max(0.0, age_s)
+            began = time.monotonic() - process.age_s()
             earlier = {str(r.get("run")) for r in reports if r is not report}
-            run = _Run(view, due, {}, held.pid, None, began, str(report.get("started_at")), earlier, ticks)
+            run = _ScheduledRun(view, due, {}, process, began, str(report.get("started_at")), earlier)
             with self._lock:
                 if self._stopping.is_set() or view in self._running:
                     return
-                thread = self._care_for(run, schedule.deadline_s)
+                thread = self._care_for(run, process, schedule.deadline_s)
             self._tell(view, f"goes on, started by another scheduler (process {held.pid})", always=True)
             thread.start()
             return
 
-    def _care_for(self, run: _Run, deadline_s: float) -> threading.Thread:
+    def _care_for(self, run: _ScheduledRun, process: ProcessGroup, deadline_s: float) -> threading.Thread:
         self._running[run.view] = run
-        thread = threading.Thread(target=self._watch, args=(run, deadline_s), name=f"run-{run.view}", daemon=True)
+        thread = threading.Thread(target=self._watch, args=(run, process, deadline_s), name=f"run-{run.view}", daemon=True)
         self._threads = [t for t in self._threads if t.is_alive()] + [thread]
         return thread
 
-    def _watch(self, run: _Run, deadline_s: float) -> None:
+    def _watch(self, run: _ScheduledRun, process: ProcessGroup, deadline_s: float) -> None:
         """Wait for a run's end, or bring it about; then see that its report says what became of it."""
-        kill_at: float | None = None
-        while not run.ended():
-            now = time.monotonic()
-            if kill_at is None and (run.end.is_set() or now >= run.began + deadline_s):
+        while not process.ended():
+            if run.end.wait(POLL_S) or time.monotonic() >= run.began + deadline_s:
                 if not run.end.is_set():
                     run.why = f"its deadline of {duration(deadline_s)} passed"
-                kill_at = now + STOP_GRACE_S
-                run.signal(signal.SIGTERM)
-            elif kill_at is not None and now >= kill_at:
-                run.signal(signal.SIGKILL)
-            time.sleep(POLL_S)
-        run.signal(signal.SIGKILL)  # what it left behind in its group
+                end_all([process], STOP_GRACE_S)
         seconds = time.monotonic() - run.began
         try:
             self._noted(run, lambda: self._close(run, seconds))
         finally:
             with self._lock:
                 self._running.pop(run.view, None)
-        outcome = "ended" if run.process is None else _outcome(run.process.returncode)
+        outcome = "ended" if run.status is None else _outcome(run.status)
         because = f" ({run.why})" if run.why and run.why != STOPPED else ""
         self._tell(run.view, f"{outcome}{because} after {seconds:.1f} s", always=True)
 
-    def _close(self, run: _Run, seconds: float) -> None:
-        status = None if run.process is None else run.process.returncode
+    def _close(self, run: _ScheduledRun, seconds: float) -> None:
+        status = run.status
         killed = bool(run.why) or (status is not None and status < 0)
         why = run.why or ("" if status is None else _outcome(status))
         for partition in self._ledger.dead(run.view):
@@ -307,23 +286,27 @@ class Scheduler:
         reports, goes_on = self._ledger.reports(run.view)
         own = [r for r in reports if report_time(r.get("due")) == run.due and str(r.get("run")) not in run.earlier]
         for report in own:
-            if run.why and report.get("status") in RETRIED:  # it was told to end, and does not know why
+            # it was told to end, and does not know why
+            if run.why and report.get("status") in RETRIED:
                 self._store.write_report(run.view, report["run"], report | {"status": "killed", "error": f"killed: {run.why}"})
-        if run.process is not None and not own and not goes_on:  # else another run was quicker, which will tell
+        # else another run was quicker, which will tell
+        if status is not None and not own and not goes_on:
             self._write_failure(
                 run, "killed" if killed else "failed", f"{why}, and left no report; its output tells more", seconds
             )
         if status == 2:
-            self._ledger.settle(run.view, run.due)  # what it refuses now it will refuse again
+            # what it refuses now it will refuse again
+            self._ledger.settle(run.view, run.due)
 
-    def _write_failure(self, run: _Run, status: str, error: str, seconds: float = 0.0) -> None:
+    def _write_failure(self, run: _ScheduledRun, status: str, error: str, seconds: float = 0.0) -> None:
         """A report for a run that wrote none itself, so that it counts, and shows."""
         name = f"{self._store.run_stamp(run.view)}-{secrets.token_hex(3)}"
-        report = Report(name, run.view, "run", status, run.began_at, utc_now(), seconds, pid=run.pid, error=error)
+        report = Report(name, run.view, "run", status, run.began_at, utc_now(), seconds, error=error)
+        report.pid = 0 if run.process is None else run.process.pid
         report.due, report.parents = iso(run.due), dict(run.epochs)
         self._store.write_report(run.view, name, report.to_json())
 
-    def _noted(self, run: _Run, write: Callable[[], None]) -> None:
+    def _noted(self, run: _ScheduledRun, write: Callable[[], None]) -> None:
         """Write something down about a run; when that fails, hold the view off, or it would be started at every tick."""
         try:
             write()
@@ -373,24 +356,8 @@ def _outcome(status: int) -> str:
         return "done"
     if status < 0:
         return f"killed by signal {-status}"
-    known = {2: "refused: bad configuration", 3: "not published: rows were rejected, or a gate refused", 130: "cancelled"}
-    return known.get(status, f"ended on signal {status - 128}" if status > 128 else f"failed with status {status}")
-
-
-def _started_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None when it is gone, or a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] == "Z" else int(fields[19])
-
-
-def _leads_a_group(pid: int) -> bool:
-    try:
-        return os.getpgid(pid) == pid
-    except ProcessLookupError:
-        return False
+    words = {2: "refused: bad configuration", 3: "not published: rows were rejected, or a gate refused", 130: "cancelled"}
+    return words.get(status, f"ended on signal {status - 128}" if status > 128 else f"failed with status {status}")
 
 
 def _trouble(event: JobExecutionEvent) -> None:
