@@ -1,32 +1,24 @@
-"""Backfill: compute the partitions of a view over a range of data time.
+"""Backfill: compute the partitions of a view over a range of data time, each by a process of its own, ``max_active`` at once.
 
-What is to be done is planned from the manifests and the runs' reports. Each partition is a process of its own (``precompute materialize VIEW
---partition …``) under the partition's lease, at most ``max_active`` of them at once, the next one begun as soon as any ends. How far it is stands
-in ``<root>/<view>/backfills/<id>.json``; that file is for people and for ``--resume``, and is believed only as far as manifests and reports agree.
-
-A backfill that was killed leaves ``running`` behind with its lease free: ``--resume`` goes on with it, and waits for its processes that still run.
-One that was cancelled is final. The live pointer is moved once, at the end, and only forward.
-"""
+What is to be done is planned from the manifests and the runs' reports. How far it is stands in ``<root>/<view>/backfills/<id>.json``, for people and for
+``--resume``; it is believed only as far as manifests and reports agree. One that was killed goes on by ``--resume``, and waits for its processes that
+still run; one that was cancelled is final. The live pointer is moved once, at the end, and only forward."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import logging
-import os
 import secrets
 import shlex
 import signal
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from queue import Empty, SimpleQueue
 from typing import Any
 
 from jobs.backfill_plan import REPORTS, Known, Recipes, plan_backfill, range_of, why_partition
@@ -34,6 +26,7 @@ from jobs.backfill_state import Backfill, Item, Options, backfill_folder, backfi
 from jobs.config import Project
 from jobs.due import FINISHED
 from jobs.progress import Silent
+from precompute.workers.process import ChildProcess, end_all
 from store.disk.durable_file import disk_message, locked, make_folder, replace_durably
 from store.disk.lease import Lease, is_held, take
 from store.errors import ConfigError, ConflictError, GateError, PrecomputeError, SnapshotError
@@ -47,10 +40,11 @@ log = logging.getLogger(__name__)
 STOP_GRACE_S = 4.5
 """How long a run may take to end after SIGTERM before it is killed. Killing is safe: nothing is visible before its manifest."""
 
+POLL_S = 0.05
+"""How often is looked whether a run has ended."""
 
 LOOK_AGAIN_S = 0.5
 """How often a partition that somebody else computes is looked at."""
-
 
 ATTEMPTS = 3
 """How often a run is begun that finds its partition taken the moment before."""
@@ -217,12 +211,12 @@ def _note(item: Item, store: OfflineStore, view: str, report: Mapping[str, Any] 
 
 
 @dataclass(frozen=True, slots=True)
-class _Ended:
+class _PartitionRun:
+    """The process that computes a partition; ``began`` by the monotonic clock, in s."""
+
     item: Item
-    status: int
-    out: bytes
-    err: bytes
-    seconds: float
+    process: ChildProcess
+    began: float
 
 
 @dataclass(slots=True)
@@ -234,7 +228,7 @@ class _Conductor:
     state: Backfill
     lease: Lease
     announce: Callable[[str], None]
-    _active: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _active: dict[str, _PartitionRun] = field(default_factory=dict)
     _elsewhere: dict[str, Item] = field(default_factory=dict)
     """Partitions somebody else computes."""
     _survivors: set[str] = field(default_factory=set)
@@ -242,8 +236,8 @@ class _Conductor:
     _since: dict[str, str] = field(default_factory=dict)
     """Partition → run ids from here on count."""
     _attempts: Counter[str] = field(default_factory=Counter)
-    _events: SimpleQueue[_Ended | int] = field(default_factory=SimpleQueue)
-    """Processes that ended, and signals: a queue whose put() may be called from a signal handler."""
+    _signal: int | None = None
+    """The first one that came."""
     _began: float = field(default_factory=time.monotonic)
     _finished: int = 0
 
@@ -256,9 +250,8 @@ class _Conductor:
             except BaseException:
                 self._end_all()
                 raise
-        while state.signal is None and not self._events.empty():
-            if isinstance(event := self._events.get(), int):  # after the last process had ended
-                state.signal = event
+        # it may have come after the last process had ended
+        state.signal = self._signal
         try:
             if state.signal is None:
                 state.status = "done" if state.count("done") == len(state.items) else "failed"
@@ -280,23 +273,22 @@ class _Conductor:
             key=lambda i: i.partition,
             reverse=self.state.options.backwards,
         )
+        look_at = 0.0
         while todo or self._active or self._elsewhere:
             while todo and len(self._active) + len(self._survivors) < self.state.options.max_active:
                 self._start(todo.pop(0))
-            if not self._active and not self._elsewhere:
-                continue
-            try:
-                event = self._events.get(timeout=LOOK_AGAIN_S if self._elsewhere else None)
-            except Empty:
-                todo[:0] = self._look_elsewhere()
-                continue
-            if isinstance(event, int):
-                self._cancel(event)
+            if self._signal is not None:
+                self._cancel(self._signal)
                 return
-            del self._active[event.item.partition]
-            if self._judge(event):
-                todo.insert(0, event.item)
-            _save(self.store, self.state, self.lease)
+            for run in [run for run in self._active.values() if run.process.ended()]:
+                del self._active[run.item.partition]
+                if self._judge(run):
+                    todo.insert(0, run.item)
+                _save(self.store, self.state, self.lease)
+            if self._elsewhere and time.monotonic() >= look_at:
+                todo[:0] = self._look_elsewhere()
+                look_at = time.monotonic() + LOOK_AGAIN_S
+            time.sleep(POLL_S)
 
     def _start(self, item: Item) -> None:
         self._since[item.partition] = self.store.run_stamp(self.state.view)
@@ -308,46 +300,49 @@ class _Conductor:
         began = time.monotonic()
         item.started_at = utc_now()
         try:
-            # Files and not pipes: who outlives this process can still write to them, and nobody else can hold them open.
-            out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
+            process = ChildProcess(command, output="kept")
         except OSError as exc:
             item.state, item.error = "failed", f"its process cannot be started: {exc.strerror or exc}"
             self._tell(item)
             return
-        self._active[item.partition] = process
+        self._active[item.partition] = _PartitionRun(item, process, began)
         self._attempts[item.partition] += 1
         item.state = "running"
-
-        def watch() -> None:
-            status = process.wait()
-            seconds = time.monotonic() - began
-            with out, err:
-                out.seek(0), err.seek(0)
-                self._events.put(_Ended(item, status, out.read(), err.read(), seconds))
-
-        threading.Thread(target=watch, name=f"backfill-{item.label}", daemon=True).start()
         _save(self.store, self.state, self.lease)
 
-    def _judge(self, ended: _Ended) -> bool:
+    def _judge(self, run: _PartitionRun) -> bool:
         """Note how a process ended; returns whether the partition is to be tried again."""
-        item, report = ended.item, _report(ended.out)
-        item.seconds = round(ended.seconds, 3)
-        if ended.status == 0 and report is not None:
-            _note(item, self.store, self.state.view, report)
-        elif report is None and ended.status == 1 and self._attempts[item.partition] < ATTEMPTS:
+        item, status, report = run.item, run.process.status, self._report_of(run)
+        item.seconds = round(time.monotonic() - run.began, 3)
+        if not self._did(run, report):
             # It failed before its run began: somebody else took the partition's lease, if only for a moment.
-            item.state = "pending"
-            if self.store.running(self.state.view, item.partition):
-                self._wait_for(item)
-                return False
-            return not self._done_elsewhere(item)
-        else:
-            item.state = "refused" if ended.status == 3 else "failed"
+            if report is None and status == 1 and self._attempts[item.partition] < ATTEMPTS:
+                item.state = "pending"
+                if self.store.running(self.state.view, item.partition):
+                    self._wait_for(item)
+                    return False
+                return not self._done_elsewhere(item)
+            item.state = "refused" if status == 3 else "failed"
             item.run = None if report is None else report["run"]
-            item.error = str(report["error"]) if report is not None and report.get("error") else _last_words(ended)
+            item.error = str(report["error"]) if report is not None and report.get("error") else _last_words(run.process)
         self._tell(item)
         return False
+
+    def _report_of(self, run: _PartitionRun) -> Mapping[str, Any] | None:
+        """What an ended process reported; None when it came to no run, or was killed before it could tell what became of it."""
+        reports = self.store.reports(self.state.view, REPORTS, since=self._since[run.item.partition])
+        ours = (self.state.id, run.item.partition)
+        own = next((r for r in reports if (r.get("backfill"), r.get("partition")) == ours), None)
+        return None if own is None or own.get("status") == "running" else own
+
+    def _did(self, run: _PartitionRun, report: Mapping[str, Any] | None) -> bool:
+        """Note what a process did that ended well; returns whether it did. Where its report cannot be read, the manifests tell."""
+        if run.process.status != 0:
+            return False
+        if report is None and Standing(self.store, self.state.view).newest(run.item.partition) is None:
+            return False
+        _note(run.item, self.store, self.state.view, report)
+        return True
 
     # ---- partitions somebody else computes
 
@@ -396,30 +391,17 @@ class _Conductor:
 
     def _cancel(self, number: int) -> None:
         self.announce(f"{signal.Signals(number).name}: ending {_partitions(len(self._active))} that run")
-        self.state.signal = number
         self._end_all()
         for item in self.state.items:
             if item.state in ("pending", "running"):
                 item.state = "cancelled"
 
     def _end_all(self) -> None:
-        """SIGTERM to every process and what it started, SIGKILL after :data:`STOP_GRACE_S`; what they did by then is noted."""
-        for process in self._active.values():
-            _signal_group(process, signal.SIGTERM)
-        limit = time.monotonic() + STOP_GRACE_S
+        """End every process and what it started; what they did by then is noted."""
+        end_all([run.process for run in self._active.values()], STOP_GRACE_S)
         while self._active:
-            try:
-                event = self._events.get(timeout=max(0.0, limit - time.monotonic()))
-            except Empty:
-                for process in self._active.values():
-                    _signal_group(process, signal.SIGKILL)
-                limit = time.monotonic() + STOP_GRACE_S
-                continue
-            if isinstance(event, _Ended):
-                del self._active[event.item.partition]
-                report = _report(event.out)
-                if event.status == 0 and report is not None:
-                    _note(event.item, self.store, self.state.view, report)
+            _, run = self._active.popitem()
+            self._did(run, self._report_of(run))
 
     def _publish(self) -> None:
         """Make the newest publishable snapshot live, if that is a step forward."""
@@ -471,12 +453,15 @@ class _Conductor:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM become events, so that none comes between the start of a process and its being known."""
+        """SIGINT and SIGTERM are noted, so that none comes between the start of a process and its being known."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, lambda n, _: self._events.put(n)) for number in numbers}
+
+        def noted(number: int, _: object) -> None:
+            self._signal = self._signal or number
+
+        before = {number: signal.signal(number, noted) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
@@ -514,26 +499,11 @@ class _Conductor:
                 self.announce(f"what failed is tried again by: precompute backfill {state.view} --resume {state.id}")
 
 
-def _report(out: bytes) -> dict[str, Any] | None:
-    """What ``materialize --json`` printed; None when it came to no run."""
-    try:
-        report = json.loads(out.strip().splitlines()[-1])
-        return report if isinstance(report, dict) and "run" in report else None
-    except (ValueError, IndexError):
-        return None
-
-
-def _last_words(ended: _Ended) -> str:
-    if ended.status < 0:
-        return f"its process was ended by signal {-ended.status} ({signal.Signals(-ended.status).name})"
-    lines = [line for line in ended.err.decode(errors="replace").splitlines() if line.strip()]
-    return f"exit status {ended.status}: {lines[-1].removeprefix('precompute: ') if lines else 'no word'}"
-
-
-def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
-    if process.returncode is None:  # else its number may be another one's by now
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, number)
+def _last_words(process: ChildProcess) -> str:
+    assert process.status is not None
+    if process.status < 0:
+        return f"its process {process.how_it_ended()}"
+    return f"exit status {process.status}: {process.last_words().removeprefix('precompute: ') or 'no word'}"
 
 
 def _partitions(count: int) -> str:

@@ -41,6 +41,7 @@ NOW = dt.datetime(2024, 3, 1, tzinfo=dt.UTC)
 
 
 MODEL = '''
+import atexit
 import signal
 import time
 from pathlib import Path
@@ -64,6 +65,14 @@ class Gated(Doubler):
         while self._path.is_dir() and not any((self._path / name).exists() for name in (f"go-{day}", "go")):
             time.sleep(0.02)
         return super().compute(batch)
+
+
+class Talking(Doubler):
+    """Has the last word, which looks like a report."""
+
+    def __init__(self, path):
+        super().__init__()
+        atexit.register(print, '{"run": "x", "snapshot": 99, "error": "no"}')
 
 
 class WithTable(Doubler):
@@ -465,6 +474,38 @@ def test_a_failure_stops_no_other_and_is_tried_again_by_resume(daily: MakeDaily,
     assert live(project) == part(2)  # never backwards
     assert main([*call, "--resume", id]) == 0
     assert len(committed(project)) == 2
+
+
+def test_what_fails_before_its_run_begins_is_told_by_its_last_words(daily: MakeDaily) -> None:
+    project = daily((1, 2))
+
+    def spoil(line: str) -> None:
+        if line.startswith("2024-01-01"):
+            (project.folder / "views" / "numbers.yaml").write_text("entity: 7\n")
+
+    done = run_backfill(project, "numbers", options(1, 2), announce=spoil)
+    assert [(item.state, item.run is None) for item in done.items] == [("done", False), ("failed", True)]
+    error = str(done.items[1].error)
+    assert error.startswith("exit status 2: ")
+    assert "numbers.yaml" in error
+    assert "precompute: " not in error
+
+
+def test_what_a_model_prints_is_not_taken_for_a_report(daily: MakeDaily) -> None:
+    project = daily((1,), view={"model": {"use": "gated_model:Talking", "args": {"path": ""}}})
+    done = run_backfill(project, "numbers", options(1, 1))
+    (item,) = done.items
+    (report,) = [r for r in OfflineStore(project.root).reports("numbers") if r["command"] == "materialize"]
+    assert (item.state, item.snapshot, item.run, item.rows) == ("done", 1, report["run"], 3)
+
+
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_a_report_that_cannot_be_read_tells_nothing(daily: MakeDaily, ends_well: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    project = daily((1,), extra=[] if ends_well else [(1, -1.0, day(1))])
+    monkeypatch.setattr(OfflineStore, "reports", lambda *_, **__: [])
+    (item,) = run_backfill(project, "numbers", options(1, 1, publish=False)).items
+    assert item.state == ("done" if ends_well else "failed")
+    assert ends_well or "exit status 1: view 'numbers': keys with more than one row" in str(item.error)
 
 
 def test_refused_partitions_are_told_from_failed_ones(daily: MakeDaily, capsys: pytest.CaptureFixture[str]) -> None:
