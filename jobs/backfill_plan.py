@@ -19,8 +19,8 @@ from jobs.due import FINISHED
 from jobs.open_view import OpenView, open_view
 from jobs.plan import recipe_of
 from precompute.model import LoadedModel, load_with_fingerprint
-from precompute.source import parameters
 from precompute.sources.input_hash import MD5
+from precompute.sources.statement import parameters
 from store.errors import ConfigError, SnapshotError, SourceError
 from store.offline.snapshot import Snapshot
 from store.offline.standing import Standing

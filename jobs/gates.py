@@ -24,6 +24,7 @@ from jobs.config import GatesConfig, ViewConfig
 from jobs.open_view import OpenView, files_of
 from jobs.plan import recipe_of
 from jobs.replaced import Replaced
+from precompute.diff import returned_rows
 from precompute.engine.features import with_null_rows
 from precompute.engine.runner import compute
 from precompute.precision.accuracy import row_cosines
@@ -303,10 +304,10 @@ def _returned(opened: OpenView, store: OfflineStore, snapshot: Snapshot) -> tupl
         past = [of if of is not None and of.recipe == snapshot.recipe else None for of in (bad, went_to or live, live)]
         try:
             try:
-                own, back = opened.source.returned(*(Files() if of is None else files_of(store.layers(of)) for of in past))
+                own, back = returned_rows(opened.source, *(Files() if of is None else files_of(store.layers(of)) for of in past))
             except SnapshotError as exc:
                 log.warning("%s", exc)
-                own, back = opened.source.returned(*(Files() if of is None else _whole_files(store, of) for of in past))
+                own, back = returned_rows(opened.source, *(Files() if of is None else _whole_files(store, of) for of in past))
         except SnapshotError as exc:  # of the past, and damaged: no reason to refuse what comes after it
             log.warning("%s", exc)
             continue

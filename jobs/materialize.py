@@ -29,6 +29,7 @@ from jobs.replaced import Replaced
 from jobs.report import Report
 from jobs.source_age import iso_us, read_source_at
 from jobs.tune import check_accuracy
+from precompute.diff import find_deletes, refused_rows
 from precompute.engine.batching import WINDOW_ROWS
 from precompute.engine.features import with_null_rows
 from precompute.engine.meter import Meter
@@ -417,11 +418,11 @@ class _Run:
                 self._figures[chunk.part.path] = chunk.figures or self._counted(chunk.part)
         self.written = plan.diff.resumed
         if plan.diff.retried:
-            before = self.opened.source.refused()
+            before = refused_rows(self.opened.source)
             rows = zip(*(before.column(name).to_pylist() for name in ("key", "input_hash", "attempts")), strict=True)
             self._attempts = {(key, given): attempts for key, given, attempts in rows}
         if plan.diff.refused:
-            table = self.opened.source.refused().cast(_REJECTED)
+            table = refused_rows(self.opened.source).cast(_REJECTED)
             self._rejected = table.to_batches()
             self._unjournaled = len(self._rejected)
             self._reasons.update(table.column("error").to_pylist())
@@ -541,7 +542,7 @@ class _Run:
         """Write which rows of the parent's parts and of the chunks taken over are no rows of the result: (file, how many of the chunks)."""
         if plan.parent is None and not plan.diff.resumed:
             return None, 0
-        found = self.opened.source.deletes()
+        found = find_deletes(self.opened.source)
         if not plan.diff.resumed:
             found = found.filter(pc.invert(found.column("finished")))
         if not found.num_rows:

@@ -14,7 +14,8 @@ import pyarrow as pa
 from jobs.config import model_queries
 from precompute.model import LoadedModel, Model, load_with_fingerprint, model_fingerprint
 from precompute.project_path import absolute_arguments, starting_from
-from precompute.source import Files, Source, referenced_views
+from precompute.source import Files, Source
+from precompute.sources.statement import referenced_views
 from store.errors import ConfigError, SourceError
 from store.feature_view import FeatureView, ModelUse
 from store.offline.layers import Layers

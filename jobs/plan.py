@@ -13,8 +13,9 @@ from typing import Any
 
 from jobs.config import ViewConfig
 from jobs.open_view import OpenView, files_of, variant_name
+from precompute.diff import Diff, compare
 from precompute.model import digest
-from precompute.source import Diff, Files
+from precompute.source import Files
 from precompute.sources.input_hash import MD5
 from store.errors import SnapshotError
 from store.offline.journal import Finished
@@ -184,12 +185,12 @@ def _diff(
         return Diff(new=source_rows)
     known = None if parent is None else files_of(store.layers(parent))
     try:
-        return opened.source.diff(known, parts, refused, expired_before_us=expired_before_us, retry_refused=retry_rejected)
+        return compare(opened.source, known, parts, refused, expired_before_us=expired_before_us, retry_refused=retry_rejected)
     except SnapshotError as exc:
         if not (retry_rejected and refused):
             raise
         log.warning("%s; how often rejected rows were tried is counted anew", exc)
-        return opened.source.diff(known, parts, expired_before_us=expired_before_us)
+        return compare(opened.source, known, parts, expired_before_us=expired_before_us)
 
 
 def is_damaged(store: OfflineStore, snapshot: Snapshot) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from jobs.due import FINISHED
 from jobs.open_view import OpenView
-from precompute.source import referenced_views
+from precompute.sources.statement import referenced_views
 from store.freshness import as_datetime, iso, microseconds
 from store.offline.snapshot import Snapshot
 from store.offline.view_store import OfflineStore

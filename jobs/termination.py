@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from select import select
 from types import FrameType
 
-from precompute.source import interrupt_sources
+from precompute.sources.database import interrupt_sources
 from store.disk.lease import release_leases
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -34,7 +34,7 @@ SEAMS = {
     "transformers": {"precompute/models/attention.py", "precompute/models/text_encoder.py"},
     "tokenizers": {"precompute/models/text_encoder.py"},
     "safetensors": {"precompute/models/sentence_head.py", "precompute/models/torch_module.py", "precompute/models/two_tower.py"},
-    "duckdb": {"precompute/source.py", "store/history.py"},
+    "duckdb": {"precompute/sources/database.py", "precompute/sources/statement.py", "store/history.py"},
     "httpcore2": {"store/client.py"},
     "redis": {"store/online/redis_store.py"},
     "lmdb": {"store/online/lmdb_store.py"},

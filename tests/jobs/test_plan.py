@@ -23,7 +23,7 @@ from jobs.progress import Silent
 from jobs.report import Report
 from jobs.run import plan_view, run_view
 from jobs.status import project_status
-from precompute.source import Diff
+from precompute.diff import Diff
 from precompute.sources.input_hash import MD5
 from store.errors import PrecomputeError, RejectedError, SnapshotError
 from store.lookup import Lookup

@@ -15,7 +15,7 @@ from jobs.progress import Silent
 from jobs.report import Report
 from jobs.rollback import rollback
 from jobs.run import run_view
-from precompute.source import hash_kind
+from precompute.sources.database import hash_kind
 from precompute.sources.input_hash import MD5
 from store.errors import GateError
 from store.offline.snapshot import Snapshot

@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from precompute.source import Source, hash_kind
+from precompute.source import Source
+from precompute.sources.database import hash_kind
 from precompute.sources.input_hash import _SAMPLE, _SAMPLE_TYPES, MD5
 from tests.precompute.test_source import TYPED, hashes
 

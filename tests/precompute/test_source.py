@@ -22,8 +22,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from precompute.source import Diff, Files, Source, check_sql, referenced_views
+from precompute.diff import Diff, compare, find_deletes, refused_rows, returned_rows
+from precompute.source import Files, Source
 from precompute.sources.input_hash import MD5
+from precompute.sources.statement import check_sql, referenced_views
 from store.entity_key import key_column
 from store.errors import ConfigError, SnapshotError, SourceError
 
@@ -552,7 +554,7 @@ def write_past(folder: Path, name: str, history: History, parts: list[list[Past]
 @given(histories(), st.integers(1, 9))
 def test_a_diff_is_what_comparing_row_by_row_gives(history: History, block_rows: int) -> None:
     with tempfile.TemporaryDirectory() as name, ExitStack() as opened, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("precompute.source.BLOCK_ROWS", block_rows)
+        patch.setattr("precompute.diff.BLOCK_ROWS", block_rows)
         folder = Path(name)
         table = {
             c: pa.array([key[i] for key, _ in history.rows], pa.int64() if c == "i" else pa.string())
@@ -580,8 +582,8 @@ def test_a_diff_is_what_comparing_row_by_row_gives(history: History, block_rows:
             )
         source = opened.enter_context(Source(sql, history.entity, {}))
         source.load()
-        found = source.diff(known, finished, refused, expired_before_us=history.expired_before_us)
-        deletes, again, todo = source.deletes().to_pylist(), source.refused().to_pylist(), list(source.batches(3))
+        found = compare(source, known, finished, refused, expired_before_us=history.expired_before_us)
+        deletes, again, todo = find_deletes(source).to_pylist(), refused_rows(source).to_pylist(), list(source.batches(3))
         check_diff(history, found, deletes, again, [row for batch in todo for row in batch.to_pylist()])
 
 
@@ -658,26 +660,26 @@ def test_a_row_that_was_rejected_with_the_same_input_is_not_computed_again(tmp_p
     path = rejected_file(tmp_path, [("1", hash_of(0), 1), ("2", hash_of(1), 1), ("1", hash_of(0), 2), ("9", hash_of(0), 1)])
     with Source("SELECT * FROM (VALUES (1, 0::BIGINT), (2, 2::BIGINT), (3, 0::BIGINT)) t(id, x)", ("id",), {}) as source:
         source.load()
-        diff = source.diff(refused=[path])
+        diff = compare(source, refused=[path])
         assert (diff, diff.compute) == (Diff(new=3, refused=1), 2)
         assert [row["id"] for batch in source.batches(10) for row in batch.to_pylist()] == [2, 3]
-        assert source.refused().to_pylist() == [
+        assert refused_rows(source).to_pylist() == [
             {"key": "1", "stage": "model", "error": "cannot", "input_hash": hash_of(0), "attempts": 2}
         ]
-        assert source.deletes().num_rows == 0
+        assert find_deletes(source).num_rows == 0
 
 
 def test_without_anything_before_every_row_is_new() -> None:
     with Source("SELECT range AS id, 1 AS x FROM range(5)", ("id",), {}) as source:
         source.load()
-        assert source.diff() == Diff(new=5)
-        assert (source.deletes().num_rows, source.refused().num_rows) == (0, 0)
+        assert compare(source) == Diff(new=5)
+        assert (find_deletes(source).num_rows, refused_rows(source).num_rows) == (0, 0)
         assert [row["id"] for batch in source.batches(2) for row in batch.to_pylist()] == [0, 1, 2, 3, 4]
 
 
 def test_a_diff_before_load_is_refused() -> None:
-    with Source("SELECT 1 AS id", ("id",), {}) as source, pytest.raises(SourceError, match=r"load\(\) comes before diff\(\)"):
-        source.diff()
+    with Source("SELECT 1 AS id", ("id",), {}) as source, pytest.raises(SourceError, match=r"load\(\) comes before compare\(\)"):
+        compare(source)
 
 
 def test_a_changed_row_among_many_is_found_and_the_rest_streams_past(tmp_path: Path) -> None:
@@ -697,10 +699,10 @@ def test_a_changed_row_among_many_is_found_and_the_rest_streams_past(tmp_path: P
     changed = f"SELECT range AS id, (range = 123456)::BIGINT AS x FROM range(1, {rows + 2}) WHERE range <> 249998"
     with Source(changed, ("id",), {}) as source:
         source.load()
-        diff = source.diff(Files([path], dead))
+        diff = compare(source, Files([path], dead))
         assert diff == Diff(new=4, changed=1, unchanged=rows - 5, removed=2, oldest_us=7, newest_us=7)
         assert [row["id"] for batch in source.batches(10) for row in batch.to_pylist()] == [1, 123_456, 199_999, 250_000, 250_001]
-        assert [(row["row"], row["removed"]) for row in source.deletes().to_pylist()] == [
+        assert [(row["row"], row["removed"]) for row in find_deletes(source).to_pylist()] == [
             (0, True),
             (123_456, False),
             (249_998, True),
@@ -724,8 +726,8 @@ def test_keys_that_are_text_to_arrow_alone_are_keys_from_run_to_run(tmp_path: Pa
     with Source(f"{sql} WHERE x < 4", ("k",), {}, folder=folder) as source:
         source.load()
         expected = Diff(new=1, unchanged=3, removed=1, oldest_us=7, newest_us=7)
-        assert source.diff(Files([tmp_path / "known.parquet"])) == expected
-        assert [row["key_k"] for row in source.deletes().to_pylist()] == [keys[4]]
+        assert compare(source, Files([tmp_path / "known.parquet"])) == expected
+        assert [row["key_k"] for row in find_deletes(source).to_pylist()] == [keys[4]]
 
 
 @pytest.mark.parametrize("block_rows", [100, 10_000])
@@ -734,7 +736,7 @@ def test_keys_are_compared_as_bytes_whatever_the_sqls_collation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collation: str, block_rows: int
 ) -> None:
     """Every other key is upper case, so that they ascend in another order by the collation; three come in both cases."""
-    monkeypatch.setattr("precompute.source.BLOCK_ROWS", block_rows)
+    monkeypatch.setattr("precompute.diff.BLOCK_ROWS", block_rows)
     keys = [f"{'aA'[i % 2]}{i:04d}x" for i in range(1000)]
     twins = [key.swapcase() for key in keys[:3]]
     plain = values_sql(tmp_path, pa.table({"k": keys + twins, "x": [0] * 1003}))
@@ -753,9 +755,9 @@ def test_keys_are_compared_as_bytes_whatever_the_sqls_collation(
         with Source(f"FROM ({changed}) {order}", ("k",), {}) as source:
             assert source.load() == 1000
             expected = Diff(new=1, unchanged=999, removed=4, oldest_us=7, newest_us=7)
-            assert source.diff(Files([tmp_path / "known.parquet"])) == expected
+            assert compare(source, Files([tmp_path / "known.parquet"])) == expected
             assert [row["k"] for batch in source.batches(10) for row in batch.to_pylist()] == ["ä"]
-            assert sorted(row["key_k"] for row in source.deletes().to_pylist()) == sorted([*twins, keys[500]])
+            assert sorted(row["key_k"] for row in find_deletes(source).to_pylist()) == sorted([*twins, keys[500]])
 
 
 def test_files_of_ours_have_no_columns_of_the_folders_above_them(tmp_path: Path) -> None:
@@ -771,7 +773,7 @@ def test_files_of_ours_have_no_columns_of_the_folders_above_them(tmp_path: Path)
     with Source("SELECT id, x FROM live.items UNION ALL SELECT 2, 1", ("id",), {"items": known}) as source:
         assert source.table("FROM live.items").column_names == ["id", "x", "input_hash", "computed_at"]
         source.load()
-        assert source.diff(known, refused=[refused]) == Diff(new=1, unchanged=2, refused=1, oldest_us=7, newest_us=7)
+        assert compare(source, known, refused=[refused]) == Diff(new=1, unchanged=2, refused=1, oldest_us=7, newest_us=7)
 
 
 def test_files_that_cannot_be_compared_with_are_damage_and_no_fault_of_the_source(tmp_path: Path) -> None:
@@ -780,7 +782,7 @@ def test_files_that_cannot_be_compared_with_are_damage_and_no_fault_of_the_sourc
         with Source("SELECT 1 AS id", ("id",), {}) as source:
             source.load()
             with pytest.raises(SnapshotError, match=r"part\.parquet"):
-                source.diff(**files)  # type: ignore[arg-type]
+                compare(source, **files)  # type: ignore[arg-type]
 
 
 def test_dead_rows_of_another_views_snapshot_are_not_read(tmp_path: Path) -> None:
@@ -857,12 +859,12 @@ def test_rows_that_come_again_are_counted_by_key_and_input(tmp_path: Path) -> No
     live = files("live", "SELECT 'k' AS a, 0 AS id, (-1)::BIGINT AS x")  # of one recipe, so of one type
     with Source(rows.format("CASE WHEN i < 3 THEN -i - 1 ELSE i END"), ("a", "id"), {}) as source:
         source.load()
-        assert source.returned(bad, good, live) == (5, 2)
-        assert source.returned(bad, good, Files()) == (5, 3)
-        assert source.returned(bad, Files(), good) == (9, 3)
-        assert source.returned(bad, bad, Files()) == (0, 0)
+        assert returned_rows(source, bad, good, live) == (5, 2)
+        assert returned_rows(source, bad, good, Files()) == (5, 3)
+        assert returned_rows(source, bad, Files(), good) == (9, 3)
+        assert returned_rows(source, bad, bad, Files()) == (0, 0)
         with pytest.raises(SnapshotError, match="earlier results"):
-            source.returned(Files([tmp_path / "gone"]), good, live)
+            returned_rows(source, Files([tmp_path / "gone"]), good, live)
 
 
 # ---- samples

@@ -1,0 +1,197 @@
+"""File names: the files that a source's SQL reads, each relative one made absolute from the project's folder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from store.errors import ConfigError
+
+_NOT_RELATIVE = re.compile(r"/|~|[A-Za-z][A-Za-z0-9+.-]*:")
+"""How an absolute path, one of the home folder, or a URL begins."""
+
+_URL = re.compile(r"(?!file:)[A-Za-z][A-Za-z0-9+.-]+:", re.IGNORECASE)
+
+_PATTERN = re.compile(r"[*?\[]")
+
+_DATA_FILE = re.compile(r"\.(parquet|csv|tsv|json|jsonl|ndjson|db|ddb|duckdb)(\.\w+)?$", re.IGNORECASE)
+
+_READERS = ("glob", "sniff_csv")
+_READER_PREFIXES = ("read_", "parquet_")
+"""DuckDB's table functions that take files, as their first argument."""
+
+_HIDING = ("query", "query_table", "json_execute_serialized_sql")
+"""Those that take SQL or the name of a table as a text."""
+
+
+def absolute_sql(tree: Any, folder: Path, evaluate: Callable[[Any], Any]) -> tuple[bool, list[str]]:
+    """Make the files that a SELECT reads absolute, in place.
+
+    DuckDB itself takes a relative name from the working directory first, and ``file_search_path`` only for what is not there.
+
+    Args:
+        tree: DuckDB's syntax tree (``json_serialize_sql``).
+        folder: of the project, absolute.
+        evaluate: the value of an expression of the tree, for a file name that is put together: a text, or a list of them.
+
+    Returns:
+        whether anything was changed, and the files: absolute names, patterns and URLs.
+
+    Raises:
+        ConfigError: files that cannot be told from the SQL, or whose rows would depend on where the project lies.
+    """
+    ctes = {entry["key"].lower() for node in _nodes(tree) if "cte_map" in node for entry in node["cte_map"]["map"]}
+    changed, files = False, list[str]()
+    # what stands in an argument first: the argument may be evaluated
+    for node in reversed(list(_nodes(tree))):
+        if node.get("type") == "BASE_TABLE":
+            of_node, read = _absolute_table(node, ctes, folder)
+        elif node.get("type") == "TABLE_FUNCTION":
+            of_node, read = _absolute_call(node["function"], folder, evaluate)
+        else:
+            continue
+        changed |= of_node
+        files += read
+    return changed, files
+
+
+def _absolute_table(node: dict[str, Any], ctes: set[str], folder: Path) -> tuple[bool, list[str]]:
+    """:func:`absolute_sql` of ``FROM 'books.csv'``."""
+    name = _file_of_table(node, ctes)
+    if name is None:
+        return False, []
+    file = str(_absolute(name, folder))
+    if file == name:
+        return False, [file]
+    _check_partitions(name, folder)
+    node |= {"catalog_name": "", "schema_name": "", "table_name": file, "qualified_name": {"path": [file]}}
+    return True, [file]
+
+
+def _absolute_call(function: dict[str, Any], folder: Path, evaluate: Callable[[Any], Any]) -> tuple[bool, list[str]]:
+    """:func:`absolute_sql` of ``FROM read_csv('books.csv')``."""
+    name, arguments = str(function["function_name"]).lower(), function["arguments"]
+    if name in _HIDING:
+        raise ConfigError(f"{name}(…) hides which files and views are read: write the SELECT itself")
+    if not arguments or not (name in _READERS or name.startswith(_READER_PREFIXES)):
+        return False, []
+    literal = _literal(arguments[0]["expression"])
+    value = evaluate(arguments[0]["expression"]) if literal is None else literal
+    absolute = [_absolute(item, folder) for item in value] if isinstance(value, list) else _absolute(value, folder)
+    files = [text for text in (absolute if isinstance(absolute, list) else [absolute]) if isinstance(text, str)]
+    if absolute != value and not _is_unpartitioned(arguments):
+        _check_partitions(value, folder)
+    # DuckDB takes no subquery here, so what was worked out stays so, relative or not
+    changed = absolute != value or (literal is None and _is_text(value))
+    if changed:
+        arguments[0]["expression"] = _constant(absolute)
+    return changed, files
+
+
+def is_remote(file: str) -> bool:
+    """Whether a file's absolute name is a URL of another machine's."""
+    return _URL.match(file) is not None
+
+
+def _absolute(path: Any, folder: Path) -> Any:
+    if not isinstance(path, str) or not path or _NOT_RELATIVE.match(path):
+        return path
+    if not _PATTERN.search(path):
+        return f"{folder}/{path.removeprefix('./')}"
+    # a folder may have names with what is a pattern to DuckDB
+    if "\\" in str(folder):
+        raise ConfigError(
+            f"no pattern can find {path!r} in the project's folder, {folder}, whose backslash DuckDB takes for a slash: name each file, or "
+            "give the folder another name"
+        )
+    escaped = _PATTERN.sub(r"[\g<0>]", str(folder))
+    return f"{escaped}/{path.removeprefix('./')}"
+
+
+def _check_partitions(files: str | list[str], folder: Path) -> None:
+    """Refuse files that move with the project where DuckDB takes a part of its folder for a Hive partition."""
+    partition = next((part for part in folder.parts if "=" in part), None)
+    if partition is not None:
+        raise ConfigError(
+            f"{files!r} starts from the project's folder, {folder}, and DuckDB takes {partition!r} for a partition: a column would come of it, "
+            "or change, with the project's place. Move the project to a folder without =, or read the file by read_parquet, read_csv or "
+            "read_json with hive_partitioning = false"
+        )
+
+
+def _is_unpartitioned(arguments: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a call says ``hive_partitioning = false``, or ``:=``, ``=>``."""
+    for argument in arguments:
+        name, value = argument["name"], argument["expression"]
+        if value.get("type") == "COMPARE_EQUAL":
+            name, value = ".".join(value["left"].get("column_names", [])), value["right"]
+        if name.lower() == "hive_partitioning":
+            return bool(value.get("literal", {}) == {"kind": "BOOLEAN", "text": "false"})
+    return False
+
+
+def _file_of_table(node: dict[str, Any], ctes: set[str]) -> str | None:
+    """The file of ``FROM 'books.csv'``, where DuckDB takes what is no table for a file; without the quotes it is table ``csv`` of schema ``books``."""
+    parts = [str(part) for part in node["qualified_name"]["path"]]
+    name = ".".join(parts)
+    if len(parts) == 1:
+        is_file = ("." in name or "/" in name) and name.lower() not in ctes
+    else:
+        is_file = parts[0].lower() != "live" and _DATA_FILE.search(name) is not None
+    return name if is_file else None
+
+
+def _literal(node: Mapping[str, Any]) -> str | list[str] | None:
+    """The text, or texts, that an expression of the tree is; None when it must be worked out."""
+    literal = node.get("literal") or {}
+    if node.get("class") == "CONSTANT" and literal.get("kind") == "STRING":
+        return str(literal["text"])
+    if node.get("function_name") != "list_value":
+        return None
+    items = [_literal(argument["expression"]) for argument in node["arguments"]]
+    texts = [item for item in items if isinstance(item, str)]
+    return texts if len(texts) == len(items) else None
+
+
+def _is_text(value: Any) -> bool:
+    return all(isinstance(item, str) for item in (value if isinstance(value, list) else [value]))
+
+
+def _constant(value: Any) -> dict[str, Any]:
+    """An expression of the tree that is a text or a list of texts."""
+    if isinstance(value, list):
+        return _CALL | {
+            "function_name": "list_value",
+            "qualified_name": {"path": ["list_value"]},
+            "arguments": [{"name": "", "expression": _constant(item)} for item in value],
+        }
+    literal = {"kind": "STRING", "text": value}
+    return {"class": "CONSTANT", "type": "VALUE_CONSTANT", "alias": "", "query_location": 0, "literal": literal}
+
+
+_CALL: dict[str, Any] = {
+    "class": "FUNCTION",
+    "type": "FUNCTION",
+    "alias": "",
+    "query_location": 0,
+    "schema": "",
+    "filter": None,
+    "order_bys": {"type": "ORDER_MODIFIER", "orders": []},
+    "distinct": False,
+    "is_operator": False,
+    "export_state": False,
+    "catalog": "",
+}
+
+
+def _nodes(tree: Any) -> Iterator[dict[str, Any]]:
+    todo: list[Any] = [tree]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, dict):
+            yield node
+            todo.extend(node.values())
+        elif isinstance(node, list):
+            todo.extend(node)
