@@ -1,12 +1,7 @@
-"""Cron lines, with cron's meaning: which moments a line names. The seam to APScheduler's triggers, which read two things in another way:
+"""Cron lines: which moments a line names, as Debian's cron does. cronsim reads the lines, and is only asked about wall clock times; which moments
+these are is worked out here, half-hour changes of the clocks included:
 
-- a day of the week by number: cron counts from Sunday = 0, APScheduler from Monday = 0. Numbers become names here.
-- both a day of the month and a day of the week: cron fires when either matches, APScheduler when both do.
-
-A trigger is only asked about wall clock times; which moments these are is worked out here. Where the clocks change, as in Debian's cron:
-
-- a line with fixed hours (``30 2 * * *``) fires once for each of its wall clock times: at the first of two moments that have it, and, when
-  no moment has it since the clocks jumped over it, right after the jump. A daily line so fires exactly once on every day.
+- a line with fixed hours (``30 2 * * *``) fires once a day: at the first of two such times, and right after a jump that left its time out.
 - a line with a star for the hour (``*/15 * * * *``) fires whenever a clock on the wall shows one of its times.
 """
 
@@ -19,14 +14,11 @@ from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from apscheduler.triggers.base import BaseTrigger
-from apscheduler.triggers.combining import OrTrigger
-from apscheduler.triggers.cron import CronTrigger
+from cronsim import CronSim, CronSimError
 
-_DAYS = ("sun", "mon", "tue", "wed", "thu", "fri", "sat", "sun")
-_ORDER = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 _TICK = timedelta(microseconds=1)
 _DAY = timedelta(days=1)
+_FIELDS = ("minute", "hour", "day of the month", "month", "day of the week; 0 and 7 are Sunday, or write mon-fri")
 
 
 def fire_times(line: str, timezone: str, after: datetime, until: datetime | None = None) -> Iterator[datetime]:
@@ -44,24 +36,31 @@ def fire_times(line: str, timezone: str, after: datetime, until: datetime | None
     Raises:
         ValueError: not a cron line, or no such time zone.
     """
-    zone, trigger, fixed = check_timezone(timezone), _trigger(line), not line.split()[1].startswith("*")
+    zone, line = check_timezone(timezone), _checked(line)
+    fixed = not line.split()[1].startswith("*")
     after, last = after.astimezone(UTC), None if until is None else until.astimezone(UTC)
     start, end, offset = _stretch(zone, after)
     before = _offset(zone, start - _TICK)
-    asked, at = None, None
+    # the line's wall clock times, and the first of them from `asked` on
+    walls: Iterator[datetime] = iter(())
+    asked: datetime | None = None
+    at: datetime | None = None
     while last is None or start <= last:
         wall = max(start, after + _TICK) + offset
         if fixed and offset < before:
-            wall = max(wall, start + before)  # the times shown twice fired when they were shown first
-        if asked is None or at is None or not asked <= wall <= at:  # else it is known from the stretch before
-            asked, at = wall, _next(trigger, wall)
+            # the times shown twice fired when they were shown first
+            wall = max(wall, start + before)
+        # else it is known from the stretch before
+        if asked is None or at is None or not asked <= wall <= at:
+            walls, asked = _wall_times(line, wall), wall
+            at = next(walls, None)
         if fixed and offset > before and start > after and (last is None or start <= last):
-            skipped = _next(trigger, start + before)
+            skipped = next(_wall_times(line, start + before), None)
             if skipped is not None and skipped < start + offset and at != start + offset:
                 yield start
         while at is not None and at - offset < end and (last is None or at - offset <= last):
             yield at - offset
-            asked, at = at + _TICK, _next(trigger, at + _TICK)
+            asked, at = at + _TICK, next(walls, None)
         if at is None:
             return
         start, end, before, offset = end, _next_change(zone, end), offset, _offset(zone, end)
@@ -74,11 +73,12 @@ def last_fire(line: str, timezone: str, after: datetime, until: datetime) -> dat
         ValueError: not a cron line, or no such time zone.
     """
     end, length = until, timedelta(hours=1)
-    while end > after:  # backwards in ever longer steps: a month has 43,200 minutes, and the last one is wanted
+    # backwards in ever longer steps: a month has 43,200 minutes, and the last one is wanted
+    while end > after:
         start = max(after, end - length)
-        found = deque(fire_times(line, timezone, start, end), maxlen=1)
-        if found:
-            return found[0]
+        latest = deque(fire_times(line, timezone, start, end), maxlen=1)
+        if latest:
+            return latest[0]
         end, length = start, 2 * length
     return None
 
@@ -108,38 +108,43 @@ def _offset(zone: ZoneInfo, at: datetime) -> timedelta:
     return offset
 
 
-def _next(trigger: BaseTrigger, wall: datetime) -> datetime | None:
-    """The first wall clock time from ``wall`` on that a trigger names; both are written as if they were UTC."""
-    found: datetime | None = trigger.get_next_fire_time(None, wall)
-    return found
+def _wall_times(line: str, wall: datetime) -> Iterator[datetime]:
+    """The wall clock times from ``wall`` on that a checked line names; all are written as if they were UTC."""
+    try:
+        return CronSim(line, wall - _TICK)
+    except CronSimError:
+        # every field is one, but no month of the line has such a day
+        return iter(())
 
 
 @lru_cache(256)
-def _trigger(line: str) -> BaseTrigger:
-    """A line's trigger over wall clock times.
+def _checked(line: str) -> str:
+    """The line, written so that cronsim reads it as cron does.
 
     Raises:
         ValueError: not a cron line.
     """
-    fields = line.split()
+    fields = line.lower().split()
     if len(fields) != 5:
         raise ValueError("write five cron fields (minute hour day month weekday), such as '0 2 * * *', or 'after <view>'")
-    minute, hour, day, month, weekday = fields
-    for field in (minute, hour, day):
-        if not re.fullmatch(r"[\d*/,-]+", field):
+    for field in fields[:3]:
+        if not re.fullmatch(r"[0-9*/,-]+", field):
             raise ValueError(f"not a cron line: {field!r} is no number, range, list or step")
-    weekday_starred = weekday.startswith("*")
-    weekday = _named_days(weekday)
-
-    def trigger(day: str, weekday: str) -> BaseTrigger:
+    # a day with a step and no end: to Saturday, not to the second Sunday; from a day to Sunday: to the second one
+    fields[4] = re.sub(r"(?<![-*\w])(\w+)/", r"\1-6/", fields[4])
+    fields[4] = re.sub(r"([1-7]|mon|tue|wed|thu|fri|sat)-(0|sun)\b", r"\1-7", fields[4])
+    # a step over one value is that value, not all that follow
+    fields = [re.sub(r"\b(\w+)-\1/0*[1-9][0-9]*", r"\1", field) for field in fields]
+    for number, (field, name) in enumerate(zip(fields, _FIELDS, strict=True)):
+        alone = " ".join(field if number == other else "*" for other in range(5))
         try:
-            return CronTrigger(minute=minute, hour=hour, day=day, month=month.lower(), day_of_week=weekday, timezone=UTC)
-        except ValueError as exc:
-            raise ValueError(f"not a cron line: {exc}") from exc
-
-    # crontab(5): the two day fields are alternatives unless one of them starts with a star
-    both = not day.startswith("*") and not weekday_starred
-    return OrTrigger([trigger(day, "*"), trigger("*", weekday)]) if both else trigger(day, weekday)
+            # the last Friday (5L) and the second (5#2) are cronsim's, not cron's
+            if number == 4 and re.search("[l#]", field):
+                raise CronSimError
+            CronSim(alone, datetime.now(UTC))
+        except CronSimError as exc:
+            raise ValueError(f"not a cron line: {line.split()[number]!r} is no {name}") from exc
+    return " ".join(fields)
 
 
 def check_timezone(name: str) -> ZoneInfo:
@@ -159,39 +164,5 @@ def check_cron(line: str, timezone: str) -> None:
     ValueError: not a cron line, or one that never fires.
     """
     check_timezone(timezone)
-    if _next(_trigger(line), datetime.now(UTC)) is None:
+    if next(_wall_times(_checked(line), datetime.now(UTC)), None) is None:
         raise ValueError("this cron line never fires")
-
-
-def _named_days(field: str) -> str:
-    """``0-2,5`` (cron: Sunday to Tuesday, and Friday) → ``sun,mon,tue,fri``; names and ``*`` stay."""
-    if field == "*":
-        return field
-    days: list[str] = []
-    for part in field.split(","):
-        span, _, step = part.partition("/")
-        first, dash, last = span.partition("-")
-        if dash and not last:
-            raise ValueError(f"not a cron line: {field!r} has a range without an end")
-        if span == "*":
-            first, last = "0", "6"
-        elif not last:
-            last = "6" if step else first
-        try:
-            start, end = _day_number(first), _day_number(last)
-            if end < start:
-                end += 7 if end == 0 else 0
-            if end < start:
-                raise ValueError
-            days += [_DAYS[n % 7] for n in range(start, end + 1, int(step) if step else 1)]
-        except (ValueError, IndexError) as exc:
-            raise ValueError(f"not a cron line: {field!r} is no day of the week; 0 and 7 are Sunday, or write mon-fri") from exc
-    return ",".join(sorted(set(days), key=_ORDER.index))
-
-
-def _day_number(text: str) -> int:
-    if text.isdigit() and int(text) <= 7:
-        return int(text)
-    if text.lower() in _DAYS:
-        return _DAYS.index(text.lower())
-    raise ValueError(text)

@@ -71,6 +71,10 @@ def reference(line: str, days: int) -> Iterator[datetime]:
         "0 0 */7 * *",
         "0 12 1,15 */3 *",
         "0 0 * jan-MAR,Dec *",
+        "0 0 1 feb-Nov/4 *",
+        "0 0 1 feb-9/3 *",
+        "10-10/5 2 * * *",
+        "*/70 2 * * *",
         "0 0 * * 0",
         "0 0 * * 7",
         "0 0 * * 1",
@@ -104,6 +108,14 @@ def reference(line: str, days: int) -> Iterator[datetime]:
 def test_a_line_fires_when_cron_would(line: str) -> None:
     expected = list(islice(reference(line, 1000), 20))
     assert list(islice(fire_times(line), len(expected))) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "same"), [("fri-sun", "5-7"), ("5-0/2", "5,7"), ("sun-sun", "0"), ("7-0", "7"), ("0/3", "0,3,6")]
+)
+def test_a_week_of_eight_days_begins_and_ends_with_sunday(line: str, same: str) -> None:
+    times = [list(islice(fire_times(f"0 0 * * {days}"), 20)) for days in (line, same)]
+    assert times[0] == times[1]
 
 
 def _field(low: int, high: int) -> st.SearchStrategy[str]:
