@@ -18,7 +18,7 @@ from jobs.config import Project, ViewConfig, model_queries
 from jobs.due import FINISHED
 from jobs.open_view import OpenView, open_view
 from jobs.plan import recipe_of
-from precompute.model import LoadedModel, load_with_fingerprint
+from precompute.registry import LoadedModel, load_with_fingerprint
 from precompute.sources.input_hash import MD5
 from precompute.sources.statement import parameters
 from store.errors import ConfigError, SnapshotError, SourceError

@@ -32,7 +32,7 @@ from pydantic import (
 from jobs.config_file import PREFIX, merged, overrides, read_yaml, substituted
 from jobs.cron import check_cron, check_timezone
 from jobs.tuning_file import read_tuning, tuning_path
-from precompute.model import check_use
+from precompute.registry import check_use
 from precompute.sources.statement import check_sql, parameters, referenced_views
 from store.errors import ConfigError
 from store.feature_view import NAME, RESERVED, Definition, Feature, FeatureView, IndexSpec, ModelUse

@@ -20,8 +20,9 @@ from jobs.open_view import REFERENCE, OpenView, open_view
 from precompute.engine.features import with_null_rows
 from precompute.engine.microbatch import MicroBatcher, Refusal
 from precompute.engine.runner import compute
-from precompute.model import LoadedModel, Model, QueryModel, load_with_fingerprint
+from precompute.model import Model, QueryModel
 from precompute.project_path import starting_from
+from precompute.registry import LoadedModel, load_with_fingerprint
 from store.errors import PrecomputeError
 from store.freshness import Reason
 from store.lookup import Computed, Miss

@@ -12,8 +12,9 @@ from typing import Any
 import pyarrow as pa
 
 from jobs.config import model_queries
-from precompute.model import LoadedModel, Model, load_with_fingerprint, model_fingerprint
+from precompute.model import Model, model_fingerprint
 from precompute.project_path import absolute_arguments, starting_from
+from precompute.registry import LoadedModel, load_with_fingerprint
 from precompute.source import Files, Source
 from precompute.sources.statement import referenced_views
 from store.errors import ConfigError, SourceError

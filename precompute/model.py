@@ -11,36 +11,25 @@ A user's own model is a class with two methods, named by dotted path (``mypackag
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import json
 import os
 import re
-import sysconfig
-import time
-import traceback
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from precompute.project_module import import_module, module_exists, plain_name
-from precompute.project_path import ProjectPath, absolute_path, starting_from
-from store.errors import ConfigError, ModelError, PrecomputeError
-
-BUILT_IN = {
-    "text_encoder": "precompute.models.text_encoder:TextEncoder",
-    "two_tower": "precompute.models.two_tower:TwoTower",
-    "top_k": "precompute.models.top_k:TopK",
-    "torch_module": "precompute.models.torch_module:TorchModule",
-}
-"""Name in a view's ``model.use`` → class."""
+from precompute.project_module import plain_name
+from precompute.project_path import ProjectPath, absolute_path
+from store.errors import ConfigError
 
 Features = Mapping[str, npt.NDArray[Any] | pa.Array]
 
@@ -156,183 +145,6 @@ class QueryModel(Model, Protocol):
         """The same model for the inputs of a search, its weights, precision and device shared: asked for anew after a conversion."""
 
 
-def check_use(use: str, folder: Path | None = None) -> None:
-    """Refuse a ``model.use`` that names nothing, without importing the model's libraries.
-
-    Args:
-        use: as :func:`load_model` takes it.
-        folder: the project's, where modules are looked for first.
-
-    Raises:
-        ConfigError: no built-in of that name, or no module of that dotted path.
-    """
-    if use in BUILT_IN:
-        return
-    module, _, attribute = use.partition(":")
-    if not module or not attribute:
-        raise ConfigError(
-            f"unknown model {use!r}: write one of {', '.join(BUILT_IN)}, or a class of yours as package.module:Class"
-        )
-    try:
-        found = module_exists(module, folder)
-    except ModuleNotFoundError as exc:
-        if not (module + ".").startswith(f"{plain_name(str(exc.name))}."):
-            raise ConfigError(f"model {use!r} cannot be imported: {plain_name(str(exc))}") from exc
-        found = False
-    except (ImportError, ValueError):  # a relative or an empty name
-        found = False
-    except (Exception, SystemExit) as exc:  # finding a module inside a package runs the package's own code
-        raise ConfigError(f"model {use!r} cannot be imported: {told(exc)}") from exc
-    if not found:
-        raise ConfigError(
-            f"unknown model {use!r}: there is no module {module!r} on the Python path or in the project's folder (install its package, "
-            "or set PYTHONPATH)"
-        )
-
-
-_OURS = tuple(f"{path}{os.sep}" for path in Path(__file__).parents[1].iterdir() if path.name in ("jobs", "precompute", "store"))
-_OTHERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-
-
-def told(exc: BaseException, longest: int = 500) -> str:
-    """What a user's code raised, and where: ``ValueError: no such word (mine_models.py:17)``, by the innermost line that is neither ours nor
-    a library's; without one, the exception alone. Modules of the project's folder have the names that it knows them by. At most ``longest``
-    characters."""
-    text = plain_name(f"{type(exc).__name__}: {exc}").removesuffix(": ")
-    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(exc.__traceback__)]
-    theirs = [(file, line) for file, line in lines if not file.startswith((*_OURS, *_OTHERS, "<"))]
-    where = f" ({Path(theirs[-1][0]).name}:{theirs[-1][1]})" if theirs else ""
-    return text[: longest - len(where)] + where
-
-
-def load_model(use: str, args: Mapping[str, Any], folder: Path | None = None) -> Model:
-    """Import and construct a model.
-
-    Args:
-        use: built-in name or dotted path.
-        args: keyword arguments of the class; ``{sql: …}`` arguments are Arrow tables by now, and relative paths absolute.
-        folder: the project's, absolute: a module that lies there is this project's own, and read anew when it has changed.
-
-    Raises:
-        ConfigError: the class is not there, is no model, or refuses the arguments.
-        ModelError: it failed to load.
-    """
-    check_use(use, folder)
-    module, _, attribute = BUILT_IN.get(use, use).partition(":")
-    try:
-        imported = import_module(module, None if use in BUILT_IN else folder)
-    except (Exception, SystemExit) as exc:  # a user's module may fail in any way, a syntax error included
-        raise ConfigError(f"model {use!r} cannot be imported: {told(exc)}") from exc
-    factory = getattr(imported, attribute, None)
-    if factory is None:
-        raise ConfigError(f"unknown model {use!r}: module {module!r} has no class {attribute!r}")
-    try:
-        with starting_from(folder):
-            model = factory(**args)
-    except TypeError as exc:
-        raise ConfigError(
-            f"model {use!r} does not take these args ({', '.join(args) or 'none'}): {plain_name(str(exc))}"
-        ) from exc
-    except PrecomputeError:
-        raise
-    except (Exception, SystemExit) as exc:  # a user's class may raise anything
-        raise ModelError(f"model {use!r} failed to load: {told(exc)}") from exc
-    if not isinstance(model, Model):
-        raise ConfigError(f"model {use!r} has no fingerprint() and compute(batch) methods: see 'your own model' in the README")
-    return model
-
-
-class LoadedModel(NamedTuple):
-    """A model, and its own fingerprint: that of the files it was loaded from, which may be others by now."""
-
-    model: Model
-    fingerprint: str
-
-
-_READ: ContextVar[set[Path] | None] = ContextVar("read", default=None)
-"""The files whose content :func:`digest` took for the model that is being loaded."""
-
-MOST_NAMED_FILES = 1000
-"""In a folder that a model's argument names; of further ones only the times are looked at."""
-
-
-def load_with_fingerprint(use: str, args: Mapping[str, Any], folder: Path | None = None) -> LoadedModel:
-    """:func:`load_model`, and the fingerprint of what was loaded: a model loads its files first and has them hashed then, and in between another
-    may take the place of one, so that the old values would have the fingerprint of the new ones.
-
-    Where a file may have changed meanwhile (or is so new that its times do not tell), the model is loaded once more. What it was loaded from then
-    lies between two readings for a fingerprint, which must be the same.
-
-    Raises:
-        ConfigError, ModelError: see :func:`load_model`.
-        ModelError: its files changed while it was loaded the second time.
-    """
-    with starting_from(folder):
-        named = {path: _stamp(path) for path in _named_files(args)}
-    began_ns, read = time.time_ns(), set[Path]()
-    token = _READ.set(read)
-    try:
-        model = load_model(use, args, folder)
-        with starting_from(folder):
-            fingerprint = model.fingerprint()
-    finally:
-        _READ.reset(token)
-    if not any(_may_have_changed(path, named, began_ns) for path in read):
-        return LoadedModel(model, fingerprint)
-    del model  # there may be no room for two
-    model = load_model(use, args, folder)
-    with starting_from(folder):
-        if model.fingerprint() != fingerprint:
-            raise ModelError(
-                f"model {use!r}: its files were replaced while it was loaded, and again when it was loaded once more: run again once all are in their "
-                "place (or its fingerprint() is another one for each object)"
-            )
-    return LoadedModel(model, fingerprint)
-
-
-class _Stamp(NamedTuple):
-    """What tells a file from another in its place, and from itself after it was written to; times in ns."""
-
-    device: int
-    inode: int
-    size: int
-    modified: int
-    changed: int
-
-
-def _stamp(path: Path) -> _Stamp | None:
-    try:
-        file, link = path.stat(), path.lstat()
-    except (OSError, ValueError):
-        return None
-    return _Stamp(file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns, max(file.st_ctime_ns, link.st_ctime_ns))
-
-
-def _may_have_changed(path: Path, before: Mapping[Path, _Stamp | None], began_ns: int) -> bool:
-    """Since ``began_ns``, when the stamps ``before`` had been taken: of a file that is not among them the times alone tell."""
-    now = _stamp(path)
-    if now is None or before.get(path, now) != now:
-        return True
-    # What changes within a step of the file system's clock has no other time: the kernel's tick, or two seconds where times are whole seconds.
-    step_ns = 50_000_000 if now.changed % 1_000_000_000 else 2_000_000_000
-    return now.changed > began_ns - step_ns
-
-
-def _named_files(value: Any) -> Iterator[Path]:
-    """The files that a model's arguments name, at any depth, and those in the folders that they name."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from _named_files(inner)
-    elif isinstance(value, (str, Path)) and value != "":
-        try:
-            found = resolve_path(str(value))
-        except (ConfigError, OSError, ValueError):  # a text that is no path
-            return
-        yield from islice(_files_in(found), MOST_NAMED_FILES) if found.is_dir() else [found]
-
-
 def model_fingerprint(own: str, use: str, precision: str, tables: Mapping[str, pa.Table]) -> str:
     """The fingerprint that the manifest records (SHA-256, hex): the model's own, its class, the precision, and the content of the tables
     it was given, in their order (which decides ties). Paths do not count."""
@@ -351,6 +163,20 @@ def table_digest(table: pa.Table) -> str:
             writer.write_batch(batch.replace_schema_metadata(None))
         sha.update(sink.getvalue())
     return sha.hexdigest()
+
+
+_FILES_READ: ContextVar[set[Path] | None] = ContextVar("files_read", default=None)
+
+
+@contextlib.contextmanager
+def files_read() -> Iterator[set[Path]]:
+    """Collects the files whose content :func:`digest` takes within, in this thread."""
+    files = set[Path]()
+    token = _FILES_READ.set(files)
+    try:
+        yield files
+    finally:
+        _FILES_READ.reset(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,33 +259,33 @@ def _with_keys(made: dict[Any, Any]) -> dict[Any, Any]:
 
 def _content(path: str | Path) -> str:
     """SHA-256 (hex) of a file, or of the names and SHA-256 of a folder's files."""
-    found = absolute_path(path)
+    file = absolute_path(path)
     if path == "":
         raise ConfigError("model file '' cannot be read: its name is empty")
     try:
-        if not found.is_dir():
-            if (read := _READ.get()) is not None:
-                read.add(found)
-            with found.open("rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest()
-        files = {inside.relative_to(found).as_posix(): _content(inside) for inside in _files_in(found)}
+        if not file.is_dir():
+            if (read := _FILES_READ.get()) is not None:
+                read.add(file)
+            with file.open("rb") as content:
+                return hashlib.file_digest(content, "sha256").hexdigest()
+        files = {inside.relative_to(file).as_posix(): _content(inside) for inside in files_in(file)}
     except OSError as exc:
-        raise ConfigError(f"model file {found} cannot be read: {exc.strerror}") from exc
+        raise ConfigError(f"model file {file} cannot be read: {exc.strerror}") from exc
     except ValueError as exc:  # a NUL in the name
         raise ConfigError(f"model file {str(path)!r} cannot be read: {exc}") from exc
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
-def _files_in(found: Path) -> Iterator[Path]:
+def files_in(folder: Path) -> Iterator[Path]:
     """A folder's files, at any depth, but for those that do not count."""
     seen = set[str]()
-    for folder, inner, names in os.walk(found, followlinks=True):
-        if (real := os.path.realpath(folder)) in seen:  # a link to a folder above
+    for at, inner, names in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(at)) in seen:  # a link to a folder above
             inner.clear()
             continue
         seen.add(real)
         inner[:] = sorted(name for name in inner if not _is_passed_over(name))
-        yield from (Path(folder, name) for name in names if not _is_passed_over(name))
+        yield from (Path(at, name) for name in names if not _is_passed_over(name))
 
 
 def _is_passed_over(name: str) -> bool:

@@ -13,9 +13,12 @@ import ast
 import hashlib
 import importlib
 import importlib.util
+import os
 import re
 import sys
+import sysconfig
 import threading
+import traceback
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -34,6 +37,9 @@ _sources: dict[str, dict[Path, str]] = {}
 _sources_lock = threading.Lock()
 """Of :data:`_sources`, to which whoever computes adds by an import inside a function. Nothing else is asked for under it: such a thread holds Python's
 lock of a module, for which an import under :data:`_lock` may be waiting."""
+
+_OURS = tuple(f"{path}{os.sep}" for path in Path(__file__).parents[1].iterdir() if path.name in ("jobs", "precompute", "store"))
+_OTHERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 def is_own(name: str, folder: Path | None) -> bool:
@@ -75,6 +81,17 @@ def import_module(name: str, folder: Path | None) -> ModuleType:
 def plain_name(name: str) -> str:
     """A module's name as its project knows it: the same wherever the project lies."""
     return _PRIVATE.sub("", name)
+
+
+def told(exc: BaseException, longest: int = 500) -> str:
+    """What a user's code raised, and where: ``ValueError: no such word (mine_models.py:17)``, by the innermost line that is neither ours nor
+    a library's; without one, the exception alone. Modules of the project's folder have the names that it knows them by. At most ``longest``
+    characters."""
+    text = plain_name(f"{type(exc).__name__}: {exc}").removesuffix(": ")
+    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(exc.__traceback__)]
+    theirs = [(file, line) for file, line in lines if not file.startswith((*_OURS, *_OTHERS, "<"))]
+    where = f" ({Path(theirs[-1][0]).name}:{theirs[-1][1]})" if theirs else ""
+    return text[: longest - len(where)] + where
 
 
 def _is_installed(top: str) -> bool:

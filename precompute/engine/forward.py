@@ -15,7 +15,8 @@ from precompute.engine.memory import is_out_of_memory
 from precompute.engine.meter import Meter
 from precompute.engine.pace import Pace
 from precompute.engine.window import Batch, Later, Rows, Window
-from precompute.model import Features, Model, StagedModel, told
+from precompute.model import Features, Model, StagedModel
+from precompute.project_module import told
 from store.errors import ModelError
 from store.feature_view import FeatureView
 

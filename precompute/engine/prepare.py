@@ -14,7 +14,8 @@ import pyarrow as pa
 from precompute.engine.batching import batches_by_cost
 from precompute.engine.pace import Pace
 from precompute.engine.window import Batch, Later, Rows, Window, taken
-from precompute.model import CheckingModel, Model, SizedModel, StagedModel, told
+from precompute.model import CheckingModel, Model, SizedModel, StagedModel
+from precompute.project_module import told
 from store.errors import ModelError
 from store.feature_view import FeatureView
 

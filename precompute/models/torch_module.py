@@ -45,10 +45,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_model
 from torch.utils.dlpack import from_dlpack
 
-from precompute.model import Prepared, Verbatim, digest, resolve_path, told
+from precompute.model import Prepared, Verbatim, digest, resolve_path
 from precompute.models.device import Device, Fetch
 from precompute.models.torch_model import Tensors, TorchModel
-from precompute.project_module import import_module, plain_name
+from precompute.project_module import import_module, plain_name, told
 from precompute.project_path import project_folder
 from store.errors import ConfigError, ModelError
 

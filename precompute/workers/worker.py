@@ -32,8 +32,10 @@ import pyarrow as pa
 from precompute.engine.meter import Meter
 from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
-from precompute.model import Model, StagedModel, load_model, model_fingerprint, told
+from precompute.model import Model, StagedModel, model_fingerprint
+from precompute.project_module import told
 from precompute.project_path import absolute_arguments, starting_from
+from precompute.registry import load_model
 from store.errors import ConfigError, ModelError, PrecomputeError
 from store.feature_view import FeatureView
 

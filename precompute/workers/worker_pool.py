@@ -60,7 +60,7 @@ REAP_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """All that a worker needs to make the model: see :func:`precompute.model.load_model`. ``args`` and ``convert`` are plain JSON, ``tables``
+    """All that a worker needs to make the model: see :func:`precompute.registry.load_model`. ``args`` and ``convert`` are plain JSON, ``tables``
     further arguments.
 
     ``folder`` is the project's, where its own modules lie and the relative paths in ``args`` start from; ``convert`` is handed to
@@ -150,7 +150,7 @@ class WorkerPool:
 
         Raises:
             ModelError: see :class:`precompute.engine.runner.Runner`; workers die before the model is loaded, or one after the other.
-            ConfigError: the model does not load, as in :func:`precompute.model.load_model`, or is not the spec's; and whatever ``windows`` raises.
+            ConfigError: the model does not load, as in :func:`precompute.registry.load_model`, or is not the spec's; and whatever ``windows`` raises.
         """
         run = _Stream(self._spec, self._meter, self._states, self._devices, self._patience, windows, hidden, memory_mb)
         times = self._meter.stage("write")

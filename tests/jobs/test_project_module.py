@@ -18,8 +18,9 @@ from jobs.config import Project
 from jobs.progress import Silent
 from jobs.run import run_view
 from precompute import project_module
-from precompute.model import digest, load_model
+from precompute.model import digest
 from precompute.project_module import import_module, module_exists, plain_name
+from precompute.registry import load_model
 from store.errors import ConfigError, ModelError
 from store.offline.view_store import OfflineStore
 from tests.conftest import MakeProject

@@ -15,19 +15,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from precompute.model import (
-    BUILT_IN,
-    Verbatim,
-    check_use,
-    digest,
-    load_model,
-    load_with_fingerprint,
-    model_fingerprint,
-    resolve_path,
-    table_digest,
-    told,
-)
+from precompute.model import Verbatim, digest, model_fingerprint, resolve_path, table_digest
+from precompute.project_module import told
 from precompute.project_path import ProjectPath, starting_from
+from precompute.registry import BUILT_IN, check_use, load_model, load_with_fingerprint
 from precompute.source import Source
 from store.errors import ConfigError, ModelError
 from tests.arithmetic import Doubler
@@ -457,7 +448,7 @@ def test_a_fingerprint_is_that_of_what_was_loaded(places: Path, monkeypatch: pyt
 def _later(monkeypatch: pytest.MonkeyPatch, seconds: float = 3600) -> None:
     """As if nothing had been written for an hour."""
     now = time.time_ns
-    monkeypatch.setattr("precompute.model.time.time_ns", lambda: now() + round(seconds * 1e9))
+    monkeypatch.setattr("precompute.registry.time.time_ns", lambda: now() + round(seconds * 1e9))
 
 
 @pytest.mark.parametrize("name", ["path", ""])

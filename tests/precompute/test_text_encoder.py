@@ -20,9 +20,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, BertConfig, BertModel
 
 from precompute.engine.runner import compute
-from precompute.model import load_model, resolve_path
+from precompute.model import resolve_path
 from precompute.models.text_encoder import TextEncoder
 from precompute.precision.same_value import relative_errors, tolerance
+from precompute.registry import load_model
 from store.errors import ConfigError, ModelError
 from store.feature_view import Feature, FeatureView, IndexSpec
 

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from precompute.engine import prepare
 from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
-from precompute.model import load_model
 from precompute.models.torch_module import TorchModule
+from precompute.registry import load_model
 from store.errors import ConfigError, ModelError
 from store.feature_view import Feature, FeatureView
 

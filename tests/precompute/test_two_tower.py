@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from precompute.model import load_model
 from precompute.models.two_tower import TwoTower, train_two_tower
+from precompute.registry import load_model
 from store.errors import ConfigError, ModelError
 
 N_USERS, N_ITEMS = 20, 10

@@ -19,7 +19,7 @@ import pytest
 from precompute.engine.meter import Meter
 from precompute.engine.runner import START_ROWS, Runner
 from precompute.engine.window import Outcome
-from precompute.model import load_model
+from precompute.registry import load_model
 from precompute.workers import worker_pool
 from precompute.workers.worker_pool import HELD, WorkerPool, WorkerSpec
 from store.errors import ConfigError, ModelError

@@ -1,0 +1,177 @@
+"""Registry: from a view's ``model.use`` to a loaded model, and the fingerprint of exactly what was loaded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from precompute.model import Model, files_in, files_read, resolve_path
+from precompute.project_module import import_module, module_exists, plain_name, told
+from precompute.project_path import starting_from
+from store.errors import ConfigError, ModelError, PrecomputeError
+
+BUILT_IN = {
+    "text_encoder": "precompute.models.text_encoder:TextEncoder",
+    "two_tower": "precompute.models.two_tower:TwoTower",
+    "top_k": "precompute.models.top_k:TopK",
+    "torch_module": "precompute.models.torch_module:TorchModule",
+}
+"""Name in a view's ``model.use`` → class."""
+
+MOST_NAMED_FILES = 1000
+"""In a folder that a model's argument names; of further ones only the times are looked at."""
+
+
+def check_use(use: str, folder: Path | None = None) -> None:
+    """Refuse a ``model.use`` that names nothing, without importing the model's libraries.
+
+    Args:
+        use: as :func:`load_model` takes it.
+        folder: the project's, where modules are looked for first.
+
+    Raises:
+        ConfigError: no built-in of that name, or no module of that dotted path.
+    """
+    if use in BUILT_IN:
+        return
+    module, _, attribute = use.partition(":")
+    if not module or not attribute:
+        raise ConfigError(
+            f"unknown model {use!r}: write one of {', '.join(BUILT_IN)}, or a class of yours as package.module:Class"
+        )
+    try:
+        exists = module_exists(module, folder)
+    except ModuleNotFoundError as exc:
+        if not (module + ".").startswith(f"{plain_name(str(exc.name))}."):
+            raise ConfigError(f"model {use!r} cannot be imported: {plain_name(str(exc))}") from exc
+        exists = False
+    except (ImportError, ValueError):  # a relative or an empty name
+        exists = False
+    except (Exception, SystemExit) as exc:  # finding a module inside a package runs the package's own code
+        raise ConfigError(f"model {use!r} cannot be imported: {told(exc)}") from exc
+    if not exists:
+        raise ConfigError(
+            f"unknown model {use!r}: there is no module {module!r} on the Python path or in the project's folder (install its package, "
+            "or set PYTHONPATH)"
+        )
+
+
+def load_model(use: str, args: Mapping[str, Any], folder: Path | None = None) -> Model:
+    """Import and construct a model.
+
+    Args:
+        use: built-in name or dotted path.
+        args: keyword arguments of the class; ``{sql: …}`` arguments are Arrow tables by now, and relative paths absolute.
+        folder: the project's, absolute: a module that lies there is this project's own, and read anew when it has changed.
+
+    Raises:
+        ConfigError: the class is not there, is no model, or refuses the arguments.
+        ModelError: it failed to load.
+    """
+    check_use(use, folder)
+    module, _, attribute = BUILT_IN.get(use, use).partition(":")
+    try:
+        imported = import_module(module, None if use in BUILT_IN else folder)
+    except (Exception, SystemExit) as exc:  # a user's module may fail in any way, a syntax error included
+        raise ConfigError(f"model {use!r} cannot be imported: {told(exc)}") from exc
+    factory = getattr(imported, attribute, None)
+    if factory is None:
+        raise ConfigError(f"unknown model {use!r}: module {module!r} has no class {attribute!r}")
+    try:
+        with starting_from(folder):
+            model = factory(**args)
+    except TypeError as exc:
+        raise ConfigError(
+            f"model {use!r} does not take these args ({', '.join(args) or 'none'}): {plain_name(str(exc))}"
+        ) from exc
+    except PrecomputeError:
+        raise
+    except (Exception, SystemExit) as exc:  # a user's class may raise anything
+        raise ModelError(f"model {use!r} failed to load: {told(exc)}") from exc
+    if not isinstance(model, Model):
+        raise ConfigError(f"model {use!r} has no fingerprint() and compute(batch) methods: see 'your own model' in the README")
+    return model
+
+
+class LoadedModel(NamedTuple):
+    """A model, and its own fingerprint: that of the files it was loaded from, which may be others by now."""
+
+    model: Model
+    fingerprint: str
+
+
+def load_with_fingerprint(use: str, args: Mapping[str, Any], folder: Path | None = None) -> LoadedModel:
+    """:func:`load_model`, and the fingerprint of what was loaded: a model loads its files first and has them hashed then, and in between another
+    may take the place of one, so that the old values would have the fingerprint of the new ones.
+
+    Where a file may have changed meanwhile (or is so new that its times do not tell), the model is loaded once more. What it was loaded from then
+    lies between two readings for a fingerprint, which must be the same.
+
+    Raises:
+        ConfigError, ModelError: as :func:`load_model` does.
+        ModelError: its files changed while it was loaded the second time.
+    """
+    with starting_from(folder):
+        named = {path: _stamp(path) for path in _named_files(args)}
+    began_ns = time.time_ns()
+    with files_read() as read:
+        model = load_model(use, args, folder)
+        with starting_from(folder):
+            fingerprint = model.fingerprint()
+    if not any(_may_have_changed(path, named, began_ns) for path in read):
+        return LoadedModel(model, fingerprint)
+    del model  # there may be no room for two
+    model = load_model(use, args, folder)
+    with starting_from(folder):
+        if model.fingerprint() != fingerprint:
+            raise ModelError(
+                f"model {use!r}: its files were replaced while it was loaded, and again when it was loaded once more: run again once all are in their "
+                "place (or its fingerprint() is another one for each object)"
+            )
+    return LoadedModel(model, fingerprint)
+
+
+class _Stamp(NamedTuple):
+    """What tells a file from another in its place, and from itself after it was written to; times in ns."""
+
+    device: int
+    inode: int
+    size: int
+    modified: int
+    changed: int
+
+
+def _stamp(path: Path) -> _Stamp | None:
+    try:
+        file, link = path.stat(), path.lstat()
+    except (OSError, ValueError):
+        return None
+    return _Stamp(file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns, max(file.st_ctime_ns, link.st_ctime_ns))
+
+
+def _may_have_changed(path: Path, before: Mapping[Path, _Stamp | None], began_ns: int) -> bool:
+    """Since ``began_ns``, when the stamps ``before`` had been taken: of a file that is not among them the times alone tell."""
+    now = _stamp(path)
+    if now is None or before.get(path, now) != now:
+        return True
+    # What changes within a step of the file system's clock has no other time: the kernel's tick, or two seconds where times are whole seconds.
+    step_ns = 50_000_000 if now.changed % 1_000_000_000 else 2_000_000_000
+    return now.changed > began_ns - step_ns
+
+
+def _named_files(value: Any) -> Iterator[Path]:
+    """The files that a model's arguments name, at any depth, and those in the folders that they name."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _named_files(inner)
+    elif isinstance(value, (str, Path)) and value != "":
+        try:
+            path = resolve_path(str(value))
+        except (ConfigError, OSError, ValueError):  # a text that is no path
+            return
+        yield from islice(files_in(path), MOST_NAMED_FILES) if path.is_dir() else [path]
