@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from store.errors import OnlineStoreError, RequestError
+from store.fallback import Computed, Miss
 from store.freshness import AHEAD_US, Reason, Sighting, Source, Status, age_s, as_datetime, status_of
 from store.online.codec import Buffer, RowCodec
 from store.online.online_store import Pointer
@@ -41,22 +42,6 @@ _FLOAT64 = pa.float64()
 _COMPUTED_AT = struct.Struct("<q")
 
 
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """One row the model made now: a record batch of one row with the view's features, and when (µs since 1970)."""
-
-    features: pa.RecordBatch
-    computed_at_us: int
-
-
-class Miss(Exception):
-    """Why a fallback gave no row; carried by its future."""
-
-    def __init__(self, reason: Reason, detail: str = "") -> None:
-        super().__init__(detail or reason)
-        self.reason = reason
-
-
 class Plan:
     """What every request for the same pointer and features shares: codec, schema, and columns that hold one value throughout."""
 
@@ -74,9 +59,9 @@ class Plan:
 
     def constants(self, rows: int) -> list[pa.Array]:
         """Columns of one value, for an answer of ``rows`` rows: fresh, store, no reason, TTL, snapshot, model."""
-        known = self._constants.get(rows)
-        if known is None:
-            known = self._constants[rows] = [
+        columns = self._constants.get(rows)
+        if columns is None:
+            columns = self._constants[rows] = [
                 pa.repeat(str(Status.FRESH), rows),
                 pa.repeat(str(Source.STORE), rows),
                 pa.nulls(rows, pa.string()),
@@ -84,7 +69,7 @@ class Plan:
                 pa.repeat(pa.scalar(self.pointer.snapshot, pa.int64()), rows),
                 pa.repeat(self.pointer.model, rows),
             ]
-        return known
+        return columns
 
 
 @dataclass(slots=True)
@@ -102,7 +87,8 @@ class Answer:
     deadline: float = 0.0
     pending: dict[int, Future[Computed]] = field(default_factory=dict)
     _computed_at: list[int] = field(default_factory=list)
-    _statuses: list[Status] | None = None  # None: all fresh from the store, the common case
+    _statuses: list[Status] | None = None
+    """None: all fresh from the store, the common case."""
     _reasons: dict[int, Reason] = field(default_factory=dict)
 
     @property
@@ -129,7 +115,8 @@ class Answer:
             limit_s = view.ttl_s if max_age_s is None else min(view.ttl_s, max_age_s)
             if self.sighting.age_us(min(self._computed_at), self.now_us) <= limit_s * 1e6:
                 return []
-        except TypeError:  # a None among the values
+        except TypeError:
+            # a None among the values
             self._computed_at = [0 if v is None else _COMPUTED_AT.unpack_from(v)[0] for v in self.values]
         statuses = []
         missing = []
@@ -211,7 +198,7 @@ class Answer:
         return self._computed_at[i]
 
     def table(self) -> pa.Table:
-        """The answer as Arrow: see :meth:`Lookup.get`."""
+        """The answer as Arrow: the columns of :data:`ANSWER_FIELDS`, then one per feature."""
         plan, rows = self.plan, len(self.keys)
         decoded = plan.codec.decode(self.values, plan.features)
         ages = self.sighting.ages_us(decoded.computed_at_us, self.now_us) / 1e6

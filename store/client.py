@@ -65,7 +65,8 @@ class Client:
             RequestError: the server refused, with its status and code.
             OnlineStoreError: no answer, or the server's store does not answer.
         """
-        check_limits(deadline_ms=deadline_ms, max_age_s=max_age_s)  # JSON has no NaN or infinity: they would arrive as null
+        # JSON has no NaN or infinity: they would arrive as null
+        check_limits(deadline_ms=deadline_ms, max_age_s=max_age_s)
         body = {
             "keys": list(keys),
             "features": None if features is None else list(features),
@@ -100,9 +101,9 @@ class Client:
         """As :meth:`store.lookup.Lookup.search`; ``exclude=[keys]`` leaves rows out."""
         exclude = arguments.pop("exclude", None)
         body = {**arguments, "filter": {"exclude": list(exclude)}} if exclude else arguments
-        found = self._json("POST", f"/v1/views/{quote(view, safe='')}/search", body)
+        answer = self._json("POST", f"/v1/views/{quote(view, safe='')}/search", body)
         with self._understood():
-            return found | {"rows": [_with_datetime(row) for row in found["rows"]]}
+            return answer | {"rows": [_with_datetime(row) for row in answer["rows"]]}
 
     def views(self) -> list[dict[str, Any]]:
         """As :meth:`store.lookup.Lookup.views`."""

@@ -6,62 +6,25 @@ One request reads the live pointer once, so all its rows are of one snapshot. A 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 
-from store.answer import (
-    ANSWER_FIELDS,
-    MAX_DEADLINE_S,
-    MAX_KEYS,
-    MAX_NEIGHBOURS,
-    Answer,
-    Computed,
-    Miss,
-    Plan,
-    check_limits,
-)
+from store.answer import ANSWER_FIELDS, MAX_DEADLINE_S, MAX_KEYS, MAX_NEIGHBOURS, Answer, Plan, check_limits
 from store.entity_key import check_key, join_key, key_text
 from store.errors import RequestError, VectorIndexError
+from store.fallback import Computed, Fallback, Miss, check_inputs
 from store.feature_view import MAX_KEY_BYTES, FeatureView
-from store.freshness import Reason, Sighting, Status, microseconds, status_of
+from store.freshness import Sighting, Status, microseconds, status_of
 from store.online.online_store import OnlineStore, Pointer
 from store.online.online_url import open_online_store
-from store.online.vector_index import VectorIndex
+from store.search import Indexes, embedded, searched_vector
 
 IMPOSSIBLE = b"\0"
 """Looked up in place of a key no entity can have, and never found: keys with a NUL are not stored."""
-
-
-class Fallback(Protocol):
-    """What stands behind a miss: the same model, run now."""
-
-    def submit(
-        self,
-        pointer: Pointer,
-        keys: Sequence[str],
-        inputs: Mapping[str, Mapping[str, Any]],
-        deadline: float,
-        *,
-        query: bool = False,
-    ) -> list[Future[Computed]]:
-        """Begin to compute ``keys`` under the model of ``pointer``; returns at once.
-
-        Args:
-            pointer: names the view, the snapshot and the model fingerprint the rows must belong to.
-            keys: key texts.
-            inputs: key → input column → value, for keys whose inputs come with the request.
-            deadline: :func:`time.monotonic` time after which nobody waits any more.
-            query: the inputs are what the view is searched by, and none of its rows: an encoder may have another prompt for them.
-
-        Returns:
-            a future per key: a :class:`Computed`, or :class:`Miss` raised.
-        """
 
 
 class Lookup:
@@ -87,13 +50,11 @@ class Lookup:
     ) -> None:
         self.online = online
         self.fallback = fallback
-        self._root = None if root is None else Path(root)
         self._clock, self._monotonic = clock, monotonic
         self._plans: dict[tuple[str, tuple[str, ...] | None], Plan] = {}
         self._seen: dict[str, tuple[tuple[int, str, int], int | None, float]] = {}
         """View → its pointer's version, when that was published (µs), and when it was first seen here, by the monotonic clock (s)."""
-        self._indexes: dict[str, tuple[tuple[int, str], VectorIndex]] = {}
-        self._index_lock = threading.Lock()
+        self._indexes = Indexes(None if root is None else Path(root))
 
     @classmethod
     def open(cls, online: str, root: str | Path | None = None) -> Lookup:
@@ -174,27 +135,28 @@ class Lookup:
         read = self.online.read(view, raw)
         if read is None:
             raise self._unknown_view(view)
-        pointer, found = read
+        pointer, rows = read
         plan = self._plan(pointer, features)
-        given = {} if not inputs else {key_text(key, pointer.view.entity): columns for key, columns in inputs.items()}
-        for columns in given.values():
-            _check_inputs(pointer, columns)
+        inputs_by_key = {} if not inputs else {key_text(key, pointer.view.entity): columns for key, columns in inputs.items()}
+        for columns in inputs_by_key.values():
+            check_inputs(pointer, columns)
         now_us = int(self._clock() * 1e6)
-        answer = Answer(plan, texts, found, now_us, self._sighting(pointer))
+        answer = Answer(plan, texts, rows, now_us, self._sighting(pointer))
         missing = [i for i in answer.judge(max_age_s) if raw[i] is not IMPOSSIBLE]
         if missing and fallback and self.fallback is not None and pointer.view.fallback:
             wait_s = pointer.view.fallback_deadline_s if deadline_ms is None else deadline_ms / 1000
             answer.deadline = time.monotonic() + min(wait_s, MAX_DEADLINE_S)
             wanted = [texts[i] for i in missing]
-            answer.pending = dict(zip(missing, self.fallback.submit(pointer, wanted, given, answer.deadline), strict=True))
+            futures = self.fallback.submit(pointer, wanted, inputs_by_key, answer.deadline)
+            answer.pending = dict(zip(missing, futures, strict=True))
         return answer
 
     def _sighting(self, pointer: Pointer) -> Sighting:
-        known, now_s = self._seen.get(pointer.view.name), self._monotonic()
+        first, now_s = self._seen.get(pointer.view.name), self._monotonic()
         version = (*pointer.publishing, pointer.renewed_at_us)
-        if known is None or known[0] != version:
-            known = self._seen[pointer.view.name] = (version, microseconds(pointer.at), now_s)
-        _, published_us, seen_s = known
+        if first is None or first[0] != version:
+            first = self._seen[pointer.view.name] = (version, microseconds(pointer.at), now_s)
+        _, published_us, seen_s = first
         return Sighting(published_us, pointer.renewed_at_us, int((now_s - seen_s) * 1e6))
 
     def _keys(self, view: str, keys: Sequence[Any]) -> tuple[list[str], list[bytes]]:
@@ -205,10 +167,12 @@ class Lookup:
         """
         texts = list(keys)
         try:
-            raw = list(map(str.encode, texts))  # the common case, as lean as it gets: 100 keys in 6 µs
+            # the common case, as lean as it gets: 100 keys in 6 µs
+            raw = list(map(str.encode, texts))
         except UnicodeEncodeError as exc:
             raise RequestError("a key is not valid UTF-8", code="bad_key") from exc
-        except TypeError:  # integers, or lists for an entity of several columns
+        except TypeError:
+            # integers, or lists for an entity of several columns
             pointer = self.online.live(view)
             if pointer is None:
                 raise self._unknown_view(view) from None
@@ -217,7 +181,8 @@ class Lookup:
         if max(map(len, raw)) > MAX_KEY_BYTES or not all(raw) or b"\0" in b"".join(raw):
             raw = [key if 0 < len(key) <= MAX_KEY_BYTES and 0 not in key else IMPOSSIBLE for key in raw]
             if all(key is IMPOSSIBLE for key in raw):
-                check_key(texts[0])  # raises: there is nothing to answer
+                # raises: there is nothing to answer
+                check_key(texts[0])
         return texts, raw
 
     def _unknown_view(self, view: str) -> RequestError:
@@ -231,7 +196,8 @@ class Lookup:
         if plan is None or plan.pointer is not pointer:
             if features is not None:
                 _check_features(pointer.view, features)
-            if len(self._plans) > 1024:  # feature subsets come from requests: keep their number bounded
+            # feature subsets come from requests: keep their number bounded
+            if len(self._plans) > 1024:
                 self._plans.clear()
             plan = self._plans[key] = Plan(pointer, key[1])
         return plan
@@ -320,27 +286,46 @@ class Lookup:
             pointer = self.online.live(view)
             if pointer is None:
                 raise self._unknown_view(view)
-            index = self._index(pointer)
+            index = self._indexes.of(pointer)
             _check_features(pointer.view, features)
             omitted = {key_text(e, pointer.view.entity) for e in exclude}
             if key is not None:
                 omitted.add(key_text(key, pointer.view.entity))
             query = vector if vector is not None else self._query(pointer, key, inputs, deadline_ms)
             keys, scores = index.search(query, k, frozenset(omitted))
-            if not keys:
-                rows: list[dict[str, Any]] = []
-                break
-            answer = self.begin(view, keys, features=features, fallback=False)
-            if answer.pointer.publishing == pointer.publishing:
-                rows = [
-                    {"key": row.pop("key"), "score": score, **row}
-                    for row, score in zip(answer.rows(), scores, strict=True)
-                    if row["status"] != Status.MISSING
-                ]
-                break
-        else:  # five publishes within one search
-            raise VectorIndexError(f"view {view!r} is being published over and over; search again")
-        return {"view": view, "snapshot": pointer.snapshot, "model": pointer.model, "metric": index.metric, "rows": rows}
+            rows = self._neighbours(pointer, keys, scores, features)
+            if rows is not None:
+                return {
+                    "view": view,
+                    "snapshot": pointer.snapshot,
+                    "model": pointer.model,
+                    "metric": index.metric,
+                    "rows": rows,
+                }
+        # five publishes within one search
+        raise VectorIndexError(f"view {view!r} is being published over and over; search again")
+
+    def _query(self, pointer: Pointer, key: Any, inputs: Mapping[str, Any] | None, deadline_ms: float | None) -> Sequence[float]:
+        view = pointer.view
+        assert view.index is not None
+        if inputs is not None:
+            return embedded(self.fallback, pointer, inputs, deadline_ms)
+        return searched_vector(self.row(view.name, key, features=[view.index.on], fallback=False), pointer, key)
+
+    def _neighbours(
+        self, pointer: Pointer, keys: Sequence[str], scores: Sequence[float], features: Sequence[str]
+    ) -> list[dict[str, Any]] | None:
+        """The rows that an index found, with their scores; None when another snapshot was published meanwhile."""
+        if not keys:
+            return []
+        answer = self.begin(pointer.view.name, keys, features=features, fallback=False)
+        if answer.pointer.publishing != pointer.publishing:
+            return None
+        return [
+            {"key": row.pop("key"), "score": score, **row}
+            for row, score in zip(answer.rows(), scores, strict=True)
+            if row["status"] != Status.MISSING
+        ]
 
     def warm(self, pointer: Pointer) -> None:
         """Open what the first search of a new snapshot would have to open.
@@ -348,64 +333,8 @@ class Lookup:
         Raises:
             VectorIndexError: the index is missing or damaged.
         """
-        if pointer.index is not None and self._root is not None:
-            self._index(pointer)
-
-    def _query(self, pointer: Pointer, key: Any, inputs: Mapping[str, Any] | None, deadline_ms: float | None) -> Sequence[float]:
-        view = pointer.view
-        assert view.index is not None  # _index() refused otherwise
-        if inputs is not None:
-            if self.fallback is None or not view.fallback:
-                raise RequestError(
-                    f"view {view.name!r} has no fallback here, so it cannot embed inputs: send a key or a vector",
-                    code="no_fallback",
-                )
-            _check_inputs(pointer, inputs)
-            wait_s = view.fallback_deadline_s if deadline_ms is None else min(deadline_ms / 1000, MAX_DEADLINE_S)
-            deadline = time.monotonic() + wait_s
-            future = self.fallback.submit(pointer, ["query"], {"query": inputs}, deadline, query=True)[0]
-            try:
-                row = future.result(timeout=wait_s).features
-            except TimeoutError as exc:
-                raise RequestError(
-                    f"the model did not answer within {wait_s * 1000:.0f} ms", status=504, code=Reason.DEADLINE
-                ) from exc
-            except Miss as exc:
-                status = {Reason.DEADLINE: 504, Reason.SHED: 503}.get(exc.reason, 422)
-                raise RequestError(f"the inputs could not be embedded: {exc}", status=status, code=exc.reason) from exc
-            value = row.column(view.index.on)[0].as_py()
-            if value is None:
-                raise RequestError(
-                    "the inputs could not be embedded: the model cannot take them, so that their vector is null",
-                    status=422,
-                    code=Reason.MODEL_ERROR,
-                )
-            return value  # type: ignore[no-any-return]
-        row = self.row(view.name, key, features=[view.index.on], fallback=False)
-        value = row["features"] and row["features"][view.index.on]
-        if value is None and row["features"] is not None:
-            raise RequestError(
-                f"key {key!r} of view {view.name!r} has no vector to search by: it is null, since the model could not take the row's input",
-                status=404,
-                code="null_vector",
-            )
-        if value is None:
-            reason = row.get("reason", Reason.UNKNOWN_ENTITY)
-            raise RequestError(f"key {key!r} of view {view.name!r} has no vector to search by: {reason}", status=404, code=reason)
-        return value  # type: ignore[no-any-return]
-
-    def _index(self, pointer: Pointer) -> VectorIndex:
-        if pointer.index is None:
-            raise RequestError(
-                f"view {pointer.view.name!r} has no vector index: add `index: {{on: <vector feature>}}` to it", code="no_index"
-            )
-        if self._root is None:
-            raise VectorIndexError("searching needs the offline store's root: open the lookup with root=…")
-        with self._index_lock:
-            known = self._indexes.get(pointer.view.name)
-            if known is None or known[0] != pointer.publishing:
-                known = self._indexes[pointer.view.name] = (pointer.publishing, VectorIndex(self._root / pointer.index))
-            return known[1]
+        if pointer.index is not None and self._indexes.root is not None:
+            self._indexes.of(pointer)
 
 
 def _check_features(view: FeatureView, features: Sequence[str]) -> None:
@@ -417,18 +346,6 @@ def _check_features(view: FeatureView, features: Sequence[str]) -> None:
         )
     if len(set(features)) != len(features):
         raise RequestError("a feature is named twice", code="bad_request")
-
-
-def _check_inputs(pointer: Pointer, columns: Any) -> None:
-    known = pointer.input_columns
-    if not isinstance(columns, Mapping) or not columns:
-        raise RequestError(f"inputs are a mapping of input columns to values (columns: {', '.join(known)})", code="bad_inputs")
-    for name in columns:
-        if name not in known:
-            raise RequestError(
-                f"view {pointer.view.name!r} has no input column {str(name)[:80]!r} (it has: {', '.join(known)})",
-                code="bad_inputs",
-            )
 
 
 __all__ = ["ANSWER_FIELDS", "MAX_KEYS", "MAX_NEIGHBOURS", "Answer", "Computed", "Fallback", "Lookup", "Miss"]

@@ -1,4 +1,4 @@
-"""HTTP API: the lookup's verbs as routes (design: one row by URL, many by POST, searches, health, metrics, a page for people).
+"""HTTP API: the lookup's verbs as routes: one row by URL, many by POST, searches, health, metrics, a page for people.
 
 JSON by default, an Arrow IPC stream by ``Accept``; refusals are RFC 9457 problem+json; a row's freshness is in its fields and, for a
 single row, in the headers HTTP has for it (RFC 9111 Age and Cache-Control, RFC 5861, RFC 9211 Cache-Status).
@@ -104,8 +104,8 @@ class Api:
             detail = f"no row for key {answer.keys[0][:80]!r} in view {answer.pointer.view.name!r}: {reason}"
             self._metrics.refused(reason)
             return _problem(status, str(reason), detail, headers, snapshot=answer.pointer.snapshot, model=answer.pointer.model)
-        known = request.headers.get("if-none-match")
-        if known is not None and _matches(known, headers["ETag"]):
+        etags = request.headers.get("if-none-match")
+        if etags is not None and _matches(etags, headers["ETag"]):
             return Response(status_code=304, headers=headers)
         if _wants_arrow(request):
             return Response(wire.encode_arrow(answer.table()), headers=headers, media_type=wire.ARROW)
@@ -165,7 +165,7 @@ class Api:
         started = time.perf_counter()
         _, body = await _read_body(request, (wire.JSON,))
         wanted: wire.SearchRequest = wire.decode(wire.decode_search, body)
-        found = await run_in_threadpool(
+        neighbours = await run_in_threadpool(
             self._lookup.search,
             request.path_params["view"],
             key=wanted.key,
@@ -177,7 +177,7 @@ class Api:
             deadline_ms=wanted.deadline_ms,
         )
         self._metrics.timed("search", time.perf_counter() - started)
-        return Response(wire.encode(found), media_type=wire.JSON)
+        return Response(wire.encode(neighbours), media_type=wire.JSON)
 
     async def _views(self, request: Request) -> Response:
         return Response(wire.encode({"views": await self._call(self._lookup.views)}), media_type=wire.JSON)
@@ -207,7 +207,8 @@ class Api:
         elif self._warming():
             body |= {"status": "not ready", "why": "models are being loaded"}
         elif "not ready" in fallbacks.values():
-            body["status"] = "degraded"  # hits are served all the same, so this is no reason to take the server out
+            # hits are served all the same, so this is no reason to take the server out
+            body["status"] = "degraded"
         return Response(wire.encode(body), 503 if body["status"] == "not ready" else 200, media_type=wire.JSON)
 
     async def _render_metrics(self, request: Request) -> Response:
@@ -261,7 +262,8 @@ class _Front:
         refuse: Any = api.refuse
         kinds = (RequestError, OnlineStoreError, VectorIndexError, HTTPException, ClientDisconnect, Exception)
         self.starlette = Starlette(routes=api.routes(), exception_handlers=dict.fromkeys(kinds, refuse))
-        self.starlette.router.redirect_slashes = False  # a missing key is a 404, not a hint to ask for the empty one
+        # a missing key is a 404, not a hint to ask for the empty one
+        self.starlette.router.redirect_slashes = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # By the undecoded path: an encoded slash in a view's name or a key is no separator.
@@ -316,7 +318,8 @@ async def _landed(answer: Answer) -> None:
 
     for future in answer.pending.values():
         future.add_done_callback(landed)
-    with contextlib.suppress(TimeoutError):  # settle() marks what has not landed with the reason `deadline`
+    # settle() marks what has not landed with the reason `deadline`
+    with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(all_done.wait(), max(0.0, answer.deadline - time.monotonic()))
     answer.settle()
 
@@ -359,9 +362,9 @@ def _wants_arrow(request: Request) -> bool:
     return wire.ARROW in request.headers.get("accept", "")
 
 
-def _matches(known: str, etag: str) -> bool:
+def _matches(etags: str, etag: str) -> bool:
     """Whether an If-None-Match header names the ETag, by weak comparison (RFC 9110 §13.1.2)."""
-    return known.strip() == "*" or etag in [tag.strip().removeprefix("W/") for tag in known.split(",")]
+    return etags.strip() == "*" or etag in [tag.strip().removeprefix("W/") for tag in etags.split(",")]
 
 
 def _row_path(scope: Scope) -> tuple[str, bytes]:

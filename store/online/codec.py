@@ -108,8 +108,10 @@ class RowCodec:
             ("nulls", "u1", (self._null_bytes,)),
         ]
         fmt = f"<qII{self._null_bytes}s"
-        self._slots: list[tuple[int, str]] = []  # (feature, field holding the byte size), in the order of the variable part
-        self._positions: list[int] = []  # per feature: where its first value stands in the unpacked tuple
+        self._slots: list[tuple[int, str]] = []
+        """(Feature, field holding the byte size), in the order of the variable part."""
+        self._positions: list[int] = []
+        """Per feature: where its first value stands in the unpacked tuple."""
         position = 4
         for i, f in enumerate(self.features):
             self._positions.append(position)
@@ -196,33 +198,34 @@ class RowCodec:
             OnlineStoreError: a row is cut short or was written for another schema.
         """
         rows = len(values)
-        found = [v for v in values if v is not None]
-        complete = len(found) == rows
+        packed = [v for v in values if v is not None]
+        complete = len(packed) == rows
         present = np.ones(rows, np.bool_) if complete else np.array([v is not None for v in values], np.bool_)
-        data, starts, record = self._records(found)
+        data, starts, record = self._records(packed)
         wanted = range(len(self.features)) if features is None else [self._index(name) for name in features]
         computed_at = np.ascontiguousarray(record["computed_at"] if complete else _scatter(record["computed_at"], present))
         columns = [self._column(i, data, starts, record, present) for i in wanted]
         return DecodedRows(present, complete, computed_at, columns)
 
-    def _records(self, found: Sequence[Buffer]) -> tuple[_U1, _I8, npt.NDArray[Any]]:
+    def _records(self, packed: Sequence[Buffer]) -> tuple[_U1, _I8, npt.NDArray[Any]]:
         width = self.fixed_bytes
         if not self._slots:
-            if set(map(len, found)) - {width}:
+            if set(map(len, packed)) - {width}:
                 raise _damaged("does not have the size of its view's rows")
-            data = np.frombuffer(b"".join(found), np.uint8)
-            starts = _NO_STARTS  # only the variable part asks for them
-            record = data.view(self._dtype) if found else np.empty(0, self._dtype)
+            data = np.frombuffer(b"".join(packed), np.uint8)
+            # only the variable part asks for them
+            starts = _NO_STARTS
+            record = data.view(self._dtype) if packed else np.empty(0, self._dtype)
         else:
-            sizes = np.fromiter(map(len, found), np.int64, len(found))
+            sizes = np.fromiter(map(len, packed), np.int64, len(packed))
             if len(sizes) and sizes.min() < width:
                 raise _damaged("is cut short")
-            data = np.frombuffer(b"".join(found), np.uint8)
+            data = np.frombuffer(b"".join(packed), np.uint8)
             starts = np.cumsum(sizes) - sizes
             record = np.empty(0, self._dtype)
-            if found:
+            if packed:
                 record = data[(starts[:, None] + np.arange(width)).reshape(-1)].view(self._dtype)
-            expected = np.full(len(found), width, np.int64)
+            expected = np.full(len(packed), width, np.int64)
             for _, name in self._slots:
                 expected += record[name]
             if not np.array_equal(expected, sizes):
@@ -412,7 +415,8 @@ def _strings(blob: _U1, lengths: _I8, mask: pa.Array | None) -> pa.Array:
         pa.string(), len(lengths), [validity, pa.py_buffer(_offsets(lengths)), pa.py_buffer(np.ascontiguousarray(blob))]
     )
     try:
-        strings.validate(full=True)  # UTF-8 and all: Arrow takes on trust what is built from buffers
+        # UTF-8 and all: Arrow takes on trust what is built from buffers
+        strings.validate(full=True)
     except pa.ArrowInvalid as exc:
         raise _damaged(f"has text that cannot be read ({exc})") from exc
     return strings

@@ -1,0 +1,73 @@
+"""Fallback: what stands behind a miss, and what it is asked for and gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from store.errors import RequestError
+from store.freshness import Reason
+from store.online.online_store import Pointer
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """One row the model made now: a record batch of one row with the view's features, and when (µs since 1970)."""
+
+    features: pa.RecordBatch
+    computed_at_us: int
+
+
+class Miss(Exception):
+    """Why a fallback gave no row; carried by its future."""
+
+    def __init__(self, reason: Reason, detail: str = "") -> None:
+        super().__init__(detail or reason)
+        self.reason = reason
+
+
+class Fallback(Protocol):
+    """What stands behind a miss: the same model, run now."""
+
+    def submit(
+        self,
+        pointer: Pointer,
+        keys: Sequence[str],
+        inputs: Mapping[str, Mapping[str, Any]],
+        deadline: float,
+        *,
+        query: bool = False,
+    ) -> list[Future[Computed]]:
+        """Begin to compute ``keys`` under the model of ``pointer``; returns at once.
+
+        Args:
+            pointer: names the view, the snapshot and the model fingerprint the rows must belong to.
+            keys: key texts.
+            inputs: key → input column → value, for keys whose inputs come with the request.
+            deadline: :func:`time.monotonic` time after which nobody waits any more.
+            query: the inputs are what the view is searched by, and none of its rows: an encoder may have another prompt for them.
+
+        Returns:
+            a future per key: a :class:`Computed`, or :class:`Miss` raised.
+        """
+
+
+def check_inputs(pointer: Pointer, inputs: Any) -> None:
+    """Refuse what is no input of a view's model.
+
+    Raises:
+        RequestError: no mapping of input columns to values, or a column that the view's source has not.
+    """
+    columns = pointer.input_columns
+    if not isinstance(inputs, Mapping) or not inputs:
+        raise RequestError(f"inputs are a mapping of input columns to values (columns: {', '.join(columns)})", code="bad_inputs")
+    for name in inputs:
+        if name not in columns:
+            raise RequestError(
+                f"view {pointer.view.name!r} has no input column {str(name)[:80]!r} (it has: {', '.join(columns)})",
+                code="bad_inputs",
+            )
