@@ -152,7 +152,7 @@ def train_two_tower(
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     towers = {"user": Tower(_fields(users, user_fields), dim), "item": Tower(_fields(items, item_fields), dim)}
-    user_tokens, item_tokens = towers["user"].tokens(users), towers["item"].tokens(items)
+    tokens = {"user": towers["user"].tokens(users), "item": towers["item"].tokens(items)}
     parameters = [p for tower in towers.values() for p in tower.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay)
     steps = epochs * -(-len(pairs) // batch_pairs)
@@ -161,11 +161,10 @@ def train_two_tower(
     for epoch in range(epochs):
         total = 0.0
         for chosen in torch.randperm(len(positives), generator=generator).split(batch_pairs):  # type: ignore[no-untyped-call]
+            seen = {name: _without_ids(of_tower, id_dropout, generator) for name, of_tower in tokens.items()}
             user_rows, item_rows = positives[chosen].T
-            u = towers["user"](_without_ids(user_tokens, id_dropout, generator))[user_rows]
-            v = towers["item"](_without_ids(item_tokens, id_dropout, generator))
-            u = torch.nn.functional.dropout(u, dropout)
-            loss = torch.nn.functional.cross_entropy(u @ v.T, item_rows)
+            u = torch.nn.functional.dropout(towers["user"](seen["user"])[user_rows], dropout)
+            loss = torch.nn.functional.cross_entropy(u @ towers["item"](seen["item"]).T, item_rows)
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
@@ -173,6 +172,10 @@ def train_two_tower(
             total += loss.item() * len(chosen)
         if progress is not None:
             progress(epoch + 1, total / len(positives))
+    _save(path, dim, towers)
+
+
+def _save(path: Path, dim: int, towers: Mapping[str, Tower]) -> None:
     state = {f"{name}.{k}": v.contiguous() for name, tower in towers.items() for k, v in tower.state_dict().items()}
     meta = {"dim": dim, "towers": {name: [asdict(f) for f in tower.fields] for name, tower in towers.items()}}
     save_file(state, str(path), metadata={"two_tower": json.dumps(meta)})
@@ -199,8 +202,8 @@ def _text(batch: pa.RecordBatch | pa.Table, column: str, multiple: bool) -> tupl
 
 def _tokens(f: Field, batch: pa.RecordBatch | pa.Table) -> tuple[torch.Tensor, torch.Tensor]:
     text, counts = _text(batch, f.column, f.multiple)
-    found = pc.index_in(text, pa.array(f.vocabulary, pa.string()))
-    ids = np.asarray(pc.fill_null(pc.add(found, 1), UNKNOWN)).astype(np.int64)
+    places = pc.index_in(text, pa.array(f.vocabulary, pa.string()))
+    ids = np.asarray(pc.fill_null(pc.add(places, 1), UNKNOWN)).astype(np.int64)
     return torch.from_numpy(ids), torch.from_numpy(np.cumsum(counts) - counts)
 
 

@@ -21,12 +21,12 @@ from transformers import BertConfig, BertModel
 
 from precompute.model import Prepared
 from precompute.models.device import Device
-from precompute.models.sentence_folder import Normalize, Pooling
-from precompute.models.sentence_head import Head
 from precompute.models.text_encoder import Encoder
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.precision import inductor, onednn, onnx, variants
 from precompute.precision.variants import NAMES, Variant, candidates, convert, copied, parse
+from precompute.text.sentence_folder import Normalize, Pooling
+from precompute.text.sentence_head import Head
 from store.errors import ConfigError, ModelError
 from tests.faults.power_loss import recorded
 

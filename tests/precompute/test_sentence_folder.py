@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from jobs.cli import main
 from jobs.fallback import ViewFallback
-from precompute.models.sentence_folder import read_sentence_folder
-from precompute.models.text_encoder import DECODERS, ENCODERS, Encoder, TextEncoder, UnpaddedEncoder
+from precompute.models.text_encoder import Encoder, TextEncoder, UnpaddedEncoder
 from precompute.precision.variants import convert, has_bf16, parse
+from precompute.text.sentence_folder import read_sentence_folder
+from precompute.text.transformer import DECODERS, ENCODERS
 from store.errors import ConfigError, ModelError
 from store.lookup import Lookup
 from store.offline.view_store import OfflineStore

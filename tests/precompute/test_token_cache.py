@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from precompute.models.token_cache import TokenCache
+from precompute.text.token_cache import TokenCache
 
 IDS, LENGTHS = np.array([101, 7, 102, 101, 102]), np.array([3, 2])
 

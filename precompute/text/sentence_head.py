@@ -1,6 +1,6 @@
 """Sentence head: from a transformer's last hidden state to one vector for each text, as sentence-transformers computes it.
 
-Pooling, Dense layers and normalising, in the order that the model's folder names them (:mod:`precompute.models.sentence_folder`). Everything but the
+Pooling, Dense layers and normalising, in the order that the model's folder names them (:mod:`precompute.text.sentence_folder`). Everything but the
 products is computed in float32, whatever the transformer's precision.
 """
 
@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from precompute.models import sentence_folder
-from precompute.models.sentence_folder import Normalize, Pooling
+from precompute.text import sentence_folder
+from precompute.text.sentence_folder import Normalize, Pooling
 from store.errors import ConfigError, ModelError
 
 

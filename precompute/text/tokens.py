@@ -1,0 +1,86 @@
+"""Tokens: texts → token ids, cut at the longest input."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer, normalizers
+
+CHARS_PER_TOKEN = 16
+"""Of a text, ``max_tokens × 16`` characters are tokenised at first, and the rest only when they did not fill ``max_tokens``: a megabyte of words in one
+row costs no more than a page."""
+
+
+@dataclass(slots=True)
+class Tokens:
+    """Token ids of all rows in a row, int64; row ``i`` is ``ids[starts[i]:starts[i] + lengths[i]]``."""
+
+    ids: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+
+
+class TextTokenizer:
+    """A model's tokenizer, without padding.
+
+    Args:
+        tokenizer: transformers' own.
+        max_tokens: longest input, special tokens included.
+        lowercase: whether sentence-transformers would have it so (``do_lower_case``).
+        keep_long: a longer text is told by one token more than any may have, instead of cut.
+    """
+
+    def __init__(self, tokenizer: Any, max_tokens: int, *, lowercase: bool = False, keep_long: bool = False) -> None:
+        self._max_tokens, self._keep_long = max_tokens, keep_long
+        self._special = frozenset(tokenizer.all_special_ids)
+        self.padding = int(tokenizer.pad_token_id or 0)
+        """The id of what fills a batch."""
+        self._tokenizer: Tokenizer = tokenizer.backend_tokenizer
+        self._tokenizer.no_padding()
+        self._tokenizer.enable_truncation(max_tokens)
+        if lowercase:
+            _lowercase(self._tokenizer)
+
+    def prompt_length(self, prompt: str) -> int:
+        """Tokens of a prompt, as sentence-transformers counts them (``Transformer._get_prompt_length``)."""
+        ids = self._tokenizer.encode(prompt).ids
+        return len(ids) - (ids[-1] in self._special if ids else 0)
+
+    def tokenized(self, texts: Sequence[str]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """(ids of all texts in a row, how many of each)."""
+        heads = [_head(text, self._max_tokens * CHARS_PER_TOKEN) for text in texts]
+        encodings = self._tokenizer.encode_batch_fast(heads)
+        # what does not fill the longest input is not all there is
+        short = [row for row, text in enumerate(texts) if len(heads[row]) < len(text) and not encodings[row].overflowing]
+        for row, encoding in zip(short, self._tokenizer.encode_batch_fast([texts[row] for row in short]), strict=True):
+            encodings[row] = encoding
+        lists = [encoding.ids for encoding in encodings]
+        if self._keep_long:
+            lists = [
+                ids + [0] * (self._max_tokens + 1 - len(ids)) if encoding.overflowing else ids
+                for ids, encoding in zip(lists, encodings, strict=True)
+            ]
+        lengths = np.fromiter(map(len, lists), np.int64, len(lists))
+        return np.fromiter(itertools.chain.from_iterable(lists), np.int64, int(lengths.sum())), lengths
+
+
+def _head(text: str, limit: int) -> str:
+    """About ``limit`` characters of a text, up to the end of a word: half a word has other tokens than the whole."""
+    if len(text) <= limit:
+        return text
+    words = text[:limit].rsplit(None, 1)
+    return words[0] if len(words) == 2 else text[:limit]
+
+
+def _lowercase(tokenizer: Tokenizer) -> None:
+    """What sentence-transformers makes of ``do_lower_case``."""
+    old = tokenizer.normalizer
+    own = [] if old is None else [old]
+    parts = [old[at] for at in range(len(old))] if isinstance(old, normalizers.Sequence) else own
+    if not any(isinstance(part, normalizers.Lowercase) for part in parts):
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *parts])

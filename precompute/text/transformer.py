@@ -1,0 +1,169 @@
+"""Transformer: the model and tokenizer of a folder, by transformers: which are known to come out right, and what is to be known of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModel, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from store.errors import ConfigError, ModelError
+
+# a run has its own progress; this one ends up in logs
+transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+ENCODERS = (
+    "albert",
+    "bert",
+    "camembert",
+    "deberta-v2",
+    "distilbert",
+    "electra",
+    "ernie",
+    "eurobert",
+    "gte",
+    "modernbert",
+    "mpnet",
+    "nomic_bert",
+    "roberta",
+    "xlm-roberta",
+)
+DECODERS = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
+"""``model_type`` of the transformers whose values were compared with sentence-transformers' in batches padded at the end. What is padding is masked, or
+comes after all that can see it, and a decoder's positions are relative: nothing changes, whatever side its tokenizer pads on."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.txt")
+
+
+def model_files(folder: Path) -> dict[str, Path]:
+    """The transformer's and the tokenizer's files, by name.
+
+    Raises:
+        ConfigError: one is missing.
+    """
+    weights = ["model.safetensors"]
+    index = folder / "model.safetensors.index.json"
+    if index.is_file() and not (folder / weights[0]).is_file():  # a large model's, in several files
+        try:
+            weights = [index.name, *sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))]
+        except (ValueError, KeyError, AttributeError, TypeError) as exc:
+            raise ModelError(f"text_encoder: {index} is damaged: {exc}") from exc
+    needed = ["config.json", *weights, "tokenizer.json"]
+    for name in needed:
+        if not (folder / name).is_file():
+            raise ConfigError(f"text_encoder: {folder} has no {name}; give the folder of a model saved with safetensors")
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"text_encoder: {folder} is an adapter (adapter_config.json) on another model: merge the two and save the result"
+        )
+    return {name: folder / name for name in (*needed, *TOKENIZER_FILES) if (folder / name).is_file()}
+
+
+def model_type(file: Path) -> str:
+    """The ``model_type`` of a ``config.json``.
+
+    Raises:
+        ConfigError: it is none that is known to come out right here.
+    """
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        kind = str(config["model_type"])
+    except (ValueError, KeyError, TypeError) as exc:
+        raise ModelError(f"text_encoder: {file} is damaged: it names no model_type ({exc})") from exc
+    if "AutoModel" in (config.get("auto_map") or {}):  # transformers' own code for the same model_type may be another model
+        raise ConfigError(
+            f"text_encoder: {file}: the model's own code (auto_map: {config['auto_map']['AutoModel']}) is never run: write a model class of your own, "
+            f"or remove auto_map where transformers' own {kind!r} is meant"
+        )
+    if kind not in (*ENCODERS, *DECODERS):
+        raise ConfigError(
+            f"text_encoder: {file}: model_type {kind!r} is not known to come out right in batches; {', '.join((*ENCODERS, *DECODERS))} are: "
+            "write a model class of your own"
+        )
+    return kind
+
+
+def load_transformer(folder: Path) -> tuple[Any, Any]:
+    """(transformer in float32, transformers' tokenizer).
+
+    Raises:
+        ConfigError: the tokenizer works in a way that is not followed here.
+        ModelError: a file is damaged, or weights are missing.
+    """
+    try:
+        Tokenizer.from_file(str(folder / "tokenizer.json"))  # transformers makes up one from other files when this is damaged
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        transformer, loading = AutoModel.from_pretrained(
+            folder,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            dtype=torch.float32,
+            output_loading_info=True,
+        )
+    except Exception as exc:  # the tokenizers library raises a bare Exception, safetensors one of its own
+        raise ModelError(f"text_encoder: {folder} does not load: {exc}") from exc
+    # transformers makes up what is missing, at random; only the pooler is not used here
+    missing = sorted(name for name in loading["missing_keys"] if not name.startswith("pooler."))
+    if missing:
+        raise ModelError(f"text_encoder: {folder} has no weights for {', '.join(missing[:3])}")
+    if tokenizer.truncation_side != "right":
+        raise ConfigError(
+            f"text_encoder: {folder}/tokenizer_config.json: truncation_side is {tokenizer.truncation_side}; only right is understood"
+        )
+    if getattr(transformer.config, "use_cache", False):
+        transformer.config.use_cache = False  # nothing is generated
+    return transformer, tokenizer
+
+
+def longest_input(given: int | None, folders: int | None, transformer: Any, tokenizer: Any) -> int:
+    """The longest input: as given; else as the folder says; else as ``sentence_transformers…Transformer`` finds it.
+
+    Raises:
+        ConfigError: the model cannot take it, or nobody says.
+    """
+    config = transformer.config
+    declared = getattr(config, "max_position_embeddings", -1)
+    table = _positions(transformer)
+    if given is not None:
+        most = table or max(declared, folders or 0)
+        if not 2 < given <= most:
+            raise ConfigError(f"text_encoder: max_tokens is {given}, this model takes 3 to {most}")
+        return given
+    longest = folders
+    if longest is None:
+        longest = tokenizer.model_max_length if declared == -1 else min(tokenizer.model_max_length, declared)
+    longest = min(longest, table or longest)
+    if not 2 < longest < 2**24:  # transformers writes 1e30 for none
+        raise ConfigError(
+            f"text_encoder: the folder names no longest input that can be used ({longest}): set max_tokens in the model's args"
+        )
+    return int(longest)
+
+
+def _positions(transformer: Any) -> int | None:
+    """Tokens that a learned table of positions has room for, of which RoBERTa's kind begins behind the padding's; None without a table."""
+    for module in transformer.modules():
+        table = getattr(module, "position_embeddings", None)
+        if isinstance(table, torch.nn.Embedding):
+            padding = getattr(module, "padding_idx", None)
+            return table.num_embeddings - (padding + 1 if isinstance(padding, int) else 0)
+    return None
+
+
+def transformer_flops(transformer: Any) -> tuple[float, float]:
+    """Floating-point operations (per token, per pair of tokens), of the matrix products."""
+    config = transformer.config
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    weights = sum(
+        module.weight.numel()
+        for name, module in transformer.named_modules()
+        if isinstance(module, torch.nn.Linear) and not name.startswith("pooler")
+    )
+    shared = config.num_hidden_layers // getattr(config, "num_hidden_groups", config.num_hidden_layers)  # ALBERT's layers are one
+    return 2.0 * weights * shared, 4.0 * config.num_hidden_layers * width
