@@ -23,6 +23,7 @@ from precompute.engine.runner import compute
 from precompute.model import Model, QueryModel
 from precompute.project_path import starting_from
 from precompute.registry import LoadedModel, load_with_fingerprint
+from store.entity_key import split_key
 from store.errors import PrecomputeError
 from store.freshness import Reason
 from store.lookup import Computed, Miss
@@ -251,9 +252,8 @@ def _input_row(opened: OpenView, key: str, given: Mapping[str, Any]) -> pa.Table
     """One source row from a request: the entity's columns from the key, inputs that were not given null."""
     schema = opened.source.schema
     entity = opened.view.entity
-    parts = [key] if len(entity) == 1 else [p.replace("%2F", "/").replace("%25", "%") for p in key.split("/")]
     values: dict[str, Any] = dict(given)
-    for name, text in zip(entity, parts, strict=False):
+    for name, text in zip(entity, split_key(key, entity), strict=False):
         integer = pa.types.is_integer(schema.field(name).type)
         values[name] = (int(text) if text.lstrip("-").isdigit() else None) if integer else text
     columns = [pa.array([values.get(f.name)], f.type) for f in schema]

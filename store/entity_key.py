@@ -76,6 +76,11 @@ def join_key(value: Any, entity: Sequence[str]) -> str:
     return _part(value)
 
 
+def split_key(text: str, entity: Sequence[str]) -> list[str]:
+    """The parts of a key text, as :func:`join_key` joins them; of a key that is none of this entity, another number of parts."""
+    return [text] if len(entity) == 1 else [part.replace("%2F", "/").replace("%25", "%") for part in text.split("/")]
+
+
 def key_from_path(raw: bytes, entity: Sequence[str]) -> str:
     """The key text from the undecoded tail of a URL path, percent-decoded exactly once.
 

@@ -81,7 +81,7 @@ def microseconds(text: str) -> int | None:
         at = datetime.fromisoformat(text)
     except ValueError:
         return None
-    return ((at if at.tzinfo else at.replace(tzinfo=UTC)) - EPOCH) // timedelta(microseconds=1)
+    return as_us(at if at.tzinfo else at.replace(tzinfo=UTC))
 
 
 def status_of(view: FeatureView, age: float, max_age_s: float | None = None) -> Status:
@@ -102,6 +102,11 @@ def status_of(view: FeatureView, age: float, max_age_s: float | None = None) -> 
 def iso(at: datetime) -> str:
     """An aware time as people and programs see it everywhere: ISO 8601 in UTC, with a ``Z``."""
     return at.astimezone(UTC).isoformat().replace("+00:00", "Z")
+
+
+def as_us(at: datetime) -> int:
+    """An aware datetime as µs since 1970, exact."""
+    return (at - EPOCH) // timedelta(microseconds=1)
 
 
 def as_datetime(us: int) -> datetime:

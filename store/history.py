@@ -44,7 +44,7 @@ from store.offline.snapshot import Part, Snapshot
 from store.offline.standing import Standing
 from store.offline.view_store import OfflineStore
 from store.partition import Partition
-from store.sql import parquet_sql
+from store.sql import open_duckdb, parquet_sql
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _INT64 = re.compile("0|-?[1-9][0-9]{0,17}")
@@ -493,10 +493,8 @@ class _Versions:
         self._listed = ", ".join(self._keys)
         gone = [store.checked_path(layer, part) for part, layer in deletes.values()]
         self._spill = SpillFolder()
-        self._connection = duckdb.connect(config={"memory_limit": f"{memory_mb}MB", "temp_directory": str(self._spill.path)})
+        self._connection = open_duckdb(self._spill, memory_mb)
         try:
-            for setting in ("autoinstall_known_extensions = false", "autoload_known_extensions = false", "TimeZone = 'UTC'"):
-                self._connection.execute(f"SET {setting}")
             self._load_rows(asked)
             self._load_spans(names, gone)
         except BaseException:

@@ -19,19 +19,12 @@ from precompute.sources.input_hash import named, sample_sql
 from precompute.sources.statement import first_line, syntax_tree
 from store.disk.spill_folder import SpillFolder
 from store.errors import ConfigError, SourceError
+from store.sql import open_duckdb
 
 CLOSE_TRIES = 500
 """Of closing a connection that a thread still reads from, 10 ms apart."""
 
 _BAD_SQL = (duckdb.ParserException, duckdb.BinderException, duckdb.CatalogException)
-
-_SETTINGS = (
-    "autoinstall_known_extensions = false",
-    "autoload_known_extensions = false",
-    "TimeZone = 'UTC'",  # the hash of a time must not depend on the machine
-    "lock_configuration = true",
-)
-"""No surprises at 2 a.m.: nothing is fetched from the network, and nothing in a source's SQL can change these settings."""
 
 
 class Database:
@@ -48,12 +41,8 @@ class Database:
 
     def __init__(self, memory_mb: int, threads: int) -> None:
         self._spill = SpillFolder()
-        self._connection = duckdb.connect(
-            config={"memory_limit": f"{memory_mb}MB", "threads": threads, "temp_directory": str(self._spill.path)}
-        )
+        self._connection = open_duckdb(self._spill, memory_mb, threads)
         _open.add(self)
-        for setting in _SETTINGS:
-            self.execute(f"SET {setting}")
 
     def execute(self, sql: str, parameters: Any = None) -> None:
         """Run a statement that yields nothing."""
