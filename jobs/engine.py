@@ -8,7 +8,8 @@ from precompute.engine.meter import Meter
 from precompute.engine.runner import Runner
 from precompute.model import StagedModel
 from precompute.workers.worker import SAMPLE
-from precompute.workers.worker_pool import WorkerPool, WorkerSpec
+from precompute.workers.worker_pool import WorkerPool
+from precompute.workers.worker_process import WorkerSpec
 from store.offline.view_store import OfflineStore
 
 

@@ -20,8 +20,10 @@ from precompute.engine.meter import Meter
 from precompute.engine.runner import START_ROWS, Runner
 from precompute.engine.window import Outcome
 from precompute.registry import load_model
-from precompute.workers import worker_pool
-from precompute.workers.worker_pool import HELD, WorkerPool, WorkerSpec
+from precompute.workers import pool_stream
+from precompute.workers.pool_stream import HELD
+from precompute.workers.worker_pool import WorkerPool
+from precompute.workers.worker_process import WorkerSpec
 from store.errors import ConfigError, ModelError
 from store.feature_view import Feature, FeatureView
 from tests.precompute.dying_models import Launching
@@ -338,7 +340,7 @@ def test_a_worker_that_never_loads_fails_the_run_though_another_one_does(tmp_pat
 
 
 def test_a_model_that_always_dies_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_pool, "MAX_FRUITLESS", 4)
+    monkeypatch.setattr(pool_stream, "MAX_FRUITLESS", 4)
     with pytest.raises(
         ModelError, match=r"^5 worker processes died one after the other .* the last one exited with status 3; .*last words"
     ):

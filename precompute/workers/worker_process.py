@@ -1,0 +1,204 @@
+"""Worker process: one life of a worker, as the pool sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import pyarrow as pa
+
+from precompute.engine.meter import Meter
+from precompute.engine.window import taken
+from precompute.workers.frames import write_frame
+from precompute.workers.process import ChildProcess
+from precompute.workers.tasks import Task
+from precompute.workers.worker import FIGURES
+from store.feature_view import FeatureView
+
+LOAD_S = 600.0
+"""How long a worker may be silent before its model is loaded: Python's lock is held while gigabytes of libraries come from a cold disk."""
+
+END_S = 1.0
+"""Between asking a worker to end and killing it."""
+
+REAP_S = 5.0
+"""How long a killed process is waited for; one that a driver holds in the kernel is left behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """All that a worker needs to make the model: see :func:`precompute.registry.load_model`. ``args`` and ``convert`` are plain JSON, ``tables``
+    further arguments.
+
+    ``folder`` is the project's, where its own modules lie and the relative paths in ``args`` start from; ``convert`` is handed to
+    :func:`precompute.workers.worker.prepare_model`. ``fingerprint`` is what :func:`precompute.model.model_fingerprint` must say of the model that a worker
+    loaded, in ``precision``; None asks for nothing.
+    """
+
+    use: str
+    args: Mapping[str, Any]
+    tables: Mapping[str, pa.Table]
+    view: FeatureView
+    folder: Path | None = None
+    convert: Mapping[str, Any] | None = None
+    precision: str = "fp32"
+    fingerprint: str | None = None
+
+    def header(self, args: Mapping[str, Any], share: Share) -> dict[str, Any]:
+        """The first message to a worker, with the model's arguments for it."""
+        return {
+            "use": self.use,
+            "args": args,
+            "tables": list(self.tables),
+            "view": self.view.to_json(),
+            "folder": None if self.folder is None else str(self.folder),
+            "convert": self.convert,
+            "precision": self.precision,
+            "fingerprint": self.fingerprint,
+            "heartbeat_s": share.heartbeat_s,
+            "memory_mb": share.memory_mb,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What each of the ``workers`` gets: memory for windows and features, and how often it must give a sign of life."""
+
+    workers: int
+    memory_mb: int
+    heartbeat_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """With workers: see :class:`precompute.workers.worker_pool.WorkerPool`."""
+
+    heartbeat_s: float
+    stall_s: float
+    hang_s: float
+    attempts: int
+
+
+class WorkerProcess(ChildProcess):
+    """One life of a worker, and the threads that write to it and read from it.
+
+    Args:
+        number: of the worker, from 0.
+        spec: the model and the view.
+        device: as :class:`precompute.workers.worker_pool.WorkerPool` takes it.
+        share: of the machine.
+        listen: reads its messages until they end; in a thread of its own.
+    """
+
+    def __init__(self, number: int, spec: WorkerSpec, device: str | None, share: Share, listen: Listener) -> None:
+        environment, args = _surroundings(spec, device, share.workers)
+        # -P and the path: modules are found where this process finds them, and nowhere else
+        super().__init__([sys.executable, "-P", "-m", "precompute.workers.worker"], output="piped", environment=environment)
+        self.number = number
+        self.in_flight: deque[Task] = deque()
+        self.ready = self.hung_up = self.buried = False
+        self.heard = self.progress = time.monotonic()
+        self._steps = 0
+        self._figures: dict[str, float] = {}
+        self._stages: dict[str, list[float]] = {}
+        self._outbox: queue.SimpleQueue[tuple[Mapping[str, Any], pa.RecordBatch | pa.Table | None] | None] = queue.SimpleQueue()
+        self._outbox.put((spec.header(args, share), None))
+        for table in spec.tables.values():
+            self._outbox.put(({}, table))
+        stdin, stdout = self.pipes()
+        targets = {"write": lambda: self._write(stdin), "listen": lambda: listen(self, stdout)}
+        self._threads = [threading.Thread(target=t, name=f"worker-{number}-{n}", daemon=True) for n, t in targets.items()]
+        for thread in self._threads:
+            thread.start()
+
+    def give(self, task: Task) -> None:
+        """Have it compute these rows, after those it has."""
+        if not self.in_flight:
+            self.progress = time.monotonic()
+        self.in_flight.append(task)
+        self._outbox.put(({}, taken(task.window.shown, task.rows)))
+
+    def beat(self, steps: int) -> None:
+        """It told how many batches it has finished."""
+        if steps != self._steps:
+            self._steps, self.progress = steps, self.heard
+
+    def count(self, meter: Meter, figures: dict[str, float], stages: dict[str, list[float]]) -> None:
+        """Add what the worker's meter says beyond what it said before."""
+        for name in FIGURES:
+            more = figures[name] - self._figures.get(name, 0)
+            setattr(meter, name, getattr(meter, name) + more)
+        for name, seconds in stages.items():
+            times, before = meter.stage(name), self._stages.get(name, [0.0] * 3)
+            times.busy_s += seconds[0] - before[0]
+            times.starved_s += seconds[1] - before[1]
+            times.blocked_s += seconds[2] - before[2]
+        self._figures, self._stages = figures, stages
+
+    def judged(self, now: float, patience: Patience) -> str | None:
+        """None for a worker that does well, else why it is given up; an empty text where it ended by itself."""
+        if self.hung_up:
+            return ""
+        silent_s = patience.stall_s if self.ready else max(LOAD_S, patience.stall_s)
+        if now - self.heard > silent_s:
+            return f"gave no sign of life for {silent_s:g} s"
+        if self.ready and self.in_flight and now - self.progress > patience.hang_s:
+            return f"finished no batch for {patience.hang_s:g} s"
+        return None
+
+    def reap(self) -> str:
+        """Kill what is left, and tell how the process ended."""
+        self.signal(signal.SIGKILL)
+        self.wait(REAP_S)
+        self._outbox.put(None)
+        for thread in self._threads:
+            thread.join(END_S)
+        return self.how_it_ended() + (", as by a system that is out of memory" if self.status == -signal.SIGKILL else "")
+
+    def _write(self, file: IO[bytes]) -> None:
+        # it died, which is noticed by whoever listens to it
+        with contextlib.suppress(OSError), file:
+            while (message := self._outbox.get()) is not None:
+                write_frame(file, *message)
+
+
+Listener = Callable[[WorkerProcess, IO[bytes]], None]
+
+
+def _surroundings(spec: WorkerSpec, device: str | None, workers: int) -> tuple[dict[str, str], dict[str, Any]]:
+    """The environment of a worker, and its model's arguments."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
+    if workers > 1:  # or every one of them would take all cores
+        for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):
+            environment.setdefault(name, str(max(1, _cores() // workers)))
+    args = dict(spec.args)
+    if device is not None:
+        kind, _, index = device.partition(":")
+        if kind == "cpu" or index:
+            environment["CUDA_VISIBLE_DEVICES"] = _visible(index)
+        if "device" in args:
+            args["device"] = kind
+    return environment, args
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _visible(index: str) -> str:
+    """What ``CUDA_VISIBLE_DEVICES`` must say so that only the GPU of that index here is seen; none for an empty index."""
+    if not index:
+        return ""
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return visible[int(index)].strip() if int(index) < len(visible) else index
