@@ -21,8 +21,7 @@ import yaml
 from benchmarks.common import report
 from jobs.config import Project
 from jobs.materialize import dry_run
-from jobs.report import Report
-from store.offline.view_store import OfflineStore
+from store.offline.runs import Report
 
 ROWS = 1_200
 ROW_S = 0.05
@@ -75,7 +74,7 @@ def lost_s(folder: Path, workers: int) -> float:
     process.wait()
     time.sleep(1.0)  # a worker dies with its parent
     project = Project(folder)
-    plan = dry_run(project.view("items"), OfflineStore(project.root), project.home, Report("", "items", "plan"))
+    plan = dry_run(project.view("items"), project.offline.view("items"), project.home, Report("", "items", "plan"))
     return (log.stat().st_size - plan.diff.resumed) * ROW_S
 
 

@@ -30,9 +30,9 @@ from jobs.config import Project
 from jobs.materialize import materialize
 from jobs.open_view import open_view
 from jobs.progress import Silent
-from jobs.report import Report, recorded
+from jobs.report import recorded
 from precompute.engine.memory import resident_bytes
-from store.offline.view_store import OfflineStore
+from store.offline.runs import Report
 
 ROWS = 2_000_000
 IDS, DIM, HIDDEN = 1_000_000, 64, 256
@@ -133,8 +133,8 @@ def _rates(folder: Path) -> dict[str, Any]:
 
 def _ours(project: Project) -> tuple[float, Report, Any]:
     """(seconds without loading the model, the run, all scores in the source's order)."""
-    store = OfflineStore(project.root)
-    with recorded(store, "scores", "materialize") as run:
+    store = project.offline.view("scores")
+    with recorded(store, "materialize") as run:
         started = time.perf_counter()
         snapshot = materialize(project.view("scores"), store, project.home, run, Silent(), full=True)
         seconds = time.perf_counter() - started - run.stages_s["open"]
@@ -193,7 +193,7 @@ def _one(folder: Path, kind: str) -> None:
         if kind == "ours":
             _ours(project)
         else:
-            open_view(project.view("scores").feature_view(), OfflineStore(project.root), project.home).source.close()
+            open_view(project.view("scores").feature_view(), project.offline, project.home).source.close()
     finally:
         done.set()
         watcher.join()

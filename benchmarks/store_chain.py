@@ -14,9 +14,10 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.common import report
+from store.clock import utc_now
 from store.feature_view import Feature, FeatureView
 from store.offline.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot
-from store.offline.view_store import OfflineStore, utc_now
+from store.offline.view_store import OfflineStore, ViewStore
 
 ROWS = 1_000_000
 DIM = 384
@@ -40,34 +41,34 @@ def rows(ids: np.ndarray, rng: np.random.Generator) -> pa.Table:
     return pa.table(columns)
 
 
-def commit(store: OfflineStore, run: str, parts: list[Part], **known: Any) -> Snapshot:
+def commit(store: ViewStore, run: str, parts: list[Part], **known: Any) -> Snapshot:
     """A snapshot of written parts."""
     snapshot = Snapshot(VIEW, run, "model", Counts(ROWS, 0), tuple(parts), None, utc_now(), 0, 0)
     return store.commit(replace(snapshot, **known))
 
 
-def chained(store: OfflineStore, rng: np.random.Generator) -> Snapshot:
+def chained(store: ViewStore, rng: np.random.Generator) -> Snapshot:
     """A full snapshot, and deltas each of which replaces 1 % of its rows, all over it."""
     at = np.arange(ROWS)
     parts = [
-        store.write_part("vectors", "base", f"part-{i:05d}.parquet", rows(at[start : start + PART_ROWS], rng))
+        store.write_part("base", f"part-{i:05d}.parquet", rows(at[start : start + PART_ROWS], rng))
         for i, start in enumerate(range(0, ROWS, PART_ROWS))
     ]
     last = commit(store, "base", parts, counts=Counts(ROWS, ROWS))
     for number in range(DELTAS):
         ids = at[number :: ROWS // DELTA_ROWS][:DELTA_ROWS]
-        part = store.write_part("vectors", f"delta{number}", "part-00000.parquet", rows(ids, rng))
+        part = store.write_part(f"delta{number}", "part-00000.parquet", rows(ids, rng))
         names = pa.DictionaryArray.from_arrays(pa.array(ids // PART_ROWS, pa.int32()), pa.array([p.path for p in parts]))
         table = pa.Table.from_arrays(
             [names, pa.array(ids % PART_ROWS), pa.repeat(False, len(ids)), pa.array(ids)], names=[*DELETES_SCHEMA.names, "key_id"]
         )
-        deletes = store.write_part("vectors", f"delta{number}", "deletes.parquet", table)
+        deletes = store.write_part(f"delta{number}", "deletes.parquet", table)
         counts = Counts(ROWS, DELTA_ROWS, unchanged=ROWS - DELTA_ROWS)
         last = commit(store, f"delta{number}", [part], counts=counts, kind="delta", parent=last.number, deletes=deletes)
     return last
 
 
-def compacted(store: OfflineStore, chain: Snapshot) -> Snapshot:
+def compacted(store: ViewStore, chain: Snapshot) -> Snapshot:
     """The same rows in parts of their own."""
 
     def tables() -> Iterator[pa.Table]:
@@ -80,11 +81,11 @@ def compacted(store: OfflineStore, chain: Snapshot) -> Snapshot:
         if gathered:
             yield pa.Table.from_batches(gathered)
 
-    parts = [store.write_part("vectors", "compact", f"part-{i:05d}.parquet", table) for i, table in enumerate(tables())]
+    parts = [store.write_part("compact", f"part-{i:05d}.parquet", table) for i, table in enumerate(tables())]
     return commit(store, "compact", parts, counts=Counts(ROWS, ROWS))
 
 
-def read_s(store: OfflineStore, snapshot: Snapshot) -> float:
+def read_s(store: ViewStore, snapshot: Snapshot) -> float:
     """Seconds to read every row."""
     started = time.perf_counter()
     assert sum(batch.num_rows for batch in store.batches(snapshot)) == ROWS
@@ -94,7 +95,7 @@ def read_s(store: OfflineStore, snapshot: Snapshot) -> float:
 def main() -> None:
     """Measure and report."""
     with tempfile.TemporaryDirectory() as folder:
-        store = OfflineStore(Path(folder))
+        store = OfflineStore(Path(folder)).view("vectors")
         chain = chained(store, np.random.default_rng(0))
         whole = compacted(store, chain)
         times = [(read_s(store, chain), read_s(store, whole)) for _ in range(ROUNDS)]

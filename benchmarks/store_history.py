@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import tempfile
 import time
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from unittest.mock import patch
@@ -21,9 +19,11 @@ from benchmarks.common import report
 from jobs.config import Project
 from jobs.progress import Silent
 from jobs.run import run_view
+from store.clock import utc_now
 from store.offline.snapshot import Snapshot
-from store.offline.view_store import OfflineStore, utc_now
+from store.offline.view_store import ViewStore
 from store.partition import Partition, containing
+from store.record import replace, written
 
 VIEW = "numbers"
 ROWS = 200
@@ -73,22 +73,22 @@ def write(folder: Path, changed: int) -> None:
     pq.write_table(pa.table({"id": np.arange(ROWS), "x": x}), folder / "data.parquet")
 
 
-def add_past(store: OfflineStore, snapshot: Snapshot, count: int, partitions: bool) -> None:
+def add_past(store: ViewStore, snapshot: Snapshot, count: int, partitions: bool) -> None:
     """Commit the snapshot so many times more, each time with files of its own and a report."""
-    last = store.last_report(VIEW)
+    last = store.runs.last()
     assert last is not None
     for number in range(count):
         run = f"2010{snapshot.number + number:011d}.000000Z-abcdef"
-        folder = store.root / VIEW / "data" / run
+        folder = store.data / run
         folder.mkdir()
         parts = tuple(replace(part, path=f"data/{run}/{Path(part.path).name}") for part in snapshot.parts)
         for old, new in zip(snapshot.parts, parts, strict=True):
-            os.link(store.root / VIEW / old.path, store.root / VIEW / new.path)
+            os.link(store.folder / old.path, store.folder / new.path)
         day = str(containing("day", FIRST_DAY + timedelta(days=number))) if partitions else None
         made = replace(snapshot, number=snapshot.number + 1 + number, run=run, parts=parts, partition=day, created_at=utc_now())
         # Not by store.commit: thousands of fsyncs would take minutes.
-        (store.root / VIEW / "manifests" / f"{made.number:020d}.json").write_bytes(made.to_bytes())
-        (store.root / VIEW / "runs" / f"{run}.json").write_text(json.dumps(last | {"run": run, "partition": day}))
+        store.manifest_path(made.number).write_bytes(made.to_bytes())
+        store.runs.path(run).write_bytes(written(replace(last, run=run, partition=day)))
 
 
 def bookkeeping_s(project: Project, changed: int) -> float:
@@ -107,10 +107,10 @@ def of_a_run() -> tuple[float, float]:
         projects = []
         for count in (FEW, MANY):
             made = project(Path(folder) / str(count), partitioned=False)
-            store = OfflineStore(made.root)
+            store = made.offline.view(VIEW)
             first = run_view(made, VIEW, Silent()).snapshot
             assert first is not None
-            add_past(store, store.snapshot(VIEW, first), count - 1, partitions=False)
+            add_past(store, store.snapshot(first), count - 1, partitions=False)
             bookkeeping_s(made, 1)  # the newest is its own again, and what is derived is there
             projects.append(made)
         times = [[bookkeeping_s(made, 2 + changed) for made in projects] for changed in range(ROUNDS)]
@@ -122,10 +122,10 @@ def of_a_partition() -> tuple[int, float]:
     """Manifests that the run of one more partition reads after :data:`PARTITIONS` others, and its bookkeeping in seconds."""
     with tempfile.TemporaryDirectory() as folder:
         made = project(Path(folder) / "days", partitioned=True)
-        store = OfflineStore(made.root)
+        store = made.offline.view(VIEW)
         first = run_view(made, VIEW, Silent()).snapshot
         assert first is not None
-        add_past(store, store.snapshot(VIEW, first), PARTITIONS, partitions=True)
+        add_past(store, store.snapshot(first), PARTITIONS, partitions=True)
         parsed = Snapshot.from_bytes
         seen: list[str] = []
 

@@ -23,8 +23,8 @@ import yaml
 from benchmarks.common import cpu_s, report
 from jobs.config import Project
 from jobs.progress import Silent
-from jobs.report import Report
 from jobs.run import plan_view, run_view
+from store.offline.runs import Report
 
 CASES = {"cheap": 10_000_000, "floats": 3_000_000}
 CHANGED = 0.01

@@ -15,8 +15,8 @@ from benchmarks.store_plan import write_project
 from jobs.config import Project
 from jobs.materialize import dry_run
 from jobs.progress import Silent
-from jobs.report import Report
 from jobs.run import run_view
+from store.offline.runs import Report
 from store.offline.view_store import OfflineStore
 
 CHUNKS = 10_000
@@ -27,7 +27,7 @@ def start_s(project: Project) -> tuple[float, int]:
     """(seconds the plan takes beside reading the source, rows taken over)."""
     made = Report("", "items", "plan")
     started = time.perf_counter()
-    plan = dry_run(project.view("items"), OfflineStore(project.root), project.home, made)
+    plan = dry_run(project.view("items"), project.offline.view("items"), project.home, made)
     return time.perf_counter() - started - made.stages_s["source"] - made.stages_s["open"], plan.diff.resumed
 
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from benchmarks.common import report
 from benchmarks.store_chain import DIM, PART_ROWS, rows
-from store.offline.view_store import OfflineStore
+from store.offline.view_store import OfflineStore, ViewStore
 
 PARTS = 6
 ROUNDS = 5
@@ -27,7 +27,7 @@ def main() -> None:
     ours, peer, synced = [], [], []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        store = OfflineStore(folder)
+        store = OfflineStore(folder).view("vectors")
         for number in range(ROUNDS):
             peer.append(timed(lambda n=number: write_with_pyarrow(tables, folder / f"peer-{n}", sync=False)))
             ours.append(timed(lambda n=number: write_parts(store, tables, n)))
@@ -52,10 +52,10 @@ def timed(work: object) -> float:
     return time.perf_counter() - started
 
 
-def write_parts(store: OfflineStore, tables: list[pa.Table], number: int) -> None:
+def write_parts(store: ViewStore, tables: list[pa.Table], number: int) -> None:
     """As a run writes them."""
     for i, table in enumerate(tables):
-        store.write_part("vectors", f"run{number}", f"part-{i:05d}.parquet", table)
+        store.write_part(f"run{number}", f"part-{i:05d}.parquet", table)
 
 
 def write_with_pyarrow(tables: list[pa.Table], folder: Path, *, sync: bool) -> None:

@@ -26,7 +26,6 @@ from precompute.models.two_tower import train_two_tower
 from precompute.precision.variants import has_bf16
 from store.errors import PrecomputeError
 from store.lookup import Lookup
-from store.offline.view_store import OfflineStore
 from store.online.online_url import open_online_store
 
 VIEWS = ("item_embedding", "item_labels", "user_vector", "item_vector", "user_recommendations", "doc_embedding")
@@ -58,7 +57,7 @@ def main() -> int:
         project = tuned(project)
         heading("The views, one after the other")
         for name in VIEWS:
-            print(describe_report(run_view(project, name, progress_for(quiet=True)).to_json()), flush=True)
+            print(describe_report(run_view(project, name, progress_for(quiet=True))), flush=True)
         ask(project, data, trained=arguments.limit is None)
     except PrecomputeError as exc:
         print(f"demo: {exc}", file=sys.stderr)
@@ -128,7 +127,7 @@ def ask(project: Project, data: Path, trained: bool = True) -> None:
     titles = {
         i: f"{t} ({y})" if y else t for i, t, y in zip(*(items[c].to_pylist() for c in ("item_id", "title", "year")), strict=True)
     }
-    fallback = ViewFallback(OfflineStore(project.root), project.home)
+    fallback = ViewFallback(project.offline, project.home)
     lookup = Lookup(open_online_store(project.online), project.root, fallback)
     try:
         heading(f"Ten recommendations for user {USER}")

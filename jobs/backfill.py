@@ -7,7 +7,6 @@ still run; one that was cancelled is final. The live pointer is moved once, at t
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import secrets
 import shlex
@@ -16,24 +15,24 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 from jobs.backfill_plan import REPORTS, Known, Recipes, plan_backfill, range_of, why_partition
 from jobs.backfill_state import Backfill, Item, Options, backfill_folder, backfills, lease_name, read_backfill
 from jobs.config import Project
-from jobs.due import FINISHED
 from jobs.progress import Silent
 from precompute.workers.process import ChildProcess, end_all
 from store.disk.durable_file import disk_message, locked, make_folder, replace_durably
 from store.disk.lease import Lease, is_held, take
 from store.errors import ConfigError, ConflictError, GateError, PrecomputeError, SnapshotError
-from store.feature_view import known_fields
+from store.offline.runs import Report
 from store.offline.standing import Standing
-from store.offline.view_store import OfflineStore, utc_now
+from store.offline.view_store import ViewStore
 from store.partition import Partition
+from store.record import read_record, replace, written
 
 log = logging.getLogger(__name__)
 
@@ -50,16 +49,16 @@ ATTEMPTS = 3
 """How often a run is begun that finds its partition taken the moment before."""
 
 
-def _check_overlap(store: OfflineStore, view: str, asked: Sequence[str], own: str) -> None:
+def _check_overlap(store: ViewStore, asked: Sequence[str], own: str) -> None:
     """Raises:
     ConflictError: another backfill of the view is at some of the partitions.
     """
-    for id in backfills(store, view):
-        if id != own and is_held(store.lease_folder(view), lease_name(id)):
-            common = sorted(set(asked).intersection(item.partition for item in read_backfill(store, view, id).items))
+    for id in backfills(store):
+        if id != own and is_held(store.leases, lease_name(id)):
+            common = sorted(set(asked).intersection(item.partition for item in read_backfill(store, id).items))
             if common:
                 raise ConflictError(
-                    f"view {view!r}: backfill {id} is going on over {len(common)} of these partitions, as {common[0]}; wait for it, or end it "
+                    f"view {store.name!r}: backfill {id} is going on over {len(common)} of these partitions, as {common[0]}; wait for it, or end it "
                     "with SIGTERM"
                 )
 
@@ -89,15 +88,15 @@ def run_backfill(
         ConflictError: another backfill of the view is at some of the partitions.
         SnapshotError: the file system failed; what was begun can be resumed.
     """
-    store = OfflineStore(project.root)
+    store = project.offline.view(name)
     first, last = range_of(options.first, options.last)
     plans = plan_backfill(project, name, first, last, reprocess=options.reprocess, check_inputs=options.check_inputs, now=now)
     items = [Item(str(plan.partition), plan.why) for plan in plans if plan.action != "skip"]
     state = Backfill(f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}", name, options, items)
     with contextlib.ExitStack() as held:
-        with _exclusive(store, name):
+        with _exclusive(store):
             lease = held.enter_context(_taken(project, store, state))
-            _check_overlap(store, name, [item.partition for item in items], state.id)
+            _check_overlap(store, [item.partition for item in items], state.id)
             _save(store, state, lease)
         skipped = Counter(plan.why for plan in plans if plan.action == "skip")
         left_out = "; skipped: " + ", ".join(f"{n} {why}" for why, n in skipped.items()) if skipped else ""
@@ -118,8 +117,8 @@ def resume_backfill(
         ConflictError: it is going on, or another one is at some of its partitions.
         SnapshotError: the file system failed.
     """
-    store = OfflineStore(project.root)
-    state = read_backfill(store, project.view(name).name, id)
+    store = project.offline.view(name)
+    state = read_backfill(store, id)
     if state.status == "cancelled":
         options = state.options
         raise ConfigError(
@@ -127,13 +126,13 @@ def resume_backfill(
             f"--from {shlex.quote(options.first)} --to {shlex.quote(options.last)} --reprocess {options.reprocess}"
         )
     with contextlib.ExitStack() as held:
-        with _exclusive(store, name):
+        with _exclusive(store):
             lease = held.enter_context(_taken(project, store, state))
-            state = read_backfill(store, name, id)
-            _check_overlap(store, name, [item.partition for item in state.items if item.state != "done"], id)
+            state = read_backfill(store, id)
+            _check_overlap(store, [item.partition for item in state.items if item.state != "done"], id)
             state.status, state.finished_at = "running", None
             if max_active is not None:
-                state.options = known_fields(Options, asdict(state.options) | {"max_active": max_active})
+                state.options = replace(state.options, max_active=max_active)
             _save(store, state, lease)
         _settle(project, store, state)
         _save(store, state, lease)
@@ -143,12 +142,12 @@ def resume_backfill(
     return state
 
 
-def _settle(project: Project, store: OfflineStore, state: Backfill) -> None:
+def _settle(project: Project, store: ViewStore, state: Backfill) -> None:
     """Tell of each partition, by manifests and reports, whether it is done or still to do."""
     config, options = project.view(state.view), state.options
     todo = [item for item in state.items if item.state != "done"]
-    running = {item.partition for item in todo if store.running(state.view, item.partition)}
-    known = Known(store, state.view)  # read after: what does not run any more had written its report by then
+    running = {item.partition for item in todo if store.running(item.partition)}
+    known = Known(store)  # read after: what does not run any more had written its report by then
     with Recipes(config, store, project.home, project.settings.memory_mb) as recipes:
         for item in todo:
             item.state, item.error = "pending", None
@@ -156,22 +155,22 @@ def _settle(project: Project, store: OfflineStore, state: Backfill) -> None:
                 continue
             report = known.done_by(state.id, item.partition)
             if report is not None:
-                _note(item, store, state.view, report)
+                _note(item, store, report)
             elif options.reprocess != "all" and not options.full:
                 why, _ = why_partition(Partition.parse(item.partition), config, known, recipes, options.check_inputs)
                 if why == "done":  # by somebody else, meanwhile
-                    _note(item, store, state.view)
+                    _note(item, store)
 
 
-def _taken(project: Project, store: OfflineStore, state: Backfill) -> Lease:
-    busy = f"backfill {state.id} of view {state.view!r} is going on; wait for it, or look at {backfill_folder(store, state.view) / state.id}.json"
-    return take(store.lease_folder(state.view), lease_name(state.id), "backfill", ttl_s=project.settings.lease, busy=busy)
+def _taken(project: Project, store: ViewStore, state: Backfill) -> Lease:
+    busy = f"backfill {state.id} of view {state.view!r} is going on; wait for it, or look at {backfill_folder(store) / state.id}.json"
+    return take(store.leases, lease_name(state.id), "backfill", ttl_s=project.settings.lease, busy=busy)
 
 
 @contextlib.contextmanager
-def _exclusive(store: OfflineStore, view: str) -> Iterator[None]:
+def _exclusive(store: ViewStore) -> Iterator[None]:
     """One backfill of the view begins at a time, so that two never overlook each other."""
-    path = backfill_folder(store, view) / ".lock"
+    path = backfill_folder(store) / ".lock"
     try:
         make_folder(path.parent)
         with locked(path):
@@ -180,24 +179,24 @@ def _exclusive(store: OfflineStore, view: str) -> Iterator[None]:
         raise SnapshotError(disk_message(path, exc)) from exc
 
 
-def _save(store: OfflineStore, state: Backfill, lease: Lease) -> None:
+def _save(store: ViewStore, state: Backfill, lease: Lease) -> None:
     lease.check()
-    path = backfill_folder(store, state.view) / f"{state.id}.json"
+    path = backfill_folder(store) / f"{state.id}.json"
     try:
-        replace_durably(path, json.dumps(state.to_json(), indent=1).encode())
+        replace_durably(path, written(state, indent=1))
     except OSError as exc:
         raise SnapshotError(disk_message(path, exc, f"free some, then --resume {state.id}")) from exc
 
 
-def _note(item: Item, store: OfflineStore, view: str, report: Mapping[str, Any] | None = None) -> None:
+def _note(item: Item, store: ViewStore, report: Report | None = None) -> None:
     """The partition was computed, by the run of this report or by whomever: done, or refused by a gate."""
-    number = None if report is None else report.get("snapshot")
+    number = None if report is None else report.snapshot
     # A run that was killed after the commit had no time to tell which snapshot it made.
-    snapshot = Standing(store, view).newest(item.partition) if number is None else store.snapshot(view, number)
+    snapshot = Standing(store).newest(item.partition) if number is None else store.snapshot(number)
     assert snapshot is not None  # the caller saw it
-    item.run, item.snapshot = snapshot.run if report is None else report["run"], snapshot.number
-    counts = (report or {}).get("counts") or asdict(snapshot.counts)
-    item.rows, item.written = counts["source"], counts["written"]
+    item.run, item.snapshot = snapshot.run if report is None else report.run, snapshot.number
+    counts = {} if report is None else report.counts
+    item.rows, item.written = counts.get("source", snapshot.counts.source), counts.get("written", snapshot.counts.written)
     item.state, item.error = "done", None
     if snapshot.refused_by:
         said = "; ".join(
@@ -205,9 +204,7 @@ def _note(item: Item, store: OfflineStore, view: str, report: Mapping[str, Any] 
         )
         accept = " ".join(f"--accept {gate}" for gate in snapshot.refused_by)
         item.state = "refused"
-        item.error = (
-            f"refused by {said}; to publish it all the same: precompute publish {view} --snapshot {snapshot.number} {accept}"
-        )
+        item.error = f"refused by {said}; to publish it all the same: precompute publish {store.name} --snapshot {snapshot.number} {accept}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +221,7 @@ class _Conductor:
     """Keeps the slots full until no partition is left."""
 
     project: Project
-    store: OfflineStore
+    store: ViewStore
     state: Backfill
     lease: Lease
     announce: Callable[[str], None]
@@ -291,8 +288,8 @@ class _Conductor:
             time.sleep(POLL_S)
 
     def _start(self, item: Item) -> None:
-        self._since[item.partition] = self.store.run_stamp(self.state.view)
-        if self.store.running(self.state.view, item.partition):
+        self._since[item.partition] = self.store.runs.stamp()
+        if self.store.running(item.partition):
             self._wait_for(item)
             return
         command = [sys.executable, "-m", "jobs.cli", "-c", str(self.project.folder), "materialize", self.state.view, "--json"]
@@ -318,13 +315,13 @@ class _Conductor:
             # It failed before its run began: somebody else took the partition's lease, if only for a moment.
             if report is None and status == 1 and self._attempts[item.partition] < ATTEMPTS:
                 item.state = "pending"
-                if self.store.running(self.state.view, item.partition):
+                if self.store.running(item.partition):
                     self._wait_for(item)
                     return False
                 return not self._done_elsewhere(item)
             item.state = "refused" if status == 3 else "failed"
-            item.run = None if report is None else report["run"]
-            item.error = str(report["error"]) if report is not None and report.get("error") else _last_words(run.process)
+            item.run = None if report is None else report.run
+            item.error = report.error if report is not None and report.error else _last_words(run.process)
         self._tell(item)
         return False
 
@@ -350,9 +347,9 @@ class _Conductor:
         item.state = "running"
         self._elsewhere[item.partition] = item
         last = self._last_report(item)
-        if last is not None and last.get("status") == "running":
-            self._since[item.partition] = str(last["run"])
-            if last.get("backfill") == self.state.id:
+        if last is not None and last.status == "running":
+            self._since[item.partition] = last.run
+            if last.backfill == self.state.id:
                 self._survivors.add(item.partition)
         self.announce(f"{item.label}  waits for a run of it that is going on")
 
@@ -360,7 +357,7 @@ class _Conductor:
         """Partitions that nobody computes any more and that are still to do."""
         again = []
         for partition, item in list(self._elsewhere.items()):
-            if not self.store.running(self.state.view, partition):
+            if not self.store.running(partition):
                 del self._elsewhere[partition]
                 self._survivors.discard(partition)
                 if not self._done_elsewhere(item):
@@ -370,22 +367,22 @@ class _Conductor:
 
     def _done_elsewhere(self, item: Item) -> bool:
         """Whether the run that was waited for, or a later one, did the partition; otherwise it is pending."""
-        last, view = self._last_report(item), self.state.view
+        last = self._last_report(item)
         item.state = "pending"
-        if last is None or str(last["run"]) < self._since[item.partition]:
+        if last is None or last.run < self._since[item.partition]:
             return False
-        if self.state.options.full and last.get("backfill") != self.state.id:
+        if self.state.options.full and last.backfill != self.state.id:
             return False
-        newest = Standing(self.store, view).newest(item.partition)
-        if last.get("status") not in FINISHED and (newest is None or newest.run != last["run"]):
+        newest = Standing(self.store).newest(item.partition)
+        if not last.finished and (newest is None or newest.run != last.run):
             return False
-        _note(item, self.store, view, last)
+        _note(item, self.store, last)
         self._tell(item)
         return True
 
-    def _last_report(self, item: Item) -> Mapping[str, Any] | None:
-        reports = self.store.reports(self.state.view, REPORTS)
-        return next((r for r in reports if r.get("partition") == item.partition and r.get("command") != "publish"), None)
+    def _last_report(self, item: Item) -> Report | None:
+        reports = self.store.runs.reports(REPORTS)
+        return next((r for r in reports if r.partition == item.partition and r.command != "publish"), None)
 
     # ---- the end
 
@@ -417,7 +414,7 @@ class _Conductor:
                     from jobs.run import run_view
 
                     run_view(self.project, state.view, Silent(), command="publish", number=number, backfill=state.id)
-                    ref = self.store.live(state.view)
+                    ref = self.store.refs.live()
                     if ref is None or ref.snapshot != number:
                         state.not_published = "something newer went live meanwhile"
                     else:
@@ -437,13 +434,12 @@ class _Conductor:
 
     def _newer_than_live(self) -> tuple[int | None, str | None]:
         """Number of the snapshot to publish; or None, and why."""
-        view = self.state.view
-        standing, ref = Standing(self.store, view), self.store.readable_live(view)
-        if not self.store.numbers(view):
+        standing, ref = Standing(self.store), self.store.refs.readable_live()
+        if not self.store.numbers():
             return None, "there is no snapshot"
         try:
             number = standing.newest_publishable()
-            newest = self.store.snapshot(view, number)
+            newest = self.store.snapshot(number)
         except SnapshotError as exc:
             return None, str(exc)
         why = standing.why_unpublished(newest)

@@ -15,16 +15,16 @@ from typing import Any, Literal
 
 from jobs.backfill_state import Item, Options, Reprocess, backfills, read_backfill
 from jobs.config import Project, ViewConfig, model_queries
-from jobs.due import FINISHED
 from jobs.open_view import OpenView, open_view
 from jobs.plan import recipe_of
 from precompute.registry import LoadedModel, load_with_fingerprint
 from precompute.sources.input_hash import MD5
 from precompute.sources.statement import parameters
 from store.errors import ConfigError, SnapshotError, SourceError
+from store.offline.runs import Report
 from store.offline.snapshot import Snapshot
 from store.offline.standing import Standing
-from store.offline.view_store import OfflineStore
+from store.offline.view_store import ViewStore
 from store.partition import Partition, containing, partitions
 
 log = logging.getLogger(__name__)
@@ -93,9 +93,9 @@ def plan_backfill(
         ConfigError: the view has no partitions, or the range holds none that is over.
         PrecomputeError: snapshots, source or model cannot be read.
     """
-    config, store = project.view(name), OfflineStore(project.root)
+    config, store = project.view(name), project.offline.view(name)
     chosen = _chosen(config, first, last, datetime.now(UTC) if now is None else now)
-    known = Known(store, name)
+    known = Known(store)
     with Recipes(config, store, project.home, project.settings.memory_mb) as recipes:
         return [_planned(partition, config, store, known, recipes, reprocess, check_inputs) for partition in chosen]
 
@@ -142,20 +142,20 @@ def _chosen(config: ViewConfig, first: datetime, last: datetime, now: datetime) 
 class Known:
     """What manifests and reports tell of a view's partitions, read once."""
 
-    def __init__(self, store: OfflineStore, view: str) -> None:
-        self._store, self._view = store, view
-        self.reports = store.reports(view, REPORTS)
-        self.last: dict[str, Mapping[str, Any]] = {}
+    def __init__(self, store: ViewStore) -> None:
+        self._store = store
+        self.reports = store.runs.reports(REPORTS)
+        self.last: dict[str, Report] = {}
         for report in self.reports:
-            if report.get("command") != "publish" and report.get("partition"):
-                self.last.setdefault(report["partition"], report)
+            if report.command != "publish" and report.partition:
+                self.last.setdefault(report.partition, report)
         snapshots: dict[int, Snapshot] = {}
-        for number in store.numbers(view):
+        for number in store.numbers():
             try:
-                snapshots[number] = store.snapshot(view, number)
+                snapshots[number] = store.snapshot(number)
             except SnapshotError as exc:
                 log.warning("%s", exc)
-        standing = Standing(store, view, snapshots)
+        standing = Standing(store, snapshots)
         self.newest: dict[str, Snapshot] = {}
         for _, snapshot in sorted(snapshots.items()):
             try:
@@ -165,11 +165,11 @@ class Known:
                 log.warning("%s", exc)
         self.committed = {snapshot.run: snapshot for snapshot in snapshots.values()}
 
-    def done_by(self, id: str, partition: str) -> Mapping[str, Any] | None:
+    def done_by(self, id: str, partition: str) -> Report | None:
         """The report of the backfill's own run that did a partition, finished or killed after the commit."""
         for report in self.reports:
-            ours = (report.get("backfill"), report.get("partition")) == (id, partition)
-            if ours and (report.get("status") in FINISHED or report.get("run") in self.committed):
+            ours = (report.backfill, report.partition) == (id, partition)
+            if ours and (report.finished or report.run in self.committed):
                 return report
         return None
 
@@ -197,20 +197,16 @@ class Known:
     @cached_property
     def _rates(self) -> tuple[float, float] | None:
         """Seconds per row, and seconds besides: of whole processes where a backfill timed some, else of runs."""
-        runs = [
-            r
-            for r in self.reports
-            if r.get("status") in FINISHED and r["counts"].get("written") and not r["counts"].get("unchanged")
-        ]
+        runs = [run for run in self.reports if run.finished and run.counts.get("written") and not run.counts.get("unchanged")]
         if not runs:
             return None
-        stages = [r["stages_s"] for r in runs]
+        stages = [run.stages_s for run in runs]
         busy = [sum(s.get(stage, 0.0) for stage in ("source", "model", "write")) for s in stages]
-        per_row = sum(busy) / sum(r["counts"]["written"] for r in runs)
+        per_row = sum(busy) / sum(run.counts["written"] for run in runs)
         timed: list[Item] = []
-        for id in backfills(self._store, self._view)[:5]:
+        for id in backfills(self._store)[:5]:
             try:
-                timed += read_backfill(self._store, self._view, id).items
+                timed += read_backfill(self._store, id).items
             except SnapshotError as exc:
                 log.warning("%s", exc)
         walls = [
@@ -232,7 +228,7 @@ class Known:
 class Recipes:
     """What the view as configured now makes its rows with; opened when first asked for, the model loaded once."""
 
-    def __init__(self, config: ViewConfig, store: OfflineStore, folder: Path, memory_mb: int) -> None:
+    def __init__(self, config: ViewConfig, store: ViewStore, folder: Path, memory_mb: int) -> None:
         self._config, self._view, self._store, self._folder = config, config.feature_view(), store, folder
         self._memory_mb = memory_mb
         # Tables of the model that depend on $start and $end make another model of every partition.
@@ -271,8 +267,10 @@ class Recipes:
 
     def _open(self, partition: Partition) -> OpenView:
         if self._by_partition:
-            return open_view(self._view, self._store, self._folder, partition=partition, memory_mb=self._memory_mb)
-        return open_view(self._view, self._store, self._folder, partition=partition, memory_mb=self._memory_mb, load=self._loaded)
+            return open_view(self._view, self._store.offline, self._folder, partition=partition, memory_mb=self._memory_mb)
+        return open_view(
+            self._view, self._store.offline, self._folder, partition=partition, memory_mb=self._memory_mb, load=self._loaded
+        )
 
     def _loaded(self, use: str, args: Mapping[str, Any], _precision: str) -> LoadedModel:
         if use not in self._models:
@@ -283,7 +281,7 @@ class Recipes:
 def _planned(
     partition: Partition,
     config: ViewConfig,
-    store: OfflineStore,
+    store: ViewStore,
     known: Known,
     recipes: Recipes,
     reprocess: Reprocess,
@@ -291,7 +289,7 @@ def _planned(
 ) -> PartitionPlan:
     rows = known.rows(partition)
     estimate = (rows, known.seconds(rows), known.size_bytes(rows))
-    if store.running(config.name, str(partition)):
+    if store.running(str(partition)):
         return PartitionPlan(partition, "wait", "running", "a run of it is going on", *estimate)
     why, reason = why_partition(partition, config, known, recipes, check_inputs)
     if why in REPROCESS[reprocess]:
@@ -307,14 +305,14 @@ def why_partition(
 ) -> tuple[str, str]:
     """(kind, more of it) of a partition that nobody computes now."""
     snapshot, last = known.newest.get(str(partition)), known.last.get(str(partition))
-    status = "" if last is None else str(last.get("status")).replace("running", "killed")  # its lease is free
+    status = "" if last is None else last.status.replace("running", "killed")  # its lease is free
     # A run that names a snapshot did its work, and failed to publish it.
-    undone = last is not None and last.get("snapshot") is None and (snapshot is None or str(last.get("run")) > snapshot.run)
+    undone = last is not None and last.snapshot is None and (snapshot is None or last.run > snapshot.run)
     ended = (
         ""
         if last is None
         else f"its last run {'was ' if status != 'failed' else ''}{status}"
-        + (f": {last['error']}" if last.get("error") and status in ("failed", "rejected", "refused") else "")
+        + (f": {last.error}" if last.error and status in ("failed", "rejected", "refused") else "")
     )
     if snapshot is None:
         if undone and status in ("failed", "rejected", "refused"):

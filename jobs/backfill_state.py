@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from store.clock import utc_now
 from store.errors import ConfigError, SnapshotError
-from store.feature_view import known_fields
-from store.offline.view_store import OfflineStore, utc_now
+from store.offline.view_store import ViewStore
+from store.record import Record, field, read_record
 
 Reprocess = Literal["missing", "failed", "stale", "all"]
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class Options(Record, frozen=True):
     """What was asked for; ``first`` and ``last`` are moments (ISO 8601) in the first and last partition of the range."""
 
     first: str
@@ -28,8 +26,7 @@ class Options:
     publish: bool = True
 
 
-@dataclass(slots=True)
-class Item:
+class Item(Record):
     """One partition of a backfill.
 
     ``state``: pending · running · done · failed · refused (too many rows rejected, or a gate refuses it) · cancelled. ``started_at`` when its process
@@ -53,8 +50,7 @@ class Item:
         return self.partition.partition("/")[0]
 
 
-@dataclass(slots=True)
-class Backfill:
+class Backfill(Record):
     """A backfill as its file tells it.
 
     ``status``: running · done · failed (a partition is not done, or publishing failed) · cancelled. ``published`` is the snapshot it made live,
@@ -82,41 +78,34 @@ class Backfill:
         """Whether nothing is wrong but that rows or gates refused some partitions."""
         return self.status == "failed" and self.count("refused") > 0 and self.count("done", "refused") == len(self.items)
 
-    def to_json(self) -> dict[str, Any]:
-        """For the file and for programs."""
-        return asdict(self)
 
-
-def backfills(store: OfflineStore, view: str) -> list[str]:
+def backfills(store: ViewStore) -> list[str]:
     """Ids of a view's backfills, the newest first."""
-    return sorted((path.stem for path in backfill_folder(store, view).glob("[0-9]*.json")), reverse=True)
+    return sorted((path.stem for path in backfill_folder(store).glob("[0-9]*.json")), reverse=True)
 
 
-def read_backfill(store: OfflineStore, view: str, id: str) -> Backfill:
+def read_backfill(store: ViewStore, id: str) -> Backfill:
     """What a backfill's file tells.
 
     Raises:
         ConfigError: there is none of that id.
         SnapshotError: it is damaged or cannot be read.
     """
-    path = backfill_folder(store, view) / f"{id}.json"
-    known = backfills(store, view)
-    if id not in known:
-        raise ConfigError(f"view {view!r} has no backfill {id!r} (the newest: {', '.join(known[:3]) or 'none'})")
+    path = backfill_folder(store) / f"{id}.json"
+    ids = backfills(store)
+    if id not in ids:
+        raise ConfigError(f"view {store.name!r} has no backfill {id!r} (the newest: {', '.join(ids[:3]) or 'none'})")
     try:
-        body = json.loads(path.read_bytes())
-        body["options"] = known_fields(Options, body["options"])
-        body["items"] = [known_fields(Item, item) for item in body["items"]]
-        return known_fields(Backfill, body)
+        return read_record(Backfill, path.read_bytes())
     except OSError as exc:
         raise SnapshotError(f"{path} cannot be read: {exc.strerror or exc}") from exc
-    except (ValueError, TypeError, KeyError, AttributeError) as exc:
+    except ValueError as exc:
         raise SnapshotError(f"{path} is damaged ({exc}); remove it, and backfill the range anew") from exc
 
 
-def backfill_folder(store: OfflineStore, view: str) -> Path:
+def backfill_folder(store: ViewStore) -> Path:
     """Where a view's backfills keep their files."""
-    return store.root / view / "backfills"
+    return store.folder / "backfills"
 
 
 def lease_name(id: str) -> str:

@@ -13,7 +13,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.config import GATES, Project, json_schemas, parse_time
 from jobs.progress import progress_for
-from jobs.report import Report, engine_line
+from jobs.report import engine_line
 from jobs.termination import asked, described, terminable
 from store.api.page import duration
 from store.errors import (
@@ -35,8 +34,10 @@ from store.errors import (
     SnapshotError,
 )
 from store.freshness import iso
+from store.offline.runs import Report
 from store.online.online_store import OnlineStore, Pointer
 from store.partition import Partition, containing
+from store.record import plain
 
 if TYPE_CHECKING:
     from jobs.gc import Garbage
@@ -263,7 +264,7 @@ def _backfill(arguments: argparse.Namespace) -> int:
             return DONE
         state = run_backfill(project, name, options, announce=tell)
     if arguments.json:
-        print(json.dumps(state.to_json()))
+        print(json.dumps(plain(state)))
     if state.signal is not None:
         return 128 + state.signal
     return DONE if state.status == "done" else REJECTED if state.only_refused else FAILED
@@ -333,9 +334,9 @@ def _partition(project: Project, arguments: argparse.Namespace) -> Partition | N
 def _finished(arguments: argparse.Namespace) -> Callable[[Report], None]:
     def finished(report: Report) -> None:
         if arguments.json:
-            print(json.dumps(report.to_json()))  # of a failed run too: that is when a program needs it
+            print(json.dumps(plain(report)))  # of a failed run too: that is when a program needs it
         elif report.error is None:
-            print(describe_report(report.to_json()))
+            print(describe_report(report))
 
     return finished
 
@@ -363,16 +364,13 @@ def _snapshots(arguments: argparse.Namespace) -> int:
 
 
 def _resume(arguments: argparse.Namespace) -> int:
-    from store.offline.view_store import OfflineStore
 
-    project = _project(arguments)
-    store = OfflineStore(project.root)
-    name = project.named(arguments.view, store.views())
-    ref = store.resume_live(name)
+    store = _project(arguments).stored(arguments.view)
+    ref = store.refs.resume_live()
     print(
-        json.dumps({"view": name, "snapshot": ref.snapshot, "held": ref.held})
+        json.dumps({"view": store.name, "snapshot": ref.snapshot, "held": ref.held})
         if arguments.json
-        else f"{name}: runs publish again"
+        else f"{store.name}: runs publish again"
     )
     return DONE
 
@@ -394,30 +392,29 @@ def _gc(arguments: argparse.Namespace) -> int:
     from jobs.gc import collect, damage, forget
     from store.disk.lease import take
     from store.disk.reserve import spending_reserve
-    from store.offline.view_store import PUBLISH_LEASE, OfflineStore
+    from store.offline.refs import PUBLISH_LEASE
 
     project = _project(arguments)
-    store, settings = OfflineStore(project.root), project.settings
+    offline, settings = project.offline, project.settings
     garbage: list[Garbage] = []
     failures: list[str] = []
     view, number = arguments.forget or (None, "")
-    if view is not None and (view not in store.views() or not number.isdecimal() or arguments.dry_run):
+    if view is not None and (view not in offline.views() or not number.isdecimal() or arguments.dry_run):
         raise ConfigError(
-            f"--forget {view} {number}: name a view ({', '.join(store.views())}) and the number of its damaged snapshot, without --dry-run"
+            f"--forget {view} {number}: name a view ({', '.join(offline.views())}) and the number of its damaged snapshot, without --dry-run"
         )
-    with spending_reserve(store.root):
-        for name in store.views():
+    with spending_reserve(project.root):
+        for store in map(offline.view, offline.views()):
             try:
-                with take(
-                    store.lease_folder(name), PUBLISH_LEASE, "gc", ttl_s=settings.lease, busy=f"view {name!r} is being published"
-                ) as lease:
-                    if name == view:
-                        forget(store, name, int(number), lease)
+                busy = f"view {store.name!r} is being published"
+                with take(store.leases, PUBLISH_LEASE, "gc", ttl_s=settings.lease, busy=busy) as lease:
+                    if store.name == view:
+                        forget(store, int(number), lease)
                     keep, grace_s = settings.retention.keep, settings.retention.grace
                     garbage += collect(
-                        store, name, keep=keep, grace_s=grace_s, leases=[lease], dry_run=arguments.dry_run, told=failures.append
+                        store, keep=keep, grace_s=grace_s, leases=[lease], dry_run=arguments.dry_run, told=failures.append
                     )
-                failures += damage(store, name)
+                failures += damage(store)
             except (ConflictError, SnapshotError) as exc:
                 failures.append(str(exc))
     failures = list(dict.fromkeys(failures))
@@ -429,7 +426,7 @@ def _gc(arguments: argparse.Namespace) -> int:
         print(json.dumps({"removed": not arguments.dry_run, "size_bytes": size, "files": files, "attention": failures}))
     else:
         for item in garbage:
-            print(f"{item.path.relative_to(store.root)}  {item.size_bytes:,} bytes  ({item.why})")
+            print(f"{item.path.relative_to(project.root)}  {item.size_bytes:,} bytes  ({item.why})")
         print(f"{'would remove' if arguments.dry_run else 'removed'} {len(garbage):,} files, {size / 1e6:,.1f} MB")
     return FAILED if failures else DONE
 
@@ -447,51 +444,50 @@ def _drop(arguments: argparse.Namespace) -> int:
             print("nothing was done")
             return FAILED
     found = drop(project, arguments.view, data=arguments.data)
-    print(json.dumps(asdict(found)) if arguments.json else describe_drop(found, done=True))
+    print(json.dumps(plain(found)) if arguments.json else describe_drop(found, done=True))
     return DONE
 
 
 def _pin(arguments: argparse.Namespace) -> int:
-    from store.offline.view_store import OfflineStore
 
-    project = _project(arguments)
-    store = OfflineStore(project.root)
-    name = project.named(arguments.view, store.views())
+    store = _project(arguments).stored(arguments.view)
     number = arguments.snapshot
     if number is None:
-        ref = store.live(name)
+        ref = store.refs.live()
         if ref is None:
-            raise ConfigError(f"view {name!r} was never published: name a snapshot with --snapshot")
+            raise ConfigError(f"view {store.name!r} was never published: name a snapshot with --snapshot")
         number = ref.snapshot
     if arguments.remove:
-        store.unpin(name, number)
+        store.refs.unpin(number)
     else:
-        store.pin(name, number, "pinned by hand")
-    pins = sorted(store.pins(name))
+        store.pin(number, "pinned by hand")
+    pins = sorted(store.refs.pins())
     print(
-        json.dumps({"view": name, "pins": pins}) if arguments.json else f"{name}: pinned: {', '.join(map(str, pins)) or 'none'}"
+        json.dumps({"view": store.name, "pins": pins})
+        if arguments.json
+        else f"{store.name}: pinned: {', '.join(map(str, pins)) or 'none'}"
     )
     return DONE
 
 
-def describe_report(report: dict[str, Any]) -> str:
+def describe_report(report: Report) -> str:
     """A run's report in two lines, three with what the engine did."""
-    head = f"{report['view']}: {report['status']}, snapshot {report['snapshot']}"
-    if report.get("command") == "rollback" and report["status"] == "published":
-        head = f"{report['view']}: rolled back, snapshot {report['snapshot']} is live"
-    head += f", partition {report['partition']}" if report["partition"] else ""
-    if report["counts"]:
-        counts = report["counts"]
+    head = f"{report.view}: {report.status}, snapshot {report.snapshot}"
+    if report.command == "rollback" and report.status == "published":
+        head = f"{report.view}: rolled back, snapshot {report.snapshot} is live"
+    head += f", partition {report.partition}" if report.partition else ""
+    if report.counts:
+        counts = report.counts
         head += f", {counts['written'] + counts['unchanged']:,} of {counts['source']:,} rows"
         told = [("unchanged", counts["unchanged"]), ("removed", counts["removed"]), ("rejected", counts["rejected"])]
-        told += [("null", counts.get("nulls", 0)), ("resumed", report["resumed"])]
+        told += [("null", counts.get("nulls", 0)), ("resumed", report.resumed)]
         shown = ", ".join(f"{n:,} {what}" for what, n in told if n)
         head += f" ({shown})" if shown else ""
-        head += f", {report['rows_per_s']:,.0f} rows/s" if report["rows_per_s"] else ""
-    refused = [f"  gate {g['gate']}: {g['message']} (limit {g['limit']:g})" for g in report["gates"] if not g["passed"]]
-    refused += [f"  engine: {said}"] if (said := engine_line(report.get("engine") or {})) else []
-    stages = " · ".join(f"{name} {seconds:.2f}" for name, seconds in report["stages_s"].items())
-    return "\n".join([f"{head}, {report['seconds']:.1f} s", f"  seconds: {stages}", *refused])
+        head += f", {report.rows_per_s:,.0f} rows/s" if report.rows_per_s else ""
+    refused = [f"  gate {v.gate}: {v.message} (limit {v.limit:g})" for v in report.gates if not v.passed]
+    refused += [f"  engine: {said}"] if (said := engine_line(report.engine)) else []
+    stages = " · ".join(f"{name} {seconds:.2f}" for name, seconds in report.stages_s.items())
+    return "\n".join([f"{head}, {report.seconds:.1f} s", f"  seconds: {stages}", *refused])
 
 
 def _profile(arguments: argparse.Namespace) -> int:
@@ -555,9 +551,8 @@ def _lookup(arguments: argparse.Namespace) -> int:
     fallback = None
     if arguments.fallback:
         from jobs.fallback import ViewFallback
-        from store.offline.view_store import OfflineStore
 
-        fallback = ViewFallback(OfflineStore(project.root), project.home)
+        fallback = ViewFallback(project.offline, project.home)
     lookup = Lookup(online, project.root, fallback)
     try:
         keys = [key_from_path(k.encode(), view.entity) if len(view.entity) > 1 else k for k in arguments.keys]
@@ -593,15 +588,13 @@ def describe_row(row: dict[str, Any]) -> str:
 def _explain(arguments: argparse.Namespace) -> int:
     from store.entity_key import key_from_path
     from store.history import explain
-    from store.offline.view_store import OfflineStore
 
     project = _project(arguments)
-    store = OfflineStore(project.root)
-    name = project.named(arguments.view, store.views())
-    numbers = store.numbers(name)
-    entity = store.snapshot(name, numbers[-1]).view.entity if numbers else ()
+    store = project.stored(arguments.view)
+    numbers = store.numbers()
+    entity = store.snapshot(numbers[-1]).view.entity if numbers else ()
     key = key_from_path(arguments.key.encode(), entity) if len(entity) > 1 else arguments.key
-    found = explain(store, name, key, memory_mb=project.settings.memory_mb)
+    found = explain(store, key, memory_mb=project.settings.memory_mb)
     print(json.dumps(found.to_json()) if arguments.json else describe_explanation(found))
     return DONE
 
@@ -658,7 +651,6 @@ def _short(value: Any) -> str:
 
 def _search(arguments: argparse.Namespace) -> int:
     from store.lookup import Lookup
-    from store.offline.view_store import OfflineStore
     from store.online.online_url import open_online_store
 
     project = _project(arguments)
@@ -674,7 +666,7 @@ def _search(arguments: argparse.Namespace) -> int:
             raise RequestError(
                 f"--text needs a view with one text input column, {view.name!r} has {texts or 'none'}: search by --key"
             )
-        fallback, asked = ViewFallback(OfflineStore(project.root), project.home), {"inputs": {texts[0]: arguments.text}}
+        fallback, asked = ViewFallback(project.offline, project.home), {"inputs": {texts[0]: arguments.text}}
     lookup = Lookup(online, project.root, fallback)
     try:
         found = lookup.search(view.name, **asked, k=arguments.k, deadline_ms=60_000)

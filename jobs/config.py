@@ -36,6 +36,7 @@ from precompute.registry import check_use
 from precompute.sources.statement import check_sql, parameters, referenced_views
 from store.errors import ConfigError
 from store.feature_view import NAME, RESERVED, Definition, Feature, FeatureView, IndexSpec, ModelUse
+from store.offline.view_store import OfflineStore, ViewStore
 from store.partition import Partition, containing
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
@@ -631,6 +632,20 @@ class Project:
                 f"no view {name!r} in {self.folder / 'views'}{_did_you_mean(name, known)} (there are: {', '.join(known)})"
             )
         return name
+
+    @property
+    def offline(self) -> OfflineStore:
+        """Its offline store."""
+        return OfflineStore(self.root)
+
+    def stored(self, name: str) -> ViewStore:
+        """What is kept of a view, which may be configured no more.
+
+        Raises:
+            ConfigError: it is neither configured, nor is there anything of it.
+        """
+        offline = self.offline
+        return offline.view(self.named(name, offline.views()))
 
     def schedules(self) -> dict[str, Schedule]:
         """The schedule section, every view's options spelled out."""

@@ -13,7 +13,8 @@ from store.disk.lease import holder, is_held, take
 from store.disk.reserve import spending_reserve
 from store.errors import ConfigError, ConflictError, SnapshotError
 from store.feature_view import NAME
-from store.offline.view_store import DROP_LEASE, PUBLISH_LEASE, OfflineStore
+from store.offline.refs import DROP_LEASE, PUBLISH_LEASE
+from store.offline.view_store import ViewStore
 from store.online.online_url import open_online_store
 
 log = logging.getLogger(__name__)
@@ -38,32 +39,35 @@ def look(project: Project, name: str, *, data: bool = False) -> Dropped:
         ConfigError: there is no such view anywhere, or another one reads it.
         OnlineStoreError: the online store does not answer.
     """
-    store, configured = OfflineStore(project.root), name in project.names
+    offline, configured = project.offline, name in project.names
+    store = offline.view(name)
     with contextlib.closing(open_online_store(project.online)) as online:
         served = name in online.views()
-    folders = [store.root / name, *([store.removed_folder(name)] if data else [])]  # the second: a removal that was stopped
+    # The second: a removal that was stopped.
+    folders = [store.folder, *([store.removed_folder] if data else [])]
     known = NAME.match(name) is not None and (served or configured or any(folder.is_dir() for folder in folders))
     if not known:
-        there = ", ".join(sorted({*store.views(), *project.names})) or "none"
-        raise ConfigError(f"no view {name!r}: neither configured, nor served, nor under {store.root} (there are: {there})")
-    readers = _readers(project, store, name)
+        there = ", ".join(sorted({*offline.views(), *project.names})) or "none"
+        raise ConfigError(f"no view {name!r}: neither configured, nor served, nor under {offline.root} (there are: {there})")
+    readers = _readers(project, store)
     if readers:
         raise ConfigError(f"view {name!r} is read by {', '.join(readers)}, as live.{name}: change and run, or drop, these first")
     size_bytes = sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file())
-    return Dropped(name, served, configured, len(store.numbers(name)), size_bytes, data)
+    return Dropped(name, served, configured, len(store.numbers()), size_bytes, data)
 
 
-def _readers(project: Project, store: OfflineStore, name: str) -> list[str]:
+def _readers(project: Project, store: ViewStore) -> list[str]:
     """Views that read it: as they are configured, and as what is live of them was computed, whose fallback reads it whatever became of their files."""
-    found = {other for other, view in project.views.items() if name in view.inputs()}
-    for other in store.views():
-        ref = store.readable_live(other)
+    name, offline = store.name, store.offline
+    readers = {other for other, view in project.views.items() if name in view.inputs()}
+    for other in offline.views():
+        ref = offline.view(other).refs.readable_live()
         try:
-            if ref is not None and name in store.snapshot(other, ref.snapshot).inputs:
-                found.add(other)
+            if ref is not None and name in offline.view(other).snapshot(ref.snapshot).inputs:
+                readers.add(other)
         except SnapshotError as exc:  # then its fallback reads nothing
             log.warning("%s", exc)
-    return sorted(found - {name})
+    return sorted(readers - {name})
 
 
 def drop(project: Project, name: str, *, data: bool = False) -> Dropped:
@@ -79,9 +83,9 @@ def drop(project: Project, name: str, *, data: bool = False) -> Dropped:
         ConflictError: a run or backfill of it is going on, or it is being published.
         OnlineStoreError, SnapshotError: a store failed; what was begun is finished by doing it again.
     """
-    found, store = look(project, name, data=data), OfflineStore(project.root)
-    folder = store.lease_folder(name)
-    with spending_reserve(store.root), contextlib.ExitStack() as held:
+    found, store = look(project, name, data=data), project.offline.view(name)
+    folder = store.leases
+    with spending_reserve(project.root), contextlib.ExitStack() as held:
         if folder.is_dir():
             busy = f"view {name!r} is being published, rolled back or cleaned up; wait for it"
             held.enter_context(take(folder, PUBLISH_LEASE, "drop", ttl_s=project.settings.lease, busy=busy))
@@ -92,14 +96,12 @@ def drop(project: Project, name: str, *, data: bool = False) -> Dropped:
             online.forget(name)
         try:
             with contextlib.suppress(FileNotFoundError):
-                shutil.rmtree(store.root / name / "index")
+                shutil.rmtree(store.indexes)
         except OSError as exc:
-            raise SnapshotError(
-                f"{store.root / name / 'index'} cannot be removed: {exc.strerror or exc}; do it once more"
-            ) from exc
-        store.end_live(name)
+            raise SnapshotError(f"{store.indexes} cannot be removed: {exc.strerror or exc}; do it once more") from exc
+        store.refs.end_live()
         if data:
-            store.remove(name)
+            store.remove()
     return found
 
 

@@ -18,22 +18,21 @@ import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
-from functools import lru_cache
-from typing import Any, Literal
+from datetime import datetime, timedelta
+from typing import Literal
 from zoneinfo import ZoneInfo
 
 from jobs.config import Project, Schedule
 from jobs.cron import fire_times, last_fire
+from store.clock import parsed_time
 from store.disk.durable_file import disk_message, make_folder, replace_durably
 from store.disk.lease import holder, is_held
 from store.errors import SnapshotError
-from store.offline.view_store import OfflineStore
+from store.offline.runs import Report
+from store.offline.view_store import OfflineStore, ViewStore
+from store.record import replace
 
 log = logging.getLogger(__name__)
-
-FINISHED = ("published", "committed", "current")
-"""Statuses of runs that did what they were for."""
 
 RETRIED = ("failed", "killed")
 """Statuses of runs that may do better the next time."""
@@ -72,7 +71,7 @@ class Parent:
 class Facts:
     """What is known about a view. Reports are the newest first, those of dead runs with the status ``killed``."""
 
-    reports: Sequence[Mapping[str, Any]] = ()
+    reports: Sequence[Report] = ()
     running: bool = False
     since: datetime | None = None
     """Its times up to here are settled; None when no scheduler saw this schedule before."""
@@ -148,8 +147,8 @@ def _unsettled(schedule: Schedule, since: datetime, now: datetime) -> datetime |
 
 
 def _by_parents(view: str, schedule: Schedule, facts: Facts, now: datetime) -> Decision:
-    runs = [r for r in facts.reports if r.get("command") == "run" and not r.get("backfill")]
-    finished = [r for r in runs if r.get("status") in FINISHED]
+    runs = [r for r in facts.reports if r.command == "run" and not r.backfill]
+    finished = [r for r in runs if r.finished]
     epochs = {name: parent.epoch for name, parent in facts.parents.items()}
 
     def idle(reason: str) -> Decision:
@@ -162,14 +161,14 @@ def _by_parents(view: str, schedule: Schedule, facts: Facts, now: datetime) -> D
         return idle(f"waits for the first snapshot of {', '.join(unpublished)}")
     due = max(parent.at for parent in facts.parents.values() if parent.epoch)
     # The highest epoch it ever ran with, not that of its newest report: a clock set back makes an older report look newer.
-    seen = {name: max((_epochs(r).get(name, 0) for r in finished), default=0) for name in epochs}
+    seen = {name: max((r.parents.get(name, 0) for r in finished), default=0) for name in epochs}
     new = [name for name, epoch in epochs.items() if epoch > seen[name]]
-    if not new or any(not _epochs(r) and report_time(r.get("due")) == due for r in finished):
+    if not new or any(not r.parents and parsed_time(r.due) == due for r in finished):
         return idle("nothing new")
     pending = [name for name, parent in facts.parents.items() if parent.pending]
     if pending:
         return idle(f"waits for {', '.join(pending)}")
-    attempts = [r for r in runs if r.get("due") and {name: _epochs(r).get(name, 0) for name in epochs} == epochs]
+    attempts = [r for r in runs if r.due and {name: r.parents.get(name, 0) for name in epochs} == epochs]
     state, at, why = _standing(view, schedule, due, attempts, now)
     if facts.since == due:
         state, why = "given up", "was given up"
@@ -180,20 +179,20 @@ def _by_parents(view: str, schedule: Schedule, facts: Facts, now: datetime) -> D
 
 
 def _standing(
-    view: str, schedule: Schedule, due: datetime, attempts: Sequence[Mapping[str, Any]], now: datetime
+    view: str, schedule: Schedule, due: datetime, attempts: Sequence[Report], now: datetime
 ) -> tuple[Literal["run", "retry", "done", "given up"], datetime | None, str]:
     """How it stands with one time, by the runs there were for it: what to do, from when on, and why."""
-    if any(r.get("status") in FINISHED for r in attempts):
+    if any(r.finished for r in attempts):
         return "done", None, ""
     for report in attempts:
-        if report.get("status") not in RETRIED:
-            return "given up", None, f"was given up: {report.get('status')}"
+        if report.status not in RETRIED:
+            return "given up", None, f"was given up: {report.status}"
     failures = len(attempts)
     if not failures:
         return "run", due, ""
     if failures > schedule.retries:
-        return "given up", None, f"was given up: {attempts[0].get('status')}" + (f" {failures} times" if failures > 1 else "")
-    ends = [end for r in attempts if (end := report_time(r.get("finished_at")) or report_time(r.get("started_at"))) is not None]
+        return "given up", None, f"was given up: {attempts[0].status}" + (f" {failures} times" if failures > 1 else "")
+    ends = [end for r in attempts if (end := parsed_time(r.finished_at) or parsed_time(r.started_at)) is not None]
     ended = max(ends, default=None)
     # An end in the future was written before the clock was set back. How long ago it was nobody knows; waiting for it could take a year.
     at = now if ended is None or ended > now else ended + timedelta(seconds=retry_wait_s(view, schedule, due, failures))
@@ -205,48 +204,29 @@ def _not_past(at: datetime | None, now: datetime) -> datetime | None:
     return at if at is None else max(at, now)
 
 
-def _attempts_for(facts: Facts, due: datetime) -> list[Mapping[str, Any]]:
-    return [r for r in facts.reports if r.get("due") and report_time(r["due"]) == due]
+def _attempts_for(facts: Facts, due: datetime) -> list[Report]:
+    return [r for r in facts.reports if r.due and parsed_time(r.due) == due]
 
 
 def _ran_since(facts: Facts, fire: datetime, now: datetime) -> bool:
     """Whether a run that began after the fire time, started by whomever, did its work already."""
     for report in facts.reports:
-        started = report_time(report.get("started_at"))
-        whole = report.get("command") == "run" and not report.get("backfill")
-        if whole and report.get("status") in FINISHED and started is not None and fire <= started <= now:
+        started = parsed_time(report.started_at)
+        whole = report.command == "run" and not report.backfill
+        if whole and report.finished and started is not None and fire <= started <= now:
             return True
     return False
 
 
 def _last_failure(schedule: Schedule, facts: Facts, since: datetime, now: datetime) -> str:
     """What to tell about the last settled time when its run did not succeed."""
-    times = [due for r in facts.reports if (due := report_time(r.get("due"))) is not None]
+    times = [due for r in facts.reports if (due := parsed_time(r.due)) is not None]
     last = max((due for due in times if due <= since), default=None)
     attempts = [] if last is None else _attempts_for(facts, last)
-    if last is None or any(r.get("status") in FINISHED for r in attempts) or _ran_since(facts, last, now):
+    if last is None or any(r.finished for r in attempts) or _ran_since(facts, last, now):
         return ""
     count = f" {len(attempts)} times" if len(attempts) > 1 else ""
-    return f"; {_local(last, schedule)} was given up: {attempts[0].get('status')}{count}"
-
-
-def _epochs(report: Mapping[str, Any]) -> Mapping[str, int]:
-    parents = report.get("parents")
-    return parents if isinstance(parents, Mapping) else {}
-
-
-def report_time(text: Any) -> datetime | None:
-    """An ISO 8601 time of a report, in UTC; None when there is none, or none that can be read."""
-    return _parsed(str(text))
-
-
-@lru_cache(4096)
-def _parsed(text: str) -> datetime | None:
-    try:
-        at = datetime.fromisoformat(text)
-    except ValueError:
-        return None
-    return at.replace(tzinfo=UTC) if at.tzinfo is None else at.astimezone(UTC)
+    return f"; {_local(last, schedule)} was given up: {attempts[0].status}{count}"
 
 
 def _local(at: datetime, schedule: Schedule) -> str:
@@ -258,12 +238,12 @@ class Ledger:
 
     Args:
         project: the configuration.
-        store: its offline store.
+        offline: its offline store.
     """
 
-    def __init__(self, project: Project, store: OfflineStore) -> None:
-        self._store, self._schedules = store, project.schedules()
-        self._cached: dict[str, tuple[int, list[dict[str, Any]]]] = {}
+    def __init__(self, project: Project, offline: OfflineStore) -> None:
+        self._offline, self._schedules = offline, project.schedules()
+        self._cached: dict[str, tuple[int, list[Report]]] = {}
 
     def decision(
         self, view: str, now: datetime, running: Collection[str] = (), known: dict[str, Decision] | None = None
@@ -289,25 +269,25 @@ class Ledger:
         return known[view]
 
     def _parent(self, name: str, now: datetime, running: Collection[str], known: dict[str, Decision]) -> Parent:
-        live = self._store.live(name)
+        live = self._offline.view(name).refs.live()
         self.decision(name, now, running, known)
-        at = None if live is None else report_time(live.at)
+        at = None if live is None else parsed_time(live.at)
         return Parent(0 if live is None else live.epoch, now if at is None else at, self._pending(name, known))
 
     def _pending(self, name: str, known: Mapping[str, Decision]) -> bool:
         """Whether it runs, or will: by itself, or after one that does."""
         return known[name].state != "idle" or any(self._pending(parent, known) for parent in self._schedules[name].parents)
 
-    def reports(self, view: str) -> tuple[list[dict[str, Any]], bool]:
+    def reports(self, view: str) -> tuple[list[Report], bool]:
         """A view's newest reports, dead runs' as ``killed``; and whether a run goes on that is no part of a backfill.
 
         Raises:
             SnapshotError: a lease is damaged or cannot be read.
         """
         reports, dead = self._look(view)
-        reports = [r | {"status": "killed"} if r.get("run") in dead else r for r in reports]
-        goes_on = any(r.get("status") == "running" and r.get("command") != "publish" and not r.get("backfill") for r in reports)
-        return reports, goes_on or self._store.running(view)
+        reports = [replace(r, status="killed") if r.run in dead else r for r in reports]
+        goes_on = any(r.status == "running" and r.command != "publish" and not r.backfill for r in reports)
+        return reports, goes_on or self._offline.view(view).running()
 
     def dead(self, view: str) -> set[str | None]:
         """Partitions (None: of a view that has none) of the runs that say they go on, though they do not.
@@ -316,9 +296,9 @@ class Ledger:
             SnapshotError: a lease is damaged or cannot be read.
         """
         reports, dead = self._look(view)
-        return {r.get("partition") for r in reports if r.get("run") in dead}
+        return {r.partition for r in reports if r.run in dead}
 
-    def _look(self, view: str) -> tuple[list[dict[str, Any]], set[Any]]:
+    def _look(self, view: str) -> tuple[list[Report], set[str]]:
         reports = self._read(view)
         silent = self._silent(view, reports)
         if silent:  # one that has ended since the reading wrote so before it let go of its lease
@@ -326,25 +306,24 @@ class Ledger:
             silent &= self._silent(view, reports)
         return reports, silent
 
-    def _silent(self, view: str, reports: Sequence[Mapping[str, Any]]) -> set[Any]:
+    def _silent(self, view: str, reports: Sequence[Report]) -> set[str]:
         """Runs that say they go on though nobody holds their lease. Publishing alone holds another one, and is left out."""
         return {
-            r.get("run")
+            r.run
             for r in reports
-            if r.get("status") == "running"
-            and r.get("command") != "publish"
-            and not self._store.running(view, r.get("partition"))
+            if r.status == "running" and r.command != "publish" and not self._offline.view(view).running(r.partition)
         }
 
-    def _read(self, view: str, fresh: bool = False) -> list[dict[str, Any]]:
+    def _read(self, view: str, fresh: bool = False) -> list[Report]:
+        runs = self._offline.view(view).runs
         try:
-            changed_ns = (self._store.root / view / "runs").stat().st_mtime_ns
+            changed_ns = runs.folder.stat().st_mtime_ns
         except FileNotFoundError:
             return []
         except OSError as exc:
-            raise SnapshotError(f"{self._store.root / view / 'runs'} cannot be read: {exc.strerror or exc}") from exc
+            raise SnapshotError(f"{runs.folder} cannot be read: {exc.strerror or exc}") from exc
         if fresh or view not in self._cached or self._cached[view][0] != changed_ns:
-            reports = self._store.reports(view, REPORTS)
+            reports = runs.reports(REPORTS)
             # A second change within one step of the file system's clock does not show: what is that new is read once more.
             settled = time.time_ns() - changed_ns > 1_000_000_000
             self._cached[view] = (changed_ns if settled else -1, reports)
@@ -356,12 +335,12 @@ class Ledger:
 
     def _since(self, view: str) -> datetime | None:
         schedule = self._schedules[view]
-        path = self._store.root / view / "refs" / "schedule.json"
+        path = self._offline.view(view).refs.folder / "schedule.json"
         try:
             kept = json.loads(path.read_bytes())
             if (kept["when"], kept["timezone"]) != (schedule.when, schedule.timezone):
                 return None
-            return report_time(kept["since"])
+            return parsed_time(kept["since"])
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError) as exc:
@@ -375,7 +354,7 @@ class Ledger:
             SnapshotError: the file system failed.
         """
         schedule = self._schedules[view]
-        path = self._store.root / view / "refs" / "schedule.json"
+        path = self._offline.view(view).refs.folder / "schedule.json"
         kept = {"when": schedule.when, "timezone": schedule.timezone, "since": since.isoformat()}
         try:
             make_folder(path.parent)
@@ -394,7 +373,7 @@ class Outlook:
     trouble: str | None = None
 
 
-def outlook(project: Project, store: OfflineStore, view: str, now: datetime) -> Outlook:
+def outlook(project: Project, store: ViewStore, now: datetime) -> Outlook:
     """When a view runs next, and what is in the way of that.
 
     A scheduler that acts begins what is due within a second. So there is trouble when something has been due for more than :data:`LATE_S`; when the
@@ -404,10 +383,11 @@ def outlook(project: Project, store: OfflineStore, view: str, now: datetime) -> 
     Raises:
         SnapshotError: a lease or live pointer is damaged, or cannot be read.
     """
+    view, offline = store.name, store.offline
     schedule = project.schedules().get(view)
     if schedule is None:
         return Outlook(None, "not scheduled")
-    ledger, leases = Ledger(project, store), store.root / ".scheduler"
+    ledger, leases = Ledger(project, offline), offline.root / ".scheduler"
     decision, up = ledger.decision(view, now), is_held(leases, LEADER)
     due = decision.due if decision.state == "run" else decision.at
     reason = decision.reason + ("" if up else "; no scheduler is up")
@@ -428,10 +408,10 @@ def outlook(project: Project, store: OfflineStore, view: str, now: datetime) -> 
     return Outlook(due, reason)
 
 
-def _missed(schedule: Schedule, reports: Sequence[Mapping[str, Any]], now: datetime) -> datetime | None:
+def _missed(schedule: Schedule, reports: Sequence[Report], now: datetime) -> datetime | None:
     """The last fire time of a cron line since the view's last run, if that is more than :data:`LATE_S` ago."""
     assert schedule.cron is not None
-    began = [at for r in reports if (at := report_time(r.get("started_at"))) is not None and at <= now]
+    began = [at for r in reports if (at := parsed_time(r.started_at)) is not None and at <= now]
     first = None if not began else next(fire_times(schedule.cron, schedule.timezone, max(began), now), None)
     if first is None or now - first <= timedelta(seconds=LATE_S):
         return None

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from jobs.config import EngineConfig
-from jobs.open_view import EXAMPLE_ROWS, REFERENCE, OpenView, compiled_folder
+from jobs.open_view import EXAMPLE_ROWS, REFERENCE, OpenView
 from precompute.engine.meter import Meter
 from precompute.engine.runner import Runner
 from precompute.model import StagedModel
 from precompute.workers.worker import SAMPLE
 from precompute.workers.worker_pool import WorkerPool
 from precompute.workers.worker_process import WorkerSpec
-from store.offline.view_store import OfflineStore
+from store.offline.view_store import ViewStore
 
 
-def engine_of(opened: OpenView, config: EngineConfig, meter: Meter, store: OfflineStore) -> Runner | WorkerPool:
+def engine_of(opened: OpenView, config: EngineConfig, meter: Meter, store: ViewStore) -> Runner | WorkerPool:
     """The engine of a run: workers where ``workers`` asks for them, or where there are several GPUs to use.
 
     Args:
@@ -30,7 +30,7 @@ def engine_of(opened: OpenView, config: EngineConfig, meter: Meter, store: Offli
     if opened.variant != REFERENCE:
         example = opened.source.sample(EXAMPLE_ROWS)
         if example.num_rows:
-            convert = {"variant": opened.variant, "folder": str(compiled_folder(store, opened.view.name))}
+            convert = {"variant": opened.variant, "folder": str(store.compiled)}
             tables[SAMPLE] = example
     args = {name: value for name, value in model.args.items() if name not in opened.tables}
     precision = opened.variant.removesuffix("-eager")

@@ -39,7 +39,7 @@ from store.offline.row_figures import RowFigures, VectorFigures, count
 from store.offline.selection import all_rows, rows_beside, seed_of
 from store.offline.snapshot import Snapshot, Verdict
 from store.offline.standing import ROLLED_BACK, Standing
-from store.offline.view_store import OfflineStore
+from store.offline.view_store import ViewStore
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class _Moves:
 def judge(
     config: ViewConfig,
     opened: OpenView,
-    store: OfflineStore,
+    store: ViewStore,
     snapshot: Snapshot,
     live: Snapshot | None,
     replaced: Replaced | None = None,
@@ -167,12 +167,12 @@ def judge(
     return quality, verdicts
 
 
-def _figures(store: OfflineStore, snapshot: Snapshot) -> RowFigures:
+def _figures(store: ViewStore, snapshot: Snapshot) -> RowFigures:
     """Of all rows; counted now where the manifest has none, being older than they."""
     return snapshot.figures or count(store.batches(snapshot, snapshot.view.feature_names), snapshot.view)
 
 
-def _live_figures(store: OfflineStore, live: Snapshot) -> RowFigures | None:
+def _live_figures(store: ViewStore, live: Snapshot) -> RowFigures | None:
     try:
         return _figures(store, live)
     except SnapshotError as exc:  # what is live is damaged: a reason to replace it, not to keep it
@@ -247,7 +247,7 @@ def _judge_moves(feature: Feature, moves: _Moves, gates: GatesConfig, quality: d
     judged("moved", moved, gates.moved, gates.moved is None or moved <= gates.moved + 1e-12, message)
 
 
-def _moves(store: OfflineStore, snapshot: Snapshot, live: Snapshot, replaced: Replaced | None) -> _Moves | None:
+def _moves(store: ViewStore, snapshot: Snapshot, live: Snapshot, replaced: Replaced | None) -> _Moves | None:
     """None where nothing can be compared: another model's space, no vectors, another entity, or a live snapshot that is damaged."""
     features = [f.name for f in snapshot.view.features if f.dim is not None and f.name in live.view.feature_names]
     entity = snapshot.view.entity
@@ -286,21 +286,20 @@ def _matrix(table: pa.Table, feature: Feature) -> npt.NDArray[np.float64]:
     return np.asarray(column.flatten()).astype(np.float64).reshape(len(column), -1)
 
 
-def _returned(opened: OpenView, store: OfflineStore, snapshot: Snapshot) -> tuple[int, int, int] | None:
+def _returned(opened: OpenView, store: ViewStore, snapshot: Snapshot) -> tuple[int, int, int] | None:
     """(a snapshot that was rolled back from, the rows it computed, those of them that come again), of which the largest share does; None without any.
 
     A row is told by key, input hash and recipe, so it does not matter through which snapshots it comes. What the snapshot that was gone back to held
     too is not at fault, and what is live by now is no news. Of damaged snapshots, what can be read counts.
     """
-    view = snapshot.view.name
     worst: tuple[int, int, int] | None = None
-    marks = Standing(store, view).left
-    live = _live(store, view) if marks else None
+    marks = Standing(store).left
+    live = _live(store) if marks else None
     for number, mark in marks.items():
-        bad = _readable(store, view, number)
+        bad = _readable(store, number)
         if bad is None or not bad.recipe or bad.recipe != snapshot.recipe:
             continue
-        went_to = None if mark.back_to is None else _readable(store, view, mark.back_to)
+        went_to = None if mark.back_to is None else _readable(store, mark.back_to)
         past = [of if of is not None and of.recipe == snapshot.recipe else None for of in (bad, went_to or live, live)]
         try:
             try:
@@ -316,37 +315,36 @@ def _returned(opened: OpenView, store: OfflineStore, snapshot: Snapshot) -> tupl
     return worst
 
 
-def _unrecognised(opened: OpenView, store: OfflineStore, snapshot: Snapshot) -> int | None:
+def _unrecognised(opened: OpenView, store: ViewStore, snapshot: Snapshot) -> int | None:
     """A snapshot that was rolled back from, whose rows are made alike but whose inputs were hashed in another way, so that nobody can tell whether
     they come again; None without any. One that is older than what is live and hashed as this one is no news: somebody looked before that was published.
     """
-    view = snapshot.view.name
-    marked = Standing(store, view).left
+    marked = Standing(store).left
     if not marked:
         return None
-    live, made = _live(store, view), recipe_of(opened, MD5)
+    live, made = _live(store), recipe_of(opened, MD5)
     known = live.number if live is not None and live.recipe == snapshot.recipe else 0
     for number in marked:
-        bad = _readable(store, view, number) if number > known else None
+        bad = _readable(store, number) if number > known else None
         if bad is not None and bad.recipe != snapshot.recipe and made == (bad.computation or bad.recipe):
             return number
     return None
 
 
-def _live(store: OfflineStore, view: str) -> Snapshot | None:
-    ref = store.readable_live(view)
-    return None if ref is None else _readable(store, view, ref.snapshot)
+def _live(store: ViewStore) -> Snapshot | None:
+    ref = store.refs.readable_live()
+    return None if ref is None else _readable(store, ref.snapshot)
 
 
-def _readable(store: OfflineStore, view: str, number: int) -> Snapshot | None:
+def _readable(store: ViewStore, number: int) -> Snapshot | None:
     try:
-        return store.snapshot(view, number) if number in store.numbers(view) else None
+        return store.snapshot(number) if number in store.numbers() else None
     except SnapshotError as exc:
         log.warning("%s", exc)
         return None
 
 
-def _whole_files(store: OfflineStore, snapshot: Snapshot) -> Files:
+def _whole_files(store: ViewStore, snapshot: Snapshot) -> Files:
     """Of a damaged snapshot, the files whose keys and hashes can be read. Where those that tell which rows are dead cannot, the rows count as alive.
 
     Raises:

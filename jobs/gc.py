@@ -26,8 +26,9 @@ from store.disk.durable_file import disk_message, sync_folder
 from store.disk.lease import Lease, take
 from store.errors import ConflictError, SnapshotError
 from store.offline.catalog import Catalog, Entry
+from store.offline.refs import run_lease
 from store.offline.standing import Standing
-from store.offline.view_store import OfflineStore, run_lease
+from store.offline.view_store import ViewStore
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +50,7 @@ class Garbage:
 
 
 def collect(
-    store: OfflineStore,
-    view: str,
+    store: ViewStore,
     *,
     keep: int,
     grace_s: float,
@@ -63,8 +63,7 @@ def collect(
     """Find what may go, and remove it.
 
     Args:
-        store: the offline store.
-        view: whose files.
+        store: of the view.
         keep: newest snapshots to keep, of each partition.
         grace_s: nothing younger goes.
         leases: what the caller holds: the publishing lease, and its run's if it is one. They are checked before each removal; chunks of
@@ -82,78 +81,72 @@ def collect(
         FencedError: a lease was lost.
     """
     young_s = (time.time() if now_s is None else now_s) - grace_s
-    catalog = store.catalog(view)
+    catalog = store.catalog()
     manifests = catalog.entries
     for number, exc in catalog.damaged.items():
-        told(_sentence(view, number, exc))
-    kept = _reachable(store, view, catalog, keep, young_s, told)
-    folder = store.root / view / "manifests"
-    held_s = max((_modified_s(folder / f"{number:020d}.json") for number in catalog.damaged), default=-math.inf)
+        told(_sentence(store.name, number, exc))
+    kept = _reachable(store, catalog, keep, young_s, told)
+    held_s = max((_modified_s(store.manifest_path(number)) for number in catalog.damaged), default=-math.inf)
     why = "snapshot {}: neither live, pinned, new nor built on"
-    gone = [_garbage(folder / f"{number:020d}.json", why.format(number)) for number in sorted(manifests) if number not in kept]
+    gone = [_garbage(store.manifest_path(number), why.format(number)) for number in sorted(manifests) if number not in kept]
     if not dry_run:
         _remove(gone, leases)
         try:
             crashpoint("gc")
         except OSError as exc:
-            raise SnapshotError(disk_message(folder, exc)) from exc
+            raise SnapshotError(disk_message(store.manifest_path(0).parent, exc)) from exc
     with contextlib.ExitStack() as held:
-        mine = _journal_leases(store, view, leases, held, young_s, dry_run)
-        later = store.catalog(view)  # read under the leases: what a run committed meanwhile names what it took over
+        mine = _journal_leases(store, leases, held, young_s, dry_run)
+        later = store.catalog()  # read under the leases: what a run committed meanwhile names what it took over
         stay = [entry for n, entry in later.entries.items() if n in kept or n not in manifests]
         if later.damaged.keys() - catalog.damaged.keys():  # just now: the next collection knows what that holds up
             return gone
-        runs = _folders(store, view, {entry.run for entry in stay}, max(manifests, default=0), swept)
+        runs = _folders(store, {entry.run for entry in stay}, max(manifests, default=0), swept)
         named = {path for entry in stay for path in entry.files}
-        files = list(_orphans(store, view, runs, named, mine, held_s, young_s))
+        files = list(_orphans(store, runs, named, mine, held_s, young_s))
         if not dry_run:
             _remove(files, [*leases, *(lease for lease in mine.values() if lease is not None)])
             _remove_empty_folders(runs, young_s)
     return gone + files
 
 
-def damage(store: OfflineStore, view: str) -> list[str]:
+def damage(store: ViewStore) -> list[str]:
     """A sentence for each manifest of the view that cannot be read, with how to end that. Reads them all."""
-    return [_sentence(view, number, why) for number, why in store.damage(view).items()]
+    return [_sentence(store.name, number, why) for number, why in store.damage().items()]
 
 
-def forget(store: OfflineStore, view: str, number: int, lease: Lease) -> None:
+def forget(store: ViewStore, number: int, lease: Lease) -> None:
     """Give up a snapshot whose manifest cannot be read: it is removed, and its number never given again. Its files go with the next collection.
 
     Args:
-        store: the offline store.
-        view: its name.
+        store: of the view.
         number: of the snapshot.
         lease: the publishing lease, held.
 
     Raises:
         SnapshotError: there is no such snapshot, its manifest is whole, it is live, or what is live or would be gone back to builds on it.
     """
-    if number not in store.numbers(view):
-        store.snapshot(view, number)  # says which there are
-    if number not in store.damage(view):
+    view = store.name
+    if number not in store.numbers():
+        store.snapshot(number)  # says which there are
+    if number not in store.damage():
         raise SnapshotError(
             f"snapshot {number} of view {view!r} can be read: there is nothing to forget; `rollback` marks a bad one"
         )
-    ref = store.readable_live(view)
+    ref = store.refs.readable_live()
     if ref is not None and ref.snapshot == number:
         raise SnapshotError(f"snapshot {number} of view {view!r} is live: `precompute run {view}` or `rollback {view}` first")
-    entries = store.catalog(view).entries
+    entries = store.catalog().entries
     if ref is not None and number in _ancestors(entries, ref.snapshot):
         raise SnapshotError(
             f"live snapshot {ref.snapshot} of view {view!r} builds on snapshot {number}: `precompute run {view} --full` or `rollback {view}` first"
         )
-    if (
-        ref is not None
-        and ref.previous not in (None, *Standing(store, view).marks)
-        and number in _ancestors(entries, ref.previous)
-    ):
+    if ref is not None and ref.previous not in (None, *Standing(store).marks) and number in _ancestors(entries, ref.previous):
         raise SnapshotError(
             f"snapshot {ref.previous} of view {view!r}, which `rollback` goes back to, builds on snapshot {number}: `precompute run {view} --full` first"
         )
-    store.mark_bad(view, number, "its manifest was damaged, and given up", rows=False)
-    path = store.root / view / "manifests" / f"{number:020d}.json"
-    _remove([_garbage(path, "given up")], [lease])
+    store.mark_bad(number, "its manifest was damaged, and given up", rows=False)
+    _remove([_garbage(store.manifest_path(number), "given up")], [lease])
 
 
 def _ancestors(entries: Mapping[int, Entry], number: int | None) -> set[int]:
@@ -171,41 +164,39 @@ def _sentence(view: str, number: int, why: object) -> str:
 
 
 def _journal_leases(
-    store: OfflineStore, view: str, leases: Sequence[Lease], held: contextlib.ExitStack, young_s: float, dry_run: bool
+    store: ViewStore, leases: Sequence[Lease], held: contextlib.ExitStack, young_s: float, dry_run: bool
 ) -> dict[Path, Lease | None]:
     """Folders of runs that never committed and are old → the lease of their partition, held so that no run takes them over meanwhile; None for
     a dry run. Folders of a partition whose run goes on are left out."""
     known = {lease.name: lease for lease in leases}
     found: dict[Path, Lease | None] = {}
-    for folder, partition in store.journals(view).items():
+    for folder, partition in store.journals.partitions().items():
         name = run_lease(partition)
         if _modified_s(folder / "journal.jsonl") > young_s:
             continue
         if dry_run:
-            if not store.running(view, partition):
+            if not store.running(partition):
                 found[folder] = None
             continue
         if name not in known:
             try:
-                known[name] = held.enter_context(take(store.lease_folder(view), name, "gc"))
+                known[name] = held.enter_context(take(store.leases, name, "gc"))
             except ConflictError:
                 continue
         found[folder] = known[name]
     return found
 
 
-def _reachable(
-    store: OfflineStore, view: str, catalog: Catalog, keep: int, young_s: float, told: Callable[[str], None]
-) -> set[int]:
+def _reachable(store: ViewStore, catalog: Catalog, keep: int, young_s: float, told: Callable[[str], None]) -> set[int]:
     manifests = catalog.entries
-    roots: set[int] = {*store.pins(view), max(manifests, default=0)}  # the highest number stays, so that it is never given twice
+    roots: set[int] = {*store.refs.pins(), max(manifests, default=0)}  # the highest number stays, so that it is never given twice
     roots.update(number for number in manifests if number < max(catalog.damaged, default=0))  # each of them may be a parent
-    ref = store.readable_live(view)
+    ref = store.refs.readable_live()
     if ref is not None:
         roots |= {ref.snapshot} | ({ref.previous} if ref.previous is not None else set())
     else:
         roots |= set(manifests)  # without a pointer nobody can tell what is in use
-    standing = Standing(store, view)
+    standing = Standing(store)
     roots |= standing.at_fault(manifests)
     newest: dict[str | None, list[int]] = {}
     for number in sorted(manifests, reverse=True):
@@ -215,7 +206,7 @@ def _reachable(
         if datetime.fromisoformat(manifests[number].created_at).timestamp() > young_s:
             roots.add(number)
     roots.update(number for numbers in newest.values() for number in numbers)
-    roots |= _inputs_of_others(store, view, manifests, told)
+    roots |= _inputs_of_others(store, manifests, told)
     todo = [number for number in roots if number in manifests]
     reachable = set(todo)
     while todo:
@@ -226,21 +217,21 @@ def _reachable(
     return reachable
 
 
-def _inputs_of_others(store: OfflineStore, view: str, manifests: Mapping[int, Entry], told: Callable[[str], None]) -> set[int]:
+def _inputs_of_others(store: ViewStore, manifests: Mapping[int, Entry], told: Callable[[str], None]) -> set[int]:
     """Snapshots of this view that other views' live ones were computed from: their fallbacks read them. Of one that cannot be read nobody knows
     which; all that were there when it was committed stay."""
     found: set[int] = set()
-    for other in store.views():
-        ref = store.readable_live(other)
+    for other in map(store.offline.view, store.offline.views()):
+        ref = other.refs.readable_live()
         for number in () if ref is None else (ref.snapshot, ref.previous):
-            path = store.root / other / "manifests" / f"{number or 0:020d}.json"
+            path = other.manifest_path(number or 0)
             if number is None or not path.exists():
                 continue
             try:
-                found.update(n for name, n in store.snapshot(other, number).inputs.items() if name == view)
+                found.update(n for name, n in other.snapshot(number).inputs.items() if name == store.name)
             except SnapshotError as exc:
                 if path.exists():  # and not removed just now
-                    told(_sentence(other, number, exc))
+                    told(_sentence(other.name, number, exc))
                     found.update(
                         n
                         for n, entry in manifests.items()
@@ -249,9 +240,9 @@ def _inputs_of_others(store: OfflineStore, view: str, manifests: Mapping[int, En
     return found
 
 
-def _folders(store: OfflineStore, view: str, committed: set[str], turn: int, swept: int | None) -> list[Path]:
+def _folders(store: ViewStore, committed: set[str], turn: int, swept: int | None) -> list[Path]:
     """Folders of runs to look through: all without a snapshot, and ``swept`` of the others, from another place on with every ``turn``."""
-    data = store.root / view / "data"
+    data = store.data
     try:
         names = sorted(os.listdir(data))
     except FileNotFoundError:
@@ -264,15 +255,14 @@ def _folders(store: OfflineStore, view: str, committed: set[str], turn: int, swe
 
 
 def _orphans(
-    store: OfflineStore,
-    view: str,
+    store: ViewStore,
     runs: Sequence[Path],
     named: set[str],
     journals: dict[Path, Lease | None],
     held_s: float,
     young_s: float,
 ) -> Iterator[Garbage]:
-    folder = store.root / view
+    folder = store.folder
     for run in runs:
         if not run.is_dir() or ((run / "journal.jsonl").is_file() and run not in journals):
             continue

@@ -11,7 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,6 @@ from jobs.open_view import OpenView, open_view
 from jobs.plan import Plan, go_on_hashing, is_damaged, make_plan, now_us, recipe_of
 from jobs.progress import Progress
 from jobs.replaced import Replaced
-from jobs.report import Report
 from jobs.source_age import iso_us, read_source_at
 from jobs.tune import check_accuracy
 from precompute.diff import find_deletes, refused_rows
@@ -35,6 +34,7 @@ from precompute.engine.features import with_null_rows
 from precompute.engine.meter import Meter
 from precompute.engine.window import Outcome
 from precompute.sources.input_hash import MD5
+from store.clock import utc_now
 from store.disk.lease import Lease
 from store.entity_key import bad_keys, key_column
 from store.errors import GateError, RejectedError, SnapshotError, SourceError
@@ -42,11 +42,13 @@ from store.feature_view import FeatureView
 from store.offline.journal import Finished
 from store.offline.layers import Layers
 from store.offline.row_figures import RowCounter, RowFigures, count
+from store.offline.runs import Report
 from store.offline.selection import all_rows
 from store.offline.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot, Verdict
 from store.offline.standing import Standing
-from store.offline.view_store import OfflineStore, utc_now
+from store.offline.view_store import ViewStore
 from store.partition import Partition
+from store.record import plain, replace
 
 PART_BYTES = 64 * 2**20
 """Rows are gathered to about this size before a Parquet file is written."""
@@ -67,7 +69,7 @@ _REJECTED = pa.schema(
 
 def materialize(
     config: ViewConfig,
-    store: OfflineStore,
+    store: ViewStore,
     folder: Path,
     report: Report,
     progress: Progress,
@@ -106,7 +108,7 @@ def materialize(
         ModelError, ConfigError, SnapshotError, FencedError: as their names say.
     """
     with report.stage("open"):
-        opened = open_view(config.feature_view(), store, folder, partition=partition, memory_mb=memory_mb)
+        opened = open_view(config.feature_view(), store.offline, folder, partition=partition, memory_mb=memory_mb)
     with opened:
         source = opened.source
         plan = _planned(config, opened, store, report, partition, full=full, retry_rejected=retry_rejected)
@@ -125,7 +127,7 @@ def materialize(
         if plan.parent is None and plan.source_rows:  # what is built on was computed in the same precision, and was compared then
             with report.stage("accuracy"):
                 accuracy = [verdict for verdict in [check_accuracy(config, opened)] if verdict is not None]
-            report.gates = [asdict(verdict) for verdict in accuracy]
+            report.gates = accuracy
             for refused in accuracy:
                 if not refused.passed and refused.gate not in accept:
                     raise GateError(
@@ -133,7 +135,7 @@ def materialize(
                         f"{config.name}` measures them all), change the view's `accuracy`, or accept it: precompute run {config.name} "
                         "--accept accuracy"
                     )
-        store.begin_journal(config.name, report.run, plan.recipe, report.partition, full=full)
+        store.journals.begin(report.run, plan.recipe, report.partition, full=full)
         run = _Run(
             opened, store, report, math.floor(plan.source_rows * config.max_rejected + 1e-9), config.renew_unchanged, engine
         )
@@ -168,19 +170,19 @@ def materialize(
             if not plan.compact:
                 snapshot = replace(snapshot, figures=run.figures(snapshot, replaced))
             snapshot = _judged(config, opened, store, snapshot, accept, accuracy, replaced)
-            report.gates = [asdict(verdict) for verdict in snapshot.gates]
+            report.gates = list(snapshot.gates)
             report.counts |= _nulls_json(snapshot)
         with report.stage("commit"):
             snapshot = store.commit(snapshot, lease)
         took_over = (Path(part.path).parent.name for part in (*delta.parts, *snapshot.parts))
         for name in {report.run, *took_over}:
-            store.end_journal(config.name, name)
+            store.journals.end(name)
     report.snapshot, report.status = snapshot.number, "committed"
     return snapshot
 
 
 @contextmanager
-def _telling_damage(config: ViewConfig, store: OfflineStore, plan: Plan) -> Iterator[None]:
+def _telling_damage(config: ViewConfig, store: ViewStore, plan: Plan) -> Iterator[None]:
     """Where what is built on turns out to be damaged it is marked bad, so that the next run builds on what is whole.
 
     Raises:
@@ -199,7 +201,7 @@ def _telling_damage(config: ViewConfig, store: OfflineStore, plan: Plan) -> Iter
 
 def dry_run(
     config: ViewConfig,
-    store: OfflineStore,
+    store: ViewStore,
     folder: Path,
     report: Report,
     *,
@@ -214,7 +216,7 @@ def dry_run(
         SourceError, ModelError, ConfigError, SnapshotError: as :func:`materialize`.
     """
     with report.stage("open"):
-        opened = open_view(config.feature_view(), store, folder, partition=partition, memory_mb=memory_mb)
+        opened = open_view(config.feature_view(), store.offline, folder, partition=partition, memory_mb=memory_mb)
     with opened:
         return _planned(config, opened, store, report, partition, full=full, retry_rejected=retry_rejected)
 
@@ -222,7 +224,7 @@ def dry_run(
 def _planned(
     config: ViewConfig,
     opened: OpenView,
-    store: OfflineStore,
+    store: ViewStore,
     report: Report,
     partition: Partition | None,
     *,
@@ -235,7 +237,7 @@ def _planned(
     updated_at = config.source.updated_at
     with report.stage("source"):
         if updated_at is None:  # before it is read: what is modified meanwhile is the next run's
-            report.source_at = read_source_at(opened, store)
+            report.source_at = read_source_at(opened, store.offline)
         else:
             opened.source.check_time(updated_at, "source.updated_at")
         total = opened.source.load(None if config.partition is None else config.partition.column)
@@ -294,7 +296,7 @@ def _snapshot(plan: Plan, run: _Run, counts: Counts) -> Snapshot:
 def _judged(
     config: ViewConfig,
     opened: OpenView,
-    store: OfflineStore,
+    store: ViewStore,
     snapshot: Snapshot,
     accept: Collection[str],
     before: Sequence[Verdict],
@@ -304,10 +306,10 @@ def _judged(
     if it has one, that are no rows of it."""
     live = None
     if snapshot.partition is not None:  # another day's rows are no measure of this one's
-        live = Standing(store, config.name).newest(snapshot.partition, refused=False)
-    elif (ref := store.readable_live(config.name)) is not None:
+        live = Standing(store).newest(snapshot.partition, refused=False)
+    elif (ref := store.refs.readable_live()) is not None:
         try:
-            live = store.snapshot(config.name, ref.snapshot)
+            live = store.snapshot(ref.snapshot)
             store.layers(live)
         except SnapshotError:  # what is live is damaged: a reason to replace it, not to keep it
             live = None
@@ -334,7 +336,7 @@ def _judged_empty(config: ViewConfig, snapshot: Snapshot, before: Snapshot | Non
 def _judged_again(
     config: ViewConfig,
     opened: OpenView,
-    store: OfflineStore,
+    store: ViewStore,
     report: Report,
     snapshot: Snapshot,
     accept: Collection[str],
@@ -349,7 +351,7 @@ def _judged_again(
     before = [verdict for verdict in snapshot.gates if verdict.gate == "accuracy"]
     judged = _judged(config, opened, store, snapshot, {*accept, *(verdict.gate for verdict in before)}, before, None)
     judged = replace(judged, accepted=tuple(sorted({*judged.accepted, *_still_accepted(snapshot, judged)})))
-    report.gates = [asdict(verdict) for verdict in judged.gates]
+    report.gates = list(judged.gates)
     if judged.refused_by == snapshot.refused_by:
         return snapshot
     judged = store.commit(replace(judged, run=report.run, created_at=utc_now(), source_at=report.source_at), lease)
@@ -364,7 +366,7 @@ def _still_accepted(before: Snapshot, now: Snapshot) -> set[str]:
 
 
 def _counts_json(counts: Counts) -> dict[str, int]:
-    return {name: getattr(counts, name) for name in Counts.__slots__}
+    return dict(plain(counts))
 
 
 def _nulls_json(snapshot: Snapshot) -> dict[str, int]:
@@ -377,7 +379,7 @@ class _Run:
     """The rows of one run on their way to Parquet: never more than one window and one part in memory."""
 
     opened: OpenView
-    store: OfflineStore
+    store: ViewStore
     report: Report
     max_rejected: int
     renew: bool
@@ -516,21 +518,21 @@ class _Run:
                 if not (places[1:] > places[:-1]).all():  # pieces of windows come as they were computed
                     order = np.argsort(places)
                     table, rare = table.take(pa.array(order)), np.flatnonzero(np.isin(order, rare))
-                part = self.store.write_part(self.name, self.report.run, f"part-{number:05d}.parquet", table, rare)
+                part = self.store.write_part(self.report.run, f"part-{number:05d}.parquet", table, rare)
                 self.parts.append(part)
                 self._figures[part.path] = figures
             if len(self._rejected) > self._unjournaled:
                 table = pa.Table.from_batches(self._rejected[self._unjournaled :], _REJECTED)
-                rejected = self.store.write_part(self.name, self.report.run, f"rejected-{number:05d}.parquet", table)
+                rejected = self.store.write_part(self.report.run, f"rejected-{number:05d}.parquet", table)
             if part is not None or rejected is not None:
-                self.store.add_to_journal(self.name, self.report.run, Finished(part, rejected, figures))
+                self.store.journals.add(self.report.run, Finished(part, rejected, figures))
                 self.chunks += 1
         self._pending, self._places, self._pending_bytes = [], [], 0
         self._unjournaled, self._began = len(self._rejected), time.monotonic()
 
     def write_no_rows(self) -> None:
         """A part of no rows, for a snapshot that has none."""
-        self.parts.append(self.store.write_part(self.name, self.report.run, "part-00000.parquet", self._no_rows()))
+        self.parts.append(self.store.write_part(self.report.run, "part-00000.parquet", self._no_rows()))
 
     def _no_rows(self) -> pa.Table:
         view, source = self.opened.view, self.opened.source.schema
@@ -565,7 +567,7 @@ class _Run:
             [parts, found.column("row"), found.column("removed"), *keys.values()], names=[*DELETES_SCHEMA.names, *keys]
         )
         own = int(pc.sum(found.column("finished")).as_py() or 0)
-        return self.store.write_part(self.name, self.report.run, "deletes.parquet", table), own
+        return self.store.write_part(self.report.run, "deletes.parquet", table), own
 
     def figures(self, snapshot: Snapshot, replaced: Replaced | None) -> RowFigures:
         """Of every row of the snapshot that is not committed yet: its parent's and those of its parts, less the rows that are no rows of it."""
@@ -583,11 +585,11 @@ class _Run:
 
     def _counted(self, part: Part) -> RowFigures:
         """Of a chunk whose run kept no figures."""
-        path = self.store.root / self.name / part.path
+        path = self.store.folder / part.path
         return count(all_rows(Layers([path], [part.rows], {})).batches(self.opened.view.feature_names), self.opened.view)
 
     def _relative(self, paths: list[Path]) -> list[str]:
-        folder = (self.store.root / self.name).absolute()
+        folder = self.store.folder.absolute()
         return [str(path.relative_to(folder)) for path in paths]
 
     def compacted(self, snapshot: Snapshot) -> Snapshot:
@@ -603,7 +605,7 @@ class _Run:
                 counter.add(batch)
             figures = figures.plus(counter.figures())
             table = pa.Table.from_batches(gathered)
-            parts.append(self.store.write_part(self.name, self.report.run, name, table, counter.rare()))
+            parts.append(self.store.write_part(self.report.run, name, table, counter.rare()))
             gathered.clear()
 
         for batch in self.store.batches(snapshot):
@@ -615,7 +617,7 @@ class _Run:
         if gathered:
             write()
         if not parts:
-            parts.append(self.store.write_part(self.name, self.report.run, "compact-00000.parquet", self._no_rows()))
+            parts.append(self.store.write_part(self.report.run, "compact-00000.parquet", self._no_rows()))
         chain = self.store.chain(snapshot)[:-1]
         bases = tuple(sorted({layer.number for layer in chain} | {number for layer in chain for number in layer.bases}))
         alone = replace(snapshot, kind="full", parent=None, bases=bases, parts=tuple(parts), deletes=None, own_deletes=0)
@@ -664,12 +666,12 @@ class _Run:
     def _write_rejected(self) -> None:
         if self._rejected:
             table = pa.Table.from_batches(self._rejected, _REJECTED)
-            self.rejected_part = self.store.write_part(self.opened.view.name, self.report.run, "rejected.parquet", table)
+            self.rejected_part = self.store.write_part(self.report.run, "rejected.parquet", table)
 
     @property
     def rejected_path(self) -> str:
         """Where the rejected rows were written."""
-        return str(self.store.root / self.opened.view.name / "data" / self.report.run / "rejected.parquet")
+        return str(self.store.data / self.report.run / "rejected.parquet")
 
     def reasons(self) -> str:
         """The commonest reasons, with counts."""

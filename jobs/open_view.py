@@ -78,7 +78,7 @@ class OpenView:
 
 def open_view(
     view: FeatureView,
-    store: OfflineStore,
+    offline: OfflineStore,
     folder: Path,
     *,
     pinned: Mapping[str, int] | None = None,
@@ -90,7 +90,7 @@ def open_view(
 
     Args:
         view: its ``definition`` holds source SQL and model.
-        store: where other views' snapshots are.
+        offline: where other views' snapshots are.
         folder: the project's, absolute: where relative paths start from and modules of one's own lie, wherever the view was defined or published.
         pinned: snapshot numbers of the views it reads, as a manifest recorded them; the live ones by default.
         partition: of a partitioned view: what ``$start`` and ``$end`` stand for.
@@ -106,8 +106,11 @@ def open_view(
     sql, model = view.definition.source, view.definition.model
     queries = model_queries(model.args)
     wanted = sorted({name for text in (sql, *queries.values()) for name in referenced_views(text)})
-    inputs = {name: pinned[name] if pinned is not None else _live_number(store, name, view.name) for name in wanted}
-    live = {name: files_of(store.layers(store.snapshot(name, number))) for name, number in inputs.items()}
+    inputs = {name: pinned[name] if pinned is not None else _live_number(offline, name, view.name) for name in wanted}
+    live = {}
+    for name, number in inputs.items():
+        read = offline.view(name)
+        live[name] = files_of(read.layers(read.snapshot(number)))
     bounds = None if partition is None else (partition.start, partition.end)
     try:
         source = Source(sql, view.entity, live, bounds=bounds, folder=folder, memory_mb=memory_mb)
@@ -133,7 +136,7 @@ def open_view(
     except BaseException:
         source.close()
         raise
-    return OpenView(view, folder, source, loaded.model, fingerprint, inputs, tables, variant, compiled_folder(store, view.name))
+    return OpenView(view, folder, source, loaded.model, fingerprint, inputs, tables, variant, offline.view(view.name).compiled)
 
 
 def variant_name(model: ModelUse) -> str:
@@ -144,18 +147,13 @@ def variant_name(model: ModelUse) -> str:
     return f"{'fp32' if precision == 'auto' else precision}-{'eager' if backend == 'auto' else backend}"
 
 
-def compiled_folder(store: OfflineStore, view: str) -> Path:
-    """Where a view's converted models are kept, so that they are made once."""
-    return store.root / view / "compiled"
-
-
 def files_of(layers: Layers) -> Files:
     """A snapshot's files as a source takes them."""
     return Files(layers.paths, layers.dead)
 
 
-def _live_number(store: OfflineStore, name: str, reader: str) -> int:
-    ref = store.live(name)
+def _live_number(offline: OfflineStore, name: str, reader: str) -> int:
+    ref = offline.view(name).refs.live()
     if ref is None:
         raise SourceError(f"view {reader!r} reads live.{name}, which was never published: run `precompute run {name}` first")
     return ref.snapshot

@@ -21,7 +21,7 @@ from store.errors import SnapshotError
 from store.offline.journal import Finished
 from store.offline.snapshot import Snapshot
 from store.offline.standing import Standing
-from store.offline.view_store import OfflineStore
+from store.offline.view_store import ViewStore
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class Plan:
 def make_plan(
     config: ViewConfig,
     opened: OpenView,
-    store: OfflineStore,
+    store: ViewStore,
     partition: str | None,
     source_rows: int,
     *,
@@ -129,24 +129,24 @@ def make_plan(
     recipe = recipe_of(opened)
     content = f"{recipe}:{source.content()}"
     expired = None if config.renew_unchanged else read_at_us - int(view.ttl_s * 1e6)
-    finished = store.unfinished(view.name, recipe, partition, full=full)
+    finished = store.journals.unfinished(recipe, partition, full=full)
     while True:
-        previous = None if full else Standing(store, view.name).newest(partition)
+        previous = None if full else Standing(store).newest(partition)
         reason = (
             "asked for every row"
             if full
-            else _why_full(previous, opened, recipe, first=not store.numbers(view.name) or partition is not None)
+            else _why_full(previous, opened, recipe, first=not store.numbers() or partition is not None)
         )
         parent = previous if reason is None else None
         try:
             diff = _diff(opened, store, parent, finished, source_rows, expired, retry_rejected)
-            whole = store.whole_chunks(view.name, finished) if diff.resumed else finished
+            whole = store.journals.whole(finished) if diff.resumed else finished
             if whole == finished:
                 break
             finished = whole
         except SnapshotError as exc:
             log.warning("%s", exc)
-            whole = store.whole_chunks(view.name, finished)
+            whole = store.journals.whole(finished)
             if whole != finished:  # those that are not what they were are computed once more
                 finished = whole
             elif parent is not None and is_damaged(store, parent):
@@ -169,14 +169,14 @@ def make_plan(
 
 def _diff(
     opened: OpenView,
-    store: OfflineStore,
+    store: ViewStore,
     parent: Snapshot | None,
     finished: list[Finished],
     source_rows: int,
     expired_before_us: int | None,
     retry_rejected: bool,
 ) -> Diff:
-    folder = store.root / opened.view.name
+    folder = store.folder
     refused = [folder / chunk.rejected.path for chunk in finished if chunk.rejected is not None]
     if parent is not None and parent.rejected is not None and (folder / parent.rejected.path).is_file():
         refused.append(folder / parent.rejected.path)
@@ -193,24 +193,24 @@ def _diff(
         return compare(opened.source, known, parts, expired_before_us=expired_before_us)
 
 
-def is_damaged(store: OfflineStore, snapshot: Snapshot) -> bool:
+def is_damaged(store: ViewStore, snapshot: Snapshot) -> bool:
     """Whether a snapshot's files are not what its manifest says; it is marked bad then."""
     try:
         store.check_parts(snapshot)
     except SnapshotError as exc:
         log.warning("%s", exc)
-        return Standing(store, snapshot.view.name).bad_below(snapshot) is not None
+        return Standing(store).bad_below(snapshot) is not None
     return False
 
 
-def go_on_hashing(opened: OpenView, store: OfflineStore, partition: str | None, *, full: bool = False) -> None:
+def go_on_hashing(opened: OpenView, store: ViewStore, partition: str | None, *, full: bool = False) -> None:
     """Before the source is loaded: hash its rows as those were that the run may build on or take over, where they are hashed with MD5, so that
     they are not all computed once more."""
     recipe = recipe_of(opened, MD5)
-    newest = None if full else Standing(store, opened.view.name).newest(partition)
+    newest = None if full else Standing(store).newest(partition)
     if newest is not None and newest.recipe == recipe_of(opened):
         return
-    if (newest is not None and newest.recipe == recipe) or store.unfinished(opened.view.name, recipe, partition, full=full):
+    if (newest is not None and newest.recipe == recipe) or store.journals.unfinished(recipe, partition, full=full):
         opened.source.hashed_by = MD5
 
 

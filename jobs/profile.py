@@ -75,13 +75,13 @@ def profile(
     config = project.view(name)
     if trace is not None:
         _check_writable(trace)
-    store = OfflineStore(project.root)
+    offline = project.offline
     if config.partition is not None and partition is None:
         partition = config.partition_at(datetime.now(UTC))
     memory_mb = project.settings.memory_mb
     started = time.monotonic()
     rejected = 0
-    with open_view(config.feature_view(), store, project.home, partition=partition, memory_mb=memory_mb) as opened:
+    with open_view(config.feature_view(), offline, project.home, partition=partition, memory_mb=memory_mb) as opened:
         opened.convert()
         load_s = time.monotonic() - started
         runner = Runner(opened.model, opened.view)
@@ -96,7 +96,7 @@ def profile(
             scratch = OfflineStore(Path(folder))
             for number, (_, done) in enumerate(runner.stream(_chained(first, windows), memory_mb=memory_mb)):
                 rejected += len(done.rejections)
-                scratch.write_part(name, "profile", f"part-{number:05d}.parquet", pa.Table.from_batches([done.features]))
+                scratch.view(name).write_part("profile", f"part-{number:05d}.parquet", pa.Table.from_batches([done.features]))
             seconds = time.monotonic() - began + read_s
         return {"view": name, "rejected": rejected, "load_s": round(load_s, 3), **runner.figures(seconds)}
 

@@ -11,24 +11,27 @@ import contextlib
 import logging
 import shutil
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from jobs.progress import Progress
-from jobs.report import Report
+from store.clock import utc_now
 from store.disk.crashpoint import crashpoint
 from store.disk.lease import Lease
 from store.entity_key import key_column
 from store.errors import ConflictError, DamagedPointerError, OnlineStoreError, SnapshotError, VectorIndexError
+from store.offline.refs import LiveRef
+from store.offline.runs import Report
 from store.offline.snapshot import Snapshot
 from store.offline.standing import Standing
-from store.offline.view_store import LiveRef, OfflineStore, utc_now
+from store.offline.view_store import ViewStore
 from store.online.codec import Buffer, RowCodec
 from store.online.online_store import OnlineStore, Pointer
 from store.online.vector_index import VectorIndex, build_index, is_there
+from store.record import replace
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +41,7 @@ SAMPLE_PER_BATCH = 32
 
 
 def publish(
-    view: str,
-    store: OfflineStore,
+    store: ViewStore,
     online: OnlineStore,
     report: Report,
     progress: Progress,
@@ -53,8 +55,7 @@ def publish(
     """Make a snapshot live; the caller holds the view's publishing lease.
 
     Args:
-        view: name of the view.
-        store: where the snapshot is.
+        store: of the view; the snapshot is there.
         online: where it goes.
         report: stage times are added to it.
         progress: told of every batch.
@@ -73,23 +74,23 @@ def publish(
         OnlineStoreError: the store refused, or gave back other bytes than were loaded; the old generation stays live.
         ConflictError: somebody else published meanwhile; FencedError, if that took this one's lease.
     """
-    number = Standing(store, view).newest_publishable() if number is None else number
-    snapshot = store.snapshot(view, number)
-    report.snapshot, report.model = number, snapshot.model
-    mended = mend(view, store, online)
-    ref, current = store.readable_live(view), _readable_pointer(view, online)
+    number = Standing(store).newest_publishable() if number is None else number
+    snapshot = store.snapshot(number)
+    report.snapshot, report.model, view = number, snapshot.model, store.name
+    mended = mend(store, online)
+    ref, current = store.refs.readable_live(), _readable_pointer(store.name, online)
     if ref is not None and ref.snapshot == number and not reload and ref.epoch >= (0 if current is None else current.epoch):
         pointer = _pointer(snapshot, ref)
         if _can_be_read(pointer, store, online):
             if current != pointer:
                 online.flip(pointer)
-            _drop_old(view, store, online, ref, current, lease)
+            _drop_old(store, online, ref, current, lease)
             report.status, report.epoch = "published" if mended or current != pointer else "current", ref.epoch
             return pointer
-    Standing(store, view).check_publishable(snapshot)
+    Standing(store).check_publishable(snapshot)
     # Past both pointers: the root may have been restored, or the online store emptied, behind each other's back.
     expected = 0 if ref is None else ref.epoch
-    epoch = store.claim_epoch(view, max(0 if current is None else current.epoch, *online.generations(view), 0))
+    epoch = store.refs.claim_epoch(max(0 if current is None else current.epoch, *online.generations(view), 0))
     generation = None if reload else _retained(snapshot, ref, store, online)
     if generation is None:
         generation = epoch
@@ -103,33 +104,33 @@ def publish(
             crashpoint("online.verify")
         if snapshot.view.index is not None:
             with report.stage("index"):
-                _build(snapshot, store, _index_folder(view, generation))
+                _build(snapshot, store, store.index_folder(generation))
                 crashpoint("index.build")
     with report.stage("flip"):
         try:
-            ref = store.move_live(
-                view, number, expected_epoch=expected, epoch=epoch, reason=reason, generation=generation, held=held, lease=lease
+            ref = store.refs.move_live(
+                number, expected_epoch=expected, epoch=epoch, reason=reason, generation=generation, held=held, lease=lease
             )
         except ConflictError:  # somebody else won: what was loaded here will never be read
             if generation == epoch:
                 with contextlib.suppress(OnlineStoreError):
                     online.drop(view, epoch)
-                shutil.rmtree(store.root / _index_folder(view, epoch), ignore_errors=True)
+                shutil.rmtree(store.index_folder(epoch), ignore_errors=True)
             raise
         online.flip(_pointer(snapshot, ref))
         crashpoint("online.flip")
-    _drop_old(view, store, online, ref, current, lease)
+    _drop_old(store, online, ref, current, lease)
     report.status, report.epoch = "published", epoch
     return _pointer(snapshot, ref)
 
 
-def mend(view: str, store: OfflineStore, online: OnlineStore) -> bool:
+def mend(store: ViewStore, online: OnlineStore) -> bool:
     """Flip the online pointer to what ``live.json`` says, where a crash between the two left it behind; whether there was need."""
-    ref, current = store.readable_live(view), _readable_pointer(view, online)
+    ref, current = store.refs.readable_live(), _readable_pointer(store.name, online)
     if ref is None or (current is not None and current.epoch >= ref.epoch):
         return False
     try:
-        pointer = _pointer(store.snapshot(view, ref.snapshot), ref)
+        pointer = _pointer(store.snapshot(ref.snapshot), ref)
     except SnapshotError as exc:
         log.warning("%s", exc)
         return False
@@ -139,19 +140,19 @@ def mend(view: str, store: OfflineStore, online: OnlineStore) -> bool:
     return True
 
 
-def renew(view: str, store: OfflineStore, online: OnlineStore, renewed_at_us: int, *, lease: Lease | None = None) -> None:
+def renew(store: ViewStore, online: OnlineStore, renewed_at_us: int, *, lease: Lease | None = None) -> None:
     """Tell readers that a run found nothing changed since what is live; the caller holds the publishing lease.
 
     Raises:
         SnapshotError, OnlineStoreError, ConflictError: as :func:`publish`.
     """
-    ref = store.live(view)
+    ref = store.refs.live()
     assert ref is not None  # the caller just published it
-    ref = store.renew_live(view, ref, renewed_at_us, lease)
-    online.flip(_pointer(store.snapshot(view, ref.snapshot), ref))
+    ref = store.refs.renew_live(ref, renewed_at_us, lease)
+    online.flip(_pointer(store.snapshot(ref.snapshot), ref))
 
 
-def accepted(snapshot: Snapshot, store: OfflineStore, accept: Collection[str], run: str) -> Snapshot:
+def accepted(snapshot: Snapshot, store: ViewStore, accept: Collection[str], run: str) -> Snapshot:
     """The same snapshot committed once more, as one whose failed gates were accepted by name; itself when none of them failed.
 
     Raises:
@@ -163,14 +164,14 @@ def accepted(snapshot: Snapshot, store: OfflineStore, accept: Collection[str], r
     return store.commit(replace(snapshot, accepted=names, run=run, created_at=utc_now()))
 
 
-def _retained(snapshot: Snapshot, ref: LiveRef | None, store: OfflineStore, online: OnlineStore) -> int | None:
+def _retained(snapshot: Snapshot, ref: LiveRef | None, store: ViewStore, online: OnlineStore) -> int | None:
     """The generation that still holds a snapshot, from before the last publishing: going back to it loads nothing."""
     if ref is None or ref.previous_generation is None or ref.previous != snapshot.number:
         return None
     pointer = _pointer(snapshot, replace(ref, generation=ref.previous_generation))
     if pointer.index is not None:
         try:
-            VectorIndex(store.root / pointer.index)
+            VectorIndex(store.offline.root / pointer.index)
         except VectorIndexError as exc:
             log.warning("%s; it is built again", exc)
             return None
@@ -200,21 +201,17 @@ def _pointer(snapshot: Snapshot, ref: LiveRef) -> Pointer:
         computed_at_min=snapshot.computed_at_min,
         input_columns=dict(snapshot.input_columns),
         inputs=dict(snapshot.inputs),
-        index=None if snapshot.view.index is None else _index_folder(snapshot.view.name, ref.generation),
+        index=None if snapshot.view.index is None else f"{snapshot.view.name}/index/{ref.generation:020d}",
         generation=ref.generation,
         partition=snapshot.partition,
         renewed_at_us=max(renewed, default=0),
     )
 
 
-def _index_folder(view: str, generation: int) -> str:
-    return f"{view}/index/{generation:020d}"
-
-
-def _can_be_read(pointer: Pointer, store: OfflineStore, online: OnlineStore) -> bool:
+def _can_be_read(pointer: Pointer, store: ViewStore, online: OnlineStore) -> bool:
     """Whether generation and index are there and can be opened; what is gone or damaged is loaded again."""
     view, generation = pointer.view.name, pointer.generation
-    if pointer.index is not None and not is_there(store.root / pointer.index):
+    if pointer.index is not None and not is_there(store.offline.root / pointer.index):
         log.warning("view %r: the vector index %s is gone; it is built again", view, pointer.index)
         return False
     try:
@@ -224,9 +221,7 @@ def _can_be_read(pointer: Pointer, store: OfflineStore, online: OnlineStore) -> 
         return False
 
 
-def _load(
-    snapshot: Snapshot, store: OfflineStore, online: OnlineStore, epoch: int, progress: Progress
-) -> list[tuple[bytes, bytes]]:
+def _load(snapshot: Snapshot, store: ViewStore, online: OnlineStore, epoch: int, progress: Progress) -> list[tuple[bytes, bytes]]:
     """Load all rows; returns some of them, (key, row), to be read back."""
     view, codec = snapshot.view, RowCodec(snapshot.view)
     sample: list[tuple[bytes, bytes]] = []
@@ -268,18 +263,16 @@ def _verify(snapshot: Snapshot, online: OnlineStore, epoch: int, sample: list[tu
                 )
 
 
-def _build(snapshot: Snapshot, store: OfflineStore, folder: str) -> None:
+def _build(snapshot: Snapshot, store: ViewStore, folder: Path) -> None:
     view = snapshot.view
     assert view.index is not None
     on, dim = view.index.on, view.feature(view.index.on).dim
     assert dim is not None  # the configuration refuses an index on anything but a vector
     batches = store.batches(snapshot, columns=[*view.entity, on], batch_rows=BATCH_ROWS)
-    build_index(store.root / folder, ((key_column(b, view.entity), b.column(on)) for b in batches), dim, view.index.metric)
+    build_index(folder, ((key_column(b, view.entity), b.column(on)) for b in batches), dim, view.index.metric)
 
 
-def _drop_old(
-    view: str, store: OfflineStore, online: OnlineStore, ref: LiveRef, current: Pointer | None, lease: Lease | None
-) -> None:
+def _drop_old(store: ViewStore, online: OnlineStore, ref: LiveRef, current: Pointer | None, lease: Lease | None) -> None:
     """Remove generations and indexes but the live and the last: a request that began before the flip still reads the last.
 
     Raises:
@@ -287,7 +280,7 @@ def _drop_old(
     """
     if lease is not None:
         lease.check()
-    last = ref.previous_generation
+    view, last = store.name, ref.previous_generation
     if last is None and current is not None:  # the offline pointer was lost
         last = current.generation
     keep = {ref.generation, last}
@@ -297,7 +290,6 @@ def _drop_old(
                 online.drop(view, generation)
     except OnlineStoreError as exc:  # what is live is whole: what is left over is dropped by the next publishing
         log.warning("view %r: old generations stay for now: %s", view, exc)
-    folder = store.root / view / "index"
-    for path in folder.glob("*") if folder.is_dir() else ():
+    for path in store.indexes.glob("*") if store.indexes.is_dir() else ():
         if not path.name.isdigit() or int(path.name) not in keep:
             shutil.rmtree(path, ignore_errors=True)

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from store.offline.selection import Selection, rows_beside, seed_of
 from store.offline.snapshot import Snapshot
-from store.offline.view_store import OfflineStore
+from store.offline.view_store import ViewStore
 
 DRAWN_ROWS = 8192
 """Their row groups are what costs, and are as many for 2,048: see :data:`store.offline.selection.CLUSTERS`."""
@@ -28,7 +28,7 @@ class Replaced:
         SnapshotError: from every property: a file of either is missing or damaged.
     """
 
-    def __init__(self, store: OfflineStore, old: Snapshot, new: Snapshot, columns: Sequence[str]) -> None:
+    def __init__(self, store: ViewStore, old: Snapshot, new: Snapshot, columns: Sequence[str]) -> None:
         self.old, self.new = old, new
         self._store, self._columns = store, columns
 

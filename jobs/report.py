@@ -1,4 +1,4 @@
-"""Report: what one run did, written to ``<root>/<view>/runs/<run>.json`` whatever becomes of it.
+"""Report: what one run did, written whatever becomes of it: see :mod:`store.offline.runs`.
 
 It is written when the run begins (``running``) and again when it ends. A run that was killed leaves ``running`` behind; the next one, which
 finds its lease free, closes it as ``killed``. So these files are the ledger that planning and scheduling read.
@@ -14,12 +14,13 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from jobs.termination import Terminated, asked, described, last_words
+from store.clock import utc_now
 from store.errors import GateError, PrecomputeError, RejectedError
-from store.offline.view_store import OfflineStore, utc_now
+from store.offline.runs import Report
+from store.offline.view_store import ViewStore
 
 LEASED = ("run", "materialize")
 """Commands that hold the lease of their partition while they go on."""
@@ -30,83 +31,16 @@ PUBLISHING = ("publish", "rollback")
 VERSIONED = ("precompute", "torch", "pyarrow", "duckdb", "transformers", "faiss-cpu", "numpy")
 
 
-@dataclass(slots=True)
-class Report:
-    """One run; times in seconds.
-
-    ``status``: running · published · committed (not published) · current (nothing to do) · refused (by a gate) · rejected (too many rows) ·
-    failed · cancelled (interrupted) · killed.
-    """
-
-    run: str
-    view: str
-    command: str
-    status: str = "running"
-    started_at: str = ""
-    finished_at: str = ""
-    seconds: float = 0.0
-    snapshot: int | None = None
-    epoch: int | None = None
-    model: str | None = None
-    counts: dict[str, int] = field(default_factory=dict)
-    rows_per_s: float | None = None
-    stages_s: dict[str, float] = field(default_factory=dict)
-    engine: dict[str, Any] = field(default_factory=dict)
-    """What computing took, stage by stage: :meth:`precompute.engine.meter.Meter.to_json`."""
-    inputs: dict[str, int] = field(default_factory=dict)
-    gates: list[dict[str, Any]] = field(default_factory=list)
-    resumed: int = 0
-    """Rows an interrupted run had computed."""
-    plan: str | None = None
-    """Which rows were computed, and why."""
-    partition: str | None = None
-    backfill: str | None = None
-    """Id of the backfill it was a part of."""
-    due: str | None = None
-    """The schedule's time it ran for, ISO 8601 in UTC."""
-    parents: dict[str, int] = field(default_factory=dict)
-    """Views it is scheduled after → the epoch of their live pointer when it began."""
-    pid: int = 0
-    read_at_us: int = 0
-    """When the source was read, µs since 1970."""
-    source_at: str | None = None
-    """When the source itself was last modified, ISO 8601 in UTC; None where it is not known. See :mod:`jobs.source_age`."""
-    error: str | None = None
-    attention: list[str] = field(default_factory=list)
-    """What an operator should look at though the run went well."""
-    versions: dict[str, str] = field(default_factory=dict)
-
-    @contextlib.contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Add the time spent inside to a stage."""
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            self.add(name, time.monotonic() - started)
-
-    def add(self, name: str, seconds: float) -> None:
-        """Add ``seconds`` to a stage."""
-        self.stages_s[name] = self.stages_s.get(name, 0.0) + seconds
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain dict, durations rounded to the millisecond."""
-        body = asdict(self)
-        body["seconds"] = round(self.seconds, 3)
-        body["stages_s"] = {name: round(s, 3) for name, s in self.stages_s.items()}
-        return body
-
-
 @contextlib.contextmanager
 def recorded(
-    store: OfflineStore, view: str, command: str, finished: Callable[[Report], None] = lambda _: None, **known: Any
+    store: ViewStore, command: str, finished: Callable[[Report], None] = lambda _: None, **known: Any
 ) -> Iterator[Report]:
     """A run from start to end: its report is written when it begins, and when it succeeds, fails or is interrupted; then it is given to
     ``finished``. ``known`` are fields of it that are known at the start."""
-    run = f"{store.run_stamp(view)}-{secrets.token_hex(3)}"
-    report = Report(run, view, command, started_at=utc_now(), versions=versions(), pid=os.getpid(), **known)
+    run = f"{store.runs.stamp()}-{secrets.token_hex(3)}"
+    report = Report(run, store.name, command, started_at=utc_now(), versions=versions(), pid=os.getpid(), **known)
     started = time.monotonic()
-    store.write_report(view, run, report.to_json(), "nothing was begun, the live snapshot is untouched")
+    store.runs.write(report, "nothing was begun, the live snapshot is untouched")
 
     def closed(exc: BaseException) -> None:
         report.status, report.error = _end(exc)
@@ -140,8 +74,7 @@ def _end(exc: BaseException) -> tuple[str, str]:
 
 
 def close_dead(
-    store: OfflineStore,
-    view: str,
+    store: ViewStore,
     partition: str | None,
     why: str = "it ended without a word",
     commands: Collection[str] = LEASED,
@@ -154,21 +87,23 @@ def close_dead(
         ids of the runs closed.
     """
     closed = []
-    for report in store.unended(view):
+    for report in store.runs.unended():
         # not told by its process number: in a container every command may have the same
-        if report.get("command") in commands and report.get("partition") == partition and report.get("run") != own:
-            report |= {"status": "killed", "error": f"killed: {why}", "finished_at": utc_now()}
-            store.write_report(view, report["run"], report)
-            closed.append(str(report["run"]))
+        if report.command in commands and report.partition == partition and report.run != own:
+            report.status, report.error, report.finished_at = "killed", f"killed: {why}", utc_now()
+            store.runs.write(report)
+            closed.append(report.run)
     return closed
 
 
-def _write(store: OfflineStore, report: Report, started: float) -> None:
-    report.seconds = time.monotonic() - started
+def _write(store: ViewStore, report: Report, started: float) -> None:
+    seconds = time.monotonic() - started
+    report.seconds = round(seconds, 3)
+    report.stages_s = {name: round(stage_s, 3) for name, stage_s in report.stages_s.items()}
     report.finished_at = utc_now()
     if report.counts.get("source") and "model" in report.stages_s:
-        report.rows_per_s = round(report.counts["source"] / report.seconds, 1)
-    store.write_report(report.view, report.run, report.to_json())
+        report.rows_per_s = round(report.counts["source"] / seconds, 1)
+    store.runs.write(report)
 
 
 def engine_line(engine: dict[str, Any]) -> str:
@@ -196,8 +131,8 @@ def engine_line(engine: dict[str, Any]) -> str:
 
 def versions() -> dict[str, str]:
     """Python's and the main libraries' versions."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in VERSIONED:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            installed[name] = importlib.metadata.version(name)
+    return installed

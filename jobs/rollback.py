@@ -10,13 +10,14 @@ from jobs.config import Project
 from jobs.notify import notify
 from jobs.progress import Progress
 from jobs.publish import mend, publish
-from jobs.report import PUBLISHING, Report, close_dead, recorded
+from jobs.report import PUBLISHING, close_dead, recorded
 from jobs.run import named
 from store.disk.lease import take
 from store.disk.reserve import spending_reserve
 from store.errors import SnapshotError
+from store.offline.refs import PUBLISH_LEASE
+from store.offline.runs import Report
 from store.offline.standing import Standing
-from store.offline.view_store import PUBLISH_LEASE, OfflineStore
 from store.online.online_url import open_online_store
 
 log = logging.getLogger(__name__)
@@ -48,8 +49,7 @@ def rollback(
         GateError: the one asked for is marked bad itself.
         OnlineStoreError: the online store does not answer.
     """
-    store = OfflineStore(project.root)
-    project.named(name, store.views())
+    store = project.stored(name)
 
     def ended(report: Report) -> None:
         if report.error is not None:
@@ -58,31 +58,30 @@ def rollback(
 
     with (
         named(name),
-        spending_reserve(store.root),
-        take(store.lease_folder(name), PUBLISH_LEASE, "rollback", ttl_s=project.settings.lease, force=True) as lease,
-        recorded(store, name, "rollback", ended) as report,
+        spending_reserve(project.root),
+        take(store.leases, PUBLISH_LEASE, "rollback", ttl_s=project.settings.lease, force=True) as lease,
+        recorded(store, "rollback", ended) as report,
         contextlib.ExitStack() as held,
     ):
-        ref = store.live(name)
+        ref = store.refs.live()
         if ref is None:
             raise SnapshotError(f"view {name!r} was never published: there is nothing to go back from")
-        close_dead(store, name, None, commands=PUBLISHING, own=report.run)
+        close_dead(store, None, commands=PUBLISHING, own=report.run)
         online = held.enter_context(contextlib.closing(open_online_store(project.online)))
-        if mend(name, store, online) and ref.reason.startswith("rollback") and to in (None, ref.snapshot):
+        if mend(store, online) and ref.reason.startswith("rollback") and to in (None, ref.snapshot):
             report.snapshot, report.epoch, report.status = ref.snapshot, ref.epoch, "published"  # the last one, killed half-way
             notify(project.settings.notify, report, project.home)
             return report
-        target = Standing(store, name).before(ref) if to is None else to
-        snapshot = store.snapshot(name, target)
+        target = Standing(store).before(ref) if to is None else to
+        snapshot = store.snapshot(target)
         if target == ref.snapshot:
             raise SnapshotError(
-                f"snapshot {target} of view {name!r} is live already; name another one (there are: {Standing(store, name).numbers_text()}; `precompute snapshots {name}` tells more)"
+                f"snapshot {target} of view {name!r} is live already; name another one (there are: {Standing(store).numbers_text()}; `precompute snapshots {name}` tells more)"
             )
-        Standing(store, name).check_publishable(snapshot)  # before anything is marked
-        store.mark_bad(name, ref.snapshot, "rolled back from", back_to=target)
+        Standing(store).check_publishable(snapshot)  # before anything is marked
+        store.mark_bad(ref.snapshot, "rolled back from", back_to=target)
         reason = f"rollback from {ref.snapshot}"
         publish(
-            name,
             store,
             online,
             report,

@@ -10,22 +10,24 @@ from collections.abc import Callable, Collection, Iterator
 from datetime import UTC, datetime, timedelta
 
 from jobs.config import Project, ViewConfig
-from jobs.due import AHEAD_S, FINISHED, report_time
+from jobs.due import AHEAD_S
 from jobs.gc import SWEPT_FOLDERS, collect
 from jobs.materialize import dry_run, materialize
 from jobs.notify import notify
 from jobs.plan import Plan
 from jobs.progress import Progress
 from jobs.publish import accepted, publish, renew
-from jobs.report import PUBLISHING, Report, close_dead, recorded
+from jobs.report import PUBLISHING, close_dead, recorded
+from store.clock import parsed_time
 from store.disk.crashpoint import crashpoint
 from store.disk.lease import Lease, is_held, take
 from store.disk.reserve import keep_reserve
 from store.errors import ConfigError, ConflictError, PrecomputeError, RequestError, SnapshotError
-from store.feature_view import known_fields
+from store.offline.refs import DROP_LEASE, PUBLISH_LEASE, run_lease
+from store.offline.runs import Report
 from store.offline.snapshot import Snapshot
 from store.offline.standing import Standing
-from store.offline.view_store import DROP_LEASE, PUBLISH_LEASE, OfflineStore, run_lease
+from store.offline.view_store import ViewStore
 from store.online.online_url import open_online_store
 from store.partition import Partition
 
@@ -80,7 +82,7 @@ def run_view(
         GateError: a gate refused to publish; the snapshot is committed.
         PrecomputeError: what :func:`materialize` and :func:`publish` raise; the report says it too.
     """
-    config, store = project.view(name), OfflineStore(project.root)
+    config, store = project.view(name), project.offline.view(name)
     part = None
     if command != "publish":
         partition = partition_of(config, partition)
@@ -96,24 +98,22 @@ def run_view(
         if command != "publish":
             busy = f"another run of view {name!r}{'' if part is None else f' and partition {part}'} is going on; wait for it, or look at `status`"
             lease = held.enter_context(
-                take(
-                    store.lease_folder(name), run_lease(part), command, ttl_s=project.settings.lease, busy=busy, wait_s=BRIEFLY_S
-                )
+                take(store.leases, run_lease(part), command, ttl_s=project.settings.lease, busy=busy, wait_s=BRIEFLY_S)
             )
-            if is_held(store.lease_folder(name), DROP_LEASE):
+            if is_held(store.leases, DROP_LEASE):
                 raise ConflictError(f"view {name!r} is being dropped; run it again if it is to be computed anew")
-            close_dead(store, name, part)
-            if due is not None and (done := _done(store, name, due)) is not None:
+            close_dead(store, part)
+            if due is not None and (done := _done(store, due)) is not None:
                 log.info("view %r: the run due at %s is done already", name, due)
                 return done
-        known = {"partition": part, "due": due, "backfill": backfill, "parents": _parents(project, name, store)}
-        report = held.enter_context(recorded(store, name, command, ended, **known))
-        keep_reserve(store.root)
+        known = {"partition": part, "due": due, "backfill": backfill, "parents": _parents(project, store)}
+        report = held.enter_context(recorded(store, command, ended, **known))
+        keep_reserve(project.root)
         held.enter_context(named(name))
         held.enter_context(_ended_by_kernel(deadline_s))
         held.callback(progress.end)
         if lease is None:
-            snapshot = _asked(store, name, number, accept, report)
+            snapshot = _asked(store, number, accept, report)
         else:
             snapshot = materialize(
                 config,
@@ -142,7 +142,7 @@ def plan_view(
     Raises:
         PrecomputeError: as :func:`jobs.materialize.materialize`.
     """
-    config, store = project.view(name), OfflineStore(project.root)
+    config, store = project.view(name), project.offline.view(name)
     with named(name):
         return dry_run(
             config,
@@ -175,34 +175,31 @@ def partition_of(config: ViewConfig, partition: Partition | None) -> Partition |
     return partition
 
 
-def _done(store: OfflineStore, name: str, due: str) -> Report | None:
+def _done(store: ViewStore, due: str) -> Report | None:
     """What became of the run for this time of the schedule: a scheduler that was killed may have started it before."""
-    at = report_time(due)
-    since = (
-        "" if at is None else f"{at - timedelta(seconds=AHEAD_S):%Y%m%dT%H%M%S}"
-    )  # a run begins after its time, but for a clock set back
-    for report in store.reports(name, 200, since):
-        if report_time(report.get("due")) == at and report.get("status") in FINISHED:
-            return known_fields(Report, report)
-    return None
+    at = parsed_time(due)
+    # A run begins after its time, but for a clock set back.
+    since = "" if at is None else f"{at - timedelta(seconds=AHEAD_S):%Y%m%dT%H%M%S}"
+    reports = store.runs.reports(200, since)
+    return next((report for report in reports if parsed_time(report.due) == at and report.finished), None)
 
 
-def _parents(project: Project, name: str, store: OfflineStore) -> dict[str, int]:
+def _parents(project: Project, store: ViewStore) -> dict[str, int]:
     """Views this one is scheduled after → the epoch of what is live of them."""
-    schedule = project.schedules().get(name)
-    refs = {parent: store.readable_live(parent) for parent in (() if schedule is None else schedule.parents)}
+    schedule = project.schedules().get(store.name)
+    refs = {parent: store.offline.view(parent).refs.readable_live() for parent in (() if schedule is None else schedule.parents)}
     return {parent: ref.epoch for parent, ref in refs.items() if ref is not None}
 
 
-def _asked(store: OfflineStore, name: str, number: int | None, accept: Collection[str], report: Report) -> Snapshot:
+def _asked(store: ViewStore, number: int | None, accept: Collection[str], report: Report) -> Snapshot:
     """The snapshot to publish, with the gates that were accepted now."""
-    number = Standing(store, name).newest_publishable(accept) if number is None else number
-    return accepted(store.snapshot(name, number), store, accept, report.run)
+    number = Standing(store).newest_publishable(accept) if number is None else number
+    return accepted(store.snapshot(number), store, accept, report.run)
 
 
 def _publish(
     project: Project,
-    store: OfflineStore,
+    store: ViewStore,
     config: ViewConfig,
     snapshot: Snapshot,
     report: Report,
@@ -216,35 +213,33 @@ def _publish(
     snapshot = accepted(snapshot, store, accept, report.run)
     wait_s = BRIEFLY_S if run is None else PATIENTLY_S
     busy = f"view {name!r} is being published, rolled back or cleaned up; wait for it, or look at `status`"
-    with take(
-        store.lease_folder(name), PUBLISH_LEASE, report.command, ttl_s=project.settings.lease, busy=busy, wait_s=wait_s
-    ) as lease:
-        close_dead(store, name, None, commands=PUBLISHING, own=report.run)
+    with take(store.leases, PUBLISH_LEASE, report.command, ttl_s=project.settings.lease, busy=busy, wait_s=wait_s) as lease:
+        close_dead(store, None, commands=PUBLISHING, own=report.run)
         if run is not None:
             run.check()  # once the publishing lease is held, nobody else can publish what a later run computed
-        standing = Standing(store, name)
+        standing = Standing(store)
         asked = report.command == "publish" and report.backfill is None
         stays = None if asked else standing.why_unpublished(snapshot)
         goes_live = stays is None
         if stays is not None:
-            ref = store.readable_live(name)
+            ref = store.refs.readable_live()
             level = logging.WARNING if ref is not None and ref.held is not None else logging.INFO  # of a hold somebody is to know
             log.log(level, "view %r: snapshot %d is not published: %s", name, snapshot.number, stays)
         online = open_online_store(project.online)
         try:
             if goes_live:
                 number, reason = snapshot.number, report.command
-                publish(name, store, online, report, progress, number=number, reason=reason, reload=reload, lease=lease)
+                publish(store, online, report, progress, number=number, reason=reason, reload=reload, lease=lease)
             elif snapshot.refused_by:  # it would not go live anyway, but nobody looks at a green run
                 standing.check_publishable(snapshot)
             elif report.status == "running":
                 report.snapshot, report.status = snapshot.number, "current"
-            ref = store.readable_live(name)
+            ref = store.refs.readable_live()
             if ref is not None and ref.snapshot == snapshot.number:
                 if goes_live and ref.held is not None:  # it was live already, and an operator wants it published
-                    store.resume_live(name)
+                    store.refs.resume_live()
                 if nothing_new and config.renew_unchanged:
-                    renew(name, store, online, report.read_at_us, lease=lease)
+                    renew(store, online, report.read_at_us, lease=lease)
         finally:
             online.close()
         if report.status == "published":
@@ -256,7 +251,6 @@ def _publish(
             try:
                 collect(
                     store,
-                    name,
                     keep=settings.keep,
                     grace_s=settings.grace,
                     leases=leases,

@@ -22,14 +22,18 @@ from apscheduler.schedulers.background import BackgroundScheduler
 from apscheduler.triggers.base import BaseTrigger
 
 from jobs.config import Project
-from jobs.due import LEADER, RETRIED, Decision, Ledger, report_time
-from jobs.report import Report, close_dead
+from jobs.due import LEADER, RETRIED, Decision, Ledger
+from jobs.report import close_dead
 from precompute.workers.process import AdoptedProcess, ChildProcess, ProcessGroup, end_all
 from store.api.page import duration
+from store.clock import parsed_time, utc_now
 from store.disk.lease import Lease, holder, take
 from store.errors import ConflictError, FencedError, PrecomputeError
 from store.freshness import iso
-from store.offline.view_store import OfflineStore, run_lease, utc_now
+from store.offline.refs import run_lease
+from store.offline.runs import Report
+from store.offline.view_store import OfflineStore
+from store.record import replace
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +110,7 @@ class Scheduler:
     """View → when it may start again, by the monotonic clock, after a failure that could not be written down."""
 
     def __post_init__(self) -> None:
-        self._store = OfflineStore(self.project.root)
+        self._store = self.project.offline
         self._ledger = Ledger(self.project, self._store)
 
     def run(self) -> None:
@@ -180,7 +184,7 @@ class Scheduler:
             try:
                 if view not in running:
                     for partition in self._ledger.dead(view):
-                        close_dead(self._store, view, partition)
+                        close_dead(self._store.view(view), partition)
                 decision = self._ledger.decision(view, now, running, decisions)
                 if decision.since is not None and decision.since != self._kept.get(view):
                     self._check()
@@ -208,7 +212,7 @@ class Scheduler:
         due = decision.due
         assert due is not None
         schedule = self.project.schedules()[view]
-        earlier = {str(r.get("run")) for r in self._ledger.reports(view)[0]}
+        earlier = {r.run for r in self._ledger.reports(view)[0]}
         with self._lock:
             if self._stopping.is_set() or view in self._running:
                 return False
@@ -233,19 +237,19 @@ class Scheduler:
         schedule = self.project.schedules()[view]
         reports = self._ledger.reports(view)[0]
         for report in reports:
-            due = report_time(report.get("due"))
-            if report.get("status") != "running" or due is None or report.get("backfill"):
+            due = parsed_time(report.due)
+            if report.status != "running" or due is None or report.backfill:
                 continue
-            held = holder(self._store.lease_folder(view), run_lease(report.get("partition")))
-            if held is None or held.host != self._lease.record.host or held.pid != report.get("pid"):
+            held = holder(self._store.view(view).leases, run_lease(report.partition))
+            if held is None or held.host != self._lease.record.host or held.pid != report.pid:
                 continue
             try:
                 process = AdoptedProcess(held.pid)
             except ProcessLookupError:
                 continue
             began = time.monotonic() - process.age_s()
-            earlier = {str(r.get("run")) for r in reports if r is not report}
-            run = _ScheduledRun(view, due, {}, process, began, str(report.get("started_at")), earlier)
+            earlier = {r.run for r in reports if r is not report}
+            run = _ScheduledRun(view, due, {}, process, began, report.started_at, earlier)
             with self._lock:
                 if self._stopping.is_set() or view in self._running:
                     return
@@ -282,13 +286,13 @@ class Scheduler:
         killed = bool(run.why) or (status is not None and status < 0)
         why = run.why or ("" if status is None else _outcome(status))
         for partition in self._ledger.dead(run.view):
-            close_dead(self._store, run.view, partition, why or "it ended without a word")
+            close_dead(self._store.view(run.view), partition, why or "it ended without a word")
         reports, goes_on = self._ledger.reports(run.view)
-        own = [r for r in reports if report_time(r.get("due")) == run.due and str(r.get("run")) not in run.earlier]
+        own = [r for r in reports if parsed_time(r.due) == run.due and r.run not in run.earlier]
         for report in own:
             # it was told to end, and does not know why
-            if run.why and report.get("status") in RETRIED:
-                self._store.write_report(run.view, report["run"], report | {"status": "killed", "error": f"killed: {run.why}"})
+            if run.why and report.status in RETRIED:
+                self._store.view(run.view).runs.write(replace(report, status="killed", error=f"killed: {run.why}"))
         # else another run was quicker, which will tell
         if status is not None and not own and not goes_on:
             self._write_failure(
@@ -300,11 +304,11 @@ class Scheduler:
 
     def _write_failure(self, run: _ScheduledRun, status: str, error: str, seconds: float = 0.0) -> None:
         """A report for a run that wrote none itself, so that it counts, and shows."""
-        name = f"{self._store.run_stamp(run.view)}-{secrets.token_hex(3)}"
-        report = Report(name, run.view, "run", status, run.began_at, utc_now(), seconds, error=error)
+        name = f"{self._store.view(run.view).runs.stamp()}-{secrets.token_hex(3)}"
+        report = Report(name, run.view, "run", status, run.began_at, utc_now(), round(seconds, 3), error=error)
         report.pid = 0 if run.process is None else run.process.pid
         report.due, report.parents = iso(run.due), dict(run.epochs)
-        self._store.write_report(run.view, name, report.to_json())
+        self._store.view(run.view).runs.write(report)
 
     def _noted(self, run: _ScheduledRun, write: Callable[[], None]) -> None:
         """Write something down about a run; when that fails, hold the view off, or it would be started at every tick."""

@@ -20,7 +20,6 @@ from jobs.fallback import REFUSED_S, ViewFallback
 from store.api.app import create_app
 from store.errors import ConfigError, PrecomputeError
 from store.lookup import Lookup
-from store.offline.view_store import OfflineStore
 from store.online.online_store import Pointer
 from store.online.online_url import open_online_store
 
@@ -97,7 +96,7 @@ def serve(project: Project, announce: Callable[[str], None]) -> None:
     Raises:
         ConfigError: the address cannot be bound.
     """
-    store = OfflineStore(project.root)
+    store = project.offline
     fallback = ViewFallback(store, project.home, memory_mb=max(64, project.settings.memory_mb // 4))
     lookup = Lookup(open_online_store(project.online), project.root, fallback)
     bound, address, path = _bind(project)

@@ -8,7 +8,6 @@ from jobs.config import Project
 from store.errors import SnapshotError
 from store.offline.snapshot import Snapshot
 from store.offline.standing import Standing
-from store.offline.view_store import OfflineStore
 
 
 def list_snapshots(project: Project, name: str) -> list[dict[str, Any]]:
@@ -23,26 +22,25 @@ def list_snapshots(project: Project, name: str) -> list[dict[str, Any]]:
         ConfigError: no such view, neither configured nor in the offline store.
         SnapshotError: the live pointer cannot be read.
     """
-    store = OfflineStore(project.root)
-    project.named(name, store.views())
-    ref, standing, pins = store.live(name), Standing(store, name), store.pins(name)
-    found = []
-    for number in reversed(store.numbers(name)):
+    store = project.stored(name)
+    ref, standing, pins = store.refs.live(), Standing(store), store.refs.pins()
+    lines = []
+    for number in reversed(store.numbers()):
         marks = {
             "live": ref is not None and ref.snapshot == number,
             "previous": ref is not None and ref.previous == number,
             "pinned": number in pins,
         }
         try:
-            snapshot = store.snapshot(name, number)
+            snapshot = store.snapshot(number)
             line = _facts(snapshot) | {"bad": _why_bad(standing, snapshot), "error": None}
         except SnapshotError as exc:
             line = dict.fromkeys(_FACTS) | {
                 "bad": standing.marks[number].reason if number in standing.marks else None,
                 "error": str(exc),
             }
-        found.append({"snapshot": number} | line | marks)
-    return found
+        lines.append({"snapshot": number} | line | marks)
+    return lines
 
 
 _FACTS = ("created_at", "kind", "parent", "partition", "rows", "model", "refused_by", "accepted")

@@ -4,13 +4,12 @@ that are found unchanged count as fresh.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
-from jobs.due import FINISHED
 from jobs.open_view import OpenView
 from precompute.sources.statement import referenced_views
 from store.freshness import as_datetime, iso, microseconds
+from store.offline.runs import Report
 from store.offline.snapshot import Snapshot
 from store.offline.view_store import OfflineStore
 
@@ -18,7 +17,7 @@ REPORTS = 50
 """How many of a view's newest reports are looked at for the last one that did its work."""
 
 
-def read_source_at(opened: OpenView, store: OfflineStore) -> str | None:
+def read_source_at(opened: OpenView, offline: OfflineStore) -> str | None:
     """When what a view's source SQL reads was last modified: the newest of its local files, or the oldest of that and what is known of the views it
     reads. ISO 8601 in UTC; None where nothing is known.
 
@@ -27,15 +26,15 @@ def read_source_at(opened: OpenView, store: OfflineStore) -> str | None:
     """
     known = [opened.source.modified_us()]
     for name in referenced_views(opened.view.definition.source):
-        snapshot = store.snapshot(name, opened.inputs[name])
-        known.append(microseconds(known_source_at(snapshot, store.reports(name, REPORTS)) or ""))
+        store = offline.view(name)
+        known.append(microseconds(known_source_at(store.snapshot(opened.inputs[name]), store.runs.reports(REPORTS)) or ""))
     return iso_us(min((us for us in known if us is not None), default=None))
 
 
-def known_source_at(snapshot: Snapshot, reports: Iterable[Mapping[str, Any]]) -> str | None:
+def known_source_at(snapshot: Snapshot, reports: Iterable[Report]) -> str | None:
     """As the newest of ``reports`` that found the snapshot to be what the source yields tells it, and else its manifest."""
-    did = (r for r in reports if r.get("status") in FINISHED and r.get("snapshot") == snapshot.number)
-    return next((str(r["source_at"]) for r in did if r.get("source_at")), snapshot.source_at)
+    did = (report for report in reports if report.finished and report.snapshot == snapshot.number)
+    return next((report.source_at for report in did if report.source_at), snapshot.source_at)
 
 
 def iso_us(us: int | None) -> str | None:

@@ -9,32 +9,37 @@ from datetime import UTC, datetime
 from typing import Any
 
 from jobs.config import Project
-from jobs.due import FINISHED, outlook, report_time
+from jobs.due import outlook
 from jobs.gc import damage
 from jobs.report import LEASED, PUBLISHING
 from jobs.source_age import REPORTS, known_source_at
 from store.api.page import duration
+from store.clock import parsed_time
 from store.disk.lease import is_held
 from store.errors import OnlineStoreError, PrecomputeError, SnapshotError
 from store.freshness import AHEAD_US, Sighting, Status, age_s, as_datetime, iso, microseconds, status_of
+from store.offline.refs import PUBLISH_LEASE, LiveRef
+from store.offline.runs import Report
 from store.offline.snapshot import Snapshot
-from store.offline.view_store import PUBLISH_LEASE, LiveRef, OfflineStore
+from store.offline.view_store import ViewStore
 from store.online.online_store import OnlineStore
 from store.online.online_url import open_online_store
+from store.record import replace
 
 _ENDED_BADLY = ("failed", "killed", "rejected", "refused")
 
 
-def view_status(project: Project, name: str, store: OfflineStore, online: OnlineStore) -> dict[str, Any]:
+def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict[str, Any]:
     """One view: ``status`` is fresh, stale, expired or unpublished; ``online`` whether the online store serves what is live; ``attention``
     what an operator should look at, empty when all is well.
 
     Raises:
         SnapshotError, OnlineStoreError: something cannot be read.
     """
+    name = store.name
     broken = project.broken.get(name)
-    ref, pointer, reports = store.live(name), online.live(name), store.reports(name, REPORTS)
-    last, next_run = _last_run(store, name, reports), outlook(project, store, name, datetime.now(UTC))
+    ref, pointer, reports = store.refs.live(), online.live(name), store.runs.reports(REPORTS)
+    last, next_run = _last_run(store, reports), outlook(project, store, datetime.now(UTC))
     schedule = project.schedules().get(name)
     line: dict[str, Any] = {
         "view": name,
@@ -50,16 +55,16 @@ def view_status(project: Project, name: str, store: OfflineStore, online: Online
         "rejected": None,
         "online": None,
         "held": None if ref is None else ref.held,
-        "last_run": None if last is None else {k: last.get(k) for k in _LAST_RUN},
+        "last_run": None if last is None else {field: getattr(last, field) for field in _LAST_RUN},
         "schedule": None if schedule is None else schedule.when,
         "next_due": None if next_run.due is None else iso(next_run.due),
         "next_due_why": next_run.reason,
         "behind": [],
     }
     attention = [] if next_run.trouble is None else [next_run.trouble]
-    attention += _ahead({f"run {r.get('run')} began": microseconds(str(r.get("started_at"))) for r in reports})
+    attention += _ahead({f"run {report.run} began": microseconds(report.started_at) for report in reports})
     if ref is not None:
-        snapshot = store.snapshot(name, ref.snapshot)
+        snapshot = store.snapshot(ref.snapshot)
         dated = {"its newest row was computed": snapshot.computed_at_max, "it was published": microseconds(ref.at)}
         attention += _ahead(dated | {"it was found unchanged": ref.renewed_at})
         line |= _live(snapshot, ref) | {"online": pointer is not None and pointer.epoch == ref.epoch}
@@ -68,7 +73,7 @@ def view_status(project: Project, name: str, store: OfflineStore, online: Online
         line["behind"] = _behind(store, snapshot, reports)
         attention += [_words(behind) for behind in line["behind"] if _is_late(project, snapshot, behind)]
     attention += [str(broken)] if broken else []
-    return line | {"attention": _attention(line) + attention + damage(store, name)}
+    return line | {"attention": _attention(line) + attention + damage(store)}
 
 
 def _ttl_s(project: Project, name: str) -> float | None:
@@ -95,18 +100,18 @@ def _too_old(project: Project, name: str, source_age_s: float | None) -> list[st
 _LAST_RUN = ("run", "command", "status", "started_at", "seconds", "partition", "error")
 
 
-def _last_run(store: OfflineStore, name: str, reports: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+def _last_run(store: ViewStore, reports: Sequence[Report]) -> Report | None:
     """The newest run's report, whose end is told truly: one that was killed could not write it."""
     last = next(iter(reports), None)
-    if last is None or last.get("status") != "running":
+    if last is None or last.status != "running":
         return last
-    if last.get("command") in PUBLISHING:
-        if is_held(store.lease_folder(name), PUBLISH_LEASE):
+    if last.command in PUBLISHING:
+        if is_held(store.leases, PUBLISH_LEASE):
             return last
-    elif last.get("command") not in LEASED or store.running(name, last.get("partition")):
+    elif last.command not in LEASED or store.running(last.partition):
         return last
     error = "the process ended without a word: killed, out of memory, or the machine went down"
-    return {**last, "status": "killed", "error": error}
+    return replace(last, status="killed", error=error)
 
 
 def _ahead(times_us: Mapping[str, int | None]) -> list[str]:
@@ -120,28 +125,29 @@ def _ahead(times_us: Mapping[str, int | None]) -> list[str]:
     ]
 
 
-def _behind(store: OfflineStore, snapshot: Snapshot, reports: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _behind(store: ViewStore, snapshot: Snapshot, reports: Sequence[Report]) -> list[dict[str, Any]]:
     """The views whose live rows are others than those that ``snapshot`` was computed from: ``input``, the numbers ``computed_from`` and ``live``,
     and ``behind_s``, for how long."""
     # A run that found nothing changed commits nothing: which inputs it saw, its report tells.
-    did = (r for r in reports if r.get("status") in FINISHED and r.get("snapshot") == snapshot.number)
-    inputs = next((r["inputs"] for r in did if r.get("inputs")), snapshot.inputs)
-    computed, found = datetime.fromisoformat(snapshot.created_at), []
+    did = (report for report in reports if report.finished and report.snapshot == snapshot.number)
+    inputs = next((report.inputs for report in did if report.inputs), snapshot.inputs)
+    computed, behind = datetime.fromisoformat(snapshot.created_at), []
     for name, used in sorted(inputs.items()):
-        ref = store.readable_live(name)
-        since = None if ref is None else _other_rows_since(store, name, used, ref, computed)
+        read = store.offline.view(name)
+        ref = read.refs.readable_live()
+        since = None if ref is None else _other_rows_since(read, used, ref, computed)
         if ref is not None and since is not None:
             behind_s = max(0.0, (datetime.now(UTC) - since).total_seconds())
-            found.append({"input": name, "computed_from": used, "live": ref.snapshot, "behind_s": behind_s})
-    return found
+            behind.append({"input": name, "computed_from": used, "live": ref.snapshot, "behind_s": behind_s})
+    return behind
 
 
-def _other_rows_since(store: OfflineStore, name: str, used: int, ref: LiveRef, computed: datetime) -> datetime | None:
+def _other_rows_since(store: ViewStore, used: int, ref: LiveRef, computed: datetime) -> datetime | None:
     """Since when other rows than those of the snapshot ``used`` are live; None when they are the same."""
 
     def manifest(number: int) -> Snapshot | None:
         try:
-            return store.snapshot(name, number)
+            return store.snapshot(number)
         except SnapshotError:  # gone or damaged, which that view's own line tells
             return None
 
@@ -149,14 +155,14 @@ def _other_rows_since(store: OfflineStore, name: str, used: int, ref: LiveRef, c
     if ref.snapshot == used or (before and now and before.content and before.content == now.content):
         return None
     if ref.snapshot < used:  # rolled back
-        return report_time(ref.at)
-    newer = [number for number in store.numbers(name) if used < number <= ref.snapshot]
+        return parsed_time(ref.at)
+    newer = [number for number in store.numbers() if used < number <= ref.snapshot]
     if newer[:1] != [used + 1]:  # the first of them is collected: it came soon after
         return computed
     for snapshot in map(manifest, newer):
         if snapshot and not snapshot.refused_by and not (before and before.content == snapshot.content):
             return max(computed, datetime.fromisoformat(snapshot.created_at))
-    return report_time(ref.at)
+    return parsed_time(ref.at)
 
 
 def _is_late(project: Project, snapshot: Snapshot, behind: Mapping[str, Any]) -> bool:
@@ -223,27 +229,27 @@ def _live(snapshot: Snapshot, ref: LiveRef) -> dict[str, Any]:
 
 
 def _attention(line: dict[str, Any]) -> list[str]:
-    found = []
+    said = []
     if line["status"] != "fresh":
-        found.append(line["status"])
+        said.append(line["status"])
     if line["online"] is False:
-        found.append("the online store does not serve what is live")
+        said.append("the online store does not serve what is live")
     if line["held"] is not None:
-        found.append(f"held: {line['held']}")
+        said.append(f"held: {line['held']}")
     last = line["last_run"]
     if last is not None and last["status"] in _ENDED_BADLY:
-        found.append(f"the last run {last['status']}")
-    return found
+        said.append(f"the last run {last['status']}")
+    return said
 
 
 def project_status(project: Project) -> list[dict[str, Any]]:
     """:func:`view_status` of every view; one that cannot be read, or is served without being configured, says so under ``attention``."""
-    store, online = OfflineStore(project.root), open_online_store(project.online)
+    offline, online = project.offline, open_online_store(project.online)
     lines = []
     try:
         for name in project.names:
             try:
-                lines.append(view_status(project, name, store, online))
+                lines.append(view_status(project, offline.view(name), online))
             except PrecomputeError as exc:
                 lines.append(_UNREADABLE | {"view": name, "ttl_s": _ttl_s(project, name), "attention": [str(exc)]})
         return lines + _unconfigured(project, online)

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from jobs.config import AccuracyConfig, Project, ViewConfig
-from jobs.open_view import EXAMPLE_ROWS, REFERENCE, OpenView, compiled_folder, open_view
+from jobs.open_view import EXAMPLE_ROWS, REFERENCE, OpenView, open_view
 from jobs.report import versions
 from jobs.tuning_file import write_tuning
 from precompute.engine.runner import Runner
@@ -29,7 +29,6 @@ from store.errors import ConfigError, ModelError, SourceError
 from store.feature_view import FeatureView
 from store.freshness import iso
 from store.offline.snapshot import Verdict
-from store.offline.view_store import OfflineStore
 from store.partition import Partition
 
 ROUNDS = 3
@@ -72,12 +71,12 @@ def tune(
     from precompute.models.torch_model import TorchModel
     from precompute.precision.variants import NOT_TORCH, candidates, parse, use_variant
 
-    config, store = project.view(name), OfflineStore(project.root)
+    config, store = project.view(name), project.offline.view(name)
     if config.partition is not None and partition is None:
         partition = config.partition_at(datetime.now(UTC))
     names = [REFERENCE, *(parse(text).name for text in only)]
     with open_view(
-        _in_float32(config.feature_view()), store, project.home, partition=partition, memory_mb=project.settings.memory_mb
+        _in_float32(config.feature_view()), store.offline, project.home, partition=partition, memory_mb=project.settings.memory_mb
     ) as opened:
         model = opened.model
         if not isinstance(model, TorchModel):
@@ -102,7 +101,7 @@ def tune(
                         model,
                         variant,
                         lambda: pa.Table.from_batches([sample.slice(0, EXAMPLE_ROWS)]),
-                        compiled_folder(store, name),
+                        store.compiled,
                     )
             except ConfigError as exc:
                 found["refused"] = str(exc)

@@ -13,8 +13,9 @@ from jobs.config import Project
 from precompute.precision.same_value import tolerance
 from store.entity_key import key_column
 from store.errors import OnlineStoreError, PrecomputeError, SnapshotError, VectorIndexError
+from store.offline.refs import LiveRef
 from store.offline.snapshot import Snapshot
-from store.offline.view_store import LiveRef, OfflineStore
+from store.offline.view_store import ViewStore
 from store.online.codec import RowCodec
 from store.online.online_store import OnlineStore
 from store.online.online_url import open_online_store
@@ -44,8 +45,7 @@ def verify(project: Project, name: str) -> list[Check]:
     Raises:
         ConfigError: there is no such view.
     """
-    store = OfflineStore(project.root)
-    project.named(name, store.views())
+    store = project.stored(name)
     checks: list[Check] = []
 
     def check(what: str, look: Callable[[], str]) -> bool:
@@ -60,10 +60,10 @@ def verify(project: Project, name: str) -> list[Check]:
 
     def manifest() -> str:
         nonlocal ref, snapshot
-        ref = store.live(name)
+        ref = store.refs.live()
         if ref is None:
             raise SnapshotError(f"nothing is live: precompute run {name}")
-        snapshot = store.snapshot(name, ref.snapshot)
+        snapshot = store.snapshot(ref.snapshot)
         chain = ", ".join(f"{layer.number} ({layer.kind})" for layer in store.chain(snapshot))
         return f"snapshot {snapshot.number}, epoch {ref.epoch}; chain: {chain}"
 
@@ -92,7 +92,7 @@ def verify(project: Project, name: str) -> list[Check]:
     return checks
 
 
-def _rows(store: OfflineStore, snapshot: Snapshot) -> str:
+def _rows(store: ViewStore, snapshot: Snapshot) -> str:
     rows = sum(batch.num_rows for batch in store.batches(snapshot, list(snapshot.view.entity), 65536))
     if rows != snapshot.rows:
         raise SnapshotError(f"{rows} rows can be read, the manifest says {snapshot.rows}")
@@ -110,7 +110,7 @@ def _pointer(online: OnlineStore, name: str, ref: LiveRef) -> str:
     return f"snapshot {ref.snapshot}, epoch {ref.epoch}, generation {ref.generation}"
 
 
-def _online_rows(store: OfflineStore, online: OnlineStore, snapshot: Snapshot, ref: LiveRef) -> str:
+def _online_rows(store: ViewStore, online: OnlineStore, snapshot: Snapshot, ref: LiveRef) -> str:
     name, codec, compared = snapshot.view.name, RowCodec(snapshot.view), 0
     for batch in store.sample(snapshot, SAMPLE_ROWS).to_batches():
         keys = pc.cast(key_column(batch, snapshot.view.entity), pa.binary()).to_pylist()
@@ -128,10 +128,10 @@ def _online_rows(store: OfflineStore, online: OnlineStore, snapshot: Snapshot, r
     return f"{compared:,} sampled rows equal those in Parquet"
 
 
-def _index(store: OfflineStore, snapshot: Snapshot, ref: LiveRef) -> str:
+def _index(store: ViewStore, snapshot: Snapshot, ref: LiveRef) -> str:
     view = snapshot.view
     assert view.index is not None
-    index = VectorIndex(store.root / view.name / "index" / f"{ref.generation:020d}")
+    index = VectorIndex(store.index_folder(ref.generation))
     vectors = snapshot.rows - int(snapshot.quality.get("nulls", 0))
     if len(index) != vectors:
         raise VectorIndexError(f"it holds {len(index)} vectors, the snapshot {vectors}: precompute publish {view.name} --reload")

@@ -10,12 +10,12 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 import pyarrow as pa
 
-_Record = TypeVar("_Record")
+from store.record import plain, record_of
 
 NAME = re.compile(r"\A[a-z][a-z0-9_]{0,62}\Z")
 """Views, features and entity columns: one allow-list, so that no name can leave its folder or its key space."""
@@ -83,11 +83,6 @@ class ModelUse:
     precision: str = "auto"
     backend: str = "auto"
 
-    def to_json(self) -> dict[str, Any]:
-        """A plain dict. A ``backend`` that is auto is left out, as before there were any: a view defined then is the same view."""
-        known: dict[str, Any] = {"use": self.use, "args": dict(self.args), "precision": self.precision}
-        return known if self.backend == "auto" else known | {"backend": self.backend}
-
 
 @dataclass(frozen=True, slots=True)
 class Definition:
@@ -98,17 +93,6 @@ class Definition:
     model: ModelUse = field(default_factory=ModelUse)
     bad_rows: str = "reject"
     empty: str = "keep"
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain dict, without what is as it was before there was a choice: a view defined then is the same view."""
-        known: dict[str, Any] = {"source": self.source, "model": self.model.to_json()}
-        known |= {} if self.bad_rows == "reject" else {"bad_rows": self.bad_rows}
-        return known | ({} if self.empty == "keep" else {"empty": self.empty})
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Definition:
-        """What :meth:`to_json` wrote, of this version or an earlier one."""
-        return known_fields(cls, {**data, "model": known_fields(ModelUse, data.get("model", {}))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,42 +134,21 @@ class FeatureView:
         return pa.schema([pa.field(f.name, f.arrow_type) for f in self.features])
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict that :meth:`from_json` reads back to an equal view."""
-        return {
-            "name": self.name,
-            "entity": list(self.entity),
-            "features": [{"name": f.name, "dtype": f.dtype, "dim": f.dim, "max_items": f.max_items} for f in self.features],
-            "ttl_s": self.ttl_s,
-            "stale_for_s": self.stale_for_s,
-            "index": None
-            if self.index is None
-            else {"on": self.index.on, "metric": self.index.metric, "recall_at_10": self.index.recall_at_10},
-            "fallback": self.fallback,
-            "fallback_deadline_s": self.fallback_deadline_s,
-            "definition": self.definition.to_json(),
-        }
+        """A plain dict that :meth:`from_json` reads back to an equal view. What came later and is as it was before there was a choice is left
+        out: a view defined then is the same view, and has the same fingerprint."""
+        body: dict[str, Any] = plain(self)
+        definition = body["definition"]
+        later = (definition, "bad_rows", "reject"), (definition, "empty", "keep"), (definition["model"], "backend", "auto")
+        for record, name, before in later:
+            if record[name] == before:
+                del record[name]
+        return body
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> FeatureView:
         """The view that :meth:`to_json` wrote."""
-        index = data["index"]
-        return cls(
-            name=data["name"],
-            entity=tuple(data["entity"]),
-            features=tuple(known_fields(Feature, f) for f in data["features"]),
-            ttl_s=data["ttl_s"],
-            stale_for_s=data["stale_for_s"],
-            index=None if index is None else known_fields(IndexSpec, index),
-            fallback=data["fallback"],
-            fallback_deadline_s=data["fallback_deadline_s"],
-            definition=Definition.from_json(data["definition"]),
-        )
+        return record_of(cls, data)
 
     def fingerprint(self) -> str:
         """SHA-256 (hex) over the whole definition: two views with one fingerprint are the same view."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
-
-
-def known_fields(kind: type[_Record], data: Mapping[str, Any]) -> _Record:
-    """A dataclass from its JSON, without the fields a later minor version may have added."""
-    return kind(**{f.name: data[f.name] for f in fields(kind) if f.name in data})  # type: ignore[arg-type]

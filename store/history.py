@@ -42,7 +42,7 @@ from store.feature_view import FeatureView
 from store.freshness import iso
 from store.offline.snapshot import Part, Snapshot
 from store.offline.standing import Standing
-from store.offline.view_store import OfflineStore
+from store.offline.view_store import OfflineStore, ViewStore
 from store.partition import Partition
 from store.sql import open_duckdb, parquet_sql
 
@@ -54,36 +54,35 @@ _INT64 = re.compile("0|-?[1-9][0-9]{0,17}")
 # ---- the whole view
 
 
-def snapshot_at(store: OfflineStore, view: str, as_of: datetime | None = None) -> Snapshot:
+def snapshot_at(store: ViewStore, as_of: datetime | None = None) -> Snapshot:
     """The snapshot :func:`read` reads; ``store.batches`` of it streams the rows.
 
     Raises:
         SnapshotError, RequestError: as :func:`read`.
     """
     if as_of is None:
-        ref = store.live(view)
+        ref = store.refs.live()
         if ref is None:
-            raise SnapshotError(f"view {view!r} was never published: run `precompute run {view}`, or name a time")
-        return store.snapshot(view, ref.snapshot)
+            raise SnapshotError(f"view {store.name!r} was never published: run `precompute run {store.name}`, or name a time")
+        return store.snapshot(ref.snapshot)
     if as_of.tzinfo is None:
         raise RequestError(f"as_of {as_of.isoformat()} has no time zone: give an aware datetime")
-    counting = _counting(store, view, _manifests(store, view))
+    counting = _counting(store, _manifests(store))
     at_us = _us(as_of)
     found = [snapshot for snapshot in counting if _begins_us(snapshot) <= at_us]
     if not found:
         raise SnapshotError(
-            f"view {view!r} had no snapshot yet at {as_of.isoformat()}: the oldest one kept is {counting[0].number}, "
+            f"view {store.name!r} had no snapshot yet at {as_of.isoformat()}: the oldest one kept is {counting[0].number}, "
             f"{_begin_text(counting[0])}"
         )
     return found[-1]
 
 
-def read(store: OfflineStore, view: str, as_of: datetime | None = None) -> pa.Table:
+def read(store: ViewStore, as_of: datetime | None = None) -> pa.Table:
     """All rows of a view as of a time, with ``computed_at`` and ``input_hash``; they must fit in memory.
 
     Args:
-        store: the offline store.
-        view: its name.
+        store: of the view.
         as_of: aware; None for what is live. Of a view without partitions it is commit time: the newest snapshot committed by then that counts.
             Of a partitioned view it is data time, as for :func:`get_historical_features`: the newest snapshot of the latest partition that was
             over by then, whenever it was computed.
@@ -92,8 +91,8 @@ def read(store: OfflineStore, view: str, as_of: datetime | None = None) -> pa.Ta
         SnapshotError: there was none yet (the oldest one kept is named), or a file is missing or damaged.
         RequestError: ``as_of`` has no time zone.
     """
-    snapshot = snapshot_at(store, view, as_of)
-    with _translated(view):
+    snapshot = snapshot_at(store, as_of)
+    with _translated(store.name):
         schema = pq.read_schema(store.part_paths(snapshot)[0])
     return pa.Table.from_batches(store.batches(snapshot), schema)
 
@@ -102,7 +101,7 @@ def read(store: OfflineStore, view: str, as_of: datetime | None = None) -> pa.Ta
 
 
 def get_historical_features(
-    store: OfflineStore,
+    offline: OfflineStore,
     entity_table: pa.Table,
     views: Sequence[str] | Mapping[str, Sequence[str]],
     *,
@@ -113,7 +112,7 @@ def get_historical_features(
     """The point-in-time join: for each row the features as they were known at its time, and never a later one.
 
     Args:
-        store: the offline store.
+        offline: the offline store.
         entity_table: has the entity's columns of every view (text or integers) and the timestamp column, aware, of any unit.
         views: names, for all features; or name → features.
         timestamp: name of the timestamp column.
@@ -136,7 +135,7 @@ def get_historical_features(
     asked_us = _timestamps_us(entity_table, timestamp)
     result = entity_table
     for name, features in chosen.items():
-        found = _features_at(store, name, features, entity_table, asked_us, max_age_s, memory_mb)
+        found = _features_at(offline.view(name), features, entity_table, asked_us, max_age_s, memory_mb)
         for column in found.column_names:
             if f"{name}__{column}" in result.column_names:
                 raise RequestError(f"the entity table has a column {name}__{column} already: rename it")
@@ -145,16 +144,16 @@ def get_historical_features(
 
 
 def _features_at(
-    store: OfflineStore,
-    name: str,
+    store: ViewStore,
     features: Sequence[str] | None,
     entity_table: pa.Table,
     asked_us: npt.NDArray[np.int64],
     max_age_s: float | None,
     memory_mb: int,
 ) -> pa.Table:
-    manifests = _manifests(store, name)
-    order = _counting(store, name, manifests)
+    name = store.name
+    manifests = _manifests(store)
+    order = _counting(store, manifests)
     view = order[-1].view
     schema = _wanted(view, features)
     keys = [_key_values(entity_table, column, name) for column in view.entity]
@@ -261,12 +260,11 @@ class Explanation:
         return body
 
 
-def explain(store: OfflineStore, view: str, key: Any, *, memory_mb: int = 1024) -> Explanation:
+def explain(store: ViewStore, key: Any, *, memory_mb: int = 1024) -> Explanation:
     """Which run, snapshot, input and model made the values of a key, and what they were before.
 
     Args:
-        store: the offline store.
-        view: its name.
+        store: of the view.
         key: as :func:`store.entity_key.key_text` takes it.
         memory_mb: DuckDB's memory.
 
@@ -274,10 +272,10 @@ def explain(store: OfflineStore, view: str, key: Any, *, memory_mb: int = 1024) 
         RequestError: no snapshot that is kept ever had the key, and no run rejected it; or it is no key of this view.
         SnapshotError: there is no snapshot, or a file is missing or damaged.
     """
-    manifests = _manifests(store, view)
+    view, manifests = store.name, _manifests(store)
     if not manifests:
-        raise SnapshotError(f"view {view!r} has no snapshot under {store.root}: run `precompute run {view}`")
-    ref, entity = store.readable_live(view), manifests[max(manifests)].view.entity
+        raise SnapshotError(f"view {view!r} has no snapshot under {store.offline.root}: run `precompute run {view}`")
+    ref, entity = store.refs.readable_live(), manifests[max(manifests)].view.entity
     live = None if ref is None else ref.snapshot
     text = key_text(key, entity)
     order = sorted((s for s in manifests.values() if s.view.entity == entity), key=lambda s: (s.partition or "", s.number))
@@ -287,7 +285,7 @@ def explain(store: OfflineStore, view: str, key: Any, *, memory_mb: int = 1024) 
         asked = pa.table([pa.array([part]) for part in parts], names=_key_names(entity))
         with _translated(view), _Versions(store, order, manifests, asked, memory_mb) as found:
             versions = _explained(store, manifests, order, found, live)
-    rejections = list(_rejections(store, manifests, live, view, text))
+    rejections = list(_rejections(store, manifests, live, text))
     if not versions and not rejections:
         raise RequestError(
             f"view {view!r} has no history of key {text!r}: none of its {len(manifests)} snapshots has it, and no run rejected it",
@@ -298,9 +296,9 @@ def explain(store: OfflineStore, view: str, key: Any, *, memory_mb: int = 1024) 
 
 
 def _explained(
-    store: OfflineStore, manifests: Mapping[int, Snapshot], order: Sequence[Snapshot], found: _Versions, live: int | None
+    store: ViewStore, manifests: Mapping[int, Snapshot], order: Sequence[Snapshot], found: _Versions, live: int | None
 ) -> list[Version]:
-    standing = Standing(store, order[0].view.name, manifests)
+    standing = Standing(store, manifests)
     void = [standing.why_void(snapshot) for snapshot in order]
     spans = found.spans()
     held: dict[tuple[Any, ...], list[dict[str, Any]]] = {}  # the spans of each version: copies keep both time and input
@@ -340,36 +338,34 @@ def _explained(
     return versions[::-1]
 
 
-def _run_of(store: OfflineStore, path: Path, writer: Snapshot, computed_us: int) -> str | None:
+def _run_of(store: ViewStore, path: Path, writer: Snapshot, computed_us: int) -> str | None:
     """The run that computed a row: the one whose folder its file is in, unless that run only copied rows together."""
     if writer.kind == "delta" or not writer.counts.unchanged:
         return path.parent.name
-    for report in store.reports(writer.view.name, limit=1000):
-        if report.get("command") in ("publish", "rollback") or report.get("partition") != writer.partition:
+    for report in store.runs.reports(limit=1000):
+        if report.command in ("publish", "rollback") or report.partition != writer.partition:
             continue
-        began, ended = report.get("started_at"), report.get("finished_at")
+        began, ended = report.started_at, report.finished_at
         if began and ended and _us(_time(began)) <= computed_us <= _us(_time(ended)):
-            return str(report["run"])
+            return report.run
     return None
 
 
-def _rejections(
-    store: OfflineStore, manifests: Mapping[int, Snapshot], live: int | None, view: str, text: str
-) -> Iterator[Rejection]:
+def _rejections(store: ViewStore, manifests: Mapping[int, Snapshot], live: int | None, text: str) -> Iterator[Rejection]:
     """Where the newest failed run, the newest snapshot and the live one rejected the key."""
     newest = manifests[max(manifests)]
     found: dict[str, tuple[str, int | None, str | None]] = {}
-    for report in store.reports(view):
-        if report.get("status") == "rejected" and str(report.get("finished_at", "")) > newest.created_at:
-            found[f"data/{report['run']}/rejected.parquet"] = (report["run"], None, report.get("partition"))
+    for report in store.runs.reports():
+        if report.status == "rejected" and report.finished_at > newest.created_at:
+            found[f"data/{report.run}/rejected.parquet"] = (report.run, None, report.partition)
             break
     for snapshot in (newest, manifests.get(live or 0)):
         if snapshot is not None and snapshot.rejected is not None:
             found.setdefault(snapshot.rejected.path, (snapshot.run, snapshot.number, snapshot.partition))
     for relative, (run, number, partition) in found.items():
-        path = store.root / view / relative
+        path = store.folder / relative
         if path.is_file():
-            with _translated(view):
+            with _translated(store.name):
                 rows = pq.read_table(path, columns=["key", "stage", "error"], filters=[("key", "=", text)]).to_pylist()
             yield from (Rejection(run, number, partition, row["stage"], row["error"]) for row in rows)
 
@@ -390,29 +386,29 @@ def _key_names(entity: Sequence[str]) -> list[str]:
 # ---- which snapshots, and from when on
 
 
-def _manifests(store: OfflineStore, view: str) -> dict[int, Snapshot]:
+def _manifests(store: ViewStore) -> dict[int, Snapshot]:
     found = {}
-    for number in store.numbers(view):
+    for number in store.numbers():
         try:
-            found[number] = store.snapshot(view, number)
+            found[number] = store.snapshot(number)
         except SnapshotError:
-            if number in store.numbers(view):  # and not removed by gc since
+            if number in store.numbers():  # and not removed by gc since
                 raise
     return found
 
 
-def _counting(store: OfflineStore, view: str, manifests: Mapping[int, Snapshot]) -> list[Snapshot]:
+def _counting(store: ViewStore, manifests: Mapping[int, Snapshot]) -> list[Snapshot]:
     """The snapshots that count, in the order of their times; of each partition only the newest.
 
     Raises:
         SnapshotError: there is none.
     """
     snapshots = [manifests[number] for number in sorted(manifests)]
-    standing = Standing(store, view, manifests)
+    standing = Standing(store, manifests)
     good = [snapshot for snapshot in snapshots if standing.why_void(snapshot) is None]
     if not good:
         raise SnapshotError(
-            f"view {view!r} has no snapshot under {store.root} that counts"
+            f"view {store.name!r} has no snapshot under {store.offline.root} that counts"
             + (f": all {len(snapshots)} were rolled back from or refused by a gate" if snapshots else "; see its name, or run it")
         )
     newest = good[-1]
@@ -459,7 +455,7 @@ class _Versions:
 
     def __init__(
         self,
-        store: OfflineStore,
+        store: ViewStore,
         order: Sequence[Snapshot],
         manifests: Mapping[int, Snapshot],
         asked: pa.Table,
@@ -616,10 +612,10 @@ class _Versions:
         self.close()
 
 
-def _chain(store: OfflineStore, manifests: Mapping[int, Snapshot], snapshot: Snapshot) -> list[Snapshot]:
+def _chain(store: ViewStore, manifests: Mapping[int, Snapshot], snapshot: Snapshot) -> list[Snapshot]:
     layers = [snapshot]
     while (parent := layers[-1].parent) is not None:
-        layers.append(manifests[parent] if parent in manifests else store.snapshot(snapshot.view.name, parent))
+        layers.append(manifests[parent] if parent in manifests else store.snapshot(parent))
     return layers[::-1]
 
 

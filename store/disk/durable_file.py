@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -174,3 +175,13 @@ def disk_message(path: Path, exc: OSError, state: str = "the live snapshot is un
     if exc.errno in NO_SPACE:
         return f"no space left while writing {path}; free some and run again ({state})"
     return f"cannot write {path}: {exc.strerror or exc} ({state})"
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 (hex) of a file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

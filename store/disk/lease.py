@@ -13,21 +13,19 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import logging
 import os
 import re
 import threading
 import time
 import weakref
-from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
 from store.disk.durable_file import disk_message, locked, make_folder, replace_durably
 from store.errors import ConflictError, FencedError, SnapshotError
-from store.feature_view import known_fields
+from store.record import Record, read_record, written
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +37,7 @@ _held: weakref.WeakSet[Lease] = weakref.WeakSet()
 _held_lock = threading.Lock()
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(Record, frozen=True):
     """Who took a lease last. ``host`` changes with every boot of the machine, so that a process number is never mistaken."""
 
     fence: int
@@ -139,7 +136,7 @@ def _take(folder: Path, name: str, by: str, ttl_s: float, busy: str, force: bool
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.utime(file.fileno())
-                replace_durably(folder / f"lease-{name}.json", json.dumps(asdict(record)).encode())
+                replace_durably(folder / f"lease-{name}.json", written(record))
             except BaseException:
                 file.close()
                 raise
@@ -190,12 +187,12 @@ def _is_held(folder: Path, name: str, last: Holder) -> bool:
 def _read(folder: Path, name: str) -> Holder | None:
     path = folder / f"lease-{name}.json"
     try:
-        return known_fields(Holder, json.loads(path.read_bytes()))
+        return read_record(Holder, path.read_bytes())
     except FileNotFoundError:
         return None
     except OSError as exc:
         raise SnapshotError(f"{path} cannot be read: {exc.strerror or exc}") from exc
-    except (ValueError, TypeError) as exc:
+    except ValueError as exc:
         raise SnapshotError(f"{path} is damaged ({exc}); remove it if no run is going on") from exc
 
 

@@ -7,23 +7,26 @@ A line is written after the chunk's files are durable; one torn by a crash is a 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from store.disk.crashpoint import crashpoint
-from store.disk.durable_file import make_folder
-from store.feature_view import known_fields
+from store.disk.durable_file import disk_message, make_folder, sha256_of
+from store.errors import SnapshotError
 from store.offline.row_figures import RowFigures
 from store.offline.snapshot import Part
+from store.record import Record, record_of, written
+
+log = logging.getLogger(__name__)
 
 NAME = "journal.jsonl"
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(Record, frozen=True):
     """A chunk an unfinished run had finished: its part, its rejected rows, or both; never neither. ``figures`` are of all rows of the part; None in
     journals older than these figures."""
 
@@ -31,32 +34,119 @@ class Finished:
     rejected: Part | None
     figures: RowFigures | None = None
 
+    @property
+    def files(self) -> list[Part]:
+        """Its files: part, rejected rows."""
+        return [part for part in (self.part, self.rejected) if part is not None]
 
-def begin(path: Path, recipe: str, partition: str | None, *, full: bool) -> None:
-    """Create a journal and its folder. Durable by the first chunk: its part syncs the folder, its line the file.
 
-    Raises:
-        OSError: the file system failed.
+class Journals:
+    """The journals of one view's runs that never committed.
+
+    Args:
+        folder: the view's.
+        committed: tells which runs committed, and the paths of the files that manifests name.
     """
-    make_folder(path.parent)
-    path.write_bytes(json.dumps({"recipe": recipe, "partition": partition, "full": full}).encode() + b"\n")
+
+    def __init__(self, folder: Path, committed: Callable[[], tuple[frozenset[str], frozenset[str]]]) -> None:
+        self._folder, self._committed = folder, committed
+
+    def _path(self, run: str) -> Path:
+        return self._folder / "data" / run / NAME
+
+    def begin(self, run: str, recipe: str, partition: str | None, *, full: bool = False) -> None:
+        """Open a run's journal: the chunks it will finish are of this recipe and partition; ``full`` if it was asked to compute every row. It is
+        durable by the first chunk: its part syncs the folder, its line the file.
+
+        Raises:
+            SnapshotError: the file system failed.
+        """
+        path = self._path(run)
+        try:
+            make_folder(path.parent)
+            path.write_bytes(json.dumps({"recipe": recipe, "partition": partition, "full": full}).encode() + b"\n")
+        except OSError as exc:
+            raise SnapshotError(disk_message(path, exc)) from exc
+
+    def add(self, run: str, chunk: Finished) -> None:
+        """Note a finished chunk, durably; its files are so by now. A line torn by a crash is a chunk that was not finished.
+
+        Raises:
+            SnapshotError: the file system failed.
+        """
+        path = self._path(run)
+        try:
+            with path.open("ab") as file:
+                file.write(written(chunk) + b"\n")
+                file.flush()
+                crashpoint("journal.append", path)
+                os.fsync(file.fileno())
+        except OSError as exc:
+            raise SnapshotError(disk_message(path, exc)) from exc
+
+    def end(self, run: str) -> None:
+        """Remove a run's journal: its manifest names its parts now. A journal that stays by accident does no harm."""
+        with contextlib.suppress(OSError):
+            self._path(run).unlink(missing_ok=True)
+
+    def partitions(self) -> dict[Path, str | None]:
+        """Folders of runs that never committed → their partition. A journal whose first line is torn holds nothing and counts for none."""
+        return {path.parent: _partition(path) for path in self._paths()}
+
+    def unfinished(self, recipe: str, partition: str | None, *, full: bool = False) -> list[Finished]:
+        """Chunks of runs that never committed, of this recipe and partition, whose files are there with the size noted; the oldest first.
+        With ``full`` only those of runs that were asked to compute every row.
+
+        The caller holds the partition's lease, so that none of these runs goes on.
+        """
+        paths = self._paths()
+        runs, files = self._committed() if paths else (frozenset(), frozenset())
+        chunks = []
+        for path in paths:
+            if path.parent.name in runs:
+                continue
+            for chunk in _chunks(path, recipe, partition, full):
+                # A part that a manifest names is that snapshot's: whoever took it over may not do it twice, since his deletes of its other
+                # rows would hide them from the snapshot he builds on.
+                if chunk.part is not None and chunk.part.path in files:
+                    continue
+                if all(self._is_there(part) for part in chunk.files):
+                    chunks.append(chunk)
+        return chunks
+
+    def whole(self, chunks: Sequence[Finished]) -> list[Finished]:
+        """Those of the chunks whose files have the SHA-256 that their journal notes; the others are told in the log. Reads them all."""
+        return [chunk for chunk in chunks if all(self._is_whole(part) for part in chunk.files)]
+
+    def _is_there(self, part: Part) -> bool:
+        try:
+            # A Path costs three times as much, 10,000 times.
+            return os.stat(f"{self._folder}/{part.path}").st_size == part.size_bytes
+        except OSError:
+            return False
+
+    def _is_whole(self, part: Part) -> bool:
+        path = self._folder / part.path
+        try:
+            if sha256_of(path) == part.sha256:
+                return True
+            log.warning("%s, which an interrupted run finished, differs from its checksum: its rows are computed once more", path)
+        except OSError as exc:
+            log.warning("%s, which an interrupted run finished, cannot be read (%s): its rows are computed once more", path, exc)
+        return False
+
+    def _paths(self) -> list[Path]:
+        folder = f"{self._folder}/data"
+        try:
+            runs = os.listdir(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        # A glob, with a Path for each of a thousand runs, takes ten times as long.
+        return [Path(folder, run, NAME) for run in sorted(runs) if os.path.exists(f"{folder}/{run}/{NAME}")]
 
 
-def add(path: Path, chunk: Finished) -> None:
-    """Append a chunk, durably.
-
-    Raises:
-        OSError: the file system failed.
-    """
-    with path.open("ab") as file:
-        file.write(json.dumps(asdict(chunk)).encode() + b"\n")
-        file.flush()
-        crashpoint("journal.append", path)
-        os.fsync(file.fileno())
-
-
-def partition_of(path: Path) -> str | None:
-    """The partition its run was for; None of a view that has none, and of a journal whose first line is torn, which holds nothing."""
+def _partition(path: Path) -> str | None:
+    """The partition its run was for; None of a view that has none, and of a journal whose first line is torn."""
     try:
         partition: str | None = json.loads(path.read_bytes().partition(b"\n")[0])["partition"]
         return partition
@@ -64,7 +154,7 @@ def partition_of(path: Path) -> str | None:
         return None
 
 
-def read(path: Path, recipe: str, partition: str | None, full: bool) -> Iterator[Finished]:
+def _chunks(path: Path, recipe: str, partition: str | None, full: bool) -> Iterator[Finished]:
     """Its chunks, if it is of this recipe and partition, and of a run asked for every row where ``full`` is wanted."""
     try:
         lines = path.read_bytes().split(b"\n")
@@ -77,8 +167,6 @@ def read(path: Path, recipe: str, partition: str | None, full: bool) -> Iterator
                 if (entry["recipe"], entry["partition"]) != (recipe, partition) or (full and not entry["full"]):
                     return
                 continue
-            part, rejected = (None if entry[k] is None else known_fields(Part, entry[k]) for k in ("part", "rejected"))
-            figures = None if entry.get("figures") is None else RowFigures.from_json(entry["figures"])
-            yield Finished(part, rejected, figures)
+            yield record_of(Finished, entry)
         except (ValueError, KeyError, TypeError):
             return  # torn: neither this line nor what follows it was finished

@@ -9,7 +9,6 @@ quantile is within 2 % of the true one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from store.feature_view import Feature, FeatureView
+from store.record import Record, field
 
 _SHIFT = 19
 """Bits of a float32 that a bucket does not look at: sign and exponent stay, and 4 bits of the fraction."""
@@ -24,8 +24,7 @@ _NONE: npt.NDArray[np.int64] = np.empty(0, np.int64)
 _LAST_BUCKET = int(np.array(np.finfo(np.float32).max).view(np.int32)) >> _SHIFT
 
 
-@dataclass(frozen=True, slots=True)
-class VectorFigures:
+class VectorFigures(Record, frozen=True):
     """Of one vector feature: ``rows`` that have a finite vector, how many of these are ``zero``, the sum of their Euclidean lengths (``norm_sum``),
     and ``norms``: bucket of the squared length → rows."""
 
@@ -56,8 +55,7 @@ class VectorFigures:
         return [float(value) for value in np.where(buckets[places] == 0, 0.0, np.sqrt(middle))]
 
 
-@dataclass(frozen=True, slots=True)
-class RowFigures:
+class RowFigures(Record, frozen=True):
     """Of some rows of a view.
 
     ``rows`` counts them, ``not_finite`` those with a NaN or an infinity, ``valueless`` those of which every feature is null, ``nulls`` the nulls of
@@ -103,17 +101,6 @@ class RowFigures:
             counts(self.nulls, other.nulls),
             vectors,
         )
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> RowFigures:
-        """From what :func:`dataclasses.asdict` and JSON made of them; fields that a later version added are left out."""
-        vectors = {
-            name: VectorFigures(
-                known["rows"], known["zero"], known["norm_sum"], {int(bucket): n for bucket, n in known["norms"].items()}
-            )
-            for name, known in data["vectors"].items()
-        }
-        return cls(data["rows"], data["not_finite"], data["valueless"], dict(data["nulls"]), vectors)
 
 
 class RowCounter:

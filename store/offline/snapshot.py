@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping
 
 import pyarrow as pa
 
 from store.errors import SnapshotError
-from store.feature_view import FeatureView, known_fields
+from store.feature_view import FeatureView
 from store.offline.row_figures import RowFigures
+from store.record import Record, field, plain, record_of
 
 FORMAT_VERSION = 2
 """Major version of the manifest: a reader refuses a later one, and ignores fields it does not know. 1 knew no deltas."""
@@ -30,8 +30,7 @@ DELETES_SCHEMA = pa.schema([("part", pa.dictionary(pa.int32(), pa.string())), ("
 tombstone) or came again with another value. The entity key's columns follow, with ``key_`` before their names."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(Record, frozen=True):
     """One Parquet file: path relative to the view's folder, its rows, size and SHA-256 (hex)."""
 
     path: str
@@ -40,8 +39,7 @@ class Part:
     sha256: str
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Record, frozen=True):
     """What one gate measured and what it allows; ``message`` says it in words. Of older manifests, those of the accuracy gate have no figures."""
 
     gate: str
@@ -51,8 +49,7 @@ class Verdict:
     message: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
+class Counts(Record, frozen=True):
     """What became of every row that came in: ``source + removed = written + unchanged + rejected + removed``, or the run fails.
 
     ``source`` rows came from the source, exact repetitions (``duplicates``) folded into one before the count. ``removed`` rows were in the
@@ -83,8 +80,7 @@ class Counts:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(Record, frozen=True):
     """Everything a reader needs to know of one result: the manifest, parsed.
 
     ``number`` is 0 until the commit gives it one. ``created_at`` is the commit's time, ISO 8601 in UTC; ``computed_at_min`` and
@@ -137,8 +133,8 @@ class Snapshot:
     figures: RowFigures | None = None
     """Counted of every row a reader sees, while it was written; of the rows a delta replaced, a sample was taken off where there are very many. None
     in manifests older than these figures."""
-    gates: Sequence[Verdict] = ()
-    accepted: Sequence[str] = ()
+    gates: tuple[Verdict, ...] = ()
+    accepted: tuple[str, ...] = ()
     """Gates an operator accepted by name."""
     fence: int = 0
     """Of the lease the writer held."""
@@ -160,11 +156,11 @@ class Snapshot:
 
     def to_bytes(self) -> bytes:
         """The manifest: canonical JSON whose last line is the SHA-256 of all before it."""
-        body = asdict(self)
+        body = plain(self)
         body["view"] = self.view.to_json()
         body["format_version"] = FORMAT_VERSION
         body["view_fingerprint"] = self.view.fingerprint()
-        text = json.dumps(body, indent=1, sort_keys=True, default=dict)[: -len("\n}")]
+        text = json.dumps(body, indent=1, sort_keys=True)[: -len("\n}")]
         return f'{text},\n "zz_sha256": "{hashlib.sha256(text.encode()).hexdigest()}"\n}}\n'.encode()
 
     @classmethod
@@ -189,15 +185,4 @@ class Snapshot:
             raise SnapshotError(
                 f"{where} has manifest format {version}, this version reads 1 to {FORMAT_VERSION}: upgrade precompute"
             )
-        body |= {
-            "view": FeatureView.from_json(body["view"]),
-            "counts": known_fields(Counts, body["counts"]),
-            "parts": tuple(known_fields(Part, p) for p in body["parts"]),
-        }
-        for name in ("accepted", "bases"):
-            body[name] = tuple(body.get(name, ()))
-        body["gates"] = tuple(known_fields(Verdict, verdict) for verdict in body.get("gates", ()))
-        for name in ("rejected", "deletes"):
-            body[name] = None if body.get(name) is None else known_fields(Part, body[name])
-        body["figures"] = None if body.get("figures") is None else RowFigures.from_json(body["figures"])
-        return cls(**{f.name: body[f.name] for f in fields(cls) if f.name in body})
+        return record_of(cls, body)

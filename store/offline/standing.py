@@ -11,8 +11,9 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 
 from store.errors import GateError, SnapshotError
+from store.offline.refs import BadMark, LiveRef
 from store.offline.snapshot import Snapshot
-from store.offline.view_store import BadMark, LiveRef, OfflineStore
+from store.offline.view_store import ViewStore
 
 log = logging.getLogger(__name__)
 
@@ -29,18 +30,17 @@ class Standing:
     """The snapshots of one view, as marks and live pointer stand when they are first asked for; made anew for each decision.
 
     Args:
-        store: the offline store.
-        view: its name.
+        store: of the view.
         manifests: of the view, where the caller has read them; others are not looked for then.
     """
 
-    def __init__(self, store: OfflineStore, view: str, manifests: Mapping[int, Snapshot] | None = None) -> None:
-        self._store, self._view, self._manifests = store, view, manifests
+    def __init__(self, store: ViewStore, manifests: Mapping[int, Snapshot] | None = None) -> None:
+        self._store, self._manifests = store, manifests
 
     @cached_property
     def marks(self) -> dict[int, BadMark]:
         """Numbers of the snapshots that are never to be published → why."""
-        return self._store.bad(self._view)
+        return self._store.refs.bad()
 
     @cached_property
     def left(self) -> dict[int, BadMark]:
@@ -99,10 +99,10 @@ class Standing:
         number, bad = snapshot.number, self.bad(snapshot)
         if bad is not None:
             how = "" if number == bad else f", and snapshot {number} builds on it or holds the very same rows"
-            mark = self._store.root / self._view / "refs" / "bad" / f"{bad}.json"
+            mark = self._store.refs.bad_path(bad)
             accept = f", or publish it with --accept {ROLLED_BACK}" if ROLLED_BACK in snapshot.refused_by else ""
             raise GateError(
-                f"view {self._view!r}: snapshot {bad} is marked bad ({self.marks[bad].reason}){how}; the live one stays. Mend the source or the "
+                f"view {self._store.name!r}: snapshot {bad} is marked bad ({self.marks[bad].reason}){how}; the live one stays. Mend the source or the "
                 f"model{accept}, or remove {mark} if the mark was a mistake"
             )
         if snapshot.refused_by:
@@ -110,8 +110,8 @@ class Standing:
             said = "; ".join(f"{verdict.gate}: {verdict.message} (limit {verdict.limit:g})" for verdict in refusals)
             accept = " ".join(f"--accept {name}" for name in snapshot.refused_by)
             raise GateError(
-                f"view {self._view!r}: snapshot {number} is not published, the live one stays. {said}. If this is as it should be: "
-                f"precompute publish {self._view} --snapshot {number} {accept}"
+                f"view {self._store.name!r}: snapshot {number} is not published, the live one stays. {said}. If this is as it should be: "
+                f"precompute publish {self._store.name} --snapshot {number} {accept}"
             )
 
     def why_unpublished(self, snapshot: Snapshot) -> str | None:
@@ -119,13 +119,13 @@ class Standing:
         does."""
         if keeps_live(snapshot):
             return f"partition {snapshot.partition} has no rows: it is done, and what is live stays"
-        ref = self._store.readable_live(self._view)
+        ref = self._store.refs.readable_live()
         if ref is None:
             return None
         if ref.held is not None:
-            return f"the view is held ({ref.held}): `precompute resume {self._view}` ends that"
+            return f"the view is held ({ref.held}): `precompute resume {self._store.name}` ends that"
         try:
-            live = self._store.snapshot(self._view, ref.snapshot)
+            live = self._store.snapshot(ref.snapshot)
         except SnapshotError:  # what is live is lost: a reason to replace it
             return None
         if live.partition is not None and snapshot.partition is not None and live.partition > snapshot.partition:
@@ -137,9 +137,9 @@ class Standing:
     def newest(self, partition: str | None = None, *, refused: bool = True) -> Snapshot | None:
         """The newest snapshot of a partition (None: of a view that has none) that is not bad and whose files are all there, with all its
         ancestors; one that a gate refused counts only with ``refused``: its rows are good to build on, not to measure by."""
-        numbers = self._store.numbers(self._view)
+        numbers = self._store.numbers()
         if partition is not None:  # one of thousands: the others' manifests are not read
-            entries = self._store.catalog(self._view).entries
+            entries = self._store.catalog().entries
             numbers = [number for number in numbers if number not in entries or entries[number].partition == partition]
         for snapshot in self._readable(reversed(numbers)):
             try:
@@ -157,21 +157,21 @@ class Standing:
         Raises:
             SnapshotError: there is no snapshot, or only partitions without rows.
         """
-        numbers = self._store.numbers(self._view)
+        numbers = self._store.numbers()
         if not numbers:
-            raise SnapshotError(f"view {self._view!r} has no snapshot yet: run `precompute run {self._view}`")
+            raise SnapshotError(f"view {self._store.name!r} has no snapshot yet: run `precompute run {self._store.name}`")
         last = next((s for s in self._readable(reversed(numbers)) if self._may_be_published(s, accept)), None)
         if last is None:
             return numbers[-1]
         if last.partition is None:  # a view that lost or got its partitions: what it has now counts
             return last.number
-        entries = self._store.catalog(self._view).entries.values()
+        entries = self._store.catalog().entries.values()
         days = sorted((entry.partition, entry.number) for entry in entries if entry.partition is not None)
         for snapshot in self._readable(number for _, number in reversed(days)):
             if self._may_be_published(snapshot, accept) and not keeps_live(snapshot):
                 return snapshot.number
         raise SnapshotError(
-            f"view {self._view!r}: no partition that may be published has rows; to publish one without, name it with --snapshot"
+            f"view {self._store.name!r}: no partition that may be published has rows; to publish one without, name it with --snapshot"
         )
 
     def before(self, ref: LiveRef) -> int:
@@ -181,7 +181,7 @@ class Standing:
         Raises:
             SnapshotError: there is none; names those there are.
         """
-        entries = self._store.catalog(self._view).entries
+        entries = self._store.catalog().entries
         day = entries[ref.snapshot].partition if ref.snapshot in entries else None
         earlier = [
             entry
@@ -199,14 +199,14 @@ class Standing:
             except (SnapshotError, GateError) as exc:
                 log.warning("%s", exc)
         raise SnapshotError(
-            f"view {self._view!r} has no good snapshot before {ref.snapshot} to go back to (there are: {self.numbers_text()})"
+            f"view {self._store.name!r} has no good snapshot before {ref.snapshot} to go back to (there are: {self.numbers_text()})"
         )
 
     # ---- all
 
     def numbers_text(self) -> str:
         """The numbers there are, for a message."""
-        return ", ".join(f"{n} (bad)" if n in self.marks else str(n) for n in self._store.numbers(self._view)) or "none"
+        return ", ".join(f"{n} (bad)" if n in self.marks else str(n) for n in self._store.numbers()) or "none"
 
     def at_fault(self, numbers: Collection[int]) -> set[int]:
         """The newest of ``numbers`` that was rolled back from, what was gone back to then, and so on: by them its rows are recognised when they come
@@ -228,13 +228,13 @@ class Standing:
     def _readable(self, numbers: Iterable[int]) -> Iterable[Snapshot]:
         for number in numbers:
             try:
-                yield self._store.snapshot(self._view, number)
+                yield self._store.snapshot(number)
             except SnapshotError as exc:
                 log.warning("%s", exc)
 
     def _manifest(self, number: int) -> Snapshot:
         if self._manifests is None:
-            return self._store.snapshot(self._view, number)
+            return self._store.snapshot(number)
         if number not in self._manifests:
-            raise SnapshotError(f"snapshot {number} of view {self._view!r} is missing or damaged; publish another one")
+            raise SnapshotError(f"snapshot {number} of view {self._store.name!r} is missing or damaged; publish another one")
         return self._manifests[number]

@@ -11,19 +11,18 @@ import json
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from store.errors import ConflictError, OnlineStoreError
-from store.feature_view import FeatureView, known_fields
+from store.feature_view import FeatureView
 from store.online.codec import Buffer
+from store.record import Record, field, force_setattr, plain, read_record
 
 Rows = Iterable[tuple[Sequence[bytes], Sequence[Buffer]]]
 """Batches of (keys, packed rows), equally long."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pointer:
+class Pointer(Record, frozen=True):
     """What is live for a view.
 
     ``epoch`` counts the view's publishings; a pointer never moves to a smaller one. ``generation`` is what is read, the epoch's own unless
@@ -50,7 +49,7 @@ class Pointer:
 
     def __post_init__(self) -> None:
         if self.generation == 0:
-            object.__setattr__(self, "generation", self.epoch)
+            force_setattr(self, "generation", self.epoch)
 
     @property
     def publishing(self) -> tuple[int, str]:
@@ -60,16 +59,12 @@ class Pointer:
 
     def to_bytes(self) -> bytes:
         """JSON that :meth:`from_bytes` reads back to an equal pointer."""
-        body: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
-        body["view"] = self.view.to_json()
-        return json.dumps(body).encode()
+        return json.dumps(plain(self) | {"view": self.view.to_json()}).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Pointer:
         """The pointer that :meth:`to_bytes` wrote."""
-        body = json.loads(data)
-        body["view"] = FeatureView.from_json(body["view"])
-        return known_fields(cls, body)
+        return read_record(cls, data)
 
 
 class OnlineStore(ABC):

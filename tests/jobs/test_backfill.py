@@ -28,8 +28,9 @@ from jobs.run import run_view
 from store.disk.lease import take
 from store.errors import ConfigError, ConflictError, SnapshotError, SourceError
 from store.lookup import Lookup
+from store.offline.refs import run_lease
 from store.offline.standing import Standing
-from store.offline.view_store import OfflineStore, run_lease
+from store.offline.view_store import OfflineStore
 from store.online.online_url import open_online_store
 from store.partition import Partition, containing
 from tests.conftest import MakeProject

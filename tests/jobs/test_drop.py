@@ -20,7 +20,8 @@ from jobs.run import run_view
 from store.disk.lease import take
 from store.errors import ConflictError, RequestError
 from store.lookup import Lookup
-from store.offline.view_store import OfflineStore, run_lease
+from store.offline.refs import run_lease
+from store.offline.view_store import OfflineStore
 from store.online.online_url import open_online_store
 from tests.conftest import MakeProject
 

@@ -21,7 +21,8 @@ from jobs.progress import Silent
 from jobs.run import run_view
 from store.disk.lease import take
 from store.errors import SnapshotError
-from store.offline.view_store import OfflineStore, run_lease
+from store.offline.refs import run_lease
+from store.offline.view_store import OfflineStore
 from tests.conftest import MakeProject
 
 DAILY = Schedule("0 2 * * *", "0 2 * * *", "UTC", (), "latest", 3, 60.0, 3600.0)

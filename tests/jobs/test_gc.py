@@ -26,7 +26,8 @@ from jobs.verify import verify
 from store.disk.lease import take
 from store.errors import ConflictError, FencedError, RejectedError
 from store.lookup import Lookup
-from store.offline.view_store import PUBLISH_LEASE, OfflineStore, run_lease
+from store.offline.refs import PUBLISH_LEASE, run_lease
+from store.offline.view_store import OfflineStore
 from store.online.online_url import open_online_store
 from tests.conftest import MakeProject
 

@@ -24,8 +24,9 @@ from jobs.run import plan_view, run_view
 from store.disk.lease import Lease, take
 from store.errors import ConfigError, GateError, RejectedError, SourceError
 from store.lookup import Lookup
+from store.offline.refs import PUBLISH_LEASE
 from store.offline.standing import Standing
-from store.offline.view_store import PUBLISH_LEASE, OfflineStore
+from store.offline.view_store import OfflineStore
 from store.online.online_url import open_online_store
 from store.partition import Partition, containing
 from tests.conftest import MakeProject
@@ -418,7 +419,7 @@ def test_what_is_resumed_is_of_the_same_partition(make_project: MakeProject, mon
 
 def test_two_partitions_run_at_once_and_one_only_once(make_project: MakeProject) -> None:
     from store.errors import ConflictError
-    from store.offline.view_store import run_lease
+    from store.offline.refs import run_lease
 
     project = make(make_project)
     folder = OfflineStore(project.root).lease_folder("numbers")

@@ -21,7 +21,8 @@ from jobs.run import run_view
 from store.disk.lease import take
 from store.errors import ConflictError, GateError, OnlineStoreError, PrecomputeError, SnapshotError
 from store.lookup import Lookup
-from store.offline.view_store import PUBLISH_LEASE, OfflineStore
+from store.offline.refs import PUBLISH_LEASE
+from store.offline.view_store import OfflineStore
 from store.online.codec import Buffer
 from store.online.online_store import MemoryStore, Pointer, Rows
 from store.online.online_url import open_online_store

@@ -26,7 +26,8 @@ from store.disk.crashpoint import InjectedError
 from store.disk.lease import Lease, take
 from store.errors import GateError, OnlineStoreError, PrecomputeError, SnapshotError
 from store.lookup import Lookup
-from store.offline.view_store import PUBLISH_LEASE, OfflineStore
+from store.offline.refs import PUBLISH_LEASE
+from store.offline.view_store import OfflineStore
 from store.online.online_url import open_online_store
 from store.partition import containing
 from tests.conftest import MakeProject

@@ -24,7 +24,8 @@ from jobs.due import LEADER, Decision, Ledger
 from jobs.schedule import Scheduler, run_command
 from store.disk.lease import holder, is_held, take
 from store.freshness import iso
-from store.offline.view_store import OfflineStore, run_lease
+from store.offline.refs import run_lease
+from store.offline.view_store import OfflineStore
 from tests.conftest import MakeProject
 from tests.jobs.test_serve import REPOSITORY, eventually
 

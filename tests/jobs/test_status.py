@@ -20,7 +20,8 @@ from jobs.run import run_view
 from jobs.status import project_status, view_status
 from store.disk.lease import take
 from store.errors import PrecomputeError, SnapshotError
-from store.offline.view_store import PUBLISH_LEASE, OfflineStore, run_lease
+from store.offline.refs import PUBLISH_LEASE, run_lease
+from store.offline.view_store import OfflineStore
 from store.online.online_url import open_online_store
 from tests.conftest import MakeProject
 

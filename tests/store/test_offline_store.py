@@ -32,10 +32,11 @@ from store.errors import ConflictError, FencedError, SnapshotError
 from store.feature_view import Feature, FeatureView
 from store.offline.journal import Finished
 from store.offline.layers import Layers
+from store.offline.refs import LiveRef, run_lease
 from store.offline.row_figures import RowFigures, VectorFigures
 from store.offline.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot
 from store.offline.standing import Standing
-from store.offline.view_store import LiveRef, OfflineStore, run_lease
+from store.offline.view_store import OfflineStore
 from tests.conftest import MakeProject
 
 VIEW = FeatureView("numbers", ("id",), (Feature("double", "float64"),), ttl_s=1.0, stale_for_s=1.0)

@@ -11,9 +11,10 @@ import pytest
 
 from store.errors import GateError, SnapshotError
 from store.feature_view import Feature, FeatureView
+from store.offline.refs import LiveRef
 from store.offline.snapshot import Counts, Snapshot, Verdict
 from store.offline.standing import ROLLED_BACK, Standing, keeps_live
-from store.offline.view_store import LiveRef, OfflineStore
+from store.offline.view_store import OfflineStore
 
 VIEW = FeatureView("numbers", ("id",), (Feature("double", "float64"),), ttl_s=1.0, stale_for_s=1.0)
 REFUSAL = Verdict("rows", False, -0.5, 0.2, "half of the rows")

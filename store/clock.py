@@ -1,0 +1,21 @@
+"""Clock: times as they are written and read, ISO 8601 in UTC."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from functools import lru_cache
+
+
+def utc_now() -> str:
+    """Now, ISO 8601 in UTC with microseconds."""
+    return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+@lru_cache(4096)
+def parsed_time(text: str | None) -> datetime | None:
+    """A time that was written, in UTC; None where there is none, or none that can be read."""
+    try:
+        at = datetime.fromisoformat(text or "")
+    except ValueError:
+        return None
+    return at.replace(tzinfo=UTC) if at.tzinfo is None else at.astimezone(UTC)

@@ -1,0 +1,282 @@
+"""Refs: what points at a view's snapshots – the live pointer, the epochs, the marks of bad ones and of pinned ones.
+
+<root>/<view>/refs/live.json          {epoch, snapshot, generation, …}: moved by compare-and-swap only
+<root>/<view>/refs/epoch.json         the last epoch that anybody claimed
+<root>/<view>/refs/{bad,pins}/<number>.json
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from store.clock import utc_now
+from store.disk.durable_file import create_once, disk_message, locked, make_folder, replace_durably, sync_folder
+from store.disk.lease import Lease
+from store.errors import ConflictError, SnapshotError
+from store.record import Record, read_record, replace, written
+
+PUBLISH_LEASE = "publish"
+"""Name of the lease that publishing, rolling back and removing snapshots hold."""
+DROP_LEASE = "drop"
+"""Name of the lease that the end of a view holds, besides: no run begins meanwhile."""
+
+
+def run_lease(partition: str | None) -> str:
+    """Name of the lease that a run of the partition (None: of a view that has none) holds."""
+    return "run" if partition is None else "run-" + partition.partition("/")[0].replace(":", "")
+
+
+class LiveRef(Record, frozen=True):
+    """Which snapshot is live. ``epoch`` counts every move and fences late writers; 0 means never published.
+
+    ``generation`` is where the online store holds it, ``previous`` and ``previous_generation`` what was live before.
+    """
+
+    epoch: int
+    snapshot: int
+    previous: int | None
+    reason: str
+    at: str
+    generation: int = 0
+    previous_generation: int | None = None
+    renewed_at: int | None = None
+    """When a later run found nothing changed, µs since 1970."""
+    held: str | None = None
+    """Why scheduled runs publish nothing for now; None when they do."""
+
+
+class BadMark(Record, frozen=True):
+    """Why a snapshot is never to be published: it was rolled back from, or its files are damaged. ``rows`` tells whether its rows are at
+    fault, and then ``content`` is their digest and ``back_to`` the snapshot that was gone back to, if it is known."""
+
+    reason: str
+    at: str = ""
+    content: str = ""
+    rows: bool = True
+    back_to: int | None = None
+
+
+class Refs:
+    """What points at the snapshots of one view.
+
+    Args:
+        folder: where the files are; made by the first write.
+        view: the view's name, for messages.
+    """
+
+    def __init__(self, folder: Path, view: str) -> None:
+        self.folder, self._view = folder, view
+
+    # ---- the live pointer
+
+    def live(self) -> LiveRef | None:
+        """The live pointer, or None when the view was never published.
+
+        Raises:
+            SnapshotError: the pointer file is damaged.
+        """
+        path = self.folder / "live.json"
+        try:
+            return read_record(LiveRef, path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except OSError as exc:
+            raise SnapshotError(f"{path} cannot be read: {exc.strerror or exc}") from exc
+        except ValueError as exc:
+            raise SnapshotError(f"{path} is damaged ({exc}); publish the view again to write it anew") from exc
+
+    def readable_live(self) -> LiveRef | None:
+        """As :meth:`live`, and None for a damaged pointer too: what a writer needs, who will replace it."""
+        try:
+            return self.live()
+        except SnapshotError as exc:
+            if isinstance(exc.__cause__, ValueError):
+                return None
+            raise
+
+    def claim_epoch(self, above: int) -> int:
+        """An epoch nobody had or will have, larger than ``above``: the number of a publishing and of its online generation.
+
+        Raises:
+            SnapshotError: the file system failed.
+        """
+        path = self.folder / "epoch.json"
+        try:
+            make_folder(self.folder)
+            with locked(self.folder / ".lock"):
+                try:
+                    last = int(json.loads(path.read_bytes())["last"])
+                except (FileNotFoundError, ValueError, KeyError, TypeError):
+                    last = 0
+                ref = self.readable_live()
+                epoch = max(last, above, 0 if ref is None else ref.epoch) + 1
+                replace_durably(path, json.dumps({"last": epoch}).encode())
+                return epoch
+        except OSError as exc:
+            raise SnapshotError(disk_message(path, exc)) from exc
+
+    def move_live(
+        self,
+        snapshot: int,
+        *,
+        expected_epoch: int,
+        epoch: int,
+        reason: str,
+        generation: int | None = None,
+        held: str | None = None,
+        lease: Lease | None = None,
+    ) -> LiveRef:
+        """Move the live pointer by compare-and-swap.
+
+        Args:
+            snapshot: number of a committed snapshot.
+            expected_epoch: the epoch the caller saw, 0 for none.
+            epoch: the new one, larger.
+            reason: one phrase for the operator, kept in the pointer.
+            generation: where the online store holds it; ``epoch`` by default.
+            held: why scheduled runs are to publish nothing after this.
+            lease: held by the writer.
+
+        Raises:
+            ConflictError: somebody moved the pointer since.
+            FencedError: the lease was lost.
+        """
+
+        def moved(current: LiveRef | None) -> LiveRef:
+            last = 0 if current is None else current.epoch
+            if last != expected_epoch or epoch <= last:
+                raise ConflictError(
+                    f"the live pointer of {self._view!r} moved from epoch {expected_epoch} to {last} meanwhile; look at `status` and publish again if still wanted"
+                )
+            previous, before = (None, None) if current is None else (current.snapshot, current.generation)
+            # Loaded anew: what was before it is still what to go back to.
+            if current is not None and current.snapshot == snapshot:
+                previous, before = current.previous, current.previous_generation
+            new = epoch if generation is None else generation
+            return LiveRef(epoch, snapshot, previous, reason, utc_now(), new, before, held=held)
+
+        return self._swap_live(moved, lease)
+
+    def renew_live(self, expected: LiveRef, renewed_at: int, lease: Lease | None = None) -> LiveRef:
+        """Note in the live pointer that a run found nothing changed, at ``renewed_at`` (µs since 1970).
+
+        Raises:
+            ConflictError: the pointer is not ``expected`` any more.
+            FencedError: the lease was lost.
+        """
+
+        def renewed(current: LiveRef | None) -> LiveRef:
+            if current != expected:
+                raise ConflictError(f"the live pointer of {self._view!r} moved meanwhile; nothing was renewed")
+            return replace(expected, renewed_at=renewed_at)
+
+        return self._swap_live(renewed, lease)
+
+    def resume_live(self) -> LiveRef:
+        """Let scheduled runs publish again.
+
+        Raises:
+            SnapshotError: the view was never published.
+        """
+
+        def resumed(current: LiveRef | None) -> LiveRef:
+            if current is None:
+                raise SnapshotError(f"view {self._view!r} was never published: there is nothing to resume")
+            return replace(current, held=None)
+
+        return self._swap_live(resumed, None)
+
+    def _swap_live(self, change: Callable[[LiveRef | None], LiveRef], lease: Lease | None) -> LiveRef:
+        path = self.folder / "live.json"
+        try:
+            make_folder(self.folder)
+            with locked(self.folder / ".lock"):
+                if lease is not None:
+                    lease.check()
+                new = change(self.readable_live())
+                replace_durably(path, written(new), point="live")
+                return new
+        except OSError as exc:
+            raise SnapshotError(disk_message(path, exc)) from exc
+
+    def end_live(self) -> None:
+        """Remove the live pointer: the view is published no more, its snapshots stay. One that is not there is no error.
+
+        Raises:
+            SnapshotError: the file system failed.
+        """
+        if not self.folder.is_dir():
+            return
+        path = self.folder / "live.json"
+        try:
+            with locked(self.folder / ".lock"):
+                path.unlink(missing_ok=True)
+                sync_folder(self.folder)
+        except OSError as exc:
+            raise SnapshotError(disk_message(path, exc, "it was to be removed")) from exc
+
+    # ---- marks
+
+    def bad(self) -> dict[int, BadMark]:
+        """Numbers of the snapshots that are never to be published → why."""
+        marks = {}
+        for number in self.marked("bad"):
+            try:
+                marks[number] = read_record(BadMark, self.bad_path(number).read_bytes())
+            except (OSError, ValueError):
+                marks[number] = BadMark("its mark cannot be read")
+        return marks
+
+    def bad_path(self, number: int) -> Path:
+        """The file that marks a snapshot bad, if it is."""
+        return self.folder / "bad" / f"{number}.json"
+
+    def mark_bad(self, number: int, mark: BadMark) -> None:
+        """Mark a snapshot bad, for good; marking it twice is no error.
+
+        Raises:
+            SnapshotError: the file system failed.
+        """
+        self._mark(self.bad_path(number), mark)
+
+    def pins(self) -> set[int]:
+        """Numbers of the pinned snapshots."""
+        return set(self.marked("pins"))
+
+    def pin(self, number: int, reason: str) -> None:
+        """Keep a snapshot whatever its age; pinning it twice is no error.
+
+        Raises:
+            SnapshotError: the file system failed.
+        """
+        self._mark(self.folder / "pins" / f"{number}.json", {"reason": reason, "at": utc_now()})
+
+    def unpin(self, number: int) -> None:
+        """Let go of a pin; one that is not there is no error.
+
+        Raises:
+            SnapshotError: the file system failed.
+        """
+        path = self.folder / "pins" / f"{number}.json"
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as exc:
+            raise SnapshotError(disk_message(path, exc)) from exc
+
+    def marked(self, kind: str) -> list[int]:
+        """Numbers of the snapshots that bear a mark: ``bad`` or ``pins``."""
+        return [int(path.stem) for path in (self.folder / kind).glob("*.json") if path.stem.isdigit()]
+
+    @staticmethod
+    def _mark(path: Path, note: Any) -> None:
+        try:
+            make_folder(path.parent)
+            with contextlib.suppress(FileExistsError):
+                create_once(path, written(note), path.parent / f".{path.stem}.{os.getpid()}.tmp")
+        except OSError as exc:
+            raise SnapshotError(disk_message(path, exc)) from exc
