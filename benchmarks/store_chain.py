@@ -6,7 +6,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from store.clock import utc_now
 from store.feature_view import Feature, FeatureView
 from store.offline.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot
 from store.offline.view_store import OfflineStore, ViewStore
+from store.record import replace
 
 ROWS = 1_000_000
 DIM = 384

@@ -46,7 +46,7 @@ SEAMS = {
     "cronsim": {"jobs/cron.py"},
     "uvicorn": {"jobs/serve.py"},
     "starlette": {"store/api/app.py"},
-    "msgspec": {"store/api/wire.py"},
+    "msgspec": {"store/api/wire.py", "store/record.py"},
     "prometheus_client": {"store/api/metrics.py"},
     "pydantic": {"jobs/config.py"},
     "yaml": {"jobs/config_file.py"},
@@ -67,7 +67,6 @@ DEMO_DOORS = {
     "precompute.precision.variants",
     "store.errors",
     "store.lookup",
-    "store.offline.view_store",
     "store.online.online_url",
 }
 """What the demo does with the house a user can do: the modules it may import."""

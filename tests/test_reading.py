@@ -19,7 +19,7 @@ from jobs.progress import Silent
 from jobs.rollback import rollback
 from jobs.run import run_view
 from store.offline.snapshot import Snapshot
-from store.offline.view_store import OfflineStore
+from store.offline.view_store import OfflineStore, ViewStore
 from tests.conftest import MakeProject
 from tests.faults.harness import Child, Scene, changed, recover, small_chunks
 from tests.jobs.test_bad_rows import VIEW as TEXTS
@@ -68,17 +68,17 @@ def told(rows: Iterable[dict[str, Any]]) -> list[str]:
     return sorted(repr({name: plain(value) for name, value in row.items()}) for row in rows)
 
 
-def check(store: OfflineStore, view: str) -> list[Snapshot]:
+def check(store: ViewStore) -> list[Snapshot]:
     """Outsiders read of every snapshot, and of the live one, what we read."""
-    snapshots = [store.snapshot(view, number) for number in store.numbers(view)]
-    ref = store.live(view)
+    snapshots = [store.snapshot(number) for number in store.numbers()]
+    ref = store.refs.live()
     for snapshot in snapshots:
         ours = [row for batch in store.batches(snapshot) for row in batch.to_pylist()]
         assert len(ours) == snapshot.rows
         live = ref is not None and ref.snapshot == snapshot.number
         for read in READERS:
             for number in (snapshot.number, None) if live else (snapshot.number,):
-                assert told(read(store.root / view, number).to_pylist()) == told(ours), (snapshot.number, read.__name__)
+                assert told(read(store.folder, number).to_pylist()) == told(ours), (snapshot.number, read.__name__)
     return snapshots
 
 
@@ -87,9 +87,9 @@ def check(store: OfflineStore, view: str) -> list[Snapshot]:
 def test_of_any_history_and_every_kind_of_key(history: tuple[str, list[dict[str, Any]]]) -> None:
     kind, steps = history
     with tempfile.TemporaryDirectory() as folder:
-        made = Made(OfflineStore(Path(folder) / "env=prod" / "id=9" / "it's a root"), ENTITIES[kind])
+        made = Made(OfflineStore(Path(folder) / "env=prod" / "id=9" / "it's a root").view("made"), ENTITIES[kind])
         build(made, steps)
-        check(made.store, "made")
+        check(made.store)
 
 
 def test_of_killed_runs_compaction_and_rollback(tmp_path: Path) -> None:
@@ -105,17 +105,17 @@ def test_of_killed_runs_compaction_and_rollback(tmp_path: Path) -> None:
                 scene.write(changed(scene.rows, [10, 11]))  # rows that the killed run had computed are of no use
                 assert recover(scene).resumed > 0
             recover(scene)
-            newest = scene.store.snapshot("numbers", scene.store.numbers("numbers")[-1])
+            newest = scene.store.snapshot(scene.store.numbers()[-1])
             kinds |= {Path(part.path).name.partition("-")[0] for part in newest.parts}
             kinds |= {newest.kind, *(["own deletes"] if newest.own_deletes else [])}
     rollback(scene.project(), "numbers", Silent())
     assert kinds >= {"full", "delta", "part", "compact", "own deletes"}
-    assert len(check(scene.store, "numbers")) >= 7
+    assert len(check(scene.store)) >= 7
 
 
-def run(project: Project) -> OfflineStore:
+def run(project: Project) -> ViewStore:
     assert run_view(project, "numbers", Silent()).status == "published"
-    return OfflineStore(project.root)
+    return project.offline.view("numbers")
 
 
 def test_of_several_features_null_rows_and_a_key_of_two_columns(make_project: MakeProject) -> None:
@@ -128,5 +128,5 @@ def test_of_several_features_null_rows_and_a_key_of_two_columns(make_project: Ma
 
     run(make_project(rows([*texts]), view=view))
     store = run(make_project(rows([*texts[:4], None, "", *texts[6:24]]), view=view))
-    first, second = check(store, "numbers")
+    first, second = check(store)
     assert (second.kind, second.counts.removed, first.quality["nulls"], second.quality["nulls"]) == ("delta", 2, 2.0, 4.0)

@@ -30,7 +30,6 @@ from jobs.config import Project
 from jobs.drop import drop
 from jobs.gc import collect
 from jobs.progress import Silent
-from jobs.report import Report
 from jobs.rollback import rollback
 from jobs.run import run_view
 from jobs.verify import verify
@@ -38,7 +37,8 @@ from store.disk import crashpoint
 from store.disk.crashpoint import InjectedError
 from store.errors import PrecomputeError
 from store.lookup import Lookup
-from store.offline.view_store import OfflineStore
+from store.offline.runs import Report
+from store.offline.view_store import OfflineStore, ViewStore
 from store.online.online_store import OnlineStore
 from store.online.online_url import open_online_store
 from store.online.vector_index import VectorIndex
@@ -142,9 +142,9 @@ class Scene:
         return self.folder / "calls"
 
     @property
-    def store(self) -> OfflineStore:
+    def store(self) -> ViewStore:
         """The offline store."""
-        return OfflineStore(self.folder / "var")
+        return OfflineStore(self.folder / "var").view(VIEW)
 
     @property
     def view_folder(self) -> Path:
@@ -273,7 +273,7 @@ def act(scene: Scene, what: str, **options: Any) -> str:
         drop(project, VIEW, data=what == "remove")
         return "dropped"
     if what == "gc":
-        collect(scene.store, VIEW, keep=1, grace_s=0)
+        collect(scene.store, keep=1, grace_s=0)
         return "collected"
     return run_view(project, VIEW, Silent(), command=what, **options).status
 
@@ -380,7 +380,7 @@ def _child(
 
 def read_snapshot(scene: Scene, number: int) -> dict[int, tuple[float, tuple[float, ...]]]:
     """A snapshot's rows from Parquet; none of them twice."""
-    snapshot = scene.store.snapshot(VIEW, number)
+    snapshot = scene.store.snapshot(number)
     table = pa.Table.from_batches(scene.store.batches(snapshot, ["id", "double", "vector"]))
     vectors = map(tuple, np.asarray(table["vector"].combine_chunks().flatten()).reshape(-1, DIM).tolist())
     found = dict(zip(table["id"].to_pylist(), zip(table["double"].to_pylist(), vectors, strict=True), strict=True))
@@ -411,9 +411,9 @@ def nearest(scene: Scene, found: Mapping[int, Any]) -> str:
 def check_snapshots(scene: Scene) -> None:
     """Every snapshot there is equals one state, and no number was given out twice."""
     store = scene.store
-    for number in store.numbers(VIEW):
+    for number in store.numbers():
         state_of(scene, read_snapshot(scene, number), f"snapshot {number}")
-        run = store.snapshot(VIEW, number).run
+        run = store.snapshot(number).run
         assert scene.seen.setdefault(number, run) == run, f"number {number} was given to two snapshots"
 
 
@@ -421,7 +421,7 @@ def read_online(scene: Scene, online: OnlineStore) -> tuple[int, dict[int, tuple
     """(epoch, rows) that a lookup finds for every key there ever was: all in one request, so of one generation."""
     keys = sorted({key for rows, _ in scene.history for key in rows})
     found: dict[int, tuple[float, tuple[float, ...]]] = {}
-    lookup = Lookup(online, scene.store.root)
+    lookup = Lookup(online, scene.store.offline.root)
     epochs = set()
     for start in range(0, len(keys), 1000):
         part = keys[start : start + 1000]
@@ -444,10 +444,10 @@ def check_readers(scene: Scene) -> State:
         _, found = read_online(scene, online)
         state = state_of(scene, found, f"live, snapshot {pointer.snapshot}")
         assert len(found) == pointer.rows
-        if pointer.snapshot in scene.store.numbers(VIEW):
+        if pointer.snapshot in scene.store.numbers():
             assert read_snapshot(scene, pointer.snapshot) == found
         assert pointer.index is not None
-        index = VectorIndex(scene.store.root / pointer.index)
+        index = VectorIndex(scene.store.offline.root / pointer.index)
         assert len(index) == len(found)
         key, (_, vector) = next(iter(found.items()))
         nearest_key, score = index.search(list(vector), 1, frozenset())
@@ -467,22 +467,22 @@ def check_everything(scene: Scene, *, current: bool = True) -> None:
     assert [c for c in checks if not c.ok] == []
     if current:
         scene.computed()
-        numbers = scene.store.numbers(VIEW)
+        numbers = scene.store.numbers()
         assert scene.run().status == "current"
         assert scene.computed() == 0
-        assert set(scene.store.numbers(VIEW)) <= set(numbers), "nothing new was committed"
+        assert set(scene.store.numbers()) <= set(numbers), "nothing new was committed"
     check_no_orphans(scene)
     assert check_readers(scene) == state
     if current:
         check_online_is_tidy(scene)
-        assert "running" not in {report["status"] for report in scene.store.reports(VIEW)}
+        assert "running" not in {report.status for report in scene.store.runs.reports()}
 
 
 def check_no_orphans(scene: Scene) -> None:
     """After gc without grace, every file is named by a manifest that stays."""
     store = scene.store
-    collect(store, VIEW, keep=1, grace_s=0)
-    snapshots = [store.snapshot(VIEW, number) for number in store.numbers(VIEW)]
+    collect(store, keep=1, grace_s=0)
+    snapshots = [store.snapshot(number) for number in store.numbers()]
     named = {part.path for s in snapshots for part in (*s.parts, s.deletes, s.rejected) if part is not None}
     folder = scene.view_folder
     data = {str(path.relative_to(folder)) for path in (folder / "data").rglob("*") if path.is_file()}
@@ -498,7 +498,7 @@ def check_online_is_tidy(scene: Scene) -> None:
         generations = online.generations(VIEW)
         assert 1 <= len(generations) <= 2
         indexes = {path.name for path in (scene.view_folder / "index").iterdir()}
-        ref = scene.store.live(VIEW)
+        ref = scene.store.refs.live()
         assert ref is not None
         assert indexes <= {f"{number:020d}" for number in (*generations, ref.previous_generation or 0)}
         assert len(indexes) <= 2

@@ -23,7 +23,7 @@ import yaml
 
 from demo.data import movielens_folder
 from store.history import read
-from store.offline.view_store import OfflineStore
+from store.offline.view_store import OfflineStore, ViewStore
 from store.partition import Partition
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -80,9 +80,9 @@ def backfill(folder: Path, *options: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, stdout=subprocess.DEVNULL)
 
 
-def await_snapshots(store: OfflineStore, count: int) -> None:
+def await_snapshots(store: ViewStore, count: int) -> None:
     """Wait until so many are committed."""
-    while len(store.numbers("item_day")) < count:
+    while len(store.numbers()) < count:
         time.sleep(0.02)
 
 
@@ -92,12 +92,12 @@ def children(process: int) -> list[int]:
     return [int(child) for child in found]
 
 
-def wrong_rows(store: OfflineStore, folder: Path) -> dict[str, int]:
+def wrong_rows(store: ViewStore, folder: Path) -> dict[str, int]:
     """Every row of every day, against a count made apart."""
     found = {"rows": 0, "lost": 0, "doubled": 0, "wrong": 0}
     with duckdb.connect() as connection:
-        for number in store.numbers("item_day"):
-            snapshot = store.snapshot("item_day", number)
+        for number in store.numbers():
+            snapshot = store.snapshot(number)
             assert snapshot.partition is not None
             day = Partition.parse(snapshot.partition).start.date()
             counted = connection.execute(
@@ -121,25 +121,25 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_project(folder)
-        store, started = OfflineStore(folder / "var"), time.monotonic()
+        store, started = OfflineStore(folder / "var").view("item_day"), time.monotonic()
         first = backfill(folder, *RANGE, "--max-active", "2")
         await_snapshots(store, 8)
         first.kill()
         first.wait()
-        print(f"killed at {len(store.numbers('item_day'))} snapshots; its runs go on")
+        print(f"killed at {len(store.numbers())} snapshots; its runs go on")
         (state,) = (folder / "var" / "item_day" / "backfills").glob("*.json")
         second = backfill(folder, "--resume", state.stem)
         await_snapshots(store, 19)
         for process in [second.pid, *children(second.pid)]:
             os.kill(process, signal.SIGKILL)
         second.wait()
-        print(f"killed, with its runs, at {len(store.numbers('item_day'))} snapshots")
+        print(f"killed, with its runs, at {len(store.numbers())} snapshots")
         status = backfill(folder, "--resume", state.stem).wait()
         seconds = time.monotonic() - started
-        numbers = store.numbers("item_day")
-        days = {store.snapshot("item_day", number).partition for number in numbers}
+        numbers = store.numbers()
+        days = {store.snapshot(number).partition for number in numbers}
         found = wrong_rows(store, folder)
-        live = read(store, "item_day").num_rows
+        live = read(store).num_rows
         print(
             f"resumed: exit status {status}, {len(numbers)} snapshots of {len(days)} days, {seconds:.1f} s in all; live: {live} rows"
         )

@@ -86,9 +86,9 @@ def check_live(tally: Tally, scene: Scene) -> None:
         tally.doubled += max(0, len(found) - pointer.rows)
     finally:
         online.close()
-    ref = scene.store.live(VIEW)
+    ref = scene.store.refs.live()
     assert ref is not None
-    snapshot = scene.store.snapshot(VIEW, ref.snapshot)
+    snapshot = scene.store.snapshot(ref.snapshot)
     rows = [row for batch in scene.store.batches(snapshot) for row in batch.to_pylist()]
     by_key = {row["id"]: (row["double"], tuple(row["vector"])) for row in rows}
     tally.doubled += len(rows) - len(by_key)
@@ -112,7 +112,7 @@ def change(draw: random.Random, scene: Scene) -> None:
 
 def kill_one(draw: random.Random, scene: Scene, duration_s: float, tally: Tally) -> str | None:
     """Start a run and kill it; None when it was killed, else how it ended."""
-    what = "rollback" if draw.random() < 0.05 and len(scene.store.numbers(VIEW)) > 1 else "run"
+    what = "rollback" if draw.random() < 0.05 and len(scene.store.numbers()) > 1 else "run"
     if draw.random() < 0.5:
         point = draw.choice(POINTS)
         nth = draw.randrange(1, 4) if point in OFTEN else 1
@@ -194,7 +194,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def whole_run(tally: Tally, scene: Scene) -> None:
     """A run nobody disturbs, after which live is the newest state of the source."""
-    bad = scene.store.bad(VIEW)
+    bad = scene.store.refs.bad()
     tally.runs += 1
     with small_chunks(**CHUNKS):
         if bad:  # what was rolled back from is never published again: other rows are

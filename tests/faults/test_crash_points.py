@@ -90,13 +90,13 @@ def passings(scene: Scene, what: str = "run", **chunks: int) -> dict[str, int]:
 
 def check_reports(scene: Scene, ended: Ended) -> None:
     """The failed run's report tells what became of it."""
-    report = scene.store.reports(VIEW)[1]
+    report = scene.store.runs.reports()[1]
     if ended.signal:
-        assert (report["status"], report["error"]) == ("killed", "killed: it ended without a word")
+        assert (report.status, report.error) == ("killed", "killed: it ended without a word")
     elif ended.error:
-        assert report["status"] == "failed"
-        assert report["error"] in ended.error
-    assert report["finished_at"] >= report["started_at"]
+        assert report.status == "failed"
+        assert (report.error or "?") in ended.error
+    assert report.finished_at >= report.started_at
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def hits(prepared: Scene) -> dict[str, int]:
     scene = put_on_stage(prepared, "prepared")
     found = passings(scene)
     assert scene.computed() == TO_COMPUTE
-    assert scene.store.numbers(VIEW) == [2, 3]
+    assert scene.store.numbers() == [2, 3]
     check_everything(scene)
     return found
 
@@ -172,7 +172,7 @@ def test_a_compaction_that_fails(point: str, mode: str, delta_to_come: MakeScene
         with small_chunks(**COMPACTING):
             scene.run()
         assert scene.computed() == TO_COMPUTE
-        assert Standing(scene.store, VIEW).newest().kind == "full"  # type: ignore[union-attr]
+        assert Standing(scene.store).newest().kind == "full"  # type: ignore[union-attr]
         check_everything(scene)
 
 
@@ -260,10 +260,10 @@ def test_a_rollback_killed_before_the_online_pointer_moved_is_finished_by_the_ne
 
 
 def check_after_rollback(scene: Scene) -> None:
-    ref = scene.store.live(VIEW)
+    ref = scene.store.refs.live()
     assert ref is not None
     assert ref.snapshot == 2
-    assert list(scene.store.bad(VIEW)) == [3]
+    assert list(scene.store.refs.bad()) == [3]
     assert check_readers(scene) == scene.history[-2]
     check_everything(scene, current=False)
     scene.write(changed(scene.rows, [1, 2]))

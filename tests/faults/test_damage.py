@@ -66,7 +66,7 @@ def parsed(data: bytes) -> Snapshot | None:
 
 def test_a_manifest_cut_at_any_length_is_refused(committed: Scene) -> None:
     data = manifest(committed, 3).read_bytes()
-    assert parsed(data) == committed.store.snapshot(VIEW, 3)
+    assert parsed(data) == committed.store.snapshot(3)
     assert [length for length in range(len(data)) if parsed(data[:length]) is not None] == []
 
 
@@ -90,7 +90,7 @@ def test_a_torn_newest_manifest_is_passed_over(length: int, committed: Scene) ->
     path = manifest(committed, 3)
     path.write_bytes(path.read_bytes()[:length])
     before = committed.history[-2]
-    newest = Standing(committed.store, VIEW).newest()
+    newest = Standing(committed.store).newest()
     assert newest is not None
     assert newest.number == 2
     assert check_readers(committed) == before
@@ -129,7 +129,7 @@ def rewritten(body: dict[str, Any]) -> bytes:
 
 def test_unknown_fields_are_ignored_and_unknown_formats_refused(committed: Scene) -> None:
     path = manifest(committed, 3)
-    snapshot, body = committed.store.snapshot(VIEW, 3), json.loads(path.read_bytes())
+    snapshot, body = committed.store.snapshot(3), json.loads(path.read_bytes())
     assert parsed(rewritten(body)) == snapshot
     extended = body | {"colour": "green", "parts": [part | {"colour": "red"} for part in body["parts"]]}
     extended |= {"counts": body["counts"] | {"painted": 3}, "kind": "delta"}
@@ -207,20 +207,20 @@ HARM: list[Callable[[Path], None]] = [Path.unlink, cut, emptied, flipped]
 @pytest.mark.parametrize("harm", HARM)
 @pytest.mark.parametrize("which", ["part-00001.parquet", "deletes.parquet"])
 def test_a_snapshot_with_a_damaged_file_is_never_published(which: str, harm: Callable[[Path], None], committed: Scene) -> None:
-    run = committed.store.snapshot(VIEW, 3).run
+    run = committed.store.snapshot(3).run
     path = committed.view_folder / "data" / run / which
     harm(path)
-    ref, old = committed.store.live(VIEW), committed.history[-2]
+    ref, old = committed.store.refs.live(), committed.history[-2]
     with pytest.raises(SnapshotError, match=which):
         committed.run(command="publish", number=3)
-    assert committed.store.live(VIEW) == ref
+    assert committed.store.refs.live() == ref
     assert check_readers(committed) == old
 
 
 @pytest.mark.parametrize("harm", HARM)
 @pytest.mark.parametrize("which", ["part-00001.parquet", "deletes.parquet"])
 def test_runs_get_out_of_a_damaged_newest_snapshot(which: str, harm: Callable[[Path], None], committed: Scene) -> None:
-    run = committed.store.snapshot(VIEW, 3).run
+    run = committed.store.snapshot(3).run
     harm(committed.view_folder / "data" / run / which)
     for _ in range(2):  # the first may find out
         with small_chunks():
@@ -236,7 +236,7 @@ def test_runs_get_out_of_a_damaged_newest_snapshot(which: str, harm: Callable[[P
 @pytest.mark.parametrize("harm", HARM)
 def test_runs_get_out_of_a_damaged_live_snapshot(harm: Callable[[Path], None], delta_to_come: MakeScene) -> None:
     scene = delta_to_come()
-    harm(scene.view_folder / scene.store.snapshot(VIEW, 2).parts[0].path)
+    harm(scene.view_folder / scene.store.snapshot(2).parts[0].path)
     old = scene.history[-2]
     assert state_of(scene, online_rows(scene), "live") == old
     assert "checksums" in [check.check for check in verify(scene.project(), VIEW) if not check.ok]
@@ -302,8 +302,8 @@ def test_a_live_pointer_cut_at_any_length_is_written_anew(delta_to_come: MakeSce
     for length in range(len(data)):
         path.write_bytes(data[:length])
         with pytest.raises(SnapshotError, match="damaged"):
-            scene.store.live(VIEW)
-        assert scene.store.readable_live(VIEW) is None
+            scene.store.refs.live()
+        assert scene.store.refs.readable_live() is None
     path.write_bytes(data[: len(data) // 2])
     assert check_readers(scene) == scene.history[-2]
     recover(scene)
@@ -341,11 +341,11 @@ def test_reports_that_cannot_be_read_stop_nothing(delta_to_come: MakeScene) -> N
 def test_a_rollback_to_a_collected_snapshot_names_those_there_are(delta_to_come: MakeScene) -> None:
     scene = delta_to_come()
     recover(scene)  # gc removes 1
-    ref = scene.store.live(VIEW)
+    ref = scene.store.refs.live()
     with pytest.raises(SnapshotError, match=r"no snapshot 1 .*it has: 2, 3"):
         rollback(scene.project(), VIEW, Silent(), to=1)
-    assert scene.store.live(VIEW) == ref
-    assert scene.store.bad(VIEW) == {}
+    assert scene.store.refs.live() == ref
+    assert scene.store.refs.bad() == {}
     assert read_snapshot(scene, 3)
 
 
@@ -355,14 +355,14 @@ def test_a_rollback_that_is_refused_marks_nothing(delta_to_come: MakeScene) -> N
     assert act(scene, "rollback") == "published"
     with pytest.raises(PrecomputeError, match="snapshot 3 is marked bad"):
         act(scene, "rollback", to=3)
-    assert list(scene.store.bad(VIEW)) == [3]
+    assert list(scene.store.refs.bad()) == [3]
 
 
 def test_a_rollback_from_a_full_recomputation_of_the_same_rows(scene: Scene) -> None:
     recover(scene)
     recover(scene, full=True)
     assert act(scene, "rollback", to=1) == "published"
-    ref = scene.store.live(VIEW)
+    ref = scene.store.refs.live()
     assert ref is not None
     assert ref.snapshot == 1
 
@@ -372,7 +372,7 @@ def test_a_refused_publish_does_not_end_a_hold(delta_to_come: MakeScene) -> None
     act(scene, "rollback", hold=True)
     with pytest.raises(PrecomputeError, match="snapshot 2 is marked bad"):
         scene.run(command="publish", number=2)
-    ref = scene.store.live(VIEW)
+    ref = scene.store.refs.live()
     assert ref is not None
     assert ref.held is not None
 

@@ -150,7 +150,7 @@ def test_a_model_that_hangs_is_ended_at_the_deadline(delta_to_come: MakeScene) -
     assert check_readers(scene) == scene.history[-2]
     scene.write()
     assert recover(scene).resumed <= 8
-    assert [report["status"] for report in scene.store.reports(VIEW)[:2]] == ["published", "killed"]
+    assert [report.status for report in scene.store.runs.reports()[:2]] == ["published", "killed"]
     check_everything(scene)
 
 
@@ -351,7 +351,7 @@ def test_a_view_can_be_dropped_on_a_full_disk(
     scene = scene_on_disk
     with full(scene):
         assert main(["-c", str(scene.folder), "drop", VIEW, "--yes"]) == 0, capsys.readouterr().err
-        assert scene.store.live(VIEW) is None
+        assert scene.store.refs.live() is None
     recover(scene)
     assert check_readers(scene) == scene.history[-1]
     check_everything(scene)

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,6 +14,7 @@ import pytest
 import redis
 
 from store.disk import crashpoint
+from store.record import replace
 from tests.faults import random_kills
 from tests.faults.conftest import ROWS, MakeScene
 from tests.faults.harness import (
@@ -63,12 +63,12 @@ def test_the_script_counts_what_is_wrong(scene: Scene) -> None:
 def test_a_doubled_row_is_seen(scene: Scene) -> None:
     scene.write(FEW)
     recover(scene)
-    part = scene.store.part_paths(scene.store.snapshot(VIEW, 1))[0]
+    part = scene.store.part_paths(scene.store.snapshot(1))[0]
     table = pq.read_table(part)
     doubled = pa.concat_tables([table.slice(0, 1), table.slice(0, 1), table.slice(2)])  # as many rows as the manifest says
     pq.write_table(doubled, part)
     manifest = scene.view_folder / "manifests" / f"{1:020d}.json"
-    body = scene.store.snapshot(VIEW, 1)
+    body = scene.store.snapshot(1)
     parts = tuple(replace(p, size_bytes=part.stat().st_size) if part.name in p.path else p for p in body.parts)
     manifest.write_bytes(replace(body, parts=parts).to_bytes())
     with pytest.raises(AssertionError, match="20 rows, 19 keys"):
@@ -113,8 +113,8 @@ def test_the_environment_arms_a_point(scene: Scene) -> None:
     environment = os.environ | {"PRECOMPUTE_CRASH": "manifest.link:1:kill", "TMPDIR": str(scene.folder)}
     done = subprocess.run(command, env=environment, capture_output=True, check=False, cwd=Path(__file__).parents[2])
     assert done.returncode == -9, done.stderr
-    assert scene.store.numbers(VIEW) == [1]
-    assert scene.store.live(VIEW) is None
+    assert scene.store.numbers() == [1]
+    assert scene.store.refs.live() is None
     recover(scene)
     check_everything(scene)
 

@@ -52,13 +52,13 @@ def check(scene: Scene, image: Image, what: str = "run") -> Scene:
     if what in ("drop", "remove"):
         check_dropped(scene, image, what)
         return scene
-    running = [report for report in scene.store.reports(VIEW) if report["status"] == "running"]
-    assert scene.store.unended(VIEW) == running, "whoever closes dead runs' reports finds them"
+    running = [report for report in scene.store.runs.reports() if report.status == "running"]
+    assert scene.store.runs.unended() == running, "whoever closes dead runs' reports finds them"
     check_live(scene, image, what)
     if what == "run":
         check_committed(scene, image)
     elif "live.write" in image.passed:
-        assert list(scene.store.bad(VIEW)) == [3], "what is rolled back from was marked before"
+        assert list(scene.store.refs.bad()) == [3], "what is rolled back from was marked before"
     return scene
 
 
@@ -86,8 +86,8 @@ def served(scene: Scene) -> State | None:
 def check_dropped(scene: Scene, image: Image, what: str) -> None:
     """Served whole, or not any more; gone at the end, with its snapshots if they were to be removed."""
     if image.done:
-        assert (served(scene), scene.store.live(VIEW)) == (None, None)
-        assert scene.store.views() == ([] if what == "remove" else [VIEW])
+        assert (served(scene), scene.store.refs.live()) == (None, None)
+        assert scene.store.offline.views() == ([] if what == "remove" else [VIEW])
     else:
         assert served(scene) in (scene.history[-1], None)
 
@@ -95,7 +95,7 @@ def check_dropped(scene: Scene, image: Image, what: str) -> None:
 def check_committed(scene: Scene, image: Image) -> None:
     """What was committed stays; until then, every chunk that was noted is there to be taken over."""
     if "manifest.dirsync" in image.passed:
-        newest = Standing(scene.store, VIEW).newest()
+        newest = Standing(scene.store).newest()
         assert newest is not None
         assert state_of(scene, read_snapshot(scene, newest.number), "newest") == scene.history[-1]
     elif "manifest.link" not in image.passed:

@@ -10,10 +10,8 @@ import pytest
 
 from store.disk import crashpoint
 from store.disk.crashpoint import InjectedError
-from store.offline.view_store import OfflineStore
 from tests.faults.conftest import ROWS, MakeScene
 from tests.faults.harness import (
-    VIEW,
     WINDOW_ROWS,
     Child,
     Scene,
@@ -170,13 +168,13 @@ def test_a_journal_cut_anywhere_is_a_journal_of_fewer_chunks(scene: Scene) -> No
     (path,) = scene.view_folder.glob("data/*/journal.jsonl")
     data = path.read_bytes()
     recipe = str(json.loads(data.split(b"\n")[0])["recipe"])
-    store = OfflineStore(scene.store.root)
-    whole = store.unfinished(VIEW, recipe, None)
+    store = scene.store
+    whole = store.journals.unfinished(recipe, None)
     assert len(whole) == 3
     last = 0
     for length in range(len(data) + 1):
         path.write_bytes(data[:length])
-        found = store.unfinished(VIEW, recipe, None)
+        found = store.journals.unfinished(recipe, None)
         assert found == whole[: len(found)]
         assert last <= len(found)
         last = len(found)

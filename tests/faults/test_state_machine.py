@@ -18,7 +18,6 @@ from store.disk.crashpoint import POINTS, InjectedError
 from store.errors import GateError, SnapshotError
 from tests.faults.conftest import MEMORY
 from tests.faults.harness import (
-    VIEW,
     Child,
     Scene,
     State,
@@ -116,7 +115,7 @@ class View(RuleBasedStateMachine):
 
     @rule()
     def resume(self) -> None:
-        self.scene.store.resume_live(VIEW)
+        self.scene.store.refs.resume_live()
 
     @rule()
     def publish(self) -> None:
@@ -130,10 +129,10 @@ class View(RuleBasedStateMachine):
     def clock_jumps(self, jump_s: float) -> None:
         self.jump_s = jump_s
 
-    @precondition(lambda self: not self.scene.store.bad(VIEW))
+    @precondition(lambda self: not self.scene.store.refs.bad())
     @rule()
     def all_is_well(self) -> None:
-        ref = self.scene.store.live(VIEW)
+        ref = self.scene.store.refs.live()
         assert ref is not None
         if ref.held is None:
             self.did("run")
@@ -188,13 +187,13 @@ class View(RuleBasedStateMachine):
 
     def expected_of_a_run(self) -> State | None:
         """What is live after a run that succeeds; None of a view that is held."""
-        ref = self.scene.store.live(VIEW)
+        ref = self.scene.store.refs.live()
         assert ref is not None
         return None if ref.held is not None else (self.scene.rows, self.scene.version)
 
     def state_of_live(self) -> State:
         """The state of the snapshot that the offline store calls live."""
-        ref = self.scene.store.live(VIEW)
+        ref = self.scene.store.refs.live()
         assert ref is not None
         return state_of(self.scene, read_snapshot(self.scene, ref.snapshot), "live")
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from dataclasses import replace
 
 import pytest
 
 import store.online.redis_store
 from store.disk import durable_file
 from store.errors import ConflictError
+from store.record import replace
 from tests.faults.conftest import ROWS, MakeScene
 from tests.faults.harness import (
-    VIEW,
     Child,
     Scene,
     act,
@@ -54,9 +53,9 @@ def test_a_zombie_changes_nothing_that_is_live(point: str, delta_to_come: MakeSc
     zombie, scene = overtaken(delta_to_come(), point)
     newest = scene.history[-1]
     assert check_readers(scene) == newest
-    ref = scene.store.live(VIEW)
+    ref = scene.store.refs.live()
     ended = zombie.go_on()
-    assert scene.store.live(VIEW) == ref
+    assert scene.store.refs.live() == ref
     assert check_readers(scene) == newest
     check_snapshots(scene)
     if point not in DONE:
@@ -141,7 +140,7 @@ def test_a_zombie_collects_nothing_that_was_taken_over_meanwhile(delta_to_come: 
     zombie.stopped()
     scene.forget_lease()
     recover(scene)
-    assert scene.store.reports(VIEW)[0]["resumed"] == 16
+    assert scene.store.runs.reports()[0].resumed == 16
     zombie.go_on()
     assert check_readers(scene) == scene.history[-1]
     check_everything(scene)
@@ -177,7 +176,7 @@ def test_writers_that_race_for_a_number_get_one_each(scene: Scene) -> None:
     scene.write(dict(list(ROWS.items())[:20]))
     recover(scene)
     store = scene.store
-    first = store.snapshot(VIEW, 1)
+    first = store.snapshot(1)
     barrier = threading.Barrier(8)
     numbers: list[int] = []
 
@@ -192,8 +191,8 @@ def test_writers_that_race_for_a_number_get_one_each(scene: Scene) -> None:
     for thread in threads:
         thread.join()
     assert sorted(numbers) == list(range(2, 82))
-    assert store.numbers(VIEW) == list(range(1, 82))
-    assert len({store.snapshot(VIEW, number).run for number in numbers}) == 80
+    assert store.numbers() == list(range(1, 82))
+    assert len({store.snapshot(number).run for number in numbers}) == 80
 
 
 # ---- rollback during a publishing
@@ -211,9 +210,9 @@ def test_a_rollback_wins_over_a_publishing(point: str, delta_to_come: MakeScene)
     assert ended.error is not None
     assert ended.error.startswith(REFUSED)
     assert check_readers(scene) == first
-    ref = scene.store.live(VIEW)
+    ref = scene.store.refs.live()
     assert ref is not None
-    assert (ref.snapshot, list(scene.store.bad(VIEW))) == (1, [2])
+    assert (ref.snapshot, list(scene.store.refs.bad())) == (1, [2])
     recover(scene)
     check_everything(scene)
 
@@ -245,6 +244,6 @@ def test_a_held_view_is_published_by_no_run(delta_to_come: MakeScene) -> None:
     with small_chunks():
         assert scene.run().status == "committed"
     assert check_readers(scene) == scene.history[0]
-    scene.store.resume_live(VIEW)
+    scene.store.refs.resume_live()
     recover(scene)
     check_everything(scene)

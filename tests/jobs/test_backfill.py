@@ -29,8 +29,8 @@ from store.disk.lease import take
 from store.errors import ConfigError, ConflictError, SnapshotError, SourceError
 from store.lookup import Lookup
 from store.offline.refs import run_lease
+from store.offline.runs import Report
 from store.offline.standing import Standing
-from store.offline.view_store import OfflineStore
 from store.online.online_url import open_online_store
 from store.partition import Partition, containing
 from tests.conftest import MakeProject
@@ -207,27 +207,27 @@ def await_begun(gate: Gate, *days: int) -> None:
 
 
 def await_free(project: Project, *days: int) -> None:
-    store = OfflineStore(project.root)
-    eventually(lambda: not any(store.running("numbers", part(n)) for n in days))
+    store = project.offline.view("numbers")
+    eventually(lambda: not any(store.running(part(n)) for n in days))
 
 
 def committed(project: Project) -> list[str]:
     """Partition of every snapshot ever committed, in the order of their numbers."""
-    store = OfflineStore(project.root)
-    return [str(store.snapshot("numbers", n).partition) for n in store.numbers("numbers")]
+    store = project.offline.view("numbers")
+    return [str(store.snapshot(n).partition) for n in store.numbers()]
 
 
 def live(project: Project) -> str | None:
-    store = OfflineStore(project.root)
-    ref = store.live("numbers")
-    return None if ref is None else store.snapshot("numbers", ref.snapshot).partition
+    store = project.offline.view("numbers")
+    ref = store.refs.live()
+    return None if ref is None else store.snapshot(ref.snapshot).partition
 
 
 def check_rows(project: Project, *days: int) -> None:
     """Every partition's newest snapshot holds exactly its rows."""
-    store = OfflineStore(project.root)
+    store = project.offline.view("numbers")
     for number in days:
-        snapshot = Standing(store, "numbers").newest(part(number))
+        snapshot = Standing(store).newest(part(number))
         assert snapshot is not None, number
         found = {row["id"]: row["double"] for batch in store.batches(snapshot) for row in batch.to_pylist()}
         assert found == {key: 2 * x for key, x, _ in rows_of(number)}, number
@@ -260,12 +260,11 @@ def mixed(daily: MakeDaily) -> Iterator[Project]:
     with pytest.raises(SourceError, match="more than one row"):
         compute(project, 3)
     compute(project, 7)
-    store = OfflineStore(project.root)
-    report = {"view": "numbers", "command": "materialize", "status": "running", "pid": 1, "snapshot": None, "counts": {}}
+    store = project.offline.view("numbers")
     for number in (4, 7):
         run = f"20990101T00000{number}.000000Z-abcdef"
-        store.write_report("numbers", run, report | {"run": run, "partition": part(number)})
-    with take(store.lease_folder("numbers"), run_lease(part(6)), "test"):
+        store.runs.write(Report(run, "numbers", "materialize", pid=1, partition=part(number)))
+    with take(store.leases, run_lease(part(6)), "test"):
         yield project
 
 
@@ -338,8 +337,8 @@ def test_estimates_follow_what_was_measured(daily: MakeDaily) -> None:
         compute(project, number)
     found = estimates()
     assert {number: rows for number, (rows, _, _) in found.items()} == {1: 3, 2: 6, 3: 10, 4: 6, 5: 6, 6: 6}
-    store = OfflineStore(project.root)
-    size = sum(p.size_bytes for n in (1, 2) for p in store.snapshot("numbers", n).parts)
+    store = project.offline.view("numbers")
+    size = sum(p.size_bytes for n in (1, 2) for p in store.snapshot(n).parts)
     assert {found[n][2] for n in (2, 4)} == {-(-6 * size // 13)}
     assert 0 < found[1][1] < found[2][1] < found[3][1] < 60
 
@@ -526,15 +525,15 @@ def test_what_is_live_never_moves_backwards(daily: MakeDaily) -> None:
     done = run_backfill(project, "numbers", options(1, 1))
     assert (done.status, done.published, live(project)) == ("done", None, part(6))
     assert done.not_published == f"snapshot 1 of {part(6)} is live and the newest"
-    assert OfflineStore(project.root).live("numbers").epoch == 1  # type: ignore[union-attr]
+    assert project.offline.view("numbers").refs.live().epoch == 1  # type: ignore[union-attr]
 
 
 def test_a_held_view_stays_as_it_is(daily: MakeDaily) -> None:
     project = daily((1, 2))
     compute(project, 1, "run")
-    store = OfflineStore(project.root)
-    epoch = store.claim_epoch("numbers", 1)
-    store.move_live("numbers", 1, expected_epoch=1, epoch=epoch, reason="test", generation=1, held="a bad model")
+    store = project.offline.view("numbers")
+    epoch = store.refs.claim_epoch(1)
+    store.refs.move_live(1, expected_epoch=1, epoch=epoch, reason="test", generation=1, held="a bad model")
     done = run_backfill(project, "numbers", options(2, 2))
     assert (done.status, done.published, live(project)) == ("done", None, part(1))
     assert "the view is held (a bad model)" in str(done.not_published)
@@ -562,8 +561,8 @@ def test_killed_it_goes_on_where_it_was(daily: MakeDaily, gate: Gate, command: S
     await_begun(gate, 1)
     first.kill()
     (id,) = ids(project)
-    store = OfflineStore(project.root)
-    assert read_backfill(store, "numbers", id).status == "running"
+    store = project.offline.view("numbers")
+    assert read_backfill(store, id).status == "running"
     if survivor == "went on":
         gate.open()
         await_free(project, 1)
@@ -578,19 +577,19 @@ def test_killed_it_goes_on_where_it_was(daily: MakeDaily, gate: Gate, command: S
         gate.open()
     status, _, err = resumed.end()
     assert (status, err) == (0, "")
-    found = read_backfill(store, "numbers", id)
+    found = read_backfill(store, id)
     assert (found.status, found.published) == ("done", 2)
     assert [(i.partition, i.state, i.snapshot) for i in found.items] == [(part(n), "done", n) for n in (1, 2)]
     assert committed(project) == [part(1), part(2)]
     check_rows(project, 1, 2)
-    (ended,) = (r["finished_at"] for r in store.reports("numbers") if r["partition"] == part(1) and r["status"] == "committed")
+    (ended,) = (r.finished_at for r in store.runs.reports() if r.partition == part(1) and r.status == "committed")
     assert ended <= str(found.items[1].started_at)  # one at once: a survivor fills its slot
 
 
 def kill_runs(project: Project, *days: int) -> None:
-    for report in OfflineStore(project.root).reports("numbers"):
-        if report["status"] == "running" and report["partition"] in [part(n) for n in days]:
-            os.kill(report["pid"], signal.SIGKILL)
+    for report in project.offline.view("numbers").runs.reports():
+        if report.status == "running" and report.partition in [part(n) for n in days]:
+            os.kill(report.pid, signal.SIGKILL)
     await_free(project, *days)
 
 
@@ -620,9 +619,9 @@ def test_cancelled_is_final_and_can_be_run_again(daily: MakeDaily, gate: Gate, c
     found = json.loads(out)
     assert (status, found["status"], found["published"]) == (128 + signal.SIGTERM, "cancelled", None)
     assert [item["state"] for item in found["items"]] == ["done", "cancelled"]
-    store = OfflineStore(project.root)
-    assert not store.running("numbers", part(2))
-    assert store.reports("numbers")[0]["status"] == "killed"
+    store = project.offline.view("numbers")
+    assert not store.running(part(2))
+    assert store.runs.reports()[0].status == "killed"
     with pytest.raises(ConfigError, match="final; begin anew: precompute backfill numbers --from 2024-01-01 --to 2024-01-02"):
         resume_backfill(project, "numbers", found["id"])
     gate.open()
@@ -643,7 +642,7 @@ def test_a_run_that_is_deaf_to_sigterm_is_killed(daily: MakeDaily, gate: Gate, m
     done = run_backfill(project, "numbers", options(1, 2, max_active=2))
     thread.join()
     assert (done.status, [item.state for item in done.items]) == ("cancelled", ["cancelled"] * 2)
-    assert [report["status"] for report in OfflineStore(project.root).reports("numbers")] == ["running"] * 2
+    assert [report.status for report in project.offline.view("numbers").runs.reports()] == ["running"] * 2
     assert plans(project, last=2) == [(1, "run", "missing"), (2, "run", "missing")]  # nobody holds them
 
 
@@ -680,7 +679,7 @@ def test_a_partition_somebody_else_computes_is_waited_for(daily: MakeDaily, gate
     (first, second) = json.loads(out)["items"]
     assert (status, first["state"], second["state"]) == (0, "done", "done")
     assert committed(project) == [part(2), part(1)]
-    by = {report["run"]: report["backfill"] for report in OfflineStore(project.root).reports("numbers")}
+    by = {report.run: report.backfill for report in project.offline.view("numbers").runs.reports()}
     assert (by[first["run"]] is None) == ends_well
 
 

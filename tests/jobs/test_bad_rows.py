@@ -15,14 +15,13 @@ from jobs.cli import main
 from jobs.config import Project
 from jobs.fallback import ViewFallback
 from jobs.progress import Silent
-from jobs.report import Report
 from jobs.run import plan_view, run_view
 from jobs.verify import verify
 from store.errors import ConfigError, ModelError, PrecomputeError, RejectedError, RequestError
 from store.feature_view import FeatureView
 from store.lookup import Lookup
+from store.offline.runs import Report
 from store.offline.snapshot import Snapshot
-from store.offline.view_store import OfflineStore
 from store.online.online_url import open_online_store
 from tests.arithmetic import raised_at
 from tests.conftest import MakeProject
@@ -139,7 +138,7 @@ def open_lookup() -> Iterator[Callable[[Project], Lookup]]:
     opened: list[tuple[Lookup, ViewFallback]] = []
 
     def open_one(project: Project) -> Lookup:
-        fallback = ViewFallback(OfflineStore(project.root), project.home, memory_mb=64)
+        fallback = ViewFallback(project.offline, project.home, memory_mb=64)
         opened.append((Lookup(open_online_store(project.online), project.root, fallback), fallback))
         return opened[-1][0]
 
@@ -155,12 +154,12 @@ def run(project: Project, command: str = "run", **options: Any) -> Report:
 
 def snapshot_of(project: Project, report: Report) -> Snapshot:
     assert report.snapshot is not None
-    return OfflineStore(project.root).snapshot("numbers", report.snapshot)
+    return project.offline.view("numbers").snapshot(report.snapshot)
 
 
 def stored(project: Project, report: Report) -> dict[int, dict[str, Any]]:
     """Features by id, as a reader of the snapshot's chain sees them."""
-    found = [row for batch in OfflineStore(project.root).batches(snapshot_of(project, report)) for row in batch.to_pylist()]
+    found = [row for batch in project.offline.view("numbers").batches(snapshot_of(project, report)) for row in batch.to_pylist()]
     assert all(row["computed_at"] is not None and row["input_hash"] is not None for row in found)
     assert len({row["id"] for row in found}) == len(found)
     return {row["id"]: {name: row[name] for name in NAMES} for row in found}
@@ -267,7 +266,7 @@ def test_reject_is_the_default_and_sets_them_aside(make: Make, open_lookup: Call
     spelled_out = make(MIXED, bad_rows="reject")
     view = spelled_out.view("numbers").feature_view()
     assert view == snapshot.view  # as manifests from before there was a choice have it
-    assert view.definition.to_json().keys() == {"source", "model"}
+    assert view.to_json()["definition"].keys() == {"source", "model"}
     assert run(spelled_out).status == "current"
 
 
@@ -282,13 +281,13 @@ def test_null_counts_nothing_against_max_rejected_but_coverage_does(make: Make, 
     capsys.readouterr()
     assert main(["-c", str(project.folder), "run", "numbers"]) == 3
     assert "coverage: 26 of 30 source rows have a value (limit 0.9)" in capsys.readouterr().err
-    live = OfflineStore(project.root).live("numbers")
+    live = project.offline.view("numbers").refs.live()
     assert live is not None
     assert live.snapshot == 2
     assert main(["-c", str(project.folder), "run", "numbers"]) == 3  # nothing to do: judged once more
-    last = OfflineStore(project.root).last_report("numbers")
+    last = project.offline.view("numbers").runs.last()
     assert last is not None
-    assert (last["counts"]["unchanged"], last["counts"]["nulls"]) == (30, 4)
+    assert (last.counts["unchanged"], last.counts["nulls"]) == (30, 4)
     assert run(make(many, bad_rows="null", gates={"coverage": 0.8, "duplicates": None})).counts["nulls"] == 4
 
 
@@ -311,10 +310,10 @@ def test_fail_ends_the_run_and_leaves_what_is_live(
     for part in ("'numbers'", "key '7': x is empty", "bad_rows is fail", "the live snapshot stays", "reject or null"):
         assert part in captured.err
     assert "Traceback" not in captured.err
-    last = OfflineStore(project.root).last_report("numbers")
+    last = project.offline.view("numbers").runs.last()
     assert last is not None
-    assert (last["status"], last["snapshot"]) == ("rejected", None)
-    assert OfflineStore(project.root).numbers("numbers") == [1]
+    assert (last.status, last.snapshot) == ("rejected", None)
+    assert project.offline.view("numbers").numbers() == [1]
     assert (project.root / "numbers" / "refs" / "live.json").read_bytes() == renewed != live
     assert served(lookup, [1, 2, 3, 5]) == before
     report = run(make(good | {5: "e"}, bad_rows="fail"))
@@ -548,7 +547,7 @@ def test_without_a_vector_a_row_is_null_when_every_feature_is(make: Make) -> Non
     project = make(rows, features=two, index=None, bad_rows="null")
     report = run(project)
     assert (report.status, report.counts["nulls"], report.counts["written"]) == ("published", 1, 4)
-    found = [row for batch in OfflineStore(project.root).batches(snapshot_of(project, report)) for row in batch.to_pylist()]
+    found = [row for batch in project.offline.view("numbers").batches(snapshot_of(project, report)) for row in batch.to_pylist()]
     assert [{name: row[name] for name in two} for row in found] == [
         {name: features(text)[name] for name in two} for text in rows.values()
     ]

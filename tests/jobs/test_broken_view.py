@@ -92,7 +92,7 @@ def test_what_reads_the_store_needs_no_view_file(
 def test_a_view_that_has_lost_its_file_is_rolled_back_and_resumed(folder: Path) -> None:
     (folder / "views" / "broken.yaml").unlink()
     assert [call(folder, *said) for said in (["rollback", "broken", "--hold"], ["resume", "broken"])] == [0, 0]
-    ref = OfflineStore(folder / "var").live("broken")
+    ref = OfflineStore(folder / "var").view("broken").refs.live()
     assert ref is not None
     assert (ref.snapshot, ref.held) == (1, None)
     assert call(folder, "lookup", "broken", "3") == 0

@@ -18,8 +18,11 @@ import pytest
 from jobs.cli import describe_report, describe_row, main
 from jobs.config import Project
 from store.lookup import Lookup
+from store.offline.runs import Report
+from store.offline.snapshot import Verdict
 from store.offline.view_store import OfflineStore
 from store.online.online_url import open_online_store
+from store.record import plain, replace
 from tests.arithmetic import Doubler
 from tests.conftest import MakeProject
 
@@ -93,7 +96,7 @@ def test_run_materialize_and_publish_report_as_json(make_project: MakeProject, c
         assert call(project, *command, "numbers", "--json") == 0
         report = report_of(capsys)
         assert (report["command"], report["status"], report["snapshot"], report["epoch"]) == (command[0], status, snapshot, epoch)
-        assert report == OfflineStore(project.root).last_report("numbers")
+        assert report == plain(project.offline.view("numbers").runs.last())
 
 
 def test_the_version_is_that_of_the_package(capsys: Captured) -> None:
@@ -174,7 +177,7 @@ def test_lookup_answers_for_people_freshness_first(published: Project, capsys: C
 def test_lookup_answers_as_json(published: Project, capsys: Captured) -> None:
     assert call(published, "lookup", "numbers", "3", "9", "--json") == 1  # not every key was there
     answer = report_of(capsys)
-    model = OfflineStore(published.root).snapshot("numbers", 1).model
+    model = OfflineStore(published.root).view("numbers").snapshot(1).model
     assert (answer["view"], answer["snapshot"], answer["model"]) == ("numbers", 1, model)
     row, missing = answer["rows"]
     assert row["features"] == {"double": 60.0, "vector": [30.0, 31.0, 32.0, 33.0]}
@@ -456,34 +459,24 @@ def test_a_row_in_words() -> None:
 
 
 def test_a_report_in_words() -> None:
-    report = {
-        "view": "v",
-        "status": "published",
-        "snapshot": 3,
-        "partition": None,
-        "counts": {"source": 1200, "written": 1100, "rejected": 100, "unchanged": 0, "removed": 0, "duplicates": 0},
-        "resumed": 0,
-        "rows_per_s": 1234.5,
-        "gates": [],
-        "stages_s": {"open": 0.1},
-        "seconds": 2.0,
-    }
+    counts = {"source": 1200, "written": 1100, "rejected": 100, "unchanged": 0, "removed": 0, "duplicates": 0}
+    report = Report("run", "v", "run", "published", snapshot=3, counts=counts, rows_per_s=1234.5, seconds=2.0)
+    report.add("open", 0.1)
     assert (
         describe_report(report)
         == "v: published, snapshot 3, 1,100 of 1,200 rows (100 rejected), 1,234 rows/s, 2.0 s\n  seconds: open 0.10"
     )
-    assert describe_report(report | {"command": "rollback"}).startswith("v: rolled back, snapshot 3 is live, 1,100 of 1,200 rows")
-    report |= {
-        "status": "refused",
-        "partition": "2026-01-01T00:00Z/2026-01-02T00:00Z",
-        "counts": {"source": 1200, "written": 100, "rejected": 0, "unchanged": 1100, "removed": 3, "duplicates": 0},
-        "resumed": 40,
-        "rows_per_s": None,
-        "gates": [
-            {"gate": "rows", "passed": True, "measured": 0.0, "limit": 0.2, "message": "as before"},
-            {"gate": "zero", "passed": False, "measured": 0.5, "limit": 0.01, "message": "50.0% are all zeros"},
-        ],
-    }
+    back = replace(report, command="rollback")
+    assert describe_report(back).startswith("v: rolled back, snapshot 3 is live, 1,100 of 1,200 rows")
+    report = replace(
+        report,
+        status="refused",
+        partition="2026-01-01T00:00Z/2026-01-02T00:00Z",
+        counts={"source": 1200, "written": 100, "rejected": 0, "unchanged": 1100, "removed": 3, "duplicates": 0},
+        resumed=40,
+        rows_per_s=None,
+        gates=[Verdict("rows", True, 0.0, 0.2, "as before"), Verdict("zero", False, 0.5, 0.01, "50.0% are all zeros")],
+    )
     assert describe_report(report).splitlines() == [
         "v: refused, snapshot 3, partition 2026-01-01T00:00Z/2026-01-02T00:00Z, 1,200 of 1,200 rows (1,100 unchanged, 3 removed, "
         "40 resumed), 2.0 s",

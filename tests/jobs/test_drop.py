@@ -83,8 +83,12 @@ def test_a_dropped_view_is_unknown_to_readers_old_and_new_and_its_snapshots_stay
         reader.row("numbers", 1)
     reader.close()
     assert served(project) == ["others"]
-    store = OfflineStore(project.root)
-    assert (store.live("numbers"), store.numbers("numbers"), (project.root / "numbers" / "index").exists()) == (None, [1], False)
+    store = project.offline
+    assert (
+        store.view("numbers").refs.live(),
+        store.view("numbers").numbers(),
+        (project.root / "numbers" / "index").exists(),
+    ) == (None, [1], False)
     assert call(project, "drop", "numbers", "--yes") == 0
     assert "numbers: not served; 1 snapshot(s), " in capsys.readouterr().out
     assert call(project, "drop", "numbers", "--data", "--yes") == 0
@@ -155,8 +159,8 @@ def test_what_is_in_use_is_not_dropped(published: Callable[..., Project], capsys
     project = published(source={"sql": "SELECT id, double / 2 AS x FROM live.numbers"})
     assert call(project, "drop", "numbers", "--yes") == 2
     assert "read by others, as live.numbers" in capsys.readouterr().err
-    store = OfflineStore(project.root)
-    with take(store.lease_folder("others"), run_lease(None), "a run"):
+    store = project.offline
+    with take(store.view("others").leases, run_lease(None), "a run"):
         assert call(project, "drop", "others", "--yes") == 1
     assert "is being computed" in capsys.readouterr().err
     assert served(project) == ["numbers", "others"]
@@ -198,8 +202,8 @@ def test_no_run_begins_while_a_view_is_dropped(
 
     monkeypatch.setattr(drop_module, "_check_idle", then_a_run)
     drop(project, "numbers", data=data)
-    assert (served(project), OfflineStore(project.root).live("numbers")) == (["others"], None)
-    assert OfflineStore(project.root).numbers("numbers") == ([] if data else [1])
+    assert (served(project), project.offline.view("numbers").refs.live()) == (["others"], None)
+    assert project.offline.view("numbers").numbers() == ([] if data else [1])
     assert run_view(project, "numbers", Silent()).status == "published"
     assert served(project) == ["numbers", "others"]
 

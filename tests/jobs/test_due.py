@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from itertools import count
@@ -22,7 +21,9 @@ from jobs.run import run_view
 from store.disk.lease import take
 from store.errors import SnapshotError
 from store.offline.refs import run_lease
-from store.offline.view_store import OfflineStore
+from store.offline.runs import Report, Runs
+from store.offline.view_store import OfflineStore, ViewStore
+from store.record import replace as replace_record
 from tests.conftest import MakeProject
 
 DAILY = Schedule("0 2 * * *", "0 2 * * *", "UTC", (), "latest", 3, 60.0, 3600.0)
@@ -34,22 +35,22 @@ def at(day: int, hour: int = 2, minute: int = 0, second: float = 0.0) -> datetim
     return datetime(2026, 1, day, hour, minute, tzinfo=UTC) + timedelta(seconds=second)
 
 
-def report(status: str, due: datetime | None = None, began: datetime | None = None, **more: Any) -> dict[str, Any]:
+def report(status: str, due: datetime | None = None, began: datetime | None = None, **more: Any) -> Report:
     """A run that took ten seconds, begun at its due time unless told otherwise."""
     began = began or due
     assert began is not None
-    known = {"run": f"{began:%Y%m%dT%H%M%S}", "command": "run", "status": status, "started_at": began.isoformat()}
-    known |= {"finished_at": (began + timedelta(seconds=10)).isoformat(), "due": None if due is None else due.isoformat()}
-    return known | more
+    ended, text = began + timedelta(seconds=10), None if due is None else due.isoformat()
+    made = Report(f"{began:%Y%m%dT%H%M%S}", "v", "run", status, began.isoformat(), ended.isoformat(), due=text)
+    return replace_record(made, **more)
 
 
-def decided(schedule: Schedule, now: datetime, *reports: Mapping[str, Any], **facts: Any) -> tuple[str, datetime | None]:
+def decided(schedule: Schedule, now: datetime, *reports: Report, **facts: Any) -> tuple[str, datetime | None]:
     decision = decide("v", schedule, Facts(reports, **facts), now)
     return decision.state, decision.due
 
 
 def next_due(project: Project, store: OfflineStore, view: str, now: datetime) -> tuple[datetime | None, str]:
-    found = outlook(project, store, view, now)
+    found = outlook(project, store.view(view), now)
     return found.due, found.reason
 
 
@@ -71,7 +72,7 @@ def test_what_is_due_is_told_in_the_time_zone_of_the_line() -> None:
 
 @pytest.mark.parametrize(("catch_up", "due"), [("latest", [at(9)]), ("all", [at(6), at(7), at(8), at(9)]), ("none", [])])
 def test_missed_times_are_caught_up_on_by_policy(catch_up: CatchUp, due: list[datetime]) -> None:
-    schedule, reports, since, ran = replace(DAILY, catch_up=catch_up), list[dict[str, Any]](), at(5, 12), list[datetime]()
+    schedule, reports, since, ran = replace(DAILY, catch_up=catch_up), list[Report](), at(5, 12), list[datetime]()
     for step in count():
         now = at(9, 12, second=60 * step)
         decision = decide("v", schedule, Facts(reports, since=since), now)
@@ -119,7 +120,7 @@ def test_a_time_that_was_run_for_is_settled(status: str, catch_up: CatchUp) -> N
         (report("published", began=at(6, 2, 30), started_at="?"), "run"),
     ],
 )
-def test_a_run_by_hand_after_the_time_does_for_the_latest(by_hand: dict[str, Any], state: str) -> None:
+def test_a_run_by_hand_after_the_time_does_for_the_latest(by_hand: Report, state: str) -> None:
     assert decided(DAILY, at(6, 3), by_hand, since=at(5, 12))[0] == state
     assert decided(replace(DAILY, catch_up="all"), at(6, 3), by_hand, since=at(5, 12)) == ("run", at(6))
     failed = report("failed", at(6))
@@ -127,7 +128,7 @@ def test_a_run_by_hand_after_the_time_does_for_the_latest(by_hand: dict[str, Any
 
 
 def test_a_run_that_fails_is_tried_again_ever_later_and_then_given_up() -> None:
-    reports, began, waits = list[dict[str, Any]](), at(6), list[float]()
+    reports, began, waits = list[Report](), at(6), list[float]()
     for failures in (1, 2, 3):
         reports.insert(0, report("killed" if failures == 2 else "failed", at(6), began=began))
         ended = began + timedelta(seconds=10)
@@ -187,13 +188,13 @@ def test_a_clock_set_back_by_hours_runs_nothing_twice_and_one_that_was_wrong_by_
     assert decide("v", DAILY, Facts(since=at(6) + timedelta(seconds=AHEAD_S)), at(6)).since == at(6) + timedelta(seconds=AHEAD_S)
 
 
-@pytest.mark.parametrize("text", ["", "yesterday", None, 5])
-def test_a_report_with_a_time_nobody_can_read_is_as_one_without(text: Any) -> None:
-    odd = report("published", at(6)) | {"due": text, "started_at": text, "finished_at": text}
+@pytest.mark.parametrize("text", ["", "yesterday"])
+def test_a_report_with_a_time_nobody_can_read_is_as_one_without(text: str) -> None:
+    odd = replace_record(report("published", at(6)), due=text, started_at=text, finished_at=text)
     assert decided(DAILY, at(6, 3), odd, since=at(5, 12)) == ("run", at(6))
-    no_end = report("failed", at(6)) | {"finished_at": text}
+    no_end = report("failed", at(6), finished_at=text)
     assert decided(DAILY, at(6, 3), no_end, since=at(5, 12)) == ("run", at(6))
-    assert decided(DAILY, at(6, 3), no_end | {"started_at": text}, since=at(5, 12)) == ("run", at(6))
+    assert decided(DAILY, at(6, 3), replace_record(no_end, started_at=text), since=at(5, 12)) == ("run", at(6))
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
@@ -220,7 +221,7 @@ class World:
     schedule: Schedule
     now: datetime = field(default_factory=lambda: at(1, 0, 0, 30))
     since: datetime | None = None
-    reports: list[dict[str, Any]] = field(default_factory=list)
+    reports: list[Report] = field(default_factory=list)
     ran: list[datetime] = field(default_factory=list)
     """Times that were run for with success, in order."""
 
@@ -233,7 +234,7 @@ class World:
             assert decision.due is not None
             assert decision.due <= self.now
             begun = report("failed" if fails else "published", decision.due, began=self.now)
-            self.reports.insert(0, begun | {"run": f"{len(self.reports)}", "finished_at": self.now.isoformat()})
+            self.reports.insert(0, replace_record(begun, run=f"{len(self.reports)}", finished_at=self.now.isoformat()))
             if not fails:
                 self.ran.append(decision.due)
 
@@ -289,7 +290,7 @@ def parents(a: int = 1, b: int = 1, *, moved: datetime | None = None, pending: s
     return {"a": Parent(a, moved or at(6), "a" in pending), "b": Parent(b, at(5), "b" in pending)}
 
 
-def ran_with(status: str, a: int, b: int, due: datetime | None = None, began: datetime | None = None) -> dict[str, Any]:
+def ran_with(status: str, a: int, b: int, due: datetime | None = None, began: datetime | None = None) -> Report:
     return report(status, due, began=began or due or at(4), parents={"a": a, "b": b})
 
 
@@ -317,7 +318,7 @@ def test_it_is_the_highest_epoch_it_ran_with_that_counts_whatever_the_clock_said
 
 @pytest.mark.parametrize("more", [{"command": "publish"}, {"command": "materialize"}, {"backfill": "x"}, {"status": "failed"}])
 def test_only_a_whole_run_of_the_view_counts(more: dict[str, Any]) -> None:
-    runs = ran_with("published", 2, 5), ran_with("published", 3, 5) | more
+    runs = ran_with("published", 2, 5), replace_record(ran_with("published", 3, 5), **more)
     assert decided(AFTER, at(6, 3), *runs, parents=parents(3, 5)) == ("run", at(6))
 
 
@@ -380,7 +381,7 @@ def test_next_due_of_a_real_project(make_project: MakeProject) -> None:
         project={"schedule": {"numbers": "0 2 * * *", "b": "after numbers"}, "timezone": "Europe/Berlin"},
         views={"b": OTHER, "c": OTHER},
     )
-    store, now = OfflineStore(project.root), datetime(2026, 7, 1, 12, tzinfo=UTC)
+    store, now = project.offline, datetime(2026, 7, 1, 12, tzinfo=UTC)
     assert next_due(project, store, "c", now) == (None, "not scheduled")
     due = (datetime(2026, 7, 2, tzinfo=UTC), "next at 2026-07-02 02:00+02:00; no scheduler is up")
     assert next_due(project, store, "numbers", now) == due
@@ -388,7 +389,7 @@ def test_next_due_of_a_real_project(make_project: MakeProject) -> None:
         assert next_due(project, store, "numbers", now) == (due[0], "next at 2026-07-02 02:00+02:00")
         assert next_due(project, store, "b", now) == (None, "after numbers: waits for the first snapshot of numbers")
         run_view(project, "numbers", Silent())
-        live = store.live("numbers")
+        live = store.view("numbers").refs.live()
         assert live is not None
         moved = datetime.fromisoformat(live.at)
         assert next_due(project, store, "b", now) == (moved, "new: numbers")
@@ -403,11 +404,11 @@ def test_next_due_of_a_real_project(make_project: MakeProject) -> None:
 def test_a_view_waits_for_what_its_parents_wait_for(make_project: MakeProject) -> None:
     schedule = {"numbers": "0 2 * * *", "b": "after numbers", "c": "0 0 1 1 *", "d": "after b, c"}
     project = make_project([(1, 1.0)], project={"schedule": schedule}, views=dict.fromkeys("bcd", OTHER))
-    store, now = OfflineStore(project.root), at(6, 12)
+    now = at(6, 12)
     for view in schedule:
         run_view(project, view, Silent())
     run_view(project, "c", Silent(), full=True)
-    ledger = Ledger(project, store)
+    ledger = Ledger(project, project.offline)
     assert ledger.decision("d", now).state == "run"
     assert ledger.decision("d", now, {"numbers"}).reason == "after b, c: waits for b"
     assert ledger.decision("d", now, {"d"}).state == "running"
@@ -431,11 +432,11 @@ def test_settled_times_are_kept_for_the_line_and_the_zone_they_belong_to(make_pr
 
 def test_a_run_whose_lease_nobody_holds_is_a_killed_one_and_counts_as_that(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)], project={"schedule": {"numbers": "0 2 * * *"}})
-    store = OfflineStore(project.root)
-    ledger = Ledger(project, store)
+    store = project.offline.view("numbers")
+    ledger = Ledger(project, project.offline)
     ledger.settle("numbers", at(5, 12))
-    store.write_report("numbers", "1", report("running", at(6)) | {"run": "1", "finished_at": "", "partition": None})
-    with take(store.lease_folder("numbers"), run_lease(None), "a test"):
+    store.runs.write(report("running", at(6), run="1", finished_at=""))
+    with take(store.leases, run_lease(None), "a test"):
         assert ledger.decision("numbers", at(6)).state == "running"
         assert ledger.dead("numbers") == set()
     assert ledger.decision("numbers", at(6)).state == "retry"
@@ -445,16 +446,16 @@ def test_a_run_whose_lease_nobody_holds_is_a_killed_one_and_counts_as_that(make_
 
 def test_a_run_that_ends_between_two_looks_is_no_killed_one(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
     project = make_project([(1, 1.0)], project={"schedule": {"numbers": "0 2 * * *"}})
-    store = OfflineStore(project.root)
-    ledger = Ledger(project, store)
+    store = project.offline.view("numbers")
+    ledger = Ledger(project, project.offline)
     ledger.settle("numbers", at(5, 12))
-    store.write_report("numbers", "1", report("running", at(6)) | {"run": "1"})
+    store.runs.write(report("running", at(6), run="1"))
 
-    def ended(self: OfflineStore, view: str, partition: str | None = None) -> bool:
-        store.write_report("numbers", "1", report("published", at(6)) | {"run": "1"})
+    def ended(self: ViewStore, partition: str | None = None) -> bool:
+        store.runs.write(report("published", at(6), run="1"))
         return False
 
-    monkeypatch.setattr(OfflineStore, "running", ended)
+    monkeypatch.setattr(ViewStore, "running", ended)
     assert ledger.decision("numbers", at(6)) == Decision("idle", "next at 2026-01-07 02:00+00:00", None, at(7), at(6))
 
 
@@ -462,14 +463,14 @@ def test_a_backfill_or_a_publishing_that_goes_on_keeps_no_run_back_and_a_run_of_
     make_project: MakeProject,
 ) -> None:
     project = make_project([(1, 1.0)], project={"schedule": {"numbers": "0 2 * * *"}})
-    store = OfflineStore(project.root)
-    ledger = Ledger(project, store)
+    store = project.offline.view("numbers")
+    ledger = Ledger(project, project.offline)
     ledger.settle("numbers", at(5, 12))
     part = "2026-01-01T00:00Z/2026-01-02T00:00Z"
-    running = report("running", began=at(6)) | {"run": "1", "partition": part}
-    with take(store.lease_folder("numbers"), run_lease(part), "a test"):
+    running = report("running", began=at(6), run="1", partition=part)
+    with take(store.leases, run_lease(part), "a test"):
         for more, state in (({"backfill": "b"}, "run"), ({"command": "publish", "partition": None}, "run"), ({}, "running")):
-            store.write_report("numbers", "1", running | more)
+            store.runs.write(replace_record(running, **more))
             assert ledger.decision("numbers", at(6, 3)).state == state
             assert ledger.dead("numbers") == set()
 
@@ -478,30 +479,31 @@ def test_reports_are_read_again_when_one_was_added_or_replaced_and_else_not(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project = make_project([(1, 1.0)], project={"schedule": {"numbers": "0 2 * * *"}})
-    store, reads = OfflineStore(project.root), list[str]()
-    plain = OfflineStore.reports
+    store, reads = project.offline.view("numbers"), list[int]()
+    reports = Runs.reports
 
-    def counted(self: OfflineStore, view: str, limit: int = 100) -> list[dict[str, Any]]:
-        reads.append(view)
-        return plain(self, view, limit)
+    def counted(self: Runs, limit: int = 100) -> list[Report]:
+        reads.append(limit)
+        return reports(self, limit)
 
-    monkeypatch.setattr(OfflineStore, "reports", counted)
-    ledger = Ledger(project, store)
+    monkeypatch.setattr(Runs, "reports", counted)
+    ledger = Ledger(project, project.offline)
     assert ledger.reports("numbers") == ([], False)
-    first, second = (report("failed", at(day)) for day in (6, 7))
-    store.write_report("numbers", "1", first)
+    first, second = (report("failed", at(day), run="1") for day in (6, 7))
+    store.runs.write(first)
     assert ledger.reports("numbers") == ([first], False)
     runs = project.root / "numbers" / "runs"
     same_ns = runs.stat().st_mtime_ns
-    store.write_report("numbers", "1", second)
+    store.runs.write(second)
     os.utime(runs, ns=(same_ns, same_ns))  # within the same step of the file system's clock
     assert ledger.reports("numbers") == ([second], False)
     os.utime(runs, (1e9, 1e9))
     reads.clear()
     assert [ledger.reports("numbers") for _ in range(3)] == [([second], False)] * 3
-    assert reads == ["numbers"]
-    store.write_report("numbers", "2", first)
-    assert ledger.reports("numbers") == ([first, second], False)
+    assert len(reads) == 1
+    later = replace_record(first, run="2")
+    store.runs.write(later)
+    assert ledger.reports("numbers") == ([later, second], False)
 
 
 def test_a_damaged_live_pointer_of_a_parent_is_an_error_in_words(make_project: MakeProject) -> None:
@@ -510,7 +512,6 @@ def test_a_damaged_live_pointer_of_a_parent_is_an_error_in_words(make_project: M
     path = project.root / "numbers" / "refs" / "live.json"
     path.parent.mkdir(parents=True)
     path.write_text("{torn")
-    store = OfflineStore(project.root)
     with pytest.raises(SnapshotError, match=r"live\.json is damaged"):
-        next_due(project, store, "b", at(6))
-    assert next_due(project, store, "numbers", at(6))[0] == at(7)
+        next_due(project, project.offline, "b", at(6))
+    assert next_due(project, project.offline, "numbers", at(6))[0] == at(7)

@@ -19,7 +19,7 @@ from jobs.config import EngineConfig, Project
 from jobs.engine import engine_of
 from jobs.open_view import open_view
 from jobs.progress import Silent
-from jobs.report import Report, engine_line
+from jobs.report import engine_line
 from jobs.run import run_view
 from precompute.engine.meter import Meter
 from precompute.engine.runner import Runner
@@ -27,7 +27,7 @@ from precompute.model import digest
 from precompute.workers.worker_pool import WorkerPool
 from store.errors import ConfigError
 from store.lookup import Lookup
-from store.offline.view_store import OfflineStore
+from store.offline.runs import Report
 from store.online.online_url import open_online_store
 from tests.conftest import MakeProject
 from tests.precompute.dying_models import Launching
@@ -130,8 +130,8 @@ def run(make_project: MakeProject, table: Any, engine: dict[str, Any] | None, **
 
 def committed(project: Project, number: int) -> pa.Table:
     """Every row of a snapshot, in the order it was written, without the time of its computing."""
-    store = OfflineStore(project.root)
-    snapshot = store.snapshot("numbers", number)
+    store = project.offline.view("numbers")
+    snapshot = store.snapshot(number)
     return pa.concat_tables(pq.read_table(path) for path in store.part_paths(snapshot)).drop_columns(["computed_at"])
 
 
@@ -179,13 +179,13 @@ def test_workers_share_the_gpus_that_are_there(
 ) -> None:
     monkeypatch.setattr("precompute.models.device.gpu_count", lambda: gpus)  # this machine may have none
     project = make_project(numbers(), view={"model": {"use": f"{HERE}:OnGpu"}})
-    store, meter = OfflineStore(project.root), Meter()
-    with open_view(project.view("numbers").feature_view(), store, project.home) as opened:
+    store, meter = project.offline.view("numbers"), Meter()
+    with open_view(project.view("numbers").feature_view(), project.offline, project.home) as opened:
         engine = engine_of(opened, EngineConfig(workers=workers), meter, store)
         assert isinstance(engine, Runner if devices is None else WorkerPool)
         assert devices is None or engine.figures(1.0)["device"] == devices
     project = make_project(view={"model": {"use": "tests.arithmetic:Doubler"}})  # is on no GPU, however many there are
-    with open_view(project.view("numbers").feature_view(), store, project.home) as opened:
+    with open_view(project.view("numbers").feature_view(), project.offline, project.home) as opened:
         engine = engine_of(opened, EngineConfig(workers=workers), meter, store)
         count = 0 if workers == "auto" else workers
         assert isinstance(engine, WorkerPool if count else Runner)
@@ -199,8 +199,8 @@ def test_a_worker_that_loads_another_model_than_the_run_began_with_computes_noth
     weights = tmp_path / "weights"
     weights.write_text("2")
     project = make_project(numbers(), view=PID | {"model": {"use": f"{HERE}:Weighed", "args": {"path": str(weights)}}})
-    store = OfflineStore(project.root)
-    with open_view(project.view("numbers").feature_view(), store, project.home) as opened:
+    store = project.offline.view("numbers")
+    with open_view(project.view("numbers").feature_view(), project.offline, project.home) as opened:
         engine = engine_of(opened, EngineConfig(workers=1), Meter(), store)
         window = opened.source.head(3).combine_chunks().to_batches()
         assert [done.done for _, done in engine.stream(window)] == [3]
@@ -235,8 +235,8 @@ def test_a_row_that_kills_its_worker_is_rejected_alone_and_the_run_publishes(mak
     rows = [(i, float(i)) for i in range(12)]
     project, report = run(make_project, rows, TWO, view=DYING, command="run")
     assert (report.status, report.counts["written"], report.counts["rejected"]) == ("published", 11, 1)
-    store = OfflineStore(project.root)
-    (rejected,) = pq.read_table(store.root / "numbers" / "data" / report.run / "rejected.parquet").to_pylist()
+    store = project.offline.view("numbers")
+    (rejected,) = pq.read_table(store.folder / "data" / report.run / "rejected.parquet").to_pylist()
     assert (rejected["key"], rejected["stage"]) == ("5", "worker")
     assert rejected["error"] == "its worker process exited with status 3; the last line of its stderr: last words (2 of 2 tries)"
     assert committed(project, 1).select(["id", "double", "vector"]).to_pylist() == [

@@ -20,7 +20,6 @@ from jobs.progress import Silent
 from jobs.run import run_view
 from precompute.precision.same_value import differing
 from store.lookup import Lookup
-from store.offline.view_store import OfflineStore
 from store.online.online_url import open_online_store
 from tests.conftest import MakeProject
 
@@ -64,8 +63,8 @@ def test_a_text_encoder_in_bfloat16_is_published_and_answers_misses(make_project
     view = ENCODED | {"model": ENCODED["model"] | {"precision": "bf16", "backend": "eager"}}
     reports = [run_view(make_project(texts(changed), view=view), "numbers", Silent()) for changed in (0, 5)]
     assert [(r.status, r.counts["written"]) for r in reports] == [("published", 48), ("published", 5)]
-    assert [gate["gate"] for gate in reports[0].gates if not gate["passed"]] == []
-    assert {gate["gate"]: gate["message"] for gate in reports[1].gates}["parity"].startswith("0 of ")
+    assert [gate.gate for gate in reports[0].gates if not gate.passed] == []
+    assert {gate.gate: gate.message for gate in reports[1].gates}["parity"].startswith("0 of ")
     project = make_project(view=view | {"ttl": "0s", "stale_for": "0s"})
     run_view(project, "numbers", Silent())
     assert alone_and_together(project, "bf16-eager") == {}
@@ -73,12 +72,12 @@ def test_a_text_encoder_in_bfloat16_is_published_and_answers_misses(make_project
 
 def alone_and_together(project: Project, precision: str) -> dict[int, str]:
     """What the fallback computes otherwise than is stored: twenty keys at once, and four each in a request of its own."""
-    store = OfflineStore(project.root)
-    live = store.live("numbers")
+    store = project.offline.view("numbers")
+    live = store.refs.live()
     assert live is not None
-    snapshot = store.snapshot("numbers", live.snapshot)
+    snapshot = store.snapshot(live.snapshot)
     rows = pa.Table.from_batches(store.batches(snapshot)).sort_by("id")
-    fallback = ViewFallback(store, project.home, memory_mb=64)
+    fallback = ViewFallback(project.offline, project.home, memory_mb=64)
     lookup = Lookup(open_online_store(project.online), project.root, fallback)
     try:
         requests = [list(range(20)), *([key] for key in range(20, 24))]

@@ -25,7 +25,6 @@ from jobs.serve import Warmer
 from precompute.model import digest
 from store.freshness import Reason
 from store.lookup import Computed, Lookup, Miss
-from store.offline.view_store import OfflineStore
 from store.online.online_store import Pointer
 from store.online.online_url import open_online_store
 from tests.arithmetic import Doubler
@@ -145,7 +144,7 @@ def open_lookup() -> Iterator[OpenLookup]:
     opened: list[tuple[Lookup, ViewFallback]] = []
 
     def open_one(project: Project) -> Lookup:
-        fallback = ViewFallback(OfflineStore(project.root), project.home, memory_mb=64)
+        fallback = ViewFallback(project.offline, project.home, memory_mb=64)
         opened.append((Lookup(open_online_store(project.online), project.root, fallback), fallback))
         return opened[-1][0]
 
@@ -320,7 +319,7 @@ def test_weights_that_come_while_others_are_loaded_are_loaded_once_more(
     weights.with_name("weights.next").write_text("4.0")
     write_data(project, {1: 1.0, 2: 2.0})
     assert features(open_lookup(project).get("numbers", [1, 2])) == [{"double": 4.0}, {"double": 8.0}]
-    assert OfflineStore(project.root).snapshot("numbers", 1).model == run_view(project, "numbers", Silent()).model
+    assert project.offline.view("numbers").snapshot(1).model == run_view(project, "numbers", Silent()).model
 
 
 def _scaled(
@@ -362,7 +361,7 @@ def test_requests_of_the_old_and_the_new_snapshot_side_by_side_are_each_answered
         pointers.append(pointer)
     online.close()
     for _ in range(5):
-        fallback = ViewFallback(OfflineStore(project.root), project.home, memory_mb=64)
+        fallback = ViewFallback(project.offline, project.home, memory_mb=64)
         try:
             asked = [_submit(fallback, pointer, "1") for pointer in (pointers[1], pointers[0], pointers[1])]
             computed = [future.result(timeout=20) for future in asked]
@@ -379,7 +378,7 @@ def _submit(fallback: ViewFallback, pointer: Pointer, key: str, **inputs: Any) -
 def test_what_is_searched_by_is_never_computed_among_rows(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)], view=FALLBACK | {"model": {"use": f"{HERE}:TwoSided"}})
     publish(project)
-    online, fallback = open_online_store(project.online), ViewFallback(OfflineStore(project.root), project.home, memory_mb=64)
+    online, fallback = open_online_store(project.online), ViewFallback(project.offline, project.home, memory_mb=64)
     pointer = online.live("numbers")
     assert pointer is not None
     try:
@@ -394,7 +393,7 @@ def test_what_is_searched_by_is_never_computed_among_rows(make_project: MakeProj
 
 def test_it_is_ready_for_the_epoch_it_was_warmed_for(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)], view=FALLBACK)
-    online, fallback = open_online_store(project.online), ViewFallback(OfflineStore(project.root), project.home, memory_mb=64)
+    online, fallback = open_online_store(project.online), ViewFallback(project.offline, project.home, memory_mb=64)
     try:
         for x in (1.0, 2.0):
             publish(make_project([(1, x)], view=FALLBACK))
@@ -465,7 +464,7 @@ def test_a_view_that_began_anew_is_computed_by_its_own_model(
 def test_closed_it_refuses_as_shed(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)], view=FALLBACK)
     publish(project)
-    online, fallback = open_online_store(project.online), ViewFallback(OfflineStore(project.root), project.home, memory_mb=64)
+    online, fallback = open_online_store(project.online), ViewFallback(project.offline, project.home, memory_mb=64)
     pointer = online.live("numbers")
     assert pointer is not None
     fallback.close()
@@ -534,7 +533,7 @@ def test_the_same_key_with_other_inputs_is_another_computation(make_project: Mak
     project = make_project([(1, 1.0)], view=FALLBACK | {"model": {"use": "tests.arithmetic:Doubler", "args": {"sleep_s": 0.2}}})
     publish(project)
     write_data(project, {5: 5.0})
-    online, fallback = open_online_store(project.online), ViewFallback(OfflineStore(project.root), project.home, memory_mb=64)
+    online, fallback = open_online_store(project.online), ViewFallback(project.offline, project.home, memory_mb=64)
     pointer = online.live("numbers")
     assert pointer is not None
     try:

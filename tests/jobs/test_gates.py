@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from jobs.config import Project
 from jobs.gates import judge
 from jobs.open_view import open_view
 from jobs.progress import Silent
-from jobs.report import Report
 from jobs.run import run_view
 from precompute.engine import runner
 from precompute.engine.runner import compute
@@ -27,9 +27,11 @@ from store.errors import GateError
 from store.lookup import Lookup
 from store.offline.part_file import rare_rows
 from store.offline.row_figures import count
+from store.offline.runs import Report
 from store.offline.snapshot import Snapshot, Verdict
-from store.offline.view_store import OfflineStore
+from store.offline.view_store import ViewStore
 from store.online.online_url import open_online_store
+from store.record import replace
 from tests.conftest import MakeProject
 
 HERE = "tests.jobs.test_gates"
@@ -81,7 +83,7 @@ def run(project: Project, **options: Any) -> Report:
 
 def live(project: Project) -> tuple[int, int]:
     """(snapshot live offline, snapshot a reader is served)."""
-    ref = OfflineStore(project.root).live("numbers")
+    ref = project.offline.view("numbers").refs.live()
     lookup = Lookup(open_online_store(project.online), project.root)
     try:
         assert ref is not None
@@ -95,8 +97,8 @@ def failed(snapshot: Snapshot) -> list[str]:
 
 
 def newest(project: Project) -> Snapshot:
-    store = OfflineStore(project.root)
-    return store.snapshot("numbers", store.numbers("numbers")[-1])
+    store = project.offline.view("numbers")
+    return store.snapshot(store.numbers()[-1])
 
 
 BAD: dict[str, tuple[dict[int, float | None], dict[str, Any], float, str]] = {
@@ -148,16 +150,16 @@ def test_a_gate_refuses_with_its_figures_and_the_old_version_stays(
     snapshot = newest(project)
     assert (snapshot.number, failed(snapshot), snapshot.refused_by) == (2, [gate], [gate])
     assert snapshot.quality[gate] == pytest.approx(measured, abs=1e-6)
-    report = OfflineStore(project.root).last_report("numbers")
+    report = project.offline.view("numbers").runs.last()
     assert report is not None
-    assert (report["status"], report["snapshot"]) == ("refused", 2)
-    assert [g["gate"] for g in report["gates"] if not g["passed"]] == [gate]
-    assert report["error"] in error
+    assert (report.status, report.snapshot) == ("refused", 2)
+    assert [g.gate for g in report.gates if not g.passed] == [gate]
+    assert (report.error or "?") in error
     # and once more: nothing changed, so nothing is computed, and it is refused again
     assert call(project, "run", "numbers", "--json") == 3
     again = json.loads(capsys.readouterr().out)
     assert (again["status"], again["snapshot"], again["counts"]["written"]) == ("refused", 2, 0)
-    assert OfflineStore(project.root).numbers("numbers") == [1, 2]
+    assert project.offline.view("numbers").numbers() == [1, 2]
 
 
 @pytest.mark.parametrize("gate", [gate for gate in BAD if gate not in OWN])
@@ -256,8 +258,8 @@ def test_a_gate_is_accepted_by_name_on_a_later_publish(make_project: MakeProject
     snapshot = newest(project)
     assert live(project) == (snapshot.number, snapshot.number)
     assert list(snapshot.accepted) == [gate]
-    store = OfflineStore(project.root)
-    rows = [list(store.batches(store.snapshot("numbers", n))) for n in (2, snapshot.number)]
+    store = project.offline.view("numbers")
+    rows = [list(store.batches(store.snapshot(n))) for n in (2, snapshot.number)]
     assert rows[0] == rows[1]
     assert run(project).status == "current"  # nothing is left to be refused
 
@@ -311,7 +313,7 @@ def test_publish_by_default_takes_the_newest_that_no_gate_refused(make_project: 
     report = run(project, command="publish")
     assert (report.status, report.snapshot) == ("current", 1)
     assert run(project, command="publish", accept=["rows"]).status == "published"
-    assert OfflineStore(project.root).snapshot("numbers", live(project)[0]).rows == 10
+    assert project.offline.view("numbers").snapshot(live(project)[0]).rows == 10
 
 
 def test_a_limit_that_was_changed_is_what_the_next_run_judges_by(make_project: MakeProject) -> None:
@@ -392,7 +394,7 @@ def test_parity_allows_one_row_of_twenty_and_no_more(
     def again(*arguments: Any) -> Any:
         done = compute(*arguments)
         double = np.asarray(done.features["double"]) * np.where(np.arange(len(done.rows)) < rows, 1.5, 1.0)
-        return replace(done, features=done.features.set_column(0, "double", pa.array(double)))
+        return dataclasses.replace(done, features=done.features.set_column(0, "double", pa.array(double)))
 
     monkeypatch.setattr("jobs.gates.compute", again)
     project = make_project(list(GOOD.items()), view=view(fallback=True))
@@ -404,11 +406,12 @@ def test_parity_allows_one_row_of_twenty_and_no_more(
 def test_the_share_that_is_not_finite_is_judged_at_its_limit(make_project: MakeProject, limit: float, passed: bool) -> None:
     project = make_project(list(GOOD.items()), view=view({"finite": limit}))
     run(project)
-    store = OfflineStore(project.root)
-    snapshot = store.snapshot("numbers", 1)
+    store = project.offline.view("numbers")
+    snapshot = store.snapshot(1)
+    assert snapshot.figures is not None
     figures = replace(snapshot.figures, not_finite=1)
     config = project.view("numbers")
-    with open_view(config.feature_view(), store, project.home) as opened:
+    with open_view(config.feature_view(), project.offline, project.home) as opened:
         _, verdicts = judge(config, opened, store, replace(snapshot, number=0, figures=figures), None)
     assert [(v.passed, v.measured) for v in verdicts if v.gate == "finite"] == [(passed, 1 / N)]
 
@@ -580,15 +583,15 @@ def test_a_gate_that_two_vectors_fail_is_named_once_to_be_accepted(make_project:
 def test_numbers_that_are_not_finite_are_found_however_they_came_to_disk(make_project: MakeProject, bad: float) -> None:
     project = make_project(list(GOOD.items()), view=view())
     run(project)
-    store = OfflineStore(project.root)
-    snapshot = store.snapshot("numbers", 1)
+    store = project.offline.view("numbers")
+    snapshot = store.snapshot(1)
     table = pa.Table.from_batches(list(store.batches(snapshot)))
     double = np.asarray(table["double"]).copy()
     double[0] = bad
     table = table.set_column(table.schema.get_field_index("double"), "double", pa.array(double))
-    part = store.write_part("numbers", "other", "part-00000.parquet", table)
+    part = store.write_part("other", "part-00000.parquet", table)
     config = project.view("numbers")
-    with open_view(config.feature_view(), store, project.home) as opened:
+    with open_view(config.feature_view(), project.offline, project.home) as opened:
         quality, verdicts = judge(config, opened, store, replace(snapshot, number=0, parts=(part,), figures=None), None)
     (verdict,) = [v for v in verdicts if v.gate == "finite"]
     assert (verdict.passed, verdict.measured, quality["finite"]) == (False, 1 / N, 1 / N)
@@ -701,7 +704,9 @@ def test_damage_in_chunks_that_an_interrupted_run_finished_is_seen(
     project = make_project(list(mended.items()), view=view(gates))
     with pytest.raises(GateError, match=r"zero: 20 of 1,000 vector"):
         run(project)
-    assert (newest(project).counts.written, OfflineStore(project.root).last_report("numbers") or {})[1]["resumed"] == 990
+    report = project.offline.view("numbers").runs.last()
+    assert report is not None
+    assert report.resumed == 990
 
 
 def test_figures_of_a_chain_are_those_of_its_rows(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -712,7 +717,7 @@ def test_figures_of_a_chain_are_those_of_its_rows(make_project: MakeProject, mon
     for step in range(6):
         project = make_project(list(rows.items()), view=view(ALONE | {"zero": None}, length=float(step + 1)))
         run(project, command="materialize")
-        store, snapshot = OfflineStore(project.root), newest(project)
+        store, snapshot = project.offline.view("numbers"), newest(project)
         assert snapshot.kind == ("delta" if step else "full")
         counted = count(store.batches(snapshot), snapshot.view)
         assert snapshot.figures is not None
@@ -721,7 +726,7 @@ def test_figures_of_a_chain_are_those_of_its_rows(make_project: MakeProject, mon
         assert (found.rows, found.zero, found.norms) == (true.rows, true.zero, true.norms)
         assert found.norm_sum == pytest.approx(true.norm_sum)
         if step == 2:
-            path = store.root / "numbers" / "manifests" / f"{snapshot.number:020d}.json"
+            path = store.manifest_path(snapshot.number)
             path.write_bytes(replace(snapshot, figures=None).to_bytes())  # as an older version wrote it
         gone = draw.choice(sorted(rows), 5, replace=False).tolist()
         rows = {i: x for i, x in rows.items() if i not in gone} | {1000 * step + i: 0.0 for i in range(3)}
@@ -776,7 +781,7 @@ def test_a_part_names_its_rare_rows_though_pieces_came_in_another_order(
     model = {"model": {"use": f"{HERE}:Dearest"}}
     project = make_project(list(rows.items()), view=view(ALONE | {"zero": None}) | model)
     run(project, command="materialize")
-    store, snapshot = OfflineStore(project.root), newest(project)
+    store, snapshot = project.offline.view("numbers"), newest(project)
     (path,) = store.part_paths(snapshot)
     ids = pq.read_table(path).column("id").to_pylist()
     told = rare_rows(pq.ParquetFile(path))
@@ -791,9 +796,7 @@ def test_a_delta_reads_of_the_live_snapshot_only_row_groups_of_rows_it_replaced(
     gates: dict[str, float | None] = {"duplicates": None, "parity": None}
     run(make_project(list(MANY.items()), view=view(gates)))
     project = make_project(list((MANY | {i: MANY[i] + 2.0 for i in range(3100, 3200)}).items()), view=view(gates))
-    monkeypatch.setattr(
-        OfflineStore, "sample", lambda self, snapshot, rows: pa.Table.from_batches([next(self.batches(snapshot))])
-    )
+    monkeypatch.setattr(ViewStore, "sample", lambda self, snapshot, rows: pa.Table.from_batches([next(self.batches(snapshot))]))
     read: list[int] = []
     original = pq.ParquetFile.read_row_group
 

@@ -19,7 +19,6 @@ from jobs.config import Project
 from jobs.fallback import ViewFallback
 from jobs.gc import Garbage, collect
 from jobs.progress import Silent
-from jobs.report import Report
 from jobs.rollback import rollback
 from jobs.run import run_view
 from jobs.verify import verify
@@ -27,7 +26,7 @@ from store.disk.lease import take
 from store.errors import ConflictError, FencedError, RejectedError
 from store.lookup import Lookup
 from store.offline.refs import PUBLISH_LEASE, run_lease
-from store.offline.view_store import OfflineStore
+from store.offline.runs import Report
 from store.online.online_url import open_online_store
 from tests.conftest import MakeProject
 
@@ -57,11 +56,11 @@ def published(make_project: MakeProject, factors: list[float], **options: Any) -
 def gc(project: Project, view: str = "numbers", after_s: float = LATER, dry_run: bool = False) -> list[Garbage]:
     retention = project.settings.retention
     now = time.time() + after_s
-    return collect(OfflineStore(project.root), view, keep=retention.keep, grace_s=retention.grace, dry_run=dry_run, now_s=now)
+    return collect(project.offline.view(view), keep=retention.keep, grace_s=retention.grace, dry_run=dry_run, now_s=now)
 
 
 def numbers(project: Project, view: str = "numbers") -> list[int]:
-    return OfflineStore(project.root).numbers(view)
+    return project.offline.view(view).numbers()
 
 
 def files(project: Project) -> set[Path]:
@@ -70,9 +69,9 @@ def files(project: Project) -> set[Path]:
 
 def reads_well(project: Project, view: str = "numbers") -> None:
     """Every snapshot there is can be read whole."""
-    store = OfflineStore(project.root)
-    for number in store.numbers(view):
-        snapshot = store.snapshot(view, number)
+    store = project.offline.view("numbers")
+    for number in store.offline.view(view).numbers():
+        snapshot = store.offline.view(view).snapshot(number)
         store.check_parts(snapshot)
         assert sum(batch.num_rows for batch in store.batches(snapshot)) == snapshot.rows
 
@@ -82,16 +81,16 @@ def reads_well(project: Project, view: str = "numbers") -> None:
 
 def test_live_previous_newest_pinned_and_young_stay(make_project: MakeProject) -> None:
     project = published(make_project, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
-    store = OfflineStore(project.root)
+    store = project.offline.view("numbers")
     run(project, command="publish", number=3)  # live 3, previous 6
-    store.pin("numbers", 1, "a test")
+    store.pin(1, "a test")
     assert gc(project, after_s=0) == []  # all are young
     gone = gc(project)
     assert numbers(project) == [1, 3, 6]
     assert [item.path.name for item in gone[:3]] == [f"{n:020d}.json" for n in (2, 4, 5)]
     reads_well(project)
     assert [check for check in verify(project, "numbers") if not check.ok] == []
-    store.unpin("numbers", 1)
+    store.refs.unpin(1)
     gc(project)
     assert numbers(project) == [3, 6]
     assert gc(project) == []
@@ -132,7 +131,7 @@ def test_a_number_is_never_given_twice(make_project: MakeProject) -> None:
     rollback(project, "numbers", Silent())  # 3 and 2 are bad; live 1, previous 2
     gc(project)
     project = published(make_project, [4.0])
-    ref = OfflineStore(project.root).live("numbers")
+    ref = project.offline.view("numbers").refs.live()
     assert ref is not None
     assert ref.snapshot == 4
 
@@ -143,7 +142,7 @@ def test_ancestors_of_a_delta_stay(make_project: MakeProject) -> None:
         rows[step] += 1000
         project = make(make_project, list(rows.items()))
         run(project)
-    assert [OfflineStore(project.root).snapshot("numbers", n).parent for n in (1, 2, 3, 4)] == [None, 1, 2, 3]
+    assert [project.offline.view("numbers").snapshot(n).parent for n in (1, 2, 3, 4)] == [None, 1, 2, 3]
     assert gc(project) == []
     assert numbers(project) == [1, 2, 3, 4]
     for i in rows:
@@ -177,10 +176,9 @@ def test_what_others_were_computed_from_stays_and_their_fallback_works(make_proj
             run(project, "derived")
     gc(project)
     assert numbers(project) == [1, 3, 4]
-    store = OfflineStore(project.root)
     online = open_online_store(project.online)
     lookup = Lookup(
-        online, project.root, ViewFallback(store, project.home), clock=lambda: time.time() + LATER
+        online, project.root, ViewFallback(project.offline, project.home), clock=lambda: time.time() + LATER
     )  # expired, so computed now
     row = lookup.row("derived", 2)
     assert (row["status"], row["features"]) == ("computed", {"double": 8.0})
@@ -270,8 +268,8 @@ def test_nothing_goes_while_a_manifest_cannot_be_read(make_project: MakeProject)
     gc(project)
     assert {p for p in before if "data" in p.parts} <= files(project)
     path.write_bytes(whole)  # restored: it must be readable as before, with all it builds on
-    store = OfflineStore(project.root)
-    assert sum(batch.num_rows for batch in store.batches(store.snapshot("numbers", 3))) == 100
+    store = project.offline.view("numbers")
+    assert sum(batch.num_rows for batch in store.batches(store.snapshot(3))) == 100
 
 
 # ---- what goes
@@ -399,7 +397,7 @@ def other_process(make_project: MakeProject) -> Iterator[Any]:
             "import sys; from pathlib import Path; from store.disk.lease import take\n"
             "with take(Path(sys.argv[1]), sys.argv[2], 'a test'):\n  print('held', flush=True); sys.stdin.read()"
         )
-        folder = OfflineStore(project.root).lease_folder("numbers")
+        folder = project.offline.view("numbers").leases
         process = subprocess.Popen(
             [sys.executable, "-c", script, str(folder), lease], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -426,7 +424,7 @@ def test_what_a_killed_run_left_stays_while_another_process_may_take_it_over(
 
 def test_the_lease_of_a_process_that_died_does_not_count(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
     project = killed(make_project, monkeypatch)
-    folder = OfflineStore(project.root).lease_folder("numbers")
+    folder = project.offline.view("numbers").leases
     script = "import os, sys; from pathlib import Path; from store.disk.lease import take; take(Path(sys.argv[1]), 'run', 'a test'); os._exit(9)"
     assert subprocess.run([sys.executable, "-c", script, str(folder)], cwd=ROOT).returncode == 9
     assert len(gc(project)) > 2
@@ -434,7 +432,7 @@ def test_the_lease_of_a_process_that_died_does_not_count(make_project: MakeProje
 
 def test_one_at_a_time(make_project: MakeProject, capsys: Captured) -> None:
     project = published(make_project, [1.0, 2.0, 3.0, 4.0], grace="0s")
-    with take(OfflineStore(project.root).lease_folder("numbers"), PUBLISH_LEASE, "somebody"):
+    with take(project.offline.view("numbers").leases, PUBLISH_LEASE, "somebody"):
         assert main(["-c", str(project.folder), "gc"]) == 1
         assert "is being published" in capsys.readouterr().err
         with pytest.raises(ConflictError):
@@ -448,8 +446,8 @@ def test_who_lost_a_lease_removes_nothing_more(
 ) -> None:
     """Whoever took it may publish, or take over, what was garbage a moment ago; ``late``: once the manifests are gone, before their files."""
     project = published(make_project, [2.0, 3.0, 4.0, 5.0], grace="0s", keep=4)
-    store = OfflineStore(project.root)
-    folder = store.lease_folder("numbers")
+    store = project.offline.view("numbers")
+    folder = store.leases
     parts = [path for path in files(project) if "data" in path.parts]
 
     def taken(_: str = "") -> None:
@@ -461,7 +459,7 @@ def test_who_lost_a_lease_removes_nothing_more(
         else:
             taken()
         with pytest.raises(FencedError, match="to somebody else"):
-            collect(store, "numbers", keep=1, grace_s=0, leases=[publishing, running], now_s=time.time() + LATER)
+            collect(store, keep=1, grace_s=0, leases=[publishing, running], now_s=time.time() + LATER)
     assert numbers(project) == ([3, 4] if late else [1, 2, 3, 4])
     assert [path for path in parts if not path.exists()] == []
 
@@ -481,11 +479,11 @@ def test_a_view_at_work_holds_up_no_other(make_project: MakeProject, capsys: Cap
         run(project, "other")
         run(project)
     project = make_project(project={"retention": {"keep": 1, "grace": "0s"}}, views={"other": other})
-    with take(OfflineStore(project.root).lease_folder("numbers"), PUBLISH_LEASE, "somebody"):
+    with take(project.offline.view("numbers").leases, PUBLISH_LEASE, "somebody"):
         main(["-c", str(project.folder), "gc"])
     assert numbers(project, "numbers") == [1, 2, 3, 4]
     assert numbers(project, "other") == [3, 4]
-    with take(OfflineStore(project.root).lease_folder("other"), PUBLISH_LEASE, "somebody"):
+    with take(project.offline.view("other").leases, PUBLISH_LEASE, "somebody"):
         main(["-c", str(project.folder), "gc"])
     assert numbers(project, "numbers") == [3, 4]
 
@@ -511,9 +509,9 @@ def test_a_run_collects_after_it_published(make_project: MakeProject) -> None:
     project = published(make_project, [1.0, 2.0, 3.0, 4.0], grace="0s")
     assert numbers(project) == [3, 4]
     reads_well(project)
-    report = OfflineStore(project.root).last_report("numbers")
+    report = project.offline.view("numbers").runs.last()
     assert report is not None
-    assert "gc" in report["stages_s"]
+    assert "gc" in report.stages_s
 
 
 def test_a_thousand_reports_are_kept(make_project: MakeProject) -> None:
@@ -543,7 +541,7 @@ def damaged(project: Project, number: int, *, known: bool, view: str = "numbers"
 @pytest.mark.parametrize("known", [True, False])
 def test_a_damaged_manifest_holds_up_only_what_it_may_need(make_project: MakeProject, known: bool) -> None:
     project = published(make_project, [1.0, 2.0, 3.0])
-    store = OfflineStore(project.root)
+    store = project.offline.view("numbers")
     before = {path for path in files(project) if "data" in path.parts}
     whole = damaged(project, 2, known=known)
     time.sleep(0.05)
@@ -564,16 +562,16 @@ def test_a_damaged_manifest_holds_up_only_what_it_may_need(make_project: MakePro
     gc(project)
     assert numbers(project) == [5, 6]
     assert before.isdisjoint(files(project))
-    assert store.damage("numbers") == {}
+    assert store.damage() == {}
 
 
 def test_damage_is_told_by_gc_and_status_and_ended_by_forgetting(make_project: MakeProject, capsys: Captured) -> None:
     project = published(make_project, [1.0, 2.0, 3.0, 4.0], grace="0s", keep=4)
     damaged(project, 2, known=True)
     project = published(make_project, [5.0], grace="0s")
-    report = OfflineStore(project.root).last_report("numbers")
+    report = project.offline.view("numbers").runs.last()
     assert report is not None
-    assert (report["status"], report["attention"]) == ("published", [])  # it went, as nothing needs it
+    assert (report.status, report.attention) == ("published", [])  # it went, as nothing needs it
     assert numbers(project) == [4, 5]
     damaged(project, 4, known=False)
     report = run(make(make_project, [(1, 9.0), (2, 9.0), (3, 9.0)], grace="0s"))

@@ -24,9 +24,11 @@ from precompute.engine.batching import WINDOW_ROWS
 from precompute.engine.pace import LONG_S
 from precompute.source import Source
 from store.errors import ConfigError, ModelError, PrecomputeError, RejectedError, SnapshotError, SourceError
+from store.offline.journal import Journals
+from store.offline.runs import Report
 from store.offline.snapshot import Counts, Snapshot
 from store.offline.standing import Standing
-from store.offline.view_store import OfflineStore
+from store.record import plain
 from tests.arithmetic import REFUSED_AT, Doubler
 from tests.conftest import MakeProject
 
@@ -48,11 +50,11 @@ def made(project: Project, view: str = "numbers") -> Snapshot:
     report = run_view(project, view, Silent(), command="materialize")
     assert (report.status, report.error) == ("committed", None)
     assert report.snapshot is not None
-    return OfflineStore(project.root).snapshot(view, report.snapshot)
+    return project.offline.view(view).snapshot(report.snapshot)
 
 
 def rows_of(project: Project, snapshot: Snapshot) -> list[dict[str, Any]]:
-    return [row for batch in OfflineStore(project.root).batches(snapshot) for row in batch.to_pylist()]
+    return [row for batch in project.offline.view(snapshot.view.name).batches(snapshot) for row in batch.to_pylist()]
 
 
 def rejected_of(project: Project, run: str) -> list[dict[str, Any]]:
@@ -60,22 +62,22 @@ def rejected_of(project: Project, run: str) -> list[dict[str, Any]]:
     return found
 
 
-def last_report(project: Project) -> dict[str, Any]:
-    report = OfflineStore(project.root).last_report("numbers")
+def last_report(project: Project) -> Report:
+    report = project.offline.view("numbers").runs.last()
     assert report is not None
     return report
 
 
-def refused(project: Project, error: type[PrecomputeError]) -> dict[str, Any]:
+def refused(project: Project, error: type[PrecomputeError]) -> Report:
     """The report of a run that must fail; nothing is committed."""
-    store = OfflineStore(project.root)
-    before = store.numbers("numbers")
+    store = project.offline.view("numbers")
+    before = store.numbers()
     with pytest.raises(error) as caught:
         run_view(project, "numbers", Silent())
-    assert store.numbers("numbers") == before
+    assert store.numbers() == before
     report = last_report(project)
-    assert report["error"] == str(caught.value)
-    assert report["finished_at"] > report["started_at"]
+    assert report.error == str(caught.value)
+    assert report.finished_at > report.started_at
     return report
 
 
@@ -144,7 +146,7 @@ def test_a_snapshot_on_disk_is_what_the_design_says(make_project: MakeProject) -
 def test_nothing_is_published_by_materialize_alone(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)])
     made(project)
-    assert OfflineStore(project.root).live("numbers") is None
+    assert project.offline.view("numbers").refs.live() is None
     assert not (project.folder / "var" / "online").exists()
 
 
@@ -156,7 +158,7 @@ def test_snapshots_are_numbered_and_old_ones_stay_as_they_were(make_project: Mak
     assert [r["double"] for r in rows_of(project, first)] == [2.0]
     assert [r["double"] for r in rows_of(project, second)] == [10.0, 12.0]
     for snapshot in (first, second):
-        OfflineStore(project.root).check_parts(snapshot)
+        project.offline.view(snapshot.view.name).check_parts(snapshot)
 
 
 def test_many_windows_and_parts_hold_every_row_once_and_in_order(
@@ -190,7 +192,7 @@ def test_many_windows_and_parts_hold_every_row_once_and_in_order(
 def test_key_columns_are_int64_or_string(make_project: MakeProject, column: pa.Array, stored: pa.DataType) -> None:
     project = make_project(pa.table({"id": column, "x": [1.0, 2.0]}))
     snapshot = made(project)
-    batch = next(OfflineStore(project.root).batches(snapshot))
+    batch = next(project.offline.view(snapshot.view.name).batches(snapshot))
     assert batch.schema.field("id").type == stored
     assert [str(i) for i in batch.column("id").to_pylist()] == ["1", "2"]
 
@@ -223,7 +225,7 @@ def test_every_row_is_written_or_rejected(make_project: MakeProject, rows: Any, 
     project = make_project(table, view={"model": {"use": "tests.arithmetic:Doubler", "args": args}})
     snapshot = made(project)
     assert snapshot.counts == counts
-    assert last_report(project)["counts"] == {name: getattr(counts, name) for name in Counts.__slots__}
+    assert last_report(project).counts == plain(counts)
     assert len(rows_of(project, snapshot)) == counts.written
     if counts.rejected:
         assert snapshot.rejected is not None
@@ -299,18 +301,18 @@ def test_max_rejected_is_the_share_that_still_passes(
     if passes:
         assert made(project).counts == Counts(bad + good, good, rejected=bad)
     else:
-        assert refused(project, RejectedError)["status"] == "rejected"
+        assert refused(project, RejectedError).status == "rejected"
 
 
 def test_too_many_rejected_rows_publish_nothing_and_say_where_they_are(make_project: MakeProject) -> None:
     rows = [(1, 7.0), (2, 7.0), (3, 7.0), (4, 1.0)]
     project = make_project(rows, view={"model": {"use": "tests.arithmetic:Doubler", "args": {"fail_on": 7}}})
     report = refused(project, RejectedError)
-    path = project.root / "numbers" / "data" / report["run"] / "rejected.parquet"
+    path = project.root / "numbers" / "data" / report.run / "rejected.parquet"
     for part in ("3 rows rejected", "2 allowed", "3× ValueError: cannot take 7", str(path), "max_rejected"):
-        assert part in report["error"]
+        assert part in (report.error or "")
     assert [r["key"] for r in pq.read_table(path).to_pylist()] == ["1", "2", "3"]
-    assert OfflineStore(project.root).live("numbers") is None
+    assert project.offline.view("numbers").refs.live() is None
 
 
 @pytest.mark.parametrize("args", [{"fail_on": 7}, {"nan_on": 7}])
@@ -319,8 +321,8 @@ def test_all_rows_rejected_is_a_refusal_even_where_all_are_allowed(make_project:
         [(1, 7.0), (2, 7.0)], view={"model": {"use": "tests.arithmetic:Doubler", "args": args}, "max_rejected": 1.0}
     )
     report = refused(project, RejectedError)
-    assert "all 2 rows" in report["error"]
-    assert len(rejected_of(project, report["run"])) == 2
+    assert "all 2 rows" in (report.error or "")
+    assert len(rejected_of(project, report.run)) == 2
 
 
 # ---- bad runs
@@ -355,9 +357,9 @@ def test_a_run_that_cannot_work_fails_in_words(
     make_project: MakeProject, rows: Any, view: dict[str, Any], error: type[PrecomputeError], parts: list[str]
 ) -> None:
     report = refused(make_project([(1, 1.0)] if rows is None else rows, view=view), error)
-    assert report["status"] == "failed"
+    assert report.status == "failed"
     for part in parts:
-        assert part in report["error"]
+        assert part in (report.error or "")
 
 
 def test_a_count_that_does_not_add_up_is_not_committed(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,7 +367,7 @@ def test_a_count_that_does_not_add_up_is_not_committed(make_project: MakeProject
     load = Source.load
     monkeypatch.setattr(Source, "load", lambda source, within: load(source, within) + 1)
     report = refused(project, SnapshotError)
-    assert "3 rows came from the source but 2 are accounted for" in report["error"]
+    assert "3 rows came from the source but 2 are accounted for" in (report.error or "")
 
 
 # ---- views that read views
@@ -430,8 +432,8 @@ def built(project: Project, status: str = "committed", **how: Any) -> Snapshot:
     report = run_view(project, "numbers", Silent(), command="materialize", **how)
     assert (report.status, report.error) == (status, None)
     assert report.snapshot is not None
-    store = OfflineStore(project.root)
-    snapshot = store.snapshot("numbers", report.snapshot)
+    store = project.offline.view("numbers")
+    snapshot = store.snapshot(report.snapshot)
     store.check_parts(snapshot)
     return snapshot
 
@@ -453,10 +455,10 @@ def test_a_run_over_unchanged_rows_computes_and_commits_nothing(make_project: Ma
         assert built(make_project(rows), "current") == first
         assert calls.take() == 0
         report = last_report(project)
-        assert report["counts"] == {"source": 41, "written": 0, "rejected": 1, "unchanged": 40, "removed": 0, "duplicates": 0}
-        assert report["plan"].startswith("nothing to do: 0 of 41 rows to compute (")
+        assert report.counts == {"source": 41, "written": 0, "rejected": 1, "unchanged": 40, "removed": 0, "duplicates": 0}
+        assert (report.plan or "").startswith("nothing to do: 0 of 41 rows to compute (")
     assert {path: path.read_bytes() for folder in folders for path in folder.rglob("*") if path.is_file()} == before
-    assert OfflineStore(project.root).numbers("numbers") == [1]
+    assert project.offline.view("numbers").numbers() == [1]
 
 
 def test_changed_rows_make_a_delta_and_the_others_cost_no_inference(make_project: MakeProject, calls: Calls) -> None:
@@ -478,7 +480,7 @@ def test_changed_rows_make_a_delta_and_the_others_cost_no_inference(make_project
     assert (second.recipe, second.model) == (first.recipe, first.model)
     assert second.content != first.content
     assert (second.computed_at_min, second.computed_at_max or 0) > (first.computed_at_min, first.computed_at_max or 0)
-    assert second.renewed_at == last_report(project)["read_at_us"]
+    assert second.renewed_at == last_report(project).read_at_us
 
 
 def test_rows_keep_the_time_they_were_computed(make_project: MakeProject) -> None:
@@ -500,7 +502,7 @@ def test_a_row_that_comes_back_as_it_was_is_a_new_one(make_project: MakeProject,
     last = built(make_project(MANY))
     assert (calls.take(), last.counts) == (1, Counts(source=40, written=1, unchanged=39))
     assert values(project, last) == {i: 2 * x for i, x in MANY}
-    assert [layer.number for layer in OfflineStore(project.root).chain(last)] == [1, 2, 3]
+    assert [layer.number for layer in project.offline.view(last.view.name).chain(last)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(("changed", "kind"), [(10, "delta"), (11, "full")])
@@ -517,7 +519,7 @@ def test_past_a_quarter_of_the_base_the_rows_are_copied_together(
     assert values(project, second) == {i: 2 * x for i, x in rows}
     if kind == "full":
         assert (second.deletes, second.own_deletes, sum(part.rows for part in second.parts)) == (None, 0, 40)
-        assert len(OfflineStore(project.root).chain(second)) == 1
+        assert len(project.offline.view(second.view.name).chain(second)) == 1
 
 
 def test_after_eight_deltas_the_rows_are_copied_together(make_project: MakeProject, calls: Calls) -> None:
@@ -533,7 +535,7 @@ def test_after_eight_deltas_the_rows_are_copied_together(make_project: MakeProje
         assert calls.take() == 1
         assert values(project, snapshot) == {i: 2 * x for i, x in rows}
     assert kinds == ["delta"] * 8 + ["full", "delta"]
-    assert [layer.number for layer in OfflineStore(project.root).chain(snapshot)] == [10, 11]
+    assert [layer.number for layer in project.offline.view(snapshot.view.name).chain(snapshot)] == [10, 11]
 
 
 @pytest.mark.parametrize(
@@ -559,7 +561,7 @@ def test_a_view_that_means_something_else_is_computed_anew_and_says_why(
     project = make_project(MANY, view=view)
     second = built(project)
     assert (calls.take(), second.kind, second.parent, second.counts) == (40, "full", None, Counts(40, 40))
-    assert reason in last_report(project)["plan"]
+    assert reason in (last_report(project).plan or "")
     assert set(values(project, second).values()) == {2 * x for _, x in MANY}
 
 
@@ -586,7 +588,7 @@ def test_full_computes_every_row_once_more(make_project: MakeProject, calls: Cal
     calls.take()
     second = built(project, full=True)
     assert (calls.take(), second.number, second.kind, second.parent, second.counts) == (40, 2, "full", None, Counts(40, 40))
-    assert last_report(project)["plan"].endswith("; asked for every row")
+    assert (last_report(project).plan or "").endswith("; asked for every row")
 
 
 def test_what_the_model_rejected_is_not_given_to_it_again_until_its_input_changes(
@@ -613,7 +615,7 @@ def test_rows_with_a_bad_key_are_rejected_again_without_making_a_snapshot(make_p
     first = built(project)
     assert first.counts == Counts(7, 3, rejected=4)
     assert built(project, "current") == first
-    assert last_report(project)["counts"]["rejected"] == 4
+    assert last_report(project).counts["rejected"] == 4
 
 
 def test_rejected_rows_are_tried_again_when_asked(make_project: MakeProject, calls: Calls) -> None:
@@ -633,7 +635,7 @@ def test_rejected_rows_of_before_count_against_the_threshold(make_project: MakeP
     rows[5] = (5, 7.0)
     project = make_project(rows, view=view)
     report = refused(project, RejectedError)
-    assert "3 rows rejected so far, 2 allowed" in report["error"]
+    assert "3 rows rejected so far, 2 allowed" in (report.error or "")
 
 
 def test_without_renewal_rows_past_their_ttl_are_computed_again(make_project: MakeProject, calls: Calls) -> None:
@@ -644,15 +646,15 @@ def test_without_renewal_rows_past_their_ttl_are_computed_again(make_project: Ma
     assert (calls.take(), second.counts, second.renewed_at) == (40, Counts(40, 40), None)
     assert (second.computed_at_min or 0) > (first.computed_at_max or 0)
     assert values(project, second) == {i: 2 * x for i, x in MANY}
-    assert "40 past ttl" in last_report(project)["plan"]
+    assert "40 past ttl" in (last_report(project).plan or "")
 
 
 def test_a_snapshot_marked_bad_is_not_built_on(make_project: MakeProject, calls: Calls) -> None:
     project = make_project(MANY)
     built(project)
     built(make_project([(0, 9.0), *MANY[1:]]))
-    store = OfflineStore(project.root)
-    store.mark_bad("numbers", 2, "rolled back from")
+    store = project.offline.view("numbers")
+    store.mark_bad(2, "rolled back from")
     calls.take()
     third = built(make_project([(0, 8.0), *MANY[1:]]))
     assert (calls.take(), third.parent, third.counts) == (1, 1, Counts(40, 1, unchanged=39))
@@ -675,7 +677,7 @@ def test_composite_and_text_keys_are_compared_whole(make_project: MakeProject, c
 
 def interrupted(project: Project, monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
     """A run that ends without a word once it has journaled so many chunks."""
-    original = OfflineStore.add_to_journal
+    original = Journals.add
     noted = 0
 
     def ending(*arguments: Any) -> None:
@@ -686,7 +688,7 @@ def interrupted(project: Project, monkeypatch: pytest.MonkeyPatch, chunks: int) 
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(OfflineStore, "add_to_journal", ending)
+        patched.setattr(Journals, "add", ending)
         with pytest.raises(KeyboardInterrupt):
             run_view(project, "numbers", Silent(), command="materialize")
     assert noted == chunks
@@ -710,7 +712,7 @@ def test_finished_chunks_of_an_interrupted_run_are_not_computed_again(
     snapshot = built(project)
     assert calls.take() == 25
     report = last_report(project)
-    assert report["resumed"] == 14
+    assert report.resumed == 14
     assert snapshot.counts == Counts(40, 39, rejected=1)
     assert values(project, snapshot) == {i: 2 * x for i, x in MANY if i != 7}
     assert [row["key"] for row in rejected_of(project, snapshot.run)] == ["7"]
@@ -740,11 +742,11 @@ def test_a_killed_run_loses_seconds_of_work_however_slow_the_model_and_large_the
     calls.take()
     progress = Counting()
     run_view(project, "numbers", progress, command="materialize")
-    assert 12 <= last_report(project)["resumed"] <= 24
-    assert calls.take() == 40 - last_report(project)["resumed"]
-    assert sum(progress.advances) == 40 - last_report(project)["resumed"]
+    assert 12 <= last_report(project).resumed <= 24
+    assert calls.take() == 40 - last_report(project).resumed
+    assert sum(progress.advances) == 40 - last_report(project).resumed
     assert max(progress.advances) <= 2
-    snapshot = Standing(OfflineStore(project.root), "numbers").newest()
+    snapshot = Standing(project.offline.view("numbers")).newest()
     assert snapshot is not None
     assert values(project, snapshot) == {i: 2 * x for i, x in MANY}
 
@@ -781,7 +783,7 @@ def test_rows_that_changed_since_the_interruption_are_computed_and_the_old_ones_
     snapshot = built(project)
     assert calls.take() == 39 - 8
     assert (snapshot.kind, snapshot.counts, snapshot.own_deletes) == ("full", Counts(39, 39), 2)
-    assert last_report(project)["resumed"] == 8
+    assert last_report(project).resumed == 8
     assert values(project, snapshot) == {i: 2 * x for i, x in changed}
     assert len([part for part in snapshot.parts if snapshot.run not in part.path]) == 2  # no row of the first chunk was of use
 
@@ -813,7 +815,7 @@ def test_chunks_of_another_recipe_are_not_taken_over(
     calls.take()
     project = make_project(MANY, view={"model": {"use": "tests.arithmetic:Doubler", "args": args}})
     snapshot = built(project)
-    assert (calls.take(), last_report(project)["resumed"]) == (40, 0)
+    assert (calls.take(), last_report(project).resumed) == (40, 0)
     assert values(project, snapshot) == {i: 2 * x for i, x in MANY}
 
 

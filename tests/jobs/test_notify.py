@@ -15,9 +15,9 @@ from jobs.cli import main
 from jobs.config import Project
 from jobs.notify import notify
 from jobs.progress import Silent
-from jobs.report import Report
 from jobs.run import run_view
 from store.errors import GateError, RejectedError, SourceError
+from store.offline.runs import Report
 from tests.conftest import MakeProject
 
 NAMES = ("VIEW", "STATUS", "COMMAND", "RUN", "SNAPSHOT", "EPOCH", "ERROR")

@@ -19,14 +19,13 @@ from jobs.cli import main
 from jobs.config import Project
 from jobs.fallback import ViewFallback
 from jobs.progress import Silent
-from jobs.report import Report
 from jobs.run import plan_view, run_view
 from store.disk.lease import Lease, take
 from store.errors import ConfigError, GateError, RejectedError, SourceError
 from store.lookup import Lookup
 from store.offline.refs import PUBLISH_LEASE
+from store.offline.runs import Report
 from store.offline.standing import Standing
-from store.offline.view_store import OfflineStore
 from store.online.online_url import open_online_store
 from store.partition import Partition, containing
 from tests.conftest import MakeProject
@@ -69,8 +68,8 @@ def run(project: Project, day: datetime | None = None, command: str = "run", **o
 
 
 def values(project: Project, number: int) -> dict[int, float]:
-    store = OfflineStore(project.root)
-    return {row["id"]: row["double"] / 2 for b in store.batches(store.snapshot("numbers", number)) for row in b.to_pylist()}
+    store = project.offline.view("numbers")
+    return {row["id"]: row["double"] / 2 for b in store.batches(store.snapshot(number)) for row in b.to_pylist()}
 
 
 def expected(day: int, factor: float = 1.0) -> dict[int, float]:
@@ -79,13 +78,13 @@ def expected(day: int, factor: float = 1.0) -> dict[int, float]:
 
 def live(project: Project) -> tuple[int, str | None]:
     """(snapshot, day) that offline and online pointer agree on."""
-    store, online = OfflineStore(project.root), open_online_store(project.online)
+    store, online = project.offline.view("numbers"), open_online_store(project.online)
     try:
-        ref, pointer = store.live("numbers"), online.live("numbers")
+        ref, pointer = store.refs.live(), online.live("numbers")
         assert ref is not None
         assert pointer is not None
         assert pointer.snapshot == ref.snapshot
-        assert pointer.partition == store.snapshot("numbers", ref.snapshot).partition
+        assert pointer.partition == store.snapshot(ref.snapshot).partition
         return ref.snapshot, None if pointer.partition is None else pointer.partition[:10]
     finally:
         online.close()
@@ -268,7 +267,7 @@ def test_a_partition_before_the_first_or_not_over_is_bad_usage(make_project: Mak
     assert (
         main(["-c", str(project.folder), "run", "numbers", "--partition", day(4)]) == 2
     )  # half a day would look like a whole one
-    assert OfflineStore(project.root).numbers("numbers") == []
+    assert project.offline.view("numbers").numbers() == []
 
 
 def test_a_view_without_partitions_takes_none(make_project: MakeProject, capsys: Captured) -> None:
@@ -373,8 +372,7 @@ def test_a_view_that_gets_partitions_is_published(make_project: MakeProject) -> 
 def test_the_fallback_computes_with_the_partition_that_is_live(make_project: MakeProject) -> None:
     project = make(make_project, fallback={"enabled": True, "deadline": "20s"}, ttl="1s", stale_for="0s")
     run(project, DAYS[2])
-    store = OfflineStore(project.root)
-    fallback = ViewFallback(store, project.home)
+    fallback = ViewFallback(project.offline, project.home)
     lookup = Lookup(open_online_store(project.online), project.root, fallback, clock=lambda: time.time() + 10**6)
     try:
         for n in (2, 3):
@@ -391,7 +389,7 @@ def test_the_fallback_computes_with_the_partition_that_is_live(make_project: Mak
 def test_the_parity_gate_reads_the_partition(make_project: MakeProject) -> None:
     project = make(make_project, fallback={"enabled": True, "deadline": "20s"})
     run(project, DAYS[1])
-    snapshot = OfflineStore(project.root).snapshot("numbers", 1)
+    snapshot = project.offline.view("numbers").snapshot(1)
     assert [g.message for g in snapshot.gates if g.gate == "parity"] == [
         "0 of 3 sampled rows come out differently from the fallback"
     ]
@@ -422,7 +420,7 @@ def test_two_partitions_run_at_once_and_one_only_once(make_project: MakeProject)
     from store.offline.refs import run_lease
 
     project = make(make_project)
-    folder = OfflineStore(project.root).lease_folder("numbers")
+    folder = project.offline.view("numbers").leases
     with take(folder, run_lease(str(containing("day", DAYS[0]))), "another"):
         with pytest.raises(ConflictError, match=f"another run of view 'numbers' and partition {day(0)}"):
             run(project, DAYS[0])
@@ -432,7 +430,7 @@ def test_two_partitions_run_at_once_and_one_only_once(make_project: MakeProject)
 def test_any_parquet_reader_can_read_one_partition(make_project: MakeProject) -> None:
     project = make(make_project)
     run(project, DAYS[1])
-    snapshot = OfflineStore(project.root).snapshot("numbers", 1)
+    snapshot = project.offline.view("numbers").snapshot(1)
     table = pq.read_table(project.root / "numbers" / snapshot.parts[0].path)
     assert dict(zip(table["id"].to_pylist(), (v / 2 for v in table["double"].to_pylist()), strict=True)) == expected(1)
 
@@ -453,17 +451,17 @@ def run_day(project: Project, number: int, **how: Any) -> Report:
 
 def test_an_empty_partition_is_done_and_what_is_live_stays(make_project: MakeProject, capsys: Captured) -> None:
     project = make(make_project, without(2, 3))
-    store, online = OfflineStore(project.root), open_online_store(project.online)
+    store, online = project.offline.view("numbers"), open_online_store(project.online)
     assert run_day(project, 1).status == "published"
     for number, snapshot in ((2, 2), (3, 3)):
         report = run_day(project, number)
         assert (report.status, report.snapshot, report.counts["source"]) == ("committed", snapshot, 0)
-        found = store.snapshot("numbers", snapshot)
+        found = store.snapshot(snapshot)
         assert (found.rows, found.gates, found.computed_at_min, found.partition) == (0, (), None, report.partition)
         (part,) = store.part_paths(found)
         assert pq.read_schema(part).names == ["id", "double", "vector", "computed_at", "input_hash"]
         assert run_day(project, number).status == "current"
-    assert Standing(store, "numbers").newest_publishable() == 1
+    assert Standing(store).newest_publishable() == 1
     pointer = online.live("numbers")
     assert pointer is not None
     assert (pointer.snapshot, pointer.rows) == (1, 3)
@@ -497,10 +495,10 @@ def test_a_partition_that_lost_all_its_rows_is_refused_until_that_is_accepted(ma
     make(make_project, table.slice(0, 0), gates={"rows": 0.2, "drift": None, "norm": None})
     with pytest.raises(GateError, match=r"no rows any more, against the 30 of snapshot 1 \(limit 0.2\)"):
         run_day(project, 2)
-    store = OfflineStore(project.root)
-    assert (store.snapshot("numbers", 2).rows, store.snapshot("numbers", 2).counts.removed) == (0, 30)
+    store = project.offline.view("numbers")
+    assert (store.snapshot(2).rows, store.snapshot(2).counts.removed) == (0, 30)
     assert run_day(project, 2, accept=["rows"]).status == "committed"
-    assert (store.snapshot("numbers", 3).refused_by, live(project)) == ([], (1, day(2)))
+    assert (store.snapshot(3).refused_by, live(project)) == ([], (1, day(2)))
 
 
 def test_an_empty_partition_that_was_refused_is_judged_by_the_gates_as_they_are_now(make_project: MakeProject) -> None:

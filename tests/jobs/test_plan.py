@@ -20,13 +20,13 @@ from jobs.cli import main
 from jobs.config import Project
 from jobs.plan import Plan
 from jobs.progress import Silent
-from jobs.report import Report
 from jobs.run import plan_view, run_view
 from jobs.status import project_status
 from precompute.diff import Diff
 from precompute.sources.input_hash import MD5
 from store.errors import PrecomputeError, RejectedError, SnapshotError
 from store.lookup import Lookup
+from store.offline.runs import Report
 from store.offline.snapshot import Snapshot
 from store.offline.view_store import OfflineStore
 from store.online.online_url import open_online_store
@@ -67,12 +67,12 @@ def run(project: Project, view: str = "numbers", command: str = "materialize", *
 
 def snapshot_of(project: Project, report: Report, view: str = "numbers") -> Snapshot:
     assert report.snapshot is not None
-    return OfflineStore(project.root).snapshot(view, report.snapshot)
+    return project.offline.view(view).snapshot(report.snapshot)
 
 
 def rows_of(project: Project, number: int, view: str = "numbers") -> list[dict[str, Any]]:
-    store = OfflineStore(project.root)
-    return [row for batch in store.batches(store.snapshot(view, number)) for row in batch.to_pylist()]
+    store = project.offline
+    return [row for batch in store.view(view).batches(store.view(view).snapshot(number)) for row in batch.to_pylist()]
 
 
 def values(project: Project, number: int) -> dict[Any, float]:
@@ -289,8 +289,8 @@ def test_a_rejected_row_is_not_tried_again_before_its_input_changes(make_project
     assert str(again) == "delta: 1 of 8 rows to compute (1 new, 1 of them rejected before), 7 unchanged; builds on snapshot 1"
     for attempts in (2, 3):
         report = run(project, retry_rejected=True)
-        store = OfflineStore(project.root)
-        rejected = store.snapshot("numbers", report.snapshot or 0).rejected
+        store = project.offline
+        rejected = store.view("numbers").snapshot(report.snapshot or 0).rejected
         assert rejected is not None
         (row,) = pq.read_table(store.root / "numbers" / rejected.path).to_pylist()
         assert (row["key"], row["stage"], row["attempts"]) == ("8", "model", attempts)
@@ -305,13 +305,13 @@ def test_a_rejected_row_is_not_tried_again_before_its_input_changes(make_project
 def test_a_damaged_file_of_rejected_rows_does_not_stop_a_retry(make_project: MakeProject) -> None:
     project = make_project([*ROWS[:7], (8, -1.0)], view=COUNTING)
     first = run(project)
-    store = OfflineStore(project.root)
-    rejected = store.snapshot("numbers", first.snapshot or 0).rejected
+    store = project.offline
+    rejected = store.view("numbers").snapshot(first.snapshot or 0).rejected
     assert rejected is not None
     (store.root / "numbers" / rejected.path).write_bytes(b"no Parquet")
     report = run(project, retry_rejected=True)
     assert (report.counts["rejected"], report.counts["unchanged"]) == (1, 7)
-    again = store.snapshot("numbers", report.snapshot or 0).rejected
+    again = store.view("numbers").snapshot(report.snapshot or 0).rejected
     assert again is not None
     (row,) = pq.read_table(store.root / "numbers" / again.path).to_pylist()
     assert (row["key"], row["attempts"]) == ("8", 1)
@@ -331,7 +331,7 @@ def test_a_source_with_a_null_key_has_nothing_to_do_when_nothing_changed(make_pr
     assert (report.counts["rejected"], report.counts["source"]) == (2, 10)
     report = run(project)
     assert (report.status, report.counts["rejected"]) == ("current", 2)
-    assert OfflineStore(project.root).numbers("numbers") == [1]
+    assert project.offline.view("numbers").numbers() == [1]
 
 
 # ---- what an interrupted run left
@@ -373,7 +373,7 @@ def test_the_ninth_delta_compacts_without_a_model(make_project: MakeProject) -> 
         assert (snapshot.counts.written, snapshot.counts.unchanged) == (1, 99)
         assert values(project, snapshot.number) == {i: 2 * x for i, x in rows.items()}
     assert kinds == ["delta"] * 8 + ["full"] + ["delta"]
-    assert len(OfflineStore(project.root).chain(snapshot_of(project, report))) == 2
+    assert len(project.offline.view("numbers").chain(snapshot_of(project, report))) == 2
 
 
 def test_more_than_a_quarter_of_the_base_compacts(make_project: MakeProject) -> None:
@@ -423,7 +423,7 @@ def test_unchanged_rows_keep_their_computed_at_through_deltas_and_compaction(mak
         run(project)
         now = {row["id"]: row["computed_at"] for row in rows_of(project, step + 2)}
         assert {i for i in now if now[i] != first[i]} == set(range(step + 1))
-    snapshot = OfflineStore(project.root).snapshot("numbers", 11)
+    snapshot = project.offline.view("numbers").snapshot(11)
     ages = [int(row["computed_at"].timestamp() * 1e6) for row in rows_of(project, 11)]
     assert abs((snapshot.computed_at_min or 0) - min(ages)) <= 1
     assert abs((snapshot.computed_at_max or 0) - max(ages)) <= 1
@@ -479,7 +479,7 @@ def test_a_chain_of_deltas_is_what_a_full_run_makes(
         if report.status == "committed" and snapshot.parent is not None:
             assert counts["unchanged"] == sum(previous.get(key) == value for key, value in good.items())
             assert counts["removed"] == sum(key not in table for key in previous)
-        OfflineStore(project.root).check_parts(snapshot)
+        project.offline.view(snapshot.view.name).check_parts(snapshot)
         previous = good
 
 
@@ -509,7 +509,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
         at = datetime.fromtimestamp(Ahead.time_ns() / 1e9, UTC)
         return at.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
-    monkeypatch.setattr("store.offline.view_store.utc_now", utc_now)
+    monkeypatch.setattr("store.offline.refs.utc_now", utc_now)
 
     def move(seconds: float) -> None:
         ahead[0] = seconds
@@ -701,8 +701,8 @@ def test_damage_that_the_plan_does_not_see_is_told_and_the_next_run_builds_on_wh
 ) -> None:
     project = make_project(ROWS, view=COUNTING | GATES_OFF)
     run(project)
-    store = OfflineStore(project.root)
-    (path,) = store.part_paths(store.snapshot("numbers", 1))
+    store = project.offline
+    (path,) = store.view("numbers").part_paths(store.view("numbers").snapshot(1))
     metadata = pq.read_metadata(path).row_group(0)
     (column,) = [c for c in map(metadata.column, range(metadata.num_columns)) if "vector" in c.path_in_schema]
     data = bytearray(path.read_bytes())
@@ -730,4 +730,4 @@ def test_a_compaction_ends_the_journals_of_the_runs_it_takes_over(
     run_to_the_commit(project, monkeypatch)
     report = run(project)
     assert (report.resumed, "compacting" in str(report.plan)) == (8, True)
-    assert OfflineStore(project.root).journals("numbers") == {}
+    assert project.offline.view("numbers").journals.partitions() == {}

@@ -223,13 +223,13 @@ def test_a_partitions_bounds_may_be_part_of_a_files_name(make_project: MakeProje
 
 
 def rows_of(project: Project, number: int) -> list[Any]:
-    store = OfflineStore(project.root)
-    return [row["double"] for batch in store.batches(store.snapshot("numbers", number)) for row in batch.to_pylist()]
+    store = project.offline.view("numbers")
+    return [row["double"] for batch in store.batches(store.snapshot(number)) for row in batch.to_pylist()]
 
 
 def computed(project: Project, key: str) -> list[Any]:
     """What the fallback answers for a key."""
-    fallback = ViewFallback(OfflineStore(project.root), project.home, memory_mb=64)
+    fallback = ViewFallback(project.offline, project.home, memory_mb=64)
     lookup = Lookup(open_online_store(project.online), project.root, fallback)
     try:
         answer = lookup.begin("numbers", [key], fallback=True, deadline_ms=20_000)
@@ -273,7 +273,7 @@ def test_arguments_of_any_depth_are_paths_when_they_start_with_a_dot_and_a_slash
     project = make_project([(1, 2.0)], view=WEIGHED | {"model": WEIGHED["model"] | {"args": args}})
     write_files(project.folder, 3.0)
     run_view(project, "numbers", Silent())
-    first = OfflineStore(project.root).snapshot("numbers", 1)
+    first = project.offline.view("numbers").snapshot(1)
     assert first.view.definition.model.args == args  # as they are written
     (project.folder / "data.csv").write_text("other")
     assert run_view(project, "numbers", Silent()).model != first.model
@@ -295,7 +295,7 @@ def test_a_copied_or_moved_project_computes_nothing_and_commits_nothing(
         plan = plan_view(there, "numbers")
         assert (plan.nothing_to_do, plan.diff.compute) == (True, 0), str(plan)
         assert run_view(there, "numbers", Silent()).status == "current"
-        assert OfflineStore(there.root).numbers("numbers") == [1]
+        assert OfflineStore(there.root).view("numbers").numbers() == [1]
     for file in (project.root / "numbers" / "manifests").iterdir():
         assert str(project.folder) not in file.read_text()
     assert str(project.folder) not in json.dumps(open_online_store(project.online).live("numbers").view.to_json())  # type: ignore[union-attr]

@@ -22,7 +22,6 @@ from precompute.model import digest
 from precompute.project_module import import_module, module_exists, plain_name
 from precompute.registry import load_model
 from store.errors import ConfigError, ModelError
-from store.offline.view_store import OfflineStore
 from tests.conftest import MakeProject
 
 MODEL = """
@@ -65,7 +64,7 @@ def test_a_module_may_be_called_anything(make_project: MakeProject, name: str, w
     assert report.counts["written"] == 1
     assert sys.modules["store"] is store
     assert str(project.folder) not in sys.path
-    fingerprint = OfflineStore(project.root).snapshot("numbers", 1).model
+    fingerprint = project.offline.view("numbers").snapshot(1).model
     assert fingerprint == report.model
 
 
@@ -233,8 +232,8 @@ def test_torch_module_takes_a_class_beside_the_views(
     save_file(weights, project.folder / "ranker.safetensors")
     monkeypatch.chdir(tmp_path)
     first = run_view(project, "numbers", Silent())
-    offline = OfflineStore(project.root)
-    rows = [row["double"] for batch in offline.batches(offline.snapshot("numbers", 1)) for row in batch.to_pylist()]
+    offline = project.offline.view("numbers")
+    rows = [row["double"] for batch in offline.batches(offline.snapshot(1)) for row in batch.to_pylist()]
     assert rows == [30.0, 70.0]
     project.folder.rename(tmp_path / "moved")
     moved = Project(tmp_path / "moved", {})

@@ -6,7 +6,6 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,19 @@ import redis
 from jobs.config import Project
 from jobs.progress import Silent
 from jobs.publish import publish
-from jobs.report import Report, recorded
+from jobs.report import recorded
 from jobs.run import run_view
 from store.disk.lease import take
 from store.errors import ConflictError, GateError, OnlineStoreError, PrecomputeError, SnapshotError
 from store.lookup import Lookup
 from store.offline.refs import PUBLISH_LEASE
-from store.offline.view_store import OfflineStore
+from store.offline.runs import Report
+from store.offline.view_store import ViewStore
 from store.online.codec import Buffer
 from store.online.online_store import MemoryStore, Pointer, Rows
 from store.online.online_url import open_online_store
 from store.online.vector_index import VectorIndex
+from store.record import replace
 from tests.conftest import MakeProject
 
 INDEXED = {"index": {"on": "vector", "metric": "l2"}}
@@ -68,7 +69,7 @@ def epochs(project: Project) -> tuple[int, int]:
     """(of the offline pointer, of the online pointer)."""
     store = open_online_store(project.online)
     try:
-        ref, pointer = OfflineStore(project.root).live("numbers"), store.live("numbers")
+        ref, pointer = project.offline.view("numbers").refs.live(), store.live("numbers")
         return 0 if ref is None else ref.epoch, 0 if pointer is None else pointer.epoch
     finally:
         store.close()
@@ -82,14 +83,14 @@ def generations(project: Project) -> list[int]:
         store.close()
 
 
-def committed(project: Project) -> OfflineStore:
+def committed(project: Project) -> ViewStore:
     run(project, "materialize")
-    return OfflineStore(project.root)
+    return project.offline.view("numbers")
 
 
-def publish_to(online: MemoryStore, store: OfflineStore, number: int | None = None) -> tuple[Report, Pointer]:
-    with take(store.lease_folder("numbers"), PUBLISH_LEASE, "publish") as lease, recorded(store, "numbers", "publish") as report:
-        return report, publish("numbers", store, online, report, Silent(), number=number, lease=lease)
+def publish_to(online: MemoryStore, store: ViewStore, number: int | None = None) -> tuple[Report, Pointer]:
+    with take(store.leases, PUBLISH_LEASE, "publish") as lease, recorded(store, "publish") as report:
+        return report, publish(store, online, report, Silent(), number=number, lease=lease)
 
 
 # ---- the good case
@@ -106,7 +107,7 @@ def test_rows_and_index_are_live_together(make_project: MakeProject, online: str
     assert run(project).epoch == 2
     assert served(project) == (2, [None, 400.0, 4.0])
     assert nearest(project, 2.2) == (2, "3")
-    ref = OfflineStore(project.root).live("numbers")
+    ref = project.offline.view("numbers").refs.live()
     assert ref is not None
     assert (ref.epoch, ref.snapshot, ref.previous, ref.reason) == (2, 2, 1, "run")
 
@@ -115,7 +116,7 @@ def test_the_pointer_tells_what_is_live(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0), (2, None)], view=INDEXED)
     report = run(project)
     pointer = open_online_store(project.online).live("numbers")
-    snapshot = OfflineStore(project.root).snapshot("numbers", 1)
+    snapshot = project.offline.view("numbers").snapshot(1)
     assert pointer is not None
     assert pointer.view == snapshot.view == project.view("numbers").feature_view()
     assert (pointer.snapshot, pointer.epoch, pointer.rows, pointer.source_rows) == (1, 1, 1, 2)
@@ -145,7 +146,7 @@ def test_publishing_what_is_live_reads_none_of_its_parts(make_project: MakeProje
     store = committed(make_project([(1, 1.0)]))
     memory = MemoryStore()
     _, before = publish_to(memory, store)
-    for path in store.part_paths(store.snapshot("numbers", 1)):
+    for path in store.part_paths(store.snapshot(1)):
         path.unlink()
     memory.__class__ = NoLoad
     report, pointer = publish_to(memory, store)
@@ -159,7 +160,7 @@ def test_a_run_that_found_nothing_changed_renews_what_is_live(make_project: Make
     opened = open_online_store(project.online)
     before = opened.live("numbers")
     again = run(project)
-    after, ref = opened.live("numbers"), OfflineStore(project.root).live("numbers")
+    after, ref = opened.live("numbers"), project.offline.view("numbers").refs.live()
     opened.close()
     assert before is not None
     assert ref is not None
@@ -169,7 +170,7 @@ def test_a_run_that_found_nothing_changed_renews_what_is_live(make_project: Make
     assert ref.renewed_at == again.read_at_us > first.read_at_us
     assert (epochs(project), generations(project)) == ((1, 1), [1])
     assert run(project, "publish").status == "current"  # and publishing does not take the renewal back
-    assert OfflineStore(project.root).live("numbers") == ref
+    assert project.offline.view("numbers").refs.live() == ref
 
 
 def test_a_run_over_unchanged_rows_publishes_what_was_only_committed(make_project: MakeProject) -> None:
@@ -186,7 +187,7 @@ def test_a_delta_is_served_whole(make_project: MakeProject, online: str) -> None
     run(make_project(rows, **make))
     project = make_project([(1, 100.0), *rows[2:], (30, 30.0)], **make)  # 0 left, 1 changed, 30 is new
     assert run(project).snapshot == 2
-    snapshot = OfflineStore(project.root).snapshot("numbers", 2)
+    snapshot = project.offline.view("numbers").snapshot(2)
     assert (snapshot.kind, snapshot.counts.written, snapshot.counts.unchanged) == ("delta", 2, 28)
     assert served(project, range(32)) == (2, [None, 200.0, *(2.0 * i for i in range(2, 31)), None])
     assert nearest(project, 100.0) == (2, "1")
@@ -201,8 +202,8 @@ def test_a_delta_over_a_damaged_parent_is_never_published(make_project: MakeProj
     run(project)
     run(make_project([(1, 100.0), *rows[2:]]))
     committed(make_project([(1, 200.0), *rows[2:]]))
-    store = OfflineStore(project.root)
-    full, delta, last = store.chain(store.snapshot("numbers", 3))
+    store = project.offline.view("numbers")
+    full, delta, last = store.chain(store.snapshot(3))
     part = full.parts[0] if damage == "part" else delta.deletes
     assert part is not None
     flip(project.root / "numbers" / part.path, Path())
@@ -217,13 +218,13 @@ def test_going_back_to_the_snapshot_before_loads_nothing(make_project: MakeProje
     for x in (1.0, 10.0):
         project = make_project([(1, x), (2, x), (3, x)], **make)
         run(project)
-    store = OfflineStore(project.root)
-    for path in store.part_paths(store.snapshot("numbers", 1)):
+    store = project.offline.view("numbers")
+    for path in store.part_paths(store.snapshot(1)):
         path.unlink()  # what is not read may be missing
     report = run(project, "publish", 1)
     assert (report.status, report.snapshot, report.epoch) == ("published", 1, 3)
     assert report.stages_s.keys() & {"check", "load", "verify", "index"} == set()
-    ref = store.live("numbers")
+    ref = store.refs.live()
     assert ref is not None
     assert (ref.epoch, ref.generation, ref.previous, ref.previous_generation) == (3, 1, 2, 2)
     assert served(project) == (1, [2.0, 2.0, 2.0])
@@ -232,7 +233,7 @@ def test_going_back_to_the_snapshot_before_loads_nothing(make_project: MakeProje
     report = run(project, "publish", 2)  # and forth
     assert (report.epoch, "load" in report.stages_s) == (4, False)
     assert served(project) == (2, [20.0, 20.0, 20.0])
-    ref = store.live("numbers")
+    ref = store.refs.live()
     assert ref is not None
     assert (ref.epoch, ref.generation, ref.previous, ref.previous_generation) == (4, 2, 1, 1)
     assert generations(project) == [1, 2]
@@ -279,9 +280,9 @@ def test_what_was_rolled_back_from_is_published_by_nobody_nor_are_the_same_rows_
     for x in (1.0, 10.0):
         project = make_project([(1, x)])
         run(project)
-    store = OfflineStore(project.root)
+    store = project.offline.view("numbers")
     run(project, "publish", 1)
-    store.mark_bad("numbers", 2, "rolled back from")
+    store.mark_bad(2, "rolled back from")
     with pytest.raises(GateError, match=r"snapshot 2 is marked bad \(rolled back from\); the live one stays.*bad/2.json"):
         run(project, "publish", 2)
     with pytest.raises(GateError, match=r"snapshot 2 is marked bad.*snapshot 3 builds on it or holds the very same rows"):
@@ -300,21 +301,21 @@ def test_a_snapshot_that_a_gate_refused_is_committed_and_published_once_that_is_
     make_project(rows[:20])
     with pytest.raises(GateError, match=r"snapshot 2 is not published.*rows: 20 rows, -50.0%.*--snapshot 2 --accept rows"):
         run(project)
-    store = OfflineStore(project.root)
-    report = store.last_report("numbers")
+    store = project.offline.view("numbers")
+    report = store.runs.last()
     assert report is not None
-    assert (report["status"], report["snapshot"], report["counts"]["removed"]) == ("refused", 2, 20)
-    assert [gate["gate"] for gate in report["gates"] if not gate["passed"]] == ["rows"]
-    assert (store.numbers("numbers"), store.snapshot("numbers", 2).refused_by) == ([1, 2], ["rows"])
+    assert (report.status, report.snapshot, report.counts["removed"]) == ("refused", 2, 20)
+    assert [gate.gate for gate in report.gates if not gate.passed] == ["rows"]
+    assert (store.numbers(), store.snapshot(2).refused_by) == ([1, 2], ["rows"])
     assert served(project, [1, 30]) == (1, [4.0, 62.0])
     with pytest.raises(GateError):  # nothing changed, nothing is computed, and it is refused all the same
         run(project)
-    assert (store.numbers("numbers"), served(project, [1])) == ([1, 2], (1, [4.0]))
+    assert (store.numbers(), served(project, [1])) == ([1, 2], (1, [4.0]))
     assert run(project, "publish").status == "current"  # the newest that may be published is live
     accepted = run_view(project, "numbers", Silent(), command="publish", number=2, accept=["rows"])
     assert (accepted.status, accepted.snapshot) == ("published", 3)
-    snapshot = store.snapshot("numbers", 3)
-    assert (snapshot.accepted, snapshot.refused_by, snapshot.parts) == (("rows",), [], store.snapshot("numbers", 2).parts)
+    snapshot = store.snapshot(3)
+    assert (snapshot.accepted, snapshot.refused_by, snapshot.parts) == (("rows",), [], store.snapshot(2).parts)
     assert served(project, [1, 30]) == (3, [4.0, None])
 
 
@@ -461,10 +462,10 @@ def test_a_store_that_lost_or_altered_rows_is_not_made_live(
     memory.__class__ = kind
     with pytest.raises(OnlineStoreError, match=message):
         publish_to(memory, store)
-    report = store.last_report("numbers")
+    report = store.runs.last()
     assert report is not None
-    assert (report["status"], report["snapshot"]) == ("failed", 2)
-    ref = store.live("numbers")
+    assert (report.status, report.snapshot) == ("failed", 2)
+    ref = store.refs.live()
     assert ref is not None
     assert (ref.epoch, ref.snapshot) == (1, 1)
     assert memory.live("numbers") == before
@@ -514,8 +515,8 @@ def test_a_damaged_snapshot_is_never_published(make_project: MakeProject, damage
     project = make_project([(1, 1.0), (2, 2.0)])
     run(project)
     committed(make_project([(1, 9.0), (2, 8.0)]))
-    store = OfflineStore(project.root)
-    parts = [store.part_paths(store.snapshot("numbers", n))[0] for n in (1, 2)]
+    store = project.offline.view("numbers")
+    parts = [store.part_paths(store.snapshot(n))[0] for n in (1, 2)]
     damage(parts[1], parts[0])
     assert parts[0] != parts[1]
     with pytest.raises(SnapshotError, match=re.escape(str(parts[1]))):
@@ -622,7 +623,7 @@ def test_a_publish_that_stopped_between_the_two_pointers_heals_at_the_next(make_
     report, pointer = publish_to(memory, store)
     assert (report.status, pointer.snapshot) == ("published", 2)
     assert Lookup(memory).get("numbers", [1])["double"].to_pylist() == [4.0]
-    ref = store.live("numbers")
+    ref = store.refs.live()
     assert ref is not None
     assert (ref.epoch, ref.snapshot) == (pointer.epoch, 2)
 
@@ -633,14 +634,14 @@ def test_a_publish_that_was_overtaken_changes_nothing(make_project: MakeProject)
     class Overtaken(MemoryStore):
         def load(self, view: str, generation: int, rows: Rows) -> int:
             count = super().load(view, generation, rows)
-            store.move_live(view, 1, expected_epoch=0, epoch=5, reason="another machine")
+            store.refs.move_live(1, expected_epoch=0, epoch=5, reason="another machine")
             return count
 
     memory = Overtaken()
     with pytest.raises(ConflictError, match="from epoch 0 to 5"):
         publish_to(memory, store)
     assert memory.live("numbers") is None
-    ref = store.live("numbers")
+    ref = store.refs.live()
     assert ref is not None
     assert (ref.epoch, ref.reason) == (5, "another machine")
 

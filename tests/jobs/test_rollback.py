@@ -17,7 +17,6 @@ from jobs import run as run_module
 from jobs.cli import main
 from jobs.config import Project
 from jobs.progress import Silent
-from jobs.report import Report
 from jobs.rollback import rollback
 from jobs.run import run_view
 from jobs.verify import verify
@@ -27,7 +26,8 @@ from store.disk.lease import Lease, take
 from store.errors import GateError, OnlineStoreError, PrecomputeError, SnapshotError
 from store.lookup import Lookup
 from store.offline.refs import PUBLISH_LEASE
-from store.offline.view_store import OfflineStore
+from store.offline.runs import Report
+from store.offline.view_store import ViewStore
 from store.online.online_url import open_online_store
 from store.partition import containing
 from tests.conftest import MakeProject
@@ -66,8 +66,8 @@ def back(project: Project, **options: Any) -> Report:
     return rollback(project, "numbers", Silent(), **options)
 
 
-def store_of(project: Project) -> OfflineStore:
-    return OfflineStore(project.root)
+def store_of(project: Project) -> ViewStore:
+    return project.offline.view("numbers")
 
 
 def served(project: Project) -> tuple[int, float]:
@@ -99,11 +99,11 @@ def test_back_to_what_was_live_before_by_one_pointer_move(versions: Versions, on
     assert (report.status, report.command, report.snapshot, report.epoch) == ("published", "rollback", 1, 3)
     assert {"load", "index", "check"}.isdisjoint(report.stages_s)  # nothing was loaded
     assert served(project) == (1, 1.0)
-    ref = store_of(project).live("numbers")
+    ref = store_of(project).refs.live()
     assert ref is not None
     assert (ref.snapshot, ref.previous, ref.reason, ref.held) == (1, 2, "rollback from 2", None)
-    assert set(store_of(project).bad("numbers")) == {2}
-    assert store_of(project).last_report("numbers") == report.to_json()
+    assert set(store_of(project).refs.bad()) == {2}
+    assert store_of(project).runs.last() == report
     all_well(project)
 
 
@@ -116,7 +116,7 @@ def test_twice_in_a_row_goes_back_further(versions: Versions, online: str) -> No
     with pytest.raises(SnapshotError, match=r"no good snapshot before 1 .*2 \(bad\), 3 \(bad\)"):
         back(project)
     assert served(project) == (1, 1.0)
-    assert set(store_of(project).bad("numbers")) == {2, 3}
+    assert set(store_of(project).refs.bad()) == {2, 3}
 
 
 def test_to_names_any_snapshot_that_is_there(versions: Versions, online: str) -> None:
@@ -132,11 +132,11 @@ def test_what_cannot_be_gone_back_to_is_told_and_nothing_is_marked(versions: Ver
         back(project, to=9)
     with pytest.raises(SnapshotError, match=r"snapshot 2 .* is live already.*1, 2"):
         back(project, to=2)
-    assert store_of(project).bad("numbers") == {}
+    assert store_of(project).refs.bad() == {}
     assert served(project) == (2, 10.0)
-    report = store_of(project).last_report("numbers")
+    report = store_of(project).runs.last()
     assert report is not None
-    assert (report["command"], report["status"]) == ("rollback", "failed")
+    assert (report.command, report.status) == ("rollback", "failed")
 
 
 def test_a_collected_snapshot_is_told_with_those_there_are(versions: Versions) -> None:
@@ -162,7 +162,7 @@ def test_a_bad_target_is_refused_and_what_is_live_stays_good(versions: Versions,
     project = versions(100.0)
     assert main(["-c", str(project.folder), "rollback", "numbers", "--to", "2"]) == 3
     assert "marked bad" in capsys.readouterr().err
-    assert set(store_of(project).bad("numbers")) == {2}
+    assert set(store_of(project).refs.bad()) == {2}
     assert served(project) == (3, 100.0)
     assert run(project).status == "current"
 
@@ -182,7 +182,7 @@ def test_back_when_the_live_manifest_is_torn(versions: Versions) -> None:
     path.write_bytes(path.read_bytes()[:100])
     assert back(project).snapshot == 1
     assert served(project) == (1, 1.0)
-    assert set(store_of(project).bad("numbers")) == {2}
+    assert set(store_of(project).refs.bad()) == {2}
 
 
 def test_back_past_a_torn_manifest(versions: Versions) -> None:
@@ -215,7 +215,7 @@ def test_the_same_rows_are_never_published_again_and_others_are(versions: Versio
         assert main(["-c", str(project.folder), "run", "numbers"]) == 3
         assert "snapshot 2 is marked bad (rolled back from)" in capsys.readouterr().err
         assert served(project) == (1, 1.0)
-    numbers = store_of(project).numbers("numbers")
+    numbers = store_of(project).numbers()
     assert len(numbers) == 3  # one try is kept, not one for each
     assert run(project, command="publish").status == "current"  # the newest that may be published is live
     assert served(project) == (1, 1.0)
@@ -229,7 +229,7 @@ def test_when_the_source_goes_back_too_there_is_nothing_to_do(versions: Versions
     back(project)
     project = versions(1.0)
     assert served(project) == (1, 1.0)
-    assert store_of(project).numbers("numbers") == [1, 2]
+    assert store_of(project).numbers() == [1, 2]
 
 
 def test_publish_never_picks_one_that_builds_on_a_bad_one(make_project: MakeProject) -> None:
@@ -253,7 +253,7 @@ def test_publish_never_picks_one_that_copied_the_rows_of_a_bad_one(make_project:
     run(make_project([(0, 50.0), *rows[1:]], **make))
     project = make_project([(0, 50.0), *((i, 60.0 + i) for i in range(1, 10)), *rows[10:]], **make)
     assert "compacting" in (run(project, command="materialize").plan or "")  # row 0 is copied from 2
-    assert store_of(project).snapshot("numbers", 3).refused_by == []
+    assert store_of(project).snapshot(3).refused_by == []
     back(project)
     report = run(project, command="publish")
     assert (report.status, report.snapshot) == ("current", 1)
@@ -283,9 +283,9 @@ def test_hold_stops_runs_until_resume(versions: Versions, capsys: Captured) -> N
     assert main(["-c", str(project.folder), "rollback", "numbers", "--hold"]) == 0
     project = versions(100.0)
     assert served(project) == (1, 1.0)
-    report = store_of(project).last_report("numbers")
+    report = store_of(project).runs.last()
     assert report is not None
-    assert (report["status"], report["snapshot"]) == ("committed", 3)
+    assert (report.status, report.snapshot) == ("committed", 3)
     assert main(["-c", str(project.folder), "status"]) == 1
     assert "held: rollback from 2, with --hold" in capsys.readouterr().out
     assert main(["-c", str(project.folder), "resume", "numbers"]) == 0
@@ -309,7 +309,7 @@ def test_a_publish_that_is_refused_leaves_the_hold(versions: Versions) -> None:
     back(project, hold=True)
     with pytest.raises(GateError):
         run(project, command="publish", number=2)
-    ref = store_of(project).live("numbers")
+    ref = store_of(project).refs.live()
     assert ref is not None
     assert ref.held is not None
 
@@ -381,7 +381,7 @@ def test_an_index_that_is_gone_or_damaged_is_built_again(versions: Versions, dam
 
 def test_a_target_whose_parts_are_damaged_is_refused_and_the_old_rows_stay(versions: Versions) -> None:
     project = versions(1.0, 10.0, 100.0)
-    run_id = store_of(project).snapshot("numbers", 1).run
+    run_id = store_of(project).snapshot(1).run
     for path in (project.root / "numbers" / "data" / run_id).glob("*.parquet"):
         path.write_bytes(path.read_bytes()[::-1])
     with pytest.raises(SnapshotError, match="checksum"):
@@ -513,5 +513,5 @@ def test_a_run_that_a_gate_refuses_fails_though_it_would_not_go_live_anyway(make
         with pytest.raises(GateError, match="snapshot 3 is not published"):
             run(project)
     assert told.read_text().split() == ["published"] * 3 + ["refused"] * 2
-    ref = store_of(project).live("numbers")
+    ref = store_of(project).refs.live()
     assert (ref and ref.snapshot, ref and ref.held) == (1, "rollback from 2, with --hold")

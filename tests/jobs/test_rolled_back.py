@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,15 +11,16 @@ import pytest
 from jobs.cli import main
 from jobs.config import Project
 from jobs.progress import Silent
-from jobs.report import Report
 from jobs.rollback import rollback
 from jobs.run import run_view
 from precompute.sources.database import hash_kind
 from precompute.sources.input_hash import MD5
 from store.errors import GateError
+from store.offline.runs import Report
 from store.offline.snapshot import Snapshot
 from store.offline.view_store import OfflineStore
 from store.partition import containing
+from store.record import replace
 from tests.conftest import MakeProject
 
 GATES = dict.fromkeys(("rows", "norm", "duplicates", "drift", "moved"))
@@ -43,15 +43,15 @@ def back(make_project: MakeProject, **options: Any) -> Report:
 
 
 def live(project: Project) -> Snapshot:
-    store = OfflineStore(project.root)
-    ref = store.live("numbers")
+    store = project.offline.view("numbers")
+    ref = store.refs.live()
     assert ref is not None
-    return store.snapshot("numbers", ref.snapshot)
+    return store.snapshot(ref.snapshot)
 
 
 def newest(project: Project) -> Snapshot:
-    store = OfflineStore(project.root)
-    return store.snapshot("numbers", store.numbers("numbers")[-1])
+    store = project.offline.view("numbers")
+    return store.snapshot(store.numbers()[-1])
 
 
 def test_a_rollback_is_not_undone_by_the_next_run_when_a_row_changed(
@@ -118,7 +118,7 @@ def test_null_switches_it_off_and_other_damage_is_no_reason(make_project: MakePr
     report = run(make_project, BAD | {0: 7.0}, off)
     assert (report.status, newest(make_project(view=VIEW)).quality["rolled_back"]) == ("published", 39 / 40)
     project = make_project(view=VIEW)
-    OfflineStore(project.root).mark_bad("numbers", live(project).number, "damaged: …", rows=False)
+    project.offline.view("numbers").mark_bad(live(project).number, "damaged: …", rows=False)
     assert run(make_project, BAD | {0: 7.0, 1: 8.0}).status == "published"
 
 
@@ -193,8 +193,8 @@ def test_a_bad_one_that_is_gone_or_damaged_holds_nobody_up(make_project: MakePro
     run(make_project, BAD)
     back(make_project)
     project = make_project(view=VIEW)
-    store = OfflineStore(project.root)
-    for path in store.part_paths(store.snapshot("numbers", 2)):
+    store = project.offline.view("numbers")
+    for path in store.part_paths(store.snapshot(2)):
         path.write_bytes(b"nothing")
     assert run(make_project, BAD | {0: 7.0}).status == "published"
 
@@ -262,8 +262,8 @@ def test_damage_of_one_does_not_hide_the_rows_of_another(
     for rows in (NEW, FEW):
         run(make_project, rows, full=True)
         back(make_project)
-    store = OfflineStore(make_project(view=VIEW).root)
-    for path in store.part_paths(store.snapshot("numbers", damaged)):
+    store = OfflineStore(make_project(view=VIEW).root).view("numbers")
+    for path in store.part_paths(store.snapshot(damaged)):
         path.write_bytes(b"nothing")
     with pytest.raises(GateError, match=f"rolled_back: {said} had computed"):
         run(make_project, again | {39: 7.0}, full=True)
@@ -276,11 +276,11 @@ def test_lost_deletes_hide_no_rows_that_were_at_fault(make_project: MakeProject,
     bad = GOOD | {39: NEW[39]} | {i: BAD[i] for i in range(5)}
     run(make_project, bad)
     back(make_project)
-    store = OfflineStore(make_project(view=VIEW).root)
+    store = OfflineStore(make_project(view=VIEW).root).view("numbers")
     for number in damaged:
-        snapshot = store.snapshot("numbers", number)
+        snapshot = store.snapshot(number)
         assert (snapshot.kind, snapshot.deletes is None) == ("delta", False)
         assert snapshot.deletes is not None
-        (store.root / "numbers" / snapshot.deletes.path).unlink()
+        (store.folder / snapshot.deletes.path).unlink()
     with pytest.raises(GateError, match="rolled_back: 5 of the 5 rows come again that snapshot 3 had computed"):
         run(make_project, bad | {38: 7.0})

@@ -29,10 +29,12 @@ from jobs.run import run_view
 from store.disk.lease import Lease, take
 from store.errors import ConfigError, ConflictError, FencedError, RejectedError
 from store.lookup import Lookup
+from store.offline.journal import Journals
 from store.offline.refs import run_lease
-from store.offline.view_store import OfflineStore
+from store.offline.runs import Report
 from store.online.online_url import open_online_store
 from store.partition import containing
+from store.record import replace, written
 from tests.conftest import MakeProject
 
 ROOT = Path(__file__).parents[2]
@@ -76,9 +78,9 @@ def run(project: Project, command: str = "run", **how: Any) -> int | None:
     return run_view(project, "numbers", Silent(), command=command, **how).snapshot
 
 
-def report_of(project: Project) -> dict[str, Any]:
+def report_of(project: Project) -> Report:
     """The newest run's."""
-    report = OfflineStore(project.root).last_report("numbers")
+    report = project.offline.view("numbers").runs.last()
     assert report is not None
     return report
 
@@ -110,14 +112,14 @@ def killed(project: Project, where: str, when: str) -> None:
 LMDB, REDIS = "store.online.lmdb_store:", "store.online.redis_store:RedisStore."
 
 KILLS = [  # with the number of snapshots there are afterwards
-    ("lmdb", "store.offline.view_store:OfflineStore.write_part", "after", 1, OLD),  # between two parts
-    ("lmdb", "store.offline.view_store:OfflineStore.add_to_journal", "after", 1, OLD),
-    ("lmdb", "store.offline.view_store:OfflineStore.commit", "before", 1, OLD),  # before the manifest
+    ("lmdb", "store.offline.view_store:ViewStore.write_part", "after", 1, OLD),  # between two parts
+    ("lmdb", "store.offline.journal:Journals.add", "after", 1, OLD),
+    ("lmdb", "store.offline.view_store:ViewStore.commit", "before", 1, OLD),  # before the manifest
     ("lmdb", "os:link", "before", 1, OLD),  # the manifest written, not linked
     ("lmdb", "os:link", "after", 2, OLD),  # the manifest linked, its temporary name still there
     ("lmdb", LMDB + "sync_file", "before", 2, OLD),  # a generation inserted, not renamed
     ("lmdb", "jobs.publish:build_index", "after", 2, OLD),
-    ("lmdb", "store.offline.view_store:OfflineStore.move_live", "after", 2, OLD),  # between the two pointers
+    ("lmdb", "store.offline.refs:Refs.move_live", "after", 2, OLD),  # between the two pointers
     ("lmdb", LMDB + "LmdbStore.flip", "after", 2, NEW),
     ("redis", REDIS + "_send", "after", 2, OLD),  # inside a load
     ("redis", REDIS + "flip", "before", 2, OLD),
@@ -133,14 +135,14 @@ def test_killed_anywhere_old_or_new_is_served_whole_and_the_next_run_publishes(
     project = make_project(rows(10), **options(online))
     killed(project, where, when)
     assert served(project) == then
-    store = OfflineStore(project.root)
-    numbers = store.numbers("numbers")
+    store = project.offline.view("numbers")
+    numbers = store.numbers()
     for number in numbers:
-        store.check_parts(store.snapshot("numbers", number))
+        store.check_parts(store.snapshot(number))
     assert numbers == list(range(1, snapshots + 1))
     assert run(project) == 2  # what was committed is not computed again
     assert served(project) == NEW
-    last = store.snapshot("numbers", 2)
+    last = store.snapshot(2)
     assert (last.counts.source, last.counts.written, sum(part.rows for part in last.parts)) == (5, 5, 5)
     assert main(["-c", str(project.folder), "publish", "numbers"]) == 0
     assert served(project) == NEW
@@ -152,7 +154,7 @@ def test_a_model_that_takes_the_process_with_it_leaves_the_old_rows(make_project
     command = [sys.executable, "-m", "jobs.cli", "-c", str(project.folder), "run", "numbers"]
     assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == -9
     assert served(project) == OLD
-    assert OfflineStore(project.root).numbers("numbers") == [1]
+    assert project.offline.view("numbers").numbers() == [1]
     run(make_project(rows(10), **options()))
     assert served(project) == NEW
 
@@ -160,31 +162,31 @@ def test_a_model_that_takes_the_process_with_it_leaves_the_old_rows(make_project
 def test_after_a_kill_at_most_the_chunk_in_flight_is_computed_again(make_project: MakeProject) -> None:
     run(make_project(rows(), **options()))
     project = make_project(rows(10), **options())
-    killed(project, "store.offline.view_store:OfflineStore.add_to_journal", "after")
-    assert OfflineStore(project.root).numbers("numbers") == [1]
+    killed(project, "store.offline.journal:Journals.add", "after")
+    assert project.offline.view("numbers").numbers() == [1]
     # the two rows of the finished chunk would make the model die; it never sees them again
     project = make_project(rows(10), **options(kill_on=10.0))
     assert run(project) == 2
     report = report_of(project)
-    assert (report["status"], report["resumed"], report["counts"]["written"]) == ("published", 2, 5)
+    assert (report.status, report.resumed, report.counts["written"]) == ("published", 2, 5)
     assert served(project) == NEW
 
 
 def test_a_killed_runs_report_says_running_until_the_next_run_closes_it(make_project: MakeProject) -> None:
     run(make_project(rows(), **options()))
     project = make_project(rows(10), **options())
-    killed(project, "store.offline.view_store:OfflineStore.commit", "before")
+    killed(project, "store.offline.view_store:ViewStore.commit", "before")
     dead = report_of(project)
-    assert (dead["status"], dead["error"], dead["finished_at"]) == ("running", None, "")
+    assert (dead.status, dead.error, dead.finished_at) == ("running", None, "")
     assert main(["-c", str(project.folder), "publish", "numbers"]) == 0  # is no run, and closes none
-    reports = {report["run"]: report for report in OfflineStore(project.root).reports("numbers")}
-    assert reports[dead["run"]] == dead
+    reports = {report.run: report for report in project.offline.view("numbers").runs.reports()}
+    assert reports[dead.run] == dead
     run(project)
-    reports = {report["run"]: report for report in OfflineStore(project.root).reports("numbers")}
-    closed = reports[dead["run"]]
-    assert (closed["status"], closed["error"]) == ("killed", "killed: it ended without a word")
-    assert closed["finished_at"] > closed["started_at"]
-    assert report_of(project)["status"] == "published"
+    reports = {report.run: report for report in project.offline.view("numbers").runs.reports()}
+    closed = reports[dead.run]
+    assert (closed.status, closed.error) == ("killed", "killed: it ended without a word")
+    assert closed.finished_at > closed.started_at
+    assert report_of(project).status == "published"
 
 
 def test_what_was_committed_before_a_kill_can_be_published_without_computing_again(make_project: MakeProject) -> None:
@@ -227,7 +229,7 @@ def test_a_second_run_is_refused_while_the_first_goes_on_and_works_once_it_is_de
     assert "has no snapshot yet" in capsys.readouterr().err  # publishing does not wait for a run
     with pytest.raises(ConflictError):
         run(project)
-    assert OfflineStore(project.root).numbers("numbers") == []
+    assert project.offline.view("numbers").numbers() == []
     process.kill()
     process.wait()
     assert run(make_project(rows(), **options())) == 1
@@ -256,9 +258,9 @@ def test_a_run_that_is_told_to_end_reports_it_and_lets_go(running: tuple[Project
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err.splitlines()[-1]) == (143, "precompute: ended by SIGTERM")  # a signal may come after the flip
     report = report_of(project)
-    assert (report["status"], report["finished_at"] > report["started_at"]) == ("killed", True)
-    assert report["error"] == "ended by SIGTERM"
-    assert not OfflineStore(project.root).running("numbers")
+    assert (report.status, report.finished_at > report.started_at) == ("killed", True)
+    assert report.error == "ended by SIGTERM"
+    assert not project.offline.view("numbers").running()
 
 
 LONG_QUERY = (
@@ -303,9 +305,9 @@ def test_a_signal_ends_whatever_it_hangs_in(
     assert "ended by SIGTERM" in err
     if command == "run":
         report = report_of(project)
-        assert (report["status"], report["error"]) == ("killed", "ended by SIGTERM")
-        store = OfflineStore(project.root)
-        assert not list(store.lease_folder("numbers").glob(".lease-*.held")), "another machine need not wait for its silence"
+        assert (report.status, report.error) == ("killed", "ended by SIGTERM")
+        store = project.offline.view("numbers")
+        assert not list(store.leases.glob(".lease-*.held")), "another machine need not wait for its silence"
 
 
 MUTE = """
@@ -339,8 +341,8 @@ def test_a_signal_ends_a_process_whose_last_words_hang() -> None:
 def test_a_run_is_told_as_running_while_it_goes_on(running: tuple[Project, subprocess.Popen[str]]) -> None:
     project, process = running
     report = report_of(project)
-    assert (report["status"], report["command"], report["pid"], report["finished_at"]) == ("running", "run", process.pid, "")
-    assert OfflineStore(project.root).running("numbers")
+    assert (report.status, report.command, report.pid, report.finished_at) == ("running", "run", process.pid, "")
+    assert project.offline.view("numbers").running()
     with pytest.raises(ConflictError):
         run(project)
     assert report_of(project) == report  # a refused run closes no report of the one that goes on
@@ -349,20 +351,20 @@ def test_a_run_is_told_as_running_while_it_goes_on(running: tuple[Project, subpr
 def test_a_run_whose_lease_was_taken_commits_nothing(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
     run(make_project(rows(), **options()))
     project = make_project(rows(10), **options())
-    store = OfflineStore(project.root)
+    store = project.offline.view("numbers")
     taken: list[Lease] = []
-    original = OfflineStore.add_to_journal
+    original = Journals.add
 
     def overtaken(*arguments: Any) -> None:
         original(*arguments)
-        taken.append(take(store.lease_folder("numbers"), run_lease(None), "the next run", force=True))
+        taken.append(take(store.leases, run_lease(None), "the next run", force=True))
 
-    monkeypatch.setattr(OfflineStore, "add_to_journal", overtaken)
+    monkeypatch.setattr(Journals, "add", overtaken)
     with pytest.raises(FencedError, match="lost its lease 'run' to the next run"):
         run(project)
     monkeypatch.undo()
     taken[0].release()
-    assert (store.numbers("numbers"), report_of(project)["status"]) == ([1], "failed")
+    assert (store.numbers(), report_of(project).status) == ([1], "failed")
     assert served(project) == OLD
     assert run(project) == 2
     assert served(project) == NEW
@@ -411,9 +413,9 @@ def test_every_run_leaves_a_report(
 
 def test_a_refused_second_run_leaves_no_report(make_project: MakeProject) -> None:
     project = make_project(rows(), **options())
-    with take(OfflineStore(project.root).lease_folder("numbers"), run_lease(None), "somebody"), pytest.raises(ConflictError):
+    with take(project.offline.view("numbers").leases, run_lease(None), "somebody"), pytest.raises(ConflictError):
         run(project)
-    assert OfflineStore(project.root).last_report("numbers") is None
+    assert project.offline.view("numbers").runs.last() is None
 
 
 def test_an_interrupted_run_is_reported_and_leaves_the_old_rows(
@@ -425,11 +427,11 @@ def test_an_interrupted_run_is_reported_and_leaves_the_old_rows(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("store.offline.view_store.OfflineStore.write_part", interrupted)
+    monkeypatch.setattr("store.offline.view_store.ViewStore.write_part", interrupted)
     assert main(["-c", str(project.folder), "run", "numbers"]) == 130
-    report = OfflineStore(project.root).last_report("numbers")
+    report = project.offline.view("numbers").runs.last()
     assert report is not None
-    assert (report["status"], report["error"]) == ("cancelled", "KeyboardInterrupt")
+    assert (report.status, report.error) == ("cancelled", "KeyboardInterrupt")
     assert served(project) == OLD
 
 
@@ -582,9 +584,9 @@ def test_a_refusing_gate_is_status_3_and_accepting_it_by_name_is_status_0(
     project = make_project([*rows(10), *many[:10]], **options())
     assert main(["-c", str(project.folder), "run", "numbers"]) == 3
     assert "--accept rows" in capsys.readouterr().err
-    assert (report_of(project)["status"], served(project)) == ("refused", OLD)
+    assert (report_of(project).status, served(project)) == ("refused", OLD)
     assert main(["-c", str(project.folder), "run", "numbers", "--accept", "rows"]) == 0
-    assert (report_of(project)["status"], served(project)) == ("published", NEW)
+    assert (report_of(project).status, served(project)) == ("published", NEW)
     with pytest.raises(SystemExit) as caught:
         main(["-c", str(project.folder), "run", "numbers", "--accept", "nonsense"])
     assert caught.value.code == 2
@@ -626,11 +628,11 @@ def test_a_run_reads_as_much_after_many_snapshots_as_after_two(
     project = make_project([(i, float(i)) for i in range(3)], view={"gates": {"norm": None}})
     first = run_view(project, "numbers", Silent()).snapshot
     assert first is not None
-    store = OfflineStore(project.root)
+    store = project.offline.view("numbers")
     few: list[str] = []
     for past in (1, 200):
-        add_past(store, store.snapshot("numbers", first), past, partitions=False)
-        first = store.numbers("numbers")[-1]
+        add_past(store, store.snapshot(first), past, partitions=False)
+        first = store.numbers()[-1]
         for step in (0.1, 0.2):  # the first one learns what it was not told of
             project = make_project([(i, i + past + step) for i in range(3)], view={"gates": {"norm": None}})
             seen = looked_at(project, monkeypatch)
@@ -648,11 +650,11 @@ def test_the_runs_of_many_partitions_read_no_manifest_of_the_others(
         "partition": {"by": "day", "start": "2010-01-01"},
     }
     project = make_project([(i, float(i)) for i in range(3)], view=view)
-    store = OfflineStore(project.root)
+    store = project.offline.view("numbers")
     first = run_view(project, "numbers", Silent()).snapshot
     assert first is not None
-    add_past(store, store.snapshot("numbers", first), 60, partitions=True)
-    store.catalog("numbers")
+    add_past(store, store.snapshot(first), 60, partitions=True)
+    store.catalog()
     for day in (100, 101):
         partition = containing("day", datetime(2010, 1, 1, tzinfo=UTC) + timedelta(days=day))
         seen = looked_at(project, monkeypatch, command="materialize", partition=partition)
@@ -662,36 +664,36 @@ def test_the_runs_of_many_partitions_read_no_manifest_of_the_others(
 def test_reports_of_dead_runs_are_found_without_reading_the_others(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)])
     run_view(project, "numbers", Silent())
-    store = OfflineStore(project.root)
-    ended = store.last_report("numbers")
+    store = project.offline.view("numbers")
+    ended = store.runs.last()
     assert ended is not None
     # of this process's own number, as every command of a container may have
-    dead = ended | {"run": "20000101T000000.000000Z-abcdef", "status": "running", "pid": os.getpid()}
-    store.write_report("numbers", dead["run"], dead)
+    dead = replace(ended, run="20000101T000000.000000Z-abcdef", status="running", pid=os.getpid())
+    store.runs.write(dead)
     for number in range(20):  # much later ones, of which not one is looked at
         later = f"30000101T{number:06d}.000000Z-abcdef"
         (project.root / "numbers" / "runs" / f"{later}.json").write_text("{")
-    assert store.unended("numbers") == [dead]
-    assert close_dead(store, "numbers", None, own=dead["run"]) == []
-    assert close_dead(store, "numbers", None) == [dead["run"]]
-    assert store.unended("numbers") == []
+    assert store.runs.unended() == [dead]
+    assert close_dead(store, None, own=dead.run) == []
+    assert close_dead(store, None) == [dead.run]
+    assert store.runs.unended() == []
     assert list((project.root / "numbers" / "refs" / "running").iterdir()) == []
 
 
 def test_reports_of_a_version_that_kept_no_markers_are_closed_too(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)])
     run_view(project, "numbers", Silent())
-    store = OfflineStore(project.root)
-    ended = store.last_report("numbers")
+    store = project.offline.view("numbers")
+    ended = store.runs.last()
     assert ended is not None
     (project.root / "numbers" / "refs" / "running").rmdir()
     dead = [
-        ended | {"run": f"2000010{n or 1}T000000.000000Z-abcdef", "status": "running", "pid": 0, "partition": n}
+        replace(ended, run=f"2000010{n or 1}T000000.000000Z-abcdef", status="running", pid=0, partition=n and str(n))
         for n in (None, 2)
     ]
     for report in dead:
-        (project.root / "numbers" / "runs" / f"{report['run']}.json").write_text(json.dumps(report))
-    assert store.unended("numbers") == dead[::-1]
+        store.runs.path(report.run).write_bytes(written(report))
+    assert store.runs.unended() == dead[::-1]
     run_view(project, "numbers", Silent())
-    assert store.unended("numbers") == dead[1:]  # known from now on, though it is of another partition
-    assert [report["status"] for report in store.reports("numbers")] == ["current", "published", "running", "killed"]
+    assert store.runs.unended() == dead[1:]  # known from now on, though it is of another partition
+    assert [report.status for report in store.runs.reports()] == ["current", "published", "running", "killed"]

@@ -25,6 +25,7 @@ from jobs.schedule import Scheduler, run_command
 from store.disk.lease import holder, is_held, take
 from store.freshness import iso
 from store.offline.refs import run_lease
+from store.offline.runs import Report
 from store.offline.view_store import OfflineStore
 from tests.conftest import MakeProject
 from tests.jobs.test_serve import REPOSITORY, eventually
@@ -78,7 +79,7 @@ class Running:
     def __init__(self, project: Project, shell: dict[str, str], folder: Path) -> None:
         self.log, self.said = folder / "log", list[str]()
         self.log.touch()
-        self.project, self.store = project, OfflineStore(project.root)
+        self.project, self.store = project, project.offline
         self.scheduler = Scheduler(project, command=self._command, announce=self.said.append)
         self._shell = shell
         self._thread = threading.Thread(target=self.scheduler.run)
@@ -110,7 +111,7 @@ class Running:
 
     def statuses(self, view: str) -> list[str]:
         """Of the view's runs, the newest first."""
-        return [report["status"] for report in self.store.reports(view)]
+        return [report.status for report in self.store.view(view).runs.reports()]
 
     def await_said(self, *lines: str) -> None:
         """Until each line was announced, written as a regular expression."""
@@ -171,10 +172,10 @@ def test_a_chain_runs_each_view_when_the_one_before_is_live(running: MakeRunning
         "b: started (new: numbers)",
         "c: started (new: b)",
     ]
-    assert [schedule.store.last_report(view)["due"] for view in ("numbers", "b", "c")] == [
+    assert [schedule.store.view(view).runs.reports(1)[0].due for view in ("numbers", "b", "c")] == [
         LEAP_DAY,
-        schedule.store.live("numbers").at,
-        schedule.store.live("b").at,
+        schedule.store.view("numbers").refs.live().at,
+        schedule.store.view("b").refs.live().at,
     ]
     time.sleep(0.3)
     assert schedule.ran() == ["numbers", "b", "c"]
@@ -220,10 +221,10 @@ def test_after_a_failure_nothing_follows_it_shows_and_the_others_go_on(
     schedule.await_said(rf"numbers: {outcome} after \d+\.\d s", "other: done after .*")
     time.sleep(0.3)
     assert sorted(schedule.ran()) == ["numbers", "other"]
-    (report,) = schedule.store.reports("numbers")
-    assert (report["status"], report["due"]) == (status, LEAP_DAY)
+    (report,) = schedule.store.view("numbers").runs.reports()
+    assert (report.status, report.due) == (status, LEAP_DAY)
     if "report" not in shell:
-        assert report["error"] == f"{outcome}, and left no report; its output tells more"
+        assert report.error == f"{outcome}, and left no report; its output tells more"
 
 
 def test_a_view_after_two_others_runs_once_when_the_last_of_them_is_done(running: MakeRunning) -> None:
@@ -278,7 +279,7 @@ def test_a_run_that_fails_is_tried_again_after_a_restart_too_and_then_given_up(r
     time.sleep(0.3)
     again.stop()
     assert again.ran() == ["numbers"] * 3
-    assert {report["due"] for report in again.store.reports("numbers")} == {LEAP_DAY}
+    assert {report.due for report in again.store.view("numbers").runs.reports()} == {LEAP_DAY}
 
 
 def test_a_retry_that_succeeds_ends_it_and_the_next_view_follows(running: MakeRunning) -> None:
@@ -354,7 +355,7 @@ def test_stop_ends_what_runs_with_all_its_processes_and_begins_nothing_more(runn
     schedule.await_said("numbers: stopping", "numbers: killed by signal 15 after .*")
     assert not schedule.scheduler.start("numbers", Decision("run", "by hand", LONG_AGO))
     assert len(schedule.ran()) == 2
-    assert [(r["status"], r["error"]) for r in schedule.store.reports("numbers")] == [
+    assert [(r.status, r.error) for r in schedule.store.view("numbers").runs.reports()] == [
         ("killed", "killed: the scheduler was stopped")
     ]
     assert not is_held(schedule.project.root / ".scheduler", LEADER)
@@ -383,7 +384,7 @@ def test_a_run_past_its_deadline_is_ended_with_its_children_and_tried_again(
     pids = [int(word) for word in schedule.ran()]
     schedule.await_said(r"numbers: killed by signal 9 \(its deadline of 1 s passed\) after .*", "numbers: done after .*")
     eventually(lambda: not any(map(_alive, pids)))
-    assert [(r["status"], r.get("error")) for r in schedule.store.reports("numbers")] == [
+    assert [(r.status, r.error) for r in schedule.store.view("numbers").runs.reports()] == [
         ("published", None),
         ("killed", "killed: its deadline of 1 s passed"),
     ]
@@ -475,7 +476,7 @@ def test_a_scheduler_that_lost_its_lease_stands_by_and_starts_nothing(running: M
 
 def test_a_view_that_somebody_else_runs_is_not_started(running: MakeRunning) -> None:
     schedule = running({"numbers": (RARELY, DONE)}, start=False)
-    with take(schedule.store.lease_folder("numbers"), run_lease(None), "a run by hand"):
+    with take(schedule.store.view("numbers").leases, run_lease(None), "a run by hand"):
         schedule.make_due("numbers")
         schedule.start().await_said("numbers: runs now")
         time.sleep(0.3)
@@ -557,17 +558,21 @@ def test_real_views_run_for_their_missed_time_and_after_each_other(
     project = make_project(
         [(1, 1.0), (2, 2.0)], project={"schedule": {"numbers": RARELY, "twice": "after numbers"}}, views={"twice": twice}
     )
-    store = OfflineStore(project.root)
+    store = project.offline
     Ledger(project, store).settle("numbers", LONG_AGO)
     schedule = process(project)
     schedule.await_said("twice: done after .*")
     assert schedule.end(signal.SIGTERM)[0] == 0
-    live = {view: store.live(view) for view in ("numbers", "twice")}
+    live = {view: store.view(view).refs.live() for view in ("numbers", "twice")}
     assert live["numbers"] is not None
     assert live["twice"] is not None
-    rows = [row for batch in store.batches(store.snapshot("twice", live["twice"].snapshot)) for row in batch.to_pylist()]
+    rows = [
+        row
+        for batch in store.view("twice").batches(store.view("twice").snapshot(live["twice"].snapshot))
+        for row in batch.to_pylist()
+    ]
     assert sorted((row["id"], row["double"]) for row in rows) == [(1, 4.0), (2, 8.0)]
-    ledger = {view: [(r["status"], r["due"], r["parents"]) for r in store.reports(view)] for view in live}
+    ledger = {view: [(r.status, r.due, r.parents) for r in store.view(view).runs.reports()] for view in live}
     assert ledger == {
         "numbers": [("published", LEAP_DAY, {})],
         "twice": [("published", live["numbers"].at, {"numbers": live["numbers"].epoch})],
@@ -579,15 +584,15 @@ def slow(make_project: MakeProject, **options: Any) -> tuple[Project, OfflineSto
     model = {"use": "tests.arithmetic:Doubler", "args": {"sleep_s": 60}}
     schedule = {"numbers": {"at": RARELY} | options}
     project = make_project([(1, 1.0)], view={"model": model}, project={"schedule": schedule, "lease": "2s"})
-    store = OfflineStore(project.root)
+    store = project.offline
     Ledger(project, store).settle("numbers", LONG_AGO)
     return project, store
 
 
-def running_report(store: OfflineStore) -> dict[str, Any]:
+def running_report(store: OfflineStore) -> Report:
     """The report of the run that goes on."""
-    eventually(lambda: [r["status"] for r in store.reports("numbers")][:1] == ["running"])
-    return store.reports("numbers")[0]
+    eventually(lambda: [r.status for r in store.view("numbers").runs.reports()][:1] == ["running"])
+    return store.view("numbers").runs.reports()[0]
 
 
 def test_sigterm_ends_the_runs_of_a_schedule_too_within_seconds_and_the_live_snapshot_stays(
@@ -595,13 +600,15 @@ def test_sigterm_ends_the_runs_of_a_schedule_too_within_seconds_and_the_live_sna
 ) -> None:
     project, store = slow(make_project)
     schedule = process(project)
-    pid = running_report(store)["pid"]
+    pid = running_report(store).pid
     status, err = schedule.end(signal.SIGTERM)
     assert status == 0, err
     assert schedule.said[1:3] == [f"numbers: started ({SINCE})", "numbers: stopping"]
     assert not _alive(pid)
-    assert (store.numbers("numbers"), store.running("numbers")) == ([], False)
-    assert [(r["status"], r["error"]) for r in store.reports("numbers")] == [("killed", "killed: the scheduler was stopped")]
+    assert (store.view("numbers").numbers(), store.view("numbers").running()) == ([], False)
+    assert [(r.status, r.error) for r in store.view("numbers").runs.reports()] == [
+        ("killed", "killed: the scheduler was stopped")
+    ]
 
 
 def test_when_the_acting_scheduler_is_killed_its_run_goes_on_and_the_next_one_cares_for_it(
@@ -614,13 +621,13 @@ def test_when_the_acting_scheduler_is_killed_its_run_goes_on_and_the_next_one_ca
     second.await_said("standing by: another one acts .*")
     first.kill()
     second.await_said("scheduler: acting now")
-    second.await_said(rf"numbers: goes on, started by another scheduler \(process {report['pid']}\)")
-    assert _alive(report["pid"])
-    assert [r["run"] for r in store.reports("numbers")] == [report["run"]]
+    second.await_said(rf"numbers: goes on, started by another scheduler \(process {report.pid}\)")
+    assert _alive(report.pid)
+    assert [r.run for r in store.view("numbers").runs.reports()] == [report.run]
     second.end(signal.SIGTERM)
-    assert not _alive(report["pid"])
-    assert [(r["run"], r["status"], r["error"]) for r in store.reports("numbers")] == [
-        (report["run"], "killed", "killed: the scheduler was stopped")
+    assert not _alive(report.pid)
+    assert [(r.run, r.status, r.error) for r in store.view("numbers").runs.reports()] == [
+        (report.run, "killed", "killed: the scheduler was stopped")
     ]
     assert not any("started (" in line for line in second.said)
 
@@ -629,19 +636,19 @@ def test_the_deadline_of_a_run_outlives_the_scheduler_that_started_it(
     make_project: MakeProject, process: Callable[[Project], Process]
 ) -> None:
     project, store = slow(make_project, deadline="1h", retries=1)
-    before = {"run": "20240101T000000.000000Z-000000", "status": "failed", "due": LEAP_DAY, "command": "run", "error": "x"}
-    store.write_report("numbers", before["run"], before)
+    before = Report("20240101T000000.000000Z-000000", "numbers", "run", "failed", due=LEAP_DAY, error="x")
+    store.view("numbers").runs.write(before)
     first = process(project)
     report = running_report(store)
     first.kill()
     project, store = slow(make_project, deadline="1s", retries=1)
     second = process(project)
     second.await_said(r"numbers: ended \(its deadline of 1 s passed\) after .*")
-    assert not _alive(report["pid"])
+    assert not _alive(report.pid)
     second.end(signal.SIGTERM)
-    assert [(r["run"], r["status"], r["error"]) for r in store.reports("numbers")] == [
-        (report["run"], "killed", "killed: its deadline of 1 s passed"),
-        (before["run"], "failed", "x"),
+    assert [(r.run, r.status, r.error) for r in store.view("numbers").runs.reports()] == [
+        (report.run, "killed", "killed: its deadline of 1 s passed"),
+        (before.run, "failed", "x"),
     ]
 
 
@@ -649,7 +656,7 @@ def test_a_scheduler_that_was_stopped_loses_the_lead_within_the_lease_and_stands
     make_project: MakeProject, process: Callable[[Project], Process]
 ) -> None:
     project = make_project([(1, 1.0)], project={"schedule": {"numbers": RARELY}, "lease": "1s"})
-    store = OfflineStore(project.root)
+    store = project.offline
     first = process(project)
     first.await_said("numbers: next at .*")
     second = process(project)
@@ -663,7 +670,7 @@ def test_a_scheduler_that_was_stopped_loses_the_lead_within_the_lease_and_stands
     assert leader.pid == second.popen.pid
     Ledger(project, store).settle("numbers", LONG_AGO)
     second.await_said("numbers: done after .*")
-    assert [r["status"] for r in store.reports("numbers")] == ["published"]
+    assert [r.status for r in store.view("numbers").runs.reports()] == ["published"]
     assert not any("started" in line for line in first.said)
 
 

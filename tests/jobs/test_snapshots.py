@@ -12,7 +12,6 @@ from jobs.progress import Silent
 from jobs.rollback import rollback
 from jobs.run import run_view
 from jobs.snapshots import describe_snapshots, list_snapshots
-from store.offline.view_store import OfflineStore
 from tests.conftest import MakeProject
 
 ROWS = 40
@@ -32,14 +31,14 @@ def project(make_project: MakeProject) -> Project:
     project = run(make_project, ROWS + 4, 100.0)
     rollback(project, "numbers", Silent())
     run(make_project, ROWS + 1, 100.0, command="materialize")
-    OfflineStore(project.root).pin("numbers", 1, "by hand")
+    project.offline.view("numbers").pin(1, "by hand")
     return project
 
 
 def test_every_snapshot_has_its_line_the_newest_first(project: Project) -> None:
-    store = OfflineStore(project.root)
-    model = store.snapshot("numbers", 1).model
-    committed = {n: store.snapshot("numbers", n).created_at for n in (1, 2, 3, 4)}
+    store = project.offline.view("numbers")
+    model = store.snapshot(1).model
+    committed = {n: store.snapshot(n).created_at for n in (1, 2, 3, 4)}
     common = {"partition": None, "model": model, "refused_by": [], "accepted": [], "bad": None, "error": None}
     marks = {"live": False, "previous": False, "pinned": False}
     assert list_snapshots(project, "numbers") == [
@@ -71,8 +70,8 @@ def test_the_table_says_what_can_be_gone_back_to(project: Project, capsys: pytes
 
 
 def test_what_builds_on_a_bad_one_says_so_and_a_damaged_one_hides_no_other(project: Project) -> None:
-    store = OfflineStore(project.root)
-    store.mark_bad("numbers", 2, "wrong prices")
+    store = project.offline.view("numbers")
+    store.mark_bad(2, "wrong prices")
     (project.root / "numbers" / "manifests" / f"{1:020d}.json").write_text("{torn")
     found = {s["snapshot"]: s for s in list_snapshots(project, "numbers")}
     assert [found[n]["bad"] for n in (4, 3, 2, 1)] == ["builds on 2: wrong prices", "rolled back from", "wrong prices", None]

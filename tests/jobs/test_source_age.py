@@ -12,13 +12,12 @@ import pytest
 
 from jobs.config import Project
 from jobs.progress import Silent
-from jobs.report import Report
 from jobs.run import run_view
 from jobs.status import view_status
 from precompute.source import Source
 from store.errors import ConfigError
 from store.freshness import iso
-from store.offline.view_store import OfflineStore
+from store.offline.runs import Report
 from store.online.online_url import open_online_store
 from tests.conftest import MakeProject
 
@@ -43,14 +42,14 @@ def set_back(path: Path, at: datetime) -> None:
 
 
 def status(project: Project, name: str = "numbers") -> dict[str, Any]:
-    return view_status(project, name, OfflineStore(project.root), open_online_store(project.online))
+    return view_status(project, project.offline.view(name), open_online_store(project.online))
 
 
 def told(project: Project, report: Report, name: str = "numbers") -> tuple[str | None, str | None, str | None]:
     """``source_at`` as the run's report, the live snapshot's manifest and ``status`` have it."""
-    store, line = OfflineStore(project.root), status(project, name)
-    recorded = next(r for r in store.reports(name, 1) if r["run"] == report.run)
-    return recorded["source_at"], store.snapshot(name, line["snapshot"]).source_at, line["source_at"]
+    store, line = project.offline, status(project, name)
+    recorded = next(r for r in store.view(name).runs.reports(1) if r.run == report.run)
+    return recorded.source_at, store.view(name).snapshot(line["snapshot"]).source_at, line["source_at"]
 
 
 def test_a_file_that_nobody_writes_any_more(make_project: MakeProject) -> None:
@@ -121,7 +120,7 @@ def test_a_column_tells_it_better_than_a_file(make_project: MakeProject, column:
     project = make_project(rows, view={"source": {"sql": FILE, "updated_at": "at"}})
     report = run_view(project, "numbers", Silent())
     assert told(project, report) == (newest, newest, newest)
-    assert OfflineStore(project.root).snapshot("numbers", 1).input_columns.keys() == {"x", "at"}
+    assert project.offline.view("numbers").snapshot(1).input_columns.keys() == {"x", "at"}
 
 
 @pytest.mark.parametrize(

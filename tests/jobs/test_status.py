@@ -21,7 +21,7 @@ from jobs.status import project_status, view_status
 from store.disk.lease import take
 from store.errors import PrecomputeError, SnapshotError
 from store.offline.refs import PUBLISH_LEASE, run_lease
-from store.offline.view_store import OfflineStore
+from store.offline.runs import Report
 from store.online.online_url import open_online_store
 from tests.conftest import MakeProject
 
@@ -35,7 +35,7 @@ OTHER = {
 
 
 def status(project: Project) -> dict[str, Any]:
-    return view_status(project, "numbers", OfflineStore(project.root), open_online_store(project.online))
+    return view_status(project, project.offline.view("numbers"), open_online_store(project.online))
 
 
 def test_a_view_that_was_never_run(make_project: MakeProject) -> None:
@@ -182,11 +182,10 @@ def test_a_damaged_report_is_skipped_with_a_warning(make_project: MakeProject, c
 def test_a_run_that_was_killed_shows_as_killed_and_one_that_goes_on_as_running(make_project: MakeProject, command: str) -> None:
     project = make_project([(1, 1.0)])
     run_view(project, "numbers", Silent())
-    store = OfflineStore(project.root)
-    report = {"run": "99999999T000000.000000Z-ffffff", "command": command, "status": "running", "partition": None, "error": None}
-    store.write_report("numbers", report["run"] or "", report)
+    store = project.offline.view("numbers")
+    store.runs.write(Report("99999999T000000.000000Z-ffffff", "numbers", command))
     lease = run_lease(None) if command in ("run", "materialize") else PUBLISH_LEASE
-    with take(store.lease_folder("numbers"), lease, command):
+    with take(store.leases, lease, command):
         line = status(project)
         assert (line["last_run"]["status"], line["attention"]) == ("running", [])
     line = status(project)
@@ -212,7 +211,7 @@ def test_how_the_last_run_ended_needs_attention_when_it_was_badly(
 ) -> None:
     project = make_project([(1, 1.0)])
     run_view(project, "numbers", Silent())
-    OfflineStore(project.root).write_report("numbers", "99999999T000000.000000Z-ffffff", {"status": ended})
+    project.offline.view("numbers").runs.write(Report("99999999T000000.000000Z-ffffff", "numbers", "run", ended))
     assert status(project)["attention"] == attention
 
 
@@ -231,11 +230,11 @@ def test_without_renewal_a_view_grows_old_however_often_it_runs(make_project: Ma
     project = make_project([(1, 1.0)], view={"renew_unchanged": False})
     before = time.time()
     run_view(project, "numbers", Silent())
-    computed_at = OfflineStore(project.root).snapshot("numbers", 1).computed_at_min or 0
+    computed_at = project.offline.view("numbers").snapshot(1).computed_at_min or 0
     assert before <= computed_at / 1e6
     assert run_view(project, "numbers", Silent()).status == "current"
     assert status(project)["age_s"] >= time.time() - computed_at / 1e6 - 1
-    ref, pointer = OfflineStore(project.root).live("numbers"), open_online_store(project.online).live("numbers")
+    ref, pointer = project.offline.view("numbers").refs.live(), open_online_store(project.online).live("numbers")
     assert ref is not None
     assert pointer is not None
     assert (ref.renewed_at, pointer.renewed_at_us) == (None, 0)
@@ -244,12 +243,12 @@ def test_without_renewal_a_view_grows_old_however_often_it_runs(make_project: Ma
 def test_a_view_that_is_held_needs_attention(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)])
     run_view(project, "numbers", Silent())
-    store = OfflineStore(project.root)
-    path = store.lease_folder("numbers") / "live.json"
+    store = project.offline.view("numbers")
+    path = store.leases / "live.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"held": "a reason"}))
     line = status(project)
     assert (line["held"], line["attention"]) == ("a reason", ["held: a reason"])
-    store.resume_live("numbers")
+    store.refs.resume_live()
     assert status(project)["attention"] == []
 
 
@@ -270,7 +269,7 @@ def chained(make_project: MakeProject, rows: list[tuple[int, float]], **another:
 
 
 def behind_and_attention(project: Project) -> tuple[list[tuple[str, int, int]], list[str]]:
-    line = view_status(project, "another", OfflineStore(project.root), open_online_store(project.online))
+    line = view_status(project, project.offline.view("another"), open_online_store(project.online))
     for found in line["behind"]:
         assert 0 <= found["behind_s"] < 600
     attention = [text.partition(": behind for")[0] for text in line["attention"]]
@@ -356,11 +355,11 @@ def test_a_scheduler_that_is_gone_and_a_run_that_is_overdue_need_attention(make_
     at = datetime.now(UTC) - timedelta(hours=12)  # what is due at this very minute is not late yet
     project = make_project(ONE, project={"schedule": {"numbers": f"{at:%-M %-H} * * *"}})
     run_view(project, "numbers", Silent())
-    store = OfflineStore(project.root)
+    store = project.offline.view("numbers")
     assert status(project)["attention"] == [], "it was never up, and nothing was due since the run"
-    leader = take(store.root / ".scheduler", LEADER, "a scheduler")
+    leader = take(store.offline.root / ".scheduler", LEADER, "a scheduler")
     assert status(project)["attention"] == ["the scheduler that is up does not know its schedule: start it anew"]
-    ledger = Ledger(project, store)
+    ledger = Ledger(project, project.offline)
     ledger.settle("numbers", datetime.now(UTC))
     assert status(project)["attention"] == []
     ledger.settle("numbers", datetime.now(UTC) - timedelta(days=2))
@@ -373,7 +372,7 @@ def test_a_scheduler_that_is_gone_and_a_run_that_is_overdue_need_attention(make_
     assert status(project)["attention"] == [f"{overdue}: no scheduler is up"]
     ledger.settle("numbers", datetime.now(UTC))
     assert status(project)["attention"] == ["scheduled, and no scheduler is up"]
-    with take(store.lease_folder("numbers"), run_lease(None), "run"):
+    with take(store.leases, run_lease(None), "run"):
         assert status(project)["attention"] == ["scheduled, and no scheduler is up"]
     shutil.rmtree(project.root / ".scheduler")
     (project.root / "numbers" / "refs" / "schedule.json").unlink()
@@ -422,7 +421,8 @@ def test_a_run_under_a_fast_clock_is_told_and_hides_no_later_run(
     project = make_project(ONE)
     original = time.time_ns
     with monkeypatch.context() as patch:
-        patch.setattr("store.offline.view_store.datetime", Fast)
+        for module in ("store.clock", "store.offline.runs"):
+            patch.setattr(f"{module}.datetime", Fast)
         patch.setattr(time, "time_ns", lambda: original() + 7200 * 10**9)
         early = run_view(project, "numbers", Silent())
     line = status(project)
@@ -438,5 +438,5 @@ def test_a_run_under_a_fast_clock_is_told_and_hides_no_later_run(
     assert f"run {early.run} is dated 71" in caplog.text
     line = status(failing)
     assert (line["last_run"]["status"], line["attention"][0]) == ("failed", "the last run failed")
-    reports = OfflineStore(project.root).reports("numbers")
-    assert [report["status"] for report in reports] == ["failed", "published"]
+    reports = project.offline.view("numbers").runs.reports()
+    assert [report.status for report in reports] == ["failed", "published"]

@@ -6,7 +6,6 @@ import json
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from precompute.models.torch_model import TorchModel
 from precompute.precision.accuracy import compare
 from precompute.precision.variants import Variant
 from store.errors import ConfigError, GateError, SourceError
+from store.offline.runs import Report
 from store.offline.snapshot import Verdict
 from store.offline.view_store import OfflineStore
 from store.online.online_url import open_online_store
@@ -123,8 +123,8 @@ def expected_batch(x: Any, dtype: torch.dtype, project: Project) -> pa.RecordBat
 
 def stored(project: Project, number: int, view: str = "numbers") -> dict[int, tuple[float, list[float]]]:
     """Every row of a snapshot: id → (double, vector)."""
-    store = OfflineStore(project.root)
-    rows = [row for batch in store.batches(store.snapshot(view, number)) for row in batch.to_pylist()]
+    store = project.offline
+    rows = [row for batch in store.view(view).batches(store.view(view).snapshot(number)) for row in batch.to_pylist()]
     assert len({row["id"] for row in rows}) == len(rows)
     return {row["id"]: (row["double"], row["vector"]) for row in rows}
 
@@ -145,7 +145,7 @@ def figures(project: Project, dtype: torch.dtype, x: list[float]) -> dict[str, A
 
 def drawn(project: Project, rows: int = 1000) -> list[float]:
     """``x`` of a sample of the source, in its order: which of equally near neighbours counts depends on it."""
-    with open_view(project.view("numbers").feature_view(), OfflineStore(project.root), project.home) as opened:
+    with open_view(project.view("numbers").feature_view(), project.offline, project.home) as opened:
         return [x for x in opened.source.sample(rows).column("x").to_pylist() if x is not None]
 
 
@@ -618,8 +618,8 @@ def run(project: Project, *more: str) -> int:
     return main(["-c", str(project.folder), "run", "numbers", *more])
 
 
-def last_report(project: Project) -> dict[str, Any]:
-    report = OfflineStore(project.root).last_report("numbers")
+def last_report(project: Project) -> Report:
+    report = project.offline.view("numbers").runs.last()
     assert report is not None
     return report
 
@@ -627,8 +627,8 @@ def last_report(project: Project) -> dict[str, Any]:
 def test_a_precision_that_is_not_accurate_enough_computes_nothing(make_project: MakeProject, capsys: Captured) -> None:
     project = torch_project(make_project, ROWS)
     assert run(project) == 0
-    store = OfflineStore(project.root)
-    before, live = files(project.root), store.live("numbers")
+    store = project.offline
+    before, live = files(project.root), store.view("numbers").refs.live()
     capsys.readouterr()
 
     project = torch_project(make_project, view={"precision": "bf16"})
@@ -637,22 +637,22 @@ def test_a_precision_that_is_not_accurate_enough_computes_nothing(make_project: 
     report = last_report(project)
     found = figures(project, torch.bfloat16, drawn(project))
     recall = found["vector"]["recall_at_10"]
-    (verdict,) = report["gates"]
-    message = verdict.pop("message")
-    assert verdict == {"gate": "accuracy", "passed": False, "measured": recall, "limit": 0.985}
+    (verdict,) = report.gates
+    message = verdict.message
+    assert verdict == Verdict("accuracy", False, recall, 0.985, message)
     assert message.startswith("bf16-eager against float32 on 120 rows: double: rank 0.99")
     assert message.endswith(f": vector: recall@10 {recall:.5g} is below 0.985")
-    assert said == f"precompute: {report['error']}"
-    assert report["error"] == (
+    assert said == f"precompute: {report.error}"
+    assert report.error == (
         f"view 'numbers': {message}. Nothing was computed; choose another precision (`precompute tune numbers` measures them all), change "
         "the view's `accuracy`, or accept it: precompute run numbers --accept accuracy"
     )
-    assert (report["status"], report["snapshot"], report["counts"], report["engine"]) == ("refused", None, {}, {})
+    assert (report.status, report.snapshot, report.counts, report.engine) == ("refused", None, {}, {})
     after = files(project.root)
     assert {path: body for path, body in after.items() if "/runs/" not in path and "lease" not in path} == {
         path: body for path, body in before.items() if "/runs/" not in path and "lease" not in path
     }
-    assert (store.numbers("numbers"), store.live("numbers")) == ([1], live)
+    assert (store.view("numbers").numbers(), store.view("numbers").refs.live()) == ([1], live)
     assert main(["-c", str(project.folder), "lookup", "numbers", "7"]) == 0
     assert "double: 2.14" in capsys.readouterr().out
 
@@ -663,8 +663,8 @@ def test_a_precision_within_the_budget_is_committed_with_its_verdict_and_not_mea
     view = {"precision": "bf16", "accuracy": LOOSE, "fallback": {"enabled": True}}  # the gate parity computes rows again, too
     project = torch_project(make_project, ROWS, view=view)
     assert run(project) == 0
-    store = OfflineStore(project.root)
-    first = store.snapshot("numbers", 1)
+    store = project.offline
+    first = store.view("numbers").snapshot(1)
     verdict = first.gates[0]
     assert verdict.message.startswith("bf16-eager against float32 on 120 rows: double: rank 0.99")
     found = figures(project, torch.bfloat16, drawn(project))
@@ -673,8 +673,8 @@ def test_a_precision_within_the_budget_is_committed_with_its_verdict_and_not_mea
     assert verdict == Verdict("accuracy", True, rank, 0.9, verdict.message)
     assert [g.gate for g in first.gates].count("accuracy") == 1
     assert "parity" in [g.gate for g in first.gates]
-    assert last_report(project)["gates"] == [asdict(gate) for gate in first.gates]
-    assert "accuracy" in last_report(project)["stages_s"]
+    assert last_report(project).gates == list(first.gates)
+    assert "accuracy" in last_report(project).stages_s
     assert stored(project, 1) == wanted(ROWS, torch.bfloat16)
 
     def never(*_: Any) -> None:
@@ -684,12 +684,12 @@ def test_a_precision_within_the_budget_is_committed_with_its_verdict_and_not_mea
     changed = [*ROWS[:-1], (ROWS[-1][0], 1.003)]
     project = torch_project(make_project, changed, view=view)
     assert run(project) == 0
-    second = store.snapshot("numbers", 2)
+    second = store.view("numbers").snapshot(2)
     assert (second.kind, second.counts.written, second.model) == ("delta", 1, first.model)
     assert "accuracy" not in [g.gate for g in second.gates]
     assert stored(project, 2) == wanted(changed, torch.bfloat16)
     assert run(project) == 0  # nothing to do
-    assert last_report(project)["status"] == "current"
+    assert last_report(project).status == "current"
 
 
 def test_a_precision_that_is_not_accurate_enough_is_computed_where_that_is_accepted(make_project: MakeProject) -> None:
@@ -697,10 +697,10 @@ def test_a_precision_that_is_not_accurate_enough_is_computed_where_that_is_accep
     project = torch_project(make_project, ROWS, view=view)
     assert run(project) == 3
     assert run(project, "--accept", "drift") == 3
-    store = OfflineStore(project.root)
-    assert store.numbers("numbers") == []
+    store = project.offline
+    assert store.view("numbers").numbers() == []
     assert run(project, "--accept", "accuracy") == 0
-    snapshot = store.snapshot("numbers", 1)
+    snapshot = store.view("numbers").snapshot(1)
     assert (snapshot.gates[0].gate, snapshot.gates[0].passed) == ("accuracy", False)
     assert (snapshot.accepted, snapshot.refused_by, live_number(store)) == (("accuracy",), [], 1)
     assert stored(project, 1) == wanted(ROWS, torch.bfloat16)
@@ -715,21 +715,21 @@ def test_an_acceptance_holds_when_another_gate_refuses_and_is_accepted_later(mak
     view = {"precision": "bf16", "gates": {"duplicates": 0.0}}
     project = torch_project(make_project, ROWS, view=view)
     assert run(project, "--accept", "accuracy") == 3
-    store = OfflineStore(project.root)
-    assert (store.snapshot("numbers", 1).refused_by, live_number(store)) == (["duplicates"], None)
+    store = project.offline
+    assert (store.view("numbers").snapshot(1).refused_by, live_number(store)) == (["duplicates"], None)
     assert run(project) == 3  # judged again
-    assert store.snapshot("numbers", store.numbers("numbers")[-1]).refused_by == ["duplicates"]
+    assert store.view("numbers").snapshot(store.view("numbers").numbers()[-1]).refused_by == ["duplicates"]
     assert main(["-c", str(project.folder), "publish", "numbers", "--accept", "duplicates"]) == 0
     live = live_number(store)
     assert live is not None
-    assert store.snapshot("numbers", live).accepted == ("accuracy", "duplicates")
+    assert store.view("numbers").snapshot(live).accepted == ("accuracy", "duplicates")
     mended = torch_project(make_project, view={"precision": "bf16"})
     assert run(mended) == 0
     assert stored(project, live) == wanted(ROWS, torch.bfloat16)
 
 
 def live_number(store: OfflineStore) -> int | None:
-    ref = store.live("numbers")
+    ref = store.view("numbers").refs.live()
     return None if ref is None else ref.snapshot
 
 
@@ -737,22 +737,22 @@ def test_every_row_asked_for_is_measured_again(make_project: MakeProject) -> Non
     view = {"precision": "bf16", "accuracy": LOOSE}
     project = torch_project(make_project, ROWS, view=view)
     assert (run(project), run(project, "--full")) == (0, 0)
-    gates = OfflineStore(project.root).snapshot("numbers", 2).gates
+    gates = project.offline.view("numbers").snapshot(2).gates
     assert gates[0].gate == "accuracy"
     tight = torch_project(make_project, view={"precision": "bf16"})
     assert run(tight, "--full") == 3
-    assert OfflineStore(project.root).numbers("numbers") == [1, 2]
+    assert project.offline.view("numbers").numbers() == [1, 2]
 
 
 def test_a_verdict_is_kept_when_the_other_gates_judge_again(make_project: MakeProject) -> None:
     view = {"precision": "bf16", "accuracy": LOOSE}
     project = torch_project(make_project, ROWS, view=view | {"gates": {"duplicates": 0.0}})
     assert run(project) == 3  # by the gate duplicates, after computing
-    store = OfflineStore(project.root)
-    refused = store.snapshot("numbers", 1)
+    store = project.offline
+    refused = store.view("numbers").snapshot(1)
     assert (refused.refused_by, refused.gates[0].gate) == (["duplicates"], "accuracy")
     assert run(torch_project(make_project, view=view)) == 0
-    mended = store.snapshot("numbers", 2)
+    mended = store.view("numbers").snapshot(2)
     assert (mended.refused_by, mended.gates[0]) == ([], refused.gates[0])
     assert stored(project, 2) == wanted(ROWS, torch.bfloat16)
 
@@ -761,7 +761,7 @@ def test_a_conversion_without_a_usable_row_is_refused(make_project: MakeProject)
     rows = [*((i, None) for i in range(600)), *((i, 1.0 + i / 1000) for i in range(600, 1300))]
     project = torch_project(make_project, rows, view={"precision": "bf16", "accuracy": LOOSE, "max_rejected": 0.6})
     assert run(project) == 2
-    assert last_report(project)["error"] == (
+    assert last_report(project).error == (
         "view 'numbers': model: precision bf16-eager: none of the source's first 256 rows is usable, to show the conversion: let its SQL "
         "leave out or order last what is bad, or compute in float32"
     )
@@ -771,7 +771,7 @@ def test_a_conversion_without_a_usable_row_is_refused(make_project: MakeProject)
 
 
 def fingerprint(project: Project) -> str:
-    with open_view(project.view("numbers").feature_view(), OfflineStore(project.root), project.home) as opened:
+    with open_view(project.view("numbers").feature_view(), project.offline, project.home) as opened:
         return opened.fingerprint
 
 
@@ -875,7 +875,7 @@ def test_the_fallback_computes_in_the_precision_of_each_snapshot(make_project: M
         "vector": expected([x], torch.bfloat16)["vector"][0].tolist(),
     }
     assert exact != half
-    fallback = ViewFallback(OfflineStore(project.root), project.home, memory_mb=64)
+    fallback = ViewFallback(project.offline, project.home, memory_mb=64)
     try:
         for _ in range(2):
             for name, values in (("numbers", exact), ("half", half), ("packed", exact), ("half_too", half), ("numbers", exact)):
@@ -892,7 +892,7 @@ def test_data_that_is_other_when_the_fallback_opens_is_computed_all_the_same(mak
     project = torch_project(make_project, ROWS, view=on)
     run_view(project, "numbers", Silent())
     pq.write_table(pa.table({"id": [900], "x": [1.003]}), project.folder / "data.parquet")
-    fallback = ViewFallback(OfflineStore(project.root), project.home, memory_mb=64)
+    fallback = ViewFallback(project.offline, project.home, memory_mb=64)
     try:
         made = expected([1.003], torch.bfloat16)
         assert computed(project, fallback, "numbers", "900") == {

@@ -18,7 +18,6 @@ from jobs.config import Project
 from jobs.progress import Silent
 from jobs.run import run_view
 from jobs.verify import Check, verify
-from store.offline.view_store import OfflineStore
 from store.online.online_url import open_online_store
 from tests.conftest import MakeProject
 
@@ -48,10 +47,10 @@ def bad(project: Project) -> dict[str, str]:
 
 def parts(project: Project) -> list[Path]:
     """Of the live chain: the full snapshot's first."""
-    store = OfflineStore(project.root)
-    ref = store.live("numbers")
+    store = project.offline.view("numbers")
+    ref = store.refs.live()
     assert ref is not None
-    layers = store.chain(store.snapshot("numbers", ref.snapshot))
+    layers = store.chain(store.snapshot(ref.snapshot))
     return [project.root / "numbers" / part.path for layer in layers for part in layer.parts]
 
 
@@ -145,8 +144,8 @@ def test_a_damaged_file_of_the_chain_is_found_and_named(
     make_project: MakeProject, name: str, damage: Callable[[Path], None]
 ) -> None:
     project = chain(make_project)
-    store = OfflineStore(project.root)
-    path = project.root / "numbers" / "data" / store.snapshot("numbers", 2).run / name
+    store = project.offline.view("numbers")
+    path = project.root / "numbers" / "data" / store.snapshot(2).run / name
     damage(path)
     assert str(path) in bad(project)["checksums"]
 
@@ -232,8 +231,8 @@ def test_what_verify_says_to_do_mends_it(make_project: MakeProject, online: str)
 
 def test_an_online_pointer_that_is_behind_is_found(make_project: MakeProject, online: str) -> None:
     project = chain(make_project, online)
-    store = OfflineStore(project.root)
-    store.move_live("numbers", 2, expected_epoch=3, epoch=4, reason="a crash between the two pointers")
+    store = project.offline.view("numbers")
+    store.refs.move_live(2, expected_epoch=3, epoch=4, reason="a crash between the two pointers")
     found = bad(project)
     assert found["online pointer"] == (
         "the online store serves snapshot 3, epoch 3, live is snapshot 2, epoch 4: precompute publish numbers --snapshot 2"

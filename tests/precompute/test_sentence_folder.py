@@ -23,7 +23,6 @@ from precompute.text.sentence_folder import read_sentence_folder
 from precompute.text.transformer import DECODERS, ENCODERS
 from store.errors import ConfigError, ModelError
 from store.lookup import Lookup
-from store.offline.view_store import OfflineStore
 from store.online.online_url import open_online_store
 from tests.conftest import MakeProject
 from tests.precompute.sentence_models import SHAPES, SentenceTransformer, modules, read, sentence_model, transformer
@@ -291,7 +290,7 @@ def test_rows_are_documents_and_what_is_searched_by_is_a_query(
     rows = json.loads(capsys.readouterr().out)["rows"]
     scores = made[1].encode_document(TEXTS) @ made[1].encode_query("film of the snow")
     np.testing.assert_allclose([row["score"] for row in rows], np.sort(scores)[::-1], atol=1e-5)
-    fallback = ViewFallback(OfflineStore(project.root), project.home, memory_mb=64)
+    fallback = ViewFallback(project.offline, project.home, memory_mb=64)
     lookup = Lookup(open_online_store(project.online), project.root, fallback)
     try:
         answer = lookup.begin("numbers", [99], inputs={99: {"text": "cold film"}}, deadline_ms=60_000)

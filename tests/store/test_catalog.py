@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,36 +11,37 @@ from store.disk.lease import take
 from store.offline.catalog import Catalog, Entry
 from store.offline.snapshot import Counts, Part, Snapshot
 from store.offline.standing import Standing
-from store.offline.view_store import OfflineStore
+from store.offline.view_store import OfflineStore, ViewStore
+from store.record import replace
 from tests.store.test_offline_store import TABLE, VIEW
 
 DAYS = ("2026-01-01T00:00Z/2026-01-02T00:00Z", "2026-01-02T00:00Z/2026-01-03T00:00Z")
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> OfflineStore:
+def store(tmp_path: Path) -> ViewStore:
     """Six snapshots of two partitions, the last a delta."""
-    store = OfflineStore(tmp_path / "root")
-    take(store.lease_folder("numbers"), "publish", "a test").release()  # as every writer does
+    store = OfflineStore(tmp_path / "root").view("numbers")
+    take(store.leases, "publish", "a test").release()  # as every writer does
     for number in range(1, 7):
         commit(store, f"run{number}", DAYS[number % 2], parent=2 if number == 6 else None)
     return store
 
 
-def commit(store: OfflineStore, run: str, partition: str | None, parent: int | None = None) -> Snapshot:
-    part = store.write_part("numbers", run, "part-00000.parquet", TABLE)
+def commit(store: ViewStore, run: str, partition: str | None, parent: int | None = None) -> Snapshot:
+    part = store.write_part(run, "part-00000.parquet", TABLE)
     counts = Counts(6, 3, unchanged=3) if parent else Counts(3, 3)
     made = Snapshot(VIEW, run, "model", counts, (part,), None, "2026-01-01T00:00:00+00:00", None, None, partition=partition)
     return store.commit(replace(made, kind="delta" if parent else "full", parent=parent))
 
 
-def truth(store: OfflineStore) -> dict[int, Entry]:
-    return {number: Entry.of(number, store.snapshot("numbers", number)) for number in store.numbers("numbers")}
+def truth(store: ViewStore) -> dict[int, Entry]:
+    return {number: Entry.of(number, store.snapshot(number)) for number in store.numbers()}
 
 
-def catalog_of(store: OfflineStore) -> Catalog:
+def catalog_of(store: ViewStore) -> Catalog:
     """As another process reads it."""
-    return OfflineStore(store.root).catalog("numbers")
+    return OfflineStore(store.offline.root).view("numbers").catalog()
 
 
 @pytest.fixture
@@ -58,11 +58,11 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def path_of(store: OfflineStore) -> Path:
-    return store.root / "numbers" / "refs" / "catalog.jsonl"
+def path_of(store: ViewStore) -> Path:
+    return store.folder / "refs" / "catalog.jsonl"
 
 
-def test_it_says_what_the_manifests_say_and_parses_none_that_it_knows(store: OfflineStore, parsed: list[int]) -> None:
+def test_it_says_what_the_manifests_say_and_parses_none_that_it_knows(store: ViewStore, parsed: list[int]) -> None:
     expected = truth(store)
     assert [(e.partition, e.parent, e.files) for e in (expected[1], expected[6])] == [
         (DAYS[1], None, ("data/run1/part-00000.parquet",)),
@@ -79,36 +79,36 @@ def test_it_says_what_the_manifests_say_and_parses_none_that_it_knows(store: Off
 
 
 def test_a_process_parses_its_lines_once_and_sees_all_that_changes(
-    store: OfflineStore, parsed: list[int], monkeypatch: pytest.MonkeyPatch
+    store: ViewStore, parsed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert store.catalog("numbers").entries == truth(store)
+    assert store.catalog().entries == truth(store)
     parsed.clear()
     with monkeypatch.context() as patch:
         patch.setattr("store.offline.catalog._lines", lambda _: pytest.fail("its lines are parsed once more"))
-        assert list(store.catalog("numbers").entries) == [1, 2, 3, 4, 5, 6]
-        (store.root / "numbers" / "manifests" / f"{3:020d}.json").unlink()
-        assert list(store.catalog("numbers").entries) == [1, 2, 4, 5, 6]
+        assert list(store.catalog().entries) == [1, 2, 3, 4, 5, 6]
+        (store.manifest_path(3)).unlink()
+        assert list(store.catalog().entries) == [1, 2, 4, 5, 6]
     assert parsed == []
-    commit(OfflineStore(store.root), "another", None)
-    assert store.catalog("numbers").entries == truth(store)
-    manifest = store.root / "numbers" / "manifests" / f"{7:020d}.json"
+    commit(OfflineStore(store.offline.root).view("numbers"), "another", None)
+    assert store.catalog().entries == truth(store)
+    manifest = store.manifest_path(7)
     manifest.write_bytes(manifest.read_bytes()[:-9])
-    assert list(store.catalog("numbers").damaged) == [7]
+    assert list(store.catalog().damaged) == [7]
 
 
-def test_of_a_partition_only_its_own_newest_manifest_is_read(store: OfflineStore, parsed: list[int]) -> None:
+def test_of_a_partition_only_its_own_newest_manifest_is_read(store: ViewStore, parsed: list[int]) -> None:
     for day, number in ((DAYS[1], 5), (DAYS[0], 6)):
         parsed.clear()
-        newest = Standing(store, "numbers").newest(day)
+        newest = Standing(store).newest(day)
         assert newest is not None
         assert newest.number == number
         assert set(parsed) <= {number, 2}
     parsed.clear()
-    assert Standing(store, "numbers").newest("2030-01-01T00:00Z/2030-01-02T00:00Z") is None
+    assert Standing(store).newest("2030-01-01T00:00Z/2030-01-02T00:00Z") is None
     assert parsed == []
 
 
-def test_whatever_bytes_its_file_has_it_tells_the_truth(store: OfflineStore) -> None:
+def test_whatever_bytes_its_file_has_it_tells_the_truth(store: ViewStore) -> None:
     path, expected = path_of(store), truth(store)
     whole = path.read_bytes()
     for at in range(0, len(whole), 7):
@@ -122,21 +122,21 @@ def test_whatever_bytes_its_file_has_it_tells_the_truth(store: OfflineStore) -> 
     assert catalog_of(store).entries == expected
 
 
-def test_a_number_that_was_given_twice_is_the_later_one(store: OfflineStore) -> None:
-    manifest = store.root / "numbers" / "manifests" / f"{6:020d}.json"
+def test_a_number_that_was_given_twice_is_the_later_one(store: ViewStore) -> None:
+    manifest = store.manifest_path(6)
     manifest.unlink()  # by hand
     assert 6 not in catalog_of(store).entries
     line = path_of(store).read_bytes()
     assert commit(store, "again", DAYS[1]).number == 6
     path_of(store).write_bytes(line)  # the commit was killed before it wrote its own
     assert catalog_of(store).entries == truth(store)
-    newest = Standing(store, "numbers").newest(DAYS[1])
+    newest = Standing(store).newest(DAYS[1])
     assert newest is not None
     assert newest.run == "again"
 
 
-def test_a_damaged_manifest_is_told_and_known_by_what_it_was(store: OfflineStore) -> None:
-    manifest, expected = store.root / "numbers" / "manifests" / f"{3:020d}.json", truth(store)
+def test_a_damaged_manifest_is_told_and_known_by_what_it_was(store: ViewStore) -> None:
+    manifest, expected = store.manifest_path(3), truth(store)
     stat, data = manifest.stat(), bytearray(manifest.read_bytes())
     data[40] ^= 1
     manifest.write_bytes(data)
@@ -145,26 +145,26 @@ def test_a_damaged_manifest_is_told_and_known_by_what_it_was(store: OfflineStore
     assert "its checksum does not match" in str(catalog.damaged[3])
     os.utime(manifest, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # a bit that flips by itself changes no time
     assert catalog_of(store).entries == expected
-    assert list(store.damage("numbers")) == [3]
+    assert list(store.damage()) == [3]
 
 
-def test_lines_of_removed_manifests_go_once_they_are_many(store: OfflineStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_removed_manifests_go_once_they_are_many(store: ViewStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("store.offline.catalog._SPARE_LINES", 1)
     before = path_of(store).read_bytes()
     for number in (1, 3, 4, 5):
-        (store.root / "numbers" / "manifests" / f"{number:020d}.json").unlink()
+        (store.manifest_path(number)).unlink()
     assert catalog_of(store).entries == truth(store)
     assert len(path_of(store).read_bytes()) < len(before) / 2
     assert catalog_of(store).entries == truth(store)
 
 
-def test_without_space_or_rights_it_is_derived_every_time(store: OfflineStore) -> None:
+def test_without_space_or_rights_it_is_derived_every_time(store: ViewStore) -> None:
     path_of(store).unlink()
     path_of(store).mkdir()
     assert catalog_of(store).entries == truth(store)
     assert commit(store, "more", None).number == 7
     assert catalog_of(store).entries == truth(store)
-    assert OfflineStore(store.root / "none").catalog("numbers").entries == {}
+    assert OfflineStore(store.offline.root / "none").view("numbers").catalog().entries == {}
 
 
 def test_an_entry_names_every_file() -> None:

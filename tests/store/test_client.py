@@ -20,7 +20,6 @@ from jobs.fallback import ViewFallback
 from store.client import Client
 from store.errors import OnlineStoreError, PrecomputeError, RequestError
 from store.lookup import ANSWER_FIELDS, Lookup
-from store.offline.view_store import OfflineStore
 from store.online.online_url import open_online_store
 from tests.conftest import free_port
 from tests.jobs.test_serve import Server, make_folder, publish, slow, write_numbers
@@ -59,7 +58,7 @@ def client(server: Server) -> Iterator[Client]:
 @pytest.fixture(scope="module")
 def lookup(project: Project) -> Iterator[Lookup]:
     """The same views and the same models in this process."""
-    fallback = ViewFallback(OfflineStore(project.root), project.home)
+    fallback = ViewFallback(project.offline, project.home)
     lookup = Lookup(open_online_store(project.online), project.root, fallback)
     yield lookup
     fallback.close()

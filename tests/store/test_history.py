@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,11 @@ from store.disk.spill_folder import SpillFolder
 from store.errors import RequestError, SnapshotError
 from store.feature_view import Feature, FeatureView
 from store.history import Explanation, _Versions, explain, get_historical_features, read, snapshot_at
+from store.offline.runs import Report
 from store.offline.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot, Verdict
-from store.offline.view_store import OfflineStore
+from store.offline.view_store import OfflineStore, ViewStore
 from store.partition import containing
+from store.record import replace
 from tests.conftest import MakeProject
 
 FEATURES = (
@@ -71,7 +73,7 @@ class Value:
 class Made:
     """A store with snapshots made by hand, and what each of them holds."""
 
-    store: OfflineStore
+    store: ViewStore
     entity: Mapping[str, pa.DataType]
     snapshots: list[Snapshot] = field(default_factory=list)
     rows: dict[int, dict[Key, Value]] = field(default_factory=dict)
@@ -111,7 +113,7 @@ class Made:
             places |= {key: before[key] for key in same}
             gone = {key: place for key, place in before.items() if key not in same}
             if gone:
-                deletes = self.store.write_part("made", run, "deletes.parquet", self._deletes(gone, rows))
+                deletes = self.store.write_part(run, "deletes.parquet", self._deletes(gone, rows))
         removed = len(old.keys() - rows.keys())
         counts = Counts(source=len(rows), written=len(written), unchanged=len(same), removed=removed)
         snapshot = self.store.commit(
@@ -126,7 +128,7 @@ class Made:
         return snapshot
 
     def mark_bad(self, number: int) -> None:
-        self.store.mark_bad("made", number, "test")
+        self.store.mark_bad(number, "test")
         self.bad.add(number)
 
     def good(self) -> list[Snapshot]:
@@ -140,7 +142,7 @@ class Made:
         parts, places, keys = [], {}, list(rows)
         for number in range(0, len(keys), 2):  # two rows a file, so that files are shared
             here = keys[number : number + 2]
-            part = self.store.write_part("made", run, f"part-{number:05d}.parquet", self.table({key: rows[key] for key in here}))
+            part = self.store.write_part(run, f"part-{number:05d}.parquet", self.table({key: rows[key] for key in here}))
             parts.append(part)
             places |= {key: (part.path, row) for row, key in enumerate(here)}
         return parts, places
@@ -169,7 +171,7 @@ class Made:
 
     def check(self, asked: pa.Table, expected: list[Value | None], **options: Any) -> None:
         """The join gives these values, with every type as declared and the asked columns as they were."""
-        found = get_historical_features(self.store, asked, ["made"], **options)
+        found = get_historical_features(self.store.offline, asked, ["made"], **options)
         assert found.select(asked.column_names).equals(asked)
         schema = [(f"made__{f.name}", f.arrow_type) for f in FEATURES] + [("made__computed_at", pa.timestamp("us", "UTC"))]
         assert [(f.name, f.type) for f in found.schema][asked.num_columns :] == schema
@@ -185,7 +187,7 @@ class Made:
 
 @pytest.fixture
 def made(tmp_path: Path) -> Made:
-    return Made(OfflineStore(tmp_path / "root"), ENTITIES["number"])
+    return Made(OfflineStore(tmp_path / "root").view("made"), ENTITIES["number"])
 
 
 def keys_of(kind: str) -> list[Key]:
@@ -322,7 +324,7 @@ def test_the_join_answers_as_brute_force_does(reference: Any, draw: st.DataObjec
     partitioned = reference is by_partition
     kind, steps = draw.draw(histories(partitioned=partitioned, plain=reference is plainly))
     with tempfile.TemporaryDirectory() as folder:
-        made = Made(OfflineStore(folder), ENTITIES[kind])
+        made = Made(OfflineStore(folder).view("made"), ENTITIES[kind])
         build(made, steps)
         if partitioned:
             asked = [(key, 43_200 * half) for key, half in draw.draw(questions(kind, 8))]
@@ -331,7 +333,7 @@ def test_the_join_answers_as_brute_force_does(reference: Any, draw: st.DataObjec
         table = in_types(made.asked(asked), draw)
         if not made.good():
             with pytest.raises(SnapshotError, match=r"has no snapshot under .* that counts"):
-                get_historical_features(made.store, table, ["made"])
+                get_historical_features(made.store.offline, table, ["made"])
             return
         expected = [reference(made, key, second) for key, second in asked]
         made.check(table, expected)
@@ -354,7 +356,7 @@ def test_nothing_of_the_future_is_known(made: Made) -> None:
 
 
 def test_a_folder_above_the_store_is_no_partition(tmp_path: Path) -> None:
-    made = Made(OfflineStore(tmp_path / "id=9" / "row=9" / "input_hash=9" / "root"), ENTITIES["number"])
+    made = Made(OfflineStore(tmp_path / "id=9" / "row=9" / "input_hash=9" / "root").view("made"), ENTITIES["number"])
     made.commit({(1,): Value(1, 1), (2,): Value(1, 2)}, 2)
     made.commit({(1,): Value(5, 3)}, 6, how="delta")
     made.check(made.asked([((1,), 3), ((1,), 9), ((2,), 3), ((2,), 9)]), [Value(1, 1), Value(5, 3), Value(1, 2), None])
@@ -393,7 +395,7 @@ def test_a_compaction_changes_no_history(made: Made) -> None:
         made.commit({(1,): Value(1, 1)}, 10, how=how)
         made.commit({(1,): Value(7, 2)}, 12, how="delta")  # computed by a run that was interrupted before the second commit
         made.check(made.asked([((1,), 6), ((1,), 7)]), [Value(1, 1), Value(7, 2)])
-        made = Made(OfflineStore(made.store.root / "compacted"), made.entity)
+        made = Made(OfflineStore(made.store.offline.root / "compacted").view("made"), made.entity)
 
 
 def test_snapshots_rolled_back_from_do_not_count_nor_later_ones_of_their_content(made: Made) -> None:
@@ -403,23 +405,23 @@ def test_snapshots_rolled_back_from_do_not_count_nor_later_ones_of_their_content
     made.check(made.asked([((1,), 9)]), [Value(5, 2)])
     made.mark_bad(2)
     made.check(made.asked([((1,), 9)]), [Value(1, 1)])
-    assert snapshot_at(made.store, "made", at(9)).number == 1
+    assert snapshot_at(made.store, at(9)).number == 1
 
 
 def test_a_refusal_that_was_accepted_counts(made: Made) -> None:
     made.commit({(1,): Value(1, 1)}, 2)
     refused = made.commit({(1,): Value(3, 2)}, 4, how="delta", refused=True)
     made.check(made.asked([((1,), 9)]), [Value(1, 1)])
-    made.store.commit(replace(refused, accepted=["drift"], run="publish"))
+    made.store.commit(replace(refused, accepted=("drift",), run="publish"))
     made.check(made.asked([((1,), 9)]), [Value(3, 2)])
 
 
 def test_features_may_be_chosen_and_views_joined(made: Made) -> None:
     made.commit({(1,): Value(1, 2)}, 2)
-    found = get_historical_features(made.store, made.asked([((1,), 3)]), {"made": ["name", "double"]})
+    found = get_historical_features(made.store.offline, made.asked([((1,), 3)]), {"made": ["name", "double"]})
     assert found.column_names[3:] == ["made__name", "made__double", "made__computed_at"]
     assert found.to_pylist()[0]["made__name"] == "n2"
-    assert get_historical_features(made.store, found, {}).equals(found)
+    assert get_historical_features(made.store.offline, found, {}).equals(found)
 
 
 def test_a_feature_an_older_snapshot_lacked_or_had_otherwise_is_null_there(made: Made) -> None:
@@ -435,9 +437,9 @@ def test_a_feature_an_older_snapshot_lacked_or_had_otherwise_is_null_there(made:
         "computed_at": pa.array([at(5)], pa.timestamp("us", "UTC")),
         "input_hash": pa.array([1]),
     }
-    part = made.store.write_part("made", "newer", "part-00000.parquet", pa.table(columns))
+    part = made.store.write_part("newer", "part-00000.parquet", pa.table(columns))
     made.store.commit(Snapshot(newer, "newer", "model", Counts(1, 1), (part,), None, at(6).isoformat(), None, None))
-    found = get_historical_features(made.store, made.asked([((1,), 3), ((1,), 5)]), ["made"])
+    found = get_historical_features(made.store.offline, made.asked([((1,), 3), ((1,), 5)]), ["made"])
     assert found.schema.field("made__double").type == pa.float32()
     assert found.select(["made__double", "made__name", "made__new"]).to_pylist() == [
         {"made__double": None, "made__name": "n2", "made__new": None},
@@ -469,27 +471,27 @@ def test_a_feature_an_older_snapshot_lacked_or_had_otherwise_is_null_there(made:
 def test_an_entity_table_that_cannot_be_used_is_refused(made: Made, change: Any, message: str) -> None:
     made.commit({(1,): Value(1, 1)}, 2)
     with pytest.raises(RequestError, match=message):
-        get_historical_features(made.store, change(made.asked([((1,), 3)])), ["made"])
+        get_historical_features(made.store.offline, change(made.asked([((1,), 3)])), ["made"])
 
 
 def test_unknown_features_ages_and_views_are_refused(made: Made) -> None:
     made.commit({(1,): Value(1, 1)}, 2)
     asked = made.asked([((1,), 3)])
     with pytest.raises(RequestError, match=r"no feature 'nam' \(it has: double, half, tags, name, flag\)") as caught:
-        get_historical_features(made.store, asked, {"made": ["nam"]})
+        get_historical_features(made.store.offline, asked, {"made": ["nam"]})
     assert caught.value.code == "unknown_feature"
     for age in (-1.0, float("nan"), float("inf")):
         with pytest.raises(RequestError, match="max_age_s is a number of seconds"):
-            get_historical_features(made.store, asked, ["made"], max_age_s=age)
+            get_historical_features(made.store.offline, asked, ["made"], max_age_s=age)
     with pytest.raises(SnapshotError, match="view 'other' has no snapshot"):
-        get_historical_features(made.store, asked, "other")
+        get_historical_features(made.store.offline, asked, "other")
 
 
 def test_a_missing_file_is_told(made: Made) -> None:
     snapshot = made.commit({(1,): Value(1, 1)}, 2)
-    (made.store.root / "made" / snapshot.parts[0].path).unlink()
+    (made.store.folder / snapshot.parts[0].path).unlink()
     with pytest.raises(SnapshotError, match=r"part-00000.parquet is missing: snapshot 1 of 'made'"):
-        get_historical_features(made.store, made.asked([((1,), 3)]), ["made"])
+        get_historical_features(made.store.offline, made.asked([((1,), 3)]), ["made"])
 
 
 def test_each_file_is_read_once_however_many_snapshots_share_it(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -537,16 +539,16 @@ def test_what_a_long_join_spills_is_swept_by_nobody_else(made: Made, tmp_path: P
 def test_read_gives_the_newest_snapshot_committed_by_then(draw: st.DataObject) -> None:
     kind, steps = draw.draw(histories(plain=True))
     with tempfile.TemporaryDirectory() as folder:
-        made = Made(OfflineStore(folder), ENTITIES[kind])
+        made = Made(OfflineStore(folder).view("made"), ENTITIES[kind])
         build(made, steps)
         for second in range(-1, steps[-1]["created"] + 1):
             committed = [s for s in made.good() if seconds(s.created_at) <= second]
             if not committed:
                 with pytest.raises(SnapshotError):
-                    read(made.store, "made", at(second))
+                    read(made.store, at(second))
                 continue
             rows = made.rows[committed[-1].number]
-            found = read(made.store, "made", at(second)).sort_by([(name, "ascending") for name in made.entity])
+            found = read(made.store, at(second)).sort_by([(name, "ascending") for name in made.entity])
             assert found.equals(made.table({key: rows[key] for key in sorted(rows)}))
 
 
@@ -554,9 +556,9 @@ def test_read_of_a_partitioned_view_is_in_data_time(made: Made) -> None:
     days = [containing("day", START + timedelta(days=day)) for day in range(3)]
     for n, day in enumerate((2, 0, 0)):  # backfilled: the later partition first
         made.commit({(1,): Value(10**7 + n, n)}, 10**7 + n, partition=str(days[day]))
-    assert [snapshot_at(made.store, "made", day.end).number for day in days] == [3, 3, 1]
+    assert [snapshot_at(made.store, day.end).number for day in days] == [3, 3, 1]
     with pytest.raises(SnapshotError, match=r"no snapshot yet at .*: the oldest one kept is 3, of partition 2026-01-01T00:00Z/"):
-        snapshot_at(made.store, "made", days[0].end - timedelta(microseconds=1))
+        snapshot_at(made.store, days[0].end - timedelta(microseconds=1))
     asked = made.asked([((1,), day * 86_400 + second) for day in (1, 2, 3) for second in (-1, 0)])
     made.check(asked, [None, *[Value(10**7 + 2, 2)] * 4, Value(10**7, 0)])
     made.check(asked, [None, Value(10**7 + 2, 2), None, None, None, Value(10**7, 0)], max_age_s=86_398)
@@ -564,18 +566,18 @@ def test_read_of_a_partitioned_view_is_in_data_time(made: Made) -> None:
 
 def test_read_of_what_is_live_and_of_nothing(made: Made) -> None:
     with pytest.raises(SnapshotError, match="view 'made' was never published"):
-        read(made.store, "made")
+        read(made.store)
     first = made.commit({(1,): Value(1, 1)}, 5)
     made.commit({(1,): Value(6, 2)}, 7)
-    made.store.move_live("made", first.number, expected_epoch=0, epoch=1, reason="test")
-    assert read(made.store, "made").equals(made.table({(1,): Value(1, 1)}))
+    made.store.refs.move_live(first.number, expected_epoch=0, epoch=1, reason="test")
+    assert read(made.store).equals(made.table({(1,): Value(1, 1)}))
     with pytest.raises(
         SnapshotError,
         match=r"no snapshot yet at 2026-01-01T00:00:04\+00:00: the oldest one kept is 1, committed 2026-01-01T00:00:05",
     ):
-        read(made.store, "made", at(4))
+        read(made.store, at(4))
     with pytest.raises(RequestError, match="has no time zone"):
-        read(made.store, "made", datetime(2026, 1, 1))
+        read(made.store, datetime(2026, 1, 1))
 
 
 # ---- one row
@@ -592,8 +594,8 @@ def test_explain_tells_each_version_once_and_what_it_was_before(made: Made) -> N
     made.commit({(1,): two, (2,): one}, 5, how="compact")
     made.commit({(2,): one}, 6, how="delta")
     made.commit({(1,): three, (2,): one}, 10, how="delta", refused=True)
-    made.store.move_live("made", 3, expected_epoch=0, epoch=1, reason="test")
-    found = explain(made.store, "made", 1)
+    made.store.refs.move_live(3, expected_epoch=0, epoch=1, reason="test")
+    found = explain(made.store, 1)
     assert (found.view, found.key, found.live, found.rejections) == ("made", "1", 3, [])
     difference = {"double": 10.0, "half": [2.5, -2.5], "tags": ["5", "5"], "name": "n5", "flag": False}
     assert told(found) == [
@@ -604,7 +606,7 @@ def test_explain_tells_each_version_once_and_what_it_was_before(made: Made) -> N
     assert [(v.computed_at, v.input_hash, v.removed_at) for v in found.versions] == [
         (at(9), 2, None), (at(3), 5, at(6).isoformat()), (at(1), 1, None)
     ]  # fmt: skip
-    assert len(explain(made.store, "made", "2").versions) == 1
+    assert len(explain(made.store, "2").versions) == 1
     body = found.to_json()
     assert (body["versions"][0]["computed_at"], body["versions"][0]["features"]) == ("2026-01-01T00:00:09Z", three.features())
 
@@ -612,23 +614,22 @@ def test_explain_tells_each_version_once_and_what_it_was_before(made: Made) -> N
 def test_explain_finds_the_run_of_a_copied_row_in_the_reports(made: Made) -> None:
     made.commit({(1,): Value(1, 1), (2,): Value(1, 1)}, 2)
     made.commit({(1,): Value(1, 1), (2,): Value(5, 2)}, 6, how="compact")
-    (made.store.root / "made" / "manifests" / f"{1:020d}.json").unlink()  # as gc does
-    assert told(explain(made.store, "made", 1))[0][:2] == (2, None)
+    (made.store.folder / "manifests" / f"{1:020d}.json").unlink()  # as gc does
+    assert told(explain(made.store, 1))[0][:2] == (2, None)
     for run, command, began, ended in (("a", "run", -9, 0), ("b", "run", 0, 3), ("c", "publish", 0, 3), ("d", "run", 4, 7)):
-        report = {"run": run, "command": command, "started_at": at(began).isoformat(), "finished_at": at(ended).isoformat()}
-        made.store.write_report("made", run, report)
-    assert told(explain(made.store, "made", 1))[0][:2] == (2, "b")
-    assert told(explain(made.store, "made", 2))[0][:2] == (2, "d")
+        made.store.runs.write(Report(run, "made", command, "published", at(began).isoformat(), at(ended).isoformat()))
+    assert told(explain(made.store, 1))[0][:2] == (2, "b")
+    assert told(explain(made.store, 2))[0][:2] == (2, "d")
 
 
 @pytest.mark.parametrize("kind", sorted(ENTITIES))
 def test_explain_finds_every_kind_of_key(tmp_path: Path, kind: str) -> None:
-    made = Made(OfflineStore(tmp_path), ENTITIES[kind])
+    made = Made(OfflineStore(tmp_path).view("made"), ENTITIES[kind])
     made.commit({key: Value(1, n) for n, key in enumerate(keys_of(kind))}, 2)
     for n, key in enumerate(keys_of(kind)):
-        assert told(explain(made.store, "made", list(key)))[0][2] == 2.0 * n
+        assert told(explain(made.store, list(key)))[0][2] == 2.0 * n
     with pytest.raises(RequestError, match="no history of key '77") as caught:
-        explain(made.store, "made", ["77"] * len(made.entity))
+        explain(made.store, ["77"] * len(made.entity))
     assert (caught.value.status, caught.value.code) == (404, "unknown_entity")
 
 
@@ -637,7 +638,7 @@ def test_explain_of_a_partitioned_view_keeps_the_partitions_apart(made: Made) ->
     made.commit({(1,): Value(1, 1)}, 2, partition=days[1])
     made.commit({(1,): Value(3, 2), (2,): Value(3, 2)}, 4, partition=days[0])
     made.commit({(2,): Value(3, 2)}, 6, partition=days[0], how="delta")
-    found = explain(made.store, "made", 1).versions
+    found = explain(made.store, 1).versions
     assert [(v.partition, v.snapshot, v.removed_in) for v in found] == [(days[1], 1, None), (days[0], 2, 3)]
 
 
@@ -657,25 +658,25 @@ def test_real_runs_leave_a_history(make_project: MakeProject, capsys: pytest.Cap
     for rows in ([(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 5.0)], [(1, 1.0), (2, 9.0), (4, 4.0), (5, 5.0)]):
         project = make_project(rows)
         ran.append(run_view(project, "numbers", Silent()))
-    store = OfflineStore(project.root)
-    first, second = (store.snapshot("numbers", number) for number in (1, 2))
+    store = project.offline.view("numbers")
+    first, second = (store.snapshot(number) for number in (1, 2))
     assert second.kind == "delta" or second.counts.unchanged == 3
     assert first.computed_at_max is not None
     before = START.replace(year=2000)
     middle = datetime.fromisoformat(first.created_at)
     now = datetime.now(UTC)
     asked = pa.table({"id": pa.array([1, 2, 3, 9] * 3, pa.int32()), "event_timestamp": [before] * 4 + [middle] * 4 + [now] * 4})
-    found = get_historical_features(store, asked, ["numbers"])
+    found = get_historical_features(store.offline, asked, ["numbers"])
     assert found["numbers__double"].to_pylist() == [None] * 4 + [2.0, 4.0, 6.0, None, 2.0, 18.0, None, None]
     assert found["numbers__vector"].type == pa.list_(pa.float32(), 4)
     assert found["numbers__vector"].to_pylist()[9] == [9.0, 10.0, 11.0, 12.0]
-    assert read(store, "numbers", middle)["double"].to_pylist() == [2.0, 4.0, 6.0, 8.0, 10.0]
-    assert sorted(read(store, "numbers")["double"].to_pylist()) == [2.0, 8.0, 10.0, 18.0]
-    versions = explain(store, "numbers", 2).versions
+    assert read(store, middle)["double"].to_pylist() == [2.0, 4.0, 6.0, 8.0, 10.0]
+    assert sorted(read(store)["double"].to_pylist()) == [2.0, 8.0, 10.0, 18.0]
+    versions = explain(store, 2).versions
     assert [(v.run, v.model, v.live) for v in versions] == [(ran[1].run, ran[1].model, True), (ran[0].run, ran[0].model, False)]
     assert versions[0].before == {"double": 4.0, "vector": [2.0, 3.0, 4.0, 5.0]}
-    assert explain(store, "numbers", 1).versions[0].live
-    gone = explain(store, "numbers", 3).versions[0]
+    assert explain(store, 1).versions[0].live
+    gone = explain(store, 3).versions[0]
     assert (gone.live, gone.removed_in, gone.removed_at) == (False, 2, second.created_at)
 
 

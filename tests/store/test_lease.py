@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from store.disk import lease as lease_module
 from store.disk.durable_file import replace_durably
 from store.disk.lease import Holder, holder, is_held, take
 from store.errors import ConflictError, FencedError, SnapshotError
+from store.record import written
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -236,7 +236,7 @@ def test_a_holder_on_another_machine_is_believed_until_its_ttl_is_over(folder: P
     """Its flock cannot be seen from here, only its touches."""
     take(folder, "run", "me").release()
     record = Holder(7, "far away", "another machine", os.getpid(), 60.0)
-    replace_durably(folder / "lease-run.json", json.dumps(asdict(record)).encode())
+    replace_durably(folder / "lease-run.json", written(record))
     path = folder / ".lease-run.7.held"
     path.touch()
     assert is_held(folder, "run")

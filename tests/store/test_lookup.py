@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from store.online.codec import Buffer, RowCodec
 from store.online.online_store import MemoryStore, OnlineStore, Pointer
 from store.online.online_url import open_online_store
 from store.online.vector_index import build_index
+from store.record import replace
 from tests.conftest import free_port
 
 NOW = 1_700_000_000.0

@@ -34,9 +34,11 @@ from store.offline.journal import Finished
 from store.offline.layers import Layers
 from store.offline.refs import LiveRef, run_lease
 from store.offline.row_figures import RowFigures, VectorFigures
+from store.offline.runs import Report
 from store.offline.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot
 from store.offline.standing import Standing
-from store.offline.view_store import OfflineStore
+from store.offline.view_store import OfflineStore, ViewStore
+from store.record import replace
 from tests.conftest import MakeProject
 
 VIEW = FeatureView("numbers", ("id",), (Feature("double", "float64"),), ttl_s=1.0, stale_for_s=1.0)
@@ -44,18 +46,18 @@ TABLE = pa.table({"id": [1, 2, 3], "double": [2.0, 4.0, 6.0], "name": ["a", "é"
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> OfflineStore:
-    return OfflineStore(tmp_path / "root")
+def store(tmp_path: Path) -> ViewStore:
+    return OfflineStore(tmp_path / "root").view("numbers")
 
 
 def uncommitted(*parts: Part, run: str = "run", **changes: Any) -> Snapshot:
     rows = sum(part.rows for part in parts)
-    return dataclasses.replace(Snapshot(VIEW, run, "model", Counts(rows, rows), parts, None, "now", None, None), **changes)
+    return replace(Snapshot(VIEW, run, "model", Counts(rows, rows), parts, None, "now", None, None), **changes)
 
 
-def committed(store: OfflineStore, *tables: pa.Table, run: str = "run") -> Snapshot:
+def committed(store: ViewStore, *tables: pa.Table, run: str = "run") -> Snapshot:
     """A snapshot of one real Parquet part for each table."""
-    parts = [store.write_part("numbers", run, f"part-{i:05d}.parquet", table) for i, table in enumerate(tables)]
+    parts = [store.write_part(run, f"part-{i:05d}.parquet", table) for i, table in enumerate(tables)]
     return store.commit(uncommitted(*parts, run=run))
 
 
@@ -78,23 +80,23 @@ def start(script: str, *arguments: object) -> subprocess.Popen[str]:
 # ---- parts
 
 
-def test_a_part_is_plain_parquet_and_is_described_as_it_is(store: OfflineStore) -> None:
-    part = store.write_part("numbers", "run", "part-00000.parquet", TABLE)
-    path = store.root / "numbers" / part.path
+def test_a_part_is_plain_parquet_and_is_described_as_it_is(store: ViewStore) -> None:
+    part = store.write_part("run", "part-00000.parquet", TABLE)
+    path = store.folder / part.path
     assert part.path == "data/run/part-00000.parquet"
     assert (part.rows, part.size_bytes, part.sha256) == (3, path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
     assert pq.read_table(path).equals(TABLE)
-    assert list(tree(store.root)) == ["numbers/data/run/part-00000.parquet"]
+    assert list(tree(store.offline.root)) == ["numbers/data/run/part-00000.parquet"]
 
 
 @pytest.mark.parametrize("point", ["part.write", "part.fsync", "part.rename", "dir.fsync"])
 def test_a_part_the_disk_failed_on_is_written_once_more_under_another_name(
-    store: OfflineStore, caplog: pytest.LogCaptureFixture, point: str
+    store: ViewStore, caplog: pytest.LogCaptureFixture, point: str
 ) -> None:
     """What a failed fsync left on the disk nobody knows; a second one may report success over lost pages."""
     arm(point, 1, "eio")
     try:
-        part = store.write_part("numbers", "run", "part-00000.parquet", TABLE)
+        part = store.write_part("run", "part-00000.parquet", TABLE)
     finally:
         disarm()
     assert part.path == "data/run/part-00000-again.parquet"
@@ -102,29 +104,27 @@ def test_a_part_the_disk_failed_on_is_written_once_more_under_another_name(
     snapshot = store.commit(uncommitted(part))
     store.check_parts(snapshot)
     assert pa.Table.from_batches(store.batches(snapshot)).equals(TABLE)
-    assert not [name for name in tree(store.root) if "tmp" in name]
+    assert not [name for name in tree(store.offline.root) if "tmp" in name]
 
 
-def test_a_part_the_disk_failed_on_twice_or_has_no_space_for_is_told(
-    store: OfflineStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_the_disk_failed_on_twice_or_has_no_space_for_is_told(store: ViewStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(_: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", failing)
         with pytest.raises(SnapshotError, match=r"cannot write .*part-00000.parquet: Input/output error"):
-            store.write_part("numbers", "run", "part-00000.parquet", TABLE)
+            store.write_part("run", "part-00000.parquet", TABLE)
     arm("part.write", 1, "enospc")
     try:
         with pytest.raises(SnapshotError, match="no space left while writing"):
-            store.write_part("numbers", "run", "part-00000.parquet", TABLE)
+            store.write_part("run", "part-00000.parquet", TABLE)
     finally:
         disarm()
-    assert tree(store.root) == {}
+    assert tree(store.offline.root) == {}
 
 
-def test_a_snapshot_is_read_part_by_part_in_the_order_written(store: OfflineStore) -> None:
+def test_a_snapshot_is_read_part_by_part_in_the_order_written(store: ViewStore) -> None:
     snapshot = committed(store, TABLE, TABLE.slice(0, 0), TABLE.slice(1))
     both = pa.concat_tables([TABLE, TABLE.slice(1)])
     assert pa.Table.from_batches(store.batches(snapshot), TABLE.schema).equals(both)
@@ -133,7 +133,7 @@ def test_a_snapshot_is_read_part_by_part_in_the_order_written(store: OfflineStor
     assert pa.Table.from_batches(small).select(["id", "name"]).equals(both.select(["id", "name"]))
 
 
-def test_a_missing_or_cut_part_is_refused_by_name(store: OfflineStore) -> None:
+def test_a_missing_or_cut_part_is_refused_by_name(store: ViewStore) -> None:
     snapshot = committed(store, TABLE, TABLE)
     store.check_parts(snapshot)
     path = store.part_paths(snapshot)[1]
@@ -151,7 +151,7 @@ def test_a_missing_or_cut_part_is_refused_by_name(store: OfflineStore) -> None:
         store.part_paths(snapshot)
 
 
-def test_a_flipped_bit_anywhere_in_a_part_is_found_by_its_checksum(store: OfflineStore) -> None:
+def test_a_flipped_bit_anywhere_in_a_part_is_found_by_its_checksum(store: ViewStore) -> None:
     snapshot = committed(store, TABLE)
     (path,) = store.part_paths(snapshot)
     whole = path.read_bytes()
@@ -165,8 +165,8 @@ def test_a_flipped_bit_anywhere_in_a_part_is_found_by_its_checksum(store: Offlin
     store.check_parts(snapshot)
 
 
-def test_a_part_with_other_rows_than_its_manifest_says_is_refused(store: OfflineStore) -> None:
-    part = dataclasses.replace(store.write_part("numbers", "run", "p.parquet", TABLE), rows=4)
+def test_a_part_with_other_rows_than_its_manifest_says_is_refused(store: ViewStore) -> None:
+    part = replace(store.write_part("run", "p.parquet", TABLE), rows=4)
     with pytest.raises(SnapshotError, match="holds 3 rows, its manifest says 4"):
         store.check_parts(store.commit(uncommitted(part)))
 
@@ -174,27 +174,27 @@ def test_a_part_with_other_rows_than_its_manifest_says_is_refused(store: Offline
 # ---- commit
 
 
-def test_each_commit_gets_the_next_number_and_no_manifest_is_ever_changed(store: OfflineStore) -> None:
-    assert (store.views(), store.numbers("numbers")) == ([], [])
+def test_each_commit_gets_the_next_number_and_no_manifest_is_ever_changed(store: ViewStore) -> None:
+    assert (store.offline.views(), store.numbers()) == ([], [])
     seen: dict[str, bytes] = {}
     for number in (1, 2, 3):
         snapshot = committed(store, TABLE, run=f"run{number}")
-        assert snapshot == dataclasses.replace(uncommitted(*snapshot.parts, run=f"run{number}"), number=number)
-        assert store.snapshot("numbers", number) == snapshot
-        now = tree(store.root)
+        assert snapshot == replace(uncommitted(*snapshot.parts, run=f"run{number}"), number=number)
+        assert store.snapshot(number) == snapshot
+        now = tree(store.offline.root)
         assert seen.items() <= now.items()
         assert f"numbers/manifests/{number:020d}.json" in now.keys() - seen.keys()
         seen = now
-    assert (store.views(), store.numbers("numbers")) == (["numbers"], [1, 2, 3])
+    assert (store.offline.views(), store.numbers()) == (["numbers"], [1, 2, 3])
     assert not [name for name in seen if "tmp" in name]
 
 
-def test_a_number_is_not_given_again_while_a_later_one_stands(store: OfflineStore) -> None:
+def test_a_number_is_not_given_again_while_a_later_one_stands(store: ViewStore) -> None:
     for number in (1, 2, 3):
         committed(store, TABLE, run=f"run{number}")
-    (store.root / "numbers" / "manifests" / f"{2:020d}.json").unlink()
+    (store.manifest_path(2)).unlink()
     assert committed(store, TABLE, run="run4").number == 4
-    assert store.numbers("numbers") == [1, 3, 4]
+    assert store.numbers() == [1, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -211,52 +211,52 @@ def test_a_number_is_not_given_again_while_a_later_one_stands(store: OfflineStor
     ],
     ids=repr,
 )
-def test_a_snapshot_that_lost_or_doubled_a_row_is_not_committed(store: OfflineStore, changes: dict[str, Any]) -> None:
-    part = store.write_part("numbers", "run", "p.parquet", TABLE)
+def test_a_snapshot_that_lost_or_doubled_a_row_is_not_committed(store: ViewStore, changes: dict[str, Any]) -> None:
+    part = store.write_part("run", "p.parquet", TABLE)
     with pytest.raises(SnapshotError, match="nothing was committed"):
         store.commit(uncommitted(part, **({"counts": Counts(3, 3)} | changes)))
-    assert store.numbers("numbers") == []
-    assert list(tree(store.root)) == ["numbers/data/run/p.parquet"]
+    assert store.numbers() == []
+    assert list(tree(store.offline.root)) == ["numbers/data/run/p.parquet"]
 
 
-def test_a_snapshot_whose_part_is_gone_or_cut_is_not_committed(store: OfflineStore) -> None:
-    part = store.write_part("numbers", "run", "p.parquet", TABLE)
-    path = store.root / "numbers" / part.path
+def test_a_snapshot_whose_part_is_gone_or_cut_is_not_committed(store: ViewStore) -> None:
+    part = store.write_part("run", "p.parquet", TABLE)
+    path = store.folder / part.path
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(SnapshotError, match="bytes instead of"):
         store.commit(uncommitted(part))
     path.unlink()
     with pytest.raises(SnapshotError, match="is missing"):
         store.commit(uncommitted(part))
-    assert store.numbers("numbers") == []
+    assert store.numbers() == []
 
 
-def test_a_snapshot_that_is_not_there_is_refused_with_those_that_are(store: OfflineStore) -> None:
+def test_a_snapshot_that_is_not_there_is_refused_with_those_that_are(store: ViewStore) -> None:
     with pytest.raises(SnapshotError, match=r"no snapshot 1 .*it has: none"):
-        store.snapshot("numbers", 1)
+        store.snapshot(1)
     committed(store, TABLE)
     committed(store, TABLE, run="run2")
     with pytest.raises(SnapshotError, match=r"no snapshot 7 .*it has: 1, 2"):
-        store.snapshot("numbers", 7)
+        store.snapshot(7)
 
 
-def test_a_torn_manifest_is_refused_and_leaves_the_others_alone(store: OfflineStore) -> None:
+def test_a_torn_manifest_is_refused_and_leaves_the_others_alone(store: ViewStore) -> None:
     first = committed(store, TABLE)
     committed(store, TABLE, run="run2")
-    path = store.root / "numbers" / "manifests" / f"{2:020d}.json"
+    path = store.manifest_path(2)
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(SnapshotError, match=f"{path.name} is torn"):
-        store.snapshot("numbers", 2)
-    assert store.snapshot("numbers", 1) == first
+        store.snapshot(2)
+    assert store.snapshot(1) == first
 
 
-def test_strange_files_beside_the_manifests_are_no_snapshots(store: OfflineStore) -> None:
+def test_strange_files_beside_the_manifests_are_no_snapshots(store: ViewStore) -> None:
     committed(store, TABLE)
-    folder = store.root / "numbers" / "manifests"
+    folder = store.folder / "manifests"
     for name in (".run9.tmp", "notes.json", "README", "00000000000000000009.json.bak"):
         (folder / name).write_text("x")
-    (store.root / "lost+found").mkdir()
-    assert (store.views(), store.numbers("numbers")) == (["numbers"], [1])
+    (store.offline.root / "lost+found").mkdir()
+    assert (store.offline.views(), store.numbers()) == (["numbers"], [1])
     assert committed(store, TABLE, run="run2").number == 2
 
 
@@ -288,29 +288,29 @@ ROWS_OF_LAST = [(1, 1.0), (4, 4.0), (6, 6.5), (2, 2.5), (7, 7.75), (3, 3.75), (9
 
 
 @pytest.fixture
-def chain(store: OfflineStore) -> Chain:
-    one = store.write_part("numbers", "r1", "part-00000.parquet", rows_table(k1=1.0, k2=2.0, k3=3.0))
-    two = store.write_part("numbers", "r1", "part-00001.parquet", rows_table(k4=4.0, k5=5.0))
+def chain(store: ViewStore) -> Chain:
+    one = store.write_part("r1", "part-00000.parquet", rows_table(k1=1.0, k2=2.0, k3=3.0))
+    two = store.write_part("r1", "part-00001.parquet", rows_table(k4=4.0, k5=5.0))
     full = store.commit(uncommitted(one, two, run="r1"))
-    three = store.write_part("numbers", "r2", "part-00000.parquet", rows_table(k6=6.5, k2=2.5, k7=7.5))
-    gone = store.write_part("numbers", "r2", "deletes.parquet", deletes((one, 1, False, 2), (two, 1, True, 5)))
+    three = store.write_part("r2", "part-00000.parquet", rows_table(k6=6.5, k2=2.5, k7=7.5))
+    gone = store.write_part("r2", "deletes.parquet", deletes((one, 1, False, 2), (two, 1, True, 5)))
     counts = Counts(source=6, written=3, unchanged=3, removed=1)
     delta = store.commit(uncommitted(three, run="r2", kind="delta", parent=1, deletes=gone, counts=counts))
-    adopted = store.write_part("numbers", "r3", "part-00000.parquet", rows_table(k7=7.75, k8=8.5, k3=3.25))
-    four = store.write_part("numbers", "r4", "part-00000.parquet", rows_table(k3=3.75, k9=9.5))
+    adopted = store.write_part("r3", "part-00000.parquet", rows_table(k7=7.75, k8=8.5, k3=3.25))
+    four = store.write_part("r4", "part-00000.parquet", rows_table(k3=3.75, k9=9.5))
     found = deletes((one, 2, False, 3), (three, 2, False, 7), (adopted, 1, False, 8), (adopted, 2, False, 3))
-    gone = store.write_part("numbers", "r4", "deletes.parquet", found)
+    gone = store.write_part("r4", "deletes.parquet", found)
     counts = Counts(source=7, written=3, unchanged=4)
     last = store.commit(uncommitted(adopted, four, run="r4", kind="delta", parent=2, deletes=gone, own_deletes=2, counts=counts))
     return Chain(full, delta, last)
 
 
-def read(store: OfflineStore, snapshot: Snapshot, batch_rows: int = 8192) -> list[tuple[int, float]]:
+def read(store: ViewStore, snapshot: Snapshot, batch_rows: int = 8192) -> list[tuple[int, float]]:
     return [(row["id"], row["double"]) for batch in store.batches(snapshot, batch_rows=batch_rows) for row in batch.to_pylist()]
 
 
 @pytest.mark.parametrize("batch_rows", [1, 2, 8192])
-def test_a_delta_over_a_delta_is_read_as_the_last_value_of_every_key(store: OfflineStore, chain: Chain, batch_rows: int) -> None:
+def test_a_delta_over_a_delta_is_read_as_the_last_value_of_every_key(store: ViewStore, chain: Chain, batch_rows: int) -> None:
     assert read(store, chain.full, batch_rows) == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 5.0)]
     assert read(store, chain.delta, batch_rows) == [(1, 1.0), (3, 3.0), (4, 4.0), (6, 6.5), (2, 2.5), (7, 7.5)]
     assert read(store, chain.last, batch_rows) == ROWS_OF_LAST
@@ -324,12 +324,12 @@ def test_a_delta_over_a_delta_is_read_as_the_last_value_of_every_key(store: Offl
     ]
 
 
-def test_the_layers_name_every_file_once_with_its_dead_rows(store: OfflineStore, chain: Chain) -> None:
+def test_the_layers_name_every_file_once_with_its_dead_rows(store: ViewStore, chain: Chain) -> None:
     assert store.chain(chain.last) == [chain.full, chain.delta, chain.last]
     assert store.chain(chain.full) == [chain.full]
     layers = store.layers(chain.last)
     assert isinstance(layers, Layers)
-    folder = store.root.absolute() / "numbers" / "data"
+    folder = store.offline.root.absolute() / "numbers" / "data"
     names = ["r1/part-00000", "r1/part-00001", "r2/part-00000", "r3/part-00000", "r4/part-00000"]
     assert layers.paths == store.part_paths(chain.last) == [folder / f"{name}.parquet" for name in names]
     assert {n: rows.tolist() for n, rows in layers.dead.items()} == {0: [1, 2], 1: [1], 2: [2], 3: [1, 2]}
@@ -337,7 +337,7 @@ def test_the_layers_name_every_file_once_with_its_dead_rows(store: OfflineStore,
     assert store.layers(chain.full).dead == {}
 
 
-def test_a_sample_holds_living_rows_only(store: OfflineStore, chain: Chain) -> None:
+def test_a_sample_holds_living_rows_only(store: ViewStore, chain: Chain) -> None:
     for rows in (1, 5, 100):
         sample = store.sample(chain.last, rows)
         assert set(zip(sample["id"].to_pylist(), sample["double"].to_pylist(), strict=True)) <= set(ROWS_OF_LAST)
@@ -346,20 +346,20 @@ def test_a_sample_holds_living_rows_only(store: OfflineStore, chain: Chain) -> N
     assert store.sample(chain.last, 100, ["double"]).schema.names == ["double"]
 
 
-def test_a_part_whose_every_row_is_dead_gives_none(store: OfflineStore) -> None:
-    one = store.write_part("numbers", "r1", "part-00000.parquet", rows_table(k1=1.0, k2=2.0))
+def test_a_part_whose_every_row_is_dead_gives_none(store: ViewStore) -> None:
+    one = store.write_part("r1", "part-00000.parquet", rows_table(k1=1.0, k2=2.0))
     store.commit(uncommitted(one, run="r1"))
-    two = store.write_part("numbers", "r2", "part-00000.parquet", rows_table(k1=1.5, k3=3.5))
-    gone = store.write_part("numbers", "r2", "deletes.parquet", deletes((one, 1, True, 2), (one, 0, False, 1)))
+    two = store.write_part("r2", "part-00000.parquet", rows_table(k1=1.5, k3=3.5))
+    gone = store.write_part("r2", "deletes.parquet", deletes((one, 1, True, 2), (one, 0, False, 1)))
     counts = Counts(source=2, written=2, removed=1)
     delta = store.commit(uncommitted(two, run="r2", kind="delta", parent=1, deletes=gone, counts=counts))
     assert read(store, delta) == [(1, 1.5), (3, 3.5)]
     assert store.sample(delta, 9)["id"].to_pylist() == [1, 3]
 
 
-def test_a_delta_of_nothing_but_removed_rows_has_no_part_of_its_own(store: OfflineStore, chain: Chain) -> None:
+def test_a_delta_of_nothing_but_removed_rows_has_no_part_of_its_own(store: ViewStore, chain: Chain) -> None:
     part = chain.full.parts[0]
-    gone = store.write_part("numbers", "r5", "deletes.parquet", deletes((part, 0, True, 1)))
+    gone = store.write_part("r5", "deletes.parquet", deletes((part, 0, True, 1)))
     counts = Counts(source=6, written=0, unchanged=6, removed=1)
     delta = store.commit(uncommitted(run="r5", kind="delta", parent=3, deletes=gone, counts=counts))
     assert read(store, delta) == ROWS_OF_LAST[1:]
@@ -371,7 +371,7 @@ def test_a_delta_of_nothing_but_removed_rows_has_no_part_of_its_own(store: Offli
 def test_any_chain_reads_as_a_dictionary_that_was_updated(data: st.DataObject) -> None:
     """Every delta replaces, adds and removes keys at random; memory is the oracle."""
     with tempfile.TemporaryDirectory() as name:
-        store = OfflineStore(name)
+        store = OfflineStore(name).view("numbers")
         where: dict[int, tuple[Part, int]] = {}
         now: dict[int, float] = {}
         parent: Snapshot | None = None
@@ -384,12 +384,12 @@ def test_any_chain_reads_as_a_dictionary_that_was_updated(data: st.DataObject) -
             for number, start in enumerate(range(0, len(keys), 3)):
                 chunk = keys[start : start + 3]
                 table = pa.table({"id": pa.array(chunk, pa.int64()), "double": [step + key / 16 for key in chunk]})
-                parts.append(store.write_part("numbers", run, f"part-{number:05d}.parquet", table))
+                parts.append(store.write_part(run, f"part-{number:05d}.parquet", table))
                 for row, key in enumerate(chunk):
                     where[key], now[key] = (parts[-1], row), step + key / 16
             for key in removed:
                 del where[key], now[key]
-            gone = store.write_part("numbers", run, "deletes.parquet", deletes(*dead)) if dead else None
+            gone = store.write_part(run, "deletes.parquet", deletes(*dead)) if dead else None
             kept = before - len(dead)
             parent = store.commit(
                 uncommitted(
@@ -421,34 +421,34 @@ def test_any_chain_reads_as_a_dictionary_that_was_updated(data: st.DataObject) -
     ids=repr,
 )
 def test_a_delta_that_does_not_add_up_with_its_parent_is_not_committed(
-    store: OfflineStore, chain: Chain, changes: dict[str, Any], message: str
+    store: ViewStore, chain: Chain, changes: dict[str, Any], message: str
 ) -> None:
-    before = store.numbers("numbers")
-    good = dataclasses.replace(chain.delta, number=0, run="again")
+    before = store.numbers()
+    good = replace(chain.delta, number=0, run="again")
     with pytest.raises(SnapshotError, match=message):
-        store.commit(dataclasses.replace(good, **changes))
-    assert store.numbers("numbers") == before
+        store.commit(replace(good, **changes))
+    assert store.numbers() == before
     assert store.commit(good).number == 4
 
 
 @pytest.mark.parametrize("what", ["deletes", "parts"])
 @pytest.mark.parametrize("of", ["full", "delta", "last"])
-def test_damage_anywhere_in_the_chain_is_found_by_name(store: OfflineStore, chain: Chain, what: str, of: str) -> None:
+def test_damage_anywhere_in_the_chain_is_found_by_name(store: ViewStore, chain: Chain, what: str, of: str) -> None:
     layer: Snapshot = getattr(chain, of)
     part = layer.deletes if what == "deletes" else layer.parts[-1]
     if part is None:
         return  # a full snapshot has no deletes
-    path = store.root / "numbers" / part.path
+    path = store.folder / part.path
     whole = path.read_bytes()
     flipped(path, len(whole) // 2)
     with pytest.raises(SnapshotError, match=f"{re.escape(str(path))} differs from its checksum"):
         store.check_parts(chain.last)
     path.write_bytes(whole[:-1])
-    for use in (store.check_parts, store.offline.layers, lambda s: list(store.batches(s))):
+    for use in (store.check_parts, store.layers, lambda s: list(store.batches(s))):
         with pytest.raises(SnapshotError, match=f"{re.escape(str(path))} has {len(whole) - 1} bytes instead of"):
             use(chain.last)
     path.unlink()
-    for use in (store.check_parts, store.offline.layers, lambda s: store.sample(s, 1)):
+    for use in (store.check_parts, store.layers, lambda s: store.sample(s, 1)):
         with pytest.raises(SnapshotError, match=f"{re.escape(str(path))} is missing"):
             use(chain.last)
     for number, earlier in enumerate((chain.full, chain.delta), 1):
@@ -456,9 +456,9 @@ def test_damage_anywhere_in_the_chain_is_found_by_name(store: OfflineStore, chai
             store.check_parts(earlier)
 
 
-def test_deletes_of_a_part_that_the_chain_does_not_name_are_refused(store: OfflineStore, chain: Chain) -> None:
-    stranger = store.write_part("numbers", "r9", "part-00000.parquet", rows_table(k1=1.0))
-    gone = store.write_part("numbers", "r9", "deletes.parquet", deletes((stranger, 0, True, 1)))
+def test_deletes_of_a_part_that_the_chain_does_not_name_are_refused(store: ViewStore, chain: Chain) -> None:
+    stranger = store.write_part("r9", "part-00000.parquet", rows_table(k1=1.0))
+    gone = store.write_part("r9", "deletes.parquet", deletes((stranger, 0, True, 1)))
     snapshot = store.commit(
         uncommitted(run="r9", kind="delta", parent=1, deletes=gone, counts=Counts(4, 0, unchanged=4, removed=1))
     )
@@ -466,9 +466,9 @@ def test_deletes_of_a_part_that_the_chain_does_not_name_are_refused(store: Offli
         list(store.batches(snapshot))
 
 
-def test_a_chain_whose_ancestor_is_gone_is_refused(store: OfflineStore, chain: Chain) -> None:
-    (store.root / "numbers" / "manifests" / f"{1:020d}.json").unlink()
-    for use in (store.chain, store.offline.layers, store.check_parts, lambda s: list(store.batches(s))):
+def test_a_chain_whose_ancestor_is_gone_is_refused(store: ViewStore, chain: Chain) -> None:
+    (store.manifest_path(1)).unlink()
+    for use in (store.chain, store.layers, store.check_parts, lambda s: list(store.batches(s))):
         with pytest.raises(SnapshotError, match="no snapshot 1"):
             use(chain.last)
 
@@ -476,139 +476,139 @@ def test_a_chain_whose_ancestor_is_gone_is_refused(store: OfflineStore, chain: C
 # ---- which snapshot is built on
 
 
-def test_the_newest_is_the_last_committed_of_its_partition(store: OfflineStore) -> None:
-    assert Standing(store, "numbers").newest() is None
+def test_the_newest_is_the_last_committed_of_its_partition(store: ViewStore) -> None:
+    assert Standing(store).newest() is None
     day, next_day = "2026-01-01T00:00Z/2026-01-02T00:00Z", "2026-01-02T00:00Z/2026-01-03T00:00Z"
-    part = store.write_part("numbers", "run", "part-00000.parquet", TABLE)
+    part = store.write_part("run", "part-00000.parquet", TABLE)
     for partition in (day, next_day, day):
         store.commit(uncommitted(part, partition=partition))
-    found = [Standing(store, "numbers").newest(partition) for partition in (day, next_day, None, "another")]
+    found = [Standing(store).newest(partition) for partition in (day, next_day, None, "another")]
     assert [None if s is None else s.number for s in found] == [3, 2, None, None]
 
 
 def test_the_newest_is_none_that_is_bad_or_builds_on_a_bad_one(
-    store: OfflineStore, chain: Chain, caplog: pytest.LogCaptureFixture
+    store: ViewStore, chain: Chain, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert Standing(store, "numbers").newest() == chain.last
-    store.mark_bad("numbers", 2, "rolled back from")
-    assert Standing(store, "numbers").newest() == chain.full
-    store.mark_bad("numbers", 1, "rolled back from")
-    assert Standing(store, "numbers").newest() is None
+    assert Standing(store).newest() == chain.last
+    store.mark_bad(2, "rolled back from")
+    assert Standing(store).newest() == chain.full
+    store.mark_bad(1, "rolled back from")
+    assert Standing(store).newest() is None
     assert not caplog.records
 
 
 @pytest.mark.parametrize(("damaged", "newest"), [(3, 2), (2, 1), (1, None)])
 def test_the_newest_is_none_whose_chain_cannot_be_read(
-    store: OfflineStore, chain: Chain, caplog: pytest.LogCaptureFixture, damaged: int, newest: int | None
+    store: ViewStore, chain: Chain, caplog: pytest.LogCaptureFixture, damaged: int, newest: int | None
 ) -> None:
-    path = store.root / "numbers" / "manifests" / f"{damaged:020d}.json"
+    path = store.manifest_path(damaged)
     path.write_bytes(path.read_bytes()[:-1])
-    found = Standing(store, "numbers").newest()
+    found = Standing(store).newest()
     assert (None if found is None else found.number) == newest
     assert [path.name in record.getMessage() for record in caplog.records] == [True] * (4 - damaged)
 
 
-def test_a_snapshot_is_marked_bad_once_and_for_good(store: OfflineStore) -> None:
-    part = store.write_part("numbers", "run", "part-00000.parquet", TABLE)
+def test_a_snapshot_is_marked_bad_once_and_for_good(store: ViewStore) -> None:
+    part = store.write_part("run", "part-00000.parquet", TABLE)
     for content in ("one", "two"):
         store.commit(uncommitted(part, content=content))
-    assert store.bad("numbers") == {}
+    assert store.refs.bad() == {}
     for reason in ("first", "second"):
-        store.mark_bad("numbers", 1, reason)
-    assert {number: (mark.reason, mark.content) for number, mark in store.bad("numbers").items()} == {1: ("first", "one")}
-    folder = store.root / "numbers" / "refs" / "bad"
+        store.mark_bad(1, reason)
+    assert {number: (mark.reason, mark.content) for number, mark in store.refs.bad().items()} == {1: ("first", "one")}
+    folder = store.folder / "refs" / "bad"
     assert json.loads((folder / "1.json").read_text())["reason"] == "first"
-    store.mark_bad("numbers", 2, "its files are damaged", rows=False)
-    assert (store.bad("numbers")[2].reason, store.bad("numbers")[2].content) == ("its files are damaged", "")
-    store.mark_bad("numbers", 9, "its manifest is gone")
-    assert (store.bad("numbers")[9].reason, store.bad("numbers")[9].content) == ("its manifest is gone", "")
+    store.mark_bad(2, "its files are damaged", rows=False)
+    assert (store.refs.bad()[2].reason, store.refs.bad()[2].content) == ("its files are damaged", "")
+    store.mark_bad(9, "its manifest is gone")
+    assert (store.refs.bad()[9].reason, store.refs.bad()[9].content) == ("its manifest is gone", "")
     for torn in ("{torn", "[]", "7", ""):  # is as bad as any
         (folder / "2.json").write_text(torn)
-        assert (store.bad("numbers")[2].content, sorted(store.bad("numbers"))) == ("", [1, 2, 9])
+        assert (store.refs.bad()[2].content, sorted(store.refs.bad())) == ("", [1, 2, 9])
     (folder / "notes.json").write_text("{}")
-    assert sorted(store.bad("numbers")) == [1, 2, 9]
+    assert sorted(store.refs.bad()) == [1, 2, 9]
     assert not list(folder.glob(".*"))
 
 
-def test_a_pin_holds_until_it_is_let_go(store: OfflineStore) -> None:
+def test_a_pin_holds_until_it_is_let_go(store: ViewStore) -> None:
     committed(store, TABLE)
     committed(store, TABLE, run="run2")
-    assert store.pins("numbers") == set()
+    assert store.refs.pins() == set()
     for number in (2, 1, 2):
-        store.pin("numbers", number, "why")
-    assert store.pins("numbers") == {1, 2}
+        store.pin(number, "why")
+    assert store.refs.pins() == {1, 2}
     with pytest.raises(SnapshotError, match="no snapshot 9"):
-        store.pin("numbers", 9, "x")
+        store.pin(9, "x")
     for number in (1, 1, 9):
-        store.unpin("numbers", number)
-    assert store.pins("numbers") == {2}
-    (store.root / "numbers" / "manifests" / f"{2:020d}.json").write_text("{")
+        store.refs.unpin(number)
+    assert store.refs.pins() == {2}
+    (store.manifest_path(2)).write_text("{")
     with pytest.raises(SnapshotError, match="torn"):
-        store.pin("numbers", 2, "x")
+        store.pin(2, "x")
 
 
-def test_a_pin_that_cannot_be_removed_is_told(store: OfflineStore) -> None:
-    (store.root / "numbers" / "refs" / "pins" / "1.json").mkdir(parents=True)
+def test_a_pin_that_cannot_be_removed_is_told(store: ViewStore) -> None:
+    (store.folder / "refs" / "pins" / "1.json").mkdir(parents=True)
     with pytest.raises(SnapshotError, match="cannot"):
-        store.unpin("numbers", 1)
+        store.refs.unpin(1)
 
 
 # ---- what an unfinished run leaves
 
 
-def chunk(store: OfflineStore, run: str, number: int, *, rejected: bool = False) -> Finished:
+def chunk(store: ViewStore, run: str, number: int, *, rejected: bool = False) -> Finished:
     """A chunk whose files are there."""
-    part = store.write_part("numbers", run, f"part-{number:05d}.parquet", TABLE.slice(0, number % 3 + 1))
-    other = store.write_part("numbers", run, f"rejected-{number:05d}.parquet", TABLE.slice(0, 1)) if rejected else None
+    part = store.write_part(run, f"part-{number:05d}.parquet", TABLE.slice(0, number % 3 + 1))
+    other = store.write_part(run, f"rejected-{number:05d}.parquet", TABLE.slice(0, 1)) if rejected else None
     figures = RowFigures(number, 1, 0, {"name": 1}, {"vector": VectorFigures(number, 0, 1.5, {2032: number})})
     return Finished(part, other, figures if number else None)
 
 
 def journal(
-    store: OfflineStore, run: str, *chunks: Finished, recipe: str = "recipe", partition: str | None = None, full: bool = False
+    store: ViewStore, run: str, *chunks: Finished, recipe: str = "recipe", partition: str | None = None, full: bool = False
 ) -> None:
-    store.begin_journal("numbers", run, recipe, partition, full=full)
+    store.journals.begin(run, recipe, partition, full=full)
     for one in chunks:
-        store.add_to_journal("numbers", run, one)
+        store.journals.add(run, one)
 
 
-def test_finished_chunks_come_back_the_oldest_run_first(store: OfflineStore) -> None:
-    assert store.unfinished("numbers", "recipe", None) == []
+def test_finished_chunks_come_back_the_oldest_run_first(store: ViewStore) -> None:
+    assert store.journals.unfinished("recipe", None) == []
     newer, older = [chunk(store, "r2", n, rejected=n == 1) for n in range(3)], [chunk(store, "r1", 0)]
     rejected_only = Finished(None, newer[1].rejected)
     journal(store, "r2", *newer, rejected_only)
     journal(store, "r1", *older)
-    assert store.unfinished("numbers", "recipe", None) == [*older, *newer, rejected_only]
-    store.end_journal("numbers", "r2")
-    store.end_journal("numbers", "r2")
-    assert store.unfinished("numbers", "recipe", None) == older
-    assert store.unfinished("others", "recipe", None) == []
+    assert store.journals.unfinished("recipe", None) == [*older, *newer, rejected_only]
+    store.journals.end("r2")
+    store.journals.end("r2")
+    assert store.journals.unfinished("recipe", None) == older
+    assert store.offline.view("others").journals.unfinished("recipe", None) == []
 
 
-def test_a_journal_torn_at_any_length_gives_the_whole_lines_before(store: OfflineStore) -> None:
+def test_a_journal_torn_at_any_length_gives_the_whole_lines_before(store: ViewStore) -> None:
     chunks = [chunk(store, "r1", n, rejected=n == 1) for n in range(3)]
     journal(store, "r1", *chunks)
-    path = store.root / "numbers" / "data" / "r1" / "journal.jsonl"
+    path = store.folder / "data" / "r1" / "journal.jsonl"
     whole = path.read_bytes()
     ends = [i for i, byte in enumerate(whole) if byte == ord("\n")]
     assert len(ends) == 4
     for length in range(len(whole) + 1):
         path.write_bytes(whole[:length])
         expected = chunks[: max(0, sum(length >= end for end in ends) - 1)]
-        assert store.unfinished("numbers", "recipe", None) == expected, length
+        assert store.journals.unfinished("recipe", None) == expected, length
 
 
-def test_a_journal_damaged_in_the_middle_gives_the_lines_before(store: OfflineStore) -> None:
+def test_a_journal_damaged_in_the_middle_gives_the_lines_before(store: ViewStore) -> None:
     chunks = [chunk(store, "r1", n) for n in range(3)]
     journal(store, "r1", *chunks)
-    path = store.root / "numbers" / "data" / "r1" / "journal.jsonl"
+    path = store.folder / "data" / "r1" / "journal.jsonl"
     lines = path.read_bytes().split(b"\n")
     for damaged in (b"", b"null", b"[]", b"{}", b"\0" * 40, b'{"part": 7, "rejected": null}', b"\xff"):
         path.write_bytes(b"\n".join([*lines[:2], damaged, *lines[3:]]))
-        assert store.unfinished("numbers", "recipe", None) == chunks[:1]
+        assert store.journals.unfinished("recipe", None) == chunks[:1]
 
 
-def test_only_chunks_of_the_same_recipe_partition_and_demand_are_taken_over(store: OfflineStore) -> None:
+def test_only_chunks_of_the_same_recipe_partition_and_demand_are_taken_over(store: ViewStore) -> None:
     day = "2026-01-01T00:00Z/2026-01-02T00:00Z"
     made = {}
     for run, kind in {
@@ -621,7 +621,7 @@ def test_only_chunks_of_the_same_recipe_partition_and_demand_are_taken_over(stor
         journal(store, run, made[run], recipe=kind[0], partition=kind[1], full=kind[2])
 
     def found(recipe: str, partition: str | None, full: bool) -> list[str]:
-        chunks = store.unfinished("numbers", recipe, partition, full=full)
+        chunks = store.journals.unfinished(recipe, partition, full=full)
         return [run for run, one in made.items() if one in chunks]
 
     assert found("recipe", None, False) == ["a", "b"]
@@ -631,101 +631,101 @@ def test_only_chunks_of_the_same_recipe_partition_and_demand_are_taken_over(stor
     assert (found("other", None, False), found("other", day, False), found("x", None, False)) == (["d"], [], [])
 
 
-def test_chunks_that_are_whole_have_the_checksums_noted(store: OfflineStore) -> None:
+def test_chunks_that_are_whole_have_the_checksums_noted(store: ViewStore) -> None:
     chunks = [chunk(store, "r1", n, rejected=True) for n in range(4)]
-    assert store.whole_chunks("numbers", chunks) == chunks
-    files = [store.root / "numbers" / part.path for one in chunks for part in (one.part, one.rejected) if part is not None]
+    assert store.journals.whole(chunks) == chunks
+    files = [store.folder / part.path for one in chunks for part in (one.part, one.rejected) if part is not None]
     for path, position in ((files[0], 5), (files[3], -1)):
         data = bytearray(path.read_bytes())
         data[position] ^= 1
         path.write_bytes(data)
     files[5].unlink()
-    assert store.whole_chunks("numbers", chunks) == chunks[3:]
+    assert store.journals.whole(chunks) == chunks[3:]
 
 
-def test_chunks_whose_files_are_gone_or_cut_and_those_of_committed_runs_are_not_taken_over(store: OfflineStore) -> None:
+def test_chunks_whose_files_are_gone_or_cut_and_those_of_committed_runs_are_not_taken_over(store: ViewStore) -> None:
     chunks = [chunk(store, "r1", n, rejected=True) for n in range(4)]
     journal(store, "r1", *chunks)
-    files = [store.root / "numbers" / part.path for one in chunks for part in (one.part, one.rejected) if part is not None]
+    files = [store.folder / part.path for one in chunks for part in (one.part, one.rejected) if part is not None]
     files[0].unlink()
     files[3].write_bytes(files[3].read_bytes()[:-1])
     files[4].write_bytes(files[4].read_bytes() + b"x")
-    assert store.unfinished("numbers", "recipe", None) == chunks[3:]
+    assert store.journals.unfinished("recipe", None) == chunks[3:]
     assert chunks[3].part is not None
     store.commit(uncommitted(chunks[3].part, run="r2"))  # by a run that took it over
-    assert store.unfinished("numbers", "recipe", None) == []
+    assert store.journals.unfinished("recipe", None) == []
     journal(store, "r3", chunk(store, "r3", 0))
-    assert len(store.unfinished("numbers", "recipe", None)) == 1
+    assert len(store.journals.unfinished("recipe", None)) == 1
     committed(store, TABLE, run="r3")  # its journal stayed by accident
-    assert store.unfinished("numbers", "recipe", None) == []
+    assert store.journals.unfinished("recipe", None) == []
 
 
 # ---- the live pointer
 
 
-def test_the_live_pointer_tells_where_it_is_and_was(store: OfflineStore) -> None:
-    assert store.live("numbers") is None
-    first = store.move_live("numbers", 4, expected_epoch=0, epoch=1, reason="run")
-    second = store.move_live("numbers", 5, expected_epoch=1, epoch=7, reason="é")
+def test_the_live_pointer_tells_where_it_is_and_was(store: ViewStore) -> None:
+    assert store.refs.live() is None
+    first = store.refs.move_live(4, expected_epoch=0, epoch=1, reason="run")
+    second = store.refs.move_live(5, expected_epoch=1, epoch=7, reason="é")
     assert (first.epoch, first.snapshot, first.previous, first.reason) == (1, 4, None, "run")
     assert (second.epoch, second.snapshot, second.previous, second.reason) == (7, 5, 4, "é")
-    assert OfflineStore(store.root).live("numbers") == second
-    assert list(tree(store.root)) == ["numbers/refs/live.json"]
+    assert OfflineStore(store.offline.root).view("numbers").refs.live() == second
+    assert list(tree(store.offline.root)) == ["numbers/refs/live.json"]
 
 
-def test_the_live_pointer_tells_generations_renewal_and_why_it_is_held(store: OfflineStore) -> None:
-    first = store.move_live("numbers", 4, expected_epoch=0, epoch=3, reason="run")
+def test_the_live_pointer_tells_generations_renewal_and_why_it_is_held(store: ViewStore) -> None:
+    first = store.refs.move_live(4, expected_epoch=0, epoch=3, reason="run")
     assert first == LiveRef(3, 4, None, "run", first.at, generation=3, previous_generation=None, renewed_at=None, held=None)
-    second = store.move_live("numbers", 5, expected_epoch=3, epoch=7, reason="run")
-    renewed = store.renew_live("numbers", second, 2**53 + 1)
-    assert renewed == dataclasses.replace(second, renewed_at=2**53 + 1) == store.live("numbers")
+    second = store.refs.move_live(5, expected_epoch=3, epoch=7, reason="run")
+    renewed = store.refs.renew_live(second, 2**53 + 1)
+    assert renewed == replace(second, renewed_at=2**53 + 1) == store.refs.live()
     with pytest.raises(ConflictError, match="moved meanwhile; nothing was renewed"):
-        store.renew_live("numbers", second, 9)
-    back = store.move_live("numbers", 4, expected_epoch=7, epoch=8, reason="rollback", generation=3, held="held")
+        store.refs.renew_live(second, 9)
+    back = store.refs.move_live(4, expected_epoch=7, epoch=8, reason="rollback", generation=3, held="held")
     assert back == LiveRef(8, 4, 5, "rollback", back.at, generation=3, previous_generation=7, renewed_at=None, held="held")
-    assert store.resume_live("numbers") == dataclasses.replace(back, held=None) == store.live("numbers")
-    assert store.resume_live("numbers") == store.live("numbers")
+    assert store.refs.resume_live() == replace(back, held=None) == store.refs.live()
+    assert store.refs.resume_live() == store.refs.live()
     with pytest.raises(SnapshotError, match="never published"):
-        store.resume_live("others")
+        store.offline.view("others").refs.resume_live()
 
 
-def test_a_live_pointer_of_the_first_version_is_read(store: OfflineStore) -> None:
-    path = store.root / "numbers" / "refs" / "live.json"
+def test_a_live_pointer_of_the_first_version_is_read(store: ViewStore) -> None:
+    path = store.folder / "refs" / "live.json"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({"epoch": 3, "snapshot": 2, "previous": 1, "reason": "run", "at": "now", "from_the_future": 1}))
-    assert store.live("numbers") == LiveRef(3, 2, 1, "run", "now")
-    assert store.move_live("numbers", 3, expected_epoch=3, epoch=4, reason="run").previous == 2
+    assert store.refs.live() == LiveRef(3, 2, 1, "run", "now")
+    assert store.refs.move_live(3, expected_epoch=3, epoch=4, reason="run").previous == 2
 
 
 @pytest.mark.parametrize(("expected", "epoch"), [(0, 3), (1, 3), (3, 4), (2, 2), (2, 1), (2, 0)])
-def test_a_move_from_where_the_pointer_is_not_changes_nothing(store: OfflineStore, expected: int, epoch: int) -> None:
-    store.move_live("numbers", 1, expected_epoch=0, epoch=2, reason="run")
-    before = tree(store.root)
+def test_a_move_from_where_the_pointer_is_not_changes_nothing(store: ViewStore, expected: int, epoch: int) -> None:
+    store.refs.move_live(1, expected_epoch=0, epoch=2, reason="run")
+    before = tree(store.offline.root)
     with pytest.raises(ConflictError, match="'numbers' moved"):
-        store.move_live("numbers", 9, expected_epoch=expected, epoch=epoch, reason="late")
-    assert tree(store.root) == before
+        store.refs.move_live(9, expected_epoch=expected, epoch=epoch, reason="late")
+    assert tree(store.offline.root) == before
 
 
-def test_a_torn_live_pointer_is_refused_at_every_length(store: OfflineStore) -> None:
-    store.move_live("numbers", 1, expected_epoch=0, epoch=1, reason="run")
-    path = store.root / "numbers" / "refs" / "live.json"
+def test_a_torn_live_pointer_is_refused_at_every_length(store: ViewStore) -> None:
+    store.refs.move_live(1, expected_epoch=0, epoch=1, reason="run")
+    path = store.folder / "refs" / "live.json"
     whole = path.read_bytes()
     for damaged in [*(whole[:n] for n in range(len(whole))), whole + b"}", b"null", b"[]", b"{}", b"7", b"\xff" * 9]:
         path.write_bytes(damaged)
         with pytest.raises(SnapshotError, match=r"live.json is damaged"):
-            store.live("numbers")
+            store.refs.live()
 
 
 def test_publishing_again_mends_a_damaged_live_pointer(make_project: MakeProject) -> None:
     """It is the remedy that the error names."""
     project = make_project([(1, 1.0), (2, 2.0)])
     run_view(project, "numbers", Silent())
-    store = OfflineStore(project.root)
-    (store.root / "numbers" / "refs" / "live.json").write_bytes(b"{")
+    store = project.offline.view("numbers")
+    (store.folder / "refs" / "live.json").write_bytes(b"{")
     with pytest.raises(SnapshotError, match="publish the view again"):
-        store.live("numbers")
+        store.refs.live()
     run_view(project, "numbers", Silent(), command="publish")
-    ref = store.live("numbers")
+    ref = store.refs.live()
     assert ref is not None
     assert ref.snapshot == 1
 
@@ -736,30 +736,30 @@ RACE = """
 import sys, time
 from pathlib import Path
 from store.errors import ConflictError
-from store.offline.view_store import OfflineStore
+from store.offline.view_store import OfflineStore, ViewStore
 from tests.store.test_offline_store import uncommitted
 root, me, rounds = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-store = OfflineStore(root)
+store = OfflineStore(root).view("numbers")
 print("ready", flush=True)
 sys.stdin.readline()
 numbers = [store.commit(uncommitted(run=f"{me}-{i}")).number for i in range(rounds)]
 won = []
 while True:
-    ref = store.live("numbers")
+    ref = store.refs.live()
     epoch = 0 if ref is None else ref.epoch
     if epoch >= rounds:
         break
     try:
-        won.append(store.move_live("numbers", numbers[0], expected_epoch=epoch, epoch=epoch + 1, reason=me).epoch)
+        won.append(store.refs.move_live(numbers[0], expected_epoch=epoch, epoch=epoch + 1, reason=me).epoch)
     except ConflictError:
         pass
 print(numbers, won, sep="|")
 """
 
 
-def test_racing_processes_commit_under_distinct_numbers_and_one_alone_moves_the_pointer(store: OfflineStore) -> None:
+def test_racing_processes_commit_under_distinct_numbers_and_one_alone_moves_the_pointer(store: ViewStore) -> None:
     rounds, names = 40, ["left", "right", "third"]
-    processes = [start(RACE, store.root, name, rounds) for name in names]
+    processes = [start(RACE, store.offline.root, name, rounds) for name in names]
     for process in processes:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -774,29 +774,29 @@ def test_racing_processes_commit_under_distinct_numbers_and_one_alone_moves_the_
         assert process.returncode == 0
         numbers[name], won[name] = map(json.loads, out.strip().split("|"))
     assert sorted(n for mine in numbers.values() for n in mine) == list(range(1, rounds * len(names) + 1))
-    assert store.numbers("numbers") == list(range(1, rounds * len(names) + 1))
+    assert store.numbers() == list(range(1, rounds * len(names) + 1))
     for name, mine in numbers.items():
-        assert [store.snapshot("numbers", n).run for n in mine] == [f"{name}-{i}" for i in range(rounds)]
+        assert [store.snapshot(n).run for n in mine] == [f"{name}-{i}" for i in range(rounds)]
     assert sorted(epoch for mine in won.values() for epoch in mine) == list(range(1, rounds + 1))
-    ref = store.live("numbers")
+    ref = store.refs.live()
     assert ref is not None
     assert rounds in won[ref.reason]
-    assert not [name for name in tree(store.root) if "tmp" in name]
+    assert not [name for name in tree(store.offline.root) if "tmp" in name]
 
 
 EPOCHS = """
 import sys
 from store.offline.view_store import OfflineStore
-store, rounds = OfflineStore(sys.argv[1]), int(sys.argv[2])
+store, rounds = OfflineStore(sys.argv[1]).view("numbers"), int(sys.argv[2])
 print("ready", flush=True)
 sys.stdin.readline()
-print([store.claim_epoch("numbers", 0) for _ in range(rounds)])
+print([store.refs.claim_epoch(0) for _ in range(rounds)])
 """
 
 
-def test_no_epoch_is_claimed_twice_by_racing_processes(store: OfflineStore) -> None:
+def test_no_epoch_is_claimed_twice_by_racing_processes(store: ViewStore) -> None:
     rounds = 60
-    processes = [start(EPOCHS, store.root, rounds) for _ in range(3)]
+    processes = [start(EPOCHS, store.offline.root, rounds) for _ in range(3)]
     for process in processes:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -809,49 +809,49 @@ def test_no_epoch_is_claimed_twice_by_racing_processes(store: OfflineStore) -> N
     assert sorted(epoch for mine in claimed for epoch in mine) == list(range(1, 3 * rounds + 1))
 
 
-def test_an_epoch_is_past_all_that_were_claimed_live_or_seen(store: OfflineStore) -> None:
-    assert [store.claim_epoch("numbers", above) for above in (0, 0, 7, 3, -5)] == [1, 2, 8, 9, 10]
-    assert store.claim_epoch("others", 0) == 1
-    store.move_live("numbers", 1, expected_epoch=0, epoch=40, reason="run")
-    assert store.claim_epoch("numbers", 0) == 41
-    path = store.root / "numbers" / "refs" / "epoch.json"
+def test_an_epoch_is_past_all_that_were_claimed_live_or_seen(store: ViewStore) -> None:
+    assert [store.refs.claim_epoch(above) for above in (0, 0, 7, 3, -5)] == [1, 2, 8, 9, 10]
+    assert store.offline.view("others").refs.claim_epoch(0) == 1
+    store.refs.move_live(1, expected_epoch=0, epoch=40, reason="run")
+    assert store.refs.claim_epoch(0) == 41
+    path = store.folder / "refs" / "epoch.json"
     for damaged in (b"", b"{", b"{}", b"null", b"[]", b"\xff", b'{"last": "x"}'):
         path.write_bytes(damaged)
-        assert store.claim_epoch("numbers", 50) == 51
-        assert store.claim_epoch("numbers", 0) == 52
+        assert store.refs.claim_epoch(50) == 51
+        assert store.refs.claim_epoch(0) == 52
     path.unlink()
-    assert store.claim_epoch("numbers", 0) == 41  # what is live is never claimed again, whatever was lost
+    assert store.refs.claim_epoch(0) == 41  # what is live is never claimed again, whatever was lost
 
 
-def test_who_lost_the_lease_neither_commits_nor_moves_nor_renews(store: OfflineStore) -> None:
-    part = store.write_part("numbers", "run", "part-00000.parquet", TABLE)
-    late = take(store.lease_folder("numbers"), "publish", "late")
+def test_who_lost_the_lease_neither_commits_nor_moves_nor_renews(store: ViewStore) -> None:
+    part = store.write_part("run", "part-00000.parquet", TABLE)
+    late = take(store.leases, "publish", "late")
     first = store.commit(uncommitted(part), late)
     assert first.fence == late.record.fence == 1
-    ref = store.move_live("numbers", 1, expected_epoch=0, epoch=1, reason="run", lease=late)
-    ref = store.renew_live("numbers", ref, 5, late)
-    with take(store.lease_folder("numbers"), "publish", "other", force=True) as lease:
-        before = tree(store.root)
+    ref = store.refs.move_live(1, expected_epoch=0, epoch=1, reason="run", lease=late)
+    ref = store.refs.renew_live(ref, 5, late)
+    with take(store.leases, "publish", "other", force=True) as lease:
+        before = tree(store.offline.root)
         for write in (
             lambda: store.commit(uncommitted(part, run="late"), late),
-            lambda: store.move_live("numbers", 1, expected_epoch=1, epoch=2, reason="late", lease=late),
-            lambda: store.renew_live("numbers", ref, 6, late),
+            lambda: store.refs.move_live(1, expected_epoch=1, epoch=2, reason="late", lease=late),
+            lambda: store.refs.renew_live(ref, 6, late),
         ):
             with pytest.raises(FencedError, match="lost its lease 'publish' to other"):
                 write()
-        assert tree(store.root) == before
+        assert tree(store.offline.root) == before
         assert store.commit(uncommitted(part, run="other"), lease).fence == 2
-        assert store.move_live("numbers", 2, expected_epoch=1, epoch=2, reason="other", lease=lease).snapshot == 2
+        assert store.refs.move_live(2, expected_epoch=1, epoch=2, reason="other", lease=lease).snapshot == 2
     late.release()
 
 
-def test_a_run_of_each_partition_is_known_by_its_lease(store: OfflineStore) -> None:
+def test_a_run_of_each_partition_is_known_by_its_lease(store: ViewStore) -> None:
     day, next_day = "2026-01-01T00:00Z/2026-01-02T00:00Z", "2026-01-02T00:00Z/2026-01-03T00:00Z"
     assert (run_lease(None), run_lease(day)) == ("run", "run-2026-01-01T0000Z")
-    with take(store.lease_folder("numbers"), run_lease(day), "me"):
-        assert [store.running("numbers", partition) for partition in (None, day, next_day)] == [False, True, False]
-        assert not store.running("others", day)
-    assert not store.running("numbers", day)
+    with take(store.leases, run_lease(day), "me"):
+        assert [store.running(partition) for partition in (None, day, next_day)] == [False, True, False]
+        assert not store.offline.view("others").running(day)
+    assert not store.running(day)
 
 
 # ---- the file system refuses
@@ -861,15 +861,15 @@ import json, os, resource, signal, sys
 from pathlib import Path
 import numpy as np, pyarrow as pa
 from store.errors import SnapshotError
-from store.offline.view_store import OfflineStore
-from tests.store.test_offline_store import VIEW, uncommitted
-store, limits = OfflineStore(sys.argv[1]), json.loads(sys.argv[2])
+from store.offline.view_store import OfflineStore, ViewStore
+from tests.store.test_offline_store import VIEW, ran, uncommitted
+store, limits = OfflineStore(sys.argv[1]).view("numbers"), json.loads(sys.argv[2])
 table = pa.table({"id": np.arange(4000), "double": np.random.default_rng(0).random(4000)})
 actions = {
-    "part": lambda: store.write_part("numbers", "run", "part-00001.parquet", table),
+    "part": lambda: store.write_part("run", "part-00001.parquet", table),
     "commit": lambda: store.commit(uncommitted(run="full")),
-    "live": lambda: store.move_live("numbers", 2, expected_epoch=1, epoch=2, reason="full"),
-    "report": lambda: store.write_report("numbers", "run", {"status": "failed"}),
+    "live": lambda: store.refs.move_live(2, expected_epoch=1, epoch=2, reason="full"),
+    "report": lambda: store.runs.write(ran(2, "failed")),
 }
 for name, sizes in limits.items():
     for size in sizes:
@@ -882,55 +882,55 @@ for name, sizes in limits.items():
         except BaseException as exc:
             outcome = f"{type(exc).__name__}: {exc}"
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        left = sorted(str(p.relative_to(store.root)) for p in store.root.rglob("*") if p.is_file() and not p.name.endswith("lock"))
+        left = sorted(str(p.relative_to(store.offline.root)) for p in store.offline.root.rglob("*") if p.is_file() and not p.name.endswith("lock"))
         print(json.dumps([name, size, outcome, left]), flush=True)
 """
 
 
 @pytest.mark.parametrize("action", ["part", "commit", "live", "report"])
-def test_a_full_disk_is_told_and_leaves_everything_as_it_was(store: OfflineStore, action: str) -> None:
+def test_a_full_disk_is_told_and_leaves_everything_as_it_was(store: ViewStore, action: str) -> None:
     committed(store, TABLE)
-    store.move_live("numbers", 1, expected_epoch=0, epoch=1, reason="run")
-    store.write_report("numbers", "run", {"status": "published"})
-    before = tree(store.root)
+    store.refs.move_live(1, expected_epoch=0, epoch=1, reason="run")
+    store.runs.write(ran(1))
+    before = tree(store.offline.root)
     sizes = {"part": [0, 3, 4, 4096, 30_000], "commit": [0, 1, 500], "live": [0, 10], "report": [0, 5]}[action]
-    out, _ = start(FULL_DISK, store.root, json.dumps({action: sizes})).communicate(timeout=60)
+    out, _ = start(FULL_DISK, store.offline.root, json.dumps({action: sizes})).communicate(timeout=60)
     outcomes = [json.loads(line) for line in out.splitlines()]
     assert [size for _, size, _, _ in outcomes] == sizes
     for _, size, outcome, left in outcomes:
         assert outcome.startswith("no space left while writing"), (size, outcome)
         assert ("only the run's report is missing" if action == "report" else "live snapshot is untouched") in outcome
         assert left == sorted(before), f"at {size} bytes"
-    assert tree(store.root) == before
+    assert tree(store.offline.root) == before
     assert committed(store, TABLE, run="later").number == 2
 
 
 def test_a_root_that_cannot_be_a_folder_is_told_by_every_writer_and_reader(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    store = OfflineStore(tmp_path / "file" / "root")
+    store = OfflineStore(tmp_path / "file" / "root").view("numbers")
     writers: list[Callable[[], Any]] = [
-        lambda: store.write_part("numbers", "run", "p.parquet", TABLE),
+        lambda: store.write_part("run", "p.parquet", TABLE),
         lambda: store.commit(uncommitted()),
-        lambda: store.move_live("numbers", 1, expected_epoch=0, epoch=1, reason="run"),
-        lambda: store.write_report("numbers", "run", {}),
-        lambda: store.begin_journal("numbers", "run", "recipe", None),
-        lambda: store.add_to_journal("numbers", "run", Finished(None, None)),
-        lambda: store.claim_epoch("numbers", 0),
-        lambda: store.renew_live("numbers", LiveRef(1, 1, None, "run", "now"), 1),
-        lambda: take(store.lease_folder("numbers"), "run", "me"),
+        lambda: store.refs.move_live(1, expected_epoch=0, epoch=1, reason="run"),
+        lambda: store.runs.write(ran(1)),
+        lambda: store.journals.begin("run", "recipe", None),
+        lambda: store.journals.add("run", Finished(None, None)),
+        lambda: store.refs.claim_epoch(0),
+        lambda: store.refs.renew_live(LiveRef(1, 1, None, "run", "now"), 1),
+        lambda: take(store.leases, "run", "me"),
     ]
     for write in writers:
         with pytest.raises(SnapshotError, match="cannot write"):
             write()
-    assert (store.views(), store.numbers("numbers"), store.last_report("numbers")) == ([], [], None)
-    assert (Standing(store, "numbers").newest(), store.bad("numbers"), store.pins("numbers"), store.reports("numbers")) == (
+    assert (store.offline.views(), store.numbers(), store.runs.last()) == ([], [], None)
+    assert (Standing(store).newest(), store.refs.bad(), store.refs.pins(), store.runs.reports()) == (
         None,
         {},
         set(),
         [],
     )
-    assert store.unfinished("numbers", "recipe", None) == []
-    for read in (lambda: store.snapshot("numbers", 1), lambda: store.live("numbers")):
+    assert store.journals.unfinished("recipe", None) == []
+    for read in (lambda: store.snapshot(1), lambda: store.refs.live()):
         with pytest.raises(SnapshotError):
             read()
 
@@ -938,32 +938,34 @@ def test_a_root_that_cannot_be_a_folder_is_told_by_every_writer_and_reader(tmp_p
 # ---- reports
 
 
-def test_reports_come_newest_first_and_as_many_as_asked(store: OfflineStore, caplog: pytest.LogCaptureFixture) -> None:
+def ran(day: int, status: str = "published") -> Report:
+    return Report(f"2025010{day}", "numbers", "run", status)
+
+
+def test_reports_come_newest_first_and_as_many_as_asked(store: ViewStore, caplog: pytest.LogCaptureFixture) -> None:
+    assert store.runs.last() is None
     for day in (2, 1, 3):
-        store.write_report("numbers", f"2025010{day}", {"day": day})
-    assert store.reports("numbers") == [{"day": 3}, {"day": 2}, {"day": 1}]
-    assert store.reports("numbers", 2) == [{"day": 3}, {"day": 2}]
-    torn = store.root / "numbers" / "runs" / "20250103.json"
-    for damaged in (b"", b"{", b"7", b"\xff"):
+        store.runs.write(ran(day))
+    assert store.runs.reports() == [ran(3), ran(2), ran(1)]
+    assert store.runs.reports(2) == [ran(3), ran(2)]
+    torn = store.runs.path("20250103")
+    for damaged in (b"", b"{", b"7", b"\xff", b'{"run": 7}'):
         torn.write_bytes(damaged)
         caplog.clear()
-        assert store.reports("numbers") == [{"day": 2}, {"day": 1}]
+        assert store.runs.reports() == [ran(2), ran(1)]
         assert [str(torn) in record.getMessage() for record in caplog.records] == [True]
-        assert store.reports("numbers", 1) == [{"day": 2}]
-        assert store.last_report("numbers") == {"day": 2}
+        assert store.runs.reports(1) == [ran(2)]
+        assert store.runs.last() == ran(2)
 
 
-def test_the_last_report_is_the_newest_runs(store: OfflineStore) -> None:
-    assert store.last_report("numbers") is None
-    for run in ("20250102T000000", "20250101T000000"):
-        store.write_report("numbers", run, {"run": run, "at": Path("x")})
-    assert store.last_report("numbers") == {"run": "20250102T000000", "at": "x"}
-    store.write_report("numbers", "20250102T000000", {"status": "failed"})
-    assert store.last_report("numbers") == {"status": "failed"}
-    assert Counter(Path(name).suffix for name in tree(store.root)) == {".json": 2}
+def test_a_second_report_of_a_run_replaces_the_first(store: ViewStore) -> None:
+    for status in ("running", "failed"):
+        store.runs.write(ran(1, status))
+    assert store.runs.last() == ran(1, "failed")
+    assert Counter(Path(name).suffix for name in tree(store.offline.root)) == {".json": 1}
 
 
-def test_vectors_and_text_come_back_from_a_part_as_they_went_in(store: OfflineStore) -> None:
+def test_vectors_and_text_come_back_from_a_part_as_they_went_in(store: ViewStore) -> None:
     vectors = pa.FixedSizeListArray.from_arrays(pa.array(np.arange(6, dtype=np.float16)), 2)
     table = pa.table({"id": ["a", "é", "a"], "vector": vectors, "top": [["x"], [], None]})
     assert pa.Table.from_batches(store.batches(committed(store, table))).equals(table)

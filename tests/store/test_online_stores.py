@@ -27,6 +27,7 @@ from store.online.lmdb_store import LmdbStore
 from store.online.online_store import MemoryStore, OnlineStore, Pointer, Rows
 from store.online.online_url import open_online_store
 from store.online.redis_store import RedisStore
+from store.record import replace
 from tests.conftest import MakeProject, free_port, redis_binary
 
 OpenStore = Callable[[], OnlineStore]
@@ -232,7 +233,7 @@ def test_a_flip_can_be_repeated_and_the_last_words_stand(open_store: OpenStore) 
     assert values(reader.read("numbers", [b"a"])) == [b"1"]
     writer.flip(pointer(2))
     assert reader.live("numbers") == pointer(2)
-    again = dataclasses.replace(pointer(2, snapshot=9), at="later")
+    again = replace(pointer(2, snapshot=9), at="later")
     writer.flip(again)
     found = reader.read("numbers", [b"a"])
     assert found is not None
@@ -259,7 +260,7 @@ def test_a_generation_that_is_not_loaded_whole_cannot_go_live(store: OnlineStore
 
 def back_to(generation: int, epoch: int, **changes: Any) -> Pointer:
     """A pointer of a later publishing that goes back to an older generation."""
-    return dataclasses.replace(pointer(epoch), generation=generation, **changes)
+    return replace(pointer(epoch), generation=generation, **changes)
 
 
 def test_a_pointer_may_go_back_to_an_older_generation_under_a_higher_epoch(open_store: OpenStore) -> None:
@@ -313,7 +314,7 @@ def test_a_renewal_is_seen_by_who_has_read_before(open_store: OpenStore) -> None
     writer, reader = open_store(), open_store()
     publish(writer, 1, TABLE)
     for renewed_at_us in (0, 5, 2**53 + 1, 6):
-        writer.flip(dataclasses.replace(pointer(1), renewed_at_us=renewed_at_us))
+        writer.flip(replace(pointer(1), renewed_at_us=renewed_at_us))
         found = reader.read("numbers", [b"a"])
         assert found is not None
         assert (found[0].renewed_at_us, plain(found[1])) == (renewed_at_us, [b"1"])
@@ -608,7 +609,7 @@ def test_the_pointer_still_moves_when_redis_is_full(redis_url: str, raw: redis.R
         store.flip(pointer(3))
     store.flip(back_to(1, 3))
     assert (values(reader.read("numbers", [b"a", b"b"])), reader.live("numbers")) == ([b"1", b"22"], back_to(1, 3))
-    store.flip(dataclasses.replace(back_to(2, 4), renewed_at_us=5))
+    store.flip(replace(back_to(2, 4), renewed_at_us=5))
     assert (values(reader.read("numbers", [b"a", b"b"])), (reader.live("numbers") or pointer(1)).renewed_at_us) == (
         [b"two", None],
         5,

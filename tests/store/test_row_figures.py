@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
-
 import numpy as np
 import pyarrow as pa
 import pytest
 
 from store.feature_view import Feature, FeatureView
 from store.offline.row_figures import RowCounter, RowFigures, VectorFigures, count
+from store.record import read_record, written
 
 SHARES = [0.0, 0.01, 0.1, 0.5, 0.9, 0.99, 1.0]
 KINDS = FeatureView(
@@ -120,4 +118,4 @@ def test_what_a_sample_tells_of_the_rows_that_leave_is_scaled_to_all_of_them() -
 
 def test_they_travel_as_json() -> None:
     figures = count([vectors(np.eye(3, dtype=np.float32))], of("float32", 3))
-    assert RowFigures.from_json(json.loads(json.dumps(asdict(figures)))) == figures
+    assert read_record(RowFigures, written(figures)) == figures

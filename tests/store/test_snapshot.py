@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from store.errors import SnapshotError
 from store.feature_view import Definition, Feature, FeatureView, IndexSpec, ModelUse
 from store.offline.row_figures import RowFigures, VectorFigures
 from store.offline.snapshot import FORMAT_VERSION, Counts, Part, Snapshot, Verdict
+from store.record import replace
 
 VIEW = FeatureView(
     "numbers",
@@ -78,7 +78,7 @@ def test_a_manifest_is_plain_json_for_anybody() -> None:
     assert body["format_version"] == FORMAT_VERSION
     assert body["view_fingerprint"] == VIEW.fingerprint()
     assert body["counts"]["written"] == sum(part["rows"] for part in body["parts"])
-    assert set(body) - {"format_version", "view_fingerprint", "zz_sha256"} == {f.name for f in dataclasses.fields(Snapshot)}
+    assert set(body) - {"format_version", "view_fingerprint", "zz_sha256"} == set(Snapshot.__struct_fields__)
 
 
 def version_1() -> bytes:
@@ -258,7 +258,7 @@ def test_a_snapshot_is_refused_by_the_gates_that_failed_and_nobody_accepted(
     gates: list[tuple[str, bool]], accepted: tuple[str, ...], refused_by: list[str]
 ) -> None:
     verdicts = tuple(Verdict(name, passed) for name, passed in gates)
-    assert dataclasses.replace(SMALL, gates=verdicts, accepted=accepted).refused_by == refused_by
+    assert replace(SMALL, gates=verdicts, accepted=accepted).refused_by == refused_by
 
 
 def test_a_manifest_torn_at_any_length_is_refused() -> None:

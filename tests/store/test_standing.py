@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ from store.feature_view import Feature, FeatureView
 from store.offline.refs import LiveRef
 from store.offline.snapshot import Counts, Snapshot, Verdict
 from store.offline.standing import ROLLED_BACK, Standing, keeps_live
-from store.offline.view_store import OfflineStore
+from store.offline.view_store import OfflineStore, ViewStore
+from store.record import replace
 
 VIEW = FeatureView("numbers", ("id",), (Feature("double", "float64"),), ttl_s=1.0, stale_for_s=1.0)
 REFUSAL = Verdict("rows", False, -0.5, 0.2, "half of the rows")
@@ -31,42 +31,42 @@ KINDS: dict[int, dict[str, Any]] = {
     ACCEPTED: {"gates": (REFUSAL,), "accepted": ("rows",), "content": "six"},
     DAMAGED: {"content": "seven"},
     COPIED_BEFORE: {"bases": (DAMAGED,), "content": "eight"},
-    LOOKED_AT: {"gates": (dataclasses.replace(REFUSAL, gate=ROLLED_BACK),), "accepted": (ROLLED_BACK,), "content": "two"},
+    LOOKED_AT: {"gates": (replace(REFUSAL, gate=ROLLED_BACK),), "accepted": (ROLLED_BACK,), "content": "two"},
 }
 
 
-def commit(store: OfflineStore, number: int, rows: int = 1, **kind: Any) -> Snapshot:
+def commit(store: ViewStore, number: int, rows: int = 1, **kind: Any) -> Snapshot:
     table = pa.table({"id": [1], "double": [1.0 * number]}).slice(0, rows)
-    part = store.write_part("numbers", f"run{number}", "part-00000.parquet", table)
+    part = store.write_part(f"run{number}", "part-00000.parquet", table)
     made = Snapshot(VIEW, f"run{number}", "model", Counts(rows, rows), (part,), None, "2026-01-03T00:00:00+00:00", None, None)
-    return store.commit(dataclasses.replace(made, **kind))
+    return store.commit(replace(made, **kind))
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> OfflineStore:
-    store = OfflineStore(tmp_path / "root")
+def store(tmp_path: Path) -> ViewStore:
+    store = OfflineStore(tmp_path / "root").view("numbers")
     for number, kind in KINDS.items():
         commit(store, number, **kind)
-    store.mark_bad("numbers", BAD, "rolled back from", back_to=GOOD)
-    store.mark_bad("numbers", DAMAGED, "its files are damaged", rows=False)
+    store.mark_bad(BAD, "rolled back from", back_to=GOOD)
+    store.mark_bad(DAMAGED, "its files are damaged", rows=False)
     return store
 
 
-def snapshots(store: OfflineStore) -> dict[int, Snapshot]:
-    return {number: store.snapshot("numbers", number) for number in store.numbers("numbers")}
+def snapshots(store: ViewStore) -> dict[int, Snapshot]:
+    return {number: store.snapshot(number) for number in store.numbers()}
 
 
-def test_which_is_bad_and_by_which_other_one(store: OfflineStore) -> None:
+def test_which_is_bad_and_by_which_other_one(store: ViewStore) -> None:
     expected = {BAD: BAD, ON_BAD: BAD, SAME: BAD, COPIED: BAD, DAMAGED: DAMAGED}
-    for standing in (Standing(store, "numbers"), Standing(store, "numbers", snapshots(store))):
+    for standing in (Standing(store), Standing(store, snapshots(store))):
         found = {number: standing.bad(snapshot) for number, snapshot in snapshots(store).items()}
         assert found == dict.fromkeys(KINDS) | expected
         below = {number: standing.bad_below(snapshot) for number, snapshot in snapshots(store).items()}
         assert below == dict.fromkeys(KINDS) | expected | {SAME: None}
 
 
-def test_what_publishing_refuses_is_void_and_nothing_else(store: OfflineStore) -> None:
-    standing = Standing(store, "numbers")
+def test_what_publishing_refuses_is_void_and_nothing_else(store: ViewStore) -> None:
+    standing = Standing(store)
     void = {number: why for number, s in snapshots(store).items() if (why := standing.why_void(s)) is not None}
     another = "it builds on snapshot 2 or holds the very same rows: rolled back from"
     assert void == {
@@ -85,13 +85,13 @@ def test_what_publishing_refuses_is_void_and_nothing_else(store: OfflineStore) -
             standing.check_publishable(snapshot)
 
 
-def test_the_newest_by_what_it_is_wanted_for(store: OfflineStore) -> None:
+def test_the_newest_by_what_it_is_wanted_for(store: ViewStore) -> None:
     """To build on, to measure by, to publish, to go back to."""
     answers = []
     for bad in (None, LOOKED_AT, COPIED_BEFORE, ACCEPTED, REFUSED):
         if bad is not None:
-            store.mark_bad("numbers", bad, "rolled back from")
-        standing = Standing(store, "numbers")
+            store.mark_bad(bad, "rolled back from")
+        standing = Standing(store)
         newest, measured = standing.newest(), standing.newest(refused=False)
         assert newest is not None
         assert measured is not None
@@ -104,36 +104,36 @@ def test_the_newest_by_what_it_is_wanted_for(store: OfflineStore) -> None:
         (REFUSED, SAME, GOOD, GOOD),
         (SAME, SAME, GOOD, GOOD),
     ]
-    assert Standing(store, "numbers").newest_publishable(accept=["rows"]) == GOOD
+    assert Standing(store).newest_publishable(accept=["rows"]) == GOOD
 
 
-def test_a_snapshot_that_nobody_can_read_stands_for_nothing(store: OfflineStore) -> None:
-    (store.root / "numbers" / "manifests" / f"{BAD:020d}.json").unlink()
-    on_bad, known = store.snapshot("numbers", ON_BAD), snapshots(store)
-    for standing in (Standing(store, "numbers"), Standing(store, "numbers", known)):
+def test_a_snapshot_that_nobody_can_read_stands_for_nothing(store: ViewStore) -> None:
+    (store.manifest_path(BAD)).unlink()
+    on_bad, known = store.snapshot(ON_BAD), snapshots(store)
+    for standing in (Standing(store), Standing(store, known)):
         with pytest.raises(SnapshotError, match="snapshot 2"):
             standing.bad(on_bad)
         assert standing.why_void(on_bad) is None  # reading it says what is missing
-    assert Standing(store, "numbers").at_fault(known) == set()
-    assert Standing(store, "numbers").at_fault({*known, BAD}) == {BAD, GOOD}
+    assert Standing(store).at_fault(known) == set()
+    assert Standing(store).at_fault({*known, BAD}) == {BAD, GOOD}
 
 
 def test_what_a_run_computed_goes_live_unless_somebody_holds_the_view_or_a_later_partition_is(tmp_path: Path) -> None:
-    store = OfflineStore(tmp_path / "root")
-    assert Standing(store, "numbers").numbers_text() == "none"
+    store = OfflineStore(tmp_path / "root").view("numbers")
+    assert Standing(store).numbers_text() == "none"
     early, late = (commit(store, number, partition=day) for number, day in enumerate(DAYS, 1))
     empty = commit(store, 3, rows=0, partition=DAYS[1])
     assert (keeps_live(late), keeps_live(empty)) == (False, True)
 
     def why(snapshot: Snapshot) -> str | None:
-        return Standing(store, "numbers").why_unpublished(snapshot)
+        return Standing(store).why_unpublished(snapshot)
 
     assert [why(snapshot) for snapshot in (early, late)] == [None, None]
-    store.move_live("numbers", 1, expected_epoch=0, epoch=1, reason="run")
+    store.refs.move_live(1, expected_epoch=0, epoch=1, reason="run")
     assert why(late) is None
-    store.move_live("numbers", 2, expected_epoch=1, epoch=2, reason="run")
+    store.refs.move_live(2, expected_epoch=1, epoch=2, reason="run")
     assert (why(early), why(late)) == (f"partition {DAYS[0]} is older than the live {DAYS[1]}", None)
     assert why(empty) == f"partition {DAYS[1]} has no rows: it is done, and what is live stays"
-    assert Standing(store, "numbers").newest_publishable() == 2
-    store.move_live("numbers", 1, expected_epoch=2, epoch=3, reason="rollback", held="to look at it")
+    assert Standing(store).newest_publishable() == 2
+    store.refs.move_live(1, expected_epoch=2, epoch=3, reason="rollback", held="to look at it")
     assert why(late) == "the view is held (to look at it): `precompute resume numbers` ends that"
