@@ -18,13 +18,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
 
 from jobs.backfill_plan import REPORTS, Known, Recipes, plan_backfill, range_of, why_partition
 from jobs.backfill_state import Backfill, Item, Options, backfill_folder, backfills, lease_name, read_backfill
 from jobs.config import Project
 from jobs.progress import Silent
 from precompute.workers.process import ChildProcess, end_all
+from store.clock import utc_now
 from store.disk.durable_file import disk_message, locked, make_folder, replace_durably
 from store.disk.lease import Lease, is_held, take
 from store.errors import ConfigError, ConflictError, GateError, PrecomputeError, SnapshotError
@@ -32,7 +32,7 @@ from store.offline.runs import Report
 from store.offline.standing import Standing
 from store.offline.view_store import ViewStore
 from store.partition import Partition
-from store.record import read_record, replace, written
+from store.record import replace, written
 
 log = logging.getLogger(__name__)
 
@@ -325,20 +325,20 @@ class _Conductor:
         self._tell(item)
         return False
 
-    def _report_of(self, run: _PartitionRun) -> Mapping[str, Any] | None:
+    def _report_of(self, run: _PartitionRun) -> Report | None:
         """What an ended process reported; None when it came to no run, or was killed before it could tell what became of it."""
-        reports = self.store.reports(self.state.view, REPORTS, since=self._since[run.item.partition])
+        reports = self.store.runs.reports(REPORTS, since=self._since[run.item.partition])
         ours = (self.state.id, run.item.partition)
-        own = next((r for r in reports if (r.get("backfill"), r.get("partition")) == ours), None)
-        return None if own is None or own.get("status") == "running" else own
+        own = next((r for r in reports if (r.backfill, r.partition) == ours), None)
+        return None if own is None or own.status == "running" else own
 
-    def _did(self, run: _PartitionRun, report: Mapping[str, Any] | None) -> bool:
+    def _did(self, run: _PartitionRun, report: Report | None) -> bool:
         """Note what a process did that ended well; returns whether it did. Where its report cannot be read, the manifests tell."""
         if run.process.status != 0:
             return False
-        if report is None and Standing(self.store, self.state.view).newest(run.item.partition) is None:
+        if report is None and Standing(self.store).newest(run.item.partition) is None:
             return False
-        _note(run.item, self.store, self.state.view, report)
+        _note(run.item, self.store, report)
         return True
 
     # ---- partitions somebody else computes

@@ -29,7 +29,7 @@ from store.disk.lease import take
 from store.errors import ConfigError, ConflictError, SnapshotError, SourceError
 from store.lookup import Lookup
 from store.offline.refs import run_lease
-from store.offline.runs import Report
+from store.offline.runs import Report, Runs
 from store.offline.standing import Standing
 from store.online.online_url import open_online_store
 from store.partition import Partition, containing
@@ -495,14 +495,14 @@ def test_what_a_model_prints_is_not_taken_for_a_report(daily: MakeDaily) -> None
     project = daily((1,), view={"model": {"use": "gated_model:Talking", "args": {"path": ""}}})
     done = run_backfill(project, "numbers", options(1, 1))
     (item,) = done.items
-    (report,) = [r for r in OfflineStore(project.root).reports("numbers") if r["command"] == "materialize"]
-    assert (item.state, item.snapshot, item.run, item.rows) == ("done", 1, report["run"], 3)
+    (report,) = [r for r in project.offline.view("numbers").runs.reports() if r.command == "materialize"]
+    assert (item.state, item.snapshot, item.run, item.rows) == ("done", 1, report.run, 3)
 
 
 @pytest.mark.parametrize("ends_well", [True, False])
 def test_a_report_that_cannot_be_read_tells_nothing(daily: MakeDaily, ends_well: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     project = daily((1,), extra=[] if ends_well else [(1, -1.0, day(1))])
-    monkeypatch.setattr(OfflineStore, "reports", lambda *_, **__: [])
+    monkeypatch.setattr(Runs, "reports", lambda *_, **__: [])
     (item,) = run_backfill(project, "numbers", options(1, 1, publish=False)).items
     assert item.state == ("done" if ends_well else "failed")
     assert ends_well or "exit status 1: view 'numbers': keys with more than one row" in str(item.error)
