@@ -24,6 +24,7 @@ from precompute.engine.batching import WINDOW_ROWS
 from precompute.engine.pace import LONG_S
 from precompute.source import Source
 from store.errors import ConfigError, ModelError, PrecomputeError, RejectedError, SnapshotError, SourceError
+from store.feature_view import FeatureView
 from store.offline.journal import Journals
 from store.offline.runs import Report
 from store.offline.snapshot import Counts, Snapshot
@@ -134,7 +135,7 @@ def test_a_snapshot_on_disk_is_what_the_design_says(make_project: MakeProject) -
     assert (manifest["format_version"], manifest["fence"], manifest["accepted"]) == (2, 1, [])
     assert len(manifest["recipe"]) == 64
     assert manifest["content"].startswith(manifest["recipe"] + ":3-")
-    assert manifest["view"] == project.view("numbers").feature_view().to_json()
+    assert FeatureView.from_json(manifest["view"]) == project.view("numbers").feature_view()
     assert manifest["view_fingerprint"] == project.view("numbers").feature_view().fingerprint()
     assert len(manifest["model"]) == 64
     assert manifest["input_columns"] == {"x": "double"}
