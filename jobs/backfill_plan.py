@@ -95,9 +95,9 @@ def plan_backfill(
     """
     config, store = project.view(name), project.offline.view(name)
     chosen = _chosen(config, first, last, datetime.now(UTC) if now is None else now)
-    known = Known(store)
+    past = Past(store)
     with Recipes(config, store, project.home, project.settings.memory_mb) as recipes:
-        return [_planned(partition, config, store, known, recipes, reprocess, check_inputs) for partition in chosen]
+        return [_planned(partition, config, store, past, recipes, reprocess, check_inputs) for partition in chosen]
 
 
 def range_of(first: str, last: str) -> tuple[datetime, datetime]:
@@ -133,13 +133,13 @@ def _chosen(config: ViewConfig, first: datetime, last: datetime, now: datetime) 
         raise ConfigError(f"{asked}: its first one begins at {begin:%Y-%m-%d %H:%M} (partition.start)")
     latest = containing(own.by, now)
     if first < latest.start:
-        found = list(partitions(own.by, max(first, begin), min(containing(own.by, min(last, now)).end, now)))
-        if found:
-            return found
+        over = list(partitions(own.by, max(first, begin), min(containing(own.by, min(last, now)).end, now)))
+        if over:
+            return over
     raise ConfigError(f"{asked} is over yet: the one by {own.by} that lasts until {latest.end:%Y-%m-%d %H:%M} UTC is going on")
 
 
-class Known:
+class Past:
     """What manifests and reports tell of a view's partitions, read once."""
 
     def __init__(self, store: ViewStore) -> None:
@@ -180,7 +180,7 @@ class Known:
         own = self.newest.get(str(partition))
         if own is not None:
             return own.counts.source
-        nearest = sorted(self._counts, key=lambda known: abs(known[0] - partition.start))[:5]
+        nearest = sorted(self._counts, key=lambda counted: abs(counted[0] - partition.start))[:5]
         return round(median(rows for _, rows in nearest)) if nearest else None
 
     @cached_property
@@ -282,16 +282,16 @@ def _planned(
     partition: Partition,
     config: ViewConfig,
     store: ViewStore,
-    known: Known,
+    past: Past,
     recipes: Recipes,
     reprocess: Reprocess,
     check_inputs: bool,
 ) -> PartitionPlan:
-    rows = known.rows(partition)
-    estimate = (rows, known.seconds(rows), known.size_bytes(rows))
+    rows = past.rows(partition)
+    estimate = (rows, past.seconds(rows), past.size_bytes(rows))
     if store.running(str(partition)):
         return PartitionPlan(partition, "wait", "running", "a run of it is going on", *estimate)
-    why, reason = why_partition(partition, config, known, recipes, check_inputs)
+    why, reason = why_partition(partition, config, past, recipes, check_inputs)
     if why in REPROCESS[reprocess]:
         return PartitionPlan(partition, "run", "forced" if why == "done" else why, reason, *estimate)
     if why != "done":
@@ -300,11 +300,9 @@ def _planned(
     return PartitionPlan(partition, "skip", why, reason, *estimate)
 
 
-def why_partition(
-    partition: Partition, config: ViewConfig, known: Known, recipes: Recipes, check_inputs: bool
-) -> tuple[str, str]:
+def why_partition(partition: Partition, config: ViewConfig, past: Past, recipes: Recipes, check_inputs: bool) -> tuple[str, str]:
     """(kind, more of it) of a partition that nobody computes now."""
-    snapshot, last = known.newest.get(str(partition)), known.last.get(str(partition))
+    snapshot, last = past.newest.get(str(partition)), past.last.get(str(partition))
     status = "" if last is None else last.status.replace("running", "killed")  # its lease is free
     # A run that names a snapshot did its work, and failed to publish it.
     undone = last is not None and last.snapshot is None and (snapshot is None or last.run > snapshot.run)
@@ -320,10 +318,10 @@ def why_partition(
         return "missing", "no snapshot" + (f"; {ended}" if undone else "")
     if undone and status in ("failed", "rejected", "refused", "killed"):
         return "failed", f"{ended}; snapshot {snapshot.number} is older"
-    known_recipes, model = recipes.of(partition)
+    our_recipes, model = recipes.of(partition)
     if snapshot.model != model:
         return "stale model", f"snapshot {snapshot.number} is by model {snapshot.model[:12]}, which is {model[:12]} now"
-    if snapshot.recipe not in known_recipes:
+    if snapshot.recipe not in our_recipes:
         return (
             "stale recipe",
             f"since snapshot {snapshot.number} the source's SQL, its columns, the entity or the features changed",
@@ -343,8 +341,8 @@ def plans_json(plans: Sequence[PartitionPlan], options: Options) -> dict[str, An
     run = [plan for plan in plans if plan.action == "run"]
 
     def total(values: Sequence[float | None]) -> float | None:
-        known = [value for value in values if value is not None]
-        return sum(known) if len(known) == len(values) else None
+        measured = [value for value in values if value is not None]
+        return sum(measured) if len(measured) == len(values) else None
 
     seconds = total([plan.seconds for plan in run])
     return {

@@ -1,14 +1,20 @@
-"""What a backfill is: what was asked for, its partitions, and the file that tells how far it is."""
+"""What a backfill is: what was asked for, its partitions, the file that tells how far it is, and the lease that only one process holds."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Literal
 
 from store.clock import utc_now
-from store.errors import ConfigError, SnapshotError
+from store.disk.durable_file import disk_message, locked, make_folder, replace_durably
+from store.disk.lease import Lease, is_held, take
+from store.errors import ConfigError, ConflictError, SnapshotError
+from store.offline.runs import Report
+from store.offline.standing import Standing
 from store.offline.view_store import ViewStore
-from store.record import Record, field, read_record
+from store.record import Record, field, read_record, written
 
 Reprocess = Literal["missing", "failed", "stale", "all"]
 
@@ -79,6 +85,35 @@ class Backfill(Record):
         return self.status == "failed" and self.count("refused") > 0 and self.count("done", "refused") == len(self.items)
 
 
+def in_words(count: int) -> str:
+    """So many partitions."""
+    return f"{count} partition{'' if count == 1 else 's'}"
+
+
+def note_done(item: Item, store: ViewStore, report: Report | None = None) -> None:
+    """Note that the partition was computed, by the run of this report or by whomever: it is done, or refused by a gate. Without a report that names a
+    snapshot there is a newest one of the partition.
+
+    Raises:
+        SnapshotError: the snapshot is damaged or cannot be read.
+    """
+    number = None if report is None else report.snapshot
+    # A run that was killed after the commit had no time to tell which snapshot it made.
+    snapshot = Standing(store).newest(item.partition) if number is None else store.snapshot(number)
+    assert snapshot is not None
+    item.run, item.snapshot = snapshot.run if report is None else report.run, snapshot.number
+    counts = {} if report is None else report.counts
+    item.rows, item.written = counts.get("source", snapshot.counts.source), counts.get("written", snapshot.counts.written)
+    item.state, item.error = "done", None
+    if snapshot.refused_by:
+        said = "; ".join(
+            f"{verdict.gate}: {verdict.message}" for verdict in snapshot.failed if verdict.gate in snapshot.refused_by
+        )
+        accept = " ".join(f"--accept {gate}" for gate in snapshot.refused_by)
+        item.state = "refused"
+        item.error = f"refused by {said}; to publish it all the same: precompute publish {store.name} --snapshot {snapshot.number} {accept}"
+
+
 def backfills(store: ViewStore) -> list[str]:
     """Ids of a view's backfills, the newest first."""
     return sorted((path.stem for path in backfill_folder(store).glob("[0-9]*.json")), reverse=True)
@@ -103,11 +138,67 @@ def read_backfill(store: ViewStore, id: str) -> Backfill:
         raise SnapshotError(f"{path} is damaged ({exc}); remove it, and backfill the range anew") from exc
 
 
+def save_backfill(store: ViewStore, state: Backfill, lease: Lease) -> None:
+    """Write how far a backfill is, whole or not at all.
+
+    Raises:
+        FencedError: the lease was lost.
+        SnapshotError: the file system failed.
+    """
+    lease.check()
+    path = backfill_folder(store) / f"{state.id}.json"
+    try:
+        replace_durably(path, written(state, indent=1))
+    except OSError as exc:
+        raise SnapshotError(disk_message(path, exc, f"free some, then --resume {state.id}")) from exc
+
+
+@contextlib.contextmanager
+def one_begins(store: ViewStore) -> Iterator[None]:
+    """One backfill of the view begins at a time, so that two never overlook each other.
+
+    Raises:
+        SnapshotError: the file system failed.
+    """
+    path = backfill_folder(store) / ".lock"
+    try:
+        make_folder(path.parent)
+        with locked(path):
+            yield
+    except OSError as exc:
+        raise SnapshotError(disk_message(path, exc)) from exc
+
+
+def take_backfill(store: ViewStore, state: Backfill, ttl_s: float) -> Lease:
+    """The lease that the process of a backfill holds.
+
+    Raises:
+        ConflictError: it is going on.
+    """
+    busy = f"backfill {state.id} of view {state.view!r} is going on; wait for it, or look at {backfill_folder(store) / state.id}.json"
+    return take(store.leases, _lease_name(state.id), "backfill", ttl_s=ttl_s, busy=busy)
+
+
+def check_overlap(store: ViewStore, asked: Collection[str], own: str) -> None:
+    """Refuse partitions that another backfill than ``own`` is at.
+
+    Raises:
+        ConflictError: there is one.
+    """
+    for id in backfills(store):
+        if id != own and is_held(store.leases, _lease_name(id)):
+            common = sorted(set(asked).intersection(item.partition for item in read_backfill(store, id).items))
+            if common:
+                raise ConflictError(
+                    f"view {store.name!r}: backfill {id} is going on over {len(common)} of these partitions, as {common[0]}; wait for it, or end it "
+                    "with SIGTERM"
+                )
+
+
 def backfill_folder(store: ViewStore) -> Path:
     """Where a view's backfills keep their files."""
     return store.folder / "backfills"
 
 
-def lease_name(id: str) -> str:
-    """Name of the lease that the process of a backfill holds."""
+def _lease_name(id: str) -> str:
     return f"backfill-{id}"
