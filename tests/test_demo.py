@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from demo import data
 from demo.data import movielens_folder, write_docstrings, write_movielens
 from demo.evaluate import evaluate, hit_rate, most_popular
 from demo.labels import LabelScores
@@ -50,7 +49,7 @@ def test_movielens_is_all_there_and_the_latest_rating_of_each_user_is_held_out(t
 
 
 def test_without_the_wheel_the_demo_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("demo.data.importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="make setup"):
         movielens_folder()
 

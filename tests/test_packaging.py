@@ -52,7 +52,7 @@ def declared(*extras: str) -> set[str]:
 
 def outside_imports(folder: str) -> set[str]:
     """Top-level modules that the folder's files import anywhere, but for Python's own and ours."""
-    found = set()
+    found: set[str] = set()
     for path in (ROOT / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):

@@ -13,7 +13,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
@@ -266,7 +266,7 @@ def test_the_reference_leaves_nothing_out() -> None:
 
     requests = {*LookupRequest.__struct_fields__, *SearchRequest.__struct_fields__}
     keys = {*settings(ViewConfig), *settings(ProjectConfig), *ScheduleConfig.model_fields, *FeatureConfig.model_fields}
-    named = {*next(a for a in _parser()._actions if isinstance(a.choices, dict)).choices}
+    named = next(a.choices for a in _parser()._actions if isinstance(a.choices, dict))
     assert {*keys, *requests, *RESERVED, *named} - code("docs/reference.md") == set()
     assert set(GatesConfig.model_fields) - code("docs/operations.md") == set()
 
@@ -282,7 +282,7 @@ def wait_until_ready(address: str) -> None:
     raise AssertionError("the server did not get ready")
 
 
-def curl(words: Sequence[str], address: str) -> dict[str, object]:
+def curl(words: Sequence[str], address: str) -> dict[str, Any]:
     """What the curl command line asks for, asked without curl."""
     url = words[-1].replace("http://127.0.0.1:8080", address)
     body = words[words.index("-d") + 1].encode() if "-d" in words else None

@@ -13,8 +13,8 @@ from transformers import AutoModel, PreTrainedTokenizerFast
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what it imports deprecates parts of itself
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer import modules
+    from sentence_transformers import SentenceTransformer as SentenceTransformer
+    from sentence_transformers.sentence_transformer import modules as modules
 from transformers import AutoConfig
 
 WORDS = [

@@ -4,6 +4,7 @@ hashes otherwise is noticed."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import numpy as np
@@ -18,7 +19,7 @@ from precompute.sources.input_hash import _SAMPLE, _SAMPLE_TYPES, MD5
 from tests.precompute.test_source import TYPED, hashes
 
 
-def hashed(sql: str, **options: int) -> npt.NDArray[np.int64]:
+def hashed(sql: str, **options: Any) -> npt.NDArray[np.int64]:
     with Source(sql, ("id",), {}, **options) as source:
         source.load()
         return np.concatenate([np.asarray(batch.column("input_hash")) for batch in source.batches(100_000)])
@@ -163,7 +164,11 @@ def test_the_same_value_has_the_same_hash_wherever_it_comes_from(tmp_path: Path)
             "n": [i % 3 or None for i in range(rows)],
         }
     )
-    files = {"dictionary": {"use_dictionary": True}, "plain": {"use_dictionary": False}, "rows": {"row_group_size": 1000}}
+    files: dict[str, dict[str, Any]] = {
+        "dictionary": {"use_dictionary": True},
+        "plain": {"use_dictionary": False},
+        "rows": {"row_group_size": 1000},
+    }
     sources = {}
     for name, options in files.items():
         pq.write_table(table, tmp_path / f"{name}.parquet", **options)

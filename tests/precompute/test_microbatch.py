@@ -35,7 +35,7 @@ class Runs:
         results = []
         for payload in payloads:
             if callable(payload):
-                return payload()  # type: ignore[no-any-return]
+                return payload()
             results.append(payload if isinstance(payload, Exception) else payload * 10)
         return results
 
@@ -136,7 +136,7 @@ def test_many_threads_asking_for_a_few_keys_each_get_the_result_of_their_key(mak
 
     def ask(i: int) -> bool:
         key = i % 7
-        return batcher.submit(key % 2, key, key, later()).result(WAIT_S) == 10 * key  # type: ignore[no-any-return]
+        return batcher.submit(key % 2, key, key, later()).result(WAIT_S) == 10 * key
 
     with ThreadPoolExecutor(16) as threads:
         assert all(threads.map(ask, range(2000)))

@@ -40,6 +40,7 @@ class Mlp(torch.nn.Module):
         self.first = torch.nn.Linear(8, 8)
         self.again = self.first
         self.out = torch.nn.Linear(8, 4, bias=False)
+        self.shift: torch.Tensor
         self.register_buffer("shift", torch.linspace(0, 1, 8))
 
     def forward(self, x: torch.Tensor) -> Tensors:

@@ -57,7 +57,7 @@ def signalled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, str]]:
         sent.append((group, number, state(group)))
         killpg(group, number)
 
-    monkeypatch.setattr(process_module.os, "killpg", recorded)
+    monkeypatch.setattr("precompute.workers.process.os.killpg", recorded)
     return sent
 
 
@@ -167,7 +167,7 @@ def test_one_that_somebody_else_reaped_has_ended_and_is_not_signalled(signalled:
 
 def test_one_that_cannot_be_killed_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     child, killpg = shell("sleep 60"), os.killpg
-    monkeypatch.setattr(process_module.os, "killpg", lambda group, number: None)
+    monkeypatch.setattr("precompute.workers.process.os.killpg", lambda group, number: None)
     end_all([child], 0.1, 0.1)
     assert (child.status, child.how_it_ended()) == (None, "cannot be killed")
     killpg(child.pid, signal.SIGKILL)

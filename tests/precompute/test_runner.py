@@ -389,7 +389,7 @@ def test_a_models_own_model_error_fails_the_run() -> None:
 )
 def test_costs_of_another_number_of_rows_are_a_model_error(costs: Any) -> None:
     model = Sized(10)
-    model.costs = lambda b: costs(np.asarray(b.column("x")))  # type: ignore[method-assign]
+    model.costs = lambda batch: costs(np.asarray(batch.column("x")))  # type: ignore[method-assign]
     with pytest.raises(ModelError, match="cost"):
         compute(model, view(*NUMBERS), batch([1, 2, 3]))
 

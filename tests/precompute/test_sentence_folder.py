@@ -185,7 +185,7 @@ def test_special_tokens_are_words_where_the_folder_says_so(tmp_path: Path) -> No
 
 
 def test_weights_in_several_files_are_one_model(tmp_path: Path) -> None:
-    theirs = sentence_model(tmp_path, limit=24)
+    theirs: Any = sentence_model(tmp_path, limit=24)
     saved, whole = tmp_path / "saved", TextEncoder(str(tmp_path / "saved"))
     theirs[0].auto_model.save_pretrained(saved, max_shard_size="4KB")
     (saved / "model.safetensors").unlink()
@@ -293,7 +293,7 @@ def test_rows_are_documents_and_what_is_searched_by_is_a_query(
     fallback = ViewFallback(project.offline, project.home, memory_mb=64)
     lookup = Lookup(open_online_store(project.online), project.root, fallback)
     try:
-        answer = lookup.begin("numbers", [99], inputs={99: {"text": "cold film"}}, deadline_ms=60_000)
+        answer = lookup.begin("numbers", [99], inputs={"99": {"text": "cold film"}}, deadline_ms=60_000)
         answer.wait()
         row = answer.rows()[0]
     finally:

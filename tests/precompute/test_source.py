@@ -778,11 +778,12 @@ def test_files_of_ours_have_no_columns_of_the_folders_above_them(tmp_path: Path)
 
 def test_files_that_cannot_be_compared_with_are_damage_and_no_fault_of_the_source(tmp_path: Path) -> None:
     (tmp_path / "part.parquet").write_bytes(b"not Parquet")
-    for files in ({"known": Files([tmp_path / "part.parquet"])}, {"refused": [tmp_path / "part.parquet"]}):
+    damaged: list[dict[str, Any]] = [{"known": Files([tmp_path / "part.parquet"])}, {"refused": [tmp_path / "part.parquet"]}]
+    for files in damaged:
         with Source("SELECT 1 AS id", ("id",), {}) as source:
             source.load()
             with pytest.raises(SnapshotError, match=r"part\.parquet"):
-                compare(source, **files)  # type: ignore[arg-type]
+                compare(source, **files)
 
 
 def test_dead_rows_of_another_views_snapshot_are_not_read(tmp_path: Path) -> None:

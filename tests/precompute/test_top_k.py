@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ DIM = 4
 Lists = list[list[tuple[Any, float]]]
 
 
-def table(ids: Any, vectors: npt.ArrayLike, kind: pa.DataType | None = None) -> pa.Table:
+def table(ids: Any, vectors: Any, kind: pa.DataType | None = None) -> pa.Table:
     rows = np.asarray(vectors, np.float32).tolist()
     return pa.table({"id": ids, "vector": pa.array(rows, kind or pa.list_(pa.float32()))})
 
@@ -35,7 +35,7 @@ def users(vectors: npt.ArrayLike, seen: Any = None, kind: pa.DataType | None = N
 
 
 def ranked(model: TopK, batch: pa.RecordBatch) -> Lists:
-    made = model.compute(batch)
+    made: Any = model.compute(batch)
     assert list(made) == ["items", "scores"]
     pairs = zip(made["items"].to_pylist(), made["scores"].to_pylist(), strict=True)
     return [list(zip(ids, scores, strict=True)) for ids, scores in pairs]
@@ -132,10 +132,10 @@ def test_ties_go_to_the_first_item_whatever_the_tiles(data: st.DataObject) -> No
 def test_what_a_gpu_computes_is_the_same(data: st.DataObject) -> None:
     ids, items, vectors, seen, k = everything(data)
     model, batch = TopK(table(ids, items), k, exclude="seen", device="cpu"), users(vectors, seen)
-    inputs = model.inputs(model.prepare(batch), np.arange(batch.num_rows))
+    inputs, module = model.inputs(model.prepare(batch), np.arange(batch.num_rows)), cast(Any, model.module)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(top_k, "GPU_SCORES", data.draw(st.sampled_from([1, 500, 2000, 2**26])))
-        made = model.features([model.module.by_topk(*inputs).numpy()])
+        made = model.features([module.by_topk(*inputs).numpy()])
     assert made == model.compute(batch)
 
 
@@ -152,7 +152,7 @@ def test_a_list_does_not_depend_on_the_rows_beside_it(data: st.DataObject) -> No
     together = ranked(model, batch)
     assert [ranked(model, batch.slice(row, 1))[0] for row in range(batch.num_rows)] == together
     rows = np.array(data.draw(st.lists(st.integers(0, batch.num_rows - 1), min_size=1, max_size=9)))
-    made = model.land(model.launch(model.inputs(model.prepare(batch), rows)))
+    made: Any = model.land(model.launch(model.inputs(model.prepare(batch), rows)))
     assert made["items"].to_pylist() == [[item for item, _ in together[row]] for row in rows]
 
 
@@ -167,7 +167,7 @@ def test_the_stages_of_a_run_give_what_compute_gives() -> None:
     done = [computed.features for _, computed in runner.stream(batch.slice(start, 1000) for start in (0, 1000, 2000))]
     streamed = pa.Table.from_batches(done)
     assert [column.to_pylist() for column in streamed.columns] == [
-        model.compute(batch)[n].to_pylist() for n in ("items", "scores")
+        pa.array(model.compute(batch)[n]).to_pylist() for n in ("items", "scores")
     ]
     assert list(zip(*(c.to_pylist() for c in streamed.columns), strict=True)) == [
         tuple(map(list, zip(*row, strict=True))) for row in in_order(list(range(700)), items, vectors, seen, 20)
@@ -297,7 +297,7 @@ def test_a_source_that_does_not_fit_the_items_is_a_model_error(batch: pa.RecordB
 
 def test_the_fingerprint_changes_with_arguments_and_items() -> None:
     items = table([1, 2], [[1.0], [2.0]])
-    changed = [
+    changed: list[tuple[pa.Table, dict[str, Any]]] = [
         (items, {}),
         (items, {"k": 99}),
         (items, {"exclude": "seen"}),

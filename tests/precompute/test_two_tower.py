@@ -47,7 +47,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def vectors(path: Path, tower: str, table: pa.Table) -> npt.NDArray[np.float32]:
     made: npt.NDArray[np.float32] = TwoTower(str(path), tower).compute(table.combine_chunks().to_batches()[0])["embedding"]
-    assert (made.dtype, made.shape) == (np.float32, (table.num_rows, 8))
+    assert (made.dtype, made.shape) == (np.dtype(np.float32), (table.num_rows, 8))
     return made
 
 

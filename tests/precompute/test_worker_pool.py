@@ -34,7 +34,7 @@ DOUBLER, DYING, LAUNCHING, TOLD, SLOW_TO_LOAD = (
     "tests.arithmetic:Doubler",
     *(f"tests.precompute.dying_models:{name}" for name in ("Dying", "Launching", "Told", "SlowToLoad")),
 )
-IN_TIME = {"heartbeat_s": 0.1, "stall_s": 1.5, "hang_s": 1.5}
+IN_TIME: dict[str, Any] = {"heartbeat_s": 0.1, "stall_s": 1.5, "hang_s": 1.5}
 Stream = Iterable[tuple[pa.RecordBatch, Outcome]]
 
 

@@ -9,7 +9,7 @@ import random
 import re
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -29,7 +29,7 @@ PAIRS = [("a/b", "c"), ("a", "b/c"), ("50%", "%2F"), ("é€😀", "x y"), (".."
 TEXTS = ["a/b", "/a", "a/", "a//b", "50%", "%2F", "%252F", "é€😀", "a b", "..", "../x", "?#&=+", "\t\x7f", "x" * 511]
 
 
-def _values(columns: str, rows: list[tuple[str, ...]]) -> dict[str, str]:
+def _values(columns: str, rows: Sequence[tuple[str, ...]]) -> dict[str, str]:
     """A source of these rows, with x = 1, 2, 3, …"""
     texts = (", ".join(f"'{part}'" for part in row) + f", {i}.0" for i, row in enumerate(rows, 1))
     return {"sql": f"SELECT * FROM (VALUES {', '.join(f'({text})' for text in texts)}) AS t({columns}, x)"}
@@ -605,12 +605,14 @@ def _json_refusals() -> Iterator[tuple[str, str, Any, int | None]]:
     yield "vector of a million", SEARCH, b'{"vector":[' + b"1," * 999_999 + b"1]}", 400
     searches: list[dict[str, Any]] = [{}, {"key": 1, "vector": [1, 2, 3, 4]}, {"key": 1, "inputs": {"x": 1}}, {"key": None}]
     searches += [{"key": 1, "k": k} for k in (0, -1, 1001, 1.5, "1", None, True, 2**70)]
-    searches += [
-        {"key": 1, "filter": f} for f in ([], "x", {"include": [1]}, {"exclude": 1}, {"exclude": [None]}, {"exclude": many})
-    ]
-    searches += [{"key": 1, "features": f} for f in (["nope"], "double", [1], None)]
-    searches += [{"inputs": i} for i in ({}, [], {"nope": 1}, {"x": "text"}, {"x": None}, {"x": 1e308}, {"id": 1})]
-    searches += [{"inputs": {"x": 1}, "deadline_ms": d} for d in (-5, "1", [])]
+    filters: list[Any] = [[], "x", {"include": [1]}, {"exclude": 1}, {"exclude": [None]}, {"exclude": many}]
+    searches += [{"key": 1, "filter": filter} for filter in filters]
+    features: list[Any] = [["nope"], "double", [1], None]
+    searches += [{"key": 1, "features": names} for names in features]
+    inputs: list[Any] = [{}, [], {"nope": 1}, {"x": "text"}, {"x": None}, {"x": 1e308}, {"id": 1}]
+    searches += [{"inputs": columns} for columns in inputs]
+    deadlines: list[Any] = [-5, "1", []]
+    searches += [{"inputs": {"x": 1}, "deadline_ms": deadline} for deadline in deadlines]
     for search in searches:
         yield f"search {str(search)[:40]}", SEARCH, search, None
     yield "neighbours of a row that is not there", SEARCH, {"key": 77}, 404

@@ -121,7 +121,15 @@ def test_each_kind_survives_nulls_and_missing_rows_alone(feature: Feature) -> No
     rows = [{feature.name: v} for v in (None, value, None, value)]
     first, second, third, fourth = packed((feature,), *rows)
     codec = RowCodec(view_of((feature,)))
-    for values in ([first, None, second, third, None, fourth], [second], [first], [None, None], [None, second], []):
+    mixed: list[list[bytes | None]] = [
+        [first, None, second, third, None, fourth],
+        [second],
+        [first],
+        [None, None],
+        [None, second],
+        [],
+    ]
+    for values in mixed:
         expected = [None if v is None else {feature.name: value if v == second else None} for v in values]
         assert read_both_ways(codec, values) == expected
 
@@ -166,7 +174,10 @@ def test_rows_are_read_from_bytes_and_memoryviews_alike() -> None:
 
 def test_a_row_has_the_documented_layout_and_no_padding() -> None:
     features = (Feature("flag", "bool"), Feature("vector", "float32", dim=384), Feature("text", "string"))
-    rows = [{"flag": True, "vector": list(range(384)), "text": "é"}, {"flag": None, "vector": [0.0] * 384, "text": None}]
+    rows: list[dict[str, Any]] = [
+        {"flag": True, "vector": list(range(384)), "text": "é"},
+        {"flag": None, "vector": [0.0] * 384, "text": None},
+    ]
     first, second = packed(features, *rows, computed_at=-3, snapshot=9)
     tag = RowCodec(view_of(features)).schema_tag
     assert first == struct.pack("<qIIB?384fI", -3, 9, tag, 0, True, *range(384), 2) + "é".encode()
@@ -294,9 +305,9 @@ def test_two_halves_of_a_number_in_two_rows_do_not_make_a_number() -> None:
     for values in (damaged, [damaged[0]], [damaged[1]]):
         with pytest.raises(OnlineStoreError):
             codec.decode(values)
-    for row in damaged:
+    for one in damaged:
         with pytest.raises(OnlineStoreError):
-            codec.decode_one(row)
+            codec.decode_one(one)
 
 
 def test_a_flipped_byte_anywhere_is_refused_or_read_alike_both_ways() -> None:

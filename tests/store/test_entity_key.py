@@ -43,7 +43,7 @@ def column_texts(rows: list[tuple[Any, ...]]) -> list[str | None]:
     """Key texts as a batch job makes them, from columns."""
     names = [f"k{i}" for i in range(len(rows[0]))]
     batch = pa.RecordBatch.from_arrays([pa.array(list(column)) for column in zip(*rows, strict=True)], names)
-    return key_column(batch, names).to_pylist()  # type: ignore[no-any-return]
+    return key_column(batch, names).to_pylist()
 
 
 def path_of(key: tuple[Any, ...]) -> bytes:

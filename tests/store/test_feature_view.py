@@ -51,14 +51,13 @@ CHANGES: dict[str, list[Any]] = {
     "fallback_deadline_s": [0.26],
     "definition": [
         Definition(),
-        *(
-            dataclasses.replace(FULL.definition, **change)
-            for change in ({"source": "SELECT 2"}, {"bad_rows": "null"}, {"empty": "publish"})
-        ),
-        *(
-            dataclasses.replace(FULL.definition, model=dataclasses.replace(FULL.definition.model, **change))
-            for change in ({"use": "mine:Model"}, {"args": {}}, {"precision": "bf16"}, {"backend": "onnx"})
-        ),
+        dataclasses.replace(FULL.definition, source="SELECT 2"),
+        dataclasses.replace(FULL.definition, bad_rows="null"),
+        dataclasses.replace(FULL.definition, empty="publish"),
+        dataclasses.replace(FULL.definition, model=dataclasses.replace(FULL.definition.model, use="mine:Model")),
+        dataclasses.replace(FULL.definition, model=dataclasses.replace(FULL.definition.model, args={})),
+        dataclasses.replace(FULL.definition, model=dataclasses.replace(FULL.definition.model, precision="bf16")),
+        dataclasses.replace(FULL.definition, model=dataclasses.replace(FULL.definition.model, backend="onnx")),
     ],
 }
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -268,7 +269,7 @@ def test_features_unknown_or_named_twice_are_refused(house: House) -> None:
     house.publish(ROWS)
     lookup = house.lookup()
     for names in (["nothing"], ["double", "nothing"], ["key"], [""], ["x" * 10_000]):
-        assert refused(lambda n=names: lookup.get("things", ["new"], features=n)) == (400, "unknown_feature")
+        assert refused(partial(lookup.get, "things", ["new"], features=names)) == (400, "unknown_feature")
     assert refused(lambda: lookup.get("things", ["new"], features=["label", "double", "label"])) == (400, "bad_request")
     assert ask(lookup, ["new"]) == [ANSWERS["new"]]
 
@@ -292,22 +293,22 @@ def test_keys_of_several_columns_are_lists_or_the_text_of_an_answer(house: House
     assert ask(house.lookup(), [["a", 1], "a%2Fb/2", ("a", "b/2"), "/%25"]) == expected
     assert ask(house.lookup(), [["a", "9"]]) == [gone("a/9", "unknown_entity")]
     for key in (["a"], ["a", "b", "c"], []):
-        assert refused(lambda k=key: house.lookup().get("things", [k])) == (400, "bad_key")
+        assert refused(partial(house.lookup().get, "things", [key])) == (400, "bad_key")
 
 
 @pytest.mark.parametrize("key", [None, 1.5, True, b"new", {"id": 1}, [None], [["new"]], "\ud800", ["\ud800"]], ids=ascii)
 def test_what_is_no_key_is_refused(house: House, key: Any) -> None:
     house.publish(ROWS)
     for keys in ([key], ["new", key], [key, 1]):
-        assert refused(lambda k=keys: house.lookup().get("things", k)) == (400, "bad_key")
+        assert refused(partial(house.lookup().get, "things", keys)) == (400, "bad_key")
 
 
 @pytest.mark.parametrize("key", ["", "\0", "new\0", "x" * 512, "é" * 256], ids=lambda k: repr(k[:4]))
 def test_a_key_no_entity_can_have_is_refused_alone_and_missing_among_others(house: House, key: str) -> None:
     house.publish(ROWS)
     lookup = house.lookup(fallback := Scripted({}))
-    for keys in ([key], [[key]]):
-        assert refused(lambda k=keys: lookup.get("things", k)) == (400, "bad_key")
+    for alone in ([key], [[key]]):
+        assert refused(partial(lookup.get, "things", alone)) == (400, "bad_key")
     for keys in (["new", key, "nobody"], [["new"], key, "nobody"]):
         expected = [ANSWERS["new"], gone(key, "unknown_entity"), ANSWERS["nobody"]]
         assert from_table(lookup.get("things", keys)) == expected
@@ -553,8 +554,9 @@ def test_keys_of_several_columns_are_searched_by_and_excluded_too(house: House) 
     lookup = house.lookup()
     assert found(lookup.search("things", key=["a/b", 0], exclude=[["a/b", 1]])) == [("a%2Fb/2", 4.0), ("a%2Fb/3", 9.0)]
     assert found(lookup.search("things", key="a%2Fb/0", k=1)) == [("a%2Fb/1", 1.0)]
-    for bad in ({"key": ["a"]}, {"key": "", "k": 1}, {"vector": [0, 1], "exclude": [None]}):
-        assert refused(lambda b=bad: lookup.search("things", **b)) == (400, "bad_key")  # type: ignore[arg-type]
+    wrong: list[dict[str, Any]] = [{"key": ["a"]}, {"key": "", "k": 1}, {"vector": [0, 1], "exclude": [None]}]
+    for arguments in wrong:
+        assert refused(partial(lookup.search, "things", **arguments)) == (400, "bad_key")
 
 
 def test_a_search_drops_what_has_expired_and_tells_what_is_stale(house: House) -> None:
@@ -626,7 +628,7 @@ def test_a_search_that_cannot_be_answered_as_asked_is_refused(memory: House) -> 
     memory.publish(NEIGHBOURS, name="plain")
     lookup = memory.lookup()
     vector = [0.0, 1.0]
-    for arguments, code in [
+    refusals: list[tuple[dict[str, Any], str]] = [
         ({}, "bad_request"),
         ({"key": "k1", "vector": vector}, "bad_request"),
         ({"vector": vector, "inputs": {"x": 1}}, "bad_request"),
@@ -639,8 +641,9 @@ def test_a_search_that_cannot_be_answered_as_asked_is_refused(memory: House) -> 
         ({"vector": vector, "features": ["nothing"]}, "unknown_feature"),
         ({"vector": vector, "features": ["label", "label"]}, "bad_request"),
         ({"inputs": {"x": 1}}, "no_fallback"),
-    ]:
-        assert refused(lambda a=arguments: lookup.search("things", **a)) == (400, code), arguments  # type: ignore[arg-type]
+    ]
+    for arguments, code in refusals:
+        assert refused(partial(lookup.search, "things", **arguments)) == (400, code), arguments
     assert refused(lambda: lookup.search("things", vector=vector, exclude=["k"] * (MAX_KEYS + 1))) == (413, "too_many_keys")
     assert refused(lambda: lookup.search("plain", vector=vector)) == (400, "no_index")
     assert refused(lambda: lookup.search("nothing", vector=vector)) == (404, "unknown_view")
@@ -772,7 +775,7 @@ def test_a_row_that_comes_after_the_answer_does_not_change_it(memory: House) -> 
     future: Future[Computed] = Future()
 
     class Late(Scripted):
-        def submit(self, *arguments: Any) -> list[Future[Computed]]:
+        def submit(self, *arguments: Any, **options: Any) -> list[Future[Computed]]:
             return [future]
 
     answer = memory.lookup(Late({})).begin("things", ["nobody"], deadline_ms=0)

@@ -157,7 +157,8 @@ def test_a_row_that_was_read_stays_after_its_generation_is_gone(store: OnlineSto
 
 
 def test_an_empty_generation_can_be_live(store: OnlineStore) -> None:
-    for generation, rows in ((1, []), (2, [([], [])])):
+    empty: list[tuple[int, list[Any]]] = [(1, []), (2, [([], [])])]
+    for generation, rows in empty:
         assert store.load("numbers", generation, rows) == 0
         store.flip(pointer(generation))
         assert values(store.read("numbers", [b"a"])) == [None]

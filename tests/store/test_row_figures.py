@@ -86,7 +86,8 @@ def test_lengths_are_those_of_all_rows(dtype: str, dim: int, scale: float) -> No
 def test_lengths_beyond_what_a_float_can_square() -> None:
     figures = count([vectors(np.array([[1e300, 0.0], [1e-300, 0.0], [0.0, 0.0]]))], of("float64", 2))
     vector = figures.vectors["vector"]
-    assert (figures.not_finite, vector.rows, vector.zero, vector.mean_norm) == (0, 3, 1, pytest.approx(1e300 / 3))
+    assert (figures.not_finite, vector.rows, vector.zero) == (0, 3, 1)
+    assert vector.mean_norm == pytest.approx(1e300 / 3)
     assert vector.norm_quantiles([0.5]) == [0.0]
     assert VectorFigures().norm_quantiles([0.1, 0.9]) == [0.0, 0.0]
 
@@ -102,7 +103,8 @@ def test_figures_add_up_and_come_off_again() -> None:
         assert found.vectors["vector"].norm_sum == pytest.approx(whole.vectors["vector"].norm_sum)
     left = whole.less(head, 100)
     assert (left.rows, left.vectors["vector"].norms) == (200, tail.vectors["vector"].norms)
-    assert (left.vectors["vector"].zero, left.vectors["vector"].mean_norm) == (0, pytest.approx(tail.vectors["vector"].mean_norm))
+    assert left.vectors["vector"].zero == 0
+    assert left.vectors["vector"].mean_norm == pytest.approx(tail.vectors["vector"].mean_norm)
     assert whole.less(RowFigures(), 0) == whole
 
 
