@@ -37,7 +37,7 @@ SEAMS = {
     "transformers": {"precompute/text/attention.py", "precompute/text/transformer.py"},
     "tokenizers": {"precompute/text/tokens.py", "precompute/text/transformer.py"},
     "safetensors": {"precompute/text/sentence_head.py", "precompute/models/torch_module.py", "precompute/models/two_tower.py"},
-    "duckdb": {"precompute/sources/database.py", "precompute/sources/statement.py", "store/history.py", "store/sql.py"},
+    "duckdb": {"precompute/sources/database.py", "precompute/sources/statement.py", "store/history/part_rows.py", "store/sql.py"},
     "httpcore2": {"store/client.py"},
     "redis": {"store/online/redis_store.py"},
     "lmdb": {"store/online/lmdb_store.py"},

@@ -22,7 +22,8 @@ from jobs.run import run_view
 from store.disk.spill_folder import SpillFolder
 from store.errors import RequestError, SnapshotError
 from store.feature_view import Feature, FeatureView
-from store.history import Explanation, _Versions, explain, get_historical_features, read, snapshot_at
+from store.history import Explanation, explain, get_historical_features, read, snapshot_at
+from store.history.versions import Versions
 from store.offline.runs import Report
 from store.offline.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot, Verdict
 from store.offline.view_store import OfflineStore, ViewStore
@@ -506,7 +507,7 @@ def test_each_file_is_read_once_however_many_snapshots_share_it(made: Made, monk
         opened.append(str(path))
         return original(path, *arguments, **named)
 
-    monkeypatch.setattr("store.history.pq.ParquetFile", counting)
+    monkeypatch.setattr("store.history.part_rows.pq.ParquetFile", counting)
     made.check(made.asked([((n,), 9) for n in range(6)] * 2), [Value(n, n) for n in range(6)] * 2)
     assert len(opened) == len(set(opened)) == len({made.places[6][(n,)][0] for n in range(6)})
 
@@ -515,9 +516,9 @@ def test_what_a_long_join_spills_is_swept_by_nobody_else(made: Made, tmp_path: P
     """An old folder that is not held counts as a dead process's; after the join nothing is left of it."""
     made.commit({(1,): Value(0, 1)}, 0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    known_at, held = _Versions.known_at, []
+    known_at, held = Versions.known_at, []
 
-    def an_hour_later(self: _Versions, *arguments: Any) -> pa.Table:
+    def an_hour_later(self: Versions, *arguments: Any) -> pa.Table:
         held.extend(tmp_path.glob("precompute-duckdb-*"))
         for folder in held:
             os.utime(folder, (0, 0))
@@ -525,7 +526,7 @@ def test_what_a_long_join_spills_is_swept_by_nobody_else(made: Made, tmp_path: P
         assert [folder for folder in held if folder.is_dir()] == held
         return known_at(self, *arguments)
 
-    monkeypatch.setattr(_Versions, "known_at", an_hour_later)
+    monkeypatch.setattr(Versions, "known_at", an_hour_later)
     made.check(made.asked([((1,), 3)]), [Value(0, 1)])
     assert len(held) == 1
     assert list(tmp_path.glob("precompute-duckdb-*")) == []

@@ -1,0 +1,122 @@
+"""Point in time: what was known of each row of a training set at its time, and nothing later."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from store.errors import RequestError
+from store.feature_view import FeatureView
+from store.history.as_of import begins_us, counting, manifests_of
+from store.history.part_rows import reading, rows_at
+from store.history.versions import Versions, key_names
+from store.offline.view_store import OfflineStore, ViewStore
+
+
+def get_historical_features(
+    offline: OfflineStore,
+    entity_table: pa.Table,
+    views: Sequence[str] | Mapping[str, Sequence[str]],
+    *,
+    timestamp: str = "event_timestamp",
+    max_age_s: float | None = None,
+    memory_mb: int = 1024,
+) -> pa.Table:
+    """The point-in-time join: for each row the features as they were known at its time, and never a later one.
+
+    Args:
+        offline: the offline store.
+        entity_table: has the entity's columns of every view (text or integers) and the timestamp column, aware, of any unit.
+        views: names, for all features; or name → features.
+        timestamp: name of the timestamp column.
+        max_age_s: values older than this at the row's time are null. The age counts from ``computed_at`` (that a later run found the input
+            unchanged renews nothing here: not every such run leaves a snapshot), of a partitioned view from the partition's end.
+        memory_mb: DuckDB's memory for the join, which handles keys and times only; features are read file by file, matched rows alone.
+
+    Returns:
+        the rows of ``entity_table`` in their order, each with ``<view>__<feature>`` of the type the view declares and
+        ``<view>__computed_at``. Null where the key had no value by then, or had left the source; a feature that a snapshot did not
+        have, or had with another type, is null too.
+
+    Raises:
+        RequestError: a column is missing or of a type that cannot be used, or a feature is unknown.
+        SnapshotError: a view has no snapshot that counts, or a file is missing or damaged.
+    """
+    chosen = views if isinstance(views, Mapping) else dict.fromkeys([views] if isinstance(views, str) else views)
+    if max_age_s is not None and not 0 <= max_age_s < math.inf:
+        raise RequestError(f"max_age_s is a number of seconds, got {max_age_s}")
+    asked_us = _timestamps_us(entity_table, timestamp)
+    result = entity_table
+    for name, features in chosen.items():
+        values = _features_at(offline.view(name), features, entity_table, asked_us, max_age_s, memory_mb)
+        for column in values.column_names:
+            if f"{name}__{column}" in result.column_names:
+                raise RequestError(f"the entity table has a column {name}__{column} already: rename it")
+            result = result.append_column(f"{name}__{column}", values.column(column))
+    return result
+
+
+def _features_at(
+    store: ViewStore,
+    features: Sequence[str] | None,
+    entity_table: pa.Table,
+    asked_us: npt.NDArray[np.int64],
+    max_age_s: float | None,
+    memory_mb: int,
+) -> pa.Table:
+    name = store.name
+    manifests = manifests_of(store)
+    order = counting(store, manifests)
+    view = order[-1].view
+    schema = _wanted(view, features)
+    keys = [_key_values(entity_table, column, name) for column in view.entity]
+    asked = pa.table([*keys, pa.array(asked_us), pa.array(np.arange(len(asked_us)))], names=[*key_names(view.entity), "us", "i"])
+    with reading(name), Versions(store, order, manifests, asked, memory_mb) as versions:
+        matched = versions.known_at([begins_us(snapshot) for snapshot in order], max_age_s)
+        file = np.asarray(matched.column("f").fill_null(-1))
+        row = np.asarray(matched.column("r").fill_null(-1))
+        return rows_at(versions.paths, file, row, schema)
+
+
+def _wanted(view: FeatureView, features: Sequence[str] | None) -> pa.Schema:
+    names = view.feature_names if features is None else tuple(features)
+    for name in names:
+        if name not in view.feature_names:
+            raise RequestError(
+                f"view {view.name!r} has no feature {name!r} (it has: {', '.join(view.feature_names)})", code="unknown_feature"
+            )
+    return pa.schema([(name, view.feature(name).arrow_type) for name in names] + [("computed_at", pa.timestamp("us", "UTC"))])
+
+
+def _key_values(table: pa.Table, column: str, view: str) -> pa.ChunkedArray:
+    if column not in table.column_names:
+        raise RequestError(f"the entity table has no column {column!r}, a key column of view {view!r}")
+    values = table.column(column)
+    kind = values.type.value_type if pa.types.is_dictionary(values.type) else values.type
+    if not (pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        raise RequestError(f"column {column!r} of the entity table is {kind}: a key is text or an integer, so cast it")
+    return values if kind == values.type else pc.cast(values, kind)
+
+
+def _timestamps_us(table: pa.Table, column: str) -> npt.NDArray[np.int64]:
+    """The column in µs since 1970, finer ones rounded down: so that what was known at ``t`` is what was known at the µs before it."""
+    if column not in table.column_names:
+        raise RequestError(f"the entity table has no timestamp column {column!r} (it has: {', '.join(table.column_names)})")
+    values = table.column(column)
+    if not pa.types.is_timestamp(values.type) or values.type.tz is None:
+        raise RequestError(
+            f"column {column!r} of the entity table is {values.type}: it must be a timestamp with a time zone (pyarrow.compute.assume_timezone)"
+        )
+    if values.null_count:
+        raise RequestError(f"{values.null_count} rows of the entity table have no {column!r}: drop them, or give them a time")
+    try:
+        if values.type.unit != "ns":
+            return np.asarray(values.cast(pa.timestamp("us", values.type.tz)).cast(pa.int64()))
+    except pa.ArrowInvalid as exc:
+        raise RequestError(f"column {column!r} of the entity table has a time no timestamp in µs can hold: {exc}") from exc
+    return np.asarray(values.cast(pa.int64())) // 1000

@@ -1,0 +1,239 @@
+"""Versions: each row of each file once, and in which snapshots it lives; in DuckDB."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from store.disk.spill_folder import SpillFolder
+from store.offline.snapshot import Part, Snapshot
+from store.offline.view_store import ViewStore
+from store.sql import open_duckdb, parquet_sql
+
+
+def key_names(entity: Sequence[str]) -> list[str]:
+    """What the key's columns are called inside DuckDB, where their own names could be anything."""
+    return [f"k{number}" for number in range(len(entity))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A file, the snapshot that wrote it, and the positions of those that hold it."""
+
+    part: Part
+    writer: Snapshot
+    positions: set[int] = field(default_factory=set)
+
+
+class Span(NamedTuple):
+    """A row of a file, and an unbroken run of snapshots, ``order[first]`` to ``order[end - 1]``, that it lives in."""
+
+    file: int
+    row: int
+    computed_us: int
+    input_hash: int
+    first: int
+    end: int
+
+
+class Versions:
+    """The rows of some keys in all files of some snapshots, in DuckDB: ``span`` has one line for each unbroken run of snapshots, ``order[a]``
+    to ``order[b - 1]``, that a row lives in. Every file is read once, however many snapshots share it.
+
+    Args:
+        store: of the view.
+        order: snapshots of one view with the same entity.
+        manifests: all of the view's.
+        asked: the entity's columns, named by :func:`key_names`; for :meth:`known_at` also ``us`` (time, µs since 1970) and ``i`` (position).
+        memory_mb: DuckDB's memory limit; it spills to a temporary folder beyond.
+    """
+
+    def __init__(
+        self,
+        store: ViewStore,
+        order: Sequence[Snapshot],
+        manifests: Mapping[int, Snapshot],
+        asked: pa.Table,
+        memory_mb: int,
+    ) -> None:
+        self.entity = order[0].view.entity
+        self.partitioned = order[0].partition is not None
+        parts, deletes = _held(store, order, manifests)
+        checked = {path: store.checked_path(held.writer, held.part) for path, held in parts.items()}
+        kinds = {path: _key_kinds(file, self.entity) for path, file in checked.items()}
+        names = sorted(parts, key=lambda path: kinds[path])
+        self.paths = [checked[path] for path in names]
+        self.writers = [parts[path].writer for path in names]
+        self._kinds = [kinds[path] for path in names]
+        self._lives = [parts[path].positions for path in names]
+        self._deaths = [held.positions for held in deletes.values()]
+        self._keys = key_names(self.entity)
+        self._listed = ", ".join(self._keys)
+        delete_paths = [store.checked_path(held.writer, held.part) for held in deletes.values()]
+        self._spill = SpillFolder()
+        self._connection = open_duckdb(self._spill, memory_mb)
+        try:
+            self._load_rows(asked)
+            self._load_spans(names, delete_paths)
+        except BaseException:
+            self.close()
+            raise
+
+    def _load_rows(self, asked: pa.Table) -> None:
+        """Table ``found``: file, row, key, ``computed_at`` (µs) and input hash of every row of the keys asked for."""
+        # Numbers are compared as numbers where all files and the question have them as such, and else all as the text they are written as.
+        whole = [
+            pa.types.is_integer(asked.schema.field(key).type) and all(kind[number] == "BIGINT" for kind in self._kinds)
+            for number, key in enumerate(self._keys)
+        ]
+        casts = [f"AS {'BIGINT' if is_whole else 'VARCHAR'}) AS {key}" for is_whole, key in zip(whole, self._keys, strict=True)]
+        rest = [name for name in asked.column_names if name not in self._keys]
+        compared = [f"TRY_CAST({key} {cast}" for key, cast in zip(self._keys, casts, strict=True)]
+        self._register("asked", asked, ", ".join(compared + rest))
+        compared = [f'TRY_CAST("{column}" {cast}' for column, cast in zip(self.entity, casts, strict=True)]
+        scans = []
+        # a column that is a number in one file and text in another is read in two scans
+        for kind in dict.fromkeys(self._kinds):
+            first, count = self._kinds.index(kind), self._kinds.count(kind)
+            scans.append(
+                f"SELECT (file_index + {first})::INTEGER AS f, file_row_number AS r, {', '.join(compared)}, epoch_us(computed_at) AS us, "
+                f"input_hash AS hash FROM {parquet_sql(self.paths[first : first + count])}"
+            )
+        if not scans:
+            scans.append(f"SELECT 0::INTEGER AS f, 0::BIGINT AS r, {self._listed}, 0 AS us, 0 AS hash FROM asked WHERE false")
+        self._connection.execute(
+            f"CREATE TEMP TABLE found AS SELECT * FROM ({' UNION ALL '.join(scans)}) SEMI JOIN asked USING ({self._listed})"
+        )
+
+    def _load_spans(self, names: Sequence[str], deletes: Sequence[Path]) -> None:
+        """Table ``span``: the rows of ``found`` with each unbroken run of snapshots they live in."""
+        self._register("part", pa.table({"part": pa.array(names, pa.string()), "f": pa.array(range(len(names)), pa.int32())}))
+        dead = f'SELECT part, "row" AS r, file_index::INTEGER AS d FROM {parquet_sql(deletes)}'
+        if not deletes:
+            dead = "SELECT part, 0::BIGINT AS r, 0::INTEGER AS d FROM part WHERE false"
+        self._connection.execute(
+            f"CREATE TEMP TABLE gone AS SELECT f, r, list(DISTINCT d ORDER BY d) AS ds FROM (SELECT part.f, dead.r, dead.d FROM ({dead}) dead "
+            "JOIN part USING (part)) SEMI JOIN found USING (f, r) GROUP BY f, r"
+        )
+        # Few deletes name one row, so the rows of a file have few fates between them.
+        fates = self._query("SELECT DISTINCT f, ds FROM gone").to_pylist()
+        life = [(f, 0, *run) for f, alive in enumerate(self._lives) for run in _runs(alive)]
+        for fate, row in enumerate(fates, start=1):
+            alive = self._lives[row["f"]].difference(*(self._deaths[d] for d in row["ds"]))
+            life += [(row["f"], fate, *run) for run in _runs(alive)]
+        ends = pa.schema([("f", pa.int32()), ("fate", pa.int32()), ("a", pa.int32()), ("b", pa.int32())])
+        self._register("life", pa.Table.from_pylist([dict(zip(ends.names, line, strict=True)) for line in life], ends))
+        fated = [row | {"fate": fate} for fate, row in enumerate(fates, start=1)]
+        schema = pa.schema([("f", pa.int32()), ("ds", pa.list_(pa.int32())), ("fate", pa.int32())])
+        self._register("fate", pa.Table.from_pylist(fated, schema))
+        self._connection.execute(
+            f"CREATE TEMP TABLE span AS SELECT found.f, found.r, {self._listed}, us, hash, a, b FROM found "
+            "LEFT JOIN (SELECT f, r, fate FROM gone JOIN fate USING (f, ds)) died USING (f, r) "
+            "JOIN life ON life.f = found.f AND life.fate = coalesce(died.fate, 0)"
+        )
+
+    def known_at(self, begins_us: Sequence[int], max_age_s: float | None) -> pa.Table:
+        """For each row asked for, in its order, the file ``f`` and row ``r`` of the value known at its time; null for none.
+
+        Args:
+            begins_us: from when on each snapshot counts, µs since 1970.
+            max_age_s: an older value is not known any more.
+        """
+        places = {"s": pa.array(range(len(begins_us)), pa.int32()), "begins": pa.array(begins_us, pa.int64())}
+        self._register("place", pa.table(places))
+        keys, by_key = self._listed, f"PARTITION BY {self._listed}"
+        # One event for each value, and one for each end of a value that no other follows at once. An event that would lie before an earlier
+        # one is a value that came back: it begins with its snapshot. So events stand in the order of their snapshots, whatever the clocks said.
+        self._connection.execute(
+            f"""
+            CREATE TEMP TABLE event AS
+            WITH step AS (
+                SELECT *, lead(a) OVER ({by_key} ORDER BY a) AS follows, lag({{'b': b, 'us': us, 'hash': hash}}) OVER ({by_key} ORDER BY a)
+                    IS NOT DISTINCT FROM {{'b': a, 'us': us, 'hash': hash}} AS copied FROM span
+            ),
+            happened AS (
+                SELECT {keys}, f, r, a AS s, {"begins" if self.partitioned else "us"} AS born, begins FROM step JOIN place ON s = a
+                WHERE NOT copied
+                UNION ALL
+                SELECT {keys}, NULL, NULL, b, begins, begins FROM step JOIN place ON s = b WHERE follows IS DISTINCT FROM b
+            ),
+            after AS (
+                SELECT *, max(born) OVER ({by_key} ORDER BY s ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS latest FROM happened
+            ),
+            placed AS (
+                SELECT *, max(CASE WHEN latest IS NULL OR born > latest THEN born ELSE greatest(begins, latest) END)
+                    OVER ({by_key} ORDER BY s ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW) AS known FROM after
+            )
+            SELECT {keys}, f, r, born, known FROM placed QUALIFY lead(known) OVER ({by_key} ORDER BY s) IS DISTINCT FROM known
+            """
+        )
+        young = "true" if max_age_s is None else f"asked.us - event.born <= {int(max_age_s * 1e6)}"
+        same_key = " AND ".join(f"asked.{key} = event.{key}" for key in self._keys)
+        return self._query(
+            f"SELECT CASE WHEN {young} THEN event.f END AS f, CASE WHEN {young} THEN event.r END AS r FROM asked ASOF LEFT JOIN event "
+            f"ON {same_key} AND asked.us >= event.known ORDER BY asked.i"
+        )
+
+    def spans(self) -> list[Span]:
+        """Every span, the earliest first."""
+        return [Span(*line.values()) for line in self._query("SELECT f, r, us, hash, a, b FROM span ORDER BY a").to_pylist()]
+
+    def _register(self, name: str, table: pa.Table, columns: str = "*") -> None:
+        self._connection.register("registered", table)
+        self._connection.execute(f"CREATE TEMP TABLE {name} AS SELECT {columns} FROM registered")
+        self._connection.unregister("registered")
+
+    def _query(self, sql: str) -> pa.Table:
+        return self._connection.sql(sql).to_arrow_table()
+
+    def close(self) -> None:
+        """Drop all tables and what was spilled of them."""
+        self._connection.close()
+        self._spill.close()
+
+    def __enter__(self) -> Versions:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _held(
+    store: ViewStore, order: Sequence[Snapshot], manifests: Mapping[int, Snapshot]
+) -> tuple[dict[str, _Held], dict[str, _Held]]:
+    """The parts, and the files of deletes, that any of the snapshots holds, by their names in the manifests."""
+    parts: dict[str, _Held] = {}
+    deletes: dict[str, _Held] = {}
+    for position, snapshot in enumerate(order):
+        for layer in _chain(store, manifests, snapshot):
+            for part in layer.parts:
+                parts.setdefault(part.path, _Held(part, layer)).positions.add(position)
+            if layer.deletes is not None:
+                deletes.setdefault(layer.deletes.path, _Held(layer.deletes, layer)).positions.add(position)
+    return parts, deletes
+
+
+def _chain(store: ViewStore, manifests: Mapping[int, Snapshot], snapshot: Snapshot) -> list[Snapshot]:
+    layers = [snapshot]
+    while (parent := layers[-1].parent) is not None:
+        layers.append(manifests[parent] if parent in manifests else store.snapshot(parent))
+    return layers[::-1]
+
+
+def _key_kinds(path: Path, entity: Sequence[str]) -> tuple[str, ...]:
+    schema = pq.read_schema(path)
+    return tuple("BIGINT" if pa.types.is_integer(schema.field(column).type) else "VARCHAR" for column in entity)
+
+
+def _runs(positions: set[int]) -> Iterator[tuple[int, int]]:
+    """The unbroken runs ``[a, b)`` of the positions."""
+    for a in sorted(p for p in positions if p - 1 not in positions):
+        b = a + 1
+        while b in positions:
+            b += 1
+        yield a, b
