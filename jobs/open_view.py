@@ -59,7 +59,9 @@ class OpenView:
         """
         if self.variant == REFERENCE:
             return
-        from precompute.precision.variants import use_variant  # torch takes a second to import; a model of pure Python needs none
+        from precompute.precision.conversion import (
+            use_variant,  # torch takes a second to import; a model of pure Python needs none
+        )
 
         # Scales are those of rows from all over; for shapes the first rows do, and cost no second reading of the source.
         example = self.source.sample if "static" in self.variant else self.source.head

@@ -69,7 +69,8 @@ def tune(
         SourceError, ModelError: as a run would.
     """
     from precompute.models.torch_model import TorchModel
-    from precompute.precision.variants import NOT_TORCH, candidates, parse, use_variant
+    from precompute.precision.conversion import NOT_TORCH, use_variant
+    from precompute.precision.variants import candidates, parse
 
     config, store = project.view(name), project.offline.view(name)
     if config.partition is not None and partition is None:

@@ -1,12 +1,6 @@
-"""Model: input columns to features. The protocol, the registry of built-ins, and fingerprints.
+"""Model: input columns to features. What every model does, what some do besides, and what goes into a fingerprint.
 
-A user's own model is a class with two methods, named by dotted path (``mypackage.models:Ranker``)::
-
-    class Ranker:
-        def __init__(self, weights: str, scale: float = 1.0) -> None: ...   # weights: ./ranker.safetensors in the view comes absolute
-        def fingerprint(self) -> str:
-            return digest(self.weights, scale=self.scale, version=1)        # the file's content, whatever it is called
-        def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray | pa.Array]: ...
+A user's own model is a class with the two methods of :class:`Model`, named by dotted path (``mypackage.models:Ranker``): docs/models.md.
 """
 
 from __future__ import annotations
@@ -202,7 +196,8 @@ def digest(*paths: str | Path, **facts: Any) -> str:
     """
     resolved = {name: _fact(name, value) for name, value in facts.items()}
     if paths:
-        resolved["*"] = [_content(path) for path in paths]  # no keyword's name
+        # no keyword's name
+        resolved["*"] = [_content(path) for path in paths]
     return hashlib.sha256(json.dumps(resolved, sort_keys=True, default=_unknown).encode()).hexdigest()
 
 
@@ -216,10 +211,12 @@ def _fact(name: str, value: Any) -> Any:
         case str() if is_path:
             return _content(value)
         case str() if not value.startswith("/"):
-            return plain_name(value)  # of the folder's own modules, wherever it lies
+            # of the folder's own modules, wherever it lies
+            return plain_name(value)
         case str():
             path = Path(value)
-            if os.path.isdir(value) and path != path.parent:  # os.path takes any text, a NUL in it or too long for a name
+            # os.path takes any text, a NUL in it or too long for a name
+            if os.path.isdir(value) and path != path.parent:
                 raise ConfigError(
                     f"digest: {name}={value!r} names a folder: give it as digest({name}_path=…), so that its files count, or as "
                     "Verbatim(…), so that its name does"
@@ -271,7 +268,8 @@ def _content(path: str | Path) -> str:
         files = {inside.relative_to(file).as_posix(): _content(inside) for inside in files_in(file)}
     except OSError as exc:
         raise ConfigError(f"model file {file} cannot be read: {exc.strerror}") from exc
-    except ValueError as exc:  # a NUL in the name
+    except ValueError as exc:
+        # a NUL in the name
         raise ConfigError(f"model file {str(path)!r} cannot be read: {exc}") from exc
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
@@ -280,7 +278,8 @@ def files_in(folder: Path) -> Iterator[Path]:
     """A folder's files, at any depth, but for those that do not count."""
     seen = set[str]()
     for at, inner, names in os.walk(folder, followlinks=True):
-        if (real := os.path.realpath(at)) in seen:  # a link to a folder above
+        # a link to a folder above
+        if (real := os.path.realpath(at)) in seen:
             inner.clear()
             continue
         seen.add(real)

@@ -1,10 +1,7 @@
 """Project module: Python that lies in a project's folder, as ``mine.py`` beside the views does.
 
-It is imported under a name of its own, so that a ``store.py`` or ``jobs.py`` there stands in nobody's way and nobody's in its, and read anew
-when a file of it has changed: a server or a scheduler lives longer than a model's code. Such a module imports its neighbours by their plain
-names, ``from my_features import price``, as it would if it were run in that folder, or relatively, ``from .my_features import price``.
-
-Each reading anew is another package, so that a model which goes on under the code it was made of never sees the new one, whenever it imports.
+It is imported under a name of its own and read anew when a file of it has changed; it imports its neighbours by their plain names or relatively. Each
+reading is another package, so that a model which goes on under the code it was made of never sees the new one.
 """
 
 from __future__ import annotations
@@ -107,8 +104,8 @@ def _package(folder: Path) -> str:
     project = _PREFIX + hashlib.sha256(str(folder).encode()).hexdigest()[:12]
     package = f"{project}_{_readings.get(project, 0)}"
     with _sources_lock:
-        known = dict(_sources.get(package, {}))
-    if package not in sys.modules or any(_digest(path) != before for path, before in known.items()):
+        read = dict(_sources.get(package, {}))
+    if package not in sys.modules or any(_digest(path) != before for path, before in read.items()):
         _readings[project] = _readings.get(project, 0) + 1
         package = f"{project}_{_readings[project]}"
         root = ModuleType(package, f"Python in {folder}")
@@ -130,7 +127,6 @@ class _Finder(MetaPathFinder):
     """Finds the modules of projects' packages, by the file system as it is now: the ordinary finder remembers what was there."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """See :class:`importlib.abc.MetaPathFinder`."""
         if not fullname.startswith(_PREFIX) or path is None:
             return None
         for entry in path:
@@ -145,7 +141,8 @@ class _Finder(MetaPathFinder):
                 spec = ModuleSpec(fullname, None, is_package=True)
                 spec.submodule_search_locations = [str(stem)]
                 return spec
-        return None  # an extension module is found as any other
+        # an extension module is found as any other
+        return None
 
 
 class _Loader(SourceFileLoader):
@@ -153,7 +150,6 @@ class _Loader(SourceFileLoader):
     neighbours get the package's name."""
 
     def get_code(self, fullname: str) -> Any:
-        """See :class:`importlib.abc.InspectLoader`."""
         data, package = self.get_data(self.path), self.name.partition(".")[0]
         with _sources_lock:
             _sources.setdefault(package, {})[Path(self.path)] = hashlib.sha256(data).hexdigest()
@@ -169,21 +165,20 @@ class _Neighbours(ast.NodeTransformer):
         self._package, self._folder = package, folder
 
     def visit_Import(self, node: ast.Import) -> list[ast.stmt]:
-        """See :class:`ast.NodeVisitor`."""
         made: list[ast.stmt] = []
         for alias in node.names:
             if not is_own(alias.name, self._folder):
                 made.append(ast.copy_location(ast.Import([alias]), node))
                 continue
             top = alias.name.partition(".")[0]
-            if alias.asname is None and top != alias.name:  # `import a.b` loads a.b, and gives the name a
+            # `import a.b` loads a.b, and gives the name a
+            if alias.asname is None and top != alias.name:
                 made.append(ast.copy_location(ast.Import([ast.alias(f"{self._package}.{alias.name}")]), node))
             name = alias.name if alias.asname else top
             made.append(ast.copy_location(ast.Import([ast.alias(f"{self._package}.{name}", alias.asname or top)]), node))
         return made
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.ImportFrom:
-        """See :class:`ast.NodeVisitor`."""
         if node.level == 0 and node.module is not None and is_own(node.module, self._folder):
             node.module = f"{self._package}.{node.module}"
         return node

@@ -48,9 +48,11 @@ def check_use(use: str, folder: Path | None = None) -> None:
         if not (module + ".").startswith(f"{plain_name(str(exc.name))}."):
             raise ConfigError(f"model {use!r} cannot be imported: {plain_name(str(exc))}") from exc
         exists = False
-    except (ImportError, ValueError):  # a relative or an empty name
+    except (ImportError, ValueError):
+        # a relative or an empty name
         exists = False
-    except (Exception, SystemExit) as exc:  # finding a module inside a package runs the package's own code
+    except (Exception, SystemExit) as exc:
+        # finding a module inside a package runs the package's own code
         raise ConfigError(f"model {use!r} cannot be imported: {told(exc)}") from exc
     if not exists:
         raise ConfigError(
@@ -75,7 +77,8 @@ def load_model(use: str, args: Mapping[str, Any], folder: Path | None = None) ->
     module, _, attribute = BUILT_IN.get(use, use).partition(":")
     try:
         imported = import_module(module, None if use in BUILT_IN else folder)
-    except (Exception, SystemExit) as exc:  # a user's module may fail in any way, a syntax error included
+    except (Exception, SystemExit) as exc:
+        # a user's module may fail in any way, a syntax error included
         raise ConfigError(f"model {use!r} cannot be imported: {told(exc)}") from exc
     factory = getattr(imported, attribute, None)
     if factory is None:
@@ -89,7 +92,8 @@ def load_model(use: str, args: Mapping[str, Any], folder: Path | None = None) ->
         ) from exc
     except PrecomputeError:
         raise
-    except (Exception, SystemExit) as exc:  # a user's class may raise anything
+    except (Exception, SystemExit) as exc:
+        # a user's class may raise anything
         raise ModelError(f"model {use!r} failed to load: {told(exc)}") from exc
     if not isinstance(model, Model):
         raise ConfigError(f"model {use!r} has no fingerprint() and compute(batch) methods: see 'your own model' in the README")
@@ -123,7 +127,8 @@ def load_with_fingerprint(use: str, args: Mapping[str, Any], folder: Path | None
             fingerprint = model.fingerprint()
     if not any(_may_have_changed(path, named, began_ns) for path in read):
         return LoadedModel(model, fingerprint)
-    del model  # there may be no room for two
+    # there may be no room for two
+    del model
     model = load_model(use, args, folder)
     with starting_from(folder):
         if model.fingerprint() != fingerprint:
@@ -172,6 +177,7 @@ def _named_files(value: Any) -> Iterator[Path]:
     elif isinstance(value, (str, Path)) and value != "":
         try:
             path = resolve_path(str(value))
-        except (ConfigError, OSError, ValueError):  # a text that is no path
+        except (ConfigError, OSError, ValueError):
+            # a text that is no path
             return
         yield from islice(files_in(path), MOST_NAMED_FILES) if path.is_dir() else [path]

@@ -103,7 +103,8 @@ class Ahead(Generic[Item], Iterator[Item]):
                 self._times.busy_s += time.monotonic() - started - starved
                 if isinstance(item, _End) or not self._put(item):
                     break
-        except BaseException as exc:  # it belongs to whoever takes the items
+        except BaseException as exc:
+            # it belongs to whoever takes the items
             error = exc
         finally:
             close = getattr(self._items, "close", None)

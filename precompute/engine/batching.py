@@ -41,7 +41,8 @@ def batches_by_cost(
         if max_padding < 1 and costs[order[start + rows - 1]] < dearest:
             least = max(1, min(rows, int(np.ceil(MIN_FILL * budget / dearest))))
             number = np.arange(least, rows + 1)
-            padding = 1 - (sums[start + number] - sums[start]) / (number * dearest)  # grows with the rows, which are sorted
+            # grows with the rows, which are sorted
+            padding = 1 - (sums[start + number] - sums[start]) / (number * dearest)
             rows = max(least, int(least - 1 + np.count_nonzero(padding <= max_padding)))
         yield order[start : start + rows]
         start += rows

@@ -1,9 +1,7 @@
 """Budget: how much one batch may cost. It finds itself, so that nobody sets a batch size.
 
-Search: the first batches take turns with budgets of ½ to 2 times the start (to 64 times on a device that wants large batches), and the
-smallest within 3 % of the best rate wins. They are batches that had to be computed anyway, so the search costs next to nothing.
-Memory: what a batch took per unit of cost, measured, bounds every larger one before it is tried. Ladder: a batch that ran out of
-memory halves the budget; that size is remembered as the ceiling, and the budget grows back towards it in small steps.
+The first batches take turns with several budgets, and the smallest of the best wins. What a batch took, measured, bounds every larger one before it is
+tried; one that ran out of memory halves the budget, which grows back in small steps towards what did not fit.
 """
 
 from __future__ import annotations
@@ -83,7 +81,8 @@ class Budget:
                 if self._good >= GROW_AFTER:
                     self._good = 0
                     if self.ceiling is not None and self.cost >= self._limit():
-                        self.ceiling = int(self.ceiling * GROW_BY) + 1  # it may have been another process that took the memory
+                        # it may have been another process that took the memory
+                        self.ceiling = int(self.ceiling * GROW_BY) + 1
                     self.cost = max(self.cost, min(int(self.cost * GROW_BY) + 1, self._wanted, self._limit()))
 
     def out_of_memory(self, cost: int) -> None:
@@ -109,17 +108,18 @@ class Budget:
         return limit
 
     def _searched(self, budget: int, cost: int, seconds: float) -> None:
-        if budget in self._measured and cost >= budget // 2:  # a window's last batch may be nearly empty
+        # a window's last batch may be nearly empty
+        if budget in self._measured and cost >= budget // 2:
             self._measured[budget].append((cost, seconds))
         limit = self._limit()
         self._candidates = [c for c in self._candidates if c <= limit]
-        known = {c: self._measured[c] for c in self._candidates}
-        if not known:
+        measured = {c: self._measured[c] for c in self._candidates}
+        if not measured:
             self.cost = min(self.cost, limit)
             return
-        if all(len(batches) > ROUNDS for batches in known.values()):
+        if all(len(batches) > ROUNDS for batches in measured.values()):
             # the first of each is left out: it pays for memory that the later ones find at hand
-            rates = {c: sum(n for n, _ in m[1:]) / max(sum(s for _, s in m[1:]), 1e-9) for c, m in known.items()}
+            rates = {c: sum(n for n, _ in m[1:]) / max(sum(s for _, s in m[1:]), 1e-9) for c, m in measured.items()}
             best = max(rates.values())
             self.cost = self._wanted = min(c for c, rate in rates.items() if rate >= TIE * best)
             self._candidates = []

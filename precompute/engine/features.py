@@ -24,8 +24,10 @@ def copied(values: Any) -> Any:
     if isinstance(values, (list, tuple)):
         return [_copied_row(row) for row in values]
     if isinstance(values, pa.ChunkedArray):
-        return values.combine_chunks()  # copies one chunk too
-    return pa.concat_arrays([values]) if isinstance(values, pa.Array) else values  # pa.array(buffer) is the buffer itself
+        # copies one chunk too
+        return values.combine_chunks()
+    # pa.array(buffer) is the buffer itself
+    return pa.concat_arrays([values]) if isinstance(values, pa.Array) else values
 
 
 def _copied_row(row: Any) -> Any:
@@ -72,7 +74,8 @@ def _column(view: FeatureView, feature: Feature, values: Any, rows: int) -> pa.A
                     f"{where}: declared as a vector of {feature.dim}, but the model returned shape {list(values.shape)}; correct `dim` or the model"
                 )
             if feature.dtype.startswith("float") and values.dtype.kind in "fiu":
-                with np.errstate(over="ignore"):  # what does not fit becomes infinite, and is rejected as such
+                # what does not fit becomes infinite, and is rejected as such
+                with np.errstate(over="ignore"):
                     values = values.astype(feature.dtype, copy=False)
             flat = pa.array(np.ascontiguousarray(values).reshape(-1)).cast(SCALAR_TYPES[feature.dtype])
             return pa.FixedSizeListArray.from_arrays(flat, type=feature.arrow_type)

@@ -95,13 +95,15 @@ class Forward:
         """Bytes in use, when it is worth knowing what a batch takes."""
         if self._staged is None or self._budget.settled:
             return 0
-        self._staged.device.peak_bytes(reset=True)  # what was held before this batch is not its own
+        # what was held before this batch is not its own
+        self._staged.device.peak_bytes(reset=True)
         return self._staged.device.peak_bytes(reset=True)
 
     def _land(self, launched: _Launched) -> Iterator[Window]:
         window, positions = launched.batch.window, launched.batch.positions
         if positions is None:
-            window.prepared = window.costs = None  # nothing asks for them any more, while the window waits to be written
+            # nothing asks for them any more, while the window waits to be written
+            window.prepared = window.costs = None
             yield window
             return
         try:
@@ -110,9 +112,11 @@ class Forward:
             waiting = time.monotonic()
             features = launched.result if self._staged is None else self._staged.land(launched.result)
             self._meter.landing_s += time.monotonic() - waiting
-        except ModelError:  # the model's own word that view and source do not fit it: no row's fault
+        except ModelError:
+            # the model's own word that view and source do not fit it: no row's fault
             raise
-        except (Exception, SystemExit) as exc:  # a model may raise anything; which row did it is what counts
+        except (Exception, SystemExit) as exc:
+            # a model may raise anything; which row did it is what counts
             self._retry(window, positions, exc)
         else:
             self._keep(window, positions, features)
@@ -145,7 +149,8 @@ class Forward:
     def _retry(self, window: Window, positions: Rows, exc: BaseException) -> None:
         """Compute the rows of a batch that failed in smaller ones: until the row that fails stands alone, or until they fit in memory."""
         full = is_out_of_memory(exc)
-        if full:  # one halving for each batch: a row that never fits must not shrink the batches of all others to nothing
+        # one halving for each batch: a row that never fits must not shrink the batches of all others to nothing
+        if full:
             self._meter.out_of_memory += 1
             self._budget.out_of_memory(window.padded_cost(positions))
         if self._halve(window, positions, exc) and full:
@@ -156,7 +161,8 @@ class Forward:
         self._meter.retries += 1
         one_row = False
         if is_out_of_memory(exc):
-            exc = exc.with_traceback(None)  # its frames hold the tensors that did not fit
+            # its frames hold the tensors that did not fit
+            exc = exc.with_traceback(None)
             if self._staged is not None:
                 self._staged.device.release()
         elif len(positions) == 1 and not isinstance(exc, _Retry):
@@ -171,7 +177,8 @@ class Forward:
             except ModelError:
                 raise
             except (Exception, SystemExit) as failed:
-                if len(part) == 1:  # with out of memory, that was its second try, alone and with the caches empty
+                # with out of memory, that was its second try, alone and with the caches empty
+                if len(part) == 1:
                     window.reject(int(window.rows[part[0]]), "model", told(failed))
                     one_row |= is_out_of_memory(failed)
                 else:

@@ -67,16 +67,16 @@ class ResidentPeak:
         peak = _peak()
         ResidentPeak._highest = max(ResidentPeak._highest, peak)
         try:
-            _CLEAR.write_text("5")  # Linux: the peak begins anew
+            # Linux: the peak begins anew
+            _CLEAR.write_text("5")
         except OSError:
             self._can_reset = False
         return peak
 
 
 def _peak() -> int:
-    found = _status("VmHWM")
-    if found:
-        return found
+    if peak := _status("VmHWM"):
+        return peak
     kib = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kib
 
@@ -104,7 +104,8 @@ def _meminfo() -> int:
 def _number(path: Path) -> int | None:
     try:
         return int(path.read_text())
-    except (OSError, ValueError):  # no such control group, or "max"
+    except (OSError, ValueError):
+        # no such control group, or "max"
         return None
 
 
@@ -114,7 +115,8 @@ def release_threads() -> None:
     GNU's OpenMP counts the threads of all such teams. Once there are more than CPUs, a thread that is out of work sleeps at once instead
     of spinning for a moment, and every parallel region waits for it to wake up: MiniLM on 2 CPUs took 12.4 to 13.4 s for what takes 9.5 s with one team.
     """
-    with contextlib.suppress(OSError, AttributeError):  # no OpenMP was loaded, or one of before 5.0
+    # no OpenMP was loaded, or one of before 5.0
+    with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).omp_pause_resource_all(_PAUSE_SOFT)
 
 
@@ -125,7 +127,8 @@ def keep_freed_memory() -> None:
     A thread other than the first gives back what a batch's activations took as soon as they are freed, and has every page of them zeroed again for the
     next batch: 1.4 M page faults over 2 M rows of a small MLP, 6.1 to 7.0 s for what takes 3.3 s without them.
     """
-    with contextlib.suppress(OSError, AttributeError):  # another C library than GNU's
+    # another C library than GNU's
+    with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
         libc.mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)

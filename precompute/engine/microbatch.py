@@ -75,7 +75,8 @@ class MicroBatcher(Generic[Payload, Result]):
                 flight.deadline = max(flight.deadline, deadline)
                 return flight.future
             flight = _Flight(group, key, payload, deadline)
-            flight.future.set_running_or_notify_cancel()  # shared by its callers: none can cancel it for the others
+            # shared by its callers: none can cancel it for the others
+            flight.future.set_running_or_notify_cancel()
             if self._closed or len(self._waiting) >= self._max_queue:
                 flight.future.set_exception(self._refuse("shed"))
                 return flight.future
@@ -126,7 +127,8 @@ class MicroBatcher(Generic[Payload, Result]):
             results = self._run(batch[0].group, [flight.payload for flight in batch])
             if len(results) != len(batch):
                 raise RuntimeError(f"{len(results)} results for {len(batch)} requests")
-        except BaseException as exc:  # the thread must outlive any model, sys.exit() included; its callers get the error
+        except BaseException as exc:
+            # the thread must outlive any model, sys.exit() included; its callers get the error
             log.exception("fallback: a batch of %d failed", len(batch))
             results = [exc if isinstance(exc, Exception) else RuntimeError(f"{type(exc).__name__}: {exc}")] * len(batch)
         with self._changed:

@@ -40,7 +40,8 @@ class Pace:
         larger = [(c, s) for bits, (c, s) in self._seen.items() if bits > size]
         better = max((c for c, s in larger if s <= LONG_S and c / s >= GAIN * rate), default=0)
         same = 0
-        if seconds > LONG_S / 2:  # back to a larger one that takes no longer, or on to one that is not known
+        # back to a larger one that takes no longer, or on to one that is not known
+        if seconds > LONG_S / 2:
             below = [s for c, s in self._seen.values() if 2 * c <= cost]
             flat = [c for c, s in larger if 2 * cost <= c and FLAT * s < seconds]
             same = max(flat, default=2 * cost if below and min(below) > FLAT * seconds else 0)

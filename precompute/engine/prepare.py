@@ -88,7 +88,8 @@ class Preparation:
             prepared = model.prepare(taken(window.shown, window.rows))
         except ModelError:
             raise
-        except (Exception, SystemExit):  # which row did it is what counts
+        except (Exception, SystemExit):
+            # which row did it is what counts
             self._find_unpreparable(model, window, window.rows)
             window.rows = np.array([row for row in window.rows.tolist() if row not in window.rejections], np.int64)
             if not len(window.rows):

@@ -117,7 +117,8 @@ class Runner:
             ModelError: as of the class; and whatever ``windows`` raises.
         """
         keep_freed_memory()
-        release_threads()  # of whoever loaded the model here: from now on the model's stage computes
+        # of whoever loaded the model here: from now on the model's stage computes
+        release_threads()
         stages: list[Ahead[Any]] = []
         try:
             for stage in self._stages(_shown(windows, set(hidden)), max(1, memory_mb * 2**20 // 3)):
@@ -180,11 +181,13 @@ class Runner:
         if peak:
             try:
                 figures["peak_flops"] = round(device.peak_flops())
-            except (Exception, SystemExit) as exc:  # the model may have taken all there is: no reason to fail a run for a figure
+            except (Exception, SystemExit) as exc:
+                # the model may have taken all there is: no reason to fail a run for a figure
                 if not is_out_of_memory(exc):
                     raise
             device.release()
-            device.peak_bytes(reset=True)  # the product's memory is not the model's
+            # the product's memory is not the model's
+            device.peak_bytes(reset=True)
         return figures
 
     def _outcome(self, window: Window) -> Outcome:

@@ -65,7 +65,8 @@ def load_program(path: Path) -> torch.export.ExportedProgram:
         program = torch.export.load(packed)
     except ModelError:
         raise
-    except Exception as exc:  # zipfile, json and torch raise whatever a damaged file makes them
+    except Exception as exc:
+        # zipfile, json and torch raise whatever a damaged file makes them
         raise ModelError(f"torch_module: {path} does not load: {type(exc).__name__}: {exc}") from exc
     for node in program.graph.nodes:
         arguments = getattr(getattr(node.target, "_schema", None), "arguments", ())
@@ -114,7 +115,8 @@ def _check_text(path: Path, value: Any, key: str) -> None:
     elif isinstance(value, list):
         for below in value:
             _check_text(path, below, key)
-    elif isinstance(value, str) and key in ("in_spec", "out_spec", "context"):  # JSON inside JSON
+    elif isinstance(value, str) and key in ("in_spec", "out_spec", "context"):
+        # JSON inside JSON
         if value:
             _check_text(path, json.loads(value), "")
     elif isinstance(value, str) and not _FORMS.get(key, _NAME).fullmatch(value):
@@ -147,7 +149,8 @@ def takes(program: torch.export.ExportedProgram, path: Path) -> tuple[list[str],
         bounds = program.range_constraints.get(shape[0].node.expr)
         if bounds is None:
             continue
-        if bounds.lower > 2:  # 2 is what torch writes for "any, but 0 and 1 were not tried"
+        # 2 is what torch writes for "any, but 0 and 1 were not tried"
+        if bounds.lower > 2:
             raise ModelError(
                 f"torch_module: {path} takes at least {bounds.lower} rows of {name}: export it with torch.export.Dim('rows')"
             )

@@ -194,7 +194,8 @@ def _is_number(kind: pa.DataType) -> bool:
 
 
 def _is_category(kind: pa.DataType) -> bool:
-    if pa.types.is_dictionary(kind):  # what DuckDB's ENUM comes as
+    # what DuckDB's ENUM comes as
+    if pa.types.is_dictionary(kind):
         kind = kind.value_type
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_integer(kind))
 
@@ -236,5 +237,5 @@ def _filled(column: pa.Array, fill: float | None) -> pa.Array:
 def _ids(column: pa.Array, vocabulary: Mapping[str, int]) -> torch.Tensor:
     """int64 [rows]; only the batch's different values are looked up, since Arrow's own index_in hashes the whole vocabulary on every call."""
     encoded = pc.dictionary_encode(pc.cast(column, pa.string()))
-    known = np.array([vocabulary.get(value, UNKNOWN) for value in encoded.dictionary.to_pylist()] + [UNKNOWN], np.int64)
-    return torch.from_numpy(known[np.asarray(pc.fill_null(encoded.indices, -1))])
+    ids = np.array([vocabulary.get(value, UNKNOWN) for value in encoded.dictionary.to_pylist()] + [UNKNOWN], np.int64)
+    return torch.from_numpy(ids[np.asarray(pc.fill_null(encoded.indices, -1))])

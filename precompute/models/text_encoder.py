@@ -181,11 +181,12 @@ class TextEncoder(TorchModel):
         self._prompt_tokens = self._tokenizer.prompt_length(prompt) if prompt and self._leaves_out_prompt else 0
 
     def for_queries(self) -> TextEncoder:
-        """See :class:`precompute.model.QueryModel`: the same weights, precision and device, with the query's prompt."""
+        """The same weights, precision and device, with the query's prompt."""
         if self._prefix == self._query_prompt:
             return self
         other = copy.copy(self)
-        other._cache = None  # a file for each query would help nobody
+        # a file for each query would help nobody
+        other._cache = None
         other._begin_with(self._query_prompt)
         return other
 
@@ -224,9 +225,10 @@ class TextEncoder(TorchModel):
         return bad
 
     def use(self, forward: Callable[..., torch.Tensor | Tensors], dtype: torch.dtype = torch.float32) -> None:
-        """See :class:`precompute.models.torch_model.TorchModel`; on a GPU in half precision, texts are laid end to end instead of padded."""
+        """On a GPU in half precision, texts are laid end to end instead of padded."""
         half = dtype in (torch.float16, torch.bfloat16)
-        positions = getattr(self._config, "model_type", "") == "bert"  # which others count in ways of their own
+        # models other than BERT count positions in ways of their own
+        positions = getattr(self._config, "model_type", "") == "bert"
         if self.device.is_cuda and half and positions and isinstance(forward, Encoder) and not forward.head.leaves_out_prompt:
             forward = UnpaddedEncoder(forward.transformer, forward.head)
         self._unpadded = isinstance(forward, UnpaddedEncoder)
@@ -255,13 +257,14 @@ class TextEncoder(TorchModel):
         return tokens
 
     def tensors(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> Tensors:
-        """See :class:`Encoder` and :class:`UnpaddedEncoder`."""
+        """What :class:`Encoder` or :class:`UnpaddedEncoder` takes."""
         tokens: Tokens = prepared.payload
         lengths = tokens.lengths[rows]
         longest = int(lengths.max())
         row = np.repeat(np.arange(len(rows)), lengths)
         starts = np.cumsum(lengths) - lengths
-        place = np.arange(int(lengths.sum())) - starts[row]  # of each token in its text
+        # of each token, counted from the beginning of its text
+        place = np.arange(int(lengths.sum())) - starts[row]
         ids = tokens.ids[tokens.starts[rows][row] + place]
         if self._unpadded:
             bounds = np.append(starts, len(ids)).astype(np.int32)

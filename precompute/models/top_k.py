@@ -1,12 +1,7 @@
-"""Top-k: for each user the k items of the largest dot product, seen items excluded. Exact, in tiles.
+"""Top-k: for each user the k items of the largest dot product, seen items excluded. Exact, in tiles of users and items, so that memory is bounded.
 
-score(u, i) = u · i, over all items: a matrix product of [items, dim] × [dim, users], a tile of either at a time, so that memory is bounded
-whatever the batch and the number of items. Between items that score the same, the one that comes first in the table is the better:
-score and position make one number (:func:`_keys`), and no two are equal.
-
-On a CPU most scores are only ever compared with the user's k-th best so far; what is above it is ranked. 20,000 users × 60,000 items × 64,
-k = 100, seconds of one core: 1.9 for the products, 0.3 to compare, 0.3 to find what passed, 0.7 to rank it. Topk of every tile instead
-takes 2.5 times as long in all.
+Between items that score the same, the one that comes first in the table is the better: score and position make one number (:func:`_keys`), and
+no two are equal.
 """
 
 from __future__ import annotations
@@ -75,11 +70,13 @@ class Ranking(torch.nn.Module):
         tile = max(ROUND, GPU_SCORES // max(1, n) // ROUND * ROUND)
         for start in range(0, self.count, tile):
             stop = min(start + tile, self.count)
-            scores = torch.empty(n, stop - start + ROUND, device=device)  # columns more, for what was seen in other tiles
+            # columns more, for what was seen in other tiles
+            scores = torch.empty(n, stop - start + ROUND, device=device)
             torch.mm(users, self.items[start:stop].T, out=scores[:, :-ROUND])
             column = torch.where((seen >= start) & (seen < stop), seen - start, stop - start)
             scores[row, column] = -torch.inf
-            bits = (scores[:, :-ROUND] + 0.0).view(torch.int32)  # as _keys does
+            # as _keys does
+            bits = (scores[:, :-ROUND] + 0.0).view(torch.int32)
             keys = (~(bits ^ ((bits >> 31) & 0x7FFFFFFF))).long() << 32 | torch.arange(start, stop, device=device)
             best = torch.cat([best, keys], 1).topk(self.k, largest=False, sorted=True).values
         return best
@@ -110,7 +107,8 @@ class Ranking(torch.nn.Module):
         users = torch.nn.functional.pad(users, (0, 0, 0, -n % ROUND)).T  # [dim, U]
         width = users.shape[1]
         best = np.full((width, self.k), NOTHING)
-        above = np.full(width, -np.inf, np.float32)  # what a score must exceed to be looked at
+        # what a score must exceed to be looked at
+        above = np.full(width, -np.inf, np.float32)
         above[n:] = np.inf
         tile = -(-ITEM_TILE // ROUND) * ROUND
         scratch = torch.empty(min(tile, len(self.items)), width)
@@ -123,8 +121,10 @@ class Ranking(torch.nn.Module):
             scores[seen[inside] - start, row[inside]] = -np.inf
             scores[self.count - start :] = -np.inf
             mask = passed[: stop - start]
-            np.greater(scores, above, out=mask)  # torch's takes three times as long
-            if np.count_nonzero(mask) > 2 * self.k * width:  # the first tile, and one much better than those before
+            # torch's takes three times as long
+            np.greater(scores, above, out=mask)
+            # the first tile, and one much better than those before
+            if np.count_nonzero(mask) > 2 * self.k * width:
                 above = np.maximum(above, _lower_bound(scores, self.k))
                 np.greater(scores, above, out=mask)
             best = _merged(best, scores, np.flatnonzero(mask), start)
@@ -145,8 +145,10 @@ def _workers(count: int) -> ThreadPoolExecutor:
             ready = threading.Barrier(count + 1)
 
             def alone() -> None:
-                torch.get_num_threads()  # the first call in a thread sets what the process has, so it must come before
-                torch.set_num_threads(1)  # of this thread; but also of threads that begin now
+                # the first call in a thread sets what the process has, so it must come before
+                torch.get_num_threads()
+                # of this thread; but also of threads that begin now
+                torch.set_num_threads(1)
                 ready.wait()
 
             pool = ThreadPoolExecutor(count, "top_k", alone)
@@ -178,7 +180,8 @@ def _merged(best: Keys, scores: npt.NDArray[np.float32], chosen: npt.NDArray[np.
     width, k = best.shape
     item, user = np.divmod(chosen, width)
     keys = _keys(scores.reshape(-1)[chosen], item + first)
-    user = user.astype(np.uint16)  # which numpy sorts by radix
+    # numpy sorts 16 bits by radix
+    user = user.astype(np.uint16)
     order = np.argsort(user, kind="stable")
     user = user[order]
     counts = np.bincount(user, minlength=width)
@@ -258,7 +261,8 @@ class TopK(TorchModel):
             raise ConfigError("top_k: an item has a null id, or a vector with a null or a number that is not finite")
         if len(pc.unique(self._ids)) != len(self._ids):
             raise ConfigError("top_k: `items` has an id twice")
-        self._dim = len(vectors[0])  # DuckDB reads a Parquet vector as a list, so the type does not tell
+        # DuckDB reads a Parquet vector as a list, so the type does not tell
+        self._dim = len(vectors[0])
         matrix = _matrix(vectors, self._dim)  # [I, D]
         self._longest = float(np.sqrt(np.square(matrix, dtype=np.float64).sum(1).max()))
         self._k, self._vector, self._exclude = k, vector, exclude
@@ -291,7 +295,6 @@ class TopK(TorchModel):
         return Prepared(np.ones(batch.num_rows, np.int64), _Users(vectors, *self._seen(batch)))
 
     def tensors(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> Tensors:
-        """See :meth:`Ranking.forward`."""
         users: _Users = prepared.payload
         counts = users.starts[rows + 1] - users.starts[rows]
         starts = np.append(0, np.cumsum(counts))
@@ -323,8 +326,9 @@ class TopK(TorchModel):
             return nothing
         counts = np.asarray(pc.fill_null(pc.list_value_length(lists), 0)).astype(np.int64)
         items = pc.index_in(*_comparable(lists.flatten(), self._ids))
-        known = np.asarray(items.is_valid())
-        before = np.append(0, np.cumsum(known))  # of each id in the lists, how many known ones
+        is_known = np.asarray(items.is_valid())
+        # of each id in the lists, how many known ones
+        before = np.append(0, np.cumsum(is_known))
         return before[np.append(0, np.cumsum(counts))], np.asarray(items.drop_null()).astype(np.int64)
 
     def _check(self, batch: pa.RecordBatch) -> None:

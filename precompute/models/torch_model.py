@@ -22,7 +22,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class TorchModel(ABC):
-    """See :class:`precompute.model.StagedModel` for what the engine asks of it.
+    """A :class:`precompute.model.StagedModel` around a module.
 
     Args:
         module: the reference, in float32; ``module(*tensors)`` returns a tensor or a tuple of them.
@@ -43,7 +43,7 @@ class TorchModel(ABC):
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """See :class:`precompute.model.Model`."""
+        """A text that changes whenever any output may."""
 
     @abstractmethod
     def prepare(self, batch: pa.RecordBatch) -> Prepared:
@@ -61,7 +61,8 @@ class TorchModel(ABC):
         """Compute with a converted module from now on; ``dtype`` is what its large products are computed in."""
         self.forward = forward
         self.device.dtype = dtype
-        self.variant = "fp32-eager" if forward is self.module else "?"  # whoever converts it says what it is
+        # whoever converts it says what it is
+        self.variant = "fp32-eager" if forward is self.module else "?"
 
     def restorer(self) -> Callable[[], None]:
         """What puts the present conversion back after others were used."""
@@ -78,17 +79,14 @@ class TorchModel(ABC):
         return 0.0
 
     def inputs(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> Tensors:
-        """See :class:`precompute.model.StagedModel`."""
         return self.device.pin(self.tensors(prepared, rows))
 
     @torch.inference_mode()
     def launch(self, inputs: Tensors) -> Fetch:
-        """See :class:`precompute.model.StagedModel`."""
         outputs = self.forward(*self.device.put(inputs))
         return self.device.fetch(outputs if isinstance(outputs, (tuple, list)) else [outputs])
 
     def land(self, launched: Fetch) -> Features:
-        """See :class:`precompute.model.StagedModel`."""
         return self.features(launched.arrays())
 
     def compute(self, batch: pa.RecordBatch) -> Features:

@@ -1,21 +1,5 @@
-"""Torch module: any :class:`torch.nn.Module`, or a program that ``torch.export.save`` wrote, over columns of numbers, vectors and categories.
-
-A ranking MLP or a tower is a few lines of a view, and no new model class::
-
-    use: torch_module
-    args:
-      module: mine.ranker:Ranker            # or ${models}/ranker.pt2, which holds its own weights
-      args: {hidden: 256}
-      weights: ${models}/ranker.safetensors
-      genres: {sql: SELECT DISTINCT genre FROM read_parquet('${data}/items.parquet') ORDER BY genre}
-      inputs:
-        x: [price, age, score]              # several columns: one matrix, float32 [rows, 3]
-        item: item_id                       # one column: int64 or float32 [rows]; a fixed-size list [rows, dim]
-        history: {column: recent, dim: 20}  # a list, which must have 20 numbers in every row
-        genre: {column: genre, vocabulary: genres}  # text: 1, 2, … in the vocabulary's order, 0 for null and unknown
-        stock: {column: stock, fill: 0}     # without fill, a null makes its row unusable
-      outputs: {relevance: 0}               # feature: position in the returned tuple, or key in the returned dict
-"""
+"""Torch module: any :class:`torch.nn.Module`, or a program that ``torch.export.save`` wrote, over columns of numbers, vectors and categories. How a view
+writes it: docs/models.md."""
 
 from __future__ import annotations
 
@@ -90,7 +74,7 @@ class Called(torch.nn.Module):
 
 
 class TorchModule(TorchModel):
-    """Runs a module over columns; see this file's head for how a view writes it.
+    """Runs a module over columns; see docs/models.md for how a view writes it.
 
     Args:
         module: ``package.module:Class`` of a :class:`torch.nn.Module`, or a path ending in ``.pt2``; ``package:name/file.pt2`` inside a package.
@@ -198,10 +182,8 @@ class TorchModule(TorchModel):
         return tuple(t[chosen] for t in whole)
 
     def launch(self, inputs: Tensors) -> Fetch:
-        """See :class:`precompute.models.torch_model.TorchModel`.
-
-        Raises:
-            ModelError: the module changed its input: that is the source's own memory, and what a second try would compute from.
+        """Raises:
+        ModelError: the module changed its input: that is the source's own memory, and what a second try would compute from.
         """
         before = [t._version for t in inputs]
         launched = super().launch(inputs)
@@ -277,7 +259,8 @@ def _constructed(path: str, args: Mapping[str, Any]) -> torch.nn.Module:
         raise ConfigError(f"torch_module: module is package.module:Class or a file ending in .pt2, got {path!r}")
     try:
         factory = getattr(import_module(name, project_folder()), attribute, None)
-    except Exception as exc:  # a user's module may fail in any way, a syntax error included
+    except Exception as exc:
+        # a user's module may fail in any way, a syntax error included
         raise ConfigError(f"torch_module: {path!r} cannot be imported: {told(exc)}") from exc
     if not (isinstance(factory, type) and issubclass(factory, torch.nn.Module)):
         raise ConfigError(
@@ -290,7 +273,8 @@ def _constructed(path: str, args: Mapping[str, Any]) -> torch.nn.Module:
         raise ConfigError(f"torch_module: {path} does not take these args ({', '.join(args) or 'none'}): {exc}") from exc
     try:
         return factory(**args)
-    except Exception as exc:  # a user's class may raise anything
+    except Exception as exc:
+        # a user's class may raise anything
         raise ModelError(f"torch_module: {path} failed to load: {told(exc)}") from exc
 
 
@@ -313,7 +297,8 @@ def _load_state(path: str, module: torch.nn.Module, weights: str | None) -> None
     file = resolve_path(weights)
     try:
         missing, unexpected = load_model(module, file, strict=False)
-    except (OSError, RuntimeError, SafetensorError) as exc:  # RuntimeError: weights of another shape, by name
+    except (OSError, RuntimeError, SafetensorError) as exc:
+        # RuntimeError: weights of another shape, by name
         raise ModelError(f"torch_module: {file} does not load into {path}: {exc}") from exc
     for names, what in ((missing, "has no weights for"), (unexpected, f"has weights that {path} does not:")):
         if names:
@@ -333,7 +318,8 @@ def _sources(module: torch.nn.Module) -> dict[str, Path]:
             continue
         try:
             file = inspect.getsourcefile(owner)
-        except TypeError:  # made in a running program
+        except TypeError:
+            # made in a running program
             continue
         if file is not None and Path(file).is_file():
             files[f"{plain_name(owner.__module__)}:{owner.__qualname__}"] = Path(file)

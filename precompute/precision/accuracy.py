@@ -79,7 +79,7 @@ class Accuracy:
                 this cosine, √(2 - 2 cosine): 0.045 for 0.999.
             recall_at_10: least recall of a vector's neighbours, and least overlap of a list or of values that are equal or not.
         """
-        error, found = math.sqrt(2 - 2 * cosine), []
+        error, judged = math.sqrt(2 - 2 * cosine), []
         for name, f in self.features.items():
             figures = (
                 ("mean cosine", f.mean_cosine, cosine, 1),
@@ -88,12 +88,12 @@ class Accuracy:
                 ("relative error", f.relative_error, error, -1),
                 ("overlap", f.overlap, recall_at_10, 1),
             )
-            found += [
+            judged += [
                 Judged(f"{name}: {what}", value, limit, sign * (value - limit))
                 for what, value, limit, sign in figures
                 if value is not None
             ]
-        return found
+        return judged
 
 
 def compare(reference: pa.RecordBatch, other: pa.RecordBatch, view: FeatureView) -> Accuracy:
@@ -156,18 +156,19 @@ def neighbour_recall(a: npt.NDArray[Any], b: npt.NDArray[Any], metric: str = "co
         k: fewer than the rows.
     """
     a, b = _comparable(a, metric), _comparable(b, metric)
-    found = 0
+    hits = 0
     for start in range(0, len(a), BLOCK_ROWS):
         rows = np.arange(start, min(start + BLOCK_ROWS, len(a)))
         by_a, by_b = _similarities(a, rows, metric), _similarities(b, rows, metric)
-        scale = np.where(np.isfinite(by_a), np.abs(by_a), 0).max(axis=1)  # before the row itself is left out
+        # before the row itself is left out
+        scale = np.where(np.isfinite(by_a), np.abs(by_a), 0).max(axis=1)
         for similarities in (by_a, by_b):
             similarities[np.arange(len(rows)), rows] = -np.inf
         kth = np.partition(by_a, -k, axis=1)[:, -k]
         chosen = np.argpartition(by_b, -k, axis=1)[:, -k:]
         near = np.take_along_axis(by_a, chosen, axis=1) >= (kth - TIE * scale)[:, None]
-        found += int((near & np.isfinite(np.take_along_axis(by_b, chosen, axis=1))).sum())
-    return found / (len(a) * k)
+        hits += int((near & np.isfinite(np.take_along_axis(by_b, chosen, axis=1))).sum())
+    return hits / (len(a) * k)
 
 
 def rank_correlation(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> float | None:

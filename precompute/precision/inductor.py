@@ -50,7 +50,8 @@ def _keep_apart() -> None:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     shared = default_cache_dir()
-    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", shared) == shared:  # torch notes its default there, too
+    # torch notes its default there, too
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", shared) == shared:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{shared}_{torch.backends.cpu.get_cpu_capability().lower()}"
 
 
@@ -81,7 +82,8 @@ def exported(module: torch.nn.Module, examples: Sequence[Tensors]) -> torch.expo
         for position, t in enumerate(examples[0])
     )
     kinds = [p.kind for p in inspect.signature(module.forward).parameters.values()]
-    if inspect.Parameter.VAR_POSITIONAL in kinds:  # what *args takes is one argument to torch.export, a tuple
+    # what *args takes is one argument to torch.export, a tuple
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
         named = kinds.index(inspect.Parameter.VAR_POSITIONAL)
         dynamic = (*dynamic[:named], dynamic[named:])
     # a size of 1 would be taken for a constant

@@ -39,9 +39,11 @@ def packed(module: torch.nn.Module) -> torch.nn.Module:
     done: dict[int, PackedLinear] = {}
 
     def replaced(part: torch.nn.Module) -> torch.nn.Module:
-        if type(part) is torch.nn.Linear:  # a subclass may compute something else, or be read by its owner
+        # a subclass may compute something else, or be read by its owner
+        if type(part) is torch.nn.Linear:
             return done.setdefault(id(part), PackedLinear(part))
-        for name, child in list(part._modules.items()):  # named_children() leaves out a layer's second name
+        # named_children() leaves out a layer's second name
+        for name, child in list(part._modules.items()):
             if child is not None:
                 setattr(part, name, replaced(child))
         return part

@@ -1,16 +1,5 @@
-"""ONNX Runtime: float32, and on a CPU 8-bit integers. The extra ``onnx`` installs it; on a GPU it takes ``onnxruntime-gpu`` in its place.
-
-Measured with MiniLM on two AVX2 cores without VNNI, against float32 eager: float32 0.94 to 1.0 times the rate, with the same values; ``static`` 8 bits 1.2 to
-1.3 times, with a mean cosine of 0.93 and 0.8 of the neighbours, because one scale for a layer's inputs must hold the outliers of a
-transformer. A small MLP lost a few hundredths. So 8 bits are for the accuracy gate to judge.
-
-Not offered: ``dynamic`` 8 bits, with a scale found for each batch (mean cosine 0.992, recall 0.94): a row's values would depend on
-its neighbours, which :class:`precompute.model.Model` rules out, and ONNX Runtime 1.31 computed an MLP wrongly with it (errors of four
-standard deviations).
-
-On a GPU inputs and outputs pass through the host, and TensorRT is used before CUDA where its libraries load; it builds its engine for the shapes
-between the smallest and the largest example, and anew for one beyond.
-"""
+"""ONNX Runtime: float32, and on a CPU 8-bit integers. The extra ``onnx`` installs it; on a GPU it takes ``onnxruntime-gpu`` in its place: inputs and outputs
+pass through the host, and TensorRT is used before CUDA where its libraries load."""
 
 from __future__ import annotations
 
@@ -50,7 +39,8 @@ def quantise(source: Path, path: Path, examples: Sequence[Tensors], reduce_range
     from onnxruntime import quantization
 
     exact = onnx.load(source)
-    del exact.graph.value_info[:]  # the quantiser transposes weights and trips over the shapes noted for them
+    # the quantiser transposes weights and trips over the shapes noted for them
+    del exact.graph.value_info[:]
 
     class Reader(quantization.CalibrationDataReader):  # type: ignore[misc]
         """One example at a time."""
@@ -123,12 +113,12 @@ def _session(path: Path, device: torch.device) -> Any:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.inter_op_num_threads = 1
-    options.log_severity_level = 3  # errors: warnings about what its optimiser left out help nobody here
+    # errors: warnings about what its optimiser left out help nobody here
+    options.log_severity_level = 3
     wanted = providers(device)
     session = onnxruntime.InferenceSession(str(path), options, providers=wanted, enable_fallback=0)
-    if (
-        device.type != "cpu" and session.get_providers()[0] == "CPUExecutionProvider"
-    ):  # it leaves out what does not load, without an error
+    # it leaves out what does not load, without an error
+    if device.type != "cpu" and session.get_providers()[0] == "CPUExecutionProvider":
         names = " and ".join(name for name, _ in wanted)
         raise ConfigError(f"ONNX Runtime could not load {names}: are CUDA's and cuDNN's libraries of its version installed?")
     return session

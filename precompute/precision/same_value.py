@@ -81,7 +81,7 @@ def differing(stored: pa.Table, computed: pa.Table, view: FeatureView, precision
     """
     if stored.num_rows != computed.num_rows:
         raise ValueError(f"{stored.num_rows} rows against {computed.num_rows}: there is nothing to compare")
-    found: dict[int, str] = {}
+    reasons: dict[int, str] = {}
     for feature in view.features:
         x, y = (table.column(feature.name).to_pylist() for table in (stored, computed))
         scores = _scores_of(feature, view)
@@ -94,8 +94,8 @@ def differing(stored: pa.Table, computed: pa.Table, view: FeatureView, precision
         else:
             off = ((row, f"is {b!r:.40}, not {a!r:.40}") for row, (a, b) in enumerate(zip(x, y, strict=True)) if a != b)
         for row, what in off:
-            found.setdefault(row, f"{feature.name} {what}")
-    return found
+            reasons.setdefault(row, f"{feature.name} {what}")
+    return reasons
 
 
 def relative_errors(stored: npt.ArrayLike, computed: npt.ArrayLike) -> _Floats:
@@ -155,8 +155,8 @@ def _vectors_off(stored: Sequence[_Floats], computed: Sequence[_Floats]) -> tupl
 
 def _scores_off(stored: _Floats, computed: _Floats, known: float) -> tuple[_Floats, npt.NDArray[np.bool_]]:
     """Each row's error, and whether it changed its place among the rows that are clearly above or below it."""
-    found = np.abs(stored[np.isfinite(stored) & (stored != 0)])
-    sizes = np.maximum(np.abs(stored), np.median(found) if len(found) else 0)
+    others = np.abs(stored[np.isfinite(stored) & (stored != 0)])
+    sizes = np.maximum(np.abs(stored), np.median(others) if len(others) else 0)
     same = (stored == computed) | (np.isnan(stored) & np.isnan(computed))
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         errors = np.where(same, 0, np.nan_to_num(np.abs(computed - stored) / sizes, nan=np.inf, posinf=np.inf))

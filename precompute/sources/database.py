@@ -103,7 +103,8 @@ class Database:
             try:
                 self._connection.close()
                 break
-            except duckdb.Error:  # busy with a read that an ended run left in its thread
+            except duckdb.Error:
+                # busy with a read that an ended run left in its thread
                 time.sleep(0.01)
         self._spill.close()
 

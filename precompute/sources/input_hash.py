@@ -1,13 +1,7 @@
 """Input hash: 64 bits that tell whether a row's input changed since it was computed. SQL for DuckDB, which makes it with the table.
 
-DuckDB's own ``hash()`` costs 30 ns for a row of a text and two numbers where MD5 over their text took 420, and 160 instead of 5,800 for 64 floats. It is
-no promise of DuckDB's that the next version hashes alike, so what it makes of a few rows of all types is part of every recipe
-(:func:`sample_sql`): by another DuckDB, rows are computed once more, and never compared with hashes of another kind.
-
-It has holes, which are mended here. It hashes a text by words of eight bytes, each XORed in and multiplied, and nothing shifted back: what changes
-in the last byte of two words cancels out once in 2⁸ times, or always in its upper bit. So a text is hashed twice, the second time four bytes further on, where
-the same change cancels out once in 2⁴⁰. It takes -0.0 for 0.0, an empty list, a list of a NULL and a NULL list for one, nested lists for their items, -1
-of 128 bits for 0, and a month for 30 days. In a list -0.0 is 0.0 all the same, and all NaN are one, as in SQL.
+What DuckDB's ``hash()`` makes of a few rows of all types is part of every recipe (:func:`sample_sql`): by another DuckDB, rows are computed once more.
+Its holes are mended here; docs/architecture.md lists them.
 """
 
 from __future__ import annotations

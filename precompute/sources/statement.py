@@ -21,7 +21,8 @@ def check_sql(sql: str) -> None:
         ConfigError: with DuckDB's own words.
     """
     try:
-        sql.encode()  # half of a character is a TypeError to DuckDB
+        # half of a character is a TypeError to DuckDB
+        sql.encode()
         statements = duckdb.extract_statements(sql)
     except (duckdb.Error, UnicodeEncodeError) as exc:
         raise ConfigError(f"not valid SQL: {first_line(exc)}") from exc
@@ -84,9 +85,12 @@ def statement(sql: str) -> str:
         ConfigError: as :func:`check_sql` does.
     """
     check_sql(sql)
-    only = duckdb.extract_statements(sql)[0].query  # from its first word on
-    text = only.encode()  # DuckDB's offsets are of bytes
-    ends = (at for at, _ in duckdb.tokenize(only) if text[at : at + 1] == b";")  # none in a text or comment
+    # from its first word on
+    only = duckdb.extract_statements(sql)[0].query
+    # DuckDB's offsets are of bytes
+    text = only.encode()
+    # none in a text or comment
+    ends = (at for at, _ in duckdb.tokenize(only) if text[at : at + 1] == b";")
     return text[: next(ends, None)].decode()
 
 

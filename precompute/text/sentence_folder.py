@@ -192,8 +192,8 @@ def _pooling(folder: Path) -> Pooling:
 def _dense(folder: Path) -> Dense:
     file, weights = folder / "config.json", folder / "model.safetensors"
     config = _json(file, dict)
-    known = {"in_features", "out_features", "bias", "activation_function", "use_residual", *_SENTENCE_EMBEDDING}
-    _only(config, known, file)
+    understood = {"in_features", "out_features", "bias", "activation_function", "use_residual", *_SENTENCE_EMBEDDING}
+    _only(config, understood, file)
     _on_sentence_embedding(config, file)
     dotted = _value(config, "activation_function", str, "torch.nn.modules.activation.Tanh", file)
     name = dotted.rpartition(".")[2]
@@ -237,10 +237,10 @@ def _transformer(folder: Path) -> tuple[int | None, bool]:
     lowercase = _value(config, "do_lower_case", bool, False, file)
     for kind, harmless in _HARMLESS.items():
         for key in (f"{kind}_kwargs", f"{kind}_args", "tokenizer_args" if kind == "processor" else f"{kind}_args"):
-            given = config.pop(key, None) or {}
-            _only(given, harmless, file, f"{key}.")
-            if "model_max_length" in given:
-                limit = _value(given, "model_max_length", int, limit, file)
+            arguments = config.pop(key, None) or {}
+            _only(arguments, harmless, file, f"{key}.")
+            if "model_max_length" in arguments:
+                limit = _value(arguments, "model_max_length", int, limit, file)
     expected = {"transformer_task": "feature-extraction", "module_output_name": "token_embeddings"}
     for key, value in expected.items():
         if config.get(key) not in (None, value):
@@ -250,7 +250,8 @@ def _transformer(folder: Path) -> tuple[int | None, bool]:
         how = "renders texts by a chat template" if "message" in modalities else "is more than the last hidden state of a text"
         raise ConfigError(f"text_encoder: {file}: modality_config {how}; only text → forward → last_hidden_state is understood")
     _only(
-        {key: value for key, value in config.items() if value not in (None, {})},  # what is not set means nothing
+        # what is not set means nothing
+        {key: value for key, value in config.items() if value not in (None, {})},
         {"max_seq_length", "do_lower_case", "modality_config", "unpad_inputs", *expected},
         file,
     )
@@ -273,7 +274,8 @@ def _settings(file: Path) -> tuple[str, str, int | None]:
         raise ConfigError(f"text_encoder: {file}: default_prompt_name is {default!r}, and there is no such prompt")
     document = next((prompts[name] for name in DOCUMENT_PROMPTS if prompts.get(name)), "")
     query = prompts.get("query") or ""
-    if not document and not query and default is not None:  # a model that knows no two sides
+    # a model that knows no two sides
+    if not document and not query and default is not None:
         document = query = prompts.get(default) or ""
     truncate_dim = _value(config, "truncate_dim", int, None, file)
     if truncate_dim is not None and truncate_dim < 1:
@@ -287,14 +289,15 @@ def _json(file: Path, kind: type) -> Any:
     ModelError: it is no JSON, or of another kind.
     """
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as exc:
         raise ConfigError(f"text_encoder: {file} cannot be read: {exc.strerror}; modules.json names it") from exc
-    except ValueError as exc:  # not JSON, or not UTF-8
+    except ValueError as exc:
+        # not JSON, or not UTF-8
         raise ModelError(f"text_encoder: {file} is damaged: {exc}") from exc
-    if not isinstance(found, kind):
-        raise ModelError(f"text_encoder: {file} is damaged: it holds a {type(found).__name__}, not a {kind.__name__}")
-    return found
+    if not isinstance(content, kind):
+        raise ModelError(f"text_encoder: {file} is damaged: it holds a {type(content).__name__}, not a {kind.__name__}")
+    return content
 
 
 def _value(config: Mapping[str, Any], key: str, kind: type, default: Any, file: Path) -> Any:
@@ -306,7 +309,7 @@ def _value(config: Mapping[str, Any], key: str, kind: type, default: Any, file: 
     return value
 
 
-def _only(config: Mapping[str, Any] | Sequence[str], known: set[str], file: Path, prefix: str = "") -> None:
-    unknown = [key for key in config if key not in known]
+def _only(config: Mapping[str, Any] | Sequence[str], understood: set[str], file: Path, prefix: str = "") -> None:
+    unknown = [key for key in config if key not in understood]
     if unknown:
         raise ConfigError(f"text_encoder: {file} sets {prefix}{unknown[0]}, which is not understood; values could differ")

@@ -67,7 +67,8 @@ class Head(torch.nn.Module):
 
 def _pooled(mode: str, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """[B, D] of ``tokens`` [B, T, D]: ``sentence_transformers…Pooling`` 6.2, ``_forward_padded``, for padding at the end."""
-    if mode in ("cls", "lasttoken"):  # the first and the last that counts
+    # the first and the last that counts
+    if mode in ("cls", "lasttoken"):
         place = torch.arange(mask.shape[1], device=mask.device).unsqueeze(0)
         counted = mask.amax(1) > 0
         if mode == "cls":
@@ -79,7 +80,8 @@ def _pooled(mode: str, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor
     if mode == "max":
         return tokens.masked_fill(mask.unsqueeze(-1) == 0, float("-inf")).amax(1)
     weights = mask.unsqueeze(-1).to(tokens.dtype)
-    if mode == "weightedmean":  # Muennighoff 2022: a token's weight is its position, from 1
+    # Muennighoff 2022: a token's weight is its position, from 1
+    if mode == "weightedmean":
         weights = weights * torch.arange(1, mask.shape[1] + 1, device=mask.device, dtype=tokens.dtype).view(1, -1, 1)
     total = weights.sum(1).clamp(min=1e-9)
     return (tokens * weights).sum(1) / (total.sqrt() if mode == "mean_sqrt_len_tokens" else total)

@@ -46,7 +46,8 @@ class TokenCache:
         path = self._folder / f"{key}.npy"
         try:
             stored = np.load(path, allow_pickle=False)
-            if zlib.crc32(stored[1:].tobytes()) != int(stored[0]) & 0xFFFFFFFF:  # such as the zeros that a loss of power leaves
+            # such as the zeros that a loss of power leaves
+            if zlib.crc32(stored[1:].tobytes()) != int(stored[0]) & 0xFFFFFFFF:
                 return None
             texts = int(stored[1])
             lengths, ids = stored[2 : texts + 2].astype(np.int64), stored[texts + 2 :].astype(np.int64)
@@ -76,9 +77,10 @@ class TokenCache:
     def _evict(self) -> None:
         files = []
         for path in self._folder.glob("*.npy"):
-            with contextlib.suppress(OSError):  # another process evicted it
-                found = path.stat()
-                files.append((found.st_mtime_ns, found.st_size, path))
+            # another process evicted it
+            with contextlib.suppress(OSError):
+                file = path.stat()
+                files.append((file.st_mtime_ns, file.st_size, path))
         total = sum(size for _, size, _ in files)
         for _, size, path in sorted(files):
             if total <= self._max_bytes:

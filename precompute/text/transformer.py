@@ -47,7 +47,8 @@ def model_files(folder: Path) -> dict[str, Path]:
     """
     weights = ["model.safetensors"]
     index = folder / "model.safetensors.index.json"
-    if index.is_file() and not (folder / weights[0]).is_file():  # a large model's, in several files
+    # a large model's, in several files
+    if index.is_file() and not (folder / weights[0]).is_file():
         try:
             weights = [index.name, *sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))]
         except (ValueError, KeyError, AttributeError, TypeError) as exc:
@@ -74,7 +75,8 @@ def model_type(file: Path) -> str:
         kind = str(config["model_type"])
     except (ValueError, KeyError, TypeError) as exc:
         raise ModelError(f"text_encoder: {file} is damaged: it names no model_type ({exc})") from exc
-    if "AutoModel" in (config.get("auto_map") or {}):  # transformers' own code for the same model_type may be another model
+    # transformers' own code for the same model_type may be another model
+    if "AutoModel" in (config.get("auto_map") or {}):
         raise ConfigError(
             f"text_encoder: {file}: the model's own code (auto_map: {config['auto_map']['AutoModel']}) is never run: write a model class of your own, "
             f"or remove auto_map where transformers' own {kind!r} is meant"
@@ -95,7 +97,8 @@ def load_transformer(folder: Path) -> tuple[Any, Any]:
         ModelError: a file is damaged, or weights are missing.
     """
     try:
-        Tokenizer.from_file(str(folder / "tokenizer.json"))  # transformers makes up one from other files when this is damaged
+        # transformers makes up one from other files when this is damaged
+        Tokenizer.from_file(str(folder / "tokenizer.json"))
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         transformer, loading = AutoModel.from_pretrained(
             folder,
@@ -105,7 +108,8 @@ def load_transformer(folder: Path) -> tuple[Any, Any]:
             dtype=torch.float32,
             output_loading_info=True,
         )
-    except Exception as exc:  # the tokenizers library raises a bare Exception, safetensors one of its own
+    except Exception as exc:
+        # the tokenizers library raises a bare Exception, safetensors one of its own
         raise ModelError(f"text_encoder: {folder} does not load: {exc}") from exc
     # transformers makes up what is missing, at random; only the pooler is not used here
     missing = sorted(name for name in loading["missing_keys"] if not name.startswith("pooler."))
@@ -116,12 +120,13 @@ def load_transformer(folder: Path) -> tuple[Any, Any]:
             f"text_encoder: {folder}/tokenizer_config.json: truncation_side is {tokenizer.truncation_side}; only right is understood"
         )
     if getattr(transformer.config, "use_cache", False):
-        transformer.config.use_cache = False  # nothing is generated
+        # nothing is generated
+        transformer.config.use_cache = False
     return transformer, tokenizer
 
 
-def longest_input(given: int | None, folders: int | None, transformer: Any, tokenizer: Any) -> int:
-    """The longest input: as given; else as the folder says; else as ``sentence_transformers…Transformer`` finds it.
+def longest_input(asked: int | None, folders: int | None, transformer: Any, tokenizer: Any) -> int:
+    """The longest input: as asked for; else as the folder says; else as ``sentence_transformers…Transformer`` finds it.
 
     Raises:
         ConfigError: the model cannot take it, or nobody says.
@@ -129,16 +134,17 @@ def longest_input(given: int | None, folders: int | None, transformer: Any, toke
     config = transformer.config
     declared = getattr(config, "max_position_embeddings", -1)
     table = _positions(transformer)
-    if given is not None:
+    if asked is not None:
         most = table or max(declared, folders or 0)
-        if not 2 < given <= most:
-            raise ConfigError(f"text_encoder: max_tokens is {given}, this model takes 3 to {most}")
-        return given
+        if not 2 < asked <= most:
+            raise ConfigError(f"text_encoder: max_tokens is {asked}, this model takes 3 to {most}")
+        return asked
     longest = folders
     if longest is None:
         longest = tokenizer.model_max_length if declared == -1 else min(tokenizer.model_max_length, declared)
     longest = min(longest, table or longest)
-    if not 2 < longest < 2**24:  # transformers writes 1e30 for none
+    # transformers writes 1e30 for none
+    if not 2 < longest < 2**24:
         raise ConfigError(
             f"text_encoder: the folder names no longest input that can be used ({longest}): set max_tokens in the model's args"
         )
@@ -165,5 +171,6 @@ def transformer_flops(transformer: Any) -> tuple[float, float]:
         for name, module in transformer.named_modules()
         if isinstance(module, torch.nn.Linear) and not name.startswith("pooler")
     )
-    shared = config.num_hidden_layers // getattr(config, "num_hidden_groups", config.num_hidden_layers)  # ALBERT's layers are one
+    # ALBERT's layers are one
+    shared = config.num_hidden_layers // getattr(config, "num_hidden_groups", config.num_hidden_layers)
     return 2.0 * weights * shared, 4.0 * config.num_hidden_layers * width

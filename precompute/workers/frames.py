@@ -1,13 +1,5 @@
 """Frames: what goes between the pool and its workers. A message is the lengths of a header and a body (uint32 and uint64, big-endian), the header as JSON,
-the body as an Arrow IPC stream or empty.
-
-    to the worker    the model to load, its tables, then windows, ``{}`` with the rows; end of file: end at once
-    from it          {"kind": "ready", "device": …}                       the model is loaded
-                     {"kind": "beat", "steps": n}                         the process lives, and has finished so many batches
-                     {"kind": "done", "last": …, "rejections": …, …}      body: row numbers, then the features; of the window that came first
-                                                                          of those not done, all that is left of it if it is the last
-                     {"kind": "error", "error": "ModelError", "text": …}  nothing follows
-"""
+the body as an Arrow IPC stream or empty."""
 
 from __future__ import annotations
 
@@ -17,6 +9,13 @@ from collections.abc import Mapping
 from typing import IO, Any
 
 import pyarrow as pa
+
+# to the worker:  the model to load, its tables, then windows, {} with the rows; end of file: end at once
+# from it:        {"kind": "ready", "device": …}                       the model is loaded
+#                 {"kind": "beat", "steps": n}                         the process lives, and has finished so many batches
+#                 {"kind": "done", "last": …, "rejections": …, …}      body: row numbers, then the features; of the window that came first
+#                                                                      of those not done, all that is left of it if it is the last
+#                 {"kind": "error", "error": "ModelError", "text": …}  nothing follows
 
 _LENGTHS = struct.Struct(">IQ")
 

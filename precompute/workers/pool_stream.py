@@ -108,7 +108,8 @@ class PoolStream:
             self._closed = True
             self._changed.notify_all()
         self._supervisor.join()
-        self._reader.join(END_S)  # it may be in the middle of reading
+        # it may be in the middle of reading
+        self._reader.join(END_S)
 
     # ---- the source
 
@@ -122,7 +123,8 @@ class PoolStream:
                 times.busy_s += time.monotonic() - started
                 if batch is None or not self._put(batch, hidden):
                     break
-        except BaseException as exc:  # it belongs to whoever takes the windows, after those that were read before
+        except BaseException as exc:
+            # it belongs to whoever takes the windows, after those that were read before
             error = exc
         finally:
             close = getattr(source, "close", None)
@@ -223,7 +225,8 @@ class PoolStream:
                     if self._closed or self._error is not None:
                         return
                     now = time.monotonic()
-                    paused = max(0.0, now - looked - tick)  # this process, or the machine: no worker is to blame
+                    # this process, or the machine: no worker is to blame
+                    paused = max(0.0, now - looked - tick)
                     looked = now
                     for process in self._processes:
                         process.heard += paused
@@ -285,7 +288,8 @@ class PoolStream:
         rows = task.rows[task.left]
         deaths = task.deaths + alone if len(rows) == len(task.rows) else int(alone)
         if not len(rows):
-            return  # it died between the last row and saying so
+            # it died between the last row and saying so
+            return
         if len(rows) == 1 and deaths >= self._patience.attempts:
             error = f"its worker process {told} ({deaths} of {self._patience.attempts} tries)"
             task.window.add(1, [RejectedRow(int(rows[0]), "worker", error)], np.empty(0, np.int64), None)

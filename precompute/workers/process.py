@@ -111,7 +111,6 @@ class ChildProcess(ProcessGroup):
 
     @property
     def status(self) -> int | None:
-        """See :attr:`ProcessGroup.status`."""
         return self._popen.returncode
 
     def pipes(self) -> tuple[IO[bytes], IO[bytes]]:
@@ -122,7 +121,7 @@ class ChildProcess(ProcessGroup):
         return stdin, stdout
 
     def ended(self) -> bool:
-        """See :meth:`ProcessGroup.ended`; reaps it."""
+        """Also reaps it."""
         with self._reaping:
             if self.status is None and self._over() and self._popen.poll() is not None and self._kept is not None:
                 with self._kept as kept:
@@ -131,7 +130,7 @@ class ChildProcess(ProcessGroup):
             return self.status is not None
 
     def signal(self, number: int) -> None:
-        """See :meth:`ProcessGroup.signal`: to none that was reaped."""
+        """To none that was reaped."""
         with self._reaping:
             if self.status is None:
                 _signal_group(self.pid, number)
@@ -196,7 +195,6 @@ class AdoptedProcess(ProcessGroup):
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - self._started_ticks / os.sysconf("SC_CLK_TCK"))
 
     def ended(self) -> bool:
-        """See :meth:`ProcessGroup.ended`."""
         stat = _stat(self.pid)
         if stat is not None and stat.started_ticks == self._started_ticks and stat.state != "Z":
             return False
@@ -204,7 +202,7 @@ class AdoptedProcess(ProcessGroup):
         return True
 
     def signal(self, number: int) -> None:
-        """See :meth:`ProcessGroup.signal`: to none whose number is that of a process that started at another time."""
+        """To none whose number is that of a process that started at another time."""
         stat = _stat(self.pid)
         # Where no process has the number, others of the group may, and nobody else is given it while they do.
         if stat is None or stat.started_ticks == self._started_ticks:

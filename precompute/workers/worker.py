@@ -46,7 +46,7 @@ def prepare_model(model: Model, convert: Mapping[str, Any] | None, sample: pa.Ta
 
     Args:
         model: as loaded.
-        convert: the spec's: ``variant`` and ``folder`` of :func:`precompute.precision.variants.use_variant`, or None.
+        convert: the spec's: ``variant`` and ``folder`` of :func:`precompute.precision.conversion.use_variant`, or None.
         sample: rows of the source.
 
     Raises:
@@ -54,7 +54,8 @@ def prepare_model(model: Model, convert: Mapping[str, Any] | None, sample: pa.Ta
     """
     if convert is None:
         return
-    from precompute.precision.variants import use_variant  # imports torch
+    # imports torch
+    from precompute.precision.conversion import use_variant
 
     use_variant(model, convert["variant"], lambda: sample, Path(convert["folder"]))
 
@@ -74,10 +75,10 @@ def check_fingerprint(model: Model, spec: Mapping[str, Any], tables: Mapping[str
     if spec["fingerprint"] is None:
         return
     with starting_from(folder):
-        found = model_fingerprint(model.fingerprint(), spec["use"], spec["precision"], tables)
-    if found != spec["fingerprint"]:
+        own = model_fingerprint(model.fingerprint(), spec["use"], spec["precision"], tables)
+    if own != spec["fingerprint"]:
         raise ConfigError(
-            f"the model {spec['use']!r} has fingerprint {found[:12]} in a worker, and had {spec['fingerprint'][:12]} when the run began: its files "
+            f"the model {spec['use']!r} has fingerprint {own[:12]} in a worker, and had {spec['fingerprint'][:12]} when the run began: its files "
             "changed during the run, so run again (or its fingerprint() is another one in each process)"
         )
 
@@ -88,10 +89,12 @@ def main() -> None:
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
-    os.dup2(2, 1)  # whatever a model prints, in Python or below it, goes to stderr and not between two messages
+    # whatever a model prints, in Python or below it, goes to stderr and not between two messages
+    os.dup2(2, 1)
     sys.stdout = sys.stderr
     _Worker(source, sink).run()
-    os._exit(0)  # without waiting for threads of the model's
+    # without waiting for threads of the model's
+    os._exit(0)
 
 
 def _die_with_parent() -> None:
@@ -145,7 +148,8 @@ class _Worker:
                     self._under_way.popleft()
         except PrecomputeError as exc:
             self._send({"kind": "error", "error": type(exc).__name__, "text": str(exc)})
-        except (Exception, SystemExit) as exc:  # of a module that is imported, or of a method that no row can be blamed for
+        except (Exception, SystemExit) as exc:
+            # of a module that is imported, or of a method that no row can be blamed for
             text = f"the model of view {view.name!r} failed in its worker: {told(exc)}"
             self._send({"kind": "error", "error": ModelError.__name__, "text": text})
 
@@ -194,7 +198,8 @@ class _Worker:
         try:
             with self._writing:
                 write_frame(self._sink, header, body)
-        except OSError:  # the parent is gone
+        except OSError:
+            # the parent is gone
             os._exit(1)
 
 

@@ -178,7 +178,8 @@ Listener = Callable[[WorkerProcess, IO[bytes]], None]
 def _surroundings(spec: WorkerSpec, device: str | None, workers: int) -> tuple[dict[str, str], dict[str, Any]]:
     """The environment of a worker, and its model's arguments."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
-    if workers > 1:  # or every one of them would take all cores
+    # or every one of them would take all cores
+    if workers > 1:
         for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):
             environment.setdefault(name, str(max(1, _cores() // workers)))
     args = dict(spec.args)

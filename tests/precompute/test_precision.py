@@ -24,7 +24,8 @@ from precompute.models.device import Device
 from precompute.models.text_encoder import Encoder
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.precision import inductor, onednn, onnx, variants
-from precompute.precision.variants import NAMES, Variant, candidates, convert, copied, parse
+from precompute.precision.conversion import convert, copied
+from precompute.precision.variants import NAMES, Variant, candidates, parse
 from precompute.text.sentence_folder import Normalize, Pooling
 from precompute.text.sentence_head import Head
 from store.errors import ConfigError, ModelError

