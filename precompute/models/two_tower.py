@@ -27,6 +27,9 @@ from store.errors import ConfigError, ModelError
 CODE_VERSION = 1
 UNKNOWN = 0
 
+Tokens = list[tuple[torch.Tensor, torch.Tensor]]
+"""Per field: (token numbers of all rows in a row, first token of each row [rows]), as EmbeddingBag takes them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Field:
@@ -55,11 +58,11 @@ class Tower(torch.nn.Module):
         self.hidden = torch.nn.Linear(dim, dim)
         self.out = torch.nn.Linear(dim, dim)
 
-    def tokens(self, batch: pa.RecordBatch | pa.Table) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Per field: (token numbers of all rows in a row, first token of each row [rows]), as EmbeddingBag takes them."""
+    def tokens(self, batch: pa.RecordBatch | pa.Table) -> Tokens:
+        """What :meth:`forward` takes of a batch."""
         return [_tokens(f, batch) for f in self.fields]
 
-    def forward(self, tokens: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    def forward(self, tokens: Tokens) -> torch.Tensor:
         """[rows, dim] float32."""
         parts = [bag(ids, offsets) for bag, (ids, offsets) in zip(self.bags, tokens, strict=True)]
         total = torch.stack(parts).sum(0)
@@ -162,9 +165,7 @@ def train_two_tower(
         total = 0.0
         for chosen in torch.randperm(len(positives), generator=generator).split(batch_pairs):  # type: ignore[no-untyped-call]
             seen = {name: _without_ids(of_tower, id_dropout, generator) for name, of_tower in tokens.items()}
-            user_rows, item_rows = positives[chosen].T
-            u = torch.nn.functional.dropout(towers["user"](seen["user"])[user_rows], dropout)
-            loss = torch.nn.functional.cross_entropy(u @ towers["item"](seen["item"]).T, item_rows)
+            loss = _loss(towers, seen, positives[chosen], dropout)
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
@@ -173,6 +174,12 @@ def train_two_tower(
         if progress is not None:
             progress(epoch + 1, total / len(positives))
     _save(path, dim, towers)
+
+
+def _loss(towers: Mapping[str, Tower], tokens: Mapping[str, Tokens], pairs: torch.Tensor, dropout: float) -> torch.Tensor:
+    user_rows, item_rows = pairs.T
+    u = torch.nn.functional.dropout(towers["user"](tokens["user"])[user_rows], dropout)
+    return torch.nn.functional.cross_entropy(u @ towers["item"](tokens["item"]).T, item_rows)
 
 
 def _save(path: Path, dim: int, towers: Mapping[str, Tower]) -> None:
@@ -207,9 +214,7 @@ def _tokens(f: Field, batch: pa.RecordBatch | pa.Table) -> tuple[torch.Tensor, t
     return torch.from_numpy(ids), torch.from_numpy(np.cumsum(counts) - counts)
 
 
-def _without_ids(
-    tokens: list[tuple[torch.Tensor, torch.Tensor]], share: float, generator: torch.Generator
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _without_ids(tokens: Tokens, share: float, generator: torch.Generator) -> Tokens:
     ids, offsets = tokens[0]
     kept = torch.rand(len(ids), generator=generator) >= share
     return [(torch.where(kept, ids, UNKNOWN), offsets), *tokens[1:]]
