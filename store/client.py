@@ -57,7 +57,7 @@ class Client:
         fallback: bool = True,
         deadline_ms: float | None = None,
         max_age_s: float | None = None,
-        inputs: Mapping[str, Mapping[str, Any]] | None = None,
+        inputs: Mapping[Any, Mapping[str, Any]] | None = None,
     ) -> pa.Table:
         """As :meth:`store.lookup.Lookup.get`, over HTTP and Arrow.
 

@@ -80,7 +80,7 @@ class Lookup:
         fallback: bool = True,
         deadline_ms: float | None = None,
         max_age_s: float | None = None,
-        inputs: Mapping[str, Mapping[str, Any]] | None = None,
+        inputs: Mapping[Any, Mapping[str, Any]] | None = None,
     ) -> pa.Table:
         """The rows of ``keys``, in their order: the columns of :data:`ANSWER_FIELDS`, then one per feature.
 
@@ -122,7 +122,7 @@ class Lookup:
         fallback: bool = True,
         deadline_ms: float | None = None,
         max_age_s: float | None = None,
-        inputs: Mapping[str, Mapping[str, Any]] | None = None,
+        inputs: Mapping[Any, Mapping[str, Any]] | None = None,
     ) -> Answer:
         """As :meth:`get`, without waiting: the answer may still have rows in flight, see :meth:`Answer.wait`."""
         if isinstance(keys, (str, bytes)) or not hasattr(keys, "__len__"):

@@ -94,7 +94,7 @@ def prepared_redis(memory_folder: Path, redis_server: str) -> tuple[Scene, dict[
     client.flushdb()
     scene = two_published(Scene(memory_folder / "stage-redis", online=redis_server))
     scene.folder.rename(memory_folder / "prepared-redis")
-    dump = {key: client.dump(key) for key in client.scan_iter(count=5000)}
+    dump = {key: value for key in client.scan_iter(count=5000) if (value := client.dump(key)) is not None}
     client.close()
     return scene, dump
 

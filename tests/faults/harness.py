@@ -513,7 +513,8 @@ def check_online_is_tidy(scene: Scene) -> None:
         try:
             of = {key.decode().split(":")[2] for key in client.scan_iter(match=f"precompute:{VIEW}:*", count=5000)}
             assert of <= {str(number) for number in generations}, f"left in Redis: generations {sorted(of)}"
-            loading = [f for f in client.hkeys(f"precompute:{{{VIEW}}}:meta") if f.startswith(b"loading:")]
+            fields: list[Any] = client.hkeys(f"precompute:{{{VIEW}}}:meta")
+            loading = [field for field in fields if field.startswith(b"loading:")]
             assert loading == []
         finally:
             client.close()

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from types import FrameType
 
 import pytest
 
@@ -87,11 +88,11 @@ class Site:
 
     def is_on_the_stack(self) -> bool:
         """Whether it is being executed by this thread."""
-        frame = sys._getframe()
+        frame: FrameType | None = sys._getframe()
         while frame is not None:
             if frame.f_code.co_filename == self.file and self.first_line <= frame.f_lineno <= self.last_line:
                 return True
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         return False
 
 
@@ -105,7 +106,9 @@ def sites() -> dict[str, Site]:
                 if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
                     continue
                 for node in ast.walk(function):
-                    called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+                    if not isinstance(node, ast.Call):
+                        continue
+                    called = ast.unparse(node.func)
                     if called in ("os.fsync", "os.fdatasync", "sync_file", "sync_folder"):
                         name = f"{path.relative_to(REPOSITORY)} {function.name} {called}"
                         if name in found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import Any
 
 import pytest
 
@@ -44,7 +45,7 @@ AHEAD = AHEAD_WINDOWS * WINDOW_ROWS
 CASES = [(point, mode) for point in POINTS for mode in MODES if mode != "torn" or point in WITH_FILE]
 
 
-def inject(scene: Scene, point: str, nth: int, mode: str, what: str = "run", **chunks: int) -> Ended:
+def inject(scene: Scene, point: str, nth: int, mode: str, what: str = "run", **chunks: Any) -> Ended:
     """Do it with the point armed: in a child where that is the end of a process, here where it is an error."""
     if mode in ("kill", "torn"):
         ended = Child(scene, what, crash=(point, nth, mode), chunks=chunks).ended()
@@ -77,7 +78,7 @@ def check_error(ended: Ended, point: str, mode: str) -> None:
             assert words in ended.error
 
 
-def passings(scene: Scene, what: str = "run", **chunks: int) -> dict[str, int]:
+def passings(scene: Scene, what: str = "run", **chunks: Any) -> dict[str, int]:
     """How often an undisturbed run passes each point."""
     crashpoint.arm("")
     try:
@@ -150,7 +151,7 @@ def test_a_first_run_that_is_killed_anywhere(point: str, scene: Scene) -> None:
     check_everything(scene)
 
 
-COMPACTING = {"MAX_DELTAS": 0}
+COMPACTING: dict[str, Any] = {"MAX_DELTAS": 0}
 
 
 @pytest.mark.parametrize(
@@ -287,7 +288,7 @@ def test_nothing_is_left_in_redis_by_a_load_that_was_killed(delta_to_come_redis:
 
 
 def kill_in_lmdb_load() -> None:
-    store.online.lmdb_store.sync_file = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+    store.online.lmdb_store.sync_file = lambda path: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[attr-defined]
 
 
 def kill_in_redis_load() -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -113,7 +114,8 @@ def test_a_run_on_a_full_disk(small_disk: Path) -> None:
 def test_a_model_that_fails_once(how: str, at: int, delta_to_come: MakeScene) -> None:
     """A batch it raises on is halved and tried again; a row it makes NaN of is refused, and one is more than this view allows."""
     scene = delta_to_come()
-    scene.write(**{how: at})
+    fails: dict[str, Any] = {how: at}
+    scene.write(**fails)
     ended = Child(scene).ended()
     if how == "nan_at":
         assert ended.error is not None

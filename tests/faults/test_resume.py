@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -27,7 +28,7 @@ FEW = dict(list(ROWS.items())[:40])
 """Five chunks."""
 
 
-def interrupted(scene: Scene, chunks: int, **options: bool) -> Scene:
+def interrupted(scene: Scene, chunks: int, **options: Any) -> Scene:
     """A run killed after this many chunks were finished."""
     assert Child(scene, crash=("journal.append", chunks, "kill"), **options).ended().signal == 9
     assert scene.computed() >= chunks * WINDOW_ROWS  # the engine computes ahead of what is written

@@ -432,13 +432,14 @@ def test_an_interrupted_runs_chunks_count_for_its_own_policy_only(make: Make, mo
 
 
 def test_a_null_row_is_carried_over_like_any_other(make: Make, online: str, open_lookup: Callable[[Project], Lookup]) -> None:
-    rows: Rows = {i: "d" * i for i in range(1, 41)} | {50: None, 51: ""}
+    rows: Rows = {**{i: "d" * i for i in range(1, 41)}, 50: None, 51: ""}
     project = make(rows, online, bad_rows="null")
     run(project)
     Texts.seen.clear()
     assert (run(project).status, run(project).counts["nulls"]) == ("current", 2)
     rows[1] = "new"
-    for step, (change, nulls) in enumerate([({}, 2), ({50: "found"}, 1), ({3: None}, 2), ({51: "", 4: "x"}, 2)], 2):
+    changes: list[tuple[Rows, int]] = [({}, 2), ({50: "found"}, 1), ({3: None}, 2), ({51: "", 4: "x"}, 2)]
+    for step, (change, nulls) in enumerate(changes, 2):
         rows |= change
         project = make(rows, online, bad_rows="null")
         report = run(project)
@@ -503,7 +504,7 @@ def test_gates_of_a_snapshot_without_a_single_vector(make: Make, open_lookup: Ca
     assert lookup.search("numbers", vector=[1.0, 2.0, 3.0, 4.0], k=3)["rows"] == []
     assert served(lookup, [1, 2]) == fresh(rows)[:2]
     assert all_is_well(project)[-1] == "0 vectors; 0 sampled ones find themselves"
-    some = {i: "d" * i for i in range(1, 31)}
+    some: Rows = {i: "d" * i for i in range(1, 31)}
     project = make(some, bad_rows="null", **gates)  # nothing to measure the drift by
     report = run(project)
     assert (report.status, stored(project, report)) == ("published", expected(some))

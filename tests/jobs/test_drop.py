@@ -56,7 +56,8 @@ def call(project: Project, *command: str) -> int:
 
 def served(project: Project) -> list[str]:
     """Views whose row of key 1 is answered; every other one is unknown."""
-    lookup, found = Lookup(open_online_store(project.online)), []
+    lookup = Lookup(open_online_store(project.online))
+    found: list[str] = []
     for name in ("numbers", "others"):
         if name in lookup.online.views():
             assert lookup.row(name, 1)["features"]["double"] == 2.0

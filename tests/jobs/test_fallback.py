@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -450,7 +451,7 @@ def test_a_view_that_began_anew_is_computed_by_its_own_model(
             pointer = lookup.online.live("numbers")
             assert pointer is not None
             pointers.append(pointer)
-            eventually(lambda live=pointer: fallback.ready(live))
+            eventually(partial(fallback.ready, pointer))
             assert features(lookup.get("numbers", [1, 2])) == [{"double": factor}, {"double": 2 * factor}]
             if ended == "dropped":
                 drop(project, "numbers", data=True)

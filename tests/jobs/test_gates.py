@@ -101,7 +101,7 @@ def newest(project: Project) -> Snapshot:
     return store.snapshot(store.numbers()[-1])
 
 
-BAD: dict[str, tuple[dict[int, float | None], dict[str, Any], float, str]] = {
+BAD: dict[str, tuple[Mapping[int, float | None], dict[str, Any], float, str]] = {
     # gate: rows, the model's arguments, figure measured, what is said
     "rows": ({i: GOOD[i] for i in range(N // 2)}, {}, -0.5, "20 rows, -50.0% against the 40 of snapshot 1"),
     "rejected": (GOOD | dict.fromkeys(range(10)), {}, 0.25, "10 of 40 rows rejected"),
@@ -185,7 +185,7 @@ def turned(n: int, by: float, rows: Mapping[int, float] = GOOD) -> dict[int, flo
 A, B = 2 * np.arcsin(0.225) - 1e-3, 2 * np.arcsin(0.225) + 1e-3
 """Angles that move a vector by a little less, and a little more, than ``moved_by``."""
 
-AT_THE_LIMIT: list[tuple[str, dict[int, float], dict[str, Any], dict[int, float | None], dict[str, Any]]] = [
+AT_THE_LIMIT: list[tuple[str, Mapping[int, float | None], dict[str, Any], Mapping[int, float | None], dict[str, Any]]] = [
     # gate, rows and arguments of what still passes, and of what does not any more, after GOOD; every limit its default, but where OWN has one
     ("rows", first(48), {}, first(49), {}),
     ("rows", first(32), {}, first(31), {}),
@@ -338,7 +338,7 @@ def test_rejected_and_coverage_can_be_switched_off(make_project: MakeProject) ->
 def test_parity_computes_a_sample_again_as_the_fallback_would(make_project: MakeProject, tmp_path: Path) -> None:
     weights = tmp_path / "weights"
     weights.write_text("1")
-    make = {"fallback": True, "weights": str(weights)}
+    make: dict[str, Any] = {"fallback": True, "weights": str(weights)}
     project = make_project(list(GOOD.items()), view=view(**make))
     run(project)
     parity = [g for g in newest(project).gates if g.gate == "parity"]

@@ -182,7 +182,7 @@ def test_what_others_were_computed_from_stays_and_their_fallback_works(make_proj
     )  # expired, so computed now
     row = lookup.row("derived", 2)
     assert (row["status"], row["features"]) == ("computed", {"double": 8.0})
-    assert lookup.fallback is not None
+    assert isinstance(lookup.fallback, ViewFallback)
     lookup.fallback.close()
     lookup.close()
     run(project, "derived")
@@ -225,7 +225,7 @@ def test_while_another_views_manifest_cannot_be_read_what_it_may_need_stays(make
 
 
 def test_the_newest_of_every_partition_stays(make_project: MakeProject) -> None:
-    view = {
+    view: dict[str, Any] = {
         "source": {"sql": "SELECT id, x FROM read_parquet('${data}/data.parquet') WHERE $start IS NOT NULL"},
         "partition": {"by": "day", "start": "2026-01-01"},
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -197,7 +198,7 @@ def test_full_computes_every_row(make_project: MakeProject) -> None:
     assert (snapshot_of(project, report).kind, report.snapshot) == ("full", 2)
 
 
-OTHER = {
+OTHER: dict[str, tuple[dict[str, Any], Any]] = {
     "the model's fingerprint": (
         {"model": {"use": "tests.arithmetic:Doubler", "args": {"version": 2}}},
         "model (or its tokenizer or tables) changed, fingerprint ",
@@ -489,12 +490,12 @@ def test_a_chain_of_deltas_is_what_a_full_run_makes(
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Sets how many seconds ahead of the real time all clocks of runs and of ``status`` are."""
-    real, ahead = plan.time.time_ns, [0.0]
+    real, ahead = time.time_ns, [0.0]
 
     class Ahead:
         """``time`` as the modules see it."""
 
-        monotonic = staticmethod(plan.time.monotonic)
+        monotonic = staticmethod(time.monotonic)
 
         @staticmethod
         def time_ns() -> int:
@@ -519,8 +520,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 def looked_up(project: Project, ahead_s: float, keys: list[int]) -> list[tuple[str, int]]:
     """(status, age in whole hundreds of seconds) of each key, as asked ``ahead_s`` from now."""
-    import time
-
     lookup = Lookup(open_online_store(project.online), project.root, clock=lambda: time.time() + ahead_s)
     try:
         rows = [lookup.row("numbers", key) for key in keys]

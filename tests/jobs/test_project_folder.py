@@ -50,7 +50,7 @@ class Weighed(Doubler):
         return {"double": super().compute(batch)["double"] / 2 * factor}
 
 
-WEIGHED = {
+WEIGHED: dict[str, Any] = {
     "model": {"use": "tests.jobs.test_project_folder:Weighed", "args": {"weights": "./weights.txt"}},
     "features": {"double": {"dtype": "float64"}},
 }

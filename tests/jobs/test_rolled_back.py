@@ -256,7 +256,7 @@ FEW = GOOD | {i: BAD[i] for i in range(5)}
     ],
 )
 def test_damage_of_one_does_not_hide_the_rows_of_another(
-    make_project: MakeProject, damaged: int, again: Mapping[int, float], said: str
+    make_project: MakeProject, damaged: int, again: dict[int, float], said: str
 ) -> None:
     run(make_project, GOOD)
     for rows in (NEW, FEW):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,7 @@ def test_every_snapshot_has_its_line_the_newest_first(project: Project) -> None:
     store = project.offline.view("numbers")
     model = store.snapshot(1).model
     committed = {n: store.snapshot(n).created_at for n in (1, 2, 3, 4)}
-    common = {"partition": None, "model": model, "refused_by": [], "accepted": [], "bad": None, "error": None}
+    common: dict[str, Any] = {"partition": None, "model": model, "refused_by": [], "accepted": [], "bad": None, "error": None}
     marks = {"live": False, "previous": False, "pinned": False}
     assert list_snapshots(project, "numbers") == [
         {"snapshot": n, "created_at": committed[n]} | common | marks | facts

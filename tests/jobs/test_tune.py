@@ -28,6 +28,7 @@ from jobs.progress import Silent
 from jobs.run import plan_view, run_view
 from jobs.tune import describe_tuning, tune
 from jobs.tuning_file import read_tuning, tuning_path, write_tuning
+from precompute.engine.runner import Runner
 from precompute.models.torch_model import TorchModel
 from precompute.precision.accuracy import compare
 from precompute.precision.variants import Variant
@@ -397,7 +398,7 @@ def test_tune_compares_every_candidate_with_float32_and_picks_the_fastest_that_p
 def test_each_candidate_is_measured_as_what_it_is_in_turns(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
     computed: list[tuple[str, list[float]]] = []
 
-    class Watched(tune_module.Runner):
+    class Watched(Runner):
         def compute(self, batch: pa.RecordBatch) -> Any:
             done = super().compute(batch)
             assert isinstance(self._model, TorchModel)

@@ -294,7 +294,7 @@ def test_rows_are_documents_and_what_is_searched_by_is_a_query(
     fallback = ViewFallback(project.offline, project.home, memory_mb=64)
     lookup = Lookup(open_online_store(project.online), project.root, fallback)
     try:
-        answer = lookup.begin("numbers", [99], inputs={"99": {"text": "cold film"}}, deadline_ms=60_000)
+        answer = lookup.begin("numbers", [99], inputs={99: {"text": "cold film"}}, deadline_ms=60_000)
         answer.wait()
         row = answer.rows()[0]
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -140,7 +140,9 @@ class Made:
         return [s for s in self.snapshots if s.number not in void and not s.refused_by]
 
     def _parts(self, run: str, rows: Mapping[Key, Value]) -> tuple[list[Part], dict[Key, tuple[str, int]]]:
-        parts, places, keys = [], {}, list(rows)
+        parts: list[Part] = []
+        places: dict[Key, tuple[str, int]] = {}
+        keys = list(rows)
         for number in range(0, len(keys), 2):  # two rows a file, so that files are shared
             here = keys[number : number + 2]
             part = self.store.write_part(run, f"part-{number:05d}.parquet", self.table({key: rows[key] for key in here}))
@@ -165,12 +167,12 @@ class Made:
         ]
         return pa.table(columns, names=[*DELETES_SCHEMA.names, *self.entity])
 
-    def asked(self, questions: list[tuple[Key, float]], unit: str = "us") -> pa.Table:
+    def asked(self, questions: Sequence[tuple[Key, float]], unit: str = "us") -> pa.Table:
         columns = {name: pa.array([key[i] for key, _ in questions], kind) for i, (name, kind) in enumerate(self.entity.items())}
         times = pa.array([at(second) for _, second in questions], pa.timestamp("us", "UTC")).cast(pa.timestamp(unit, "UTC"))
         return pa.table({"label": pa.array(range(len(questions)), pa.int64()), **columns, "event_timestamp": times})
 
-    def check(self, asked: pa.Table, expected: list[Value | None], **options: Any) -> None:
+    def check(self, asked: pa.Table, expected: Sequence[Value | None], **options: Any) -> None:
         """The join gives these values, with every type as declared and the asked columns as they were."""
         found = get_historical_features(self.store.offline, asked, ["made"], **options)
         assert found.select(asked.column_names).equals(asked)
@@ -192,11 +194,12 @@ def made(tmp_path: Path) -> Made:
 
 
 def keys_of(kind: str) -> list[Key]:
-    return {
+    keys: dict[str, list[Key]] = {
         "number": [(n,) for n in (1, 2, 3, -4, 2**62)],
         "text": [(t,) for t in ("1", "01", "a/b", "é", "x y")],
         "several": [(1, "a"), (1, "a/b"), (1, "%"), (2, "a"), (-3, "")],
-    }[kind]
+    }
+    return keys[kind]
 
 
 # ---- the point-in-time join against brute force
@@ -516,7 +519,8 @@ def test_what_a_long_join_spills_is_swept_by_nobody_else(made: Made, tmp_path: P
     """An old folder that is not held counts as a dead process's; after the join nothing is left of it."""
     made.commit({(1,): Value(0, 1)}, 0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    known_at, held = Versions.known_at, []
+    known_at = Versions.known_at
+    held: list[Path] = []
 
     def an_hour_later(self: Versions, *arguments: Any) -> pa.Table:
         held.extend(tmp_path.glob("precompute-duckdb-*"))
