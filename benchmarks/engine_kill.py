@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 import yaml
 
 from benchmarks.common import report
-from jobs.config import Project
-from jobs.materialize import dry_run
+from jobs.config.project import Project
+from jobs.pipeline.materialize import dry_run
 from store.offline.runs import Report
 
 ROWS = 1_200

@@ -26,11 +26,11 @@ import yaml
 from safetensors.torch import load_model, save_file
 
 from benchmarks.common import report
-from jobs.config import Project
-from jobs.materialize import materialize
-from jobs.open_view import open_view
-from jobs.progress import Silent
-from jobs.report import recorded
+from jobs.config.project import Project
+from jobs.pipeline.materialize import materialize
+from jobs.pipeline.open_view import open_view
+from jobs.process.progress import Silent
+from jobs.process.report import recorded
 from precompute.engine.memory import resident_bytes
 from store.offline.runs import Report
 

@@ -25,12 +25,12 @@ import yaml
 
 from benchmarks.common import report
 from demo.data import write_docstrings
-from jobs.config import Project
-from jobs.materialize import materialize
-from jobs.open_view import open_view, variant_name
-from jobs.progress import Silent
-from jobs.report import recorded
-from jobs.tune import check_accuracy
+from jobs.config.project import Project
+from jobs.pipeline.accuracy import check_accuracy
+from jobs.pipeline.materialize import materialize
+from jobs.pipeline.open_view import open_view, variant_name
+from jobs.process.progress import Silent
+from jobs.process.report import recorded
 from precompute.engine.batching import batches_by_cost
 from precompute.engine.prepare import MAX_PADDING
 from precompute.model import resolve_path

@@ -30,7 +30,7 @@ VIEW = FeatureView("vectors", ("id",), (Feature("vector", "float16", DIM),), ttl
 
 
 def rows(ids: np.ndarray, rng: np.random.Generator) -> pa.Table:
-    """Random vectors of these keys, as :mod:`jobs.materialize` writes them."""
+    """Random vectors of these keys, as :mod:`jobs.pipeline.materialize` writes them."""
     flat = pa.array(rng.standard_normal(len(ids) * DIM, dtype=np.float32).astype(np.float16))
     columns = {
         "id": pa.array(ids),

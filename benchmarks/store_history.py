@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 import yaml
 
 from benchmarks.common import report
-from jobs.config import Project
-from jobs.progress import Silent
-from jobs.run import run_view
+from jobs.config.project import Project
+from jobs.pipeline.run import run_view
+from jobs.process.progress import Silent
 from store.clock import utc_now
 from store.offline.snapshot import Snapshot
 from store.offline.view_store import ViewStore

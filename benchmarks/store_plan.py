@@ -21,9 +21,9 @@ import pyarrow as pa
 import yaml
 
 from benchmarks.common import cpu_s, report
-from jobs.config import Project
-from jobs.progress import Silent
-from jobs.run import plan_view, run_view
+from jobs.config.project import Project
+from jobs.pipeline.run import plan_view, run_view
+from jobs.process.progress import Silent
 from store.offline.runs import Report
 
 CASES = {"cheap": 10_000_000, "floats": 3_000_000}

@@ -12,10 +12,10 @@ from unittest.mock import patch
 
 from benchmarks.common import report
 from benchmarks.store_plan import write_project
-from jobs.config import Project
-from jobs.materialize import dry_run
-from jobs.progress import Silent
-from jobs.run import run_view
+from jobs.config.project import Project
+from jobs.pipeline.materialize import dry_run
+from jobs.pipeline.run import run_view
+from jobs.process.progress import Silent
 from store.offline.runs import Report
 from store.offline.view_store import OfflineStore
 
@@ -36,7 +36,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         project = write_project(Path(name), CHUNKS * CHUNK_ROWS + 1, 0.0)
         without, _ = start_s(project)
-        small = patch.multiple("jobs.materialize", PART_BYTES=1, WINDOW_ROWS=CHUNK_ROWS)
+        small = patch.multiple("jobs.pipeline.materialize", PART_BYTES=1, WINDOW_ROWS=CHUNK_ROWS)
         with small, patch.object(OfflineStore, "commit", _interrupted), contextlib.suppress(KeyboardInterrupt):
             run_view(project, "items", Silent(), command="materialize")
         resumed, rows = start_s(project)

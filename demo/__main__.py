@@ -17,11 +17,11 @@ import pyarrow.parquet as pq
 from demo.data import write_docstrings, write_movielens
 from demo.evaluate import evaluate
 from jobs.cli import describe_report, describe_row
-from jobs.config import Project
+from jobs.config.project import Project
 from jobs.fallback import ViewFallback
-from jobs.progress import progress_for
-from jobs.run import run_view
-from jobs.tune import describe_tuning, tune
+from jobs.ops.tune import describe_tuning, tune
+from jobs.pipeline.run import run_view
+from jobs.process.progress import progress_for
 from precompute.models.two_tower import train_two_tower
 from precompute.precision.variants import has_bf16
 from store.errors import PrecomputeError

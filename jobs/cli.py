@@ -18,11 +18,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jobs.config import GATES, Project, json_schemas, parse_time
-from jobs.progress import progress_for
-from jobs.report import engine_line
-from jobs.termination import asked, described, terminable
-from store.api.page import duration
+from jobs.config.project import GATES, Project, json_schemas, parse_time
+from jobs.process.progress import progress_for
+from jobs.process.report import engine_line
+from jobs.process.termination import asked, described, terminable
+from store.clock import duration
 from store.errors import (
     ConfigError,
     ConflictError,
@@ -40,8 +40,8 @@ from store.partition import Partition, containing
 from store.record import plain
 
 if TYPE_CHECKING:
-    from jobs.gc import Garbage
     from store.history import Explanation
+    from store.offline.gc import Garbage
 
 DONE, FAILED, BAD_USAGE, REJECTED = 0, 1, 2, 3
 
@@ -227,9 +227,9 @@ Exit status: 0 all done; 1 a partition or publishing failed; 3 only refused ones
 
 
 def _backfill(arguments: argparse.Namespace) -> int:
-    from jobs.backfill import resume_backfill, run_backfill
-    from jobs.backfill_plan import describe_plans, plan_backfill, plans_json, range_of
-    from jobs.backfill_state import Options
+    from jobs.schedule.backfill import resume_backfill, run_backfill
+    from jobs.schedule.backfill_plan import describe_plans, plan_backfill, plans_json, range_of
+    from jobs.schedule.backfill_state import Options
 
     project, name = _project(arguments), arguments.view
     if arguments.max_active is not None and arguments.max_active < 1:
@@ -277,7 +277,7 @@ def _project(arguments: argparse.Namespace) -> Project:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from jobs.run import (
+    from jobs.pipeline.run import (
         run_view,
     )  # torch and faiss are loaded only by the commands that need them: `status` takes 0.8 s in all
 
@@ -303,7 +303,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _materialize(arguments: argparse.Namespace) -> int:
     if not arguments.dry_run:
         return _run(arguments)
-    from jobs.run import plan_view
+    from jobs.pipeline.run import plan_view
 
     project = _project(arguments)
     plan = plan_view(
@@ -342,7 +342,7 @@ def _finished(arguments: argparse.Namespace) -> Callable[[Report], None]:
 
 
 def _rollback(arguments: argparse.Namespace) -> int:
-    from jobs.rollback import rollback
+    from jobs.pipeline.rollback import rollback
 
     rollback(
         _project(arguments),
@@ -356,7 +356,7 @@ def _rollback(arguments: argparse.Namespace) -> int:
 
 
 def _snapshots(arguments: argparse.Namespace) -> int:
-    from jobs.snapshots import describe_snapshots, list_snapshots
+    from jobs.ops.snapshots import describe_snapshots, list_snapshots
 
     found = list_snapshots(_project(arguments), arguments.view)
     print(json.dumps(found) if arguments.json else describe_snapshots(arguments.view, found))
@@ -376,7 +376,7 @@ def _resume(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from jobs.verify import verify
+    from jobs.ops.verify import verify
 
     checks = verify(_project(arguments), arguments.view)
     if arguments.json:
@@ -389,9 +389,9 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _gc(arguments: argparse.Namespace) -> int:
-    from jobs.gc import collect, damage, forget
     from store.disk.lease import take
     from store.disk.reserve import spending_reserve
+    from store.offline.gc import collect, damage, forget
     from store.offline.refs import PUBLISH_LEASE
 
     project = _project(arguments)
@@ -432,7 +432,7 @@ def _gc(arguments: argparse.Namespace) -> int:
 
 
 def _drop(arguments: argparse.Namespace) -> int:
-    from jobs.drop import describe_drop, drop, look
+    from jobs.ops.drop import describe_drop, drop, look
 
     project = _project(arguments)
     if not arguments.yes:
@@ -491,7 +491,7 @@ def describe_report(report: Report) -> str:
 
 
 def _profile(arguments: argparse.Namespace) -> int:
-    from jobs.profile import describe_profile, profile
+    from jobs.ops.profile import describe_profile, profile
 
     project = _project(arguments)
     if arguments.rows < 1:
@@ -503,7 +503,7 @@ def _profile(arguments: argparse.Namespace) -> int:
 
 
 def _tune(arguments: argparse.Namespace) -> int:
-    from jobs.tune import describe_tuning, tune
+    from jobs.ops.tune import describe_tuning, tune
 
     project = _project(arguments)
     if arguments.rows < 1:
@@ -522,7 +522,7 @@ def _tune(arguments: argparse.Namespace) -> int:
 
 
 def _schedule(arguments: argparse.Namespace) -> int:
-    from jobs.schedule import Scheduler
+    from jobs.schedule.scheduler import Scheduler
 
     project = _project(arguments)
     if not project.settings.schedule:
@@ -683,7 +683,7 @@ def _search(arguments: argparse.Namespace) -> int:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from jobs.status import project_status
+    from jobs.ops.status import project_status
 
     lines = project_status(_project(arguments))
     if arguments.json:
@@ -694,7 +694,7 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _table(lines: Sequence[dict[str, Any]]) -> str:
-    from jobs.status import notes
+    from jobs.ops.status import notes
 
     head = (
         "view",

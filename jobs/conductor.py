@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from jobs.backfill_plan import REPORTS
-from jobs.backfill_state import Backfill, Item, in_words, note_done, save_backfill
-from jobs.config import Project
-from jobs.progress import Silent
+from jobs.config.project import Project
+from jobs.process.progress import Silent
+from jobs.schedule.backfill_plan import REPORTS
+from jobs.schedule.backfill_state import Backfill, Item, in_words, note_done, save_backfill
 from precompute.workers.process import ChildProcess, end_all
 from store.clock import utc_now
 from store.disk.lease import Lease
@@ -244,7 +244,7 @@ class Conductor:
             try:
                 number, state.not_published = self._newer_than_live()
                 if number is not None:
-                    from jobs.run import run_view
+                    from jobs.pipeline.run import run_view
 
                     run_view(self.project, state.view, Silent(), command="publish", number=number, backfill=state.id)
                     ref = self.store.refs.live()

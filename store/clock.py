@@ -19,3 +19,13 @@ def parsed_time(text: str | None) -> datetime | None:
     except ValueError:
         return None
     return at.replace(tzinfo=UTC) if at.tzinfo is None else at.astimezone(UTC)
+
+
+def duration(seconds: float | None) -> str:
+    """``42 s``, ``7 min``, ``26 h``, ``7.5 d``; a dash for None."""
+    if seconds is None:
+        return "–"
+    for size, unit in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f}".removesuffix(".0") + f" {unit}"
+    return f"{seconds:.0f} s"

@@ -17,7 +17,7 @@ import pytest
 import redis
 import yaml
 
-from jobs.config import Project
+from jobs.config.project import Project
 
 
 def redis_binary() -> str:

@@ -15,9 +15,9 @@ import pytest
 from demo.data import movielens_folder, write_docstrings, write_movielens
 from demo.evaluate import evaluate, hit_rate, most_popular
 from demo.labels import LabelScores
-from jobs.config import Project
-from jobs.progress import Silent
-from jobs.run import run_view
+from jobs.config.project import Project
+from jobs.pipeline.run import run_view
+from jobs.process.progress import Silent
 from precompute.models.text_encoder import TextEncoder
 from store.errors import ConfigError
 from store.lookup import Lookup

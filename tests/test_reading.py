@@ -14,10 +14,10 @@ import duckdb
 import pyarrow as pa
 from hypothesis import given, settings
 
-from jobs.config import Project
-from jobs.progress import Silent
-from jobs.rollback import rollback
-from jobs.run import run_view
+from jobs.config.project import Project
+from jobs.pipeline.rollback import rollback
+from jobs.pipeline.run import run_view
+from jobs.process.progress import Silent
 from store.offline.snapshot import Snapshot
 from store.offline.view_store import OfflineStore, ViewStore
 from tests.conftest import MakeProject

@@ -19,7 +19,7 @@ import pytest
 from pydantic import BaseModel
 
 from jobs.cli import _parser
-from jobs.config import FeatureConfig, GatesConfig, ProjectConfig, ScheduleConfig, ViewConfig
+from jobs.config.project import FeatureConfig, GatesConfig, ProjectConfig, ScheduleConfig, ViewConfig
 from store.api.wire import LookupRequest, SearchRequest
 from store.feature_view import RESERVED
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from store.clock import duration
+
 _STYLE = """
 :root{color-scheme:light dark;--line:#8884;--fresh:#1a7f37;--stale:#9a6700;--missing:#cf222e}
 body{font:15px/1.5 system-ui,sans-serif;margin:2.5rem auto;max-width:90rem;padding:0 1.5rem}
@@ -61,13 +63,3 @@ def _row(view: dict[str, Any]) -> str:
 def _feature(feature: dict[str, Any]) -> str:
     shape = f"[{feature['dim']}]" if "dim" in feature else f"[≤{feature['max_items']}]" if "max_items" in feature else ""
     return f"{feature['name']}: {feature['dtype']}{shape}"
-
-
-def duration(seconds: float | None) -> str:
-    """``42 s``, ``7 min``, ``26 h``, ``7.5 d``; a dash for None."""
-    if seconds is None:
-        return "–"
-    for size, unit in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f}".removesuffix(".0") + f" {unit}"
-    return f"{seconds:.0f} s"

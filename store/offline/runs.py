@@ -26,6 +26,10 @@ log = logging.getLogger(__name__)
 FINISHED = ("published", "committed", "current")
 """Statuses of runs that did what they were for."""
 
+AHEAD_S = 86400.0
+"""How far ahead of the clock what was noted may lie: a clock set back by hours runs nothing twice. Beyond that the clock was wrong when it
+was noted."""
+
 _STAMP = "%Y%m%dT%H%M%S.%fZ"
 _ALL = 1000
 """Reports that are looked through for unended ones where an older version kept no markers."""

@@ -24,19 +24,19 @@ import pyarrow.parquet as pq
 import redis
 import yaml
 
-import jobs.materialize
-import jobs.plan
-from jobs.config import Project
-from jobs.drop import drop
-from jobs.gc import collect
-from jobs.progress import Silent
-from jobs.rollback import rollback
-from jobs.run import run_view
-from jobs.verify import verify
+import jobs.pipeline.materialize
+import jobs.pipeline.plan
+from jobs.config.project import Project
+from jobs.ops.drop import drop
+from jobs.ops.verify import verify
+from jobs.pipeline.rollback import rollback
+from jobs.pipeline.run import run_view
+from jobs.process.progress import Silent
 from store.disk import crashpoint
 from store.disk.crashpoint import InjectedError
 from store.errors import PrecomputeError
 from store.lookup import Lookup
+from store.offline.gc import collect
 from store.offline.runs import Report
 from store.offline.view_store import OfflineStore, ViewStore
 from store.online.online_store import OnlineStore
@@ -247,9 +247,9 @@ def changed(
 
 @contextlib.contextmanager
 def small_chunks(window_rows: int = WINDOW_ROWS, part_bytes: int = 1, **plan: Any) -> Iterator[None]:
-    """Make every window a chunk of its own; ``plan`` replaces constants of :mod:`jobs.plan`."""
-    todo = [(jobs.materialize, "WINDOW_ROWS", window_rows), (jobs.materialize, "PART_BYTES", part_bytes)]
-    todo += [(jobs.plan, name, value) for name, value in plan.items()]
+    """Make every window a chunk of its own; ``plan`` replaces constants of :mod:`jobs.pipeline.plan`."""
+    todo = [(jobs.pipeline.materialize, "WINDOW_ROWS", window_rows), (jobs.pipeline.materialize, "PART_BYTES", part_bytes)]
+    todo += [(jobs.pipeline.plan, name, value) for name, value in plan.items()]
     before = [(module, name, getattr(module, name)) for module, name, _ in todo]
     for module, name, value in todo:
         assert hasattr(module, name)

@@ -97,7 +97,7 @@ class Site:
 
 
 def sites() -> dict[str, Site]:
-    """Every call that syncs a file or a folder of the stores, as ``jobs/gc.py _remove sync_folder``, numbered where there are several."""
+    """Every call that syncs a file or a folder of the stores, as ``store/offline/gc.py _remove sync_folder``, numbered where there are several."""
     found: dict[str, Site] = {}
     for room in ("store", "jobs"):
         for path in sorted((REPOSITORY / room).rglob("*.py")):

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from jobs.progress import Silent
-from jobs.rollback import rollback
-from jobs.verify import verify
+from jobs.ops.verify import verify
+from jobs.pipeline.rollback import rollback
+from jobs.process.progress import Silent
 from store.errors import PrecomputeError, SnapshotError
 from store.feature_view import FeatureView
 from store.offline.snapshot import FORMAT_VERSION, Snapshot

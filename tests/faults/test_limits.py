@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from jobs.cli import main
-from jobs.progress import Silent
-from jobs.rollback import rollback
+from jobs.pipeline.rollback import rollback
+from jobs.process.progress import Silent
 from precompute.engine.runner import AHEAD_WINDOWS
 from precompute.source import Source
 from store.disk import durable_file, reserve

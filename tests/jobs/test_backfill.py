@@ -18,13 +18,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from jobs.backfill import resume_backfill, run_backfill
-from jobs.backfill_plan import plan_backfill, range_of
-from jobs.backfill_state import Options, read_backfill
 from jobs.cli import main
-from jobs.config import Project
-from jobs.progress import Silent
-from jobs.run import run_view
+from jobs.config.project import Project
+from jobs.pipeline.run import run_view
+from jobs.process.progress import Silent
+from jobs.schedule.backfill import resume_backfill, run_backfill
+from jobs.schedule.backfill_plan import plan_backfill, range_of
+from jobs.schedule.backfill_state import Options, read_backfill
 from store.disk.lease import take
 from store.errors import ConfigError, ConflictError, SnapshotError, SourceError
 from store.lookup import Lookup

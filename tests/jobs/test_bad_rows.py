@@ -10,13 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs import materialize
 from jobs.cli import main
-from jobs.config import Project
+from jobs.config.project import Project
 from jobs.fallback import ViewFallback
-from jobs.progress import Silent
-from jobs.run import plan_view, run_view
-from jobs.verify import verify
+from jobs.ops.verify import verify
+from jobs.pipeline import materialize
+from jobs.pipeline.run import plan_view, run_view
+from jobs.process.progress import Silent
 from store.errors import ConfigError, ModelError, PrecomputeError, RejectedError, RequestError
 from store.feature_view import FeatureView
 from store.lookup import Lookup

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jobs.cli import main
-from jobs.config import Project
+from jobs.config.project import Project
 from store.offline.view_store import OfflineStore
 from tests.conftest import MakeProject
 from tests.jobs.test_cli import INDEXED, ROWS, report_of

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 
 from jobs.cli import describe_report, describe_row, main
-from jobs.config import Project
+from jobs.config.project import Project
 from store.lookup import Lookup
 from store.offline.runs import Report
 from store.offline.snapshot import Verdict

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from jobs.cli import main
-from jobs.config import (
+from jobs.config.project import (
     GatesConfig,
     Project,
     ProjectConfig,

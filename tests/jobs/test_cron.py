@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs import cron
-from jobs.config import Project
-from jobs.cron import check_cron, last_fire
+from jobs.config import cron
+from jobs.config.cron import check_cron, last_fire
+from jobs.config.project import Project
 from store.errors import ConfigError
 from tests.conftest import MakeProject
 

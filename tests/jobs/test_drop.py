@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import redis
 
-from jobs import drop as drop_module
 from jobs.cli import main
-from jobs.config import Project
-from jobs.drop import drop
-from jobs.progress import Silent
-from jobs.run import run_view
+from jobs.config.project import Project
+from jobs.ops import drop as drop_module
+from jobs.ops.drop import drop
+from jobs.pipeline.run import run_view
+from jobs.process.progress import Silent
 from store.disk.lease import take
 from store.errors import ConflictError, RequestError
 from store.lookup import Lookup

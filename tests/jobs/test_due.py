@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.config import CatchUp, Project, Schedule
-from jobs.cron import fire_times
-from jobs.due import AHEAD_S, JITTER, LEADER, Decision, Facts, Ledger, Parent, decide, outlook, retry_wait_s
-from jobs.progress import Silent
-from jobs.run import run_view
+from jobs.config.cron import fire_times
+from jobs.config.project import CatchUp, Project, Schedule
+from jobs.pipeline.run import run_view
+from jobs.process.progress import Silent
+from jobs.schedule.due import JITTER, LEADER, Decision, Facts, Ledger, Parent, decide, outlook, retry_wait_s
 from store.disk.lease import take
 from store.errors import SnapshotError
 from store.offline.refs import run_lease
-from store.offline.runs import Report, Runs
+from store.offline.runs import AHEAD_S, Report, Runs
 from store.offline.view_store import OfflineStore, ViewStore
 from store.record import replace as replace_record
 from tests.conftest import MakeProject

@@ -14,13 +14,13 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import save_file
 
-from jobs import materialize
-from jobs.config import EngineConfig, Project
-from jobs.engine import engine_of
-from jobs.open_view import open_view
-from jobs.progress import Silent
-from jobs.report import engine_line
-from jobs.run import run_view
+from jobs.config.project import EngineConfig, Project
+from jobs.pipeline import materialize
+from jobs.pipeline.engine import engine_of
+from jobs.pipeline.open_view import open_view
+from jobs.pipeline.run import run_view
+from jobs.process.progress import Silent
+from jobs.process.report import engine_line
 from precompute.engine.meter import Meter
 from precompute.engine.runner import Runner
 from precompute.model import digest

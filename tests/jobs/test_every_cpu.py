@@ -14,10 +14,10 @@ import pyarrow as pa
 import pytest
 
 from demo.__main__ import VIEWS
-from jobs.config import Project
+from jobs.config.project import Project
 from jobs.fallback import ViewFallback
-from jobs.progress import Silent
-from jobs.run import run_view
+from jobs.pipeline.run import run_view
+from jobs.process.progress import Silent
 from precompute.precision.same_value import differing
 from store.lookup import Lookup
 from store.online.online_url import open_online_store

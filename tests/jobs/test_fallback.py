@@ -17,11 +17,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.config import Project
-from jobs.drop import drop
+from jobs.config.project import Project
 from jobs.fallback import ViewFallback
-from jobs.progress import Silent
-from jobs.run import run_view
+from jobs.ops.drop import drop
+from jobs.pipeline.run import run_view
+from jobs.process.progress import Silent
 from jobs.serve import Warmer
 from precompute.model import digest
 from store.freshness import Reason

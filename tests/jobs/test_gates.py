@@ -14,13 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs import materialize, replaced
 from jobs.cli import main
-from jobs.config import Project
-from jobs.gates import judge
-from jobs.open_view import open_view
-from jobs.progress import Silent
-from jobs.run import run_view
+from jobs.config.project import Project
+from jobs.pipeline import materialize, replaced
+from jobs.pipeline.gates import judge
+from jobs.pipeline.open_view import open_view
+from jobs.pipeline.run import run_view
+from jobs.process.progress import Silent
 from precompute.engine import runner
 from precompute.engine.runner import compute
 from store.errors import GateError
@@ -377,7 +377,7 @@ def test_a_model_of_ones_own_has_no_precision_whatever_it_calls_its_attributes(
             )
             return compute(*arguments)
 
-    monkeypatch.setattr("jobs.gates.compute", again)
+    monkeypatch.setattr("jobs.pipeline.gates.compute", again)
     monkeypatch.setattr(Vectors, "variant", variant, raising=False)
     project = make_project(list(GOOD.items()), view=view(fallback=True))
     if status == "published":
@@ -396,7 +396,7 @@ def test_parity_allows_one_row_of_twenty_and_no_more(
         double = np.asarray(done.features["double"]) * np.where(np.arange(len(done.rows)) < rows, 1.5, 1.0)
         return dataclasses.replace(done, features=done.features.set_column(0, "double", pa.array(double)))
 
-    monkeypatch.setattr("jobs.gates.compute", again)
+    monkeypatch.setattr("jobs.pipeline.gates.compute", again)
     project = make_project(list(GOOD.items()), view=view(fallback=True))
     assert call(project, "run", "numbers") == (0 if passes else 3)
     assert [(g.gate, g.measured) for g in newest(project).gates if g.gate == "parity"] == [("parity", rows / 20)]
@@ -417,7 +417,7 @@ def test_the_share_that_is_not_finite_is_judged_at_its_limit(make_project: MakeP
 
 
 def test_parity_leaves_out_rows_whose_input_changed_since(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jobs import materialize
+    from jobs.pipeline import materialize
 
     project = make_project(list(GOOD.items()), view=view(fallback=True))
     compact = materialize._snapshot

@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 
-from jobs import materialize
 from jobs.cli import main
-from jobs.config import Project
+from jobs.config.project import Project
 from jobs.fallback import ViewFallback
-from jobs.gc import Garbage, collect
-from jobs.progress import Silent
-from jobs.rollback import rollback
-from jobs.run import run_view
-from jobs.verify import verify
+from jobs.ops.verify import verify
+from jobs.pipeline import materialize
+from jobs.pipeline.rollback import rollback
+from jobs.pipeline.run import run_view
+from jobs.process.progress import Silent
 from store.disk.lease import take
 from store.errors import ConflictError, FencedError, RejectedError
 from store.lookup import Lookup
+from store.offline.gc import Garbage, collect
 from store.offline.refs import PUBLISH_LEASE, run_lease
 from store.offline.runs import Report
 from store.online.online_url import open_online_store
@@ -455,7 +455,7 @@ def test_who_lost_a_lease_removes_nothing_more(
 
     with take(folder, PUBLISH_LEASE, "gc") as publishing, take(folder, "run", "a run") as running:
         if late:
-            monkeypatch.setattr("jobs.gc.crashpoint", taken)
+            monkeypatch.setattr("store.offline.gc.crashpoint", taken)
         else:
             taken()
         with pytest.raises(FencedError, match="to somebody else"):

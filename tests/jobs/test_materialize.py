@@ -15,10 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs import materialize
-from jobs.config import Project
-from jobs.progress import Silent
-from jobs.run import run_view
+from jobs.config.project import Project
+from jobs.pipeline import materialize
+from jobs.pipeline.run import run_view
+from jobs.process.progress import Silent
 from precompute.engine import runner
 from precompute.engine.batching import WINDOW_ROWS
 from precompute.engine.pace import LONG_S

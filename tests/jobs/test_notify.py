@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from jobs import notify as notify_module
 from jobs.cli import main
-from jobs.config import Project
-from jobs.notify import notify
-from jobs.progress import Silent
-from jobs.run import run_view
+from jobs.config.project import Project
+from jobs.pipeline.run import run_view
+from jobs.process import notify as notify_module
+from jobs.process.notify import notify
+from jobs.process.progress import Silent
 from store.errors import GateError, RejectedError, SourceError
 from store.offline.runs import Report
 from tests.conftest import MakeProject
@@ -102,7 +102,7 @@ def test_a_command_that_fails_does_not_fail_the_run(
     project = project_of(make_project, FAILING[how])
     report = run_view(project, "numbers", Silent())
     assert (report.status, report.error) == ("published", None)
-    warned = [r.getMessage() for r in caplog.records if r.name == "jobs.notify" and r.levelno == logging.WARNING]
+    warned = [r.getMessage() for r in caplog.records if r.name == "jobs.process.notify" and r.levelno == logging.WARNING]
     assert len(warned) == (0 if how in ("reads", "not UTF-8, and well") else 1)
     if how == "another status":
         assert "status 3: gone wrong" in warned[0]

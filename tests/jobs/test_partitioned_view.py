@@ -13,13 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs import materialize
-from jobs import run as run_module
 from jobs.cli import main
-from jobs.config import Project
+from jobs.config.project import Project
 from jobs.fallback import ViewFallback
-from jobs.progress import Silent
-from jobs.run import plan_view, run_view
+from jobs.pipeline import materialize
+from jobs.pipeline import run as run_module
+from jobs.pipeline.run import plan_view, run_view
+from jobs.process.progress import Silent
 from store.disk.lease import Lease, take
 from store.errors import ConfigError, GateError, RejectedError, SourceError
 from store.lookup import Lookup

@@ -16,13 +16,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jobs import materialize, plan
 from jobs.cli import main
-from jobs.config import Project
-from jobs.plan import Plan
-from jobs.progress import Silent
-from jobs.run import plan_view, run_view
-from jobs.status import project_status
+from jobs.config.project import Project
+from jobs.ops.status import project_status
+from jobs.pipeline import materialize, plan
+from jobs.pipeline.plan import Plan
+from jobs.pipeline.run import plan_view, run_view
+from jobs.process.progress import Silent
 from precompute.diff import Diff
 from precompute.sources.input_hash import MD5
 from store.errors import PrecomputeError, RejectedError, SnapshotError
@@ -501,7 +501,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
         def time_ns() -> int:
             return real() + int(ahead[0] * 1e9)
 
-    from jobs import status
+    from jobs.ops import status
 
     for module in (plan, materialize, status):
         monkeypatch.setattr(module, "time", Ahead)

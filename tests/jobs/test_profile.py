@@ -13,10 +13,10 @@ import pyarrow as pa
 import pytest
 from safetensors.numpy import save_file
 
-from jobs import profile as profile_module
 from jobs.cli import main
-from jobs.config import Project
-from jobs.profile import PACE, describe_profile, profile
+from jobs.config.project import Project
+from jobs.ops import profile as profile_module
+from jobs.ops.profile import PACE, describe_profile, profile
 from store.errors import ConfigError, SourceError
 from store.partition import containing
 from tests.conftest import MakeProject

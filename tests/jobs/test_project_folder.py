@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.cli import main
-from jobs.config import Project
+from jobs.config.project import Project
 from jobs.fallback import ViewFallback
-from jobs.progress import Silent
-from jobs.run import plan_view, run_view
+from jobs.pipeline.run import plan_view, run_view
+from jobs.process.progress import Silent
 from precompute.model import digest
 from precompute.source import Source
 from store.errors import ConfigError, SourceError

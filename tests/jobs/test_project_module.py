@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import save_file
 
 import store
-from jobs.config import Project
-from jobs.progress import Silent
-from jobs.run import run_view
+from jobs.config.project import Project
+from jobs.pipeline.run import run_view
+from jobs.process.progress import Silent
 from precompute import project_module
 from precompute.model import digest
 from precompute.project_module import import_module, module_exists, plain_name

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import redis
 
-from jobs.config import Project
-from jobs.progress import Silent
-from jobs.publish import publish
-from jobs.report import recorded
-from jobs.run import run_view
+from jobs.config.project import Project
+from jobs.pipeline.publish import publish
+from jobs.pipeline.run import run_view
+from jobs.process.progress import Silent
+from jobs.process.report import recorded
 from store.disk.lease import take
 from store.errors import ConflictError, GateError, OnlineStoreError, PrecomputeError, SnapshotError
 from store.lookup import Lookup

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import redis
 
-from jobs import run as run_module
 from jobs.cli import main
-from jobs.config import Project
-from jobs.progress import Silent
-from jobs.rollback import rollback
-from jobs.run import run_view
-from jobs.verify import verify
+from jobs.config.project import Project
+from jobs.ops.verify import verify
+from jobs.pipeline import run as run_module
+from jobs.pipeline.rollback import rollback
+from jobs.pipeline.run import run_view
+from jobs.process.progress import Silent
 from store.disk import crashpoint
 from store.disk.crashpoint import InjectedError
 from store.disk.lease import Lease, take
@@ -467,7 +467,7 @@ def test_a_hold_counts_though_the_run_had_looked_before(
 def test_a_publishing_that_goes_on_is_fenced(
     versions: Versions, make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from jobs import publish
+    from jobs.pipeline import publish
 
     project = versions(1.0, 10.0)
     loaded = publish._verify

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from jobs.cli import main
-from jobs.config import Project
-from jobs.progress import Silent
-from jobs.rollback import rollback
-from jobs.run import run_view
+from jobs.config.project import Project
+from jobs.pipeline.rollback import rollback
+from jobs.pipeline.run import run_view
+from jobs.process.progress import Silent
 from precompute.sources.database import hash_kind
 from precompute.sources.input_hash import MD5
 from store.errors import GateError

@@ -21,14 +21,14 @@ import pytest
 
 from benchmarks.store_history import add_past
 from jobs.cli import main
-from jobs.config import Project
-from jobs.gc import SWEPT_FOLDERS
-from jobs.progress import Silent
-from jobs.report import close_dead
-from jobs.run import run_view
+from jobs.config.project import Project
+from jobs.pipeline.run import run_view
+from jobs.process.progress import Silent
+from jobs.process.report import close_dead
 from store.disk.lease import Lease, take
 from store.errors import ConfigError, ConflictError, FencedError, RejectedError
 from store.lookup import Lookup
+from store.offline.gc import SWEPT_FOLDERS
 from store.offline.journal import Journals
 from store.offline.refs import run_lease
 from store.offline.runs import Report
@@ -43,7 +43,7 @@ OLD, NEW = [2.0, 4.0, 6.0, 8.0, 10.0], [20.0, 40.0, 60.0, 80.0, 100.0]
 
 DYING = """
 import importlib, os, signal, sys
-import jobs.materialize
+import jobs.pipeline.materialize
 from jobs.cli import main
 
 where, when, *command = sys.argv[1:]
@@ -60,7 +60,7 @@ def dying(*arguments, **named):
     os.kill(os.getpid(), signal.SIGKILL)
 
 setattr(owner, name, dying)
-jobs.materialize.WINDOW_ROWS, jobs.materialize.PART_BYTES = 2, 1
+jobs.pipeline.materialize.WINDOW_ROWS, jobs.pipeline.materialize.PART_BYTES = 2, 1
 sys.exit(main(command))
 """
 
@@ -118,7 +118,7 @@ KILLS = [  # with the number of snapshots there are afterwards
     ("lmdb", "os:link", "before", 1, OLD),  # the manifest written, not linked
     ("lmdb", "os:link", "after", 2, OLD),  # the manifest linked, its temporary name still there
     ("lmdb", LMDB + "sync_file", "before", 2, OLD),  # a generation inserted, not renamed
-    ("lmdb", "jobs.publish:build_index", "after", 2, OLD),
+    ("lmdb", "jobs.pipeline.publish:build_index", "after", 2, OLD),
     ("lmdb", "store.offline.refs:Refs.move_live", "after", 2, OLD),  # between the two pointers
     ("lmdb", LMDB + "LmdbStore.flip", "after", 2, NEW),
     ("redis", REDIS + "_send", "after", 2, OLD),  # inside a load
@@ -192,7 +192,7 @@ def test_a_killed_runs_report_says_running_until_the_next_run_closes_it(make_pro
 def test_what_was_committed_before_a_kill_can_be_published_without_computing_again(make_project: MakeProject) -> None:
     run(make_project(rows(), **options()))
     project = make_project(rows(10), **options())
-    killed(project, "jobs.run:publish", "before")
+    killed(project, "jobs.pipeline.run:publish", "before")
     assert served(project) == OLD
     assert run(project, "publish") == 2
     assert served(project) == NEW
@@ -312,7 +312,7 @@ def test_a_signal_ends_whatever_it_hangs_in(
 
 MUTE = """
 import time
-from jobs import termination
+from jobs.process import termination
 
 termination.GRACE_S = termination.LAST_WORDS_S = 0.1
 with termination.terminable(), termination.last_words(lambda: time.sleep(600)):

@@ -25,9 +25,9 @@ import pytest
 import redis
 import yaml
 
-from jobs.config import Project
-from jobs.progress import Silent
-from jobs.run import run_view
+from jobs.config.project import Project
+from jobs.pipeline.run import run_view
+from jobs.process.progress import Silent
 from store.api import wire
 from tests.arithmetic import Doubler
 from tests.conftest import free_port, redis_binary

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from jobs.cli import main
-from jobs.config import Project
-from jobs.progress import Silent
-from jobs.rollback import rollback
-from jobs.run import run_view
-from jobs.snapshots import describe_snapshots, list_snapshots
+from jobs.config.project import Project
+from jobs.ops.snapshots import describe_snapshots, list_snapshots
+from jobs.pipeline.rollback import rollback
+from jobs.pipeline.run import run_view
+from jobs.process.progress import Silent
 from tests.conftest import MakeProject
 
 ROWS = 40

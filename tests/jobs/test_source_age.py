@@ -10,10 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from jobs.config import Project
-from jobs.progress import Silent
-from jobs.run import run_view
-from jobs.status import view_status
+from jobs.config.project import Project
+from jobs.ops.status import view_status
+from jobs.pipeline.run import run_view
+from jobs.process.progress import Silent
 from precompute.source import Source
 from store.errors import ConfigError
 from store.freshness import iso

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from jobs.cli import main
-from jobs.config import Project
-from jobs.due import LEADER, Ledger
-from jobs.progress import Silent
-from jobs.rollback import rollback
-from jobs.run import run_view
-from jobs.status import project_status, view_status
+from jobs.config.project import Project
+from jobs.ops.status import project_status, view_status
+from jobs.pipeline.rollback import rollback
+from jobs.pipeline.run import run_view
+from jobs.process.progress import Silent
+from jobs.schedule.due import LEADER, Ledger
 from store.disk.lease import take
 from store.errors import PrecomputeError, SnapshotError
 from store.offline.refs import PUBLISH_LEASE, run_lease

@@ -18,16 +18,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from jobs import materialize as materialize_module
-from jobs import tune as tune_module
 from jobs.cli import main
-from jobs.config import Project
+from jobs.config.project import Project
+from jobs.config.tuning_file import read_tuning, tuning_path, write_tuning
 from jobs.fallback import ViewFallback
-from jobs.open_view import EXAMPLE_ROWS, open_view
-from jobs.progress import Silent
-from jobs.run import plan_view, run_view
-from jobs.tune import describe_tuning, tune
-from jobs.tuning_file import read_tuning, tuning_path, write_tuning
+from jobs.ops import tune as tune_module
+from jobs.ops.tune import describe_tuning, tune
+from jobs.pipeline import materialize as materialize_module
+from jobs.pipeline.open_view import EXAMPLE_ROWS, open_view
+from jobs.pipeline.run import plan_view, run_view
+from jobs.process.progress import Silent
 from precompute.engine.runner import Runner
 from precompute.models.torch_model import TorchModel
 from precompute.precision.accuracy import compare

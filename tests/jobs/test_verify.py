@@ -14,10 +14,10 @@ import pytest
 import redis
 
 from jobs.cli import main
-from jobs.config import Project
-from jobs.progress import Silent
-from jobs.run import run_view
-from jobs.verify import Check, verify
+from jobs.config.project import Project
+from jobs.ops.verify import Check, verify
+from jobs.pipeline.run import run_view
+from jobs.process.progress import Silent
 from store.online.online_url import open_online_store
 from tests.conftest import MakeProject
 

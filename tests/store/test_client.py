@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from jobs.config import Project
+from jobs.config.project import Project
 from jobs.fallback import ViewFallback
 from store.client import Client
 from store.errors import OnlineStoreError, PrecomputeError, RequestError

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jobs.cli import main
-from jobs.config import Project
-from jobs.progress import Silent
-from jobs.run import run_view
+from jobs.config.project import Project
+from jobs.pipeline.run import run_view
+from jobs.process.progress import Silent
 from store.disk.spill_folder import SpillFolder
 from store.errors import RequestError, SnapshotError
 from store.feature_view import Feature, FeatureView

@@ -24,8 +24,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.progress import Silent
-from jobs.run import run_view
+from jobs.pipeline.run import run_view
+from jobs.process.progress import Silent
 from store.disk.crashpoint import arm, disarm
 from store.disk.lease import take
 from store.errors import ConflictError, FencedError, SnapshotError

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import redis
 
-from jobs.progress import Silent
-from jobs.run import run_view
+from jobs.pipeline.run import run_view
+from jobs.process.progress import Silent
 from store.errors import ConfigError, ConflictError, OnlineStoreError, PrecomputeError
 from store.feature_view import Feature, FeatureView, IndexSpec
 from store.online import lmdb_store

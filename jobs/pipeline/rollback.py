@@ -6,12 +6,12 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from jobs.config import Project
-from jobs.notify import notify
-from jobs.progress import Progress
-from jobs.publish import mend, publish
-from jobs.report import PUBLISHING, close_dead, recorded
-from jobs.run import named
+from jobs.config.project import Project
+from jobs.pipeline.publish import mend, publish
+from jobs.pipeline.run import named
+from jobs.process.notify import notify
+from jobs.process.progress import Progress
+from jobs.process.report import PUBLISHING, close_dead, recorded
 from store.disk.lease import take
 from store.disk.reserve import spending_reserve
 from store.errors import SnapshotError

@@ -22,13 +22,13 @@ from datetime import datetime, timedelta
 from typing import Literal
 from zoneinfo import ZoneInfo
 
-from jobs.config import Project, Schedule
-from jobs.cron import fire_times, last_fire
+from jobs.config.cron import fire_times, last_fire
+from jobs.config.project import Project, Schedule
 from store.clock import parsed_time
 from store.disk.durable_file import disk_message, make_folder, replace_durably
 from store.disk.lease import holder, is_held
 from store.errors import SnapshotError
-from store.offline.runs import Report
+from store.offline.runs import AHEAD_S, Report
 from store.offline.view_store import OfflineStore, ViewStore
 from store.record import replace
 
@@ -40,10 +40,6 @@ RETRIED = ("failed", "killed")
 LATE_S = 60.0
 """How late a run may begin under ``catch_up: none``. The scheduler looks every second, so only one that was away, or busy with the run
 before, comes later; a minute is the finest step of a cron line."""
-
-AHEAD_S = 86400.0
-"""How far ahead of the clock settled times may lie: a clock set back by hours runs nothing twice. Beyond that the clock was wrong when
-they were settled, and they begin anew now."""
 
 JITTER = 0.2
 """Share by which a wait before a retry is longer or shorter, so that views that failed together do not come back together."""

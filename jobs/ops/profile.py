@@ -15,9 +15,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from jobs.config import Project
-from jobs.open_view import OpenView, open_view
-from jobs.report import engine_line
+from jobs.config.project import Project
+from jobs.pipeline.open_view import OpenView, open_view
+from jobs.process.report import engine_line
 from precompute.engine.batching import WINDOW_ROWS
 from precompute.engine.runner import Runner
 from store.errors import ConfigError, SourceError

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from jobs.termination import Terminated, asked, described, last_words
+from jobs.process.termination import Terminated, asked, described, last_words
 from store.clock import utc_now
 from store.errors import GateError, PrecomputeError, RejectedError
 from store.offline.runs import Report

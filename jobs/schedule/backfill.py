@@ -13,8 +13,10 @@ from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
 
-from jobs.backfill_plan import Past, Recipes, plan_backfill, range_of, why_partition
-from jobs.backfill_state import (
+from jobs.conductor import Conductor
+from jobs.config.project import Project
+from jobs.schedule.backfill_plan import Past, Recipes, plan_backfill, range_of, why_partition
+from jobs.schedule.backfill_state import (
     Backfill,
     Item,
     Options,
@@ -26,8 +28,6 @@ from jobs.backfill_state import (
     save_backfill,
     take_backfill,
 )
-from jobs.conductor import Conductor
-from jobs.config import Project
 from store.errors import ConfigError
 from store.offline.view_store import ViewStore
 from store.partition import Partition

@@ -9,22 +9,21 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from datetime import UTC, datetime, timedelta
 
-from jobs.config import Project, ViewConfig
-from jobs.due import AHEAD_S
-from jobs.gc import SWEPT_FOLDERS, collect
-from jobs.materialize import dry_run, materialize
-from jobs.notify import notify
-from jobs.plan import Plan
-from jobs.progress import Progress
-from jobs.publish import accepted, publish, renew
-from jobs.report import PUBLISHING, close_dead, recorded
+from jobs.config.project import Project, ViewConfig
+from jobs.pipeline.materialize import dry_run, materialize
+from jobs.pipeline.plan import Plan
+from jobs.pipeline.publish import accepted, publish, renew
+from jobs.process.notify import notify
+from jobs.process.progress import Progress
+from jobs.process.report import PUBLISHING, close_dead, recorded
 from store.clock import parsed_time
 from store.disk.crashpoint import crashpoint
 from store.disk.lease import Lease, is_held, take
 from store.disk.reserve import keep_reserve
 from store.errors import ConfigError, ConflictError, PrecomputeError, RequestError, SnapshotError
+from store.offline.gc import SWEPT_FOLDERS, collect
 from store.offline.refs import DROP_LEASE, PUBLISH_LEASE, run_lease
-from store.offline.runs import Report
+from store.offline.runs import AHEAD_S, Report
 from store.offline.snapshot import Snapshot
 from store.offline.standing import Standing
 from store.offline.view_store import ViewStore
@@ -140,7 +139,7 @@ def plan_view(
     """What :func:`run_view` would compute, and why; nothing is written.
 
     Raises:
-        PrecomputeError: as :func:`jobs.materialize.materialize`.
+        PrecomputeError: as :func:`jobs.pipeline.materialize.materialize`.
     """
     config, store = project.view(name), project.offline.view(name)
     with named(name):

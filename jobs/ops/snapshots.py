@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jobs.config import Project
+from jobs.config.project import Project
 from store.errors import SnapshotError
 from store.offline.snapshot import Snapshot
 from store.offline.standing import Standing

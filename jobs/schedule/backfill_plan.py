@@ -13,10 +13,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from jobs.backfill_state import Item, Options, Reprocess, backfills, read_backfill
-from jobs.config import Project, ViewConfig, model_queries
-from jobs.open_view import OpenView, open_view
-from jobs.plan import recipe_of
+from jobs.config.project import Project, ViewConfig, model_queries
+from jobs.pipeline.open_view import OpenView, open_view
+from jobs.pipeline.plan import recipe_of
+from jobs.schedule.backfill_state import Item, Options, Reprocess, backfills, read_backfill
 from precompute.registry import LoadedModel, load_with_fingerprint
 from precompute.sources.input_hash import MD5
 from precompute.sources.statement import parameters

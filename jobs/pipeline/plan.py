@@ -1,4 +1,4 @@
-"""Plan: which rows a run computes, and why. What ``materialize --dry-run`` prints and :func:`jobs.materialize.materialize` carries out.
+"""Plan: which rows a run computes, and why. What ``materialize --dry-run`` prints and :func:`jobs.pipeline.materialize.materialize` carries out.
 
 A row is computed when no earlier result has its key, its input hash and the view's recipe: not the snapshot built on, not an interrupted
 run. A changed model, SQL, column or feature is another recipe, and then every row is computed.
@@ -11,8 +11,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from jobs.config import ViewConfig
-from jobs.open_view import OpenView, files_of, variant_name
+from jobs.config.project import ViewConfig
+from jobs.pipeline.open_view import OpenView, files_of, variant_name
 from precompute.diff import Diff, compare
 from precompute.model import digest
 from precompute.source import Files

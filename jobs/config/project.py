@@ -29,9 +29,9 @@ from pydantic import (
     model_validator,
 )
 
-from jobs.config_file import PREFIX, merged, overrides, read_yaml, substituted
-from jobs.cron import check_cron, check_timezone
-from jobs.tuning_file import read_tuning, tuning_path
+from jobs.config.cron import check_cron, check_timezone
+from jobs.config.files import PREFIX, merged, overrides, read_yaml, substituted
+from jobs.config.tuning_file import read_tuning, tuning_path
 from precompute.registry import check_use
 from precompute.sources.statement import check_sql, parameters, referenced_views
 from store.errors import ConfigError

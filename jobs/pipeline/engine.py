@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jobs.config import EngineConfig
-from jobs.open_view import EXAMPLE_ROWS, REFERENCE, OpenView
+from jobs.config.project import EngineConfig
+from jobs.pipeline.open_view import EXAMPLE_ROWS, REFERENCE, OpenView
 from precompute.engine.meter import Meter
 from precompute.engine.runner import Runner
 from precompute.model import StagedModel

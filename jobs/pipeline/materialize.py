@@ -19,15 +19,15 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jobs.config import EngineConfig, ViewConfig
-from jobs.engine import engine_of
-from jobs.gates import JUDGED_ROWS, judge
-from jobs.open_view import OpenView, open_view
-from jobs.plan import Plan, go_on_hashing, is_damaged, make_plan, now_us, recipe_of
-from jobs.progress import Progress
-from jobs.replaced import Replaced
-from jobs.source_age import iso_us, read_source_at
-from jobs.tune import check_accuracy
+from jobs.config.project import EngineConfig, ViewConfig
+from jobs.pipeline.accuracy import check_accuracy
+from jobs.pipeline.engine import engine_of
+from jobs.pipeline.gates import JUDGED_ROWS, judge
+from jobs.pipeline.open_view import OpenView, open_view
+from jobs.pipeline.plan import Plan, go_on_hashing, is_damaged, make_plan, now_us, recipe_of
+from jobs.pipeline.replaced import Replaced
+from jobs.pipeline.source_age import iso_us, read_source_at
+from jobs.process.progress import Progress
 from precompute.diff import find_deletes, refused_rows
 from precompute.engine.batching import WINDOW_ROWS
 from precompute.engine.features import with_null_rows

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jobs.progress import Progress
+from jobs.process.progress import Progress
 from store.clock import utc_now
 from store.disk.crashpoint import crashpoint
 from store.disk.lease import Lease

@@ -10,33 +10,30 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 import pyarrow as pa
 
-from jobs.config import AccuracyConfig, Project, ViewConfig
-from jobs.open_view import EXAMPLE_ROWS, REFERENCE, OpenView, open_view
-from jobs.report import versions
-from jobs.tuning_file import write_tuning
+from jobs.config.project import Project
+from jobs.config.tuning_file import write_tuning
+from jobs.pipeline.accuracy import compared, figures_text, judged, sample_of
+from jobs.pipeline.open_view import EXAMPLE_ROWS, REFERENCE, open_view
+from jobs.process.report import versions
 from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
 from precompute.model import Model
-from precompute.precision.accuracy import Accuracy, Judged, compare
 from store.errors import ConfigError, ModelError, SourceError
 from store.feature_view import FeatureView
 from store.freshness import iso
-from store.offline.snapshot import Verdict
 from store.partition import Partition
 
 ROUNDS = 3
 """Times that each candidate computes the sample, taking turns, so that a busy moment of the machine hits all alike."""
 WORTHWHILE = 1.05
 """Times float32's rate: less is noise, and float32 stays."""
-CHECKED_ROWS = 512
-"""Of the source, before a run computes in another precision: 10 neighbours among 512 tell 0.985 from 0.97 with room to spare."""
 
 
 def tune(
@@ -85,7 +82,7 @@ def tune(
         if not only:
             names = [REFERENCE, *(c.name for c in candidates(model.device, model))]
         names = list(dict.fromkeys(names))
-        sample = _sample(opened, rows)
+        sample = sample_of(opened, rows)
         reference: Outcome | None = None
         measured: list[dict[str, Any]] = []
         ready: dict[str, Callable[[], object]] = {}
@@ -123,9 +120,9 @@ def tune(
                     raise SourceError(
                         f"view {name!r}: none of {sample.num_rows:,} rows could be computed in float32; the first: {error}"
                     )
-            accuracy = _compared(opened.view, reference, done)
+            accuracy = compared(opened.view, reference, done)
             found["accuracy"] = {} if accuracy is None else accuracy.to_json()["features"]
-            figures = _judged(config.accuracy, accuracy, reference, done)
+            figures = judged(config.accuracy, accuracy, reference, done)
             found["refused"] = "; ".join(figure.shortfall for figure in figures if figure.room < 0) or None
         rates = _rates(model, opened.view, sample, ready, tell)
     for found in measured:
@@ -151,7 +148,7 @@ def tune(
 
 def describe_tuning(found: dict[str, Any]) -> str:
     """Speed against accuracy as a table, and what was picked."""
-    figures = [_figures(row.get("accuracy", {})) for row in found["measured"]]
+    figures = [figures_text(row.get("accuracy", {})) for row in found["measured"]]
     width = max(len(text) for text in ("accuracy against float32", *figures)) + 2
     lines = [f"  {'precision':<18}{'rows/s':>9}{'speed':>8}  {'accuracy against float32':<{width}}verdict"]
     for row, accuracy in zip(found["measured"], figures, strict=True):
@@ -171,71 +168,9 @@ def describe_tuning(found: dict[str, Any]) -> str:
     )
 
 
-def check_accuracy(config: ViewConfig, opened: OpenView) -> Verdict | None:
-    """Compare a view's precision with float32 on a sample of its own rows, before a run computes in it.
-
-    Returns:
-        the verdict, whose figure is the one farthest beyond its limit, or else the nearest to it, and whose ``message`` has all of them; None
-        for float32 itself.
-    """
-    if opened.variant == REFERENCE:
-        return None
-    from precompute.models.torch_model import TorchModel  # torch takes a second to import, and a model of pure Python needs none
-
-    model = opened.model
-    assert isinstance(model, TorchModel), "no other model has another precision"
-    sample = _sample(opened, CHECKED_ROWS)
-    done = Runner(model, opened.view).compute(sample)
-    restore = model.restorer()
-    model.use(model.module)
-    try:
-        reference = Runner(model, opened.view).compute(sample)
-    finally:
-        restore()
-    accuracy = _compared(opened.view, reference, done)
-    judged = sorted(_judged(config.accuracy, accuracy, reference, done), key=lambda figure: figure.room)
-    reasons = [figure.shortfall for figure in judged if figure.room < 0]
-    message = f"{model.variant} against float32 on {sample.num_rows:,} rows: {_figures({} if accuracy is None else accuracy.to_json()['features'])}"
-    if reasons:
-        message += f": {'; '.join(reasons)}"
-    return Verdict("accuracy", not reasons, judged[0].measured, judged[0].limit, message)
-
-
 def _in_float32(view: FeatureView) -> FeatureView:
     model = replace(view.definition.model, precision="fp32", backend="eager")
     return replace(view, definition=replace(view.definition, model=model))
-
-
-def _sample(opened: OpenView, rows: int) -> pa.RecordBatch:
-    """Raises:
-    SourceError: there are no rows.
-    """
-    table = opened.source.sample(rows).combine_chunks()
-    if table.num_rows == 0:
-        raise SourceError(f"view {opened.view.name!r}: the source yielded no rows: nothing to compare precisions on")
-    batch: pa.RecordBatch = table.to_batches()[0]
-    return batch
-
-
-def _compared(view: FeatureView, reference: Outcome, other: Outcome) -> Accuracy | None:
-    """On the rows that both computed; None when there are none."""
-    both = sorted(set(reference.rows.tolist()) & set(other.rows.tolist()))
-    if not both:
-        return None
-    chosen = []
-    for done in (reference, other):
-        position = {row: i for i, row in enumerate(done.rows.tolist())}
-        chosen.append(done.features.take(pa.array([position[row] for row in both], pa.int64())))
-    return compare(chosen[0], chosen[1], view)
-
-
-def _judged(budget: AccuracyConfig, accuracy: Accuracy | None, reference: Outcome, other: Outcome) -> list[Judged]:
-    """Every figure with its limit; rows that are lost have one too."""
-    if accuracy is None:
-        return [Judged("rows that both compute:", 0, 1, -1)]
-    lost = len(set(reference.rows.tolist()) - set(other.rows.tolist()))
-    figures = accuracy.judged(budget.cosine, budget.recall_at_10)
-    return [*figures, Judged("rows rejected that float32 computes:", lost, 0, -lost)] if lost else figures
 
 
 def _rates(
@@ -257,22 +192,3 @@ def _pick(measured: Sequence[dict[str, Any]]) -> str:
     passing = [row for row in measured if row["refused"] is None and row["speed"] is not None]
     best = max(passing, key=lambda row: float(row["speed"]), default=None)
     return REFERENCE if best is None or best["speed"] < WORTHWHILE else str(best["name"])
-
-
-SHORT = {
-    "mean_cosine": "cosine",
-    "min_cosine": "min",
-    "recall_at_10": "recall@10",
-    "rank_correlation": "rank",
-    "max_abs_error": "max error",
-    "relative_error": "relative",
-    "overlap": "overlap",
-}
-
-
-def _figures(features: Mapping[str, Mapping[str, float]]) -> str:
-    """The accuracy's figures, in words."""
-    told = []
-    for name, figures in features.items():
-        told.append(f"{name}: " * (len(features) > 1) + " · ".join(f"{SHORT[k]} {v:.6g}" for k, v in figures.items()))
-    return "; ".join(told) or "–"

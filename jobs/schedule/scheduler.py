@@ -1,6 +1,6 @@
 """Schedule: starts what is due, and ends what takes too long. The seam to APScheduler, which only ticks.
 
-What is due is computed anew at each tick (:mod:`jobs.due`): it makes no difference which scheduler ticks, or for how long none did. Of several on one
+What is due is computed anew at each tick (:mod:`jobs.schedule.due`): it makes no difference which scheduler ticks, or for how long none did. Of several on one
 root the holder of a lease acts. Each run is a process of its own, one of a view at a time; it outlives a scheduler that is killed, and the next one
 takes it into its care, deadline and all."""
 
@@ -21,12 +21,11 @@ from apscheduler.events import EVENT_JOB_ERROR, EVENT_JOB_MISSED, JobExecutionEv
 from apscheduler.schedulers.background import BackgroundScheduler
 from apscheduler.triggers.base import BaseTrigger
 
-from jobs.config import Project
-from jobs.due import LEADER, RETRIED, Decision, Ledger
-from jobs.report import close_dead
+from jobs.config.project import Project
+from jobs.process.report import close_dead
+from jobs.schedule.due import LEADER, RETRIED, Decision, Ledger
 from precompute.workers.process import AdoptedProcess, ChildProcess, ProcessGroup, end_all
-from store.api.page import duration
-from store.clock import parsed_time, utc_now
+from store.clock import duration, parsed_time, utc_now
 from store.disk.lease import Lease, holder, take
 from store.errors import ConflictError, FencedError, PrecomputeError
 from store.freshness import iso

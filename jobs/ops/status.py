@@ -8,16 +8,15 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from jobs.config import Project
-from jobs.due import outlook
-from jobs.gc import damage
-from jobs.report import LEASED, PUBLISHING
-from jobs.source_age import REPORTS, known_source_at
-from store.api.page import duration
-from store.clock import parsed_time
+from jobs.config.project import Project
+from jobs.pipeline.source_age import REPORTS, known_source_at
+from jobs.process.report import LEASED, PUBLISHING
+from jobs.schedule.due import outlook
+from store.clock import duration, parsed_time
 from store.disk.lease import is_held
 from store.errors import OnlineStoreError, PrecomputeError, SnapshotError
 from store.freshness import AHEAD_US, Sighting, Status, age_s, as_datetime, iso, microseconds, status_of
+from store.offline.gc import damage
 from store.offline.refs import PUBLISH_LEASE, LiveRef
 from store.offline.runs import Report
 from store.offline.snapshot import Snapshot

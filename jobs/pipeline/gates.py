@@ -20,10 +20,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jobs.config import GatesConfig, ViewConfig
-from jobs.open_view import OpenView, files_of
-from jobs.plan import recipe_of
-from jobs.replaced import Replaced
+from jobs.config.project import GatesConfig, ViewConfig
+from jobs.pipeline.open_view import OpenView, files_of
+from jobs.pipeline.plan import recipe_of
+from jobs.pipeline.replaced import Replaced
 from precompute.diff import returned_rows
 from precompute.engine.features import with_null_rows
 from precompute.engine.runner import compute

@@ -8,7 +8,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from jobs.config import Project
+from jobs.config.project import Project
 from store.disk.lease import holder, is_held, take
 from store.disk.reserve import spending_reserve
 from store.errors import ConfigError, ConflictError, SnapshotError
