@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
 
-from jobs.conductor import Conductor
 from jobs.config.project import Project
 from jobs.schedule.backfill_plan import Past, Recipes, plan_backfill, range_of, why_partition
 from jobs.schedule.backfill_state import (
@@ -28,6 +27,7 @@ from jobs.schedule.backfill_state import (
     save_backfill,
     take_backfill,
 )
+from jobs.schedule.conductor import Conductor
 from store.errors import ConfigError
 from store.offline.view_store import ViewStore
 from store.partition import Partition

@@ -630,7 +630,7 @@ def test_cancelled_is_final_and_can_be_run_again(daily: MakeDaily, gate: Gate, c
 
 
 def test_a_run_that_is_deaf_to_sigterm_is_killed(daily: MakeDaily, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.conductor.STOP_GRACE_S", 0.2)
+    monkeypatch.setattr("jobs.schedule.conductor.STOP_GRACE_S", 0.2)
     project = daily((1, 2), deaf=True)
 
     def cancel() -> None:
