@@ -20,8 +20,8 @@ from jobs.process.progress import Silent
 from store.disk.lease import take
 from store.errors import ConflictError, RequestError
 from store.lookup import Lookup
-from store.offline.refs import run_lease
-from store.offline.view_store import OfflineStore
+from store.offline.refs import Refs, run_lease
+from store.offline.view_store import ViewStore
 from store.online.online_url import open_online_store
 from tests.conftest import MakeProject
 
@@ -118,7 +118,7 @@ def test_a_drop_that_was_stopped_on_the_way_is_finished_by_the_next(
     def stopped(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    where = ((redis.Redis, "unlink"), (shutil, "rmtree"), (OfflineStore, "end_live"), (OfflineStore, "remove"), (Path, "rename"))
+    where = ((redis.Redis, "unlink"), (shutil, "rmtree"), (Refs, "end_live"), (ViewStore, "remove"), (Path, "rename"))
     project = published()
     for owner, name in where:
         with monkeypatch.context() as patch:

@@ -29,7 +29,7 @@ from store.errors import PrecomputeError, RejectedError, SnapshotError
 from store.lookup import Lookup
 from store.offline.runs import Report
 from store.offline.snapshot import Snapshot
-from store.offline.view_store import OfflineStore
+from store.offline.view_store import ViewStore
 from store.online.online_url import open_online_store
 from tests.arithmetic import Doubler
 from tests.conftest import MakeProject
@@ -156,7 +156,7 @@ def test_a_run_that_was_killed_when_rows_were_hashed_with_md5_is_taken_over(
     project = make_project(ROWS, view=COUNTING)
     with monkeypatch.context() as before:
         before.setattr("precompute.source.hash_kind", lambda: MD5)
-        before.setattr(OfflineStore, "commit", killed)
+        before.setattr(ViewStore, "commit", killed)
         with pytest.raises(KeyboardInterrupt):
             run(project)
     computed.clear()
@@ -676,7 +676,7 @@ def run_to_the_commit(project: Project, monkeypatch: pytest.MonkeyPatch) -> None
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(OfflineStore, "commit", killed)
+        patched.setattr(ViewStore, "commit", killed)
         with pytest.raises(KeyboardInterrupt):
             run(project)
 
