@@ -135,8 +135,8 @@ def ask(project: Project, data: Path, trained: bool = True) -> None:
         for rank, (item, score) in enumerate(zip(row["features"]["items"][:10], row["features"]["scores"], strict=False), 1):
             print(f"{rank:>2}. {titles[item]:<45} {score:6.2f}")
         heading(f"Documents nearest to {SENTENCE!r}")
-        found = lookup.search("doc_embedding", inputs={"text": SENTENCE}, k=5, deadline_ms=60_000)
-        for neighbour in found["rows"]:
+        answer = lookup.search("doc_embedding", inputs={"text": SENTENCE}, k=5, deadline_ms=60_000)
+        for neighbour in answer["rows"]:
             print(f"{neighbour['score']:.3f}  {neighbour['key']}")
         heading("A lookup, with its freshness")
         print(describe_row(lookup.row("item_embedding", 50)))
@@ -144,9 +144,9 @@ def ask(project: Project, data: Path, trained: bool = True) -> None:
         best = sorted(row["features"].items(), key=lambda pair: -pair[1])[:4]
         print(f"{titles[50]}: " + ", ".join(f"{label} {score:.2f}" for label, score in best))
         heading("A fallback: an item that was never in the source, its inputs in the request")
-        answer = lookup.begin("item_embedding", list(NEW_ITEM), inputs=NEW_ITEM, deadline_ms=60_000)
-        answer.wait()
-        print(describe_row(answer.rows()[0]))
+        computed = lookup.begin("item_embedding", list(NEW_ITEM), inputs=NEW_ITEM, deadline_ms=60_000)
+        computed.wait()
+        print(describe_row(computed.rows()[0]))
         print(describe_row(lookup.row("item_embedding", 8888)))
         heading("Hit rate@10, leave-one-out over all items")
         ours, baseline = evaluate(lookup, data)

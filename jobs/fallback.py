@@ -25,8 +25,8 @@ from precompute.project_path import starting_from
 from precompute.registry import LoadedModel, load_with_fingerprint
 from store.entity_key import split_key
 from store.errors import PrecomputeError
+from store.fallback import Computed, Fallback, Miss
 from store.freshness import Reason
-from store.lookup import Computed, Miss
 from store.offline.view_store import OfflineStore
 from store.online.online_store import Pointer
 from store.partition import Partition
@@ -55,8 +55,8 @@ _WARM_UP = ""
 """No entity has an empty key: the request that opens a view and computes a row of it."""
 
 
-class ViewFallback:
-    """See :class:`store.lookup.Fallback`.
+class ViewFallback(Fallback):
+    """The models of the views that are live, each loaded when it is first asked and again when its view was published anew.
 
     Args:
         store: where the snapshots are that the views read.
@@ -82,7 +82,6 @@ class ViewFallback:
         *,
         query: bool = False,
     ) -> list[Future[Computed]]:
-        """See :class:`store.lookup.Fallback`."""
         group = _Group(pointer.view.name, pointer.publishing, query)
         futures = []
         for key in keys:

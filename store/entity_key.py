@@ -1,8 +1,7 @@
 """Entity keys: from columns, URLs and JSON to the one text every store uses.
 
-A key of one column is that column's text as it stands (``42``, ``os.path.join``, ``a/b``). A key of several columns is its
-parts joined with ``/``, with ``%`` and ``/`` inside a part written ``%25`` and ``%2F``. The UTF-8 of that text is the key in LMDB
-and Redis, the ``key`` column of every answer, and (percent-encoded once more, as any URL) the last part of a row's URL.
+A key of one column is that column's text as it stands (``42``, ``a/b``). One of several columns is its parts joined with ``/``, with ``%`` and ``/`` inside a
+part written ``%25`` and ``%2F``. The UTF-8 of that text is the key in the stores, the ``key`` of every answer, and, percent-encoded, the end of a row's URL.
 """
 
 from __future__ import annotations

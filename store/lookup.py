@@ -295,13 +295,8 @@ class Lookup:
             keys, scores = index.search(query, k, frozenset(omitted))
             rows = self._neighbours(pointer, keys, scores, features)
             if rows is not None:
-                return {
-                    "view": view,
-                    "snapshot": pointer.snapshot,
-                    "model": pointer.model,
-                    "metric": index.metric,
-                    "rows": rows,
-                }
+                told = {"view": view, "snapshot": pointer.snapshot, "model": pointer.model, "metric": index.metric}
+                return told | {"rows": rows}
         # five publishes within one search
         raise VectorIndexError(f"view {view!r} is being published over and over; search again")
 

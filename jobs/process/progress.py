@@ -26,14 +26,13 @@ class Progress(Protocol):
         """The work of the last ``begin`` is done, or given up."""
 
 
-class Bar:
+class Bar(Progress):
     """A rich progress bar on stderr."""
 
     def __init__(self) -> None:
         self._rich: RichProgress | None = None
 
     def begin(self, what: str, total: int) -> None:
-        """See :class:`Progress`."""
         self.end()
         columns = (
             TextColumn("{task.description}"),
@@ -48,33 +47,29 @@ class Bar:
         self._rich.start()
 
     def advance(self, rows: int) -> None:
-        """See :class:`Progress`."""
         self._done += rows
         if self._rich is not None:
             rate = self._done / max(time.monotonic() - self._started, 1e-9)
             self._rich.update(self._task, completed=self._done, rate=f"{rate:,.0f} rows/s")
 
     def end(self) -> None:
-        """See :class:`Progress`."""
         if self._rich is not None:
             self._rich.stop()
             self._rich = None
 
 
-class Lines:
+class Lines(Progress):
     """A line every few seconds, for logs."""
 
     def __init__(self, out: TextIO, every_s: float = LINE_EVERY_S) -> None:
         self._out, self._every_s = out, every_s
 
     def begin(self, what: str, total: int) -> None:
-        """See :class:`Progress`."""
         self._what, self._total, self._done = what, total, 0
         self._started = self._last = time.monotonic()
         print(f"{what}: {total:,} rows", file=self._out, flush=True)
 
     def advance(self, rows: int) -> None:
-        """See :class:`Progress`."""
         self._done += rows
         now = time.monotonic()
         if now - self._last >= self._every_s and self._done < self._total:
@@ -88,20 +83,20 @@ class Lines:
             )
 
     def end(self) -> None:
-        """See :class:`Progress`."""
+        pass
 
 
-class Silent:
+class Silent(Progress):
     """Says nothing: for ``--json``, and for work inside other work."""
 
     def begin(self, what: str, total: int) -> None:
-        """See :class:`Progress`."""
+        pass
 
     def advance(self, rows: int) -> None:
-        """See :class:`Progress`."""
+        pass
 
     def end(self) -> None:
-        """See :class:`Progress`."""
+        pass
 
 
 def progress_for(quiet: bool) -> Progress:

@@ -44,68 +44,58 @@ def _body(name: str, *, arrow: bool = False) -> dict[str, Any]:
 
 def openapi_document() -> dict[str, Any]:
     """The document served at ``/openapi.json``."""
+    plain = {"200": {"description": "answered"}}
+    ready = {"summary": "Views are published and models loaded", "responses": {**plain, "503": {"description": "not yet"}}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Precompute", "version": "1", "description": "Pre-computed features by key, with their freshness."},
+        "paths": {
+            "/v1/views": {"get": {"summary": "The published views", "responses": plain}},
+            **_lookups(),
+            "/livez": {"get": {"summary": "The process lives", "responses": plain}},
+            "/readyz": {"get": ready},
+            "/metrics": {"get": {"summary": "Prometheus metrics", "responses": plain}},
+        },
+        "components": {"schemas": wire.schemas()},
+    }
+
+
+def _lookups() -> dict[str, Any]:
+    """The paths that answer with rows."""
     view = _parameter("view", "path", "string", "name of a published view")
+    key = _parameter("key", "path", "string", "the entity key; parts of a composite one separated by /")
     options = [
         _parameter("features", "query", "string", "names, separated by commas"),
         _parameter("fallback", "query", "boolean", "false never runs the model"),
         _parameter("deadline_ms", "query", "number", "how long to wait for the model"),
         _parameter("max_age_s", "query", "number", "an older row counts as missing"),
     ]
-    plain = {"200": {"description": "answered"}}
+    failed = {"404": "no such row or view", "502": "the model failed", "504": "the model was too slow"}
+    row = {
+        "summary": "One row",
+        "parameters": [view, key, *options],
+        "responses": {**_responses("ViewRow", arrow=True, more=failed), "304": {"description": "not modified"}},
+    }
+    lookup = {
+        "summary": "Many rows of one view",
+        "parameters": [view, *options],
+        "requestBody": _body("LookupRequest", arrow=True),
+        "responses": _responses("LookupAnswer", arrow=True),
+    }
+    multi_lookup = {
+        "summary": "Rows of several views",
+        "requestBody": _body("MultiLookupRequest"),
+        "responses": _responses("MultiLookupAnswer"),
+    }
+    search = {
+        "summary": "Nearest rows",
+        "parameters": [view],
+        "requestBody": _body("SearchRequest"),
+        "responses": _responses("SearchAnswer", more={"504": "the model was too slow"}),
+    }
     return {
-        "openapi": "3.1.0",
-        "info": {"title": "Precompute", "version": "1", "description": "Pre-computed features by key, with their freshness."},
-        "paths": {
-            "/v1/views": {"get": {"summary": "The published views", "responses": plain}},
-            "/v1/views/{view}/rows/{key}": {
-                "get": {
-                    "summary": "One row",
-                    "parameters": [
-                        view,
-                        _parameter("key", "path", "string", "the entity key; parts of a composite one separated by /"),
-                        *options,
-                    ],
-                    "responses": {
-                        **_responses(
-                            "ViewRow",
-                            arrow=True,
-                            more={"404": "no such row or view", "502": "the model failed", "504": "the model was too slow"},
-                        ),
-                        "304": {"description": "not modified"},
-                    },
-                }
-            },
-            "/v1/views/{view}/lookup": {
-                "post": {
-                    "summary": "Many rows of one view",
-                    "parameters": [view, *options],
-                    "requestBody": _body("LookupRequest", arrow=True),
-                    "responses": _responses("LookupAnswer", arrow=True),
-                }
-            },
-            "/v1/lookup": {
-                "post": {
-                    "summary": "Rows of several views",
-                    "requestBody": _body("MultiLookupRequest"),
-                    "responses": _responses("MultiLookupAnswer"),
-                }
-            },
-            "/v1/views/{view}/search": {
-                "post": {
-                    "summary": "Nearest rows",
-                    "parameters": [view],
-                    "requestBody": _body("SearchRequest"),
-                    "responses": _responses("SearchAnswer", more={"504": "the model was too slow"}),
-                }
-            },
-            "/livez": {"get": {"summary": "The process lives", "responses": plain}},
-            "/readyz": {
-                "get": {
-                    "summary": "Views are published and models loaded",
-                    "responses": {**plain, "503": {"description": "not yet"}},
-                }
-            },
-            "/metrics": {"get": {"summary": "Prometheus metrics", "responses": plain}},
-        },
-        "components": {"schemas": wire.schemas()},
+        "/v1/views/{view}/rows/{key}": {"get": row},
+        "/v1/views/{view}/lookup": {"post": lookup},
+        "/v1/lookup": {"post": multi_lookup},
+        "/v1/views/{view}/search": {"post": search},
     }

@@ -1,15 +1,4 @@
-"""Row codec: a view's features as one packed little-endian row per key, vectorised both ways.
-
-    row    = header · null bits · fixed part · variable part
-    header = computed_at int64 (µs since 1970, UTC) · snapshot uint32 · schema tag uint32              16 bytes
-    null bits  = one bit a feature, lowest first, rounded up to bytes
-    fixed part = scalars and vectors in declared order; for a string or list its size in bytes as uint32
-    variable part = the bytes of strings and lists, in declared order; a list of strings is its lengths, then its text
-
-No padding: a row of 384 float32 has 16 + 1 + 1,536 bytes. 16 bytes of header instead of 24 keep a row of 768 bytes of vector inside
-the same jemalloc size class (896) in Redis. The schema tag is the CRC-32 of format version and features, so that a row written
-for another schema is refused instead of read as noise.
-"""
+"""Row codec: a view's features as one packed little-endian row per key, vectorised both ways."""
 
 from __future__ import annotations
 
@@ -90,6 +79,16 @@ class DecodedRows:
 
 class RowCodec:
     """Packs and unpacks the rows of one view.
+
+        row    = header · null bits · fixed part · variable part
+        header = computed_at int64 (µs since 1970, UTC) · snapshot uint32 · schema tag uint32              16 bytes
+        null bits  = one bit a feature, lowest first, rounded up to bytes
+        fixed part = scalars and vectors in declared order; for a string or list its size in bytes as uint32
+        variable part = the bytes of strings and lists, in declared order; a list of strings is its lengths, then its text
+
+    No padding: a row of 384 float32 has 16 + 1 + 1,536 bytes. 16 bytes of header instead of 24 keep a row of 768 bytes of vector inside
+    the same jemalloc size class (896) in Redis. The schema tag is the CRC-32 of format version and features, so that a row written
+    for another schema is refused instead of read as noise.
 
     Build it once per view and snapshot; it is immutable and safe to share between threads.
     """

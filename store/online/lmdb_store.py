@@ -1,11 +1,4 @@
-"""LMDB online store: one immutable file per generation, one small pointer file per view. The embedded default.
-
-    <folder>/<view>/<generation:020d>.mdb     built aside, fsynced, renamed; read without locks, since nothing writes it again
-    <folder>/<view>/live.json                 the pointer, replaced atomically
-
-A reader looks at the pointer file's inode and mtime once per request (1.5 µs) and opens the new generation when they changed.
-Rows are appended sorted by key: rows of 1,553 bytes take 2.06 kB each, put in any other way 3.8 to 4.1 kB, since pages split in half.
-"""
+"""LMDB online store: one immutable file per generation, one small pointer file per view. The embedded default."""
 
 from __future__ import annotations
 
@@ -70,7 +63,13 @@ class _Live:
 
 
 class LmdbStore(OnlineStore):
-    """See :mod:`store.online.lmdb_store` and the contract, :class:`OnlineStore`.
+    """The online store of one machine, in LMDB.
+
+        <folder>/<view>/<generation:020d>.mdb     built aside, fsynced, renamed; read without locks, since nothing writes it again
+        <folder>/<view>/live.json                 the pointer, replaced atomically
+
+    A reader looks at the pointer file's inode and mtime once per request (1.5 µs) and opens the new generation when they changed.
+    Rows are appended sorted by key: rows of 1,553 bytes take 2.06 kB each, put in any other way 3.8 to 4.1 kB, since pages split in half.
 
     Args:
         folder: created on the first load.
@@ -83,7 +82,6 @@ class LmdbStore(OnlineStore):
     # ---- reading
 
     def read(self, view: str, keys: Sequence[bytes]) -> tuple[Pointer, list[Buffer | None]] | None:
-        """See :meth:`OnlineStore.read`."""
         live = self._current(view)
         if live is None:
             return None
@@ -95,7 +93,7 @@ class LmdbStore(OnlineStore):
             raise OnlineStoreError(f"cannot read {self._path(view, live.pointer.generation)}: {exc}") from exc
 
     def live(self, view: str) -> Pointer | None:
-        """See :meth:`OnlineStore.live`; the generation itself is not opened, so a publish can mend one that is gone."""
+        # the generation itself is not opened, so a publish can mend one that is gone
         if not NAME.match(view):
             return None
         known = self._live.get(view)
@@ -159,7 +157,6 @@ class LmdbStore(OnlineStore):
             return None
 
     def read_generation(self, view: str, generation: int, keys: Sequence[bytes]) -> list[Buffer | None]:
-        """See :meth:`OnlineStore.read_generation`."""
         path = self._path(view, generation)
         try:
             opened = _generation(path)
@@ -171,17 +168,14 @@ class LmdbStore(OnlineStore):
             raise OnlineStoreError(f"cannot read {path}: {exc}; publish the view again") from exc
 
     def generations(self, view: str) -> list[int]:
-        """See :meth:`OnlineStore.generations`."""
         return sorted(int(p.stem) for p in (self.folder / view).glob("*.mdb") if p.stem.isdigit())
 
     def views(self) -> list[str]:
-        """See :meth:`OnlineStore.views`."""
         return sorted(p.parent.name for p in self.folder.glob("*/live.json"))
 
     # ---- writing
 
     def load(self, view: str, generation: int, rows: Rows) -> int:
-        """See :meth:`OnlineStore.load`."""
         check_not_live(self._readable(view), view, generation)
         path = self._path(view, generation)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -215,7 +209,6 @@ class LmdbStore(OnlineStore):
                 temporary.unlink(missing_ok=True)
 
     def flip(self, pointer: Pointer) -> None:
-        """See :meth:`OnlineStore.flip`."""
         folder = self.folder / pointer.view.name
         check_loaded(pointer, self.generations(pointer.view.name))
         try:
@@ -229,7 +222,6 @@ class LmdbStore(OnlineStore):
             raise OnlineStoreError(disk_message(folder / "live.json", exc)) from exc
 
     def drop(self, view: str, generation: int) -> None:
-        """See :meth:`OnlineStore.drop`."""
         check_not_live(self._readable(view), view, generation)
         try:
             self._path(view, generation).unlink(missing_ok=True)
@@ -237,7 +229,6 @@ class LmdbStore(OnlineStore):
             raise OnlineStoreError(f"cannot remove {self._path(view, generation)}: {exc}") from exc
 
     def forget(self, view: str) -> None:
-        """See :meth:`OnlineStore.forget`."""
         folder = self.folder / view
         if not NAME.match(view) or not folder.is_dir():
             return
@@ -251,7 +242,6 @@ class LmdbStore(OnlineStore):
         self._live.pop(view, None)
 
     def close(self) -> None:
-        """See :meth:`OnlineStore.close`."""
         self._live.clear()
 
     def _path(self, view: str, generation: int) -> Path:

@@ -1,8 +1,7 @@
 """Online store: entity key → packed row, by view and generation. The contract, and the in-memory reference.
 
-A **generation** is one snapshot loaded into the store: immutable once loaded, and numbered by the epoch of the publishing that loaded
-it, so that loading a snapshot again never touches what readers use, and rolling back is a new epoch over an old generation. One pointer per view says which generation is live and carries what
-a reader must know to unpack it.
+A **generation** is one snapshot loaded into the store: immutable once loaded, and numbered by the epoch of the publishing that loaded it, so that loading a
+snapshot again never touches what readers use, and rolling back is a new epoch over an old one. A pointer per view says which is live, and how it is unpacked.
 """
 
 from __future__ import annotations
@@ -148,7 +147,6 @@ class MemoryStore(OnlineStore):
         self._pointers: dict[str, Pointer] = {}
 
     def load(self, view: str, generation: int, rows: Rows) -> int:
-        """See :meth:`OnlineStore.load`."""
         check_not_live(self.live(view), view, generation)
         table: dict[bytes, Buffer] = {}
         for keys, values in rows:
@@ -158,18 +156,15 @@ class MemoryStore(OnlineStore):
         return len(table)
 
     def flip(self, pointer: Pointer) -> None:
-        """See :meth:`OnlineStore.flip`."""
         with self._lock:
             check_loaded(pointer, list(self._generations.get(pointer.view.name, ())))
             check_epoch(self._pointers.get(pointer.view.name), pointer)
             self._pointers[pointer.view.name] = pointer
 
     def live(self, view: str) -> Pointer | None:
-        """See :meth:`OnlineStore.live`."""
         return self._pointers.get(view)
 
     def read(self, view: str, keys: Sequence[bytes]) -> tuple[Pointer, list[Buffer | None]] | None:
-        """See :meth:`OnlineStore.read`."""
         with self._lock:
             pointer = self._pointers.get(view)
             if pointer is None:
@@ -178,32 +173,27 @@ class MemoryStore(OnlineStore):
         return pointer, [table.get(key) for key in keys]
 
     def read_generation(self, view: str, generation: int, keys: Sequence[bytes]) -> list[Buffer | None]:
-        """See :meth:`OnlineStore.read_generation`."""
         table = self._generations.get(view, {}).get(generation, {})
         return [table.get(key) for key in keys]
 
     def generations(self, view: str) -> list[int]:
-        """See :meth:`OnlineStore.generations`."""
         return sorted(self._generations.get(view, ()))
 
     def drop(self, view: str, generation: int) -> None:
-        """See :meth:`OnlineStore.drop`."""
         with self._lock:
             check_not_live(self._pointers.get(view), view, generation)
             self._generations.get(view, {}).pop(generation, None)
 
     def forget(self, view: str) -> None:
-        """See :meth:`OnlineStore.forget`."""
         with self._lock:
             self._pointers.pop(view, None)
             self._generations.pop(view, None)
 
     def views(self) -> list[str]:
-        """See :meth:`OnlineStore.views`."""
         return sorted(self._pointers)
 
     def close(self) -> None:
-        """See :meth:`OnlineStore.close`."""
+        pass
 
 
 def check_not_live(pointer: Pointer | None, view: str, generation: int) -> None:

@@ -1,14 +1,4 @@
-"""Redis online store: a key prefix per generation, one hash of meta data per view, a pointer flipped by one Lua script.
-
-    <prefix>:<view>:<generation>:<entity key>      one packed row
-    <prefix>:{<view>}:meta                         hash: version, epoch, pointer, rows:<generation>, loading:<generation>
-    <prefix>:views                                 set of view names
-
-A read is one round trip: the pointer's version and one MGET under the generation last seen, sent together; only when the
-version changed is the MGET repeated under the new generation. So a request never mixes generations and never trusts a stale pointer.
-Works on Redis 6.2 and later. MSET cannot set an expiry; freshness is in the row's header, and memory comes back by dropping
-generations.
-"""
+"""Redis online store: a key prefix per generation, one hash of meta data per view, a pointer flipped by one Lua script."""
 
 from __future__ import annotations
 
@@ -45,7 +35,16 @@ _ALLOW_OOM = "#!lua flags=allow-oom\n"
 
 
 class RedisStore(OnlineStore):
-    """See :mod:`store.online.redis_store` and the contract, :class:`OnlineStore`.
+    """The online store of several machines, in Redis or Valkey.
+
+        <prefix>:<view>:<generation>:<entity key>      one packed row
+        <prefix>:{<view>}:meta                         hash: version, epoch, pointer, rows:<generation>, loading:<generation>
+        <prefix>:views                                 set of view names
+
+    A read is one round trip: the pointer's version and one MGET under the generation last seen, sent together; only when the
+    version changed is the MGET repeated under the new generation. So a request never mixes generations and never trusts a stale pointer.
+    Works on Redis 6.2 and later. MSET cannot set an expiry; freshness is in the row's header, and memory comes back by dropping
+    generations.
 
     Args:
         url: ``redis://host:port/db``, ``rediss://…`` or ``unix:///path?db=0``; ``?prefix=name`` keeps projects apart in one
@@ -79,7 +78,6 @@ class RedisStore(OnlineStore):
     # ---- reading
 
     def read(self, view: str, keys: Sequence[bytes]) -> tuple[Pointer, list[Buffer | None]] | None:
-        """See :meth:`OnlineStore.read`."""
         with self._translated(f"read {len(keys)} keys of {view!r}"):
             seen = self._seen.get(view)
             if seen is None:
@@ -98,7 +96,6 @@ class RedisStore(OnlineStore):
             return None
 
     def live(self, view: str) -> Pointer | None:
-        """See :meth:`OnlineStore.live`."""
         with self._translated(f"read the pointer of {view!r}"):
             seen = self._load_pointer(view)
             return None if seen is None else seen[1]
@@ -126,7 +123,6 @@ class RedisStore(OnlineStore):
             return None
 
     def read_generation(self, view: str, generation: int, keys: Sequence[bytes]) -> list[Buffer | None]:
-        """See :meth:`OnlineStore.read_generation`."""
         if not keys:
             return []
         prefix = self._data_prefix(view, generation)
@@ -134,13 +130,11 @@ class RedisStore(OnlineStore):
             return [None if v is None else _bytes(v) for v in self._redis.mget([prefix + key for key in keys])]
 
     def generations(self, view: str) -> list[int]:
-        """See :meth:`OnlineStore.generations`."""
         with self._translated(f"list the generations of {view!r}"):
             fields = self._redis.hkeys(self._meta(view))
         return sorted(int(f[5:]) for f in map(_bytes, fields) if f.startswith(b"rows:"))
 
     def views(self) -> list[str]:
-        """See :meth:`OnlineStore.views`."""
         with self._translated("list the views"):
             names = sorted(_bytes(n).decode() for n in self._redis.smembers(f"{self._prefix}:views"))
             return [n for n in names if self._redis.hexists(self._meta(n), "pointer")]
@@ -148,7 +142,6 @@ class RedisStore(OnlineStore):
     # ---- writing
 
     def load(self, view: str, generation: int, rows: Rows) -> int:
-        """See :meth:`OnlineStore.load`."""
         check_not_live(self._readable(view), view, generation)
         meta, prefix = self._meta(view), self._data_prefix(view, generation)
         with self._translated(f"load generation {generation} of {view!r}"):
@@ -190,7 +183,6 @@ class RedisStore(OnlineStore):
         return int(after) - int(before)
 
     def flip(self, pointer: Pointer) -> None:
-        """See :meth:`OnlineStore.flip`."""
         view = pointer.view.name
         with self._translated(f"flip the pointer of {view!r}"):
             if self._flip_script is None:
@@ -208,13 +200,12 @@ class RedisStore(OnlineStore):
             raise stale_epoch(view, int(answer), pointer.epoch)
 
     def drop(self, view: str, generation: int) -> None:
-        """See :meth:`OnlineStore.drop`."""
         check_not_live(self._readable(view), view, generation)
         with self._translated(f"drop generation {generation} of {view!r}"):
             self._unlink(view, generation)
 
     def forget(self, view: str) -> None:
-        """See :meth:`OnlineStore.forget`; what tells its generations goes last."""
+        # what tells its generations goes last
         if not NAME.match(view):
             return
         with self._translated(f"remove {view!r}"):
@@ -240,7 +231,6 @@ class RedisStore(OnlineStore):
                 break
 
     def close(self) -> None:
-        """See :meth:`OnlineStore.close`."""
         self._redis.close()
 
     # ---- names and errors
