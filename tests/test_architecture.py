@@ -73,20 +73,58 @@ DEMO_DOORS = {
 """What the demo does with the house a user can do: the modules it may import."""
 
 WINGS = {
+    "store/disk": set[str](),
+    "store/offline": {"store/disk"},
+    "store/online": {"store/disk"},
+    "store/history": {"store/disk", "store/offline"},
+    "store/api": {"store/online"},
     "precompute/engine": set[str](),
     "precompute/models": {"precompute/engine", "precompute/text"},
     "precompute/precision": {"precompute/engine", "precompute/models"},
     "precompute/sources": set[str](),
     "precompute/text": set[str](),
     "precompute/workers": {"precompute/engine", "precompute/precision"},
+    "jobs/config": set[str](),
+    "jobs/process": set[str](),
+    "jobs/pipeline": {"jobs/config", "jobs/process"},
+    "jobs/schedule": {"jobs/config", "jobs/pipeline", "jobs/process"},
+    "jobs/ops": {"jobs/config", "jobs/pipeline", "jobs/process", "jobs/schedule"},
 }
 """Wing → the other wings of its room that it may import."""
 
 MOST_FILES = 12
 """Of a wing."""
 
-LONGEST_FILE, LONGEST_FUNCTION = 450, 60
-"""Lines, of the rooms that were brought into wings: beyond, a file is more than one noun and a function more than one step."""
+LONGEST_FILE, LONGEST_FUNCTION, LONGEST_HEAD = 450, 60, 5
+"""Lines: beyond, a file is more than one noun, a function more than one step, and a module's head an essay."""
+
+STILL_LONG = {
+    "jobs/cli.py",
+    "jobs/cli.py:_parser",
+    "jobs/config/project.py",
+    "jobs/config/project.py:head",
+    "jobs/ops/tune.py:tune",
+    "jobs/pipeline/gates.py:head",
+    "jobs/pipeline/gates.py:judge",
+    "jobs/pipeline/materialize.py",
+    "jobs/pipeline/materialize.py:materialize",
+    "jobs/pipeline/open_view.py:open_view",
+    "jobs/pipeline/plan.py:make_plan",
+    "jobs/pipeline/publish.py:publish",
+    "jobs/pipeline/rollback.py:rollback",
+    "jobs/pipeline/run.py:_publish",
+    "jobs/pipeline/run.py:run_view",
+    "jobs/process/termination.py:head",
+    "jobs/schedule/due.py:head",
+    "store/disk/lease.py:head",
+    "store/errors.py:head",
+    "store/offline/catalog.py:head",
+    "store/offline/gc.py:head",
+    "store/offline/row_figures.py:head",
+    "store/offline/snapshot.py:head",
+    "store/online/vector_index.py:head",
+}
+"""Files and functions that are longer as yet. Nothing is added here; what became short is taken out."""
 
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "jsonpickle"}
 UNSAFE_NAMES = {"eval", "exec", "compile", "__import__"}
@@ -178,20 +216,29 @@ def test_wings_import_one_way_too(wing: str) -> None:
 
 def test_a_wing_is_held_in_ones_head() -> None:
     wings = {wing_of(file) for file in FILES} - {""}
-    assert {wing for wing in wings if wing.startswith("precompute/")} == set(WINGS)
+    assert wings - {wing for wing in wings if wing.startswith("demo/")} == set(WINGS)
     for wing in wings:
         files = [file for file in FILES if wing_of(file) == wing and not file.endswith("__init__.py")]
         assert len(files) <= MOST_FILES, f"{wing} has {len(files)} files"
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file.startswith("precompute/")])
-def test_files_and_functions_are_short(file: str) -> None:
-    lines = len((ROOT / file).read_text(encoding="utf-8").splitlines())
-    assert lines <= LONGEST_FILE, f"{file} has {lines} lines"
+def too_long(file: str) -> Iterator[str]:
+    """The file, its head and its functions, of those that are longer than they may be."""
+    if len((ROOT / file).read_text(encoding="utf-8").splitlines()) > LONGEST_FILE:
+        yield file
+    if len((ast.get_docstring(tree(file)) or "").splitlines()) > LONGEST_HEAD:
+        yield f"{file}:head"
     for node in ast.walk(tree(file)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             assert node.end_lineno is not None
-            assert node.end_lineno - node.lineno < LONGEST_FUNCTION, f"{file}:{node.lineno}: {node.name} is long"
+            if node.end_lineno - node.lineno >= LONGEST_FUNCTION:
+                yield f"{file}:{node.name}"
+
+
+def test_files_heads_and_functions_are_short() -> None:
+    found = {long for file in FILES if file.startswith(ROOMS) for long in too_long(file)}
+    assert found - STILL_LONG == set(), "more than one noun, or more than one step"
+    assert STILL_LONG - found == set(), "short now: take it out of STILL_LONG"
 
 
 def test_the_demo_comes_in_by_the_doors() -> None:
@@ -249,31 +296,3 @@ def is_safe_loader(file: str, name: str) -> bool:
         return True
     bases = [dotted(b) for node in tree(file).body if isinstance(node, ast.ClassDef) and node.name == name for b in node.bases]
     return bool(bases) and all(is_safe_loader(file, base) for base in bases)
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_every_module_public_function_and_class_says_what_it_is(file: str) -> None:
-    module = tree(file)
-    assert ast.get_docstring(module) or not module.body, f"{file} has no docstring"
-    for node in module.body:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
-            assert ast.get_docstring(node), f"{file}:{node.lineno}: {node.name} has no docstring"
-
-
-def methods(file: str) -> Iterator[tuple[ast.ClassDef, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """Every class of the file with each of its methods that has a public name."""
-    for owner in tree(file).body:
-        if isinstance(owner, ast.ClassDef):
-            for node in owner.body:
-                if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not node.name.startswith("_"):
-                    yield owner, node
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_every_public_method_says_what_it_does(file: str) -> None:
-    """There, or, of a class that inherits, where one of ours promises a method of that name."""
-    promised = {node.name for f in FILES for _, node in methods(f) if ast.get_docstring(node)}
-    for owner, node in methods(file):
-        if not owner.name.startswith("_"):
-            inherits = bool(owner.bases) and node.name in promised
-            assert ast.get_docstring(node) or inherits, f"{file}:{node.lineno}: {owner.name}.{node.name} has no docstring"
