@@ -50,10 +50,7 @@ class Meter:
                 name: {"busy_s": round(t.busy_s, 3), "starved_s": round(t.starved_s, 3), "blocked_s": round(t.blocked_s, 3)}
                 for name, t in self.stages.items()
             },
-            "model_s": {
-                "forward": round(self.forward_s, 3),
-                "landing": round(self.landing_s, 3),
-            },
+            "model_s": {"forward": round(self.forward_s, 3), "landing": round(self.landing_s, 3)},
             "rows": self.rows,
             "rows_per_s": round(self.rows * rate, 1),
             "batches": self.batches,

@@ -151,7 +151,7 @@ class Runner:
         yield prepared
         batches = Ahead("batch", preparation.batches(prepared), times("batch"), Batch.input_bytes, share, prepared, AHEAD_BATCHES)
         yield batches
-        yield Ahead("model", forward.windows(batches), times("model"), Window.computed_bytes, share, batches, 1)
+        yield Ahead("model", forward.windows(batches), times("model"), Window.computed_bytes, share, batches, AHEAD_WINDOWS - 1)
 
     def figures(self, seconds: float) -> dict[str, Any]:
         """What the run's report says of the engine, plain figures only.
