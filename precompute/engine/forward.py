@@ -41,6 +41,7 @@ class Forward:
 
     Args:
         model: the loaded model.
+        staged: the same, where it is one.
         view: declares the features.
         meter: told what was computed.
         budget: told what each batch cost and took.
@@ -51,16 +52,16 @@ class Forward:
     def __init__(
         self,
         model: Model,
+        staged: StagedModel | None,
         view: FeatureView,
         meter: Meter,
         budget: Budget,
         pace: Pace | None = None,
         hand_on_s: float = float("inf"),
     ) -> None:
-        self._model, self._view, self._meter, self._budget = model, view, meter, budget
+        self._model, self._staged, self._view, self._meter, self._budget = model, staged, view, meter, budget
         self._pace, self._hand_on_s = pace, hand_on_s
-        self._staged = model if isinstance(model, StagedModel) else None
-        self._depth = 0 if self._staged is None else self._staged.device.depth
+        self._depth = 0 if staged is None else staged.device.depth
         self._fits = False
         """Whether a batch was seen to fit the view."""
 

@@ -34,13 +34,13 @@ class Preparation:
 
     Args:
         model: the loaded model.
+        staged: the same, where it is one; told, since asking a protocol costs as much as a small batch.
         view: named in errors.
         next_budget: tells what the batch made now may cost.
     """
 
-    def __init__(self, model: Model, view: FeatureView, next_budget: Callable[[], int]) -> None:
-        self._model, self._view, self._next_budget = model, view, next_budget
-        self._staged = model if isinstance(model, StagedModel) else None
+    def __init__(self, model: Model, staged: StagedModel | None, view: FeatureView, next_budget: Callable[[], int]) -> None:
+        self._model, self._staged, self._view, self._next_budget = model, staged, view, next_budget
 
     def windows(self, batches: Iterator[tuple[pa.RecordBatch, pa.RecordBatch]], *, in_time: bool = False) -> Iterator[Window]:
         """Prepared windows of batches, each as it came and as the model sees it; several of one that takes longer than :data:`PREPARE_S`,

@@ -53,10 +53,7 @@ def compute(model: Model, view: FeatureView, batch: pa.RecordBatch) -> Outcome:
     Raises:
         ModelError: as of :class:`Runner`.
     """
-    budget = None
-    if isinstance(model, StagedModel) and model.max_cost is None:
-        budget = Budget(model.start_cost, fixed=True)
-    return Runner(model, view, budget=budget).compute(batch)
+    return Runner(model, view, search=False).compute(batch)
 
 
 class Runner:
@@ -67,32 +64,35 @@ class Runner:
         view: declares names, types and shapes of the features.
         meter: told what every stage took; kept by the caller to report it.
         budget: what a batch may cost; by default it finds itself. Given, it is shared with an earlier runner of the same model.
+        search: whether a budget of its own looks for the best; else it stays what the model begins with.
 
     Raises:
         ModelError: (from every method) the model returns something other than the view declares: a missing feature, another length or
             type. That is a mistake in model or view, not in a row, so the run fails.
     """
 
-    def __init__(self, model: Model, view: FeatureView, meter: Meter | None = None, budget: Budget | None = None) -> None:
+    def __init__(
+        self, model: Model, view: FeatureView, meter: Meter | None = None, budget: Budget | None = None, *, search: bool = True
+    ) -> None:
         self.meter = Meter() if meter is None else meter
         self._model, self._view = model, view
         self._staged = model if isinstance(model, StagedModel) else None
-        self.budget = budget or self._first_budget()
+        self.budget = budget or self._first_budget(search)
         self._peak = ResidentPeak()
 
-    def _first_budget(self) -> Budget:
+    def _first_budget(self, search: bool) -> Budget:
         if self._staged is None:
             return Budget(self._model.max_cost if isinstance(self._model, SizedModel) else MAX_BATCH_ROWS, fixed=True)
         if self._staged.max_cost is not None:
             return Budget(self._staged.max_cost, fixed=True)
         device = self._staged.device
         reach = SEARCHED_UP_TO if device.depth else 2
-        return Budget(self._staged.start_cost, reach=reach, free_bytes=device.free_bytes)
+        return Budget(self._staged.start_cost, fixed=not search, reach=reach, free_bytes=device.free_bytes)
 
     def compute(self, batch: pa.RecordBatch) -> Outcome:
         """Run the model over one window of rows; memory for their features must be at hand."""
-        preparation = Preparation(self._model, self._view, self.budget.next)
-        forward = Forward(self._model, self._view, self.meter, self.budget)
+        preparation = Preparation(self._model, self._staged, self._view, self.budget.next)
+        forward = Forward(self._model, self._staged, self._view, self.meter, self.budget)
         for window in forward.windows(preparation.batches(preparation.windows(iter([(batch, batch)])))):
             return self._outcome(window)
         raise AssertionError("a window went in and none came out")
@@ -142,8 +142,8 @@ class Runner:
         """The stages before the last, each in a thread of its own and at most ``share`` bytes ahead: read, prepare, batch, model."""
         plain = self._staged is None and not isinstance(self._model, SizedModel)
         pace = Pace(START_ROWS if plain else None, BATCH_S)
-        preparation = Preparation(self._model, self._view, lambda: min(self.budget.next(), pace.limit))
-        forward = Forward(self._model, self._view, self.meter, self.budget, pace, HAND_ON_S)
+        preparation = Preparation(self._model, self._staged, self._view, lambda: min(self.budget.next(), pace.limit))
+        forward = Forward(self._model, self._staged, self._view, self.meter, self.budget, pace, HAND_ON_S)
         times = self.meter.stage
         read = Ahead("read", windows, times("read"), lambda window: int(window[0].nbytes), share)
         yield read
