@@ -18,7 +18,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jobs.config.project import GATES, Project, json_schemas, parse_time
+from jobs.config.project import Project, json_schemas
+from jobs.config.section import parse_time
+from jobs.config.view import GATES
 from jobs.process.progress import progress_for
 from jobs.process.report import engine_line
 from jobs.process.termination import asked, described, terminable

@@ -49,7 +49,7 @@ SEAMS = {
     "starlette": {"store/api/app.py"},
     "msgspec": {"store/api/wire.py", "store/record.py"},
     "prometheus_client": {"store/api/metrics.py"},
-    "pydantic": {"jobs/config/project.py"},
+    "pydantic": {"jobs/config/project.py", "jobs/config/schedule.py", "jobs/config/section.py", "jobs/config/view.py"},
     "yaml": {"jobs/config/files.py"},
     "rich": {"jobs/process/progress.py"},
 }

@@ -19,7 +19,9 @@ import pytest
 from pydantic import BaseModel
 
 from jobs.cli import _parser
-from jobs.config.project import FeatureConfig, GatesConfig, ProjectConfig, ScheduleConfig, ViewConfig
+from jobs.config.project import ProjectConfig
+from jobs.config.schedule import ScheduleConfig
+from jobs.config.view import FeatureConfig, GatesConfig, ViewConfig
 from store.api.wire import LookupRequest, SearchRequest
 from store.feature_view import RESERVED
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pyarrow as pa
 
-from jobs.config.project import AccuracyConfig, ViewConfig
+from jobs.config.view import AccuracyConfig, ViewConfig
 from jobs.pipeline.open_view import REFERENCE, OpenView
 from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jobs.config.project import GatesConfig, ViewConfig
+from jobs.config.view import GatesConfig, ViewConfig
 from jobs.pipeline.open_view import OpenView, files_of
 from jobs.pipeline.plan import recipe_of
 from jobs.pipeline.replaced import Replaced

@@ -19,7 +19,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jobs.config.project import EngineConfig, ViewConfig
+from jobs.config.project import EngineConfig
+from jobs.config.view import ViewConfig
 from jobs.pipeline.accuracy import check_accuracy
 from jobs.pipeline.engine import engine_of
 from jobs.pipeline.gates import JUDGED_ROWS, judge

@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from jobs.config.project import model_queries
+from jobs.config.view import model_queries
 from precompute.model import Model, model_fingerprint
 from precompute.project_path import absolute_arguments, starting_from
 from precompute.registry import LoadedModel, load_with_fingerprint

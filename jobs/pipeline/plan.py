@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from jobs.config.project import ViewConfig
+from jobs.config.view import ViewConfig
 from jobs.pipeline.open_view import OpenView, files_of, variant_name
 from precompute.diff import Diff, compare
 from precompute.model import digest

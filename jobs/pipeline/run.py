@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from datetime import UTC, datetime, timedelta
 
-from jobs.config.project import Project, ViewConfig
+from jobs.config.project import Project
+from jobs.config.view import ViewConfig
 from jobs.pipeline.materialize import dry_run, materialize
 from jobs.pipeline.plan import Plan
 from jobs.pipeline.publish import accepted, publish, renew

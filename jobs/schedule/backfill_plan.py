@@ -13,7 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from jobs.config.project import Project, ViewConfig, model_queries
+from jobs.config.project import Project
+from jobs.config.view import ViewConfig, model_queries
 from jobs.pipeline.open_view import OpenView, open_view
 from jobs.pipeline.plan import recipe_of
 from jobs.schedule.backfill_state import Item, Options, Reprocess, backfills, read_backfill

@@ -23,7 +23,8 @@ from typing import Literal
 from zoneinfo import ZoneInfo
 
 from jobs.config.cron import fire_times, last_fire
-from jobs.config.project import Project, Schedule
+from jobs.config.project import Project
+from jobs.config.schedule import Schedule
 from store.clock import parsed_time
 from store.disk.durable_file import disk_message, make_folder, replace_durably
 from store.disk.lease import holder, is_held

@@ -17,17 +17,10 @@ import pytest
 import yaml
 
 from jobs.cli import main
-from jobs.config.project import (
-    GatesConfig,
-    Project,
-    ProjectConfig,
-    RetentionConfig,
-    ViewConfig,
-    after,
-    json_schemas,
-    parse_duration,
-    parse_time,
-)
+from jobs.config.project import Project, ProjectConfig, RetentionConfig, json_schemas
+from jobs.config.schedule import after
+from jobs.config.section import parse_duration, parse_time
+from jobs.config.view import GatesConfig, ViewConfig
 from store.errors import ConfigError
 from store.feature_view import Feature, IndexSpec, ModelUse
 from tests.conftest import MakeProject

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jobs.config.cron import fire_times
-from jobs.config.project import CatchUp, Project, Schedule
+from jobs.config.project import Project
+from jobs.config.schedule import CatchUp, Schedule
 from jobs.pipeline.run import run_view
 from jobs.process.progress import Silent
 from jobs.schedule.due import JITTER, LEADER, Decision, Facts, Ledger, Parent, decide, outlook, retry_wait_s

@@ -1,0 +1,304 @@
+"""View: ``views/<view>.yaml`` and its sections. What is computed, from what, by which model, and what it must look like to be published."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+
+from jobs.config.section import Duration, Name, Section, did_you_mean, parse_time
+from precompute.registry import check_use
+from precompute.sources.statement import check_sql, parameters, referenced_views
+from store.errors import ConfigError
+from store.feature_view import RESERVED, Definition, Feature, FeatureView, IndexSpec, ModelUse
+from store.partition import Partition, containing
+
+
+class SourceConfig(Section):
+    """Where the rows come from."""
+
+    sql: str = Field(
+        description="one SELECT yielding the entity's columns and the model's inputs; live.<view> is a view's live snapshot"
+    )
+    updated_at: str | None = Field(
+        default=None,
+        description="of the source: a date or timestamp (UTC) whose newest value tells its age; by default its files' modification times do",
+    )
+    max_age: Duration | None = Field(default=None, description="past which status asks for attention; none by default")
+
+    @field_validator("sql")
+    @classmethod
+    def _parses(cls, sql: str) -> str:
+        try:
+            check_sql(sql)
+        except ConfigError as exc:
+            raise ValueError(str(exc)) from exc
+        return sql
+
+
+class ModelConfig(Section):
+    """What turns rows into features."""
+
+    use: str = Field(description="text_encoder, two_tower, top_k, or a class of yours as package.module:Class")
+    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments; {sql: SELECT …} becomes an Arrow table")
+    precision: Literal["auto", "fp32", "bf16", "fp16", "int8"] = Field(
+        default="auto", description="of the model's numbers; auto is what `precompute tune` picked, or fp32"
+    )
+    backend: Literal["auto", "eager", "onednn", "compile", "aoti", "onnx"] = Field(
+        default="auto", description="what computes the model; auto is what `precompute tune` picked, or eager (onnx for int8)"
+    )
+
+    @field_validator("use")
+    @classmethod
+    def _known(cls, use: str, info: ValidationInfo) -> str:
+        try:
+            check_use(use, info.context)
+        except ConfigError as exc:
+            raise ValueError(str(exc)) from exc
+        return use
+
+
+class FeatureConfig(Section):
+    """One named output."""
+
+    dtype: Literal["float16", "float32", "float64", "int8", "int16", "int32", "int64", "bool", "string"]
+    dim: int | None = Field(default=None, ge=1, le=65536, description="length of a vector")
+    max_items: int | None = Field(default=None, ge=1, le=65536, description="longest list, for a top-k list")
+
+    @model_validator(mode="after")
+    def _one_shape(self) -> FeatureConfig:
+        if self.dim is not None and self.max_items is not None:
+            raise ValueError("dim (a vector) and max_items (a list) exclude each other")
+        if self.dim is not None and self.dtype == "string":
+            raise ValueError("a vector holds numbers; use max_items for a list of strings")
+        if self.dtype == "bool" and (self.dim is not None or self.max_items is not None):
+            raise ValueError("a vector or list of bool is not supported; use int8")
+        return self
+
+
+class IndexConfig(Section):
+    """Makes one vector feature searchable."""
+
+    on: str
+    metric: Literal["cosine", "dot", "l2"] = "cosine"
+    recall_at_10: float = Field(
+        default=0.95,
+        gt=0,
+        le=1,
+        description="least share of the 10 nearest that a search must find; the index is exact and finds all, 1.0, whatever is asked",
+    )
+
+
+class FallbackConfig(Section):
+    """Runs the model for a miss."""
+
+    enabled: bool = False
+    deadline: Duration = Field(default=0.1, description="how long a lookup waits for the model")
+
+
+class AccuracyConfig(Section):
+    """How near to float32 another precision or back end must come, on a sample of the view's own rows."""
+
+    cosine: float = Field(
+        default=0.999, gt=0, le=1, description="least mean cosine of vectors; for scores, least Spearman rank correlation"
+    )
+    recall_at_10: float = Field(default=0.985, ge=0, le=1, description="least share of each row's 10 nearest that stay the same")
+
+
+class PartitionConfig(Section):
+    """Makes a view of intervals of data time: each run computes one, with ``$start`` and ``$end`` bound in the SQL."""
+
+    by: Literal["hour", "day", "week", "month"] = "day"
+    column: str | None = Field(
+        default=None, description="of the source: a date or timestamp (UTC) that must lie in the partition"
+    )
+    start: datetime = Field(description="the first partition begins here, or contains it")
+    empty: Literal["keep", "publish", "fail"] = Field(
+        default="keep",
+        description="of a partition without rows: done, and the rows that are live stay; done, and published like any other; or a failed run",
+    )
+
+    @field_validator("start", mode="before")
+    @classmethod
+    def _time(cls, start: Any) -> Any:
+        at = parse_time(start)
+        if not 1970 <= at.year <= 2200:
+            raise ValueError("a partition begins between 1970 and 2200")
+        return at
+
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class GatesConfig(Section):
+    """What a new snapshot must look like to be published; null switches one off."""
+
+    rows: float | None = Field(
+        default=0.2, ge=0, description="largest share by which the row count may differ from the live one's"
+    )
+    coverage: Share | Literal["auto"] | None = Field(
+        default="auto", description="least share of source rows with a value; auto is 1 - max_rejected"
+    )
+    rejected: Share | Literal["auto"] | None = Field(
+        default="auto", description="largest share of rejected rows; auto is max_rejected"
+    )
+    finite: float | None = Field(default=0.0, ge=0, le=1, description="largest share of rows with a NaN or infinity")
+    zero: float | None = Field(default=0.01, ge=0, le=1, description="largest share of vectors that are all zeros")
+    norm: float | None = Field(default=0.5, ge=0, description="largest relative change of the mean norm since the live snapshot")
+    duplicates: float | None = Field(default=0.5, ge=0, le=1, description="largest share of sampled vectors equal to another one")
+    drift: float | None = Field(
+        default=0.8,
+        ge=-1,
+        le=1,
+        description="least mean cosine to the live snapshot's vectors of the same keys, by the same model",
+    )
+    moved: float | None = Field(
+        default=0.2,
+        ge=0,
+        le=1,
+        description="largest share of vectors that lie further than moved_by from the live ones, by the same model",
+    )
+    moved_by: float = Field(
+        default=0.45,
+        gt=0,
+        le=2,
+        description="a distance, as a share of the longer vector's length: 0.45 is a cosine of 0.9 between vectors of one length",
+    )
+    rolled_back: float | None = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="largest share that may come again of the rows (key, input, recipe) that a snapshot computed which was rolled back from",
+    )
+    parity: float | None = Field(
+        default=0.05, ge=0, le=1, description="largest share of sampled rows that the fallback computes differently"
+    )
+
+
+GATES = ("accuracy", *(name for name in GatesConfig.model_fields if name != "moved_by"))
+"""Every gate's name; ``accuracy``, which judges a precision before it computes, has its limits in the view's ``accuracy``."""
+
+
+class ViewConfig(Section):
+    """``views/<view>.yaml``: what is computed."""
+
+    name: Name
+    entity: list[Name] = Field(min_length=1, max_length=8)
+    source: SourceConfig
+    model: ModelConfig
+    features: dict[Name, FeatureConfig] = Field(min_length=1, max_length=512)
+    ttl: Duration
+    stale_for: Duration = Field(default=7 * 86400.0, description="past ttl, still served, as stale")
+    index: IndexConfig | None = None
+    fallback: FallbackConfig = FallbackConfig()
+    accuracy: AccuracyConfig = AccuracyConfig()
+    max_rejected: float = Field(default=0.01, ge=0, le=1, description="share of rejected rows past which nothing is published")
+    # YAML reads a bare null as None
+    bad_rows: Annotated[
+        Literal["reject", "null", "fail"],
+        BeforeValidator(lambda v: "null" if v is None else v, json_schema_input_type=Literal["reject", "null", "fail"] | None),
+    ] = Field(
+        default="reject",
+        description="rows the model declares unusable: set aside, written with every feature null, or the end of the run",
+    )
+    renew_unchanged: bool = Field(
+        default=True,
+        description="rows whose input did not change are as fresh as the run that saw it; false computes them past ttl",
+    )
+    partition: PartitionConfig | None = None
+    gates: GatesConfig = GatesConfig()
+
+    @field_validator("entity")
+    @classmethod
+    def _keys(cls, entity: list[str]) -> list[str]:
+        for name in entity:
+            if entity.count(name) > 1:
+                raise ValueError(f"{name!r} is named twice")
+            if name in RESERVED:
+                raise ValueError(
+                    f"{name!r} is the name of an answer's own column; rename it in the source with AS (taken: {', '.join(sorted(RESERVED))})"
+                )
+        return entity
+
+    @model_validator(mode="after")
+    def _fits(self) -> ViewConfig:
+        taken = [name for name in self.features if name in RESERVED or name in self.entity]
+        if taken:
+            raise ValueError(
+                f"features: {taken[0]!r} is the name of an answer's own column; call the feature something else "
+                f"(taken: {', '.join(sorted({*RESERVED, *self.entity}))})"
+            )
+        wanted = parameters(self.source.sql)
+        for name, query in model_queries(self.model.args).items():
+            if not isinstance(query, str):
+                raise ValueError(f"model.args.{name}.sql: {query!r} is no text: write one SELECT")
+            try:
+                check_sql(query)
+            except ConfigError as exc:
+                raise ValueError(f"model.args.{name}.sql: {exc}") from exc
+            if self.partition is None and parameters(query):
+                raise ValueError(
+                    f"model.args.{name}.sql: takes ${min(parameters(query))}, which only a view with a partition has"
+                )
+        if self.partition is None and wanted:
+            raise ValueError(
+                f"source.sql: takes ${min(wanted)}, which only a view with a partition has; add partition: {{by: day, start: …}}"
+            )
+        if self.partition is not None and not wanted:
+            raise ValueError(
+                "partition: the source's SQL names neither $start nor $end; bind them, as in WHERE day >= $start AND day < $end"
+            )
+        if self.index is not None:
+            indexed = self.features.get(self.index.on)
+            if indexed is None or indexed.dim is None or not indexed.dtype.startswith("float"):
+                raise ValueError(
+                    f"index.on: {self.index.on!r} is no feature with a float dtype and a dim{did_you_mean(self.index.on, self.features)}"
+                )
+        return self
+
+    def partition_at(self, now: datetime) -> Partition | None:
+        """The latest partition that is over at ``now`` (aware); None for a view that has none.
+
+        Raises:
+            ConfigError: not one is over yet.
+        """
+        if self.partition is None:
+            return None
+        current = containing(self.partition.by, now)
+        latest = containing(self.partition.by, current.start - timedelta(microseconds=1))
+        if latest.end <= self.partition.start:
+            raise ConfigError(
+                f"view {self.name!r}: its first partition, of {self.partition.start:%Y-%m-%d %H:%M}, is not over yet"
+            )
+        return latest
+
+    def feature_view(self) -> FeatureView:
+        """The view as the other rooms know it."""
+        return FeatureView(
+            name=self.name,
+            entity=tuple(self.entity),
+            features=tuple(Feature(n, f.dtype, f.dim, f.max_items) for n, f in self.features.items()),
+            ttl_s=self.ttl,
+            stale_for_s=self.stale_for,
+            index=None if self.index is None else IndexSpec(self.index.on, self.index.metric, self.index.recall_at_10),
+            fallback=self.fallback.enabled,
+            fallback_deadline_s=self.fallback.deadline,
+            definition=Definition(
+                source=self.source.sql,
+                model=ModelUse(**self.model.model_dump()),
+                bad_rows=self.bad_rows,
+                empty="publish" if self.partition is not None and self.partition.empty == "publish" else "keep",
+            ),
+        )
+
+    def inputs(self) -> list[str]:
+        """Views whose live snapshot this one reads, in its source or its model's arguments."""
+        queries = [self.source.sql, *model_queries(self.model.args).values()]
+        return sorted({name for sql in queries for name in referenced_views(sql)})
+
+
+def model_queries(args: Mapping[str, Any]) -> dict[str, str]:
+    """The model arguments given as ``{sql: …}``: name → SQL."""
+    return {k: v["sql"] for k, v in args.items() if isinstance(v, Mapping) and set(v) == {"sql"}}
