@@ -17,7 +17,7 @@ import pytest
 import redis
 import yaml
 
-from jobs.config.project import Project
+from tests.scene import Scene
 
 
 def redis_binary() -> str:
@@ -88,7 +88,7 @@ def redis_url(redis_server: str) -> Iterator[str]:
     client.close()
 
 
-MakeProject = Callable[..., Project]
+MakeProject = Callable[..., Scene]
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def make_project(tmp_path: Path) -> MakeProject:
         project: dict[str, Any] | None = None,
         views: dict[str, dict[str, Any]] | None = None,
         environment: dict[str, str] | None = None,
-    ) -> Project:
+    ) -> Scene:
         folder = tmp_path / "project"
         (folder / "views").mkdir(parents=True, exist_ok=True)
         if rows is not None:
@@ -131,7 +131,7 @@ def make_project(tmp_path: Path) -> MakeProject:
         (folder / "views" / "numbers.yaml").write_text(yaml.safe_dump(definition))
         for name, extra in (views or {}).items():
             (folder / "views" / f"{name}.yaml").write_text(yaml.safe_dump({"name": name} | extra))
-        return Project(folder, environment or {})
+        return Scene(folder, environment or {})
 
     return make
 

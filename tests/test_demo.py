@@ -15,14 +15,10 @@ import pytest
 from demo.data import movielens_folder, write_docstrings, write_movielens
 from demo.evaluate import evaluate, hit_rate, most_popular
 from demo.labels import LabelScores
-from jobs.config.project import Project
-from jobs.pipeline.run import run_view
-from jobs.process.progress import Silent
 from precompute.models.text_encoder import TextEncoder
 from store.errors import ConfigError
-from store.lookup import Lookup
-from store.online.online_url import open_online_store
 from tests.conftest import MakeProject
+from tests.scene import Scene
 
 
 def test_movielens_is_all_there_and_the_latest_rating_of_each_user_is_held_out(tmp_path: Path) -> None:
@@ -119,7 +115,7 @@ RECOMMENDATIONS = {
 }
 
 
-def write_ratings(project: Project, ratings: list[tuple[int, int]], held_out: list[tuple[int, int]]) -> Path:
+def write_ratings(project: Scene, ratings: list[tuple[int, int]], held_out: list[tuple[int, int]]) -> Path:
     for name, pairs in (("ratings", ratings), ("held_out", held_out)):
         pq.write_table(
             pa.table({"user_id": [u for u, _ in pairs], "item_id": [i for _, i in pairs]}), project.folder / f"{name}.parquet"
@@ -129,8 +125,8 @@ def write_ratings(project: Project, ratings: list[tuple[int, int]], held_out: li
 
 def test_evaluation_is_of_what_the_store_serves_and_refuses_leaked_pairs(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)], views={"user_recommendations": RECOMMENDATIONS})
-    run_view(project, "user_recommendations", Silent())
-    lookup = Lookup(open_online_store(project.online))
+    project.run("user_recommendations")
+    lookup = project.open_lookup()
     folder = write_ratings(project, [(1, 5), (2, 5), (3, 6), (4, 6)], [(1, 11), (2, 20), (3, 5), (4, 40)])
     assert evaluate(lookup, folder) == (0.5, 0.25)  # 1 and 2 by the store, 3 by popularity; 4 is no one the store knows
     write_ratings(project, [(1, 5), (1, 11)], [(1, 11)])

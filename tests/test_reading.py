@@ -14,15 +14,12 @@ import duckdb
 import pyarrow as pa
 from hypothesis import given, settings
 
-from jobs.config.project import Project
-from jobs.pipeline.rollback import rollback
-from jobs.pipeline.run import run_view
-from jobs.process.progress import Silent
 from store.offline.snapshot import Snapshot
 from store.offline.view_store import OfflineStore, ViewStore
 from tests.conftest import MakeProject
-from tests.faults.harness import Child, Scene, changed, recover, small_chunks
+from tests.faults.harness import Child, FaultScene, changed, recover, small_chunks
 from tests.jobs.test_bad_rows import VIEW as TEXTS
+from tests.scene import Scene
 from tests.store.test_history import ENTITIES, Made, build, histories
 
 DOC = (Path(__file__).parents[1] / "docs" / "reading.md").read_text(encoding="utf-8")
@@ -93,7 +90,9 @@ def test_of_any_history_and_every_kind_of_key(history: tuple[str, list[dict[str,
 
 
 def test_of_killed_runs_compaction_and_rollback(tmp_path: Path) -> None:
-    scene = Scene(tmp_path / "project", settings={"retention": {"keep": 20, "grace": "1d"}}).write({i: i for i in range(400)})
+    scene = FaultScene(tmp_path / "project", settings={"retention": {"keep": 20, "grace": "1d"}}).write(
+        {i: i for i in range(400)}
+    )
     scene.run()
     kinds = set()
     with small_chunks(MAX_DELTAS=3):
@@ -108,14 +107,14 @@ def test_of_killed_runs_compaction_and_rollback(tmp_path: Path) -> None:
             newest = scene.store.snapshot(scene.store.numbers()[-1])
             kinds |= {Path(part.path).name.partition("-")[0] for part in newest.parts}
             kinds |= {newest.kind, *(["own deletes"] if newest.own_deletes else [])}
-    rollback(scene.project(), "numbers", Silent())
+    scene.project().rollback()
     assert kinds >= {"full", "delta", "part", "compact", "own deletes"}
     assert len(check(scene.store)) >= 7
 
 
-def run(project: Project) -> ViewStore:
-    assert run_view(project, "numbers", Silent()).status == "published"
-    return project.offline.view("numbers")
+def run(project: Scene) -> ViewStore:
+    assert project.run().status == "published"
+    return project.store
 
 
 def test_of_several_features_null_rows_and_a_key_of_two_columns(make_project: MakeProject) -> None:

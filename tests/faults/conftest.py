@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import redis
 
-from tests.faults.harness import Scene, changed, recover
+from tests.faults.harness import FaultScene, changed, recover
 
 MEMORY = Path("/dev/shm")
 """A file system in memory: a killed process cannot lose what it wrote, there or on a disk, and syncing takes no time."""
 
 ROWS = {key: key * 10 for key in range(200)}
 
-MakeScene = Callable[[], Scene]
+MakeScene = Callable[[], FaultScene]
 
 
 @pytest.fixture(scope="session")
@@ -35,12 +35,12 @@ def folder(memory_folder: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def scene(folder: Path) -> Scene:
+def scene(folder: Path) -> FaultScene:
     """A project that was never run."""
-    return Scene(folder / "project").write(ROWS)
+    return FaultScene(folder / "project").write(ROWS)
 
 
-def two_published(scene: Scene) -> Scene:
+def two_published(scene: FaultScene) -> FaultScene:
     """Two full snapshots of different rows published, and the source changed once more: 24 rows to compute, in three chunks; 5 removed. The run
     to come makes a delta on snapshot 2, and gc then removes snapshot 1."""
     scene.write(ROWS)
@@ -53,15 +53,15 @@ def two_published(scene: Scene) -> Scene:
 
 
 @pytest.fixture(scope="session")
-def prepared(memory_folder: Path) -> Scene:
+def prepared(memory_folder: Path) -> FaultScene:
     """Never to be run itself: see :func:`two_published`. It was made where its copies are, since the path is part of the source's SQL."""
-    scene = two_published(Scene(memory_folder / "stage"))
+    scene = two_published(FaultScene(memory_folder / "stage"))
     scene.folder.rename(memory_folder / "prepared")
     return scene
 
 
 @pytest.fixture
-def delta_to_come(prepared: Scene) -> MakeScene:
+def delta_to_come(prepared: FaultScene) -> MakeScene:
     """Makes a copy of :func:`prepared`, in place of the one before."""
     return lambda: put_on_stage(prepared, "prepared")
 
@@ -70,7 +70,7 @@ def delta_to_come(prepared: Scene) -> MakeScene:
 def third_is_live(delta_to_come: MakeScene) -> MakeScene:
     """Snapshots 1 to 3 published, none collected yet; the third is live and nobody will like it."""
 
-    def make() -> Scene:
+    def make() -> FaultScene:
         scene = delta_to_come()
         scene.settings = {"retention": {"keep": 3, "grace": "1h"}}
         scene.write()
@@ -80,7 +80,7 @@ def third_is_live(delta_to_come: MakeScene) -> MakeScene:
     return make
 
 
-def put_on_stage(scene: Scene, original: str) -> Scene:
+def put_on_stage(scene: FaultScene, original: str) -> FaultScene:
     """A fresh copy of a prepared scene."""
     shutil.rmtree(scene.folder, ignore_errors=True)
     shutil.copytree(scene.folder.with_name(original), scene.folder)
@@ -88,11 +88,11 @@ def put_on_stage(scene: Scene, original: str) -> Scene:
 
 
 @pytest.fixture(scope="session")
-def prepared_redis(memory_folder: Path, redis_server: str) -> tuple[Scene, dict[bytes, bytes]]:
+def prepared_redis(memory_folder: Path, redis_server: str) -> tuple[FaultScene, dict[bytes, bytes]]:
     """As :func:`prepared` on Redis, and what Redis held then."""
     client = redis.Redis.from_url(redis_server)
     client.flushdb()
-    scene = two_published(Scene(memory_folder / "stage-redis", online=redis_server))
+    scene = two_published(FaultScene(memory_folder / "stage-redis", online=redis_server))
     scene.folder.rename(memory_folder / "prepared-redis")
     dump = {key: value for key in client.scan_iter(count=5000) if (value := client.dump(key)) is not None}
     client.close()
@@ -100,10 +100,10 @@ def prepared_redis(memory_folder: Path, redis_server: str) -> tuple[Scene, dict[
 
 
 @pytest.fixture
-def delta_to_come_redis(prepared_redis: tuple[Scene, dict[bytes, bytes]], redis_url: str) -> MakeScene:
+def delta_to_come_redis(prepared_redis: tuple[FaultScene, dict[bytes, bytes]], redis_url: str) -> MakeScene:
     """Makes a copy of :func:`prepared_redis` in place of the one before, the server's content with it."""
 
-    def make() -> Scene:
+    def make() -> FaultScene:
         scene, dump = prepared_redis
         client = redis.Redis.from_url(redis_url)
         client.flushdb()

@@ -26,12 +26,7 @@ import yaml
 
 import jobs.pipeline.materialize
 import jobs.pipeline.plan
-from jobs.config.project import Project
 from jobs.ops.drop import drop
-from jobs.ops.verify import verify
-from jobs.pipeline.rollback import rollback
-from jobs.pipeline.run import run_view
-from jobs.process.progress import Silent
 from store.disk import crashpoint
 from store.disk.crashpoint import InjectedError
 from store.errors import PrecomputeError
@@ -40,8 +35,8 @@ from store.offline.gc import collect
 from store.offline.runs import Report
 from store.offline.view_store import OfflineStore, ViewStore
 from store.online.online_store import OnlineStore
-from store.online.online_url import open_online_store
 from store.online.vector_index import VectorIndex
+from tests.scene import Scene
 
 VIEW = "numbers"
 DIM = 4
@@ -119,7 +114,7 @@ def values_of(state: State) -> dict[int, tuple[float, tuple[float, ...]]]:
 
 
 @dataclass
-class Scene:
+class FaultScene:
     """A project on disk and everything its source ever was.
 
     ``seen`` maps the number of a snapshot to its run: a number that comes again with another run was given out twice.
@@ -134,7 +129,7 @@ class Scene:
     version: int = 1
     history: list[State] = field(default_factory=list)
     seen: dict[int, str] = field(default_factory=dict)
-    _project: Project | None = None
+    _project: Scene | None = None
 
     @property
     def log(self) -> Path:
@@ -151,7 +146,7 @@ class Scene:
         """The view's folder in the offline store."""
         return self.folder / "var" / VIEW
 
-    def write(self, rows: Mapping[int, int] | None = None, *, version: int | None = None, **model: Any) -> Scene:
+    def write(self, rows: Mapping[int, int] | None = None, *, version: int | None = None, **model: Any) -> FaultScene:
         """Write the source, and the configuration with these arguments of the model; the state they make is remembered."""
         if rows is not None:
             self.rows = dict(rows)
@@ -195,15 +190,15 @@ class Scene:
         (self.folder / "project.yaml").write_text(yaml.safe_dump(settings | self.settings))
         (self.folder / "views" / f"{VIEW}.yaml").write_text(yaml.safe_dump(definition | self.view))
 
-    def project(self) -> Project:
+    def project(self) -> Scene:
         """The project as it was last written."""
         if self._project is None:
-            self._project = Project(self.folder, {})
+            self._project = Scene(self.folder, {})
         return self._project
 
-    def copied(self, folder: Path) -> Scene:
+    def copied(self, folder: Path) -> FaultScene:
         """The same scene in a folder that is a copy of this one's."""
-        copy = Scene(
+        copy = FaultScene(
             folder,
             self.online,
             dict(self.model),
@@ -225,7 +220,7 @@ class Scene:
 
     def run(self, **options: Any) -> Report:
         """A run in this process."""
-        return run_view(self.project(), VIEW, Silent(), **options)
+        return self.project().run(**options)
 
     def forget_lease(self, *names: str) -> None:
         """Make leases look as if their holder had been silent for an hour: what a stopped process's look like after a while."""
@@ -264,18 +259,18 @@ def small_chunks(window_rows: int = WINDOW_ROWS, part_bytes: int = 1, **plan: An
 # ---- what a process does
 
 
-def act(scene: Scene, what: str, **options: Any) -> str:
+def act(scene: FaultScene, what: str, **options: Any) -> str:
     """Do one thing to the view and say how it ended: a report's status."""
     project = scene.project()
     if what == "rollback":
-        return rollback(project, VIEW, Silent(), **options).status
+        return project.rollback(**options).status
     if what in ("drop", "remove"):
         drop(project, VIEW, data=what == "remove")
         return "dropped"
     if what == "gc":
         collect(scene.store, keep=1, grace_s=0)
         return "collected"
-    return run_view(project, VIEW, Silent(), command=what, **options).status
+    return project.run(command=what, **options).status
 
 
 @dataclass(frozen=True)
@@ -296,7 +291,7 @@ class Child:
 
     def __init__(
         self,
-        scene: Scene,
+        scene: FaultScene,
         what: str = "run",
         *,
         crash: tuple[str, int, str] | None = None,
@@ -354,7 +349,7 @@ class Child:
 
 def _child(
     answer: Connection,
-    scene: Scene,
+    scene: FaultScene,
     what: str,
     crash: tuple[str, int, str] | None,
     chunks: dict[str, Any],
@@ -378,7 +373,7 @@ def _child(
 # ---- the oracle
 
 
-def read_snapshot(scene: Scene, number: int) -> dict[int, tuple[float, tuple[float, ...]]]:
+def read_snapshot(scene: FaultScene, number: int) -> dict[int, tuple[float, tuple[float, ...]]]:
     """A snapshot's rows from Parquet; none of them twice."""
     snapshot = scene.store.snapshot(number)
     table = pa.Table.from_batches(scene.store.batches(snapshot, ["id", "double", "vector"]))
@@ -389,7 +384,7 @@ def read_snapshot(scene: Scene, number: int) -> dict[int, tuple[float, tuple[flo
     return found
 
 
-def state_of(scene: Scene, found: Mapping[int, Any], what: str) -> State:
+def state_of(scene: FaultScene, found: Mapping[int, Any], what: str) -> State:
     """The one state of the source that these rows are all of."""
     for state in reversed(scene.history):
         if values_of(state) == found:
@@ -397,7 +392,7 @@ def state_of(scene: Scene, found: Mapping[int, Any], what: str) -> State:
     raise AssertionError(f"{what}: its rows are those of no state the source was in; nearest: {nearest(scene, found)}")
 
 
-def nearest(scene: Scene, found: Mapping[int, Any]) -> str:
+def nearest(scene: FaultScene, found: Mapping[int, Any]) -> str:
     """How the rows differ from the state that is most like them."""
 
     def differing(state: State) -> list[int]:
@@ -408,7 +403,7 @@ def nearest(scene: Scene, found: Mapping[int, Any]) -> str:
     return f"state {scene.history.index(best)} of {len(scene.history)}, but for keys {sorted(differing(best))[:20]}"
 
 
-def check_snapshots(scene: Scene) -> None:
+def check_snapshots(scene: FaultScene) -> None:
     """Every snapshot there is equals one state, and no number was given out twice."""
     store = scene.store
     for number in store.numbers():
@@ -417,7 +412,7 @@ def check_snapshots(scene: Scene) -> None:
         assert scene.seen.setdefault(number, run) == run, f"number {number} was given to two snapshots"
 
 
-def read_online(scene: Scene, online: OnlineStore) -> tuple[int, dict[int, tuple[float, tuple[float, ...]]]]:
+def read_online(scene: FaultScene, online: OnlineStore) -> tuple[int, dict[int, tuple[float, tuple[float, ...]]]]:
     """(epoch, rows) that a lookup finds for every key there ever was: all in one request, so of one generation."""
     keys = sorted({key for rows, _ in scene.history for key in rows})
     found: dict[int, tuple[float, tuple[float, ...]]] = {}
@@ -435,9 +430,9 @@ def read_online(scene: Scene, online: OnlineStore) -> tuple[int, dict[int, tuple
     return epochs.pop(), found
 
 
-def check_readers(scene: Scene) -> State:
+def check_readers(scene: FaultScene) -> State:
     """What is live is readable, all of one state, the one of the snapshot it says; the index fits. Holds at any time, recovered or not."""
-    online = open_online_store(scene.project().online)
+    online = scene.project().open_online()
     try:
         pointer = online.live(VIEW)
         assert pointer is not None
@@ -457,14 +452,13 @@ def check_readers(scene: Scene) -> State:
         online.close()
 
 
-def check_everything(scene: Scene, *, current: bool = True) -> None:
+def check_everything(scene: FaultScene, *, current: bool = True) -> None:
     """The whole oracle, after recovery: see the parts. ``current``: live is the newest state of the source."""
     state = check_readers(scene)
     if current:
         assert state == (scene.rows, scene.version)
     check_snapshots(scene)
-    checks = verify(scene.project(), VIEW)
-    assert [c for c in checks if not c.ok] == []
+    assert scene.project().faults() == []
     if current:
         scene.computed()
         numbers = scene.store.numbers()
@@ -478,7 +472,7 @@ def check_everything(scene: Scene, *, current: bool = True) -> None:
         assert "running" not in {report.status for report in scene.store.runs.reports()}
 
 
-def check_no_orphans(scene: Scene) -> None:
+def check_no_orphans(scene: FaultScene) -> None:
     """After gc without grace, every file is named by a manifest that stays."""
     store = scene.store
     collect(store, keep=1, grace_s=0)
@@ -491,9 +485,9 @@ def check_no_orphans(scene: Scene) -> None:
     assert others == []
 
 
-def check_online_is_tidy(scene: Scene) -> None:
+def check_online_is_tidy(scene: FaultScene) -> None:
     """No more than two generations and two indexes, and nothing of any other in the store."""
-    online = open_online_store(scene.project().online)
+    online = scene.project().open_online()
     try:
         generations = online.generations(VIEW)
         assert 1 <= len(generations) <= 2
@@ -520,7 +514,7 @@ def check_online_is_tidy(scene: Scene) -> None:
             client.close()
 
 
-def recover(scene: Scene, **options: Any) -> Report:
+def recover(scene: FaultScene, **options: Any) -> Report:
     """What the operator, or the schedule, does after a fault: run again. It must succeed."""
     with small_chunks():
         report = scene.run(**options)

@@ -25,7 +25,7 @@ from store.online.online_url import open_online_store
 from tests.faults.harness import (
     VIEW,
     Child,
-    Scene,
+    FaultScene,
     act,
     changed,
     check_everything,
@@ -58,7 +58,7 @@ class Tally:
         return f"{self.kills} kills, {self.runs} runs, {self.checked:,} rows checked: {self.lost} lost, {self.doubled} doubled, {self.mixed} mixed"
 
 
-def compare(tally: Tally, scene: Scene, found: Mapping[int, Any]) -> None:
+def compare(tally: Tally, scene: FaultScene, found: Mapping[int, Any]) -> None:
     """Count the rows against the state of the source that is most like them."""
     best: tuple[int, int] | None = None
     for state in reversed(scene.history):
@@ -75,7 +75,7 @@ def compare(tally: Tally, scene: Scene, found: Mapping[int, Any]) -> None:
     tally.lost, tally.mixed = tally.lost + best[0], tally.mixed + best[1]
 
 
-def check_live(tally: Tally, scene: Scene) -> None:
+def check_live(tally: Tally, scene: FaultScene) -> None:
     """The rows a reader gets, and those of the live snapshot in Parquet: all of one state."""
     online = open_online_store(scene.project().online)
     try:
@@ -95,7 +95,7 @@ def check_live(tally: Tally, scene: Scene) -> None:
     compare(tally, scene, by_key)
 
 
-def change(draw: random.Random, scene: Scene) -> None:
+def change(draw: random.Random, scene: FaultScene) -> None:
     """A few rows with other values, a few new, a few gone; now and then another model, so that all are computed."""
     keys = list(scene.rows)
     top = max(keys)
@@ -110,7 +110,7 @@ def change(draw: random.Random, scene: Scene) -> None:
     scene.write(rows, version=scene.version + (draw.random() < 0.03))
 
 
-def kill_one(draw: random.Random, scene: Scene, duration_s: float, tally: Tally) -> str | None:
+def kill_one(draw: random.Random, scene: FaultScene, duration_s: float, tally: Tally) -> str | None:
     """Start a run and kill it; None when it was killed, else how it ended."""
     what = "rollback" if draw.random() < 0.05 and len(scene.store.numbers()) > 1 else "run"
     if draw.random() < 0.5:
@@ -147,7 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     folder = Path(options.folder or tempfile.mkdtemp(prefix="random-kills-", dir=memory))
     print(f"seed {seed}, {options.online.rpartition('@')[2]}, in {folder}", flush=True)
     tally = Tally()
-    scene = Scene(folder / "project", "lmdb:./var/online" if options.online == "lmdb" else options.online)
+    scene = FaultScene(folder / "project", "lmdb:./var/online" if options.online == "lmdb" else options.online)
     scene.settings = {"notify": [], "retention": {"keep": 2, "grace": "0s"}}
     scene.write({key: key * 10 for key in range(ROWS)})
     begun = time.monotonic()
@@ -192,7 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def whole_run(tally: Tally, scene: Scene) -> None:
+def whole_run(tally: Tally, scene: FaultScene) -> None:
     """A run nobody disturbs, after which live is the newest state of the source."""
     bad = scene.store.refs.bad()
     tally.runs += 1

@@ -21,7 +21,7 @@ from tests.faults.harness import (
     WINDOW_ROWS,
     Child,
     Ended,
-    Scene,
+    FaultScene,
     act,
     changed,
     check_everything,
@@ -45,7 +45,7 @@ AHEAD = AHEAD_WINDOWS * WINDOW_ROWS
 CASES = [(point, mode) for point in POINTS for mode in MODES if mode != "torn" or point in WITH_FILE]
 
 
-def inject(scene: Scene, point: str, nth: int, mode: str, what: str = "run", **chunks: Any) -> Ended:
+def inject(scene: FaultScene, point: str, nth: int, mode: str, what: str = "run", **chunks: Any) -> Ended:
     """Do it with the point armed: in a child where that is the end of a process, here where it is an error."""
     if mode in ("kill", "torn"):
         ended = Child(scene, what, crash=(point, nth, mode), chunks=chunks).ended()
@@ -78,7 +78,7 @@ def check_error(ended: Ended, point: str, mode: str) -> None:
             assert words in ended.error
 
 
-def passings(scene: Scene, what: str = "run", **chunks: Any) -> dict[str, int]:
+def passings(scene: FaultScene, what: str = "run", **chunks: Any) -> dict[str, int]:
     """How often an undisturbed run passes each point."""
     crashpoint.arm("")
     try:
@@ -89,7 +89,7 @@ def passings(scene: Scene, what: str = "run", **chunks: Any) -> dict[str, int]:
     return hits
 
 
-def check_reports(scene: Scene, ended: Ended) -> None:
+def check_reports(scene: FaultScene, ended: Ended) -> None:
     """The failed run's report tells what became of it."""
     report = scene.store.runs.reports()[1]
     if ended.signal:
@@ -101,7 +101,7 @@ def check_reports(scene: Scene, ended: Ended) -> None:
 
 
 @pytest.fixture(scope="module")
-def hits(prepared: Scene) -> dict[str, int]:
+def hits(prepared: FaultScene) -> dict[str, int]:
     """How often each point is passed by the run that is disturbed here."""
     scene = put_on_stage(prepared, "prepared")
     found = passings(scene)
@@ -143,7 +143,7 @@ def test_a_run_that_fails_anywhere(point: str, mode: str, hits: dict[str, int], 
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_first_run_that_is_killed_anywhere(point: str, scene: Scene) -> None:
+def test_a_first_run_that_is_killed_anywhere(point: str, scene: FaultScene) -> None:
     scene.write(dict(list(ROWS.items())[:20]))
     assert inject(scene, point, 1, "kill").signal == 9
     recover(scene)
@@ -219,7 +219,7 @@ def test_a_rollback_that_fails_is_done_by_doing_it_again(point: str, mode: str, 
     check_after_rollback(scene)
 
 
-def again(scene: Scene, point: str) -> None:
+def again(scene: FaultScene, point: str) -> None:
     """Roll back to 2 once more: it gets done, or was already."""
     if point == "online.flip":
         with pytest.raises(SnapshotError, match="snapshot 2 of view 'numbers' is live already"):
@@ -260,7 +260,7 @@ def test_a_rollback_killed_before_the_online_pointer_moved_is_finished_by_the_ne
     assert check_readers(scene) == scene.history[-2]
 
 
-def check_after_rollback(scene: Scene) -> None:
+def check_after_rollback(scene: FaultScene) -> None:
     ref = scene.store.refs.live()
     assert ref is not None
     assert ref.snapshot == 2

@@ -23,7 +23,7 @@ from store.online.online_url import open_online_store
 from tests.faults.conftest import MakeScene
 from tests.faults.harness import (
     VIEW,
-    Scene,
+    FaultScene,
     act,
     changed,
     check_everything,
@@ -40,7 +40,7 @@ FIRST_RELEASE = Path(__file__).with_name("manifest-v1.json")
 
 
 @pytest.fixture
-def committed(delta_to_come: MakeScene) -> Scene:
+def committed(delta_to_come: MakeScene) -> FaultScene:
     """Snapshot 3 is committed, 2 is live."""
     scene = delta_to_come()
     with small_chunks():
@@ -48,7 +48,7 @@ def committed(delta_to_come: MakeScene) -> Scene:
     return scene
 
 
-def manifest(scene: Scene, number: int) -> Path:
+def manifest(scene: FaultScene, number: int) -> Path:
     return scene.view_folder / "manifests" / f"{number:020d}.json"
 
 
@@ -64,13 +64,13 @@ def parsed(data: bytes) -> Snapshot | None:
 # ---- manifests
 
 
-def test_a_manifest_cut_at_any_length_is_refused(committed: Scene) -> None:
+def test_a_manifest_cut_at_any_length_is_refused(committed: FaultScene) -> None:
     data = manifest(committed, 3).read_bytes()
     assert parsed(data) == committed.store.snapshot(3)
     assert [length for length in range(len(data)) if parsed(data[:length]) is not None] == []
 
 
-def test_a_manifest_with_any_bit_flipped_is_refused(committed: Scene) -> None:
+def test_a_manifest_with_any_bit_flipped_is_refused(committed: FaultScene) -> None:
     data = bytearray(manifest(committed, 3).read_bytes())
     draw = random.Random(1)
     for position in range(len(data)):
@@ -86,7 +86,7 @@ def test_anything_else_is_no_manifest(other: bytes) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, 100, -1])
-def test_a_torn_newest_manifest_is_passed_over(length: int, committed: Scene) -> None:
+def test_a_torn_newest_manifest_is_passed_over(length: int, committed: FaultScene) -> None:
     path = manifest(committed, 3)
     path.write_bytes(path.read_bytes()[:length])
     before = committed.history[-2]
@@ -101,7 +101,7 @@ def test_a_torn_newest_manifest_is_passed_over(length: int, committed: Scene) ->
     check_everything(committed)
 
 
-def test_a_torn_old_manifest_does_not_keep_others_from_being_published(committed: Scene) -> None:
+def test_a_torn_old_manifest_does_not_keep_others_from_being_published(committed: FaultScene) -> None:
     manifest(committed, 1).write_bytes(b"torn")
     assert committed.run(command="publish").snapshot == 3
     assert check_readers(committed) == committed.history[-1]
@@ -127,7 +127,7 @@ def rewritten(body: dict[str, Any]) -> bytes:
     return f'{text},\n "zz_sha256": "{hashlib.sha256(text.encode()).hexdigest()}"\n}}\n'.encode()
 
 
-def test_unknown_fields_are_ignored_and_unknown_formats_refused(committed: Scene) -> None:
+def test_unknown_fields_are_ignored_and_unknown_formats_refused(committed: FaultScene) -> None:
     path = manifest(committed, 3)
     snapshot, body = committed.store.snapshot(3), json.loads(path.read_bytes())
     assert parsed(rewritten(body)) == snapshot
@@ -155,7 +155,7 @@ def test_the_first_releases_manifest_is_read() -> None:
     assert [part.path for part in snapshot.parts] == ["data/20261121T090120.251160Z-f091cb/part-00000.parquet"]
 
 
-def test_a_view_of_the_first_release_is_run_and_rolled_back_to(scene: Scene) -> None:
+def test_a_view_of_the_first_release_is_run_and_rolled_back_to(scene: FaultScene) -> None:
     """Its manifests know no recipe and its pointers no generation: all rows are computed anew, and going back works."""
     recover(scene)
     first = json.loads(FIRST_RELEASE.read_bytes())
@@ -206,7 +206,9 @@ HARM: list[Callable[[Path], None]] = [Path.unlink, cut, emptied, flipped]
 
 @pytest.mark.parametrize("harm", HARM)
 @pytest.mark.parametrize("which", ["part-00001.parquet", "deletes.parquet"])
-def test_a_snapshot_with_a_damaged_file_is_never_published(which: str, harm: Callable[[Path], None], committed: Scene) -> None:
+def test_a_snapshot_with_a_damaged_file_is_never_published(
+    which: str, harm: Callable[[Path], None], committed: FaultScene
+) -> None:
     run = committed.store.snapshot(3).run
     path = committed.view_folder / "data" / run / which
     harm(path)
@@ -219,7 +221,7 @@ def test_a_snapshot_with_a_damaged_file_is_never_published(which: str, harm: Cal
 
 @pytest.mark.parametrize("harm", HARM)
 @pytest.mark.parametrize("which", ["part-00001.parquet", "deletes.parquet"])
-def test_runs_get_out_of_a_damaged_newest_snapshot(which: str, harm: Callable[[Path], None], committed: Scene) -> None:
+def test_runs_get_out_of_a_damaged_newest_snapshot(which: str, harm: Callable[[Path], None], committed: FaultScene) -> None:
     run = committed.store.snapshot(3).run
     harm(committed.view_folder / "data" / run / which)
     for _ in range(2):  # the first may find out
@@ -251,7 +253,7 @@ def test_runs_get_out_of_a_damaged_live_snapshot(harm: Callable[[Path], None], d
     assert check_readers(scene) == scene.history[-1]
 
 
-def online_rows(scene: Scene) -> dict[int, Any]:
+def online_rows(scene: FaultScene) -> dict[int, Any]:
     online = open_online_store(scene.project().online)
     try:
         return read_online(scene, online)[1]
@@ -358,7 +360,7 @@ def test_a_rollback_that_is_refused_marks_nothing(delta_to_come: MakeScene) -> N
     assert list(scene.store.refs.bad()) == [3]
 
 
-def test_a_rollback_from_a_full_recomputation_of_the_same_rows(scene: Scene) -> None:
+def test_a_rollback_from_a_full_recomputation_of_the_same_rows(scene: FaultScene) -> None:
     recover(scene)
     recover(scene, full=True)
     assert act(scene, "rollback", to=1) == "published"
@@ -377,7 +379,7 @@ def test_a_refused_publish_does_not_end_a_hold(delta_to_come: MakeScene) -> None
     assert ref.held is not None
 
 
-def test_a_number_is_never_given_twice(scene: Scene) -> None:
+def test_a_number_is_never_given_twice(scene: FaultScene) -> None:
     """Not even after the newest snapshots were rolled back from and collected."""
     scene.settings = {"retention": {"keep": 3, "grace": "1h"}}
     scene.write()

@@ -28,7 +28,7 @@ from tests.faults.harness import (
     VIEW,
     Child,
     Ended,
-    Scene,
+    FaultScene,
     changed,
     check_everything,
     check_readers,
@@ -54,7 +54,7 @@ def test_a_run_whose_files_cannot_grow(size_bytes: int, delta_to_come: MakeScene
     check_everything(scene)
 
 
-def check_out_of_space(scene: Scene, ended: Ended) -> None:
+def check_out_of_space(scene: FaultScene, ended: Ended) -> None:
     """It said so, in our words, and changed nothing that is live; or it needed no more than there was."""
     old, new = scene.history[-2:]
     if ended.error is None:
@@ -87,7 +87,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_run_on_a_full_disk(small_disk: Path) -> None:
-    scene = Scene(small_disk / "project").write(ROWS)
+    scene = FaultScene(small_disk / "project").write(ROWS)
     recover(scene)
     statuses = []
     for left_bytes in (0, 8192, 40_000, 60_000, 90_000, 150_000, 400_000):
@@ -268,12 +268,12 @@ def test_a_lease_whose_clock_jumps_is_lost_and_not_shared(delta_to_come: MakeSce
 @pytest.fixture(params=["played", "real"])
 def full(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Scene], contextlib.AbstractContextManager[None]]:
+) -> Callable[[FaultScene], contextlib.AbstractContextManager[None]]:
     """Makes the disk of a scene full, but for what its reserve takes: of a file system of 8 MB really; or as if, where none can be mounted: then
     no byte can be written while the reserve is there."""
 
     @contextlib.contextmanager
-    def really(scene: Scene) -> Iterator[None]:
+    def really(scene: FaultScene) -> Iterator[None]:
         filler = scene.folder.parent / "filler"
         with filler.open("wb", buffering=0) as file:
             for size in (65536, 4096, 1):
@@ -284,7 +284,7 @@ def full(
         filler.unlink()
 
     @contextlib.contextmanager
-    def played(scene: Scene) -> Iterator[None]:
+    def played(scene: FaultScene) -> Iterator[None]:
         write, taken = durable_file._write, scene.folder / "var" / ".reserve"
 
         def refusing(path: Path, data: bytes) -> None:
@@ -302,11 +302,11 @@ def full(
 
 
 @pytest.fixture
-def scene_on_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Scene:
+def scene_on_disk(request: pytest.FixtureRequest, tmp_path: Path) -> FaultScene:
     """Three full snapshots, the last two published, on a disk of its own where the test asks for a real one."""
     real = request.node.callspec.params["full"] == "real"
     folder = request.getfixturevalue("small_disk") if real else tmp_path
-    scene = Scene(folder / "project")
+    scene = FaultScene(folder / "project")
     for step in range(3):
         scene.write({key: key * 10 + step for key in range(200)})
         scene.run(full=True)
@@ -316,7 +316,7 @@ def scene_on_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Scene:
 
 
 def test_a_full_disk_can_be_gone_back_from(
-    scene_on_disk: Scene, full: Callable[[Scene], contextlib.AbstractContextManager[None]]
+    scene_on_disk: FaultScene, full: Callable[[FaultScene], contextlib.AbstractContextManager[None]]
 ) -> None:
     scene = scene_on_disk
     assert (scene.folder / "var" / ".reserve").stat().st_size == reserve.SIZE_BYTES
@@ -333,7 +333,9 @@ def test_a_full_disk_can_be_gone_back_from(
 
 
 def test_a_full_disk_can_be_freed(
-    scene_on_disk: Scene, full: Callable[[Scene], contextlib.AbstractContextManager[None]], capsys: pytest.CaptureFixture[str]
+    scene_on_disk: FaultScene,
+    full: Callable[[FaultScene], contextlib.AbstractContextManager[None]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     scene = scene_on_disk
     old = scene.view_folder / "data" / "20000101T000000.000000Z-abcdef" / "part-00000.parquet"
@@ -348,7 +350,9 @@ def test_a_full_disk_can_be_freed(
 
 
 def test_a_view_can_be_dropped_on_a_full_disk(
-    scene_on_disk: Scene, full: Callable[[Scene], contextlib.AbstractContextManager[None]], capsys: pytest.CaptureFixture[str]
+    scene_on_disk: FaultScene,
+    full: Callable[[FaultScene], contextlib.AbstractContextManager[None]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     scene = scene_on_disk
     with full(scene):

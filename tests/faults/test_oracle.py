@@ -20,7 +20,7 @@ from tests.faults.conftest import ROWS, MakeScene
 from tests.faults.harness import (
     VIEW,
     Child,
-    Scene,
+    FaultScene,
     changed,
     check_everything,
     check_online_is_tidy,
@@ -34,7 +34,7 @@ from tests.faults.harness import (
 FEW = dict(list(ROWS.items())[:20])
 
 
-def test_rows_of_no_one_state_are_seen(scene: Scene) -> None:
+def test_rows_of_no_one_state_are_seen(scene: FaultScene) -> None:
     scene.write(FEW)
     scene.write(changed(FEW, [3, 4]))
     old, new = values_of(scene.history[-2]), values_of(scene.history[-1])
@@ -46,7 +46,7 @@ def test_rows_of_no_one_state_are_seen(scene: Scene) -> None:
             state_of(scene, wrong, "x")
 
 
-def test_the_script_counts_what_is_wrong(scene: Scene) -> None:
+def test_the_script_counts_what_is_wrong(scene: FaultScene) -> None:
     scene.write(FEW)
     scene.write(changed(FEW, [3, 4]))
     old, new = values_of(scene.history[-2]), values_of(scene.history[-1])
@@ -60,7 +60,7 @@ def test_the_script_counts_what_is_wrong(scene: Scene) -> None:
     assert (tally.lost, tally.mixed) == (1, 1)
 
 
-def test_a_doubled_row_is_seen(scene: Scene) -> None:
+def test_a_doubled_row_is_seen(scene: FaultScene) -> None:
     scene.write(FEW)
     recover(scene)
     part = scene.store.part_paths(scene.store.snapshot(1))[0]
@@ -75,7 +75,7 @@ def test_a_doubled_row_is_seen(scene: Scene) -> None:
         check_snapshots(scene)
 
 
-def test_what_is_left_in_the_online_store_is_seen(scene: Scene) -> None:
+def test_what_is_left_in_the_online_store_is_seen(scene: FaultScene) -> None:
     scene.write(FEW)
     recover(scene)
     check_online_is_tidy(scene)
@@ -84,7 +84,7 @@ def test_what_is_left_in_the_online_store_is_seen(scene: Scene) -> None:
         check_online_is_tidy(scene)
 
 
-def test_a_child_starts_without_threads_and_unarmed(scene: Scene, folder: Path) -> None:
+def test_a_child_starts_without_threads_and_unarmed(scene: FaultScene, folder: Path) -> None:
     scene.write(FEW)
     seen = folder / "seen"
     crashpoint.arm("verify", 1, "kill")
@@ -106,7 +106,7 @@ class Clean:
         self.seen.write_text(f"{threading.active_count()} {tasks} {crashpoint.disarm()}")
 
 
-def test_the_environment_arms_a_point(scene: Scene) -> None:
+def test_the_environment_arms_a_point(scene: FaultScene) -> None:
     """As an operator would, to see for himself what a crash leaves."""
     scene.write(FEW)
     command = [sys.executable, "-m", "jobs.cli", "-c", str(scene.folder), "run", VIEW]

@@ -15,7 +15,7 @@ from tests.faults.conftest import MakeScene
 from tests.faults.harness import (
     VIEW,
     WINDOW_ROWS,
-    Scene,
+    FaultScene,
     State,
     act,
     check_everything,
@@ -32,19 +32,19 @@ ROWS = {key: key * 10 for key in range(20)}
 
 
 @pytest.fixture
-def first(folder: Path) -> Scene:
+def first(folder: Path) -> FaultScene:
     """A small project that was never run: its root is not there."""
-    return Scene(folder / "project").write(ROWS)
+    return FaultScene(folder / "project").write(ROWS)
 
 
-def images_of(scene: Scene, what: str = "run", forgets: Callable[[], bool] = lambda: False) -> list[Image]:
+def images_of(scene: FaultScene, what: str = "run", forgets: Callable[[], bool] = lambda: False) -> list[Image]:
     """What the disks may hold at the moments of doing it once, which succeeds."""
     with small_chunks(), recorded(scene.folder / "var", forgets) as images:
         assert act(scene, what) in ("published", "dropped")
     return images
 
 
-def check(scene: Scene, image: Image, what: str = "run") -> Scene:
+def check(scene: FaultScene, image: Image, what: str = "run") -> FaultScene:
     """Put the image in place and look at it as a reader does, before anything recovers it."""
     image.restore(scene.folder / "var")
     scene = scene.copied(scene.folder)
@@ -62,7 +62,7 @@ def check(scene: Scene, image: Image, what: str = "run") -> Scene:
     return scene
 
 
-def check_live(scene: Scene, image: Image, what: str) -> None:
+def check_live(scene: FaultScene, image: Image, what: str) -> None:
     """The old or the new is served, whole; the new one once its pointer was reported as moved."""
     old, new = ([None, *scene.history] if len(scene.history) == 1 else scene.history)[-2:]
     if what == "rollback":
@@ -75,7 +75,7 @@ def check_live(scene: Scene, image: Image, what: str) -> None:
         assert served(scene) == old
 
 
-def served(scene: Scene) -> State | None:
+def served(scene: FaultScene) -> State | None:
     online = open_online_store(scene.project().online)
     try:
         return None if online.live(VIEW) is None else check_readers(scene)
@@ -83,7 +83,7 @@ def served(scene: Scene) -> State | None:
         online.close()
 
 
-def check_dropped(scene: Scene, image: Image, what: str) -> None:
+def check_dropped(scene: FaultScene, image: Image, what: str) -> None:
     """Served whole, or not any more; gone at the end, with its snapshots if they were to be removed."""
     if image.done:
         assert (served(scene), scene.store.refs.live()) == (None, None)
@@ -92,7 +92,7 @@ def check_dropped(scene: Scene, image: Image, what: str) -> None:
         assert served(scene) in (scene.history[-1], None)
 
 
-def check_committed(scene: Scene, image: Image) -> None:
+def check_committed(scene: FaultScene, image: Image) -> None:
     """What was committed stays; until then, every chunk that was noted is there to be taken over."""
     if "manifest.dirsync" in image.passed:
         newest = Standing(scene.store).newest()
@@ -118,7 +118,7 @@ def test_what_is_live_and_what_was_committed_outlasts_a_loss_of_power(delta_to_c
         check(scene, image)
 
 
-def test_a_first_run_outlasts_a_loss_of_power_with_every_folder_it_made(first: Scene) -> None:
+def test_a_first_run_outlasts_a_loss_of_power_with_every_folder_it_made(first: FaultScene) -> None:
     images = images_of(first)
     assert images[0].tree == {}
     for image in images:
@@ -132,7 +132,7 @@ def test_a_rollback_outlasts_a_loss_of_power(third_is_live: MakeScene) -> None:
 
 
 @pytest.mark.parametrize("what", ["drop", "remove"])
-def test_a_drop_outlasts_a_loss_of_power(what: str, first: Scene) -> None:
+def test_a_drop_outlasts_a_loss_of_power(what: str, first: FaultScene) -> None:
     first.run()
     for image in images_of(first, what):
         check(first, image, what)
@@ -158,7 +158,7 @@ def test_a_disk_that_syncs_nothing_is_found_out(delta_to_come: MakeScene) -> Non
 
 
 @pytest.mark.parametrize("name", sites())
-def test_every_sync_is_needed(name: str, delta_to_come: MakeScene, first: Scene) -> None:
+def test_every_sync_is_needed(name: str, delta_to_come: MakeScene, first: FaultScene) -> None:
     """A disk that does nothing at this one call loses something that was promised."""
     forgotten = sites()[name].is_on_the_stack
     if not fails(first, images_of(first, forgets=forgotten)):
@@ -168,12 +168,12 @@ def test_every_sync_is_needed(name: str, delta_to_come: MakeScene, first: Scene)
         )
 
 
-def fails_to_drop(scene: Scene, what: str, forgets: Callable[[], bool]) -> bool:
+def fails_to_drop(scene: FaultScene, what: str, forgets: Callable[[], bool]) -> bool:
     recover(scene)
     return fails(scene, images_of(scene, what, forgets=forgets), what)
 
 
-def fails(scene: Scene, images: list[Image], what: str = "run") -> bool:
+def fails(scene: FaultScene, images: list[Image], what: str = "run") -> bool:
     """Whether an image does not hold what was promised; the latest are looked at first, since most is promised then."""
     for image in reversed(images):
         try:

@@ -15,7 +15,7 @@ from tests.faults.conftest import ROWS, MakeScene
 from tests.faults.harness import (
     WINDOW_ROWS,
     Child,
-    Scene,
+    FaultScene,
     changed,
     check_everything,
     read_snapshot,
@@ -28,7 +28,7 @@ FEW = dict(list(ROWS.items())[:40])
 """Five chunks."""
 
 
-def interrupted(scene: Scene, chunks: int, **options: Any) -> Scene:
+def interrupted(scene: FaultScene, chunks: int, **options: Any) -> FaultScene:
     """A run killed after this many chunks were finished."""
     assert Child(scene, crash=("journal.append", chunks, "kill"), **options).ended().signal == 9
     assert scene.computed() >= chunks * WINDOW_ROWS  # the engine computes ahead of what is written
@@ -36,7 +36,7 @@ def interrupted(scene: Scene, chunks: int, **options: Any) -> Scene:
 
 
 @pytest.mark.parametrize("finished", [1, 2, 3, 4, 5])
-def test_a_killed_run_is_taken_over(finished: int, scene: Scene) -> None:
+def test_a_killed_run_is_taken_over(finished: int, scene: FaultScene) -> None:
     interrupted(scene.write(FEW), finished)
     report = recover(scene)
     assert report.resumed == finished * WINDOW_ROWS
@@ -47,7 +47,7 @@ def test_a_killed_run_is_taken_over(finished: int, scene: Scene) -> None:
 
 
 @pytest.mark.parametrize(("window_rows", "part_bytes"), [(3, 1), (16, 1), (8192, 64 * 2**20), (7, 500)])
-def test_chunks_of_another_size_are_taken_over(window_rows: int, part_bytes: int, scene: Scene) -> None:
+def test_chunks_of_another_size_are_taken_over(window_rows: int, part_bytes: int, scene: FaultScene) -> None:
     interrupted(scene.write(FEW), 3)
     with small_chunks(window_rows, part_bytes):
         report = scene.run()
@@ -55,7 +55,7 @@ def test_chunks_of_another_size_are_taken_over(window_rows: int, part_bytes: int
     check_everything(scene)
 
 
-def test_a_source_that_changed_since_is_taken_over_where_it_did_not(scene: Scene) -> None:
+def test_a_source_that_changed_since_is_taken_over_where_it_did_not(scene: FaultScene) -> None:
     interrupted(scene.write(FEW), 3)
     scene.write(changed(FEW, change=[0, 30], new=[99], gone=[1, 31]))
     report = recover(scene)
@@ -64,7 +64,7 @@ def test_a_source_that_changed_since_is_taken_over_where_it_did_not(scene: Scene
     check_everything(scene)
 
 
-def test_a_source_in_another_order_is_taken_over(scene: Scene) -> None:
+def test_a_source_in_another_order_is_taken_over(scene: FaultScene) -> None:
     interrupted(scene.write(FEW), 3)
     scene.write(dict(reversed(FEW.items())))
     assert recover(scene).resumed == 24
@@ -72,7 +72,7 @@ def test_a_source_in_another_order_is_taken_over(scene: Scene) -> None:
     check_everything(scene)
 
 
-def test_runs_killed_twice_are_both_taken_over(scene: Scene) -> None:
+def test_runs_killed_twice_are_both_taken_over(scene: FaultScene) -> None:
     interrupted(scene.write(FEW), 2)
     interrupted(scene, 1)
     report = recover(scene)
@@ -80,7 +80,7 @@ def test_runs_killed_twice_are_both_taken_over(scene: Scene) -> None:
     check_everything(scene)
 
 
-def test_a_row_that_changed_between_two_killed_runs_is_taken_from_the_right_one(scene: Scene) -> None:
+def test_a_row_that_changed_between_two_killed_runs_is_taken_from_the_right_one(scene: FaultScene) -> None:
     interrupted(scene.write(FEW), 2)
     scene.write(changed(FEW, change=[0, 1]))
     interrupted(scene, 1)  # computes 0, 1 and six that were never begun
@@ -90,7 +90,7 @@ def test_a_row_that_changed_between_two_killed_runs_is_taken_from_the_right_one(
     check_everything(scene)
 
 
-def test_nothing_is_taken_over_by_another_model(scene: Scene) -> None:
+def test_nothing_is_taken_over_by_another_model(scene: FaultScene) -> None:
     interrupted(scene.write(FEW), 3)
     scene.write(version=2)
     report = recover(scene)
@@ -98,7 +98,7 @@ def test_nothing_is_taken_over_by_another_model(scene: Scene) -> None:
     check_everything(scene)
 
 
-def test_nothing_is_taken_over_by_a_full_run_but_from_a_full_run(scene: Scene) -> None:
+def test_nothing_is_taken_over_by_a_full_run_but_from_a_full_run(scene: FaultScene) -> None:
     scene.write(FEW)
     recover(scene)
     scene.write(changed(FEW, change=range(24)))
@@ -110,7 +110,7 @@ def test_nothing_is_taken_over_by_a_full_run_but_from_a_full_run(scene: Scene) -
     check_everything(scene)
 
 
-def test_a_full_run_that_was_completed_is_not_taken_over_by_the_next_one(scene: Scene) -> None:
+def test_a_full_run_that_was_completed_is_not_taken_over_by_the_next_one(scene: FaultScene) -> None:
     scene.settings = {"retention": {"keep": 3, "grace": "1h"}}
     scene.write(FEW)
     recover(scene)
@@ -124,7 +124,7 @@ def test_a_full_run_that_was_completed_is_not_taken_over_by_the_next_one(scene: 
 
 
 @pytest.mark.parametrize("gone", [False, True])
-def test_a_chunk_that_was_committed_is_not_taken_over_again(gone: bool, scene: Scene) -> None:
+def test_a_chunk_that_was_committed_is_not_taken_over_again(gone: bool, scene: FaultScene) -> None:
     """Its file is a part of a snapshot by now: a row of it that changes, or leaves, and comes back is computed again."""
     scene.settings = {"retention": {"keep": 3, "grace": "1h"}}
     interrupted(scene.write(FEW), 2)
@@ -146,7 +146,7 @@ def test_a_delta_interrupted_takes_over_and_drops_what_changed_again(delta_to_co
     check_everything(scene)
 
 
-def test_rejected_rows_are_not_tried_again_after_a_kill(scene: Scene) -> None:
+def test_rejected_rows_are_not_tried_again_after_a_kill(scene: FaultScene) -> None:
     scene.view = {
         "max_rejected": 0.5,
         "model": {"use": "tests.faults.harness:Counted", "args": {"log": str(scene.log), "nan_at": 1}},
@@ -164,7 +164,7 @@ def test_rejected_rows_are_not_tried_again_after_a_kill(scene: Scene) -> None:
         assert scene.run(retry_rejected=True).counts["written"] == 1
 
 
-def test_a_journal_cut_anywhere_is_a_journal_of_fewer_chunks(scene: Scene) -> None:
+def test_a_journal_cut_anywhere_is_a_journal_of_fewer_chunks(scene: FaultScene) -> None:
     interrupted(scene.write(FEW), 3)
     (path,) = scene.view_folder.glob("data/*/journal.jsonl")
     data = path.read_bytes()
@@ -182,7 +182,7 @@ def test_a_journal_cut_anywhere_is_a_journal_of_fewer_chunks(scene: Scene) -> No
     assert last == 3
 
 
-def test_a_chunk_whose_file_is_gone_or_cut_is_computed_again(scene: Scene) -> None:
+def test_a_chunk_whose_file_is_gone_or_cut_is_computed_again(scene: FaultScene) -> None:
     interrupted(scene.write(FEW), 3)
     first, second, _ = sorted(scene.view_folder.glob("data/*/part-*.parquet"))
     first.unlink()
@@ -195,7 +195,7 @@ def test_a_chunk_whose_file_is_gone_or_cut_is_computed_again(scene: Scene) -> No
 @pytest.mark.parametrize("column", ["id", "double", "vector.list.element", "input_hash"])
 @pytest.mark.parametrize("delta", [False, True])
 def test_a_chunk_that_was_flipped_on_the_disk_is_computed_again_at_once(
-    delta: bool, column: str, scene: Scene, delta_to_come: MakeScene
+    delta: bool, column: str, scene: FaultScene, delta_to_come: MakeScene
 ) -> None:
     """Whether its keys tell when the run is planned, or only its values, which nobody reads then."""
     scene = interrupted(delta_to_come() if delta else scene.write(FEW), 3)
@@ -222,7 +222,7 @@ def flip_a_byte(path: Path, column: str) -> None:
     path.write_bytes(data)
 
 
-def test_an_error_in_process_leaves_the_same_to_take_over(scene: Scene) -> None:
+def test_an_error_in_process_leaves_the_same_to_take_over(scene: FaultScene) -> None:
     scene.write(FEW)
     crashpoint.arm("journal.append", 3, "raise")
     with small_chunks(), pytest.raises(InjectedError):

@@ -19,7 +19,7 @@ from store.errors import GateError, SnapshotError
 from tests.faults.conftest import MEMORY
 from tests.faults.harness import (
     Child,
-    Scene,
+    FaultScene,
     State,
     act,
     changed,
@@ -44,7 +44,7 @@ class View(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(dir=MEMORY if MEMORY.is_dir() else None))
-        self.scene = Scene(self.folder / "project")
+        self.scene = FaultScene(self.folder / "project")
         self.scene.settings = {"notify": [], "retention": {"keep": 2, "grace": "0s"}}
         self.open: list[State] = []
         self.live: State | None = None

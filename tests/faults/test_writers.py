@@ -15,7 +15,7 @@ from store.record import replace
 from tests.faults.conftest import ROWS, MakeScene
 from tests.faults.harness import (
     Child,
-    Scene,
+    FaultScene,
     act,
     changed,
     check_everything,
@@ -26,7 +26,7 @@ from tests.faults.harness import (
 )
 
 
-def overtaken(scene: Scene, point: str) -> tuple[Child, Scene]:
+def overtaken(scene: FaultScene, point: str) -> tuple[Child, FaultScene]:
     """A run stopped at ``point`` until its leases ran out, and another run, over a source that has changed meanwhile, published."""
     zombie = Child(scene, crash=(point, 1, "stop"))
     try:
@@ -172,7 +172,7 @@ def test_runs_that_start_at_once_do_the_work_once(delta_to_come: MakeScene) -> N
     check_everything(scene)
 
 
-def test_writers_that_race_for_a_number_get_one_each(scene: Scene) -> None:
+def test_writers_that_race_for_a_number_get_one_each(scene: FaultScene) -> None:
     scene.write(dict(list(ROWS.items())[:20]))
     recover(scene)
     store = scene.store

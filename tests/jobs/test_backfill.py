@@ -19,21 +19,17 @@ import pyarrow as pa
 import pytest
 
 from jobs.cli import main
-from jobs.config.project import Project
-from jobs.pipeline.run import run_view
-from jobs.process.progress import Silent
 from jobs.schedule.backfill import resume_backfill, run_backfill
 from jobs.schedule.backfill_plan import plan_backfill, range_of
 from jobs.schedule.backfill_state import Options, read_backfill
 from store.disk.lease import take
 from store.errors import ConfigError, ConflictError, SnapshotError, SourceError
-from store.lookup import Lookup
 from store.offline.refs import run_lease
 from store.offline.runs import Report, Runs
 from store.offline.standing import Standing
-from store.online.online_url import open_online_store
 from store.partition import Partition, containing
 from tests.conftest import MakeProject
+from tests.scene import Scene
 
 ROOT = Path(__file__).parents[2]
 KEYS = (1, 2, 3)
@@ -98,7 +94,7 @@ def rows_of(number: int) -> list[tuple[int, float, dt.date]]:
     return [(key, 10.0 * number + key, day(number)) for key in KEYS]
 
 
-MakeDaily = Callable[..., Project]
+MakeDaily = Callable[..., Scene]
 
 
 @pytest.fixture
@@ -111,7 +107,7 @@ def daily(make_project: MakeProject, tmp_path: Path) -> MakeDaily:
         extra: Sequence[tuple[int, float | None, dt.date]] = (),
         view: dict[str, Any] | None = None,
         **args: Any,
-    ) -> Project:
+    ) -> Scene:
         rows = [*(row for number in days for row in rows_of(number)), *extra]
         table = pa.table(
             {
@@ -157,7 +153,7 @@ def gate(tmp_path: Path) -> Gate:
 class Command:
     """``precompute -c <project> …`` in a process of its own."""
 
-    def __init__(self, project: Project, *arguments: str) -> None:
+    def __init__(self, project: Scene, *arguments: str) -> None:
         command = [sys.executable, "-m", "jobs.cli", "-c", str(project.folder), *arguments]
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -177,7 +173,7 @@ def command(gate: Gate) -> Iterator[Callable[..., Command]]:
     """Starts ``backfill numbers …``; at the end of the test everything is killed, or let go."""
     started: list[Command] = []
 
-    def start(project: Project, *arguments: str) -> Command:
+    def start(project: Scene, *arguments: str) -> Command:
         started.append(Command(project, *arguments))
         return started[-1]
 
@@ -198,7 +194,7 @@ def eventually(holds: Callable[[], bool], why: Callable[[], str] = lambda: "") -
         time.sleep(0.02)
 
 
-def ids(project: Project) -> list[str]:
+def ids(project: Scene) -> list[str]:
     return sorted(path.stem for path in (project.root / "numbers" / "backfills").glob("*.json"))
 
 
@@ -206,26 +202,26 @@ def await_begun(gate: Gate, *days: int) -> None:
     eventually(lambda: set(days) <= gate.begun(), lambda: f"{gate.begun()}")
 
 
-def await_free(project: Project, *days: int) -> None:
-    store = project.offline.view("numbers")
+def await_free(project: Scene, *days: int) -> None:
+    store = project.store
     eventually(lambda: not any(store.running(part(n)) for n in days))
 
 
-def committed(project: Project) -> list[str]:
+def committed(project: Scene) -> list[str]:
     """Partition of every snapshot ever committed, in the order of their numbers."""
-    store = project.offline.view("numbers")
+    store = project.store
     return [str(store.snapshot(n).partition) for n in store.numbers()]
 
 
-def live(project: Project) -> str | None:
-    store = project.offline.view("numbers")
+def live(project: Scene) -> str | None:
+    store = project.store
     ref = store.refs.live()
     return None if ref is None else store.snapshot(ref.snapshot).partition
 
 
-def check_rows(project: Project, *days: int) -> None:
+def check_rows(project: Scene, *days: int) -> None:
     """Every partition's newest snapshot holds exactly its rows."""
-    store = project.offline.view("numbers")
+    store = project.store
     for number in days:
         snapshot = Standing(store).newest(part(number))
         assert snapshot is not None, number
@@ -233,11 +229,11 @@ def check_rows(project: Project, *days: int) -> None:
         assert found == {key: 2 * x for key, x, _ in rows_of(number)}, number
 
 
-def compute(project: Project, number: int, command: str = "materialize") -> int | None:
-    return run_view(project, "numbers", Silent(), command=command, partition=Partition.parse(part(number))).snapshot
+def compute(project: Scene, number: int, command: str = "materialize") -> int | None:
+    return project.run(command=command, partition=Partition.parse(part(number))).snapshot
 
 
-def plans(project: Project, first: int = 1, last: int = 6, **asked: Any) -> list[tuple[int, str, str]]:
+def plans(project: Scene, first: int = 1, last: int = 6, **asked: Any) -> list[tuple[int, str, str]]:
     found = plan_backfill(project, "numbers", *range_of(str(day(first)), str(day(last))), now=NOW, **asked)
     return [(plan.partition.start.day, plan.action, plan.why) for plan in found]
 
@@ -250,7 +246,7 @@ def options(first: int, last: int, **asked: Any) -> Options:
 
 
 @pytest.fixture
-def mixed(daily: MakeDaily) -> Iterator[Project]:
+def mixed(daily: MakeDaily) -> Iterator[Scene]:
     """Day 1 done, 2 never run, 3 failed, 4 interrupted, 5 computed by another model, 6 running, 7 killed after an older snapshot."""
     days = (1, 2, 3, 4, 5, 6, 7)
     project = daily(days, version=1)
@@ -260,7 +256,7 @@ def mixed(daily: MakeDaily) -> Iterator[Project]:
     with pytest.raises(SourceError, match="more than one row"):
         compute(project, 3)
     compute(project, 7)
-    store = project.offline.view("numbers")
+    store = project.store
     for number in (4, 7):
         run = f"20990101T00000{number}.000000Z-abcdef"
         store.runs.write(Report(run, "numbers", "materialize", pid=1, partition=part(number)))
@@ -272,7 +268,7 @@ def mixed(daily: MakeDaily) -> Iterator[Project]:
     ("reprocess", "run"),
     [("missing", {2, 4}), ("failed", {2, 3, 4, 7}), ("stale", {2, 3, 4, 5, 7}), ("all", {1, 2, 3, 4, 5, 7})],
 )
-def test_every_partition_is_planned_with_its_reason(mixed: Project, reprocess: str, run: set[int]) -> None:
+def test_every_partition_is_planned_with_its_reason(mixed: Scene, reprocess: str, run: set[int]) -> None:
     whys = {1: "done", 2: "missing", 3: "failed", 4: "missing", 5: "stale model", 6: "running", 7: "failed"}
     if reprocess == "all":
         whys[1] = "forced"
@@ -280,7 +276,7 @@ def test_every_partition_is_planned_with_its_reason(mixed: Project, reprocess: s
     assert plans(mixed, last=7, reprocess=reprocess) == expected
 
 
-def test_a_dry_run_tells_reasons_and_what_takes_the_rest(mixed: Project, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_tells_reasons_and_what_takes_the_rest(mixed: Scene, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(mixed.root.rglob("*"))
     arguments = ["-c", str(mixed.folder), "backfill", "numbers", "--from", "2024-01-01", "--to", "2024-01-07", "--dry-run"]
     assert main(arguments) == 0
@@ -337,7 +333,7 @@ def test_estimates_follow_what_was_measured(daily: MakeDaily) -> None:
         compute(project, number)
     found = estimates()
     assert {number: rows for number, (rows, _, _) in found.items()} == {1: 3, 2: 6, 3: 10, 4: 6, 5: 6, 6: 6}
-    store = project.offline.view("numbers")
+    store = project.store
     size = sum(p.size_bytes for n in (1, 2) for p in store.snapshot(n).parts)
     assert {found[n][2] for n in (2, 4)} == {-(-6 * size // 13)}
     assert 0 < found[1][1] < found[2][1] < found[3][1] < 60
@@ -390,7 +386,7 @@ def test_a_range_without_partitions_is_refused_in_words(daily: MakeDaily, first:
     ],
 )
 def test_bad_usage(daily: MakeDaily, arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["-c", str(daily((1,)).folder), "backfill", "numbers", *arguments]) == 2
+    assert daily((1,)).cli("backfill", "numbers", *arguments) == 2
     assert why in capsys.readouterr().err
 
 
@@ -410,7 +406,7 @@ def test_the_oldest_comes_first_and_the_newest_goes_live(daily: MakeDaily) -> No
     assert committed(project) == [part(1), part(2), part(3)]
     assert (live(project), done.published) == (part(3), 3)
     check_rows(project, 1, 2, 3)
-    lookup = Lookup(open_online_store(project.online), project.root)
+    lookup = project.open_lookup()
     table = lookup.get("numbers", KEYS, features=["double"])
     lookup.close()
     assert table.column("double").to_pylist() == [62.0, 64.0, 66.0]
@@ -423,7 +419,7 @@ def test_the_oldest_comes_first_and_the_newest_goes_live(daily: MakeDaily) -> No
 
 def test_an_empty_day_is_a_done_day(daily: MakeDaily, capsys: pytest.CaptureFixture[str]) -> None:
     project = daily([1, 3])
-    assert main(["-c", str(project.folder), "backfill", "numbers", "--from", "2024-01-01", "--to", "2024-01-04"]) == 0
+    assert project.cli("backfill", "numbers", "--from", "2024-01-01", "--to", "2024-01-04") == 0
     assert "4 done" in capsys.readouterr().out
     assert (committed(project), live(project)) == ([part(n) for n in (1, 2, 3, 4)], part(3))
     assert [why for _, _, why in plans(project, 1, 4)] == ["done"] * 4
@@ -434,7 +430,7 @@ def test_backwards_begins_with_the_newest_and_nothing_is_published_unasked(
 ) -> None:
     project = daily((1, 2))
     arguments = ["--from", "2024-01-01", "--to", "2024-01-02", "--backwards", "--no-publish", "--json"]
-    assert main(["-c", str(project.folder), "backfill", "numbers", *arguments]) == 0
+    assert project.cli("backfill", "numbers", *arguments) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["status"], found["published"], found["not_published"]) == ("done", None, "not asked to")
     assert committed(project) == [part(2), part(1)]
@@ -495,7 +491,7 @@ def test_what_a_model_prints_is_not_taken_for_a_report(daily: MakeDaily) -> None
     project = daily((1,), view={"model": {"use": "gated_model:Talking", "args": {"path": ""}}})
     done = run_backfill(project, "numbers", options(1, 1))
     (item,) = done.items
-    (report,) = [r for r in project.offline.view("numbers").runs.reports() if r.command == "materialize"]
+    (report,) = [r for r in project.store.runs.reports() if r.command == "materialize"]
     assert (item.state, item.snapshot, item.run, item.rows) == ("done", 1, report.run, 3)
 
 
@@ -511,7 +507,7 @@ def test_a_report_that_cannot_be_read_tells_nothing(daily: MakeDaily, ends_well:
 def test_refused_partitions_are_told_from_failed_ones(daily: MakeDaily, capsys: pytest.CaptureFixture[str]) -> None:
     view = {"gates": {"coverage": 1.0}}
     project = daily((1, 2), extra=[(1, None, day(3)), (2, 32.0, day(3)), (3, 33.0, day(3))], view=view, nan_on=22.0, fail_on=23.0)
-    assert main(["-c", str(project.folder), "backfill", "numbers", "--from", "2024-01-01", "--to", "2024-01-03", "--json"]) == 3
+    assert project.cli("backfill", "numbers", "--from", "2024-01-01", "--to", "2024-01-03", "--json") == 3
     found = json.loads(capsys.readouterr().out)
     assert [(item["state"], item["snapshot"]) for item in found["items"]] == [("done", 1), ("refused", None), ("refused", 2)]
     assert "2 rows rejected so far, 1 allowed" in found["items"][1]["error"]
@@ -525,13 +521,13 @@ def test_what_is_live_never_moves_backwards(daily: MakeDaily) -> None:
     done = run_backfill(project, "numbers", options(1, 1))
     assert (done.status, done.published, live(project)) == ("done", None, part(6))
     assert done.not_published == f"snapshot 1 of {part(6)} is live and the newest"
-    assert project.offline.view("numbers").refs.live().epoch == 1  # type: ignore[union-attr]
+    assert project.live().epoch == 1
 
 
 def test_a_held_view_stays_as_it_is(daily: MakeDaily) -> None:
     project = daily((1, 2))
     compute(project, 1, "run")
-    store = project.offline.view("numbers")
+    store = project.store
     epoch = store.refs.claim_epoch(1)
     store.refs.move_live(1, expected_epoch=1, epoch=epoch, reason="test", generation=1, held="a bad model")
     done = run_backfill(project, "numbers", options(2, 2))
@@ -561,7 +557,7 @@ def test_killed_it_goes_on_where_it_was(daily: MakeDaily, gate: Gate, command: S
     await_begun(gate, 1)
     first.kill()
     (id,) = ids(project)
-    store = project.offline.view("numbers")
+    store = project.store
     assert read_backfill(store, id).status == "running"
     if survivor == "went on":
         gate.open()
@@ -586,8 +582,8 @@ def test_killed_it_goes_on_where_it_was(daily: MakeDaily, gate: Gate, command: S
     assert ended <= str(found.items[1].started_at)  # one at once: a survivor fills its slot
 
 
-def kill_runs(project: Project, *days: int) -> None:
-    for report in project.offline.view("numbers").runs.reports():
+def kill_runs(project: Scene, *days: int) -> None:
+    for report in project.store.runs.reports():
         if report.status == "running" and report.partition in [part(n) for n in days]:
             os.kill(report.pid, signal.SIGKILL)
     await_free(project, *days)
@@ -619,7 +615,7 @@ def test_cancelled_is_final_and_can_be_run_again(daily: MakeDaily, gate: Gate, c
     found = json.loads(out)
     assert (status, found["status"], found["published"]) == (128 + signal.SIGTERM, "cancelled", None)
     assert [item["state"] for item in found["items"]] == ["done", "cancelled"]
-    store = project.offline.view("numbers")
+    store = project.store
     assert not store.running(part(2))
     assert store.runs.reports()[0].status == "killed"
     with pytest.raises(ConfigError, match="final; begin anew: precompute backfill numbers --from 2024-01-01 --to 2024-01-02"):
@@ -642,7 +638,7 @@ def test_a_run_that_is_deaf_to_sigterm_is_killed(daily: MakeDaily, gate: Gate, m
     done = run_backfill(project, "numbers", options(1, 2, max_active=2))
     thread.join()
     assert (done.status, [item.state for item in done.items]) == ("cancelled", ["cancelled"] * 2)
-    assert [report.status for report in project.offline.view("numbers").runs.reports()] == ["running"] * 2
+    assert [report.status for report in project.store.runs.reports()] == ["running"] * 2
     assert plans(project, last=2) == [(1, "run", "missing"), (2, "run", "missing")]  # nobody holds them
 
 
@@ -679,7 +675,7 @@ def test_a_partition_somebody_else_computes_is_waited_for(daily: MakeDaily, gate
     (first, second) = json.loads(out)["items"]
     assert (status, first["state"], second["state"]) == (0, "done", "done")
     assert committed(project) == [part(2), part(1)]
-    by = {report.run: report.backfill for report in project.offline.view("numbers").runs.reports()}
+    by = {report.run: report.backfill for report in project.store.runs.reports()}
     assert (by[first["run"]] is None) == ends_well
 
 

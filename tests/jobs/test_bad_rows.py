@@ -10,22 +10,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.cli import main
-from jobs.config.project import Project
 from jobs.fallback import ViewFallback
 from jobs.ops.verify import verify
 from jobs.pipeline import materialize
-from jobs.pipeline.run import plan_view, run_view
-from jobs.process.progress import Silent
 from store.errors import ConfigError, ModelError, PrecomputeError, RejectedError, RequestError
 from store.feature_view import FeatureView
 from store.lookup import Lookup
 from store.offline.runs import Report
-from store.offline.snapshot import Snapshot
-from store.online.online_url import open_online_store
 from tests.arithmetic import raised_at
 from tests.conftest import MakeProject
 from tests.jobs.test_serve import Server
+from tests.scene import Scene
 
 HERE = "tests.jobs.test_bad_rows"
 NAMES = ("length", "vector", "words", "note")
@@ -119,14 +114,14 @@ def online(request: pytest.FixtureRequest) -> str:
     return "lmdb:./online" if request.param == "lmdb" else str(request.getfixturevalue("redis_url"))
 
 
-Make = Callable[..., Project]
+Make = Callable[..., Scene]
 
 
 @pytest.fixture
 def make(make_project: MakeProject) -> Make:
     """Makes a project of these texts by id."""
 
-    def make(rows: Rows, online: str = "lmdb:./online", **view: Any) -> Project:
+    def make(rows: Rows, online: str = "lmdb:./online", **view: Any) -> Scene:
         table = pa.table({"id": pa.array(rows, pa.int64()), "x": pa.array(rows.values(), pa.string())})
         return make_project(table, view=VIEW | view, project={"online": online})
 
@@ -134,12 +129,12 @@ def make(make_project: MakeProject) -> Make:
 
 
 @pytest.fixture
-def open_lookup() -> Iterator[Callable[[Project], Lookup]]:
+def open_lookup() -> Iterator[Callable[[Scene], Lookup]]:
     opened: list[tuple[Lookup, ViewFallback]] = []
 
-    def open_one(project: Project) -> Lookup:
+    def open_one(project: Scene) -> Lookup:
         fallback = ViewFallback(project.offline, project.home, memory_mb=64)
-        opened.append((Lookup(open_online_store(project.online), project.root, fallback), fallback))
+        opened.append((project.open_lookup(fallback), fallback))
         return opened[-1][0]
 
     yield open_one
@@ -148,18 +143,9 @@ def open_lookup() -> Iterator[Callable[[Project], Lookup]]:
         lookup.close()
 
 
-def run(project: Project, command: str = "run", **options: Any) -> Report:
-    return run_view(project, "numbers", Silent(), command=command, **options)
-
-
-def snapshot_of(project: Project, report: Report) -> Snapshot:
-    assert report.snapshot is not None
-    return project.offline.view("numbers").snapshot(report.snapshot)
-
-
-def stored(project: Project, report: Report) -> dict[int, dict[str, Any]]:
+def stored(project: Scene, report: Report) -> dict[int, dict[str, Any]]:
     """Features by id, as a reader of the snapshot's chain sees them."""
-    found = [row for batch in project.offline.view("numbers").batches(snapshot_of(project, report)) for row in batch.to_pylist()]
+    found = [row for batch in project.store.batches(project.snapshot_of(report)) for row in batch.to_pylist()]
     assert all(row["computed_at"] is not None and row["input_hash"] is not None for row in found)
     assert len({row["id"] for row in found}) == len(found)
     return {row["id"]: {name: row[name] for name in NAMES} for row in found}
@@ -195,13 +181,13 @@ def missing(key: int, reason: str) -> dict[str, Any]:
     return {"key": str(key), "status": "missing", "source": None, "reason": reason, **NOTHING}
 
 
-def rejected(project: Project, report: Report) -> list[tuple[str, str, str]]:
+def rejected(project: Scene, report: Report) -> list[tuple[str, str, str]]:
     """(key, stage, error) of the rejected rows."""
     table = pq.read_table(project.root / "numbers" / "data" / report.run / "rejected.parquet")
     return sorted((row["key"], row["stage"], row["error"]) for row in table.to_pylist())
 
 
-def all_is_well(project: Project) -> list[str]:
+def all_is_well(project: Scene) -> list[str]:
     checks = verify(project, "numbers")
     assert [c.found for c in checks if not c.ok] == []
     return [c.found for c in checks]
@@ -218,10 +204,10 @@ UNUSABLE = [("2", "input", "x is null"), ("3", "input", "x is empty")]
 
 
 def test_null_writes_unusable_rows_with_null_features_and_answers_them(
-    make: Make, online: str, open_lookup: Callable[[Project], Lookup]
+    make: Make, online: str, open_lookup: Callable[[Scene], Lookup]
 ) -> None:
     project = make(MIXED, online, bad_rows="null")
-    report = run(project)
+    report = project.run()
     assert (report.status, stored(project, report)) == ("published", expected(MIXED))
     assert report.counts == {
         "source": 8,
@@ -233,7 +219,7 @@ def test_null_writes_unusable_rows_with_null_features_and_answers_them(
         "nulls": 2,
     }
     assert rejected(project, report) == COMPUTED_BADLY
-    snapshot = snapshot_of(project, report)
+    snapshot = project.snapshot_of(report)
     assert (snapshot.rows, snapshot.quality["nulls"], snapshot.quality["coverage"]) == (6, 2.0, 0.5)
     lookup = open_lookup(project)
     keys = list(expected(MIXED))
@@ -254,69 +240,64 @@ def test_null_writes_unusable_rows_with_null_features_and_answers_them(
     assert all_is_well(project)[-1] == "4 vectors; 4 sampled ones find themselves"
 
 
-def test_reject_is_the_default_and_sets_them_aside(make: Make, open_lookup: Callable[[Project], Lookup]) -> None:
+def test_reject_is_the_default_and_sets_them_aside(make: Make, open_lookup: Callable[[Scene], Lookup]) -> None:
     project = make(MIXED)
-    report = run(project)
+    report = project.run()
     assert stored(project, report) == expected(MIXED, nulls=False)
     assert report.counts == {"source": 8, "written": 4, "rejected": 4, "unchanged": 0, "removed": 0, "duplicates": 0}
     assert rejected(project, report) == sorted([*COMPUTED_BADLY, *UNUSABLE])
-    snapshot = snapshot_of(project, report)
+    snapshot = project.snapshot_of(report)
     assert ("nulls" in snapshot.quality, snapshot.quality["coverage"]) == (False, 0.5)
     assert served(open_lookup(project), [1, 2]) == [fresh(MIXED)[0], missing(2, "unknown_entity")]
     spelled_out = make(MIXED, bad_rows="reject")
     view = spelled_out.view("numbers").feature_view()
     assert view == snapshot.view  # as manifests from before there was a choice have it
     assert view.to_json()["definition"].keys() == {"source", "model"}
-    assert run(spelled_out).status == "current"
+    assert spelled_out.run().status == "current"
 
 
 def test_null_counts_nothing_against_max_rejected_but_coverage_does(make: Make, capsys: Captured) -> None:
     rows: Rows = {i: "d" * i for i in range(1, 31)}
     project = make(rows, bad_rows="null", max_rejected=0.1)
-    assert run(project).status == "published"
+    assert project.run().status == "published"
     few, many = rows | {1: None, 2: "", 3: None}, rows | {1: None, 2: "", 3: None, 4: ""}
-    report = run(make(few, bad_rows="null", max_rejected=0.1))
+    report = make(few, bad_rows="null", max_rejected=0.1).run()
     assert (report.status, report.counts["rejected"], report.counts["nulls"]) == ("published", 0, 3)
     project = make(many, bad_rows="null", max_rejected=0.1)
     capsys.readouterr()
-    assert main(["-c", str(project.folder), "run", "numbers"]) == 3
+    assert project.cli("run", "numbers") == 3
     assert "coverage: 26 of 30 source rows have a value (limit 0.9)" in capsys.readouterr().err
-    live = project.offline.view("numbers").refs.live()
-    assert live is not None
+    live = project.live()
     assert live.snapshot == 2
-    assert main(["-c", str(project.folder), "run", "numbers"]) == 3  # nothing to do: judged once more
-    last = project.offline.view("numbers").runs.last()
-    assert last is not None
+    assert project.cli("run", "numbers") == 3  # nothing to do: judged once more
+    last = project.report()
     assert (last.counts["unchanged"], last.counts["nulls"]) == (30, 4)
-    assert run(make(many, bad_rows="null", gates={"coverage": 0.8, "duplicates": None})).counts["nulls"] == 4
+    assert make(many, bad_rows="null", gates={"coverage": 0.8, "duplicates": None}).run().counts["nulls"] == 4
 
 
-def test_fail_ends_the_run_and_leaves_what_is_live(
-    make: Make, capsys: Captured, open_lookup: Callable[[Project], Lookup]
-) -> None:
+def test_fail_ends_the_run_and_leaves_what_is_live(make: Make, capsys: Captured, open_lookup: Callable[[Scene], Lookup]) -> None:
     good: Rows = {1: "a", 2: "d", 3: "boom", 4: "nan"}
     project = make(good, bad_rows="fail")
-    report = run(project)  # rows that the model only fails on are rejected, as ever
+    report = project.run()  # rows that the model only fails on are rejected, as ever
     assert (report.status, report.counts["rejected"], stored(project, report)) == ("published", 2, expected(good))
     live = (project.root / "numbers" / "refs" / "live.json").read_bytes()
-    assert run(project).status == "current"
+    assert project.run().status == "current"
     renewed = (project.root / "numbers" / "refs" / "live.json").read_bytes()
     lookup = open_lookup(project)
     before = served(lookup, [1, 2, 3, 5])
     project = make(good | {5: "e", 7: "", 8: None}, bad_rows="fail")
     capsys.readouterr()
-    assert main(["-c", str(project.folder), "run", "numbers"]) == 3
+    assert project.cli("run", "numbers") == 3
     captured = capsys.readouterr()
     for part in ("'numbers'", "key '7': x is empty", "bad_rows is fail", "the live snapshot stays", "reject or null"):
         assert part in captured.err
     assert "Traceback" not in captured.err
-    last = project.offline.view("numbers").runs.last()
-    assert last is not None
+    last = project.report()
     assert (last.status, last.snapshot) == ("rejected", None)
-    assert project.offline.view("numbers").numbers() == [1]
+    assert project.numbers() == [1]
     assert (project.root / "numbers" / "refs" / "live.json").read_bytes() == renewed != live
     assert served(lookup, [1, 2, 3, 5]) == before
-    report = run(make(good | {5: "e"}, bad_rows="fail"))
+    report = make(good | {5: "e"}, bad_rows="fail").run()
     assert (report.status, stored(project, report)) == ("published", expected(good | {5: "e"}))
 
 
@@ -324,10 +305,10 @@ def test_fail_ends_the_run_and_leaves_what_is_live(
 def test_a_policy_where_no_row_is_bad_changes_nothing(make: Make, policy: str) -> None:
     rows: Rows = {1: "a", 2: "d"}
     project = make(rows, bad_rows=policy)
-    report = run(project)
+    report = project.run()
     assert (report.status, stored(project, report)) == ("published", expected(rows))
     assert report.counts.get("nulls") == (0 if policy == "null" else None)
-    assert run(project).counts.get("nulls") == (0 if policy == "null" else None)
+    assert project.run().counts.get("nulls") == (0 if policy == "null" else None)
 
 
 # ---- configuration
@@ -339,12 +320,12 @@ def test_a_bare_null_in_yaml_and_in_the_environment_is_the_policy(make: Make) ->
     text = file.read_text()
     for written, policy in (("null", "null"), ("'null'", "null"), ("fail", "fail"), ("reject", "reject")):
         file.write_text(f"{text}\nbad_rows: {written}\n")
-        assert Project(project.folder, {}).view("numbers").bad_rows == policy
+        assert project.reread().view("numbers").bad_rows == policy
     environment = {"PRECOMPUTE_VIEWS__NUMBERS__BAD_ROWS": "null"}
-    assert Project(project.folder, environment).view("numbers").bad_rows == "null"
+    assert Scene(project.folder, environment).view("numbers").bad_rows == "null"
     file.write_text(f"{text}\nbad_rows: nul\n")
     with pytest.raises(ConfigError, match=r"bad_rows: 'nul' is not one of reject, null, fail; did you mean 'null'\?"):
-        Project(project.folder, {}).view("numbers")
+        project.reread().view("numbers")
 
 
 def test_the_policy_travels_with_the_view_and_a_manifest_without_one_reads_as_reject(make: Make) -> None:
@@ -358,22 +339,22 @@ def test_the_policy_travels_with_the_view_and_a_manifest_without_one_reads_as_re
 # ---- another policy than before
 
 
-def test_from_reject_to_null_the_rows_rejected_before_are_written(make: Make, open_lookup: Callable[[Project], Lookup]) -> None:
-    first = run(make(MIXED))
+def test_from_reject_to_null_the_rows_rejected_before_are_written(make: Make, open_lookup: Callable[[Scene], Lookup]) -> None:
+    first = make(MIXED).run()
     project = make(MIXED, bad_rows="null")
-    plan = plan_view(project, "numbers")
+    plan = project.plan()
     assert str(plan) == ("full: 8 of 8 rows to compute (8 new); every row, since the policy for bad rows changed, reject → null")
-    report = run(project)
+    report = project.run()
     assert (report.status, stored(project, report)) == ("published", expected(MIXED))
     assert (report.counts["rejected"], report.counts["nulls"]) == (2, 2)
     assert served(open_lookup(project), list(expected(MIXED))) == fresh(MIXED)
-    assert snapshot_of(project, first).content != snapshot_of(project, report).content  # they do not hold the same values
+    assert project.snapshot_of(first).content != project.snapshot_of(report).content  # they do not hold the same values
 
 
-def test_from_null_to_reject_the_null_rows_leave(make: Make, open_lookup: Callable[[Project], Lookup]) -> None:
-    run(make(MIXED, bad_rows="null"))
+def test_from_null_to_reject_the_null_rows_leave(make: Make, open_lookup: Callable[[Scene], Lookup]) -> None:
+    make(MIXED, bad_rows="null").run()
     project = make(MIXED)
-    report = run(project)
+    report = project.run()
     assert (report.status, stored(project, report)) == ("published", expected(MIXED, nulls=False))
     assert report.plan is not None
     assert report.plan.endswith("every row, since the policy for bad rows changed, null → reject")
@@ -383,27 +364,27 @@ def test_from_null_to_reject_the_null_rows_leave(make: Make, open_lookup: Callab
 
 
 def test_to_fail_a_row_set_aside_before_with_the_same_input_ends_the_run(make: Make) -> None:
-    run(make(MIXED))
+    make(MIXED).run()
     Texts.seen.clear()
     with pytest.raises(RejectedError, match="key '2': x is null, and bad_rows is fail"):
-        run(make(MIXED, bad_rows="fail"))
+        make(MIXED, bad_rows="fail").run()
     assert Texts.seen == []  # what was computed is not computed again
-    run(make(MIXED, bad_rows="null"))
+    make(MIXED, bad_rows="null").run()
     with pytest.raises(RejectedError, match="key '2': x is null, and bad_rows is fail"):
-        run(make(MIXED, bad_rows="fail"))
+        make(MIXED, bad_rows="fail").run()
     mended = MIXED | {2: "now", 3: "then"}
     project = make(mended, bad_rows="fail")
-    assert stored(project, run(project)) == expected(mended)
+    assert stored(project, project.run()) == expected(mended)
 
 
 def test_from_reject_to_fail_and_back_what_was_computed_stays(make: Make) -> None:
     rows: Rows = {i: "d" * i for i in range(1, 21)}
-    run(make(rows))
+    make(rows).run()
     Texts.seen.clear()
     project = make(rows, bad_rows="fail")
-    report = run(project)
+    report = project.run()
     assert (report.counts["unchanged"], report.counts["written"], stored(project, report)) == (20, 0, expected(rows))
-    assert run(make(rows | {7: None})).counts["rejected"] == 1
+    assert make(rows | {7: None}).run().counts["rejected"] == 1
     assert Texts.seen == []
 
 
@@ -415,15 +396,15 @@ def test_an_interrupted_runs_chunks_count_for_its_own_policy_only(make: Make, mo
     def interrupted(policy: str) -> None:
         monkeypatch.setattr(Texts, "stop_on", "stop")
         with pytest.raises(PrecomputeError, match="stopped"):
-            run(make(rows, bad_rows=policy))
+            make(rows, bad_rows=policy).run()
         monkeypatch.setattr(Texts, "stop_on", None)
 
     interrupted("null")
     project = make(rows)
-    report = run(project)
+    report = project.run()
     assert (report.resumed, stored(project, report)) == (0, expected(rows, nulls=False))
     project = make(rows, bad_rows="null")
-    report = run(project)
+    report = project.run()
     assert (report.resumed, report.counts["written"], report.counts["nulls"]) == (4, 8, 2)
     assert stored(project, report) == expected(rows)
 
@@ -431,19 +412,19 @@ def test_an_interrupted_runs_chunks_count_for_its_own_policy_only(make: Make, mo
 # ---- deltas
 
 
-def test_a_null_row_is_carried_over_like_any_other(make: Make, online: str, open_lookup: Callable[[Project], Lookup]) -> None:
+def test_a_null_row_is_carried_over_like_any_other(make: Make, online: str, open_lookup: Callable[[Scene], Lookup]) -> None:
     rows: Rows = {**{i: "d" * i for i in range(1, 41)}, 50: None, 51: ""}
     project = make(rows, online, bad_rows="null")
-    run(project)
+    project.run()
     Texts.seen.clear()
-    assert (run(project).status, run(project).counts["nulls"]) == ("current", 2)
+    assert (project.run().status, project.run().counts["nulls"]) == ("current", 2)
     rows[1] = "new"
     changes: list[tuple[Rows, int]] = [({}, 2), ({50: "found"}, 1), ({3: None}, 2), ({51: "", 4: "x"}, 2)]
     for step, (change, nulls) in enumerate(changes, 2):
         rows |= change
         project = make(rows, online, bad_rows="null")
-        report = run(project)
-        snapshot = snapshot_of(project, report)
+        report = project.run()
+        snapshot = project.snapshot_of(report)
         assert (report.status, snapshot.number, snapshot.kind) == ("published", step, "delta")
         assert (report.counts["written"], report.counts["unchanged"], report.counts["nulls"]) == (1, 41, nulls)
         assert stored(project, report) == expected(rows)
@@ -452,17 +433,17 @@ def test_a_null_row_is_carried_over_like_any_other(make: Make, online: str, open
     assert Texts.seen == ["new", "found", "x"]
     rows = {i: text for i, text in rows.items() if i not in (3, 51)} | {60: None}  # null rows leave the source, and come
     project = make(rows, online, bad_rows="null")
-    report = run(project)
+    report = project.run()
     assert (report.counts["removed"], report.counts["nulls"], stored(project, report)) == (2, 1, expected(rows))
 
 
 def test_compaction_copies_null_rows(make: Make) -> None:
     rows: Rows = {i: "d" * i for i in range(1, 9)} | {9: None}
-    run(make(rows, bad_rows="null"))
+    make(rows, bad_rows="null").run()
     rows |= {i: "e" * i for i in range(1, 5)}
     project = make(rows, bad_rows="null", gates={"norm": None, "drift": None, "moved": None})
-    report = run(project)
-    assert (snapshot_of(project, report).kind, report.counts["unchanged"], report.counts["nulls"]) == ("full", 5, 1)
+    report = project.run()
+    assert (project.snapshot_of(report).kind, report.counts["unchanged"], report.counts["nulls"]) == ("full", 5, 1)
     assert stored(project, report) == expected(rows)
     all_is_well(project)
 
@@ -472,10 +453,10 @@ def test_compaction_copies_null_rows(make: Make) -> None:
 
 def test_gates_measure_vectors_that_are_there(make: Make) -> None:
     rows: Rows = {i: "d" * i for i in range(1, 41)} | dict.fromkeys(range(41, 51))
-    run(make(rows, bad_rows="null"))
+    make(rows, bad_rows="null").run()
     changed = rows | {1: None, 41: "d" * 41}
     project = make(changed, bad_rows="null")
-    quality = snapshot_of(project, run(project)).quality
+    quality = project.snapshot_of(project.run()).quality
     now = np.array([features(text)["vector"] for text in changed.values() if text], np.float64)
     before = np.linalg.norm([features(text)["vector"] for text in rows.values() if text], axis=1).mean()
     assert {name: value for name, value in quality.items() if "." not in name} == pytest.approx(
@@ -494,11 +475,11 @@ def test_gates_measure_vectors_that_are_there(make: Make) -> None:
     )
 
 
-def test_gates_of_a_snapshot_without_a_single_vector(make: Make, open_lookup: Callable[[Project], Lookup]) -> None:
+def test_gates_of_a_snapshot_without_a_single_vector(make: Make, open_lookup: Callable[[Scene], Lookup]) -> None:
     gates = {"gates": {"coverage": None, "rows": None, "norm": None, "drift": None, "moved": None}}
     rows: Rows = dict.fromkeys(range(1, 31))
     project = make(rows, bad_rows="null", **gates)
-    report = run(project)
+    report = project.run()
     assert (report.status, report.counts["nulls"], stored(project, report)) == ("published", 30, expected(rows))
     lookup = open_lookup(project)
     assert lookup.search("numbers", vector=[1.0, 2.0, 3.0, 4.0], k=3)["rows"] == []
@@ -506,30 +487,30 @@ def test_gates_of_a_snapshot_without_a_single_vector(make: Make, open_lookup: Ca
     assert all_is_well(project)[-1] == "0 vectors; 0 sampled ones find themselves"
     some: Rows = {i: "d" * i for i in range(1, 31)}
     project = make(some, bad_rows="null", **gates)  # nothing to measure the drift by
-    report = run(project)
+    report = project.run()
     assert (report.status, stored(project, report)) == ("published", expected(some))
-    assert not snapshot_of(project, report).quality.keys() & {"norm", "drift"}
+    assert not project.snapshot_of(report).quality.keys() & {"norm", "drift"}
 
 
 def test_no_drift_is_measured_where_no_key_has_a_vector_in_both(make: Make) -> None:
     options = {"bad_rows": "null", "gates": {"coverage": None, "duplicates": None}}
     texts: Rows = {i: "d" * i for i in range(1, 31)}
-    run(make(texts | dict.fromkeys(range(31, 61)), **options))
+    make(texts | dict.fromkeys(range(31, 61)), **options).run()
     project = make(dict.fromkeys(range(1, 31)) | {30 + i: text for i, text in texts.items()}, **options)
-    report = run(project)
+    report = project.run()
     assert (report.status, report.counts["nulls"]) == ("published", 30)
-    quality = snapshot_of(project, report).quality
+    quality = project.snapshot_of(report).quality
     assert ("drift" in quality, quality["norm"]) == (False, 0.0)
 
 
 # ---- every kind of feature
 
 
-def test_a_null_of_every_kind_of_feature_is_answered(make: Make, open_lookup: Callable[[Project], Lookup]) -> None:
+def test_a_null_of_every_kind_of_feature_is_answered(make: Make, open_lookup: Callable[[Scene], Lookup]) -> None:
     kinds = {name: kind for name, (kind, _) in KINDS.items()}
     view = {"model": {"use": f"{HERE}:Kinds"}, "features": kinds, "index": None, "bad_rows": "null", "max_rejected": 0.7}
     project = make({1: "a", 2: None, 3: "c", 4: ""}, **view)
-    assert run(project).counts["nulls"] == 2
+    assert project.run().counts["nulls"] == 2
     lookup = open_lookup(project)
     full, nothing = {name: value for name, (_, value) in KINDS.items()}, dict.fromkeys(KINDS)
     for keys in ([1, 2, 3, 4], [2], [4, 2], [3, 1]):
@@ -546,9 +527,9 @@ def test_without_a_vector_a_row_is_null_when_every_feature_is(make: Make) -> Non
     two = {name: VIEW["features"][name] for name in ("note", "words")}
     rows: Rows = {1: "a", 2: "d", 3: None, 4: "b c"}  # of 1 and 4 the model answers one null
     project = make(rows, features=two, index=None, bad_rows="null")
-    report = run(project)
+    report = project.run()
     assert (report.status, report.counts["nulls"], report.counts["written"]) == ("published", 1, 4)
-    found = [row for batch in project.offline.view("numbers").batches(snapshot_of(project, report)) for row in batch.to_pylist()]
+    found = [row for batch in project.store.batches(project.snapshot_of(report)) for row in batch.to_pylist()]
     assert [{name: row[name] for name in two} for row in found] == [
         {name: features(text)[name] for name in two} for text in rows.values()
     ]
@@ -561,10 +542,10 @@ def test_without_a_vector_a_row_is_null_when_every_feature_is(make: Make) -> Non
 FALLBACK = {"fallback": {"enabled": True, "deadline": "20s"}, "ttl": 0, "stale_for": 0}
 
 
-def test_the_fallback_answers_an_unusable_row_as_the_batch_job_does(make: Make, open_lookup: Callable[[Project], Lookup]) -> None:
+def test_the_fallback_answers_an_unusable_row_as_the_batch_job_does(make: Make, open_lookup: Callable[[Scene], Lookup]) -> None:
     project = make(MIXED, bad_rows="null", **FALLBACK)
-    report = run(project)
-    assert (report.status, snapshot_of(project, report).quality["parity"]) == ("published", 0.0)
+    report = project.run()
+    assert (report.status, project.snapshot_of(report).quality["parity"]) == ("published", 0.0)
     lookup = open_lookup(project)
     keys = list(MIXED)
     computed = [row | {"status": "computed", "source": "fallback"} for row in fresh(MIXED)]
@@ -583,10 +564,10 @@ def test_the_fallback_answers_an_unusable_row_as_the_batch_job_does(make: Make, 
 
 @pytest.mark.parametrize("policy", ["reject", "fail"])
 def test_under_another_policy_the_fallback_says_what_is_wrong(
-    make: Make, open_lookup: Callable[[Project], Lookup], policy: str, caplog: pytest.LogCaptureFixture
+    make: Make, open_lookup: Callable[[Scene], Lookup], policy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     project = make({1: "a"}, bad_rows=policy, **FALLBACK)
-    run(project)
+    project.run()
     lookup = open_lookup(project)
     given = {"99": {"x": ""}}
     assert served(lookup, [99], inputs=given) == [missing(99, "model_error")]
@@ -607,9 +588,9 @@ def test_parity_notices_a_null_where_the_fallback_has_a_value(make: Make, monkey
         return dict.fromkeys(range(batch.num_rows), "not today") if len(asked) == 1 else usable(self, batch)
 
     monkeypatch.setattr(Texts, "unusable", unusable)
-    report = run(project, "materialize")
-    assert (report.counts["nulls"], snapshot_of(project, report).quality["parity"]) == (30, 1.0)
-    assert snapshot_of(project, report).refused_by == ["parity"]
+    report = project.materialize()
+    assert (report.counts["nulls"], project.snapshot_of(report).quality["parity"]) == (30, 1.0)
+    assert project.snapshot_of(report).refused_by == ["parity"]
 
 
 # ---- over HTTP
@@ -617,7 +598,7 @@ def test_parity_notices_a_null_where_the_fallback_has_a_value(make: Make, monkey
 
 def test_null_features_over_http(make_project: MakeProject, make: Make) -> None:
     project = make({1: "d", 2: None}, bad_rows="null")
-    run(project)
+    project.run()
     with Server(project.folder) as server:
         rows = server.lookup("numbers", [1, 2])
         assert [(row["key"], row["status"], row["source"], row["features"]) for row in rows] == [

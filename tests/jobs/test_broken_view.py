@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from jobs.cli import main
-from jobs.config.project import Project
 from store.offline.view_store import OfflineStore
 from tests.conftest import MakeProject
 from tests.jobs.test_cli import INDEXED, ROWS, report_of
 from tests.jobs.test_serve import Server
+from tests.scene import Scene
 
 MESSAGE = "views/broken.yaml: ttl: 'soon': write a number with a unit"
 BROKEN = {
@@ -32,7 +32,7 @@ def folder(make_project: MakeProject) -> Path:
     for rows in (ROWS, [*ROWS, (4, 4.0)]):
         sql = f"SELECT {len(rows)} AS id, 1.0 AS x"
         project = make_project(rows, view=INDEXED, views={"broken": BROKEN | {"source": {"sql": sql}}})
-        assert [main(["-c", str(project.folder), "run", view]) for view in ("numbers", "broken")] == [0, 0]
+        assert [project.cli("run", view) for view in ("numbers", "broken")] == [0, 0]
     path = project.folder / "views" / "broken.yaml"
     path.write_text(path.read_text().replace("1h", "soon"))
     return project.folder
@@ -141,6 +141,6 @@ def test_a_broken_project_refuses_everything(folder: Path, capsys: pytest.Captur
 
 
 def test_an_override_that_spoils_a_view_is_that_views_mistake(folder: Path) -> None:
-    project = Project(folder, {"PRECOMPUTE_VIEWS__NUMBERS__TTL": "never"})
+    project = Scene(folder, {"PRECOMPUTE_VIEWS__NUMBERS__TTL": "never"})
     assert sorted(project.broken) == ["broken", "numbers"]
     assert json.dumps(str(project.broken["numbers"])).startswith('"environment PRECOMPUTE_VIEWS__NUMBERS__TTL: ttl')

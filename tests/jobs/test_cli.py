@@ -16,15 +16,13 @@ import pyarrow as pa
 import pytest
 
 from jobs.cli import describe_report, describe_row, main
-from jobs.config.project import Project
-from store.lookup import Lookup
 from store.offline.runs import Report
 from store.offline.snapshot import Verdict
 from store.offline.view_store import OfflineStore
-from store.online.online_url import open_online_store
 from store.record import plain, replace
 from tests.arithmetic import Doubler
 from tests.conftest import MakeProject
+from tests.scene import Scene
 
 ROOT = Path(__file__).parents[2]
 ROWS = [(1, 1.0), (2, 2.0), (3, 30.0)]
@@ -33,9 +31,9 @@ Captured = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
-def published(make_project: MakeProject, capsys: Captured) -> Project:
+def published(make_project: MakeProject, capsys: Captured) -> Scene:
     project = make_project(ROWS, view=INDEXED)
-    assert call(project, "run", "numbers") == 0
+    assert project.cli("run", "numbers") == 0
     capsys.readouterr()
     return project
 
@@ -46,10 +44,6 @@ class Scored(Doubler):
     def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
         made = super().compute(batch)
         return {"score": made["double"], "vector": made["vector"]}
-
-
-def call(project: Project, *command: str) -> int:
-    return main(["-c", str(project.folder), *command])
 
 
 def spawned(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -71,7 +65,7 @@ def report_of(capsys: Captured) -> Any:
 
 
 def test_run_says_what_it_did_in_three_lines(make_project: MakeProject, capsys: Captured) -> None:
-    assert call(make_project([*ROWS, (4, None)], view=INDEXED), "run", "numbers") == 0
+    assert make_project([*ROWS, (4, None)], view=INDEXED).cli("run", "numbers") == 0
     captured = capsys.readouterr()
     assert captured.err == "materialize numbers: 4 rows\npublish numbers: 3 rows\n"
     first, second, third = captured.out.splitlines()
@@ -93,10 +87,10 @@ def test_run_materialize_and_publish_report_as_json(make_project: MakeProject, c
         (changed, ["run", "--full"], "published", 3, 3),
     ):
         project = make_project(rows)
-        assert call(project, *command, "numbers", "--json") == 0
+        assert project.cli(*command, "numbers", "--json") == 0
         report = report_of(capsys)
         assert (report["command"], report["status"], report["snapshot"], report["epoch"]) == (command[0], status, snapshot, epoch)
-        assert report == plain(project.offline.view("numbers").runs.last())
+        assert report == plain(project.store.runs.last())
 
 
 def test_the_version_is_that_of_the_package(capsys: Captured) -> None:
@@ -109,24 +103,24 @@ def test_the_version_is_that_of_the_package(capsys: Captured) -> None:
 def test_publish_takes_a_snapshots_number(make_project: MakeProject, capsys: Captured) -> None:
     for x in (1.0, 2.0):
         project = make_project([(1, x)])
-        assert call(project, "run", "numbers", "--json") == 0
+        assert project.cli("run", "numbers", "--json") == 0
     capsys.readouterr()
-    assert call(project, "publish", "numbers", "--snapshot", "1", "--json") == 0
+    assert project.cli("publish", "numbers", "--snapshot", "1", "--json") == 0
     assert report_of(capsys)["snapshot"] == 1
-    assert call(project, "lookup", "numbers", "1", "--json") == 0
+    assert project.cli("lookup", "numbers", "1", "--json") == 0
     assert report_of(capsys)["rows"][0]["features"]["double"] == 2.0
-    assert call(project, "publish", "numbers", "--snapshot", "9") == 1
+    assert project.cli("publish", "numbers", "--snapshot", "9") == 1
     assert "no snapshot 9" in capsys.readouterr().err
 
 
 def test_a_dry_run_tells_what_would_be_computed_and_writes_nothing(make_project: MakeProject, capsys: Captured) -> None:
     project = make_project(ROWS)
-    assert call(project, "materialize", "numbers", "--dry-run") == 0
+    assert project.cli("materialize", "numbers", "--dry-run") == 0
     captured = capsys.readouterr()
     expected = "numbers: full: 3 of 3 rows to compute (3 new); the first snapshot\n"
     assert (captured.out, captured.err) == (expected, "")
     assert not (project.root / "numbers").exists()
-    assert call(project, "run", "numbers", "--json") == 0
+    assert project.cli("run", "numbers", "--json") == 0
     capsys.readouterr()
     before = sorted(project.root.rglob("*"))
     for rows, options, kind, compute in (
@@ -134,14 +128,14 @@ def test_a_dry_run_tells_what_would_be_computed_and_writes_nothing(make_project:
         ([*ROWS, (4, 4.0)], [], "full", 1),  # more than a quarter: the others would be copied
         (ROWS, ["--full"], "full", 3),
     ):
-        assert call(make_project(rows), "materialize", "numbers", "--dry-run", "--json", *options) == 0
+        assert make_project(rows).cli("materialize", "numbers", "--dry-run", "--json", *options) == 0
         plan = report_of(capsys)
         assert (plan["kind"], plan["source"], plan["compute"]) == (kind, len(rows), compute)
     assert sorted(project.root.rglob("*")) == before
 
 
-def test_a_partition_of_a_view_that_has_none_is_status_2(published: Project, capsys: Captured) -> None:
-    assert call(published, "run", "numbers", "--partition", "2026-01-01") == 2
+def test_a_partition_of_a_view_that_has_none_is_status_2(published: Scene, capsys: Captured) -> None:
+    assert published.cli("run", "numbers", "--partition", "2026-01-01") == 2
     assert "'numbers' has none" in capsys.readouterr().err
 
 
@@ -156,26 +150,26 @@ def test_a_run_of_a_partition_takes_the_interval_that_contains_the_time(make_pro
         ("2026-01-01T12:00", "committed", 2),
         ("2026-01-03", "published", 3),
     ):
-        assert call(project, "run", "numbers", "--json", "--partition", time) == 0
+        assert project.cli("run", "numbers", "--json", "--partition", time) == 0
         report = report_of(capsys)
         assert (report["status"], report["snapshot"], report["partition"][:10]) == (status, number, time[:10])
-    assert call(project, "run", "numbers", "--partition", "yesterday") == 2
+    assert project.cli("run", "numbers", "--partition", "yesterday") == 2
     assert "'yesterday'" in capsys.readouterr().err
 
 
 # ---- lookup
 
 
-def test_lookup_answers_for_people_freshness_first(published: Project, capsys: Captured) -> None:
-    assert call(published, "lookup", "numbers", "2", "1") == 0
+def test_lookup_answers_for_people_freshness_first(published: Scene, capsys: Captured) -> None:
+    assert published.cli("lookup", "numbers", "2", "1") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("2: fresh from store, 0 s old of 60 min, snapshot 1, model ")
     assert lines[1:3] == ["  double: 4", "  vector: [2, 3, 4, 5] (4)"]
     assert lines[3].startswith("1: fresh")
 
 
-def test_lookup_answers_as_json(published: Project, capsys: Captured) -> None:
-    assert call(published, "lookup", "numbers", "3", "9", "--json") == 1  # not every key was there
+def test_lookup_answers_as_json(published: Scene, capsys: Captured) -> None:
+    assert published.cli("lookup", "numbers", "3", "9", "--json") == 1  # not every key was there
     answer = report_of(capsys)
     model = OfflineStore(published.root).view("numbers").snapshot(1).model
     assert (answer["view"], answer["snapshot"], answer["model"]) == ("numbers", 1, model)
@@ -186,31 +180,31 @@ def test_lookup_answers_as_json(published: Project, capsys: Captured) -> None:
     assert (missing["key"], missing["status"], missing["reason"], missing["features"]) == ("9", "missing", "unknown_entity", None)
 
 
-def test_lookup_of_some_features(published: Project, capsys: Captured) -> None:
-    assert call(published, "lookup", "numbers", "1", "--features", "vector,double", "--json") == 0
+def test_lookup_of_some_features(published: Scene, capsys: Captured) -> None:
+    assert published.cli("lookup", "numbers", "1", "--features", "vector,double", "--json") == 0
     assert list(report_of(capsys)["rows"][0]["features"]) == ["vector", "double"]
 
 
 def test_lookup_of_composite_keys(make_project: MakeProject, capsys: Captured) -> None:
     table = pa.table({"a": [1, 1], "b": ["x/y", "50%"], "x": [1.0, 2.0]})
     project = make_project(table, view={"entity": ["a", "b"]})
-    assert call(project, "run", "numbers", "--json") == 0
+    assert project.cli("run", "numbers", "--json") == 0
     capsys.readouterr()
-    assert call(project, "lookup", "numbers", "1/x%2Fy", "1/50%25", "--features", "double", "--json") == 0
+    assert project.cli("lookup", "numbers", "1/x%2Fy", "1/50%25", "--features", "double", "--json") == 0
     assert [(r["key"], r["features"]["double"]) for r in report_of(capsys)["rows"]] == [("1/x%2Fy", 2.0), ("1/50%25", 4.0)]
-    assert call(project, "lookup", "numbers", "1") == 2
+    assert project.cli("lookup", "numbers", "1") == 2
     assert "2 part(s) (a, b), got 1" in capsys.readouterr().err
 
 
 def test_lookup_with_the_fallback_runs_the_model(make_project: MakeProject, capsys: Captured) -> None:
     view = {"fallback": {"enabled": True, "deadline": "30s"}}
     project = make_project(ROWS, view=view)
-    assert call(project, "run", "numbers", "--json") == 0
+    assert project.cli("run", "numbers", "--json") == 0
     make_project([*ROWS, (4, 40.0)], view=view)
     capsys.readouterr()
-    assert call(project, "lookup", "numbers", "4", "--json") == 1
+    assert project.cli("lookup", "numbers", "4", "--json") == 1
     assert report_of(capsys)["rows"][0]["status"] == "missing"
-    assert call(project, "lookup", "numbers", "4", "--fallback", "--json") == 0
+    assert project.cli("lookup", "numbers", "4", "--fallback", "--json") == 0
     row = report_of(capsys)["rows"][0]
     assert (row["status"], row["source"], row["features"]["double"]) == ("computed", "fallback", 80.0)
 
@@ -222,11 +216,11 @@ def test_a_feature_may_be_called_score_beside_the_score_of_a_search(make_project
     features = {"score": {"dtype": "float64"}, "vector": {"dtype": "float32", "dim": 4}}
     view = INDEXED | {"model": {"use": "tests.jobs.test_cli:Scored"}, "features": features}
     project = make_project(ROWS, view=view)
-    assert call(project, "run", "numbers") == 0
+    assert project.cli("run", "numbers") == 0
     capsys.readouterr()
-    assert call(project, "lookup", "numbers", "3", "--json") == 0
+    assert project.cli("lookup", "numbers", "3", "--json") == 0
     assert report_of(capsys)["rows"][0]["features"]["score"] == 60.0
-    lookup = Lookup(open_online_store(project.online), project.root)
+    lookup = project.open_lookup()
     try:
         found = lookup.search("numbers", key="1", k=1, features=["score"])["rows"][0]
         table = lookup.get("numbers", ["2"])
@@ -236,12 +230,12 @@ def test_a_feature_may_be_called_score_beside_the_score_of_a_search(make_project
     assert table.column("score").to_pylist() == [4.0]
 
 
-def test_search_by_key_leaves_the_key_out(published: Project, capsys: Captured) -> None:
-    assert call(published, "search", "numbers", "--key", "1", "-k", "5", "--json") == 0
+def test_search_by_key_leaves_the_key_out(published: Scene, capsys: Captured) -> None:
+    assert published.cli("search", "numbers", "--key", "1", "-k", "5", "--json") == 0
     found = report_of(capsys)
     assert (found["view"], found["snapshot"], found["metric"]) == ("numbers", 1, "l2")
     assert [(r["key"], r["score"]) for r in found["rows"]] == [("2", 4.0), ("3", 3364.0)]
-    assert call(published, "search", "numbers", "--key", "3", "-k", "1") == 0
+    assert published.cli("search", "numbers", "--key", "3", "-k", "1") == 0
     assert capsys.readouterr().out == "3136.0000  2  (fresh, 0 s old)\n"
 
 
@@ -267,9 +261,9 @@ def test_search_by_text_asks_the_model(make_project: MakeProject, capsys: Captur
         "fallback": {"enabled": True, "deadline": "30s"},
     }
     project = make_project(pa.table({"id": ["a", "b"], "text": ["aaab", "bbbc"]}), view=view)
-    assert call(project, "run", "numbers", "--json") == 0
+    assert project.cli("run", "numbers", "--json") == 0
     capsys.readouterr()
-    assert call(project, "search", "numbers", "--text", "b", "--json") == 0
+    assert project.cli("search", "numbers", "--text", "b", "--json") == 0
     assert [(r["key"], r["score"]) for r in report_of(capsys)["rows"]] == [("b", 3.0), ("a", 1.0)]
 
 
@@ -280,7 +274,7 @@ def test_status_before_and_after_a_run(make_project: MakeProject, capsys: Captur
     project = make_project(ROWS, project={"schedule": {"numbers": "0 2 * * *"}})
 
     def table(code: int) -> list[str]:
-        assert call(project, "status") == code
+        assert project.cli("status") == code
         due = r"\d{4}-\d\d-\d\d 0?\d+:\d\d"
         lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
         assert re.search(due, lines[1])
@@ -292,13 +286,13 @@ def test_status_before_and_after_a_run(make_project: MakeProject, capsys: Captur
         "",
         "numbers: unpublished",
     ]
-    assert call(project, "run", "numbers", "--json") == 0
+    assert project.cli("run", "numbers", "--json") == 0
     capsys.readouterr()
     assert table(0)[1:] == ["numbers fresh AGE 60 min AGE 1 3 100.0% 0 yes published DUE 0 2 * * *"]
-    assert call(project, "status", "--json") == 0
+    assert project.cli("status", "--json") == 0
     assert [(row["view"], row["attention"]) for row in report_of(capsys)] == [("numbers", [])]
     make_project([(1, 1.0), (1, 2.0)], project={"schedule": {"numbers": "0 2 * * *"}})
-    assert call(project, "run", "numbers") == 1
+    assert project.cli("run", "numbers") == 1
     error = capsys.readouterr().err.removeprefix("precompute: ").strip()
     assert table(1)[1:] == [
         "numbers fresh AGE 60 min AGE 1 3 100.0% 0 yes failed DUE 0 2 * * *",
@@ -306,14 +300,14 @@ def test_status_before_and_after_a_run(make_project: MakeProject, capsys: Captur
         "numbers: the last run failed",
         f"numbers: {error}",
     ]
-    assert call(project, "status", "--json") == 1
+    assert project.cli("status", "--json") == 1
     assert [row["attention"] for row in report_of(capsys)] == [["the last run failed"]]
 
 
-def test_schema_is_json_for_people_and_programs(published: Project, capsys: Captured) -> None:
-    assert call(published, "schema", "--json") == 0
+def test_schema_is_json_for_people_and_programs(published: Scene, capsys: Captured) -> None:
+    assert published.cli("schema", "--json") == 0
     schemas = report_of(capsys)
-    assert call(published, "schema") == 0
+    assert published.cli("schema") == 0
     assert json.loads(capsys.readouterr().out) == schemas
     assert set(schemas) == {"project", "view"}
     assert main(["schema", "--json"]) == 0  # editors have no project
@@ -344,9 +338,9 @@ def test_schema_is_json_for_people_and_programs(published: Project, capsys: Capt
     ],
 )
 def test_what_cannot_be_done_is_told_with_its_status(
-    published: Project, capsys: Captured, command: list[str], code: int, message: str
+    published: Scene, capsys: Captured, command: list[str], code: int, message: str
 ) -> None:
-    assert call(published, *command) == code
+    assert published.cli(*command) == code
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.err.count("precompute: ") == (1 if message else 0)
@@ -354,7 +348,7 @@ def test_what_cannot_be_done_is_told_with_its_status(
 
 @pytest.mark.parametrize("command", [["lookup", "numbers", "1"], ["search", "numbers", "--key", "1"], ["publish", "numbers"]])
 def test_a_view_that_was_never_run_says_what_to_do(make_project: MakeProject, capsys: Captured, command: list[str]) -> None:
-    assert call(make_project(ROWS), *command) == 1
+    assert make_project(ROWS).cli(*command) == 1
     assert "precompute run numbers" in capsys.readouterr().err
 
 
@@ -372,15 +366,15 @@ def test_a_view_that_was_never_run_says_what_to_do(make_project: MakeProject, ca
         ["run", "numbers", "--snapshot", "1"],
     ],
 )
-def test_bad_usage_is_status_2_with_the_usage(published: Project, capsys: Captured, command: list[str]) -> None:
+def test_bad_usage_is_status_2_with_the_usage(published: Scene, capsys: Captured, command: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        call(published, *command)
+        published.cli(*command)
     assert caught.value.code == 2
     assert "usage: precompute" in capsys.readouterr().err
 
 
 def test_no_project_or_a_wrong_one_is_status_2(
-    published: Project, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+    published: Scene, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PRECOMPUTE_CONFIG", raising=False)
     assert main(["status"]) == 2
@@ -394,7 +388,7 @@ def test_no_project_or_a_wrong_one_is_status_2(
 def test_an_online_store_that_does_not_answer_is_status_1(make_project: MakeProject, capsys: Captured) -> None:
     project = make_project(ROWS, project={"online": "redis://:hunter2@127.0.0.1:1/0"})
     for command in (["run", "numbers"], ["lookup", "numbers", "1"], ["status"], ["status", "--json"]):
-        assert call(project, *command) == 1
+        assert project.cli(*command) == 1
         captured = capsys.readouterr()
         assert "is it running?" in (captured.out if command[0] == "status" else captured.err)
         assert "hunter2" not in captured.err + captured.out

@@ -11,19 +11,14 @@ from typing import Any
 import pytest
 import redis
 
-from jobs.cli import main
-from jobs.config.project import Project
 from jobs.ops import drop as drop_module
 from jobs.ops.drop import drop
-from jobs.pipeline.run import run_view
-from jobs.process.progress import Silent
 from store.disk.lease import take
 from store.errors import ConflictError, RequestError
-from store.lookup import Lookup
 from store.offline.refs import Refs, run_lease
 from store.offline.view_store import ViewStore
-from store.online.online_url import open_online_store
 from tests.conftest import MakeProject
+from tests.scene import Scene
 
 OTHER = {
     "entity": ["id"],
@@ -36,27 +31,23 @@ Captured = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(params=["lmdb", "redis"])
-def published(request: pytest.FixtureRequest, make_project: MakeProject) -> Callable[..., Project]:
+def published(request: pytest.FixtureRequest, make_project: MakeProject) -> Callable[..., Scene]:
     """A project of ``numbers`` and ``others``, both live; ``views`` replaces the others' definition."""
     online = "lmdb:./var/online" if request.param == "lmdb" else request.getfixturevalue("redis_url")
 
-    def make(**others: Any) -> Project:
+    def make(**others: Any) -> Scene:
         index = {"index": {"on": "vector", "metric": "l2"}}
         project = make_project([(1, 1.0), (2, 2.0)], view=index, project={"online": online}, views={"others": OTHER | others})
         for name in ("numbers", "others"):
-            run_view(project, name, Silent())
+            project.run(name)
         return project
 
     return make
 
 
-def call(project: Project, *command: str) -> int:
-    return main(["-c", str(project.folder), *command])
-
-
-def served(project: Project) -> list[str]:
+def served(project: Scene) -> list[str]:
     """Views whose row of key 1 is answered; every other one is unknown."""
-    lookup = Lookup(open_online_store(project.online))
+    lookup = project.open_lookup()
     found: list[str] = []
     for name in ("numbers", "others"):
         if name in lookup.online.views():
@@ -70,14 +61,14 @@ def served(project: Project) -> list[str]:
 
 
 def test_a_dropped_view_is_unknown_to_readers_old_and_new_and_its_snapshots_stay(
-    published: Callable[..., Project], capsys: Captured
+    published: Callable[..., Scene], capsys: Captured
 ) -> None:
     project = published()
     (project.folder / "views" / "numbers.yaml").unlink()
-    project = Project(project.folder, {})
-    reader = Lookup(open_online_store(project.online))
+    project = project.reread()
+    reader = project.open_lookup()
     assert reader.row("numbers", 1)["status"] == "fresh"
-    assert call(project, "drop", "numbers", "--yes", "--json") == 0
+    assert project.cli("drop", "numbers", "--yes", "--json") == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["served"], said["configured"], said["snapshots"], said["data"]) == (True, False, 1, False)
     with pytest.raises(RequestError, match="no view 'numbers' is live"):
@@ -90,28 +81,28 @@ def test_a_dropped_view_is_unknown_to_readers_old_and_new_and_its_snapshots_stay
         store.view("numbers").numbers(),
         (project.root / "numbers" / "index").exists(),
     ) == (None, [1], False)
-    assert call(project, "drop", "numbers", "--yes") == 0
+    assert project.cli("drop", "numbers", "--yes") == 0
     assert "numbers: not served; 1 snapshot(s), " in capsys.readouterr().out
-    assert call(project, "drop", "numbers", "--data", "--yes") == 0
+    assert project.cli("drop", "numbers", "--data", "--yes") == 0
     assert not (project.root / "numbers").exists()
     assert store.views() == ["others"]
     capsys.readouterr()
-    assert call(project, "drop", "numbers", "--yes") == 2
+    assert project.cli("drop", "numbers", "--yes") == 2
     assert "no view 'numbers'" in capsys.readouterr().err
 
 
 def test_nothing_of_it_is_left_in_redis(make_project: MakeProject, redis_url: str) -> None:
     project = make_project([(1, 1.0), (2, 2.0)], project={"online": redis_url})
-    run_view(project, "numbers", Silent())
-    run_view(project, "numbers", Silent(), full=True)
+    project.run()
+    project.run(full=True)
     with redis.Redis.from_url(redis_url) as raw:
         assert raw.dbsize() > 4
-        assert call(project, "drop", "numbers", "--yes") == 0
+        assert project.cli("drop", "numbers", "--yes") == 0
         assert raw.dbsize() == 0
 
 
 def test_a_drop_that_was_stopped_on_the_way_is_finished_by_the_next(
-    published: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
+    published: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Readers know no such view from the first step on."""
 
@@ -123,19 +114,19 @@ def test_a_drop_that_was_stopped_on_the_way_is_finished_by_the_next(
     for owner, name in where:
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, stopped)
-            if call(project, "drop", "numbers", "--data", "--yes") == 0:
+            if project.cli("drop", "numbers", "--data", "--yes") == 0:
                 assert (owner, project.online[:5]) == (redis.Redis, "lmdb:"), "the one step it does not take"
             assert served(project) == ["others"]
         if not (project.root / "numbers").exists():
-            run_view(project, "numbers", Silent())
-    assert call(project, "drop", "numbers", "--data", "--yes") == 0
+            project.run()
+    assert project.cli("drop", "numbers", "--data", "--yes") == 0
     assert [path.name for path in project.root.iterdir() if "numbers" in path.name] == []
-    run_view(project, "numbers", Silent())
+    project.run()
     assert served(project) == ["numbers", "others"]
 
 
 def test_a_removal_that_was_stopped_is_finished_without_the_views_file(
-    published: Callable[..., Project], monkeypatch: pytest.MonkeyPatch, capsys: Captured
+    published: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     project, really = published(), shutil.rmtree
     (project.folder / "views" / "numbers.yaml").unlink()
@@ -147,31 +138,31 @@ def test_a_removal_that_was_stopped_is_finished_without_the_views_file(
 
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", stopped)
-        assert call(project, "drop", "numbers", "--data", "--yes") == 130
+        assert project.cli("drop", "numbers", "--data", "--yes") == 130
     assert (project.root / ".removed-numbers").is_dir()
-    assert call(project, "drop", "numbers", "--data", "--yes") == 0
+    assert project.cli("drop", "numbers", "--data", "--yes") == 0
     assert [path.name for path in project.root.iterdir() if "numbers" in path.name] == []
     capsys.readouterr()
-    assert call(project, "drop", "numbers", "--data", "--yes") == 2
+    assert project.cli("drop", "numbers", "--data", "--yes") == 2
     assert "no view 'numbers'" in capsys.readouterr().err
 
 
-def test_what_is_in_use_is_not_dropped(published: Callable[..., Project], capsys: Captured) -> None:
+def test_what_is_in_use_is_not_dropped(published: Callable[..., Scene], capsys: Captured) -> None:
     project = published(source={"sql": "SELECT id, double / 2 AS x FROM live.numbers"})
-    assert call(project, "drop", "numbers", "--yes") == 2
+    assert project.cli("drop", "numbers", "--yes") == 2
     assert "read by others, as live.numbers" in capsys.readouterr().err
     store = project.offline
     with take(store.view("others").leases, run_lease(None), "a run"):
-        assert call(project, "drop", "others", "--yes") == 1
+        assert project.cli("drop", "others", "--yes") == 1
     assert "is being computed" in capsys.readouterr().err
     assert served(project) == ["numbers", "others"]
-    assert call(project, "drop", "others", "--yes") == 0
+    assert project.cli("drop", "others", "--yes") == 0
     assert "still configured" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("broken", ["a typo", "gone"])
 def test_what_a_live_view_was_computed_from_is_not_dropped_whatever_became_of_its_file(
-    published: Callable[..., Project], capsys: Captured, broken: str
+    published: Callable[..., Scene], capsys: Captured, broken: str
 ) -> None:
     project = published(source={"sql": "SELECT id, double / 2 AS x FROM live.numbers"})
     path = project.folder / "views" / "others.yaml"
@@ -180,50 +171,50 @@ def test_what_a_live_view_was_computed_from_is_not_dropped_whatever_became_of_it
         path.unlink()
     else:
         path.write_text(written + "tttl: 1h\n")
-    assert call(project, "drop", "numbers", "--data", "--yes") == 2
+    assert project.cli("drop", "numbers", "--data", "--yes") == 2
     assert "read by others, as live.numbers" in capsys.readouterr().err
     assert served(project) == ["numbers", "others"]
     path.write_text(written.replace("double / 2 AS x FROM live.numbers", "x FROM read_parquet('${data}/data.parquet')"))
-    assert call(project, "drop", "numbers", "--yes") == 2  # what is live reads it until the next run
-    run_view(Project(project.folder, {}), "others", Silent())
-    assert call(project, "drop", "numbers", "--data", "--yes") == 0
+    assert project.cli("drop", "numbers", "--yes") == 2  # what is live reads it until the next run
+    project.reread().run("others")
+    assert project.cli("drop", "numbers", "--data", "--yes") == 0
     assert served(project) == ["others"]
 
 
 @pytest.mark.parametrize("data", [False, True])
 def test_no_run_begins_while_a_view_is_dropped(
-    published: Callable[..., Project], monkeypatch: pytest.MonkeyPatch, data: bool
+    published: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch, data: bool
 ) -> None:
     project, checked = published(), drop_module._check_idle
 
     def then_a_run(*arguments: Any) -> None:
         checked(*arguments)
         with pytest.raises(ConflictError, match="view 'numbers' is being dropped"):
-            run_view(project, "numbers", Silent(), full=True)
+            project.run(full=True)
 
     monkeypatch.setattr(drop_module, "_check_idle", then_a_run)
     drop(project, "numbers", data=data)
-    assert (served(project), project.offline.view("numbers").refs.live()) == (["others"], None)
-    assert project.offline.view("numbers").numbers() == ([] if data else [1])
-    assert run_view(project, "numbers", Silent()).status == "published"
+    assert (served(project), project.store.refs.live()) == (["others"], None)
+    assert project.numbers() == ([] if data else [1])
+    assert project.run().status == "published"
     assert served(project) == ["numbers", "others"]
 
 
 @pytest.mark.parametrize(("answer", "left"), [("y", ["others"]), ("n", ["numbers", "others"]), ("", ["numbers", "others"])])
 def test_it_asks_first(
-    published: Callable[..., Project], monkeypatch: pytest.MonkeyPatch, capsys: Captured, answer: str, left: list[str]
+    published: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch, capsys: Captured, answer: str, left: list[str]
 ) -> None:
     project = published()
-    assert call(project, "drop", "numbers") == 2
+    assert project.cli("drop", "numbers") == 2
     assert "say --yes" in capsys.readouterr().err
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("builtins.input", lambda _: answer)
-    assert call(project, "drop", "numbers") == (0 if answer == "y" else 1)
+    assert project.cli("drop", "numbers") == (0 if answer == "y" else 1)
     assert served(project) == left
 
 
 @pytest.mark.parametrize("name", ["../numbers", "numbrs", ".removed-numbers", ""])
 def test_a_name_that_is_no_views_is_refused(make_project: MakeProject, capsys: Captured, name: str) -> None:
     project = make_project([(1, 1.0)])
-    assert call(project, "drop", name, "--yes") == 2
+    assert project.cli("drop", name, "--yes") == 2
     assert "no view" in capsys.readouterr().err

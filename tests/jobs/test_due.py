@@ -14,10 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jobs.config.cron import fire_times
-from jobs.config.project import Project
 from jobs.config.schedule import CatchUp, Schedule
-from jobs.pipeline.run import run_view
-from jobs.process.progress import Silent
 from jobs.schedule.due import JITTER, LEADER, Decision, Facts, Ledger, Parent, decide, outlook, retry_wait_s
 from store.disk.lease import take
 from store.errors import SnapshotError
@@ -26,6 +23,7 @@ from store.offline.runs import AHEAD_S, Report, Runs
 from store.offline.view_store import OfflineStore, ViewStore
 from store.record import replace as replace_record
 from tests.conftest import MakeProject
+from tests.scene import Scene
 
 DAILY = Schedule("0 2 * * *", "0 2 * * *", "UTC", (), "latest", 3, 60.0, 3600.0)
 AFTER = Schedule("after a, b", None, "UTC", ("a", "b"), "latest", 3, 60.0, 3600.0)
@@ -50,7 +48,7 @@ def decided(schedule: Schedule, now: datetime, *reports: Report, **facts: Any) -
     return decision.state, decision.due
 
 
-def next_due(project: Project, store: OfflineStore, view: str, now: datetime) -> tuple[datetime | None, str]:
+def next_due(project: Scene, store: OfflineStore, view: str, now: datetime) -> tuple[datetime | None, str]:
     found = outlook(project, store.view(view), now)
     return found.due, found.reason
 
@@ -389,16 +387,16 @@ def test_next_due_of_a_real_project(make_project: MakeProject) -> None:
     with take(store.root / ".scheduler", LEADER, "a test"):
         assert next_due(project, store, "numbers", now) == (due[0], "next at 2026-07-02 02:00+02:00")
         assert next_due(project, store, "b", now) == (None, "after numbers: waits for the first snapshot of numbers")
-        run_view(project, "numbers", Silent())
+        project.run()
         live = store.view("numbers").refs.live()
         assert live is not None
         moved = datetime.fromisoformat(live.at)
         assert next_due(project, store, "b", now) == (moved, "new: numbers")
-        run_view(project, "b", Silent())
+        project.run("b")
         assert next_due(project, store, "b", now) == (None, "after numbers: nothing new")
-        run_view(project, "numbers", Silent())  # which finds nothing changed
+        project.run()  # which finds nothing changed
         assert next_due(project, store, "b", now) == (None, "after numbers: nothing new")
-        run_view(project, "numbers", Silent(), full=True)
+        project.run(full=True)
         assert next_due(project, store, "b", now)[1] == "new: numbers"
 
 
@@ -407,8 +405,8 @@ def test_a_view_waits_for_what_its_parents_wait_for(make_project: MakeProject) -
     project = make_project([(1, 1.0)], project={"schedule": schedule}, views=dict.fromkeys("bcd", OTHER))
     now = at(6, 12)
     for view in schedule:
-        run_view(project, view, Silent())
-    run_view(project, "c", Silent(), full=True)
+        project.run(view)
+    project.run("c", full=True)
     ledger = Ledger(project, project.offline)
     assert ledger.decision("d", now).state == "run"
     assert ledger.decision("d", now, {"numbers"}).reason == "after b, c: waits for b"
@@ -433,7 +431,7 @@ def test_settled_times_are_kept_for_the_line_and_the_zone_they_belong_to(make_pr
 
 def test_a_run_whose_lease_nobody_holds_is_a_killed_one_and_counts_as_that(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)], project={"schedule": {"numbers": "0 2 * * *"}})
-    store = project.offline.view("numbers")
+    store = project.store
     ledger = Ledger(project, project.offline)
     ledger.settle("numbers", at(5, 12))
     store.runs.write(report("running", at(6), run="1", finished_at=""))
@@ -447,7 +445,7 @@ def test_a_run_whose_lease_nobody_holds_is_a_killed_one_and_counts_as_that(make_
 
 def test_a_run_that_ends_between_two_looks_is_no_killed_one(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
     project = make_project([(1, 1.0)], project={"schedule": {"numbers": "0 2 * * *"}})
-    store = project.offline.view("numbers")
+    store = project.store
     ledger = Ledger(project, project.offline)
     ledger.settle("numbers", at(5, 12))
     store.runs.write(report("running", at(6), run="1"))
@@ -464,7 +462,7 @@ def test_a_backfill_or_a_publishing_that_goes_on_keeps_no_run_back_and_a_run_of_
     make_project: MakeProject,
 ) -> None:
     project = make_project([(1, 1.0)], project={"schedule": {"numbers": "0 2 * * *"}})
-    store = project.offline.view("numbers")
+    store = project.store
     ledger = Ledger(project, project.offline)
     ledger.settle("numbers", at(5, 12))
     part = "2026-01-01T00:00Z/2026-01-02T00:00Z"
@@ -480,7 +478,7 @@ def test_reports_are_read_again_when_one_was_added_or_replaced_and_else_not(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project = make_project([(1, 1.0)], project={"schedule": {"numbers": "0 2 * * *"}})
-    store, reads = project.offline.view("numbers"), list[int]()
+    store, reads = project.store, list[int]()
     reports = Runs.reports
 
     def counted(self: Runs, limit: int = 100) -> list[Report]:

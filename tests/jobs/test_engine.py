@@ -14,12 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import save_file
 
-from jobs.config.project import EngineConfig, Project
+from jobs.config.project import EngineConfig
 from jobs.pipeline import materialize
 from jobs.pipeline.engine import engine_of
 from jobs.pipeline.open_view import open_view
-from jobs.pipeline.run import run_view
-from jobs.process.progress import Silent
 from jobs.process.report import engine_line
 from precompute.engine.meter import Meter
 from precompute.engine.runner import Runner
@@ -28,9 +26,9 @@ from precompute.workers.worker_pool import WorkerPool
 from store.errors import ConfigError
 from store.lookup import Lookup
 from store.offline.runs import Report
-from store.online.online_url import open_online_store
 from tests.conftest import MakeProject
 from tests.precompute.dying_models import Launching
+from tests.scene import Scene
 
 HERE = "tests.jobs.test_engine"
 TWO = {"workers": 2}
@@ -120,17 +118,17 @@ def numbers(rows: int = 200) -> pa.Table:
     return pa.table({"id": range(rows), "x": values[0], "y": values[1], "z": values[2]})
 
 
-def run(make_project: MakeProject, table: Any, engine: dict[str, Any] | None, **options: Any) -> tuple[Project, Report]:
+def run(make_project: MakeProject, table: Any, engine: dict[str, Any] | None, **options: Any) -> tuple[Scene, Report]:
     """A run that computes every row; publishing is the store's part."""
     command, view = options.pop("command", "materialize"), options.pop("view", {})
     project = make_project(table, view=view, project={} if engine is None else {"engine": engine}, **options)
     save_file(LINEAR, project.folder / "linear.safetensors")
-    return project, run_view(project, "numbers", Silent(), command=command, full=True)
+    return project, project.run(command=command, full=True)
 
 
-def committed(project: Project, number: int) -> pa.Table:
+def committed(project: Scene, number: int) -> pa.Table:
     """Every row of a snapshot, in the order it was written, without the time of its computing."""
-    store = project.offline.view("numbers")
+    store = project.store
     snapshot = store.snapshot(number)
     return pa.concat_tables(pq.read_table(path) for path in store.part_paths(snapshot)).drop_columns(["computed_at"])
 
@@ -179,7 +177,7 @@ def test_workers_share_the_gpus_that_are_there(
 ) -> None:
     monkeypatch.setattr("precompute.models.device.gpu_count", lambda: gpus)  # this machine may have none
     project = make_project(numbers(), view={"model": {"use": f"{HERE}:OnGpu"}})
-    store, meter = project.offline.view("numbers"), Meter()
+    store, meter = project.store, Meter()
     with open_view(project.view("numbers").feature_view(), project.offline, project.home) as opened:
         engine = engine_of(opened, EngineConfig(workers=workers), meter, store)
         assert isinstance(engine, Runner if devices is None else WorkerPool)
@@ -199,7 +197,7 @@ def test_a_worker_that_loads_another_model_than_the_run_began_with_computes_noth
     weights = tmp_path / "weights"
     weights.write_text("2")
     project = make_project(numbers(), view=PID | {"model": {"use": f"{HERE}:Weighed", "args": {"path": str(weights)}}})
-    store = project.offline.view("numbers")
+    store = project.store
     with open_view(project.view("numbers").feature_view(), project.offline, project.home) as opened:
         engine = engine_of(opened, EngineConfig(workers=1), Meter(), store)
         window = opened.source.head(3).combine_chunks().to_batches()
@@ -235,14 +233,14 @@ def test_a_row_that_kills_its_worker_is_rejected_alone_and_the_run_publishes(mak
     rows = [(i, float(i)) for i in range(12)]
     project, report = run(make_project, rows, TWO, view=DYING, command="run")
     assert (report.status, report.counts["written"], report.counts["rejected"]) == ("published", 11, 1)
-    store = project.offline.view("numbers")
+    store = project.store
     (rejected,) = pq.read_table(store.folder / "data" / report.run / "rejected.parquet").to_pylist()
     assert (rejected["key"], rejected["stage"]) == ("5", "worker")
     assert rejected["error"] == "its worker process exited with status 3; the last line of its stderr: last words (2 of 2 tries)"
     assert committed(project, 1).select(["id", "double", "vector"]).to_pylist() == [
         {"id": i, "double": 2.0 * i, "vector": [i, i + 1.0, i + 2.0, i + 3.0]} for i in range(12) if i != 5
     ]
-    online = open_online_store(project.online)
+    online = project.open_online()
     try:
         lookup = Lookup(online, project.root)
         assert [lookup.row("numbers", key)["status"] for key in (4, 5, 6)] == ["fresh", "missing", "fresh"]

@@ -14,14 +14,10 @@ import pyarrow as pa
 import pytest
 
 from demo.__main__ import VIEWS
-from jobs.config.project import Project
 from jobs.fallback import ViewFallback
-from jobs.pipeline.run import run_view
-from jobs.process.progress import Silent
 from precompute.precision.same_value import differing
-from store.lookup import Lookup
-from store.online.online_url import open_online_store
 from tests.conftest import MakeProject
+from tests.scene import Scene
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 WORDS = [
@@ -61,24 +57,24 @@ def texts(changed: int = 0) -> pa.Table:
 
 def test_a_text_encoder_in_bfloat16_is_published_and_answers_misses(make_project: MakeProject) -> None:
     view = ENCODED | {"model": ENCODED["model"] | {"precision": "bf16", "backend": "eager"}}
-    reports = [run_view(make_project(texts(changed), view=view), "numbers", Silent()) for changed in (0, 5)]
+    reports = [make_project(texts(changed), view=view).run() for changed in (0, 5)]
     assert [(r.status, r.counts["written"]) for r in reports] == [("published", 48), ("published", 5)]
     assert [gate.gate for gate in reports[0].gates if not gate.passed] == []
     assert {gate.gate: gate.message for gate in reports[1].gates}["parity"].startswith("0 of ")
     project = make_project(view=view | {"ttl": "0s", "stale_for": "0s"})
-    run_view(project, "numbers", Silent())
+    project.run()
     assert alone_and_together(project, "bf16-eager") == {}
 
 
-def alone_and_together(project: Project, precision: str) -> dict[int, str]:
+def alone_and_together(project: Scene, precision: str) -> dict[int, str]:
     """What the fallback computes otherwise than is stored: twenty keys at once, and four each in a request of its own."""
-    store = project.offline.view("numbers")
+    store = project.store
     live = store.refs.live()
     assert live is not None
     snapshot = store.snapshot(live.snapshot)
     rows = pa.Table.from_batches(store.batches(snapshot)).sort_by("id")
     fallback = ViewFallback(project.offline, project.home, memory_mb=64)
-    lookup = Lookup(open_online_store(project.online), project.root, fallback)
+    lookup = project.open_lookup(fallback)
     try:
         requests = [list(range(20)), *([key] for key in range(20, 24))]
         answers = pa.concat_tables([lookup.get("numbers", keys) for keys in requests])

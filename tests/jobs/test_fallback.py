@@ -17,20 +17,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.config.project import Project
 from jobs.fallback import ViewFallback
 from jobs.ops.drop import drop
-from jobs.pipeline.run import run_view
-from jobs.process.progress import Silent
 from jobs.serve import Warmer
 from precompute.model import digest
 from store.freshness import Reason
 from store.lookup import Computed, Lookup, Miss
 from store.online.online_store import Pointer
-from store.online.online_url import open_online_store
 from tests.arithmetic import Doubler
 from tests.conftest import MakeProject
 from tests.jobs.test_serve import eventually
+from tests.scene import Scene
 
 FALLBACK = {"fallback": {"enabled": True, "deadline": "20s"}}
 HERE = "tests.jobs.test_fallback"
@@ -124,19 +121,14 @@ class TwoSided(Doubler):
         return other
 
 
-def publish(project: Project, *views: str) -> None:
-    for view in views or project.views:
-        run_view(project, view, Silent())
-
-
-def write_data(project: Project, x_of_id: dict[Any, float]) -> None:
+def write_data(project: Scene, x_of_id: dict[Any, float]) -> None:
     """The source's file, replaced as a whole."""
     table = pa.table({"id": list(x_of_id), "x": list(x_of_id.values())})
     pq.write_table(table, project.folder / "data.tmp")
     os.replace(project.folder / "data.tmp", project.folder / "data.parquet")
 
 
-OpenLookup = Callable[[Project], Lookup]
+OpenLookup = Callable[[Scene], Lookup]
 
 
 @pytest.fixture
@@ -144,9 +136,9 @@ def open_lookup() -> Iterator[OpenLookup]:
     """Opens lookups with a fallback, and closes them."""
     opened: list[tuple[Lookup, ViewFallback]] = []
 
-    def open_one(project: Project) -> Lookup:
+    def open_one(project: Scene) -> Lookup:
         fallback = ViewFallback(project.offline, project.home, memory_mb=64)
-        opened.append((Lookup(open_online_store(project.online), project.root, fallback), fallback))
+        opened.append((project.open_lookup(fallback), fallback))
         return opened[-1][0]
 
     yield open_one
@@ -175,7 +167,7 @@ def test_computed_rows_equal_the_batch_jobs_rows_whatever_is_computed_beside_the
     rows = [(i, float(i)) for i in range(1, 13)]
     over = EVERYTHING | FALLBACK
     project = make_project(rows, view=over, views={"expired": _view(over | {"ttl": 0, "stale_for": 0})})
-    publish(project)
+    project.publish_all()
     lookup, keys = open_lookup(project), [i for i, _ in rows]
     stored, computed = lookup.get("numbers", keys), lookup.get("expired", keys)
     assert set(stored["status"].to_pylist()) == {"fresh"}
@@ -204,7 +196,7 @@ def test_keys_are_found_in_the_source_by_their_canonical_text_only(
 ) -> None:
     ids = pa.array([1, -5, 2**31 - 1]).cast(key_type)
     project = make_project(pa.table({"id": ids, "x": [1.0, 2.0, 3.0]}), view=FALLBACK | {"ttl": 0, "stale_for": 0})
-    publish(project)
+    project.publish_all()
     table = open_lookup(project).get("numbers", ["1", "-5", str(2**31 - 1)])
     assert table["double"].to_pylist() == [2.0, 4.0, 6.0]
     odd = ["01", "+1", " 1", "1 ", "1.0", "1_0", "٣", "²", "-0", "--5", str(2**63), "9" * 400, "'", "x"]
@@ -216,7 +208,7 @@ def test_composite_keys_are_found_in_the_source(make_project: MakeProject, open_
     items = [1, 2, 3, 4, 5]
     table = pa.table({"shop": shops, "item": pa.array(items, pa.int32()), "x": [1.0, 2.0, 3.0, 4.0, 5.0]})
     project = make_project(table, view=FALLBACK | {"entity": ["shop", "item"], "ttl": 0, "stale_for": 0})
-    publish(project)
+    project.publish_all()
     found = open_lookup(project).get("numbers", [[s, i] for s, i in zip(shops, items, strict=True)] + [["a/b", 2], "a/b/1"])
     assert found["double"].to_pylist() == [2.0, 4.0, 6.0, 8.0, 10.0, None, None]
     assert found["key"].to_pylist()[:5] == ["a%2Fb/1", "a/2", "50%25/3", "é/4", "%252F/5"]
@@ -227,13 +219,13 @@ def test_composite_keys_are_found_in_the_source(make_project: MakeProject, open_
 
 def test_the_live_snapshots_sql_counts_not_the_configurations(make_project: MakeProject, open_lookup: OpenLookup) -> None:
     project = make_project([(1, 1.0)], view=FALLBACK)
-    publish(project)
+    project.publish_all()
     write_data(project, {1: 1.0, 2: 2.0})
     changed = make_project(
         view=FALLBACK | {"source": {"sql": "SELECT id, x + 100 AS x FROM read_parquet('${data}/data.parquet')"}}
     )
     assert open_lookup(changed).get("numbers", [2])["double"].to_pylist() == [4.0]
-    publish(changed)
+    changed.publish_all()
     write_data(project, {3: 3.0})
     assert open_lookup(changed).get("numbers", [3])["double"].to_pylist() == [206.0]
 
@@ -242,12 +234,12 @@ def test_views_it_reads_are_read_at_the_snapshots_the_batch_job_read(make_projec
     reading = _view(FALLBACK | {"source": {"sql": "SELECT id, double AS x FROM live.numbers"}, "ttl": 0, "stale_for": 0})
     doubles = {"model": {"use": "tests.arithmetic:Doubler", "args": {"dim": 0}}, "features": {"double": {"dtype": "float64"}}}
     project = make_project([(1, 1.0)], view=doubles, views={"twice": reading | doubles})
-    publish(project, "numbers", "twice")
+    project.publish_all("numbers", "twice")
     write_data(project, {1: 50.0, 2: 60.0})
-    publish(project, "numbers")
+    project.publish_all("numbers")
     lookup = open_lookup(project)
     assert lookup.get("twice", [1, 2])["double"].to_pylist() == [4.0, None]
-    publish(project, "twice")
+    project.publish_all("twice")
     assert lookup.get("twice", [1, 2])["double"].to_pylist() == [200.0, 240.0]
 
 
@@ -255,7 +247,7 @@ def test_a_model_that_is_not_the_snapshots_is_refused_and_hits_go_on(
     make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path
 ) -> None:
     project, weights = _scaled(make_project, tmp_path, 3.0)
-    publish(project)
+    project.publish_all()
     write_data(project, {1: 1.0, 2: 2.0})
     weights.write_text("4.0")
     assert statuses(open_lookup(project), [1, 2]) == ["fresh", "model_error"]
@@ -267,7 +259,7 @@ def test_a_refusal_is_remembered_and_the_model_not_loaded_for_each_miss(
     make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project, weights = _scaled(make_project, tmp_path, 3.0)
-    publish(project)
+    project.publish_all()
     write_data(project, {1: 1.0, 2: 2.0})
     lookup = open_lookup(project)
     weights.write_text("4.0")
@@ -284,12 +276,12 @@ def test_new_weights_in_the_same_place_are_loaded_once_their_snapshot_is_live(
     make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path, model: str
 ) -> None:
     project, weights = _scaled(make_project, tmp_path, 3.0, model=model)
-    publish(project)
+    project.publish_all()
     lookup = open_lookup(project)
     for factor in (3.0, 4.0, 5.0):
         weights.write_text(str(factor))
         write_data(project, {1: 1.0})
-        publish(project)
+        project.publish_all()
         write_data(project, {1: 1.0, 2: 2.0})
         assert features(lookup.get("numbers", [1, 2])) == [{"double": factor}, {"double": 2 * factor}]
 
@@ -298,13 +290,13 @@ def test_weights_replaced_while_they_are_loaded_are_not_taken_for_the_new_ones(
     make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path
 ) -> None:
     project, weights = _scaled(make_project, tmp_path, 3.0, model="Reread")
-    publish(project)
+    project.publish_all()
     write_data(project, {1: 1.0, 2: 2.0})
     lookup = open_lookup(project)
     weights.with_name("weights.next").write_text("4.0")
     assert statuses(lookup, [2]) == ["model_error"]
     write_data(project, {1: 1.0})
-    publish(project)
+    project.publish_all()
     write_data(project, {1: 1.0, 2: 2.0})
     assert features(lookup.get("numbers", [1, 2])) == [{"double": 4.0}, {"double": 8.0}]
 
@@ -315,17 +307,15 @@ def test_weights_that_come_while_others_are_loaded_are_loaded_once_more(
     """By a run and by the fallback."""
     project, weights = _scaled(make_project, tmp_path, 3.0, model="Reread")
     weights.with_name("weights.next").write_text("4.0")
-    publish(project)
+    project.publish_all()
     weights.write_text("3.0")
     weights.with_name("weights.next").write_text("4.0")
     write_data(project, {1: 1.0, 2: 2.0})
     assert features(open_lookup(project).get("numbers", [1, 2])) == [{"double": 4.0}, {"double": 8.0}]
-    assert project.offline.view("numbers").snapshot(1).model == run_view(project, "numbers", Silent()).model
+    assert project.store.snapshot(1).model == project.run().model
 
 
-def _scaled(
-    make_project: MakeProject, folder: Path, factor: float, fail: str = "", model: str = "Scaled"
-) -> tuple[Project, Path]:
+def _scaled(make_project: MakeProject, folder: Path, factor: float, fail: str = "", model: str = "Scaled") -> tuple[Scene, Path]:
     weights = folder / "weights"
     weights.write_text(str(factor))
     used = {"use": f"{HERE}:{model}", "args": {"path": str(weights), "fail": fail}}
@@ -341,7 +331,7 @@ def test_views_with_the_same_model_share_it(make_project: MakeProject, open_look
     }
     other = shared | {"model": {"use": f"{HERE}:Shared", "args": {"version": 2}}}
     project = make_project([(1, 1.0)], view=shared, views={"second": _view(shared), "third": _view(other)})
-    publish(project)
+    project.publish_all()
     lookup = open_lookup(project)
     Shared.made = 0
     for view in ("numbers", "second", "third", "numbers"):
@@ -354,9 +344,9 @@ def test_views_with_the_same_model_share_it(make_project: MakeProject, open_look
 
 def test_requests_of_the_old_and_the_new_snapshot_side_by_side_are_each_answered(make_project: MakeProject) -> None:
     project = make_project([(1, 0.5)], view=FALLBACK)
-    online, pointers = open_online_store(project.online), []
+    online, pointers = project.open_online(), []
     for x in (0.5, 1.0):
-        publish(make_project([(1, x)], view=FALLBACK))
+        make_project([(1, x)], view=FALLBACK).publish_all()
         pointer = online.live("numbers")
         assert pointer is not None
         pointers.append(pointer)
@@ -378,8 +368,8 @@ def _submit(fallback: ViewFallback, pointer: Pointer, key: str, **inputs: Any) -
 
 def test_what_is_searched_by_is_never_computed_among_rows(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)], view=FALLBACK | {"model": {"use": f"{HERE}:TwoSided"}})
-    publish(project)
-    online, fallback = open_online_store(project.online), ViewFallback(project.offline, project.home, memory_mb=64)
+    project.publish_all()
+    online, fallback = project.open_online(), ViewFallback(project.offline, project.home, memory_mb=64)
     pointer = online.live("numbers")
     assert pointer is not None
     try:
@@ -394,10 +384,10 @@ def test_what_is_searched_by_is_never_computed_among_rows(make_project: MakeProj
 
 def test_it_is_ready_for_the_epoch_it_was_warmed_for(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)], view=FALLBACK)
-    online, fallback = open_online_store(project.online), ViewFallback(project.offline, project.home, memory_mb=64)
+    online, fallback = project.open_online(), ViewFallback(project.offline, project.home, memory_mb=64)
     try:
         for x in (1.0, 2.0):
-            publish(make_project([(1, x)], view=FALLBACK))
+            make_project([(1, x)], view=FALLBACK).publish_all()
             pointer = online.live("numbers")
             assert pointer is not None
             assert not fallback.ready(pointer)
@@ -415,7 +405,7 @@ def test_a_model_that_comes_after_its_snapshot_went_live_is_opened_without_a_mis
     for where in ("jobs.serve", "jobs.fallback"):
         monkeypatch.setattr(f"{where}.REFUSED_S", 0.01)
     project, weights = _scaled(make_project, tmp_path, 4.0)
-    publish(project)
+    project.publish_all()
     weights.write_text("3.0")
     lookup = open_lookup(project)
     fallback, pointer = lookup.fallback, lookup.online.live("numbers")
@@ -446,7 +436,7 @@ def test_a_view_that_began_anew_is_computed_by_its_own_model(
         for factor in (3.0, 4.0):
             weights.write_text(str(factor))
             write_data(project, {1: 1.0})
-            publish(project)
+            project.publish_all()
             write_data(project, {1: 1.0, 2: 2.0})
             pointer = lookup.online.live("numbers")
             assert pointer is not None
@@ -464,8 +454,8 @@ def test_a_view_that_began_anew_is_computed_by_its_own_model(
 
 def test_closed_it_refuses_as_shed(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)], view=FALLBACK)
-    publish(project)
-    online, fallback = open_online_store(project.online), ViewFallback(project.offline, project.home, memory_mb=64)
+    project.publish_all()
+    online, fallback = project.open_online(), ViewFallback(project.offline, project.home, memory_mb=64)
     pointer = online.live("numbers")
     assert pointer is not None
     fallback.close()
@@ -483,7 +473,7 @@ def test_a_row_the_model_fails_on_fails_alone_and_the_next_are_computed(
     make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path, fail: str
 ) -> None:
     project, _ = _scaled(make_project, tmp_path, 2.0, fail)
-    publish(project)
+    project.publish_all()
     write_data(project, {1: 1.0, 12: 12.0, 13: 13.0, 14: 14.0})
     lookup = open_lookup(project)
     assert statuses(lookup, [12, 13, 14, 77], deadline_ms=3000) == ["computed", "model_error", "computed", "unknown_entity"]
@@ -492,7 +482,7 @@ def test_a_row_the_model_fails_on_fails_alone_and_the_next_are_computed(
 
 def test_a_source_that_is_gone_is_a_model_error_until_it_is_back(make_project: MakeProject, open_lookup: OpenLookup) -> None:
     project = make_project([(1, 1.0)], view=FALLBACK)
-    publish(project)
+    project.publish_all()
     lookup, data = open_lookup(project), project.folder / "data.parquet"
     assert statuses(lookup, [77]) == ["unknown_entity"]
     data.rename(project.folder / "gone")
@@ -509,7 +499,7 @@ def test_a_model_whose_fingerprint_raises_is_a_model_error(
     mood = tmp_path / "mood"
     model = {"use": "tests.jobs.test_serve:Moody", "args": {"path": str(mood)}}
     project = make_project([(1, 1.0)], view=FALLBACK | {"model": model})
-    publish(project)
+    project.publish_all()
     mood.touch()
     lookup = open_lookup(project)
     assert statuses(lookup, [1, 77]) == ["fresh", "model_error"]
@@ -522,7 +512,7 @@ def test_inputs_of_a_request_need_no_source_and_nulls_stand_for_what_is_not_give
 ) -> None:
     sql = "SELECT id, x, 1.5 AS y FROM read_parquet('${data}/data.parquet')"
     project = make_project([(1, 1.0)], view=FALLBACK | {"source": {"sql": sql}})
-    publish(project)
+    project.publish_all()
     lookup = open_lookup(project)
     assert lookup.get("numbers", [500], inputs={"500": {"x": 7, "y": 1}})["double"].to_pylist() == [14.0]
     assert lookup.get("numbers", ["500"], inputs={500: {"x": 7}})["double"].to_pylist() == [14.0]
@@ -532,9 +522,9 @@ def test_inputs_of_a_request_need_no_source_and_nulls_stand_for_what_is_not_give
 
 def test_the_same_key_with_other_inputs_is_another_computation(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)], view=FALLBACK | {"model": {"use": "tests.arithmetic:Doubler", "args": {"sleep_s": 0.2}}})
-    publish(project)
+    project.publish_all()
     write_data(project, {5: 5.0})
-    online, fallback = open_online_store(project.online), ViewFallback(project.offline, project.home, memory_mb=64)
+    online, fallback = project.open_online(), ViewFallback(project.offline, project.home, memory_mb=64)
     pointer = online.live("numbers")
     assert pointer is not None
     try:

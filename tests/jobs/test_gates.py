@@ -14,25 +14,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.cli import main
-from jobs.config.project import Project
 from jobs.pipeline import materialize, replaced
 from jobs.pipeline.gates import judge
 from jobs.pipeline.open_view import open_view
-from jobs.pipeline.run import run_view
-from jobs.process.progress import Silent
 from precompute.engine import runner
 from precompute.engine.runner import compute
 from store.errors import GateError
-from store.lookup import Lookup
 from store.offline.part_file import rare_rows
 from store.offline.row_figures import count
-from store.offline.runs import Report
 from store.offline.snapshot import Snapshot, Verdict
 from store.offline.view_store import ViewStore
-from store.online.online_url import open_online_store
 from store.record import replace
 from tests.conftest import MakeProject
+from tests.scene import Scene
 
 HERE = "tests.jobs.test_gates"
 N = 40
@@ -73,18 +67,10 @@ def view(gates: Mapping[str, float | None] | None = None, fallback: bool = False
     }
 
 
-def call(project: Project, *command: str) -> int:
-    return main(["-c", str(project.folder), *command])
-
-
-def run(project: Project, **options: Any) -> Report:
-    return run_view(project, "numbers", Silent(), **options)
-
-
-def live(project: Project) -> tuple[int, int]:
+def live(project: Scene) -> tuple[int, int]:
     """(snapshot live offline, snapshot a reader is served)."""
-    ref = project.offline.view("numbers").refs.live()
-    lookup = Lookup(open_online_store(project.online), project.root)
+    ref = project.store.refs.live()
+    lookup = project.open_lookup()
     try:
         assert ref is not None
         return ref.snapshot, lookup.row("numbers", 0)["snapshot"]
@@ -94,11 +80,6 @@ def live(project: Project) -> tuple[int, int]:
 
 def failed(snapshot: Snapshot) -> list[str]:
     return [verdict.gate for verdict in snapshot.failed]
-
-
-def newest(project: Project) -> Snapshot:
-    store = project.offline.view("numbers")
-    return store.snapshot(store.numbers()[-1])
 
 
 BAD: dict[str, tuple[Mapping[int, float | None], dict[str, Any], float, str]] = {
@@ -127,11 +108,11 @@ OWN = {"rejected": {"rejected": 0.2}, "coverage": {"coverage": 0.8}}
 OTHERS = {gate: dict.fromkeys(("rows", "zero", "norm", "duplicates", "drift", "moved")) for gate in BAD}
 
 
-def projects(make_project: MakeProject, gate: str, limit: Mapping[str, float | None]) -> Project:
+def projects(make_project: MakeProject, gate: str, limit: Mapping[str, float | None]) -> Scene:
     """A project with a good snapshot live and the bad rows of a gate in its source, all other gates off."""
     rows, args, _, _ = BAD[gate]
     gates = {k: v for k, v in OTHERS[gate].items() if k != gate} | dict(limit)
-    run(make_project(list(GOOD.items()), view=view(gates)))
+    make_project(list(GOOD.items()), view=view(gates)).run()
     return make_project(list(rows.items()), view=view(gates, **args))
 
 
@@ -142,32 +123,31 @@ def test_a_gate_refuses_with_its_figures_and_the_old_version_stays(
     project = projects(make_project, gate, OWN.get(gate, {}))
     _, _, measured, said = BAD[gate]
     capsys.readouterr()
-    assert call(project, "run", "numbers") == 3
+    assert project.cli("run", "numbers") == 3
     error = capsys.readouterr().err
     assert f"{gate}: {said} (limit " in error
     assert f"precompute publish numbers --snapshot 2 --accept {gate}" in error
     assert live(project) == (1, 1)
-    snapshot = newest(project)
+    snapshot = project.snapshot()
     assert (snapshot.number, failed(snapshot), snapshot.refused_by) == (2, [gate], [gate])
     assert snapshot.quality[gate] == pytest.approx(measured, abs=1e-6)
-    report = project.offline.view("numbers").runs.last()
-    assert report is not None
+    report = project.report()
     assert (report.status, report.snapshot) == ("refused", 2)
     assert [g.gate for g in report.gates if not g.passed] == [gate]
     assert (report.error or "?") in error
     # and once more: nothing changed, so nothing is computed, and it is refused again
-    assert call(project, "run", "numbers", "--json") == 3
+    assert project.cli("run", "numbers", "--json") == 3
     again = json.loads(capsys.readouterr().out)
     assert (again["status"], again["snapshot"], again["counts"]["written"]) == ("refused", 2, 0)
-    assert project.offline.view("numbers").numbers() == [1, 2]
+    assert project.numbers() == [1, 2]
 
 
 @pytest.mark.parametrize("gate", [gate for gate in BAD if gate not in OWN])
 def test_null_switches_a_gate_off(make_project: MakeProject, gate: str) -> None:
     project = projects(make_project, gate, {gate: None})
-    assert run(project).status == "published"
+    assert project.run().status == "published"
     assert live(project) == (2, 2)
-    snapshot = newest(project)
+    snapshot = project.snapshot()
     assert gate not in [g.gate for g in snapshot.gates]
     assert gate in snapshot.quality  # it is measured all the same
 
@@ -216,22 +196,22 @@ def test_what_is_just_inside_a_limit_passes_and_what_is_just_outside_does_not(
     passes: bool,
 ) -> None:
     gates = {k: v for k, v in OTHERS[gate].items() if k != gate} | OWN.get(gate, {})
-    run(make_project(list(GOOD.items()), view=view(gates)))
+    make_project(list(GOOD.items()), view=view(gates)).run()
     rows, args = (inside, inside_args) if passes else (outside, outside_args)
     project = make_project(list(rows.items()), view=view(gates, **args))
-    assert call(project, "run", "numbers") == (0 if passes else 3)
-    assert failed(newest(project)) == ([] if passes else [gate])
+    assert project.cli("run", "numbers") == (0 if passes else 3)
+    assert failed(project.snapshot()) == ([] if passes else [gate])
 
 
 def test_a_limit_of_ones_own_is_what_still_passes(make_project: MakeProject) -> None:
     gates: dict[str, float | None] = {"zero": 0.05, "moved": 0.05, "norm": None, "duplicates": None}
-    run(make_project(list(GOOD.items()), view=view(gates)))
+    make_project(list(GOOD.items()), view=view(gates)).run()
     with pytest.raises(GateError, match=r"zero: 3 of 40.*moved: 7\.5%"):
-        run(make_project(list((GOOD | dict.fromkeys(range(3), 0.0)).items()), view=view(gates)))
-    assert run(make_project(list((GOOD | dict.fromkeys(range(2), 0.0)).items()), view=view(gates))).status == "published"
+        make_project(list((GOOD | dict.fromkeys(range(3), 0.0)).items()), view=view(gates)).run()
+    assert make_project(list((GOOD | dict.fromkeys(range(2), 0.0)).items()), view=view(gates)).run().status == "published"
     further = view({"duplicates": None}) | {"gates": {"moved": 0.0, "moved_by": 1.99, "drift": None}}
     assert (
-        run(make_project(list(turned(9, 3.1).items()), view=further | {"gates": further["gates"] | {"moved_by": 2.0}})).status
+        make_project(list(turned(9, 3.1).items()), view=further | {"gates": further["gates"] | {"moved_by": 2.0}}).run().status
         == "published"
     )
 
@@ -240,10 +220,10 @@ def test_a_limit_of_ones_own_is_what_still_passes(make_project: MakeProject) -> 
 def test_a_gate_is_accepted_by_name_on_the_run(make_project: MakeProject, gate: str) -> None:
     project = projects(make_project, gate, OWN.get(gate, {}))
     other = "zero" if gate != "zero" else "rows"
-    assert call(project, "run", "numbers", "--accept", other) == 3
+    assert project.cli("run", "numbers", "--accept", other) == 3
     assert live(project)[0] == 1
-    assert call(project, "run", "numbers", "--accept", gate) == 0
-    snapshot = newest(project)
+    assert project.cli("run", "numbers", "--accept", gate) == 0
+    snapshot = project.snapshot()
     assert live(project) == (snapshot.number, snapshot.number)
     assert (list(snapshot.accepted), failed(snapshot), snapshot.refused_by) == ([gate], [gate], [])
 
@@ -251,85 +231,83 @@ def test_a_gate_is_accepted_by_name_on_the_run(make_project: MakeProject, gate: 
 @pytest.mark.parametrize("gate", ["rows", "drift"])
 def test_a_gate_is_accepted_by_name_on_a_later_publish(make_project: MakeProject, gate: str) -> None:
     project = projects(make_project, gate, {})
-    assert call(project, "materialize", "numbers") == 0
-    assert call(project, "publish", "numbers", "--snapshot", "2") == 3
+    assert project.cli("materialize", "numbers") == 0
+    assert project.cli("publish", "numbers", "--snapshot", "2") == 3
     assert live(project)[0] == 1
-    assert call(project, "publish", "numbers", "--snapshot", "2", "--accept", gate) == 0
-    snapshot = newest(project)
+    assert project.cli("publish", "numbers", "--snapshot", "2", "--accept", gate) == 0
+    snapshot = project.snapshot()
     assert live(project) == (snapshot.number, snapshot.number)
     assert list(snapshot.accepted) == [gate]
-    store = project.offline.view("numbers")
+    store = project.store
     rows = [list(store.batches(store.snapshot(n))) for n in (2, snapshot.number)]
     assert rows[0] == rows[1]
-    assert run(project).status == "current"  # nothing is left to be refused
+    assert project.run().status == "current"  # nothing is left to be refused
 
 
 def test_accepting_one_of_two_is_not_enough(make_project: MakeProject, capsys: Captured) -> None:
     off = {"duplicates": None}
-    run(make_project(list(GOOD.items()), view=view(off)))
+    make_project(list(GOOD.items()), view=view(off)).run()
     project = make_project([(i, -2.0) for i in range(20)], view=view(off))
-    assert call(project, "run", "numbers", "--accept", "rows") == 3
+    assert project.cli("run", "numbers", "--accept", "rows") == 3
     error = capsys.readouterr().err
     assert "drift: " in error
     assert "rows: " not in error
     assert live(project)[0] == 1
-    assert (
-        call(project, "publish", "numbers", "--snapshot", "2", *(f"--accept={gate}" for gate in ("drift", "rows", "moved"))) == 0
-    )
-    assert sorted(newest(project).accepted) == ["drift", "moved", "rows"]
+    assert project.cli("publish", "numbers", "--snapshot", "2", *(f"--accept={gate}" for gate in ("drift", "rows", "moved"))) == 0
+    assert sorted(project.snapshot().accepted) == ["drift", "moved", "rows"]
 
 
 def test_an_acceptance_holds_in_the_next_run_as_long_as_its_gate_says_the_same(make_project: MakeProject) -> None:
     off = {"duplicates": None, "drift": None}
-    run(make_project(list(GOOD.items()), view=view(off)))
+    make_project(list(GOOD.items()), view=view(off)).run()
     grown = make_project([(i, float(i + 1)) for i in range(N + 5)], view=view(off))
-    run(grown)
+    grown.run()
     half = [(i, GOOD[i] + 1e-9) for i in range(N // 2)]
     project = make_project(half, view=view(off, length=3.0))
-    assert call(project, "run", "numbers") == 3
-    assert call(project, "publish", "numbers", "--snapshot", "3", "--accept", "rows") == 3
+    assert project.cli("run", "numbers") == 3
+    assert project.cli("publish", "numbers", "--snapshot", "3", "--accept", "rows") == 3
 
     def stands() -> tuple[int, tuple[str, ...], list[str]]:
-        snapshot = newest(project)
+        snapshot = project.snapshot()
         return snapshot.number, tuple(snapshot.accepted), sorted(snapshot.refused_by)
 
     for _ in range(2):
-        assert call(project, "run", "numbers") == 3
+        assert project.cli("run", "numbers") == 3
         assert stands() == (4, ("rows",), ["moved", "norm"])
     project = make_project(half, view=view(off | {"norm": 3.0}, length=3.0))
-    assert call(project, "run", "numbers") == 3
+    assert project.cli("run", "numbers") == 3
     assert stands() == (5, ("rows",), ["moved"])
-    assert call(project, "publish", "numbers", "--snapshot", "1") == 0  # which has other rows than what they were compared with
-    assert call(project, "run", "numbers") == 3
+    assert project.cli("publish", "numbers", "--snapshot", "1") == 0  # which has other rows than what they were compared with
+    assert project.cli("run", "numbers") == 3
     assert stands() == (6, (), ["moved", "rows"])
-    assert call(project, "run", "numbers", "--accept", "rows", "--accept", "moved") == 0
+    assert project.cli("run", "numbers", "--accept", "rows", "--accept", "moved") == 0
     assert stands() == (7, ("moved", "rows"), [])
 
 
 def test_publish_by_default_takes_the_newest_that_no_gate_refused(make_project: MakeProject) -> None:
-    run(make_project(list(GOOD.items()), view=view()))
+    make_project(list(GOOD.items()), view=view()).run()
     project = make_project([(i, GOOD[i]) for i in range(10)], view=view())
-    run(project, command="materialize")
-    report = run(project, command="publish")
+    project.materialize()
+    report = project.publish()
     assert (report.status, report.snapshot) == ("current", 1)
-    assert run(project, command="publish", accept=["rows"]).status == "published"
-    assert project.offline.view("numbers").snapshot(live(project)[0]).rows == 10
+    assert project.publish(accept=["rows"]).status == "published"
+    assert project.store.snapshot(live(project)[0]).rows == 10
 
 
 def test_a_limit_that_was_changed_is_what_the_next_run_judges_by(make_project: MakeProject) -> None:
-    run(make_project(list(GOOD.items()), view=view()))
+    make_project(list(GOOD.items()), view=view()).run()
     half = [(i, GOOD[i]) for i in range(20)]
     with pytest.raises(GateError):
-        run(make_project(half, view=view()))
+        make_project(half, view=view()).run()
     project = make_project(half, view=view({"rows": 0.6}))  # as the operator, told of the refusal, would do
-    assert run(project).status == "published"
+    assert project.run().status == "published"
 
 
 def test_rejected_and_coverage_can_be_switched_off(make_project: MakeProject) -> None:
     project = make_project([(0, 1.0), (1, None)], view=view({"rejected": None, "coverage": None}))
-    assert run(project).status == "published"
+    assert project.run().status == "published"
     # what max_rejected allows is their default, and null is how all gates are switched off
-    assert [g.gate for g in newest(project).gates if g.gate in ("rejected", "coverage")] == []
+    assert [g.gate for g in project.snapshot().gates if g.gate in ("rejected", "coverage")] == []
 
 
 # ---- parity
@@ -340,13 +318,13 @@ def test_parity_computes_a_sample_again_as_the_fallback_would(make_project: Make
     weights.write_text("1")
     make: dict[str, Any] = {"fallback": True, "weights": str(weights)}
     project = make_project(list(GOOD.items()), view=view(**make))
-    run(project)
-    parity = [g for g in newest(project).gates if g.gate == "parity"]
+    project.run()
+    parity = [g for g in project.snapshot().gates if g.gate == "parity"]
     assert parity == [Verdict("parity", True, 0.0, 0.05, "0 of 20 sampled rows come out differently from the fallback")]
     weights.write_text("1.5")  # the file changed, and the model's fingerprint does not tell: old rows stay, new ones are others
     project = make_project([*GOOD.items(), (N, 41.0)], view=view(**make))
     with pytest.raises(GateError, match=r"parity: 20 of 20 sampled rows come out differently.*--accept parity"):
-        run(project)
+        project.run()
     assert live(project)[0] == 1
 
 
@@ -354,9 +332,9 @@ def test_parity_finds_a_model_that_answers_by_the_batch(make_project: MakeProjec
     project = make_project(list(GOOD.items()), view=view(fallback=True, batched=True))
     said = r"parity: 20 of 20 sampled rows come out differently from the fallback; the first, '\d+': double is off by [\d.e+]+ of its size, more than 1e-06"
     with pytest.raises(GateError, match=said):
-        run(project)
+        project.run()
     assert (
-        run(make_project(list(GOOD.items()), view=view({"parity": None}, fallback=True, batched=True)), full=True).status
+        make_project(list(GOOD.items()), view=view({"parity": None}, fallback=True, batched=True)).run(full=True).status
         == "published"
     )
 
@@ -381,10 +359,10 @@ def test_a_model_of_ones_own_has_no_precision_whatever_it_calls_its_attributes(
     monkeypatch.setattr(Vectors, "variant", variant, raising=False)
     project = make_project(list(GOOD.items()), view=view(fallback=True))
     if status == "published":
-        assert run(project).status == status
+        assert project.run().status == status
     else:
         with pytest.raises(GateError, match=r"parity: 1[0-9] of 20"):
-            run(project)
+            project.run()
 
 
 @pytest.mark.parametrize(("rows", "passes"), [(1, True), (2, False)])
@@ -398,15 +376,15 @@ def test_parity_allows_one_row_of_twenty_and_no_more(
 
     monkeypatch.setattr("jobs.pipeline.gates.compute", again)
     project = make_project(list(GOOD.items()), view=view(fallback=True))
-    assert call(project, "run", "numbers") == (0 if passes else 3)
-    assert [(g.gate, g.measured) for g in newest(project).gates if g.gate == "parity"] == [("parity", rows / 20)]
+    assert project.cli("run", "numbers") == (0 if passes else 3)
+    assert [(g.gate, g.measured) for g in project.snapshot().gates if g.gate == "parity"] == [("parity", rows / 20)]
 
 
 @pytest.mark.parametrize(("limit", "passed"), [(1 / N, True), (0.9 / N, False)])
 def test_the_share_that_is_not_finite_is_judged_at_its_limit(make_project: MakeProject, limit: float, passed: bool) -> None:
     project = make_project(list(GOOD.items()), view=view({"finite": limit}))
-    run(project)
-    store = project.offline.view("numbers")
+    project.run()
+    store = project.store
     snapshot = store.snapshot(1)
     assert snapshot.figures is not None
     figures = replace(snapshot.figures, not_finite=1)
@@ -428,16 +406,16 @@ def test_parity_leaves_out_rows_whose_input_changed_since(make_project: MakeProj
         return compact(*arguments)
 
     monkeypatch.setattr(materialize, "_snapshot", changed)
-    assert run(project).status == "published"
-    (parity,) = [g for g in newest(project).gates if g.gate == "parity"]
+    assert project.run().status == "published"
+    (parity,) = [g for g in project.snapshot().gates if g.gate == "parity"]
     assert parity.message == "0 of 5 sampled rows come out differently from the fallback"
 
 
 def test_parity_of_composite_and_text_keys(make_project: MakeProject) -> None:
     table = pa.table({"a": ["x/y", "50%", "p"], "id": [1, 2, 3], "x": [1.0, 2.0, 3.0]})
     project = make_project(table, view=view(fallback=True) | {"entity": ["a", "id"]})
-    run(project)
-    assert [g.message[:6] for g in newest(project).gates if g.gate == "parity"] == ["0 of 3"]
+    project.run()
+    assert [g.message[:6] for g in project.snapshot().gates if g.gate == "parity"] == ["0 of 3"]
 
 
 # ---- what is not judged
@@ -445,52 +423,52 @@ def test_parity_of_composite_and_text_keys(make_project: MakeProject) -> None:
 
 def test_without_a_live_snapshot_there_is_nothing_to_compare_with(make_project: MakeProject) -> None:
     project = make_project(list(GOOD.items()), view=view())
-    run(project)
-    assert [g.gate for g in newest(project).gates] == ["rejected", "coverage", "finite", "zero", "duplicates"]
+    project.run()
+    assert [g.gate for g in project.snapshot().gates] == ["rejected", "coverage", "finite", "zero", "duplicates"]
 
 
 def test_another_model_is_not_judged_by_drift(make_project: MakeProject) -> None:
-    run(make_project(list(GOOD.items()), view=view()))
+    make_project(list(GOOD.items()), view=view()).run()
     project = make_project([(i, -2.0) for i in GOOD], view=view(version=2))
-    assert run(project).status == "published"
-    assert "drift" not in newest(project).quality
+    assert project.run().status == "published"
+    assert "drift" not in project.snapshot().quality
 
 
 def test_fewer_than_twenty_rows_make_no_statistics(make_project: MakeProject) -> None:
-    run(make_project([(i, 5.0 + i) for i in range(19)], view=view()))
+    make_project([(i, 5.0 + i) for i in range(19)], view=view()).run()
     project = make_project([(0, 0.0), *((i, -2.0) for i in range(1, 5))], view=view())
-    assert run(project).status == "published"
-    snapshot = newest(project)
+    assert project.run().status == "published"
+    snapshot = project.snapshot()
     assert [g.gate for g in snapshot.gates] == ["rejected", "coverage", "finite"]
     assert snapshot.quality["zero"] == 0.2
     assert snapshot.quality["drift"] < 0.8
 
 
 def test_half_of_a_view_that_had_enough_rows_is_told_though_less_than_twenty_are_left(make_project: MakeProject) -> None:
-    run(make_project(list(GOOD.items()), view=view()))
+    make_project(list(GOOD.items()), view=view()).run()
     with pytest.raises(GateError, match=r"10 rows, -75\.0% against the 40 of snapshot 1"):
-        run(make_project([(i, GOOD[i]) for i in range(10)], view=view()))
+        make_project([(i, GOOD[i]) for i in range(10)], view=view()).run()
 
 
 def test_what_is_live_and_damaged_holds_nobody_up(make_project: MakeProject) -> None:
     project = make_project(list(GOOD.items()), view=view())
-    run(project)
+    project.run()
     for path in (project.root / "numbers" / "data").rglob("part-*.parquet"):
         path.write_bytes(path.read_bytes()[:-1])
     project = make_project([(i, -2.0) for i in range(10)], view=view({"duplicates": None}))
-    assert run(project, full=True).status == "published"
+    assert project.run(full=True).status == "published"
 
 
 def test_a_live_part_with_a_flipped_byte_holds_nobody_up(make_project: MakeProject) -> None:
     project = make_project(list(GOOD.items()), view=view())
-    run(project)
+    project.run()
     for path in (project.root / "numbers" / "data").rglob("part-*.parquet"):
         data = bytearray(path.read_bytes())
         for at in range(40, len(data) // 2, 7):
             data[at] ^= 0xFF
         path.write_bytes(bytes(data))
     project = make_project([(i, x + 0.001) for i, x in GOOD.items()], view=view())
-    assert run(project, full=True).status == "published"
+    assert project.run(full=True).status == "published"
 
 
 # ---- other kinds of features
@@ -531,10 +509,10 @@ KINDS = {
 
 
 def test_scalars_lists_texts_and_nulls_are_judged_without_vectors(make_project: MakeProject) -> None:
-    run(make_project(list(GOOD.items()), view=KINDS))
+    make_project(list(GOOD.items()), view=KINDS).run()
     project = make_project([(i, x + 1) for i, x in GOOD.items()], view=KINDS)
-    assert run(project).status == "published"
-    snapshot = newest(project)
+    assert project.run().status == "published"
+    snapshot = project.snapshot()
     assert [g.gate for g in snapshot.gates] == ["rows", "rejected", "coverage", "finite", "parity"]
     assert all(g.passed for g in snapshot.gates)
 
@@ -552,14 +530,14 @@ def test_each_vector_is_judged_and_named(make_project: MakeProject, capsys: Capt
     project = make_project(
         list(GOOD.items()), view=view({"duplicates": None}) | {"model": {"use": f"{HERE}:Two"}, "features": features}
     )
-    assert call(project, "run", "numbers") == 3
+    assert project.cli("run", "numbers") == 3
     error = capsys.readouterr().err
     assert "zero: 40 of 40 first are all zeros" in error
     assert error.count("--accept zero") == 1
-    snapshot = newest(project)
+    snapshot = project.snapshot()
     assert [g.passed for g in snapshot.gates if g.gate == "zero"] == [False, True]
     assert snapshot.quality["zero"] == 1.0  # the worst figure, not the last one
-    assert call(project, "run", "numbers", "--accept", "zero") == 0
+    assert project.cli("run", "numbers", "--accept", "zero") == 0
 
 
 class AllZero(Two):
@@ -575,15 +553,15 @@ def test_a_gate_that_two_vectors_fail_is_named_once_to_be_accepted(make_project:
     project = make_project(
         list(GOOD.items()), view=view({"duplicates": None}) | {"model": {"use": f"{HERE}:AllZero"}, "features": features}
     )
-    assert call(project, "run", "numbers") == 3
+    assert project.cli("run", "numbers") == 3
     assert capsys.readouterr().err.count("--accept zero") == 1
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_numbers_that_are_not_finite_are_found_however_they_came_to_disk(make_project: MakeProject, bad: float) -> None:
     project = make_project(list(GOOD.items()), view=view())
-    run(project)
-    store = project.offline.view("numbers")
+    project.run()
+    store = project.store
     snapshot = store.snapshot(1)
     table = pa.Table.from_batches(list(store.batches(snapshot)))
     double = np.asarray(table["double"]).copy()
@@ -600,20 +578,20 @@ def test_numbers_that_are_not_finite_are_found_however_they_came_to_disk(make_pr
 
 def test_zero_vectors_are_compared_without_a_division(make_project: MakeProject) -> None:
     off = {"zero": None, "duplicates": None}
-    run(make_project([(i, 0.0) for i in range(N)], view=view(off)))
+    make_project([(i, 0.0) for i in range(N)], view=view(off)).run()
     project = make_project([(i, 0.0) for i in range(N)], view=view(off))
-    assert run(project, full=True).status == "published"
-    assert newest(project).quality["drift"] == 1.0
+    assert project.run(full=True).status == "published"
+    assert project.snapshot().quality["drift"] == 1.0
     project = make_project(list(GOOD.items()), view=view(off))
     with pytest.raises(GateError, match="drift"):
-        run(project)
-    assert newest(project).quality["drift"] == pytest.approx(0.0, abs=1e-12)
+        project.run()
+    assert project.snapshot().quality["drift"] == pytest.approx(0.0, abs=1e-12)
 
 
 def test_manifests_and_reports_of_all_this_are_plain_json(make_project: MakeProject) -> None:
     project = make_project(list(GOOD.items()), view=view(fallback=True))
-    run(project)
-    snapshot = newest(project)
+    project.run()
+    snapshot = project.snapshot()
     for verdict in snapshot.gates:
         assert [type(value) for value in astuple(verdict)] == [str, bool, float, float, str]
     assert all(type(v) is float for v in snapshot.quality.values())
@@ -628,18 +606,18 @@ ALONE = {"rows": None, "duplicates": None, "norm": None, "drift": None, "moved":
 def test_zeros_that_begin_after_a_quarter_of_the_rows_are_refused(make_project: MakeProject) -> None:
     project = make_project([(i, x if i < 5_000 else 0.0) for i, x in MANY.items()], view=view())
     with pytest.raises(GateError, match="zero: 15,000 of 20,000 vector are all zeros"):
-        run(project)
+        project.run()
 
 
 def test_vectors_negated_and_made_longer_after_the_first_rows_are_refused_by_direction_length_and_share(
     make_project: MakeProject,
 ) -> None:
-    run(make_project(list(MANY.items()), view=view()))
+    make_project(list(MANY.items()), view=view()).run()
     damaged = [(i, x if i < 2048 else x + np.pi) for i, x in MANY.items()]
     project = make_project(damaged, view=view(length=50.0))
     with pytest.raises(GateError, match=r"norm: .*drift: .*moved: "):
-        run(project)
-    quality, damage = newest(project).quality, 1 - 2048 / 20_000
+        project.run()
+    quality, damage = project.snapshot().quality, 1 - 2048 / 20_000
     assert quality["norm"] == pytest.approx(damage * 49, rel=1e-6)  # of all rows
     assert (quality["moved"], quality["drift"]) == pytest.approx((damage, 1 - 2 * damage), abs=0.02)  # of rows drawn at random
     norms = [quality[f"vector.norm.{name}"] for name in ("p01", "p10", "p50", "p90", "p99")]
@@ -650,13 +628,13 @@ def test_vectors_negated_and_made_longer_after_the_first_rows_are_refused_by_dir
 
 def test_a_third_of_all_vectors_moved_a_little_is_refused_though_their_mean_is_not(make_project: MakeProject) -> None:
     """As when a third of all texts came empty: they turn by 45 degrees, the mean cosine stays above its limit."""
-    run(make_project(list(MANY.items()), view=view()))
+    make_project(list(MANY.items()), view=view()).run()
     blanked = [(i, x + np.arccos(0.7) * (i % 3 == 0)) for i, x in MANY.items()]
     project = make_project(blanked, view=view())
     with pytest.raises(GateError, match=r"moved: 3\d\.\d% of vector") as refused:
-        run(project)
+        project.run()
     assert "drift: " not in str(refused.value)
-    assert newest(project).quality["drift"] == pytest.approx(0.9, abs=0.01)
+    assert project.snapshot().quality["drift"] == pytest.approx(0.9, abs=0.01)
 
 
 def in_parts(monkeypatch: pytest.MonkeyPatch, rows: int = 1000) -> None:
@@ -670,23 +648,23 @@ def test_damage_in_one_part_is_seen(make_project: MakeProject, monkeypatch: pyte
     in_parts(monkeypatch)
     project = make_project(list((MANY | dict.fromkeys(damaged, 0.0)).items()), view=view({"duplicates": None}))
     with pytest.raises(GateError, match=r"zero: 300 of 20,000 vector"):
-        run(project)
-    assert len(newest(project).parts) == 20
+        project.run()
+    assert len(project.snapshot().parts) == 20
 
 
 @pytest.mark.parametrize("changed", [1, 300], ids=["delta", "compacted"])
 def test_damage_in_rows_that_were_taken_over_is_seen(make_project: MakeProject, changed: int) -> None:
     rows = first(1000) | dict.fromkeys(range(500, 515), 0.0)
-    run(make_project(list(rows.items()), view=view(ALONE | {"zero": None})), command="materialize")
+    make_project(list(rows.items()), view=view(ALONE | {"zero": None})).materialize()
     rows |= {i: rows[i] + 0.5 for i in range(changed)}
     project = make_project(list(rows.items()), view=view(ALONE))
     with pytest.raises(GateError, match=r"zero: 15 of 1,000 vector"):
-        run(project)
-    snapshot = newest(project)
+        project.run()
+    snapshot = project.snapshot()
     assert (snapshot.kind, snapshot.counts.unchanged) == ("delta" if changed == 1 else "full", 1000 - changed)
     mended = rows | {i: float(i) for i in range(500, 510)}
-    assert run(make_project(list(mended.items()), view=view(ALONE))).status == "published"
-    assert newest(project).quality["zero"] == 0.005  # what was replaced is off the count
+    assert make_project(list(mended.items()), view=view(ALONE)).run().status == "published"
+    assert project.snapshot().quality["zero"] == 0.005  # what was replaced is off the count
 
 
 def test_damage_in_chunks_that_an_interrupted_run_finished_is_seen(
@@ -699,13 +677,12 @@ def test_damage_in_chunks_that_an_interrupted_run_finished_is_seen(
     with monkeypatch.context() as patched:
         patched.setattr(materialize._Run, "finish", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            run(project)
+            project.run()
     mended = rows | {i: float(i + 1) for i in range(10)}
     project = make_project(list(mended.items()), view=view(gates))
     with pytest.raises(GateError, match=r"zero: 20 of 1,000 vector"):
-        run(project)
-    report = project.offline.view("numbers").runs.last()
-    assert report is not None
+        project.run()
+    report = project.report()
     assert report.resumed == 990
 
 
@@ -716,8 +693,8 @@ def test_figures_of_a_chain_are_those_of_its_rows(make_project: MakeProject, mon
     rows = {i: float(draw.normal()) for i in range(500)}
     for step in range(6):
         project = make_project(list(rows.items()), view=view(ALONE | {"zero": None}, length=float(step + 1)))
-        run(project, command="materialize")
-        store, snapshot = project.offline.view("numbers"), newest(project)
+        project.materialize()
+        store, snapshot = project.store, project.snapshot()
         assert snapshot.kind == ("delta" if step else "full")
         counted = count(store.batches(snapshot), snapshot.view)
         assert snapshot.figures is not None
@@ -736,10 +713,10 @@ def test_figures_of_a_chain_are_those_of_its_rows(make_project: MakeProject, mon
 def test_of_very_many_replaced_rows_a_sample_is_taken_off(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replaced, "DRAWN_ROWS", 100)
     rows = first(4000)
-    run(make_project(list(rows.items()), view=view(ALONE)), command="materialize")
+    make_project(list(rows.items()), view=view(ALONE)).materialize()
     project = make_project(list(turned(900, 0.1, rows).items()), view=view(ALONE, length=2.0))
-    run(project, command="materialize")
-    snapshot = newest(project)
+    project.materialize()
+    snapshot = project.snapshot()
     assert (snapshot.kind, snapshot.counts.written) == ("delta", 900)
     assert snapshot.figures is not None
     assert snapshot.figures.vectors["vector"].mean_norm == pytest.approx((3100 + 1800) / 4000, rel=1e-3)
@@ -752,15 +729,15 @@ def test_zeros_among_very_many_replaced_rows_are_counted_one_by_one(
     monkeypatch.setattr(replaced, "DRAWN_ROWS", 100)
     rows, zeros = first(4000), dict.fromkeys(range(0, 900, 100), 0.0)
     strict = view(ALONE | {"zero": 0.0})
-    run(make_project(list((rows | zeros).items()), view=strict), accept=["zero"])
+    make_project(list((rows | zeros).items()), view=strict).run(accept=["zero"])
     mended = turned(900, 0.1, rows) | dict.fromkeys(range(left), 0.0)
     project = make_project(list(mended.items()), view=strict)
     if left:
         with pytest.raises(GateError, match="zero: 1 of 4,000 vector are all zeros"):
-            run(project)
+            project.run()
     else:
-        assert run(project).status == "published"
-    assert newest(project).kind == "delta"
+        assert project.run().status == "published"
+    assert project.snapshot().kind == "delta"
 
 
 class Dearest(Vectors):
@@ -780,8 +757,8 @@ def test_a_part_names_its_rare_rows_though_pieces_came_in_another_order(
     rows = first(200) | dict.fromkeys(zeros, 0.0)
     model = {"model": {"use": f"{HERE}:Dearest"}}
     project = make_project(list(rows.items()), view=view(ALONE | {"zero": None}) | model)
-    run(project, command="materialize")
-    store, snapshot = project.offline.view("numbers"), newest(project)
+    project.materialize()
+    store, snapshot = project.store, project.snapshot()
     (path,) = store.part_paths(snapshot)
     ids = pq.read_table(path).column("id").to_pylist()
     told = rare_rows(pq.ParquetFile(path))
@@ -794,7 +771,7 @@ def test_a_delta_reads_of_the_live_snapshot_only_row_groups_of_rows_it_replaced(
 ) -> None:
     in_parts(monkeypatch)
     gates: dict[str, float | None] = {"duplicates": None, "parity": None}
-    run(make_project(list(MANY.items()), view=view(gates)))
+    make_project(list(MANY.items()), view=view(gates)).run()
     project = make_project(list((MANY | {i: MANY[i] + 2.0 for i in range(3100, 3200)}).items()), view=view(gates))
     monkeypatch.setattr(ViewStore, "sample", lambda self, snapshot, rows: pa.Table.from_batches([next(self.batches(snapshot))]))
     read: list[int] = []
@@ -806,8 +783,8 @@ def test_a_delta_reads_of_the_live_snapshot_only_row_groups_of_rows_it_replaced(
         return table
 
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", reading)
-    assert run(project).status == "published"
+    assert project.run().status == "published"
     assert read == [3000, 3100, 3100]  # the replaced ones, to be taken off and compared; their new rows: keys, then vectors
-    quality = newest(project).quality
+    quality = project.snapshot().quality
     assert quality["moved"] == pytest.approx(100 / 20_000)
     assert quality["drift"] == pytest.approx(1 - (1 - np.cos(2.0)) * 100 / 20_000)

@@ -14,21 +14,15 @@ from typing import Any
 import pytest
 
 from jobs.cli import main
-from jobs.config.project import Project
 from jobs.fallback import ViewFallback
-from jobs.ops.verify import verify
 from jobs.pipeline import materialize
-from jobs.pipeline.rollback import rollback
-from jobs.pipeline.run import run_view
-from jobs.process.progress import Silent
 from store.disk.lease import take
 from store.errors import ConflictError, FencedError, RejectedError
 from store.lookup import Lookup
 from store.offline.gc import Garbage, collect
 from store.offline.refs import PUBLISH_LEASE, run_lease
-from store.offline.runs import Report
-from store.online.online_url import open_online_store
 from tests.conftest import MakeProject
+from tests.scene import Scene
 
 ROOT = Path(__file__).parents[2]
 LATER = 10.0**6
@@ -36,40 +30,32 @@ LATER = 10.0**6
 Captured = pytest.CaptureFixture[str]
 
 
-def make(make_project: MakeProject, rows: list[tuple[Any, Any]], keep: int = 1, grace: str = "1d", **view: Any) -> Project:
+def make(make_project: MakeProject, rows: list[tuple[Any, Any]], keep: int = 1, grace: str = "1d", **view: Any) -> Scene:
     retention = {"retention": {"keep": keep, "grace": grace}}
     return make_project(rows, view={"gates": {"rows": None}} | view, project=retention)
 
 
-def run(project: Project, view: str = "numbers", **options: Any) -> Report:
-    return run_view(project, view, Silent(), **options)
-
-
-def published(make_project: MakeProject, factors: list[float], **options: Any) -> Project:
+def published(make_project: MakeProject, factors: list[float], **options: Any) -> Scene:
     """One snapshot for each factor; each of them full, since every row changes."""
     for factor in factors:
         project = make(make_project, [(i, i * factor) for i in (1, 2, 3)], **options)
-        run(project)
+        project.run()
     return project
 
 
-def gc(project: Project, view: str = "numbers", after_s: float = LATER, dry_run: bool = False) -> list[Garbage]:
+def gc(project: Scene, view: str = "numbers", after_s: float = LATER, dry_run: bool = False) -> list[Garbage]:
     retention = project.settings.retention
     now = time.time() + after_s
     return collect(project.offline.view(view), keep=retention.keep, grace_s=retention.grace, dry_run=dry_run, now_s=now)
 
 
-def numbers(project: Project, view: str = "numbers") -> list[int]:
-    return project.offline.view(view).numbers()
-
-
-def files(project: Project) -> set[Path]:
+def files(project: Scene) -> set[Path]:
     return {path for path in project.root.rglob("*") if path.is_file() and "refs" not in path.parts}
 
 
-def reads_well(project: Project, view: str = "numbers") -> None:
+def reads_well(project: Scene, view: str = "numbers") -> None:
     """Every snapshot there is can be read whole."""
-    store = project.offline.view("numbers")
+    store = project.store
     for number in store.offline.view(view).numbers():
         snapshot = store.offline.view(view).snapshot(number)
         store.check_parts(snapshot)
@@ -81,58 +67,57 @@ def reads_well(project: Project, view: str = "numbers") -> None:
 
 def test_live_previous_newest_pinned_and_young_stay(make_project: MakeProject) -> None:
     project = published(make_project, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
-    store = project.offline.view("numbers")
-    run(project, command="publish", number=3)  # live 3, previous 6
+    store = project.store
+    project.publish(number=3)  # live 3, previous 6
     store.pin(1, "a test")
     assert gc(project, after_s=0) == []  # all are young
     gone = gc(project)
-    assert numbers(project) == [1, 3, 6]
+    assert project.numbers() == [1, 3, 6]
     assert [item.path.name for item in gone[:3]] == [f"{n:020d}.json" for n in (2, 4, 5)]
     reads_well(project)
-    assert [check for check in verify(project, "numbers") if not check.ok] == []
+    assert project.faults() == []
     store.refs.unpin(1)
     gc(project)
-    assert numbers(project) == [3, 6]
+    assert project.numbers() == [3, 6]
     assert gc(project) == []
 
 
 def test_the_newest_are_kept_and_bad_ones_do_not_count(make_project: MakeProject) -> None:
     project = published(make_project, [1.0, 2.0, 3.0, 4.0, 5.0], keep=2)
-    rollback(project, "numbers", Silent())
-    rollback(project, "numbers", Silent())  # 5 and 4 are bad; live 3, previous 4
+    project.rollback()
+    project.rollback()  # 5 and 4 are bad; live 3, previous 4
     gc(project)
-    assert {2, 3, 4} <= set(numbers(project))
-    assert 1 not in numbers(project)
+    assert {2, 3, 4} <= set(project.numbers())
+    assert 1 not in project.numbers()
 
 
 def test_what_was_rolled_back_from_last_stays_to_be_recognised(make_project: MakeProject) -> None:
-    rollback(published(make_project, [1.0, 2.0], keep=1), "numbers", Silent())
+    published(make_project, [1.0, 2.0], keep=1).rollback()
     project = published(make_project, [3.0, 4.0, 5.0], keep=1)
     gc(project)
-    assert numbers(project) == [1, 2, 4, 5]  # and 1, by which they are told from what was good
+    assert project.numbers() == [1, 2, 4, 5]  # and 1, by which they are told from what was good
 
 
 def test_of_two_rollbacks_in_a_row_all_that_recognises_the_bad_rows_stays(make_project: MakeProject) -> None:
     project = published(make_project, [1.0, 2.0, 3.0], keep=3)
     for _ in range(2):
-        rollback(project, "numbers", Silent())
+        project.rollback()
     project = published(make_project, [4.0, 5.0, 6.0], keep=1)
     gc(project)
-    assert numbers(project) == [1, 2, 3, 5, 6]
-    rollback(project, "numbers", Silent())
+    assert project.numbers() == [1, 2, 3, 5, 6]
+    project.rollback()
     project = published(make_project, [7.0, 8.0], keep=1)
     gc(project)
-    assert numbers(project) == [5, 6, 7, 8]
+    assert project.numbers() == [5, 6, 7, 8]
 
 
 def test_a_number_is_never_given_twice(make_project: MakeProject) -> None:
     project = published(make_project, [1.0, 2.0, 3.0])
-    rollback(project, "numbers", Silent())
-    rollback(project, "numbers", Silent())  # 3 and 2 are bad; live 1, previous 2
+    project.rollback()
+    project.rollback()  # 3 and 2 are bad; live 1, previous 2
     gc(project)
     project = published(make_project, [4.0])
-    ref = project.offline.view("numbers").refs.live()
-    assert ref is not None
+    ref = project.live()
     assert ref.snapshot == 4
 
 
@@ -141,18 +126,18 @@ def test_ancestors_of_a_delta_stay(make_project: MakeProject) -> None:
     for step in range(4):
         rows[step] += 1000
         project = make(make_project, list(rows.items()))
-        run(project)
-    assert [project.offline.view("numbers").snapshot(n).parent for n in (1, 2, 3, 4)] == [None, 1, 2, 3]
+        project.run()
+    assert [project.store.snapshot(n).parent for n in (1, 2, 3, 4)] == [None, 1, 2, 3]
     assert gc(project) == []
-    assert numbers(project) == [1, 2, 3, 4]
+    assert project.numbers() == [1, 2, 3, 4]
     for i in rows:
         rows[i] += 1
     for _ in range(2):
         rows[0] += 1
         project = make(make_project, list(rows.items()))
-        run(project)
+        project.run()
     gc(project)
-    assert numbers(project) == [5, 6]
+    assert project.numbers() == [5, 6]
     reads_well(project)
 
 
@@ -171,12 +156,12 @@ def test_what_others_were_computed_from_stays_and_their_fallback_works(make_proj
         project = make_project(
             rows, views={"derived": derived}, project={"retention": {"keep": 1}}, view={"gates": {"rows": None}}
         )
-        run(project)
+        project.run()
         if factor == 1.0:
-            run(project, "derived")
+            project.run("derived")
     gc(project)
-    assert numbers(project) == [1, 3, 4]
-    online = open_online_store(project.online)
+    assert project.numbers() == [1, 3, 4]
+    online = project.open_online()
     lookup = Lookup(
         online, project.root, ViewFallback(project.offline, project.home), clock=lambda: time.time() + LATER
     )  # expired, so computed now
@@ -185,22 +170,22 @@ def test_what_others_were_computed_from_stays_and_their_fallback_works(make_proj
     assert isinstance(lookup.fallback, ViewFallback)
     lookup.fallback.close()
     lookup.close()
-    run(project, "derived")
+    project.run("derived")
     gc(project)
-    assert numbers(project) == [1, 3, 4]  # 1 still stands behind derived's previous one
-    run(published_again(make_project, derived, 5.0), "derived")
+    assert project.numbers() == [1, 3, 4]  # 1 still stands behind derived's previous one
+    published_again(make_project, derived, 5.0).run("derived")
     gc(project)
-    assert numbers(project) == [4, 5]
+    assert project.numbers() == [4, 5]
 
 
-def published_again(make_project: MakeProject, derived: dict[str, Any], factor: float) -> Project:
+def published_again(make_project: MakeProject, derived: dict[str, Any], factor: float) -> Scene:
     project = make_project(
         [(i, i * factor) for i in (1, 2, 3)],
         views={"derived": derived},
         project={"retention": {"keep": 1}},
         view={"gates": {"rows": None}},
     )
-    run(project)
+    project.run()
     return project
 
 
@@ -213,7 +198,7 @@ def test_while_another_views_manifest_cannot_be_read_what_it_may_need_stays(make
         "ttl": "1h",
     }
     project = published_again(make_project, derived, 1.0)
-    run(project, "derived")
+    project.run("derived")
     for factor in (2.0, 3.0, 4.0):
         project = published_again(make_project, derived, factor)
     path = project.root / "derived" / "manifests" / f"{1:020d}.json"
@@ -221,7 +206,7 @@ def test_while_another_views_manifest_cannot_be_read_what_it_may_need_stays(make
     path.write_bytes(whole[:50])
     gc(project)
     path.write_bytes(whole)  # restored from a backup
-    assert 1 in numbers(project)
+    assert 1 in project.numbers()
 
 
 def test_the_newest_of_every_partition_stays(make_project: MakeProject) -> None:
@@ -233,10 +218,10 @@ def test_the_newest_of_every_partition_stays(make_project: MakeProject) -> None:
     for factor in (1.0, 2.0):
         project = make(make_project, [(i, i * factor) for i in (1, 2, 3)], **view)
         for day in days:
-            assert main(["-c", str(project.folder), "materialize", "numbers", "--partition", day]) == 0
-    run(project, command="publish", number=6)
+            assert project.cli("materialize", "numbers", "--partition", day) == 0
+    project.publish(number=6)
     gc(project)
-    assert numbers(project) == [4, 5, 6]
+    assert project.numbers() == [4, 5, 6]
     reads_well(project)
 
 
@@ -246,10 +231,10 @@ def test_without_a_readable_pointer_no_snapshot_goes(make_project: MakeProject) 
     for damage in (b"{", b""):
         path.write_bytes(damage)
         gc(project)
-        assert numbers(project) == [1, 2, 3, 4]
+        assert project.numbers() == [1, 2, 3, 4]
     path.unlink()
     gc(project)
-    assert numbers(project) == [1, 2, 3, 4]
+    assert project.numbers() == [1, 2, 3, 4]
     reads_well(project)
 
 
@@ -258,9 +243,9 @@ def test_nothing_goes_while_a_manifest_cannot_be_read(make_project: MakeProject)
     for _ in range(3):
         rows[0] += 1000
         project = make(make_project, list(rows.items()))
-        run(project)
+        project.run()
     project = published(make_project, [1.0, 2.0], keep=1)
-    run(project, command="publish", number=3)  # a delta on 2 and 1
+    project.publish(number=3)  # a delta on 2 and 1
     path = project.root / "numbers" / "manifests" / f"{3:020d}.json"
     whole = path.read_bytes()
     path.write_bytes(whole[:-10])
@@ -268,7 +253,7 @@ def test_nothing_goes_while_a_manifest_cannot_be_read(make_project: MakeProject)
     gc(project)
     assert {p for p in before if "data" in p.parts} <= files(project)
     path.write_bytes(whole)  # restored: it must be readable as before, with all it builds on
-    store = project.offline.view("numbers")
+    store = project.store
     assert sum(batch.num_rows for batch in store.batches(store.snapshot(3))) == 100
 
 
@@ -301,15 +286,15 @@ def test_the_command_lists_removes_and_reports(make_project: MakeProject, capsys
     project = make(make_project, [(1, 4.0), (2, 8.0), (3, 12.0)], grace="0s")
     before = files(project)
     capsys.readouterr()
-    assert main(["-c", str(project.folder), "gc", "--dry-run", "--json"]) == 0
+    assert project.cli("gc", "--dry-run", "--json") == 0
     listed = json.loads(capsys.readouterr().out)
     assert (listed["removed"], files(project)) == (False, before)
-    assert main(["-c", str(project.folder), "gc", "--json"]) == 0
+    assert project.cli("gc", "--json") == 0
     gone = json.loads(capsys.readouterr().out)
     assert (gone["removed"], gone["files"], gone["size_bytes"]) == (True, listed["files"], listed["size_bytes"])
     assert {str(path) for path in before - files(project)} == {item["path"] for item in gone["files"]}
-    assert numbers(project) == [3, 4]
-    assert main(["-c", str(project.folder), "gc"]) == 0
+    assert project.numbers() == [3, 4]
+    assert project.cli("gc") == 0
     assert capsys.readouterr().out == "removed 0 files, 0.0 MB\n"
 
 
@@ -321,19 +306,19 @@ def test_pin_keeps_and_its_removal_lets_go(make_project: MakeProject, capsys: Ca
     assert main(command) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "numbers: pinned: 1, 4"
     gc(project)
-    assert numbers(project) == [1, 3, 4]
+    assert project.numbers() == [1, 3, 4]
     assert main([*command, "--snapshot", "1", "--remove"]) == 0
     gc(project)
-    assert numbers(project) == [3, 4]
+    assert project.numbers() == [3, 4]
 
 
-def killed(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> Project:
+def killed(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> Scene:
     """A run that ended after some chunks, without a snapshot."""
     monkeypatch.setattr(materialize, "WINDOW_ROWS", 1)
     monkeypatch.setattr(materialize, "PART_BYTES", 1)
     project = make(make_project, [(1, 1.0), (2, 2.0), (3, None)], max_rejected=0.0)
     with pytest.raises(RejectedError):
-        run(project)
+        project.run()
     return project
 
 
@@ -347,16 +332,16 @@ def test_what_a_killed_run_left_goes_after_the_grace_and_not_before(
     assert gc(project, after_s=3600) == []
     assert {item.path for item in gc(project)} == left
     assert not folder.exists()
-    assert run(make(make_project, [(1, 1.0), (2, 2.0)])).resumed == 0
+    assert make(make_project, [(1, 1.0), (2, 2.0)]).run().resumed == 0
 
 
 def test_chunks_that_were_taken_over_belong_to_the_snapshot(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
     killed(make_project, monkeypatch)
     project = make(make_project, [(1, 1.0), (2, 2.0), (3, 3.0)], max_rejected=0.0)
-    assert run(project).resumed == 2
+    assert project.run().resumed == 2
     gc(project)
     reads_well(project)
-    assert [check for check in verify(project, "numbers") if not check.ok] == []
+    assert project.faults() == []
 
 
 def test_temporary_files_of_killed_processes_go(make_project: MakeProject) -> None:
@@ -373,15 +358,15 @@ def test_temporary_files_of_killed_processes_go(make_project: MakeProject) -> No
 
 def test_a_copy_that_was_accepted_keeps_the_files_it_shares(make_project: MakeProject) -> None:
     project = make(make_project, [(i, 1.0 + i) for i in range(40)])
-    run(project)
+    project.run()
     rows = [(i, 1.0 + i) for i in range(10)]
     project = make(make_project, rows, gates={"rows": 0.2})
-    run(project, command="materialize")
-    run(project, command="publish", number=2, accept=["rows"])
+    project.materialize()
+    project.publish(number=2, accept=["rows"])
     gc(project)
-    assert numbers(project) == [1, 3]
+    assert project.numbers() == [1, 3]
     reads_well(project)
-    assert [check for check in verify(project, "numbers") if not check.ok] == []
+    assert project.faults() == []
 
 
 # ---- while others work
@@ -392,12 +377,12 @@ def other_process(make_project: MakeProject) -> Iterator[Any]:
     """Starts a process that holds a lease of the view until the test ends."""
     processes: list[subprocess.Popen[str]] = []
 
-    def start(project: Project, lease: str) -> None:
+    def start(project: Scene, lease: str) -> None:
         script = (
             "import sys; from pathlib import Path; from store.disk.lease import take\n"
             "with take(Path(sys.argv[1]), sys.argv[2], 'a test'):\n  print('held', flush=True); sys.stdin.read()"
         )
-        folder = project.offline.view("numbers").leases
+        folder = project.store.leases
         process = subprocess.Popen(
             [sys.executable, "-c", script, str(folder), lease], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -424,7 +409,7 @@ def test_what_a_killed_run_left_stays_while_another_process_may_take_it_over(
 
 def test_the_lease_of_a_process_that_died_does_not_count(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
     project = killed(make_project, monkeypatch)
-    folder = project.offline.view("numbers").leases
+    folder = project.store.leases
     script = "import os, sys; from pathlib import Path; from store.disk.lease import take; take(Path(sys.argv[1]), 'run', 'a test'); os._exit(9)"
     assert subprocess.run([sys.executable, "-c", script, str(folder)], cwd=ROOT).returncode == 9
     assert len(gc(project)) > 2
@@ -432,11 +417,11 @@ def test_the_lease_of_a_process_that_died_does_not_count(make_project: MakeProje
 
 def test_one_at_a_time(make_project: MakeProject, capsys: Captured) -> None:
     project = published(make_project, [1.0, 2.0, 3.0, 4.0], grace="0s")
-    with take(project.offline.view("numbers").leases, PUBLISH_LEASE, "somebody"):
-        assert main(["-c", str(project.folder), "gc"]) == 1
+    with take(project.store.leases, PUBLISH_LEASE, "somebody"):
+        assert project.cli("gc") == 1
         assert "is being published" in capsys.readouterr().err
         with pytest.raises(ConflictError):
-            run(project, command="publish")
+            project.publish()
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -446,7 +431,7 @@ def test_who_lost_a_lease_removes_nothing_more(
 ) -> None:
     """Whoever took it may publish, or take over, what was garbage a moment ago; ``late``: once the manifests are gone, before their files."""
     project = published(make_project, [2.0, 3.0, 4.0, 5.0], grace="0s", keep=4)
-    store = project.offline.view("numbers")
+    store = project.store
     folder = store.leases
     parts = [path for path in files(project) if "data" in path.parts]
 
@@ -460,7 +445,7 @@ def test_who_lost_a_lease_removes_nothing_more(
             taken()
         with pytest.raises(FencedError, match="to somebody else"):
             collect(store, keep=1, grace_s=0, leases=[publishing, running], now_s=time.time() + LATER)
-    assert numbers(project) == ([3, 4] if late else [1, 2, 3, 4])
+    assert project.numbers() == ([3, 4] if late else [1, 2, 3, 4])
     assert [path for path in parts if not path.exists()] == []
 
 
@@ -476,16 +461,16 @@ def test_a_view_at_work_holds_up_no_other(make_project: MakeProject, capsys: Cap
         rows = [(i, i * factor) for i in (1, 2, 3)]
         retention = {"retention": {"keep": 1, "grace": "1d"}}
         project = make_project(rows, project=retention, views={"other": other}, view={"gates": {"norm": None}})
-        run(project, "other")
-        run(project)
+        project.run("other")
+        project.run()
     project = make_project(project={"retention": {"keep": 1, "grace": "0s"}}, views={"other": other})
-    with take(project.offline.view("numbers").leases, PUBLISH_LEASE, "somebody"):
-        main(["-c", str(project.folder), "gc"])
-    assert numbers(project, "numbers") == [1, 2, 3, 4]
-    assert numbers(project, "other") == [3, 4]
+    with take(project.store.leases, PUBLISH_LEASE, "somebody"):
+        project.cli("gc")
+    assert project.numbers("numbers") == [1, 2, 3, 4]
+    assert project.numbers("other") == [3, 4]
     with take(project.offline.view("other").leases, PUBLISH_LEASE, "somebody"):
-        main(["-c", str(project.folder), "gc"])
-    assert numbers(project, "numbers") == [3, 4]
+        project.cli("gc")
+    assert project.numbers("numbers") == [3, 4]
 
 
 def test_what_cannot_be_removed_does_not_undo_a_publishing(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -500,17 +485,16 @@ def test_what_cannot_be_removed_does_not_undo_a_publishing(make_project: MakePro
     project = make(make_project, [(1, 1.0)], grace="0s")
     for x in (2.0, 3.0, 4.0):
         project = make(make_project, [(1, x)], grace="0s")
-        report = run(project)
+        report = project.run()
         assert report.status == "published"
-    assert numbers(project) == [1, 2, 3]
+    assert project.numbers() == [1, 2, 3]
 
 
 def test_a_run_collects_after_it_published(make_project: MakeProject) -> None:
     project = published(make_project, [1.0, 2.0, 3.0, 4.0], grace="0s")
-    assert numbers(project) == [3, 4]
+    assert project.numbers() == [3, 4]
     reads_well(project)
-    report = project.offline.view("numbers").runs.last()
-    assert report is not None
+    report = project.report()
     assert "gc" in report.stages_s
 
 
@@ -528,7 +512,7 @@ def test_a_thousand_reports_are_kept(make_project: MakeProject) -> None:
 # ---- damage
 
 
-def damaged(project: Project, number: int, *, known: bool, view: str = "numbers") -> bytes:
+def damaged(project: Scene, number: int, *, known: bool, view: str = "numbers") -> bytes:
     """Flip a bit of a manifest; ``known``: as by itself, its time stays, so that the catalog tells what it said. Returns what it was."""
     path = project.root / view / "manifests" / f"{number:020d}.json"
     whole, stat = path.read_bytes(), path.stat()
@@ -541,7 +525,7 @@ def damaged(project: Project, number: int, *, known: bool, view: str = "numbers"
 @pytest.mark.parametrize("known", [True, False])
 def test_a_damaged_manifest_holds_up_only_what_it_may_need(make_project: MakeProject, known: bool) -> None:
     project = published(make_project, [1.0, 2.0, 3.0])
-    store = project.offline.view("numbers")
+    store = project.store
     before = {path for path in files(project) if "data" in path.parts}
     whole = damaged(project, 2, known=known)
     time.sleep(0.05)
@@ -550,17 +534,17 @@ def test_a_damaged_manifest_holds_up_only_what_it_may_need(make_project: MakePro
     gone = {item.path for item in gc(project)}
     path = project.root / "numbers" / "manifests" / f"{2:020d}.json"
     if known:  # what it named is known, and that nothing needs it
-        assert numbers(project) == [5, 6]
+        assert project.numbers() == [5, 6]
         assert before < gone
         return
-    assert numbers(project) == [1, 2, 5, 6]  # 1 may be what it builds on; 3 came after it, and 4
+    assert project.numbers() == [1, 2, 5, 6]  # 1 may be what it builds on; 3 came after it, and 4
     assert before.isdisjoint(gone)
     assert gone & later, "what came after it is collected as ever"
     path.write_bytes(whole)  # restored: all it needs is there
     reads_well(project)
     os.utime(path, (0, 0))
     gc(project)
-    assert numbers(project) == [5, 6]
+    assert project.numbers() == [5, 6]
     assert before.isdisjoint(files(project))
     assert store.damage() == {}
 
@@ -569,12 +553,11 @@ def test_damage_is_told_by_gc_and_status_and_ended_by_forgetting(make_project: M
     project = published(make_project, [1.0, 2.0, 3.0, 4.0], grace="0s", keep=4)
     damaged(project, 2, known=True)
     project = published(make_project, [5.0], grace="0s")
-    report = project.offline.view("numbers").runs.last()
-    assert report is not None
+    report = project.report()
     assert (report.status, report.attention) == ("published", [])  # it went, as nothing needs it
-    assert numbers(project) == [4, 5]
+    assert project.numbers() == [4, 5]
     damaged(project, 4, known=False)
-    report = run(make(make_project, [(1, 9.0), (2, 9.0), (3, 9.0)], grace="0s"))
+    report = make(make_project, [(1, 9.0), (2, 9.0), (3, 9.0)], grace="0s").run()
     assert report.status == "published"
     (said,) = report.attention
     remedy = "Restore the file, or give the snapshot up: precompute gc --forget numbers 4"
@@ -589,7 +572,7 @@ def test_damage_is_told_by_gc_and_status_and_ended_by_forgetting(make_project: M
     assert main([*command, "status"]) == 1
     assert said in capsys.readouterr().out
     assert main([*command, "gc", "--forget", "numbers", "4"]) == 0
-    assert numbers(project) == [5, 6]
+    assert project.numbers() == [5, 6]
     assert main([*command, "gc"]) == 0
     assert main([*command, "status"]) == 0
     reads_well(project)
@@ -601,22 +584,22 @@ def test_what_the_live_snapshot_or_the_one_before_builds_on_is_not_forgotten(mak
     for step in range(3):
         rows[step] += 1000
         project = make(make_project, list(rows.items()))
-        run(project)
+        project.run()
     command = ["-c", str(project.folder), "gc", "--forget", "numbers", "1"]
     whole = damaged(project, 1, known=False)
     before = {path for path in files(project) if "data" in path.parts}
     assert main(command) == 1
     assert "live snapshot 3 of view 'numbers' builds on snapshot 1: `precompute run numbers --full`" in capsys.readouterr().err
-    run(project, full=True)
+    project.run(full=True)
     assert main(command) == 1
     assert "snapshot 3 of view 'numbers', which `rollback` goes back to, builds on snapshot 1" in capsys.readouterr().err
     assert before <= files(project)
     (project.root / "numbers" / "manifests" / f"{1:020d}.json").write_bytes(whole)  # restored: nothing is lost
     reads_well(project)
     damaged(project, 1, known=False)
-    run(project, full=True)
+    project.run(full=True)
     assert main(command) == 0
-    assert 1 not in numbers(project)
+    assert 1 not in project.numbers()
 
 
 def test_what_may_not_be_forgotten(make_project: MakeProject, capsys: Captured) -> None:
@@ -634,8 +617,8 @@ def test_what_may_not_be_forgotten(make_project: MakeProject, capsys: Captured) 
     damaged(project, 2, known=False)
     assert main([*command, "numbers", "2"]) == 1
     assert "snapshot 2 of view 'numbers' is live" in capsys.readouterr().err
-    assert numbers(project) == [1, 2]
-    rollback(project, "numbers", Silent())
+    assert project.numbers() == [1, 2]
+    project.rollback()
     assert main([*command, "numbers", "2"]) == 0
-    assert numbers(project) == [1]
-    assert run(make(make_project, [(1, 7.0)])).snapshot == 3  # its number is not given again
+    assert project.numbers() == [1]
+    assert make(make_project, [(1, 7.0)]).run().snapshot == 3  # its number is not given again

@@ -15,7 +15,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.config.project import Project
 from jobs.pipeline import materialize
 from jobs.pipeline.run import run_view
 from jobs.process.progress import Silent
@@ -32,6 +31,7 @@ from store.offline.standing import Standing
 from store.record import plain
 from tests.arithmetic import REFUSED_AT, Doubler
 from tests.conftest import MakeProject
+from tests.scene import Scene
 
 NAN = float("nan")
 COMPOSITE = {"entity": ["a", "b"]}
@@ -47,36 +47,26 @@ class ShortVectors:
         return {"double": np.zeros(batch.num_rows), "vector": np.zeros((batch.num_rows, 3))}
 
 
-def made(project: Project, view: str = "numbers") -> Snapshot:
-    report = run_view(project, view, Silent(), command="materialize")
+def made(project: Scene, view: str = "numbers") -> Snapshot:
+    report = project.materialize(view)
     assert (report.status, report.error) == ("committed", None)
     assert report.snapshot is not None
     return project.offline.view(view).snapshot(report.snapshot)
 
 
-def rows_of(project: Project, snapshot: Snapshot) -> list[dict[str, Any]]:
-    return [row for batch in project.offline.view(snapshot.view.name).batches(snapshot) for row in batch.to_pylist()]
-
-
-def rejected_of(project: Project, run: str) -> list[dict[str, Any]]:
+def rejected_of(project: Scene, run: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = pq.read_table(project.root / "numbers" / "data" / run / "rejected.parquet").to_pylist()
     return found
 
 
-def last_report(project: Project) -> Report:
-    report = project.offline.view("numbers").runs.last()
-    assert report is not None
-    return report
-
-
-def refused(project: Project, error: type[PrecomputeError]) -> Report:
+def refused(project: Scene, error: type[PrecomputeError]) -> Report:
     """The report of a run that must fail; nothing is committed."""
-    store = project.offline.view("numbers")
+    store = project.store
     before = store.numbers()
     with pytest.raises(error) as caught:
-        run_view(project, "numbers", Silent())
+        project.run()
     assert store.numbers() == before
-    report = last_report(project)
+    report = project.report()
     assert report.error == str(caught.value)
     assert report.finished_at > report.started_at
     return report
@@ -147,7 +137,7 @@ def test_a_snapshot_on_disk_is_what_the_design_says(make_project: MakeProject) -
 def test_nothing_is_published_by_materialize_alone(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)])
     made(project)
-    assert project.offline.view("numbers").refs.live() is None
+    assert project.store.refs.live() is None
     assert not (project.folder / "var" / "online").exists()
 
 
@@ -156,8 +146,8 @@ def test_snapshots_are_numbered_and_old_ones_stay_as_they_were(make_project: Mak
     project = make_project([(1, 5.0), (2, 6.0)])
     second = made(project)
     assert (first.number, second.number) == (1, 2)
-    assert [r["double"] for r in rows_of(project, first)] == [2.0]
-    assert [r["double"] for r in rows_of(project, second)] == [10.0, 12.0]
+    assert [r["double"] for r in project.rows(first.number)] == [2.0]
+    assert [r["double"] for r in project.rows(second.number)] == [10.0, 12.0]
     for snapshot in (first, second):
         project.offline.view(snapshot.view.name).check_parts(snapshot)
 
@@ -173,7 +163,7 @@ def test_many_windows_and_parts_hold_every_row_once_and_in_order(
     assert len(snapshot.parts) > 3
     assert sum(p.rows for p in snapshot.parts) == snapshot.counts.written == 98
     kept = [(i, x) for i, x in xs if x not in (50, 60)]
-    rows = rows_of(project, snapshot)
+    rows = project.rows(snapshot.number)
     assert [(r["id"], r["double"]) for r in rows] == [(i, 2 * x) for i, x in kept]
     micros = [int(r["computed_at"].timestamp() * 1e6) for r in rows]
     assert abs(min(micros) - (snapshot.computed_at_min or 0)) <= 1
@@ -202,7 +192,7 @@ def test_composite_keys_keep_their_columns(make_project: MakeProject) -> None:
     table = pa.table({"x": [1.0, 2.0, 3.0], "b": ["a/b", "é", None], "a": [1, 1, 1]})
     project = make_project(table, view=COMPOSITE)
     snapshot = made(project)
-    assert [(r["a"], r["b"], r["double"]) for r in rows_of(project, snapshot)] == [(1, "a/b", 2.0), (1, "é", 4.0)]
+    assert [(r["a"], r["b"], r["double"]) for r in project.rows(snapshot.number)] == [(1, "a/b", 2.0), (1, "é", 4.0)]
     assert [(r["key"], r["error"]) for r in rejected_of(project, snapshot.run)] == [(None, "null key")]
 
 
@@ -226,8 +216,8 @@ def test_every_row_is_written_or_rejected(make_project: MakeProject, rows: Any, 
     project = make_project(table, view={"model": {"use": "tests.arithmetic:Doubler", "args": args}})
     snapshot = made(project)
     assert snapshot.counts == counts
-    assert last_report(project).counts == plain(counts)
-    assert len(rows_of(project, snapshot)) == counts.written
+    assert project.report().counts == plain(counts)
+    assert len(project.rows(snapshot.number)) == counts.written
     if counts.rejected:
         assert snapshot.rejected is not None
         assert snapshot.rejected.rows == len(rejected_of(project, snapshot.run)) == counts.rejected
@@ -254,7 +244,7 @@ def test_rejected_rows_are_kept_with_key_stage_error_and_hash(make_project: Make
         ("raises", "model", f"ValueError: cannot take 7{REFUSED_AT}"),
         ("nan", "output", "double is not finite"),
     ]
-    hashes = {r["id"]: r["input_hash"] for r in rows_of(project, snapshot)}
+    hashes = {r["id"]: r["input_hash"] for r in project.rows(snapshot.number)}
     assert set(hashes) == {"ok", "k" * 511, "fine"}
     assert {r["input_hash"] for r in rejected[:5]} == {hashes["ok"]}
     assert {r["attempts"] for r in rejected} == {1}
@@ -272,7 +262,7 @@ def test_texts_that_cannot_be_embedded_are_rejected_one_by_one(make_project: Mak
         },
     )
     snapshot = made(project)
-    assert [r["id"] for r in rows_of(project, snapshot)] == [0, 3, 5]
+    assert [r["id"] for r in project.rows(snapshot.number)] == [0, 3, 5]
     assert [(r["key"], r["stage"], r["error"]) for r in rejected_of(project, snapshot.run)] == [
         ("1", "input", "text is null"),
         ("2", "input", "text is empty"),
@@ -313,7 +303,7 @@ def test_too_many_rejected_rows_publish_nothing_and_say_where_they_are(make_proj
     for part in ("3 rows rejected", "2 allowed", "3× ValueError: cannot take 7", str(path), "max_rejected"):
         assert part in (report.error or "")
     assert [r["key"] for r in pq.read_table(path).to_pylist()] == ["1", "2", "3"]
-    assert project.offline.view("numbers").refs.live() is None
+    assert project.store.refs.live() is None
 
 
 @pytest.mark.parametrize("args", [{"fail_on": 7}, {"nan_on": 7}])
@@ -383,11 +373,11 @@ def test_a_view_reads_the_live_snapshot_of_another_and_says_which(make_project: 
         "ttl": "1h",
     }
     project = make_project([(1, 1.0), (2, 2.0)], views={"sums": sums})
-    run_view(project, "numbers", Silent())
+    project.run()
     made(make_project([(1, 100.0)]))  # newer, but not live
     snapshot = made(project, "sums")
     assert snapshot.inputs == {"numbers": 1}
-    assert [(r["id"], r["double"]) for r in rows_of(project, snapshot)] == [(1, 4.0), (2, 8.0)]
+    assert [(r["id"], r["double"]) for r in project.rows(snapshot.number)] == [(1, 4.0), (2, 8.0)]
 
 
 @pytest.mark.parametrize("args", [{"version": 2}, {"dim": 4, "nan_on": 99}])
@@ -429,20 +419,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return Calls(monkeypatch)
 
 
-def built(project: Project, status: str = "committed", **how: Any) -> Snapshot:
-    report = run_view(project, "numbers", Silent(), command="materialize", **how)
+def built(project: Scene, status: str = "committed", **how: Any) -> Snapshot:
+    report = project.materialize(**how)
     assert (report.status, report.error) == (status, None)
     assert report.snapshot is not None
-    store = project.offline.view("numbers")
+    store = project.store
     snapshot = store.snapshot(report.snapshot)
     store.check_parts(snapshot)
     return snapshot
-
-
-def values(project: Project, snapshot: Snapshot) -> dict[int, float]:
-    found = [(row["id"], row["double"]) for row in rows_of(project, snapshot)]
-    assert len(dict(found)) == len(found) == snapshot.rows
-    return dict(found)
 
 
 def test_a_run_over_unchanged_rows_computes_and_commits_nothing(make_project: MakeProject, calls: Calls) -> None:
@@ -455,11 +439,11 @@ def test_a_run_over_unchanged_rows_computes_and_commits_nothing(make_project: Ma
     for rows in ([*MANY, (99, None)], [(99, None), *MANY[::-1]], [*MANY, *MANY, (99, None)]):
         assert built(make_project(rows), "current") == first
         assert calls.take() == 0
-        report = last_report(project)
+        report = project.report()
         assert report.counts == {"source": 41, "written": 0, "rejected": 1, "unchanged": 40, "removed": 0, "duplicates": 0}
         assert (report.plan or "").startswith("nothing to do: 0 of 41 rows to compute (")
     assert {path: path.read_bytes() for folder in folders for path in folder.rglob("*") if path.is_file()} == before
-    assert project.offline.view("numbers").numbers() == [1]
+    assert project.numbers() == [1]
 
 
 def test_changed_rows_make_a_delta_and_the_others_cost_no_inference(make_project: MakeProject, calls: Calls) -> None:
@@ -472,8 +456,8 @@ def test_changed_rows_make_a_delta_and_the_others_cost_no_inference(make_project
     assert (second.number, second.kind, second.parent) == (2, "delta", 1)
     assert second.counts == Counts(source=39, written=2, unchanged=37, removed=2)
     assert sum(part.rows for part in second.parts) == 2
-    assert values(project, second) == {i: 2 * x for i, x in changed}
-    assert values(project, first) == {i: 2 * x for i, x in MANY}
+    assert project.doubles(second.number) == {i: 2 * x for i, x in changed}
+    assert project.doubles(first.number) == {i: 2 * x for i, x in MANY}
     assert second.deletes is not None
     found = pq.read_table(project.root / "numbers" / second.deletes.path).to_pylist()
     path = first.parts[0].path
@@ -481,15 +465,15 @@ def test_changed_rows_make_a_delta_and_the_others_cost_no_inference(make_project
     assert (second.recipe, second.model) == (first.recipe, first.model)
     assert second.content != first.content
     assert (second.computed_at_min, second.computed_at_max or 0) > (first.computed_at_min, first.computed_at_max or 0)
-    assert second.renewed_at == last_report(project).read_at_us
+    assert second.renewed_at == project.report().read_at_us
 
 
 def test_rows_keep_the_time_they_were_computed(make_project: MakeProject) -> None:
     first = built(make_project(MANY))
     project = make_project([(0, 9.0), *MANY[1:]])
     second = built(project)
-    before = {row["id"]: (row["computed_at"], row["input_hash"]) for row in rows_of(project, first)}
-    for row in rows_of(project, second):
+    before = {row["id"]: (row["computed_at"], row["input_hash"]) for row in project.rows(first.number)}
+    for row in project.rows(second.number):
         same = (row["computed_at"], row["input_hash"]) == before[row["id"]]
         assert same == (row["id"] != 0)
     assert second.computed_at_min == first.computed_at_min
@@ -502,7 +486,7 @@ def test_a_row_that_comes_back_as_it_was_is_a_new_one(make_project: MakeProject,
     calls.take()
     last = built(make_project(MANY))
     assert (calls.take(), last.counts) == (1, Counts(source=40, written=1, unchanged=39))
-    assert values(project, last) == {i: 2 * x for i, x in MANY}
+    assert project.doubles(last.number) == {i: 2 * x for i, x in MANY}
     assert [layer.number for layer in project.offline.view(last.view.name).chain(last)] == [1, 2, 3]
 
 
@@ -517,7 +501,7 @@ def test_past_a_quarter_of_the_base_the_rows_are_copied_together(
     second = built(project)
     assert (calls.take(), second.kind, second.parent) == (changed, kind, 1 if kind == "delta" else None)
     assert second.counts == Counts(source=40, written=changed, unchanged=40 - changed)
-    assert values(project, second) == {i: 2 * x for i, x in rows}
+    assert project.doubles(second.number) == {i: 2 * x for i, x in rows}
     if kind == "full":
         assert (second.deletes, second.own_deletes, sum(part.rows for part in second.parts)) == (None, 0, 40)
         assert len(project.offline.view(second.view.name).chain(second)) == 1
@@ -534,7 +518,7 @@ def test_after_eight_deltas_the_rows_are_copied_together(make_project: MakeProje
         snapshot = built(project)
         kinds.append(snapshot.kind)
         assert calls.take() == 1
-        assert values(project, snapshot) == {i: 2 * x for i, x in rows}
+        assert project.doubles(snapshot.number) == {i: 2 * x for i, x in rows}
     assert kinds == ["delta"] * 8 + ["full", "delta"]
     assert [layer.number for layer in project.offline.view(snapshot.view.name).chain(snapshot)] == [10, 11]
 
@@ -562,8 +546,8 @@ def test_a_view_that_means_something_else_is_computed_anew_and_says_why(
     project = make_project(MANY, view=view)
     second = built(project)
     assert (calls.take(), second.kind, second.parent, second.counts) == (40, "full", None, Counts(40, 40))
-    assert reason in (last_report(project).plan or "")
-    assert set(values(project, second).values()) == {2 * x for _, x in MANY}
+    assert reason in (project.report().plan or "")
+    assert set(project.doubles(second.number).values()) == {2 * x for _, x in MANY}
 
 
 @pytest.mark.parametrize(
@@ -579,7 +563,7 @@ def test_an_edited_view_takes_effect_with_its_next_run_though_no_row_is_computed
     snapshot = built(project)
     assert snapshot.view == project.view("numbers").feature_view()
     assert (calls.take(), snapshot.counts) == (0, Counts(40, 0, unchanged=40))
-    assert values(project, snapshot) == {i: 2 * x for i, x in MANY}
+    assert project.doubles(snapshot.number) == {i: 2 * x for i, x in MANY}
     assert built(project, "current") == snapshot
 
 
@@ -589,7 +573,7 @@ def test_full_computes_every_row_once_more(make_project: MakeProject, calls: Cal
     calls.take()
     second = built(project, full=True)
     assert (calls.take(), second.number, second.kind, second.parent, second.counts) == (40, 2, "full", None, Counts(40, 40))
-    assert (last_report(project).plan or "").endswith("; asked for every row")
+    assert (project.report().plan or "").endswith("; asked for every row")
 
 
 def test_what_the_model_rejected_is_not_given_to_it_again_until_its_input_changes(
@@ -607,7 +591,7 @@ def test_what_the_model_rejected_is_not_given_to_it_again_until_its_input_change
     mended = [(i, 7.5 if i == 7 else x) for i, x in changed]
     third = built(make_project(mended, view=view))
     assert (calls.take(), third.counts) == (1, Counts(40, 1, unchanged=39))
-    assert values(project, third) == {i: 2 * x for i, x in mended}
+    assert project.doubles(third.number) == {i: 2 * x for i, x in mended}
 
 
 def test_rows_with_a_bad_key_are_rejected_again_without_making_a_snapshot(make_project: MakeProject) -> None:
@@ -616,7 +600,7 @@ def test_rows_with_a_bad_key_are_rejected_again_without_making_a_snapshot(make_p
     first = built(project)
     assert first.counts == Counts(7, 3, rejected=4)
     assert built(project, "current") == first
-    assert last_report(project).counts["rejected"] == 4
+    assert project.report().counts["rejected"] == 4
 
 
 def test_rejected_rows_are_tried_again_when_asked(make_project: MakeProject, calls: Calls) -> None:
@@ -626,7 +610,7 @@ def test_rejected_rows_are_tried_again_when_asked(make_project: MakeProject, cal
     project = make_project(MANY)
     second = built(project, retry_rejected=True)
     assert (calls.take(), second.counts) == (1, Counts(40, 1, unchanged=39))
-    assert values(project, second) == {i: 2 * x for i, x in MANY}
+    assert project.doubles(second.number) == {i: 2 * x for i, x in MANY}
 
 
 def test_rejected_rows_of_before_count_against_the_threshold(make_project: MakeProject) -> None:
@@ -646,15 +630,15 @@ def test_without_renewal_rows_past_their_ttl_are_computed_again(make_project: Ma
     second = built(project)
     assert (calls.take(), second.counts, second.renewed_at) == (40, Counts(40, 40), None)
     assert (second.computed_at_min or 0) > (first.computed_at_max or 0)
-    assert values(project, second) == {i: 2 * x for i, x in MANY}
-    assert "40 past ttl" in (last_report(project).plan or "")
+    assert project.doubles(second.number) == {i: 2 * x for i, x in MANY}
+    assert "40 past ttl" in (project.report().plan or "")
 
 
 def test_a_snapshot_marked_bad_is_not_built_on(make_project: MakeProject, calls: Calls) -> None:
     project = make_project(MANY)
     built(project)
     built(make_project([(0, 9.0), *MANY[1:]]))
-    store = project.offline.view("numbers")
+    store = project.store
     store.mark_bad(2, "rolled back from")
     calls.take()
     third = built(make_project([(0, 8.0), *MANY[1:]]))
@@ -669,14 +653,14 @@ def test_composite_and_text_keys_are_compared_whole(make_project: MakeProject, c
     project = make_project(table, view=COMPOSITE)
     second = built(project)
     assert (calls.take(), second.counts) == (2, Counts(4, 2, unchanged=2, removed=1))
-    found = {(row["a"], row["b"]): row["double"] for row in rows_of(project, second)}
+    found = {(row["a"], row["b"]): row["double"] for row in project.rows(second.number)}
     assert found == {(1, "x"): 2.0, (1, "x/y"): 5.0, (2, "x"): 6.0, (1, "%"): 8.0}
 
 
 # ---- chunks of interrupted runs
 
 
-def interrupted(project: Project, monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
+def interrupted(project: Scene, monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
     """A run that ends without a word once it has journaled so many chunks."""
     original = Journals.add
     noted = 0
@@ -691,7 +675,7 @@ def interrupted(project: Project, monkeypatch: pytest.MonkeyPatch, chunks: int) 
     with monkeypatch.context() as patched:
         patched.setattr(Journals, "add", ending)
         with pytest.raises(KeyboardInterrupt):
-            run_view(project, "numbers", Silent(), command="materialize")
+            project.materialize()
     assert noted == chunks
 
 
@@ -712,10 +696,10 @@ def test_finished_chunks_of_an_interrupted_run_are_not_computed_again(
     monkeypatch.setattr(materialize, "WINDOW_ROWS", window_rows)
     snapshot = built(project)
     assert calls.take() == 25
-    report = last_report(project)
+    report = project.report()
     assert report.resumed == 14
     assert snapshot.counts == Counts(40, 39, rejected=1)
-    assert values(project, snapshot) == {i: 2 * x for i, x in MANY if i != 7}
+    assert project.doubles(snapshot.number) == {i: 2 * x for i, x in MANY if i != 7}
     assert [row["key"] for row in rejected_of(project, snapshot.run)] == ["7"]
     assert built(project, "current") == snapshot
     assert calls.take() == 0
@@ -743,13 +727,13 @@ def test_a_killed_run_loses_seconds_of_work_however_slow_the_model_and_large_the
     calls.take()
     progress = Counting()
     run_view(project, "numbers", progress, command="materialize")
-    assert 12 <= last_report(project).resumed <= 24
-    assert calls.take() == 40 - last_report(project).resumed
-    assert sum(progress.advances) == 40 - last_report(project).resumed
+    assert 12 <= project.report().resumed <= 24
+    assert calls.take() == 40 - project.report().resumed
+    assert sum(progress.advances) == 40 - project.report().resumed
     assert max(progress.advances) <= 2
-    snapshot = Standing(project.offline.view("numbers")).newest()
+    snapshot = Standing(project.store).newest()
     assert snapshot is not None
-    assert values(project, snapshot) == {i: 2 * x for i, x in MANY}
+    assert project.doubles(snapshot.number) == {i: 2 * x for i, x in MANY}
 
 
 def test_what_a_kill_costs_is_less_than_half_a_minute() -> None:
@@ -761,7 +745,7 @@ def test_pieces_of_windows_are_written_in_the_sources_order(make_project: MakePr
     monkeypatch.setattr(runner, "HAND_ON_S", 0.0)
     rows = [(i, float(1 + i * 7 % 40)) for i in range(40)]
     project = make_project(rows, view={"model": {"use": "tests.jobs.test_materialize:Dear", "args": {}}})
-    assert [row["id"] for row in rows_of(project, made(project))] == [i for i, _ in rows]
+    assert [row["id"] for row in project.rows(made(project).number)] == [i for i, _ in rows]
 
 
 class Dear(Doubler):
@@ -784,8 +768,8 @@ def test_rows_that_changed_since_the_interruption_are_computed_and_the_old_ones_
     snapshot = built(project)
     assert calls.take() == 39 - 8
     assert (snapshot.kind, snapshot.counts, snapshot.own_deletes) == ("full", Counts(39, 39), 2)
-    assert last_report(project).resumed == 8
-    assert values(project, snapshot) == {i: 2 * x for i, x in changed}
+    assert project.report().resumed == 8
+    assert project.doubles(snapshot.number) == {i: 2 * x for i, x in changed}
     assert len([part for part in snapshot.parts if snapshot.run not in part.path]) == 2  # no row of the first chunk was of use
 
 
@@ -801,10 +785,10 @@ def test_an_interrupted_delta_is_resumed_onto_its_parent(
     calls.take()
     second = built(project)
     assert (calls.take(), second.kind, second.parent, second.counts) == (10, "delta", 1, Counts(200, 20, unchanged=180))
-    assert values(project, second) == {i: 2 * x for i, x in changed}
+    assert project.doubles(second.number) == {i: 2 * x for i, x in changed}
     third = built(make_project([*changed, (500, 1.0)], view=UNJUDGED))
     assert (calls.take(), third.counts) == (1, Counts(201, 1, unchanged=200))
-    assert values(project, third) == {i: 2 * x for i, x in [*changed, (500, 1.0)]}
+    assert project.doubles(third.number) == {i: 2 * x for i, x in [*changed, (500, 1.0)]}
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -816,8 +800,8 @@ def test_chunks_of_another_recipe_are_not_taken_over(
     calls.take()
     project = make_project(MANY, view={"model": {"use": "tests.arithmetic:Doubler", "args": args}})
     snapshot = built(project)
-    assert (calls.take(), last_report(project).resumed) == (40, 0)
-    assert values(project, snapshot) == {i: 2 * x for i, x in MANY}
+    assert (calls.take(), project.report().resumed) == (40, 0)
+    assert project.doubles(snapshot.number) == {i: 2 * x for i, x in MANY}
 
 
 def test_temporary_files_are_gone_after_every_run(make_project: MakeProject, tmp_path: Path) -> None:

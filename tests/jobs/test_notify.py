@@ -10,15 +10,12 @@ from typing import Any
 
 import pytest
 
-from jobs.cli import main
-from jobs.config.project import Project
-from jobs.pipeline.run import run_view
 from jobs.process import notify as notify_module
 from jobs.process.notify import notify
-from jobs.process.progress import Silent
 from store.errors import GateError, RejectedError, SourceError
 from store.offline.runs import Report
 from tests.conftest import MakeProject
+from tests.scene import Scene
 
 NAMES = ("VIEW", "STATUS", "COMMAND", "RUN", "SNAPSHOT", "EPOCH", "ERROR")
 
@@ -40,14 +37,14 @@ def lines(told: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in told.read_text().splitlines()] if told.exists() else []
 
 
-def project_of(make_project: MakeProject, command: list[str], x: float | None = 1.0, **view: Any) -> Project:
+def project_of(make_project: MakeProject, command: list[str], x: float | None = 1.0, **view: Any) -> Scene:
     return make_project([(1, x), (2, 2.0)], project={"notify": command}, view={"gates": {"rejected": 0.0}} | view)
 
 
 def test_a_publishing_a_refusal_and_a_failure_are_told(make_project: MakeProject, tmp_path: Path) -> None:
     told = tmp_path / "told"
     project = project_of(make_project, writing(told))
-    report = run_view(project, "numbers", Silent())
+    report = project.run()
     assert lines(told) == [
         {
             "VIEW": "numbers",
@@ -59,28 +56,28 @@ def test_a_publishing_a_refusal_and_a_failure_are_told(make_project: MakeProject
             "ERROR": "",
         }
     ]
-    run_view(project, "numbers", Silent())  # nothing to do, nothing to tell
+    project.run()  # nothing to do, nothing to tell
     assert len(lines(told)) == 1
     project = project_of(make_project, writing(told), x=None)
     with pytest.raises(GateError) as refused:
-        run_view(project, "numbers", Silent())
+        project.run()
     line = lines(told)[1]
     assert (line["STATUS"], line["SNAPSHOT"], line["ERROR"]) == ("refused", "2", str(refused.value))
     project = project_of(make_project, writing(told), x=None, max_rejected=0.0)
     with pytest.raises(RejectedError):
-        run_view(project, "numbers", Silent(), retry_rejected=True)
+        project.run(retry_rejected=True)
     (project.folder / "data.parquet").unlink()
     with pytest.raises(SourceError):
-        run_view(project, "numbers", Silent())
+        project.run()
     assert [line["STATUS"] for line in lines(told)] == ["published", "refused", "rejected", "failed"]
 
 
 def test_a_materialize_is_told_only_when_it_fails(make_project: MakeProject, tmp_path: Path) -> None:
     told = tmp_path / "told"
     project = project_of(make_project, writing(told))
-    run_view(project, "numbers", Silent(), command="materialize")
+    project.materialize()
     assert lines(told) == []
-    run_view(project, "numbers", Silent(), command="publish")
+    project.publish()
     assert [line["COMMAND"] for line in lines(told)] == ["publish"]
 
 
@@ -100,7 +97,7 @@ def test_a_command_that_fails_does_not_fail_the_run(
     make_project: MakeProject, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     project = project_of(make_project, FAILING[how])
-    report = run_view(project, "numbers", Silent())
+    report = project.run()
     assert (report.status, report.error) == ("published", None)
     warned = [r.getMessage() for r in caplog.records if r.name == "jobs.process.notify" and r.levelno == logging.WARNING]
     assert len(warned) == (0 if how in ("reads", "not UTF-8, and well") else 1)
@@ -127,7 +124,7 @@ def test_the_runs_own_error_is_told_whatever_it_holds(make_project: MakeProject,
     rows = [("a\0b", 1.0), ("a\0b", 2.0)]
     project = make_project(rows, project={"notify": writing(told)})
     with pytest.raises(SourceError, match="more than one row and different values"):
-        run_view(project, "numbers", Silent())
+        project.run()
 
 
 def test_the_command_may_be_precompute_itself(make_project: MakeProject, tmp_path: Path) -> None:
@@ -135,12 +132,12 @@ def test_the_command_may_be_precompute_itself(make_project: MakeProject, tmp_pat
     project = make_project([(1, 1.0)])
     script = f"import os; os.system({f'{sys.executable} -m jobs.cli -c {project.folder} status --json > {out} 2>&1'!r})"
     project = make_project([(1, 1.0)], project={"notify": python(script)})
-    run_view(project, "numbers", Silent())
+    project.run()
     (line,) = json.loads(out.read_text())
     assert (line["view"], line["snapshot"]) == ("numbers", 1)
 
 
 def test_its_output_is_not_the_reports(make_project: MakeProject, capfd: pytest.CaptureFixture[str]) -> None:
     project = project_of(make_project, python("print('hello')"))
-    assert main(["-c", str(project.folder), "run", "numbers", "--json"]) == 0
+    assert project.cli("run", "numbers", "--json") == 0
     assert json.loads(capfd.readouterr().out)["status"] == "published"

@@ -13,22 +13,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.cli import main
-from jobs.config.project import Project
 from jobs.fallback import ViewFallback
 from jobs.pipeline import materialize
 from jobs.pipeline import run as run_module
-from jobs.pipeline.run import plan_view, run_view
-from jobs.process.progress import Silent
 from store.disk.lease import Lease, take
 from store.errors import ConfigError, GateError, RejectedError, SourceError
 from store.lookup import Lookup
 from store.offline.refs import PUBLISH_LEASE
 from store.offline.runs import Report
 from store.offline.standing import Standing
-from store.online.online_url import open_online_store
 from store.partition import Partition, containing
 from tests.conftest import MakeProject
+from tests.scene import Scene
 
 TODAY = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
 DAYS = [TODAY - timedelta(days=n) for n in (4, 3, 2, 1, 0)]
@@ -53,7 +49,7 @@ def events(factor: float = 1.0, kind: pa.DataType | None = None) -> pa.Table:
     return pa.table({"id": [i for i, _ in rows], "x": [x for _, x in rows], "t": at})
 
 
-def make(make_project: MakeProject, table: pa.Table | None = None, **view: Any) -> Project:
+def make(make_project: MakeProject, table: pa.Table | None = None, **view: Any) -> Scene:
     definition = {
         "source": {"sql": SQL},
         "partition": {"by": "day", "start": DAYS[0].date().isoformat()},
@@ -62,13 +58,13 @@ def make(make_project: MakeProject, table: pa.Table | None = None, **view: Any) 
     return make_project(events() if table is None else table, view=definition | view)
 
 
-def run(project: Project, day: datetime | None = None, command: str = "run", **options: Any) -> Report:
+def run(project: Scene, day: datetime | None = None, command: str = "run", **options: Any) -> Report:
     partition = None if day is None else containing("day", day)
-    return run_view(project, "numbers", Silent(), command=command, partition=partition, **options)
+    return project.run(command=command, partition=partition, **options)
 
 
-def values(project: Project, number: int) -> dict[int, float]:
-    store = project.offline.view("numbers")
+def values(project: Scene, number: int) -> dict[int, float]:
+    store = project.store
     return {row["id"]: row["double"] / 2 for b in store.batches(store.snapshot(number)) for row in b.to_pylist()}
 
 
@@ -76,9 +72,9 @@ def expected(day: int, factor: float = 1.0) -> dict[int, float]:
     return {n: n * factor + 100 * day for n in (1, 2, 3)}
 
 
-def live(project: Project) -> tuple[int, str | None]:
+def live(project: Scene) -> tuple[int, str | None]:
     """(snapshot, day) that offline and online pointer agree on."""
-    store, online = project.offline.view("numbers"), open_online_store(project.online)
+    store, online = project.store, project.open_online()
     try:
         ref, pointer = store.refs.live(), online.live("numbers")
         assert ref is not None
@@ -128,7 +124,7 @@ def test_a_partition_column_the_source_does_not_have(make_project: MakeProject) 
 def test_a_model_table_that_takes_a_bound_of_a_view_without_partitions(make_project: MakeProject) -> None:
     model = {"use": "tests.arithmetic:Doubler", "args": {"version": {"sql": "SELECT $start"}}}
     with pytest.raises(ConfigError, match=r"\$start"):
-        run_view(make_project([(1, 1.0)], view={"model": model}), "numbers", Silent())
+        make_project([(1, 1.0)], view={"model": model}).run()
 
 
 # ---- what the SQL is given
@@ -246,33 +242,31 @@ def test_the_latest_partition_that_is_over(make_project: MakeProject, by: str, n
 def test_materialize_takes_a_partition_by_any_time_in_it(make_project: MakeProject, capsys: Captured) -> None:
     project = make(make_project)
     for text in (day(1), f"{day(1)}T13:45", f"{day(2)}T01:00+02:00"):
-        assert main(["-c", str(project.folder), "materialize", "numbers", "--partition", text, "--json"]) == 0
+        assert project.cli("materialize", "numbers", "--partition", text, "--json") == 0
         report = json.loads(capsys.readouterr().out)
         assert (report["partition"][:10], report["snapshot"]) == (day(1), 1)
-    assert main(["-c", str(project.folder), "materialize", "numbers", "--partition", day(0), "--dry-run"]) == 0
+    assert project.cli("materialize", "numbers", "--partition", day(0), "--dry-run") == 0
     assert "3 of 3 rows to compute (3 new); the first snapshot" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["tomorrow", "2026-13-01", "", "9999-12-31", "0001-01-01T00:00+05:00"])
 def test_a_partition_that_is_no_time_is_bad_usage(make_project: MakeProject, capsys: Captured, text: str) -> None:
     project = make(make_project)
-    assert main(["-c", str(project.folder), "materialize", "numbers", "--partition", text]) == 2
+    assert project.cli("materialize", "numbers", "--partition", text) == 2
     assert "--partition" in capsys.readouterr().err
 
 
 def test_a_partition_before_the_first_or_not_over_is_bad_usage(make_project: MakeProject, capsys: Captured) -> None:
     project = make(make_project, partition={"by": "day", "start": day(1)})
-    assert main(["-c", str(project.folder), "materialize", "numbers", "--partition", day(0)]) == 2
+    assert project.cli("materialize", "numbers", "--partition", day(0)) == 2
     assert day(1) in capsys.readouterr().err
-    assert (
-        main(["-c", str(project.folder), "run", "numbers", "--partition", day(4)]) == 2
-    )  # half a day would look like a whole one
-    assert project.offline.view("numbers").numbers() == []
+    assert project.cli("run", "numbers", "--partition", day(4)) == 2  # half a day would look like a whole one
+    assert project.numbers() == []
 
 
 def test_a_view_without_partitions_takes_none(make_project: MakeProject, capsys: Captured) -> None:
     project = make_project([(1, 1.0)])
-    assert main(["-c", str(project.folder), "run", "numbers", "--partition", day(1)]) == 2
+    assert project.cli("run", "numbers", "--partition", day(1)) == 2
     assert "has none; add partition" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="has no partitions"):
         run(project, DAYS[0])
@@ -324,7 +318,7 @@ def test_each_partition_builds_on_its_own_snapshots(make_project: MakeProject) -
     table[3]["x"] = -5.0  # of the second day
     project = make(make_project, pa.Table.from_pylist(table, events().schema), gates={})
     for n in range(4):
-        found = plan_view(project, "numbers", partition=containing("day", DAYS[n]))
+        found = project.plan(partition=containing("day", DAYS[n]))
         assert found.reason == f"builds on snapshot {n + 1}"
         assert (found.diff.compute, found.diff.unchanged) == ((1, 2) if n == 1 else (0, 3))
 
@@ -332,7 +326,7 @@ def test_each_partition_builds_on_its_own_snapshots(make_project: MakeProject) -
 def test_a_partition_is_judged_against_its_own_earlier_snapshot_and_not_another_days(make_project: MakeProject) -> None:
     from tests.jobs.test_gates import view as vectors
 
-    def with_second_day(x: Callable[[int], float], rows: int) -> Project:
+    def with_second_day(x: Callable[[int], float], rows: int) -> Scene:
         days = [(i, 5.0 + i, DAYS[0] + timedelta(hours=1)) for i in range(30)]
         days += [(i, x(i), DAYS[1] + timedelta(hours=1)) for i in range(rows)]
         table = pa.table({name: [row[n] for row in days] for n, name in enumerate(("id", "x", "t"))})
@@ -373,7 +367,7 @@ def test_the_fallback_computes_with_the_partition_that_is_live(make_project: Mak
     project = make(make_project, fallback={"enabled": True, "deadline": "20s"}, ttl="1s", stale_for="0s")
     run(project, DAYS[2])
     fallback = ViewFallback(project.offline, project.home)
-    lookup = Lookup(open_online_store(project.online), project.root, fallback, clock=lambda: time.time() + 10**6)
+    lookup = project.open_lookup(fallback, clock=lambda: time.time() + 10**6)
     try:
         for n in (2, 3):
             if n == 3:
@@ -389,7 +383,7 @@ def test_the_fallback_computes_with_the_partition_that_is_live(make_project: Mak
 def test_the_parity_gate_reads_the_partition(make_project: MakeProject) -> None:
     project = make(make_project, fallback={"enabled": True, "deadline": "20s"})
     run(project, DAYS[1])
-    snapshot = project.offline.view("numbers").snapshot(1)
+    snapshot = project.store.snapshot(1)
     assert [g.message for g in snapshot.gates if g.gate == "parity"] == [
         "0 of 3 sampled rows come out differently from the fallback"
     ]
@@ -420,7 +414,7 @@ def test_two_partitions_run_at_once_and_one_only_once(make_project: MakeProject)
     from store.offline.refs import run_lease
 
     project = make(make_project)
-    folder = project.offline.view("numbers").leases
+    folder = project.store.leases
     with take(folder, run_lease(str(containing("day", DAYS[0]))), "another"):
         with pytest.raises(ConflictError, match=f"another run of view 'numbers' and partition {day(0)}"):
             run(project, DAYS[0])
@@ -430,7 +424,7 @@ def test_two_partitions_run_at_once_and_one_only_once(make_project: MakeProject)
 def test_any_parquet_reader_can_read_one_partition(make_project: MakeProject) -> None:
     project = make(make_project)
     run(project, DAYS[1])
-    snapshot = project.offline.view("numbers").snapshot(1)
+    snapshot = project.store.snapshot(1)
     table = pq.read_table(project.root / "numbers" / snapshot.parts[0].path)
     assert dict(zip(table["id"].to_pylist(), (v / 2 for v in table["double"].to_pylist()), strict=True)) == expected(1)
 
@@ -445,13 +439,13 @@ def without(*days: int) -> pa.Table:
     return table.filter(pa.array([all(at.date() != DAYS[n].date() for n in days) for at in times]))
 
 
-def run_day(project: Project, number: int, **how: Any) -> Report:
-    return run_view(project, "numbers", Silent(), partition=containing("day", DAYS[number]), **how)
+def run_day(project: Scene, number: int, **how: Any) -> Report:
+    return project.run(partition=containing("day", DAYS[number]), **how)
 
 
 def test_an_empty_partition_is_done_and_what_is_live_stays(make_project: MakeProject, capsys: Captured) -> None:
     project = make(make_project, without(2, 3))
-    store, online = project.offline.view("numbers"), open_online_store(project.online)
+    store, online = project.store, project.open_online()
     assert run_day(project, 1).status == "published"
     for number, snapshot in ((2, 2), (3, 3)):
         report = run_day(project, number)
@@ -465,11 +459,11 @@ def test_an_empty_partition_is_done_and_what_is_live_stays(make_project: MakePro
     pointer = online.live("numbers")
     assert pointer is not None
     assert (pointer.snapshot, pointer.rows) == (1, 3)
-    assert main(["-c", str(project.folder), "publish", "numbers", "--snapshot", "3"]) == 0
+    assert project.cli("publish", "numbers", "--snapshot", "3") == 0
     assert Lookup(online).row("numbers", 1)["reason"] == "unknown_entity"
-    assert main(["-c", str(project.folder), "verify", "numbers"]) == 0
-    assert main(["-c", str(project.folder), "status"]) == 0
-    assert main(["-c", str(project.folder), "rollback", "numbers"]) == 0
+    assert project.cli("verify", "numbers") == 0
+    assert project.cli("status") == 0
+    assert project.cli("rollback", "numbers") == 0
     assert Lookup(online).row("numbers", 1)["status"] == "fresh"
     make(make_project)
     assert (run_day(project, 3).status, run_day(project, 3).status) == ("published", "current")
@@ -485,7 +479,7 @@ def test_a_view_may_forbid_empty_partitions_or_publish_them(make_project: MakePr
     project = make(make_project, without(3), partition=by | {"empty": "publish"})
     report = run_day(project, 3)
     assert (report.status, report.snapshot) == ("published", 2)
-    assert open_online_store(project.online).live("numbers").rows == 0  # type: ignore[union-attr]
+    assert project.open_online().live("numbers").rows == 0  # type: ignore[union-attr]
 
 
 def test_a_partition_that_lost_all_its_rows_is_refused_until_that_is_accepted(make_project: MakeProject) -> None:
@@ -495,7 +489,7 @@ def test_a_partition_that_lost_all_its_rows_is_refused_until_that_is_accepted(ma
     make(make_project, table.slice(0, 0), gates={"rows": 0.2, "drift": None, "norm": None})
     with pytest.raises(GateError, match=r"no rows any more, against the 30 of snapshot 1 \(limit 0.2\)"):
         run_day(project, 2)
-    store = project.offline.view("numbers")
+    store = project.store
     assert (store.snapshot(2).rows, store.snapshot(2).counts.removed) == (0, 30)
     assert run_day(project, 2, accept=["rows"]).status == "committed"
     assert (store.snapshot(3).refused_by, live(project)) == ([], (1, day(2)))

@@ -16,23 +16,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jobs.cli import main
-from jobs.config.project import Project
 from jobs.ops.status import project_status
 from jobs.pipeline import materialize, plan
 from jobs.pipeline.plan import Plan
-from jobs.pipeline.run import plan_view, run_view
-from jobs.process.progress import Silent
 from precompute.diff import Diff
 from precompute.sources.input_hash import MD5
 from store.errors import PrecomputeError, RejectedError, SnapshotError
-from store.lookup import Lookup
-from store.offline.runs import Report
-from store.offline.snapshot import Snapshot
 from store.offline.view_store import ViewStore
-from store.online.online_url import open_online_store
 from tests.arithmetic import Doubler
 from tests.conftest import MakeProject
+from tests.scene import Scene
 
 HERE = "tests.jobs.test_plan"
 ROWS = [(i, float(i)) for i in range(1, 9)]
@@ -62,33 +55,12 @@ def nothing_computed() -> None:
     computed.clear()
 
 
-def run(project: Project, view: str = "numbers", command: str = "materialize", **options: Any) -> Report:
-    return run_view(project, view, Silent(), command=command, **options)
-
-
-def snapshot_of(project: Project, report: Report, view: str = "numbers") -> Snapshot:
-    assert report.snapshot is not None
-    return project.offline.view(view).snapshot(report.snapshot)
-
-
-def rows_of(project: Project, number: int, view: str = "numbers") -> list[dict[str, Any]]:
-    store = project.offline
-    return [row for batch in store.view(view).batches(store.view(view).snapshot(number)) for row in batch.to_pylist()]
-
-
-def values(project: Project, number: int) -> dict[Any, float]:
-    rows = rows_of(project, number)
-    found = {row["id"]: row["double"] for row in rows}
-    assert len(found) == len(rows)
-    return found
-
-
 # ---- the words
 
 
 def test_the_first_run_computes_every_row(make_project: MakeProject) -> None:
     project = make_project(ROWS)
-    found = plan_view(project, "numbers")
+    found = project.plan()
     assert str(found) == "full: 8 of 8 rows to compute (8 new); the first snapshot"
     assert found.to_json() == {
         "kind": "full",
@@ -110,19 +82,19 @@ def test_the_first_run_computes_every_row(make_project: MakeProject) -> None:
 
 def test_nothing_to_do_changed_new_and_removed_are_counted(make_project: MakeProject) -> None:
     project = make_project(ROWS)
-    assert run(project).plan == "full: 8 of 8 rows to compute (8 new); the first snapshot"
-    found = plan_view(project, "numbers")
+    assert project.materialize().plan == "full: 8 of 8 rows to compute (8 new); the first snapshot"
+    found = project.plan()
     assert (str(found), found.to_json()["kind"]) == (
         "nothing to do: 0 of 8 rows to compute, 8 unchanged; builds on snapshot 1",
         "none",
     )
     project = make_project([(1, 10.0), *ROWS[2:], (9, 9.0)])
-    found = plan_view(project, "numbers")
+    found = project.plan()
     assert str(found) == (
         "full, compacting: 2 of 8 rows to compute (1 new, 1 changed), 6 unchanged, 1 removed; builds on snapshot 1"
     )
     project = make_project([*ROWS[:7], (9, 9.0)])  # two rows of eight: a quarter, and no more
-    found = plan_view(project, "numbers")
+    found = project.plan()
     assert str(found) == "delta: 1 of 8 rows to compute (1 new), 7 unchanged, 1 removed; builds on snapshot 1"
     kinds = {name: found.to_json()[name] for name in ("kind", "new", "changed", "unchanged", "removed", "parent", "compact")}
     assert kinds == {"kind": "delta", "new": 1, "changed": 0, "unchanged": 7, "removed": 1, "parent": 1, "compact": False}
@@ -134,17 +106,17 @@ def test_rows_that_were_hashed_with_md5_are_not_computed_again(
     """They go on being hashed so, until every row is computed anew."""
     with monkeypatch.context() as before:
         before.setattr("precompute.source.hash_kind", lambda: MD5)
-        run(make_project(ROWS, view=COUNTING))
-    old = rows_of(make_project(ROWS, view=COUNTING), 1)
-    assert run(make_project(ROWS, view=COUNTING)).status == "current"
+        make_project(ROWS, view=COUNTING).materialize()
+    old = make_project(ROWS, view=COUNTING).rows(1)
+    assert make_project(ROWS, view=COUNTING).materialize().status == "current"
     project = make_project([(1, 10.0), *ROWS[1:]], view=COUNTING)
     computed.clear()
-    assert run(project).plan == "delta: 1 of 8 rows to compute (1 changed), 7 unchanged; builds on snapshot 1"
+    assert project.materialize().plan == "delta: 1 of 8 rows to compute (1 changed), 7 unchanged; builds on snapshot 1"
     assert computed == [10.0]
-    assert rows_of(project, 2)[:7] == old[1:]
-    assert run(project, full=True).plan == "full: 8 of 8 rows to compute (8 new); asked for every row"
-    assert not {row["input_hash"] for row in rows_of(project, 3)} & {row["input_hash"] for row in rows_of(project, 2)}
-    assert run(project).status == "current"
+    assert project.rows(2)[:7] == old[1:]
+    assert project.materialize(full=True).plan == "full: 8 of 8 rows to compute (8 new); asked for every row"
+    assert not {row["input_hash"] for row in project.rows(3)} & {row["input_hash"] for row in project.rows(2)}
+    assert project.materialize().status == "current"
 
 
 def test_a_run_that_was_killed_when_rows_were_hashed_with_md5_is_taken_over(
@@ -158,9 +130,9 @@ def test_a_run_that_was_killed_when_rows_were_hashed_with_md5_is_taken_over(
         before.setattr("precompute.source.hash_kind", lambda: MD5)
         before.setattr(ViewStore, "commit", killed)
         with pytest.raises(KeyboardInterrupt):
-            run(project)
+            project.materialize()
     computed.clear()
-    assert run(project).resumed == 8
+    assert project.materialize().resumed == 8
     assert computed == []
 
 
@@ -168,34 +140,34 @@ def test_rows_hashed_by_another_duckdb_are_computed_again_and_the_plan_says_why(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project = make_project(ROWS)
-    run(project)
+    project.materialize()
     monkeypatch.setattr("precompute.source.hash_kind", lambda: "duckdb-0123456789abcdef")
-    assert str(plan_view(project, "numbers")) == (
+    assert str(project.plan()) == (
         "full: 8 of 8 rows to compute (8 new); every row, since the way rows are hashed changed, by another version of DuckDB"
     )
 
 
 def test_a_dry_run_writes_nothing_and_says_the_same_as_the_run(make_project: MakeProject, capsys: Captured) -> None:
     project = make_project(ROWS)
-    run(project)
+    project.materialize()
     project = make_project([(1, 10.0), *ROWS[1:]])
     before = sorted(project.root.rglob("*"))
-    assert main(["-c", str(project.folder), "materialize", "numbers", "--dry-run"]) == 0
+    assert project.cli("materialize", "numbers", "--dry-run") == 0
     assert capsys.readouterr().out == "numbers: delta: 1 of 8 rows to compute (1 changed), 7 unchanged; builds on snapshot 1\n"
-    assert main(["-c", str(project.folder), "materialize", "numbers", "--dry-run", "--json"]) == 0
+    assert project.cli("materialize", "numbers", "--dry-run", "--json") == 0
     assert json.loads(capsys.readouterr().out)["changed"] == 1
     assert sorted(project.root.rglob("*")) == before
-    assert run(project).plan == "delta: 1 of 8 rows to compute (1 changed), 7 unchanged; builds on snapshot 1"
+    assert project.materialize().plan == "delta: 1 of 8 rows to compute (1 changed), 7 unchanged; builds on snapshot 1"
 
 
 def test_full_computes_every_row(make_project: MakeProject) -> None:
     project = make_project(ROWS, view=COUNTING)
-    run(project)
+    project.materialize()
     computed.clear()
-    assert str(plan_view(project, "numbers", full=True)) == "full: 8 of 8 rows to compute (8 new); asked for every row"
-    report = run(project, full=True)
+    assert str(project.plan(full=True)) == "full: 8 of 8 rows to compute (8 new); asked for every row"
+    report = project.materialize(full=True)
     assert sorted(computed)[-8:] == [x for _, x in ROWS]
-    assert (snapshot_of(project, report).kind, report.snapshot) == ("full", 2)
+    assert (project.snapshot_of(report).kind, report.snapshot) == ("full", 2)
 
 
 OTHER: dict[str, tuple[dict[str, Any], Any]] = {
@@ -215,13 +187,13 @@ OTHER: dict[str, tuple[dict[str, Any], Any]] = {
 @pytest.mark.parametrize("what", OTHER)
 def test_another_recipe_computes_every_row_and_says_why(make_project: MakeProject, what: str) -> None:
     change, reason = OTHER[what]
-    run(make_project(ROWS))
+    make_project(ROWS).materialize()
     project = make_project(ROWS, view=change)
-    found = plan_view(project, "numbers")
+    found = project.plan()
     assert (found.parent, found.diff) == (None, Diff(new=8))
     assert found.reason.startswith(f"every row, since the {reason}")
-    report = run(project)
-    assert (snapshot_of(project, report).kind, report.counts["written"]) == ("full", 8)
+    report = project.materialize()
+    assert (project.snapshot_of(report).kind, report.counts["written"]) == ("full", 8)
 
 
 def test_another_table_of_the_model_computes_every_row(make_project: MakeProject) -> None:
@@ -235,9 +207,9 @@ def test_another_table_of_the_model_computes_every_row(make_project: MakeProject
         "features": {"double": {"dtype": "float64"}},
         "ttl": "1h",
     }
-    run(make_project(ROWS, views={"tabled": items}), "tabled")
+    make_project(ROWS, views={"tabled": items}).materialize("tabled")
     project = make_project([*ROWS[:7], (8, 80.0)], views={"tabled": items})
-    found = plan_view(project, "tabled")
+    found = project.plan("tabled")
     assert found.reason.startswith("every row, since the model (or its tokenizer or tables) changed")
     assert found.diff.compute == 8
 
@@ -250,25 +222,25 @@ class WithTable(Doubler):
 
 
 def test_another_column_type_computes_every_row(make_project: MakeProject) -> None:
-    run(make_project(pa.table({"id": [1, 2], "x": pa.array([1, 2], pa.int32())})))
+    make_project(pa.table({"id": [1, 2], "x": pa.array([1, 2], pa.int32())})).materialize()
     project = make_project(pa.table({"id": [1, 2], "x": pa.array([1, 2], pa.int64())}))
-    assert plan_view(project, "numbers").reason == "every row, since the source's column types changed"
+    assert project.plan().reason == "every row, since the source's column types changed"
 
 
 def test_two_changes_are_both_said(make_project: MakeProject) -> None:
-    run(make_project(ROWS))
+    make_project(ROWS).materialize()
     change = OTHER["the SQL"][0] | OTHER["a feature"][0]
-    reason = plan_view(make_project(ROWS, view=change), "numbers").reason
+    reason = make_project(ROWS, view=change).plan().reason
     assert reason == "every row, since the source's SQL changed, and the features or the entity changed"
 
 
 def test_an_edited_ttl_index_or_fallback_takes_effect_with_the_next_run_though_no_row_changed(make_project: MakeProject) -> None:
     project = make_project(ROWS, view=COUNTING)
-    run(project, command="run")
+    project.run()
     computed.clear()
     project = make_project(ROWS, view=COUNTING | {"ttl": "2h", "index": {"on": "vector", "metric": "l2"}})
-    run(project, command="run")
-    pointer = open_online_store(project.online).live("numbers")
+    project.run()
+    pointer = project.open_online().live("numbers")
     assert pointer is not None
     assert (pointer.view.ttl_s, pointer.index is not None) == (7200.0, True)
     assert computed == []  # no row of it is another
@@ -280,37 +252,37 @@ def test_an_edited_ttl_index_or_fallback_takes_effect_with_the_next_run_though_n
 def test_a_rejected_row_is_not_tried_again_before_its_input_changes(make_project: MakeProject) -> None:
     rows = [*ROWS[:7], (8, -1.0)]
     project = make_project(rows, view=COUNTING)
-    assert run(project).counts["rejected"] == 1
-    found = plan_view(project, "numbers")
+    assert project.materialize().counts["rejected"] == 1
+    found = project.plan()
     assert str(found) == (
         "nothing to do: 0 of 8 rows to compute (1 new, –1 rejected before with the same input), 7 unchanged; builds on snapshot 1"
     )
-    assert run(project).status == "current"
-    again = plan_view(project, "numbers", retry_rejected=True)
+    assert project.materialize().status == "current"
+    again = project.plan(retry_rejected=True)
     assert str(again) == "delta: 1 of 8 rows to compute (1 new, 1 of them rejected before), 7 unchanged; builds on snapshot 1"
     for attempts in (2, 3):
-        report = run(project, retry_rejected=True)
+        report = project.materialize(retry_rejected=True)
         store = project.offline
         rejected = store.view("numbers").snapshot(report.snapshot or 0).rejected
         assert rejected is not None
         (row,) = pq.read_table(store.root / "numbers" / rejected.path).to_pylist()
         assert (row["key"], row["stage"], row["attempts"]) == ("8", "model", attempts)
     assert (report.counts["rejected"], report.counts["unchanged"], report.counts["written"]) == (1, 7, 0)
-    report = run(make_project([*ROWS[:6], (7, 70.0), (8, -1.0)], view=COUNTING))  # what was rejected stays told
+    report = make_project([*ROWS[:6], (7, 70.0), (8, -1.0)], view=COUNTING).materialize()  # what was rejected stays told
     assert report.counts == {"source": 8, "written": 1, "rejected": 1, "unchanged": 6, "removed": 0, "duplicates": 0}
-    report = run(make_project([*ROWS[:6], (7, 70.0), (8, 8.0)], view=COUNTING))
+    report = make_project([*ROWS[:6], (7, 70.0), (8, 8.0)], view=COUNTING).materialize()
     assert report.counts == {"source": 8, "written": 1, "rejected": 0, "unchanged": 7, "removed": 0, "duplicates": 0}
-    assert values(make_project(), report.snapshot or 0) == {i: 2.0 * i for i in range(1, 9)} | {7: 140.0}
+    assert make_project().doubles(report.snapshot or 0) == {i: 2.0 * i for i in range(1, 9)} | {7: 140.0}
 
 
 def test_a_damaged_file_of_rejected_rows_does_not_stop_a_retry(make_project: MakeProject) -> None:
     project = make_project([*ROWS[:7], (8, -1.0)], view=COUNTING)
-    first = run(project)
+    first = project.materialize()
     store = project.offline
     rejected = store.view("numbers").snapshot(first.snapshot or 0).rejected
     assert rejected is not None
     (store.root / "numbers" / rejected.path).write_bytes(b"no Parquet")
-    report = run(project, retry_rejected=True)
+    report = project.materialize(retry_rejected=True)
     assert (report.counts["rejected"], report.counts["unchanged"]) == (1, 7)
     again = store.view("numbers").snapshot(report.snapshot or 0).rejected
     assert again is not None
@@ -319,20 +291,20 @@ def test_a_damaged_file_of_rejected_rows_does_not_stop_a_retry(make_project: Mak
 
 
 def test_rows_that_turn_bad_leave_the_snapshot(make_project: MakeProject) -> None:
-    run(make_project(ROWS, view=COUNTING))
+    make_project(ROWS, view=COUNTING).materialize()
     project = make_project([*ROWS[:7], (8, -8.0)], view=COUNTING)
-    report = run(project)
+    report = project.materialize()
     assert report.counts == {"source": 8, "written": 0, "rejected": 1, "unchanged": 7, "removed": 0, "duplicates": 0}
-    assert values(project, 2) == {i: 2.0 * i for i in range(1, 8)}
+    assert project.doubles(2) == {i: 2.0 * i for i in range(1, 8)}
 
 
 def test_a_source_with_a_null_key_has_nothing_to_do_when_nothing_changed(make_project: MakeProject) -> None:
     project = make_project([*ROWS, (None, 1.0), (None, 1.0)])
-    report = run(project)
+    report = project.materialize()
     assert (report.counts["rejected"], report.counts["source"]) == (2, 10)
-    report = run(project)
+    report = project.materialize()
     assert (report.status, report.counts["rejected"]) == ("current", 2)
-    assert project.offline.view("numbers").numbers() == [1]
+    assert project.numbers() == [1]
 
 
 # ---- what an interrupted run left
@@ -344,14 +316,14 @@ def test_resumed_rows_are_said_and_not_computed(make_project: MakeProject, monke
     view = COUNTING | {"max_rejected": 0.0}
     project = make_project([*ROWS[:7], (8, -8.0)], view=view)
     with pytest.raises(RejectedError):
-        run(project)
-    assert str(plan_view(make_project(ROWS, view=view), "numbers")) == (
+        project.materialize()
+    assert str(make_project(ROWS, view=view).plan()) == (
         "full: 2 of 8 rows to compute (8 new, –6 computed by an interrupted run); the first snapshot"
     )
     computed.clear()
-    report = run(make_project(ROWS, view=view))
+    report = make_project(ROWS, view=view).materialize()
     assert (report.resumed, sorted(computed), report.counts["written"]) == (6, [7.0, 8.0], 8)
-    assert values(project, 1) == {i: 2.0 * i for i in range(1, 9)}
+    assert project.doubles(1) == {i: 2.0 * i for i in range(1, 9)}
 
 
 # ---- compaction
@@ -360,38 +332,38 @@ def test_resumed_rows_are_said_and_not_computed(make_project: MakeProject, monke
 def test_the_ninth_delta_compacts_without_a_model(make_project: MakeProject) -> None:
     rows = {i: float(i) for i in range(100)}
     project = make_project(list(rows.items()), view=COUNTING)
-    run(project)
+    project.materialize()
     kinds = []
     for step in range(1, 11):
         rows[step] += 1000
         project = make_project(list(rows.items()), view=COUNTING)
         computed.clear()
-        assert ("compacting" in str(plan_view(project, "numbers"))) == (step == 9)
-        report = run(project)
+        assert ("compacting" in str(project.plan())) == (step == 9)
+        report = project.materialize()
         assert computed == [rows[step]]
-        snapshot = snapshot_of(project, report)
+        snapshot = project.snapshot_of(report)
         kinds.append(snapshot.kind)
         assert (snapshot.counts.written, snapshot.counts.unchanged) == (1, 99)
-        assert values(project, snapshot.number) == {i: 2 * x for i, x in rows.items()}
+        assert project.doubles(snapshot.number) == {i: 2 * x for i, x in rows.items()}
     assert kinds == ["delta"] * 8 + ["full"] + ["delta"]
-    assert len(project.offline.view("numbers").chain(snapshot_of(project, report))) == 2
+    assert len(project.store.chain(project.snapshot_of(report))) == 2
 
 
 def test_more_than_a_quarter_of_the_base_compacts(make_project: MakeProject) -> None:
     rows = [(i, float(i)) for i in range(20)]
-    run(make_project(rows))
+    make_project(rows).materialize()
     for changed, kind in ((3, "delta"), (5, "delta"), (6, "full")):  # 3, then 3 + 2, then 5 + 1 rows of 20
         project = make_project([(i, x + 100 if i < changed else x) for i, x in rows])
-        assert snapshot_of(project, run(project)).kind == kind
-    assert values(project, 4) == {i: 2 * (x + 100 if i < 6 else x) for i, x in rows}
+        assert project.snapshot_of(project.materialize()).kind == kind
+    assert project.doubles(4) == {i: 2 * (x + 100 if i < 6 else x) for i, x in rows}
 
 
 def test_removed_rows_count_towards_compaction(make_project: MakeProject) -> None:
-    run(make_project(ROWS, view=GATES_OFF))
+    make_project(ROWS, view=GATES_OFF).materialize()
     project = make_project(ROWS[:5], view=GATES_OFF)
-    report = run(project)
-    assert (snapshot_of(project, report).kind, report.counts["removed"], report.counts["written"]) == ("full", 3, 0)
-    assert set(values(project, 2)) == {1, 2, 3, 4, 5}
+    report = project.materialize()
+    assert (project.snapshot_of(report).kind, report.counts["removed"], report.counts["written"]) == ("full", 3, 0)
+    assert set(project.doubles(2)) == {1, 2, 3, 4, 5}
 
 
 # ---- only what must be
@@ -401,14 +373,14 @@ def test_one_percent_changed_is_one_percent_computed(make_project: MakeProject) 
     n = 20_000
     x = np.arange(n, dtype=np.float64)
     project = make_project(pa.table({"id": np.arange(n), "x": x}), view=COUNTING)
-    run(project)
+    project.materialize()
     computed.clear()
     x = np.where(np.arange(n) % 100 == 7, x + 0.5, x)
     project = make_project(pa.table({"id": np.arange(n), "x": x}), view=COUNTING)
-    report = run(project)
+    report = project.materialize()
     assert sorted(computed) == sorted(x[np.arange(n) % 100 == 7])
     assert report.counts == {"source": n, "written": 200, "rejected": 0, "unchanged": n - 200, "removed": 0, "duplicates": 0}
-    rows = rows_of(project, 2)
+    rows = project.rows(2)
     assert len(rows) == n
     assert {row["id"]: row["double"] for row in rows} == dict(zip(range(n), (2 * x).tolist(), strict=True))
 
@@ -416,16 +388,16 @@ def test_one_percent_changed_is_one_percent_computed(make_project: MakeProject) 
 def test_unchanged_rows_keep_their_computed_at_through_deltas_and_compaction(make_project: MakeProject) -> None:
     rows = {i: float(i) for i in range(50)}
     project = make_project(list(rows.items()))
-    run(project)
-    first = {row["id"]: row["computed_at"] for row in rows_of(project, 1)}
+    project.materialize()
+    first = {row["id"]: row["computed_at"] for row in project.rows(1)}
     for step in range(10):
         rows[step] += 100
         project = make_project(list(rows.items()))
-        run(project)
-        now = {row["id"]: row["computed_at"] for row in rows_of(project, step + 2)}
+        project.materialize()
+        now = {row["id"]: row["computed_at"] for row in project.rows(step + 2)}
         assert {i for i in now if now[i] != first[i]} == set(range(step + 1))
-    snapshot = project.offline.view("numbers").snapshot(11)
-    ages = [int(row["computed_at"].timestamp() * 1e6) for row in rows_of(project, 11)]
+    snapshot = project.store.snapshot(11)
+    ages = [int(row["computed_at"].timestamp() * 1e6) for row in project.rows(11)]
     assert abs((snapshot.computed_at_min or 0) - min(ages)) <= 1
     assert abs((snapshot.computed_at_max or 0) - max(ages)) <= 1
 
@@ -464,17 +436,17 @@ def test_a_chain_of_deltas_is_what_a_full_run_makes(
         computed.clear()
         if not good:
             with pytest.raises(PrecomputeError):
-                run(project)
+                project.materialize()
             continue
-        report = run(project)
+        report = project.materialize()
         nulls = sum(None in key for key, _ in items)
         source = sum(None not in key for key in table) + nulls
         counts = report.counts
         assert counts["source"] == source
         assert counts["written"] + counts["unchanged"] == len(good)
         assert counts["rejected"] == source - len(good)
-        snapshot = snapshot_of(project, report)
-        rows = rows_of(project, snapshot.number)
+        snapshot = project.snapshot_of(report)
+        rows = project.rows(snapshot.number)
         assert len(rows) == len(good)
         assert {(row["a"], row["b"]): row["double"] for row in rows} == good
         if report.status == "committed" and snapshot.parent is not None:
@@ -518,9 +490,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return move
 
 
-def looked_up(project: Project, ahead_s: float, keys: list[int]) -> list[tuple[str, int]]:
+def looked_up(project: Scene, ahead_s: float, keys: list[int]) -> list[tuple[str, int]]:
     """(status, age in whole hundreds of seconds) of each key, as asked ``ahead_s`` from now."""
-    lookup = Lookup(open_online_store(project.online), project.root, clock=lambda: time.time() + ahead_s)
+    lookup = project.open_lookup(clock=lambda: time.time() + ahead_s)
     try:
         rows = [lookup.row("numbers", key) for key in keys]
         assert [row["status"] for row in rows] == lookup.get("numbers", keys)["status"].to_pylist()
@@ -535,20 +507,20 @@ def test_unchanged_rows_are_as_fresh_as_the_run_that_saw_them(
 ) -> None:
     project_yaml = {"online": request.getfixturevalue("redis_url") if online == "redis" else "lmdb:./online"}
     project = make_project(ROWS, view=COUNTING, project=project_yaml)
-    run(project, command="run")
+    project.run()
     clock(5000)  # past the ttl of an hour
     assert looked_up(project, 5000, [1, 2]) == [("stale", 50), ("stale", 50)]
-    assert run(project, command="run").status == "current"
+    assert project.run().status == "current"
     assert computed == [x for _, x in ROWS]
     assert looked_up(project, 5000, [1, 2]) == [("fresh", 0), ("fresh", 0)]
     line = project_status(project)[0]
     assert (line["status"], round(line["age_s"] / 100)) == ("fresh", 0)
     project = make_project([(1, 10.0), *ROWS[1:]], view=COUNTING, project=project_yaml)
     clock(10000)
-    report = run(project, command="run")
+    report = project.run()
     assert (report.counts["written"], report.counts["unchanged"]) == (1, 7)
     assert looked_up(project, 10200, [1, 2]) == [("fresh", 2), ("fresh", 2)]
-    table = Lookup(open_online_store(project.online), project.root).get("numbers", [1, 2])
+    table = project.open_lookup().get("numbers", [1, 2])
     at = table["computed_at"].to_pylist()
     assert (at[0] - at[1]).total_seconds() > 9990  # when it was computed is still told
 
@@ -556,19 +528,19 @@ def test_unchanged_rows_are_as_fresh_as_the_run_that_saw_them(
 def test_without_renewal_rows_past_their_ttl_are_computed(make_project: MakeProject, clock: Callable[[float], None]) -> None:
     view = COUNTING | {"renew_unchanged": False}
     project = make_project(ROWS, view=view)
-    run(project, command="run")
+    project.run()
     clock(2000)
     project = make_project([(1, 10.0), *ROWS[1:]], view=view)
-    run(project, command="run")
+    project.run()
     assert looked_up(project, 2000, [1, 2]) == [("fresh", 0), ("fresh", 20)]
     clock(3000)
-    assert run(project, command="run").status == "current"
+    assert project.run().status == "current"
     assert looked_up(project, 3000, [1, 2]) == [("fresh", 10), ("fresh", 30)]
     assert round(project_status(project)[0]["age_s"] / 100) == 30
     clock(4000)
     computed.clear()
-    assert str(plan_view(project, "numbers")).startswith("full, compacting: 7 of 8 rows to compute (7 past ttl), 1 unchanged")
-    run(project, command="run")
+    assert str(project.plan()).startswith("full, compacting: 7 of 8 rows to compute (7 past ttl), 1 unchanged")
+    project.run()
     assert sorted(computed) == [x for _, x in ROWS[1:]]
     assert looked_up(project, 4000, [1, 2]) == [("fresh", 20), ("fresh", 0)]
 
@@ -577,11 +549,11 @@ def test_going_back_to_computing_at_ttl_computes_what_was_only_renewed(
     make_project: MakeProject, clock: Callable[[float], None]
 ) -> None:
     project = make_project(ROWS, view=COUNTING)
-    run(project, command="run")
+    project.run()
     clock(5000)
-    run(project, command="run")
+    project.run()
     project = make_project(ROWS, view=COUNTING | {"renew_unchanged": False})
-    assert plan_view(project, "numbers").diff.expired == 8
+    assert project.plan().diff.expired == 8
 
 
 # ---- other views read a chain
@@ -598,19 +570,19 @@ def test_views_that_read_a_delta_chain_see_its_rows_and_no_others(make_project: 
     }
     base = {i: float(i) for i in range(40)}
     project = make_project(list(base.items()), view=GATES_OFF, views={"derived": derived})
-    run(project, command="run")
-    run(project, "derived", command="run")
+    project.run()
+    project.run("derived")
     for step in range(3):
         base[step] += 50
         del base[39 - step]
         base[100 + step] = 5.5
         project = make_project(list(base.items()), view=GATES_OFF, views={"derived": derived})
-        assert snapshot_of(project, run(project, command="run")).kind == "delta"
+        assert project.snapshot_of(project.run()).kind == "delta"
         computed.clear()
-        report = run(project, "derived", command="run")
+        report = project.run("derived")
         assert sorted(computed) == sorted([2 * base[step], 11.0])
         assert report.counts["removed"] == 1
-        found = {row["id"]: row["double"] for row in rows_of(project, report.snapshot or 0, "derived")}
+        found = {row["id"]: row["double"] for row in project.rows(report.snapshot or 0, "derived")}
         assert found == {i: 4 * x for i, x in base.items()}
 
 
@@ -624,52 +596,52 @@ def test_top_k_ranks_the_items_of_a_delta_chain(make_project: MakeProject) -> No
     }
     base = {i: float(i) for i in range(40)}
     project = make_project(list(base.items()), views={"users": users})
-    run(project, command="run")
-    assert rows_of(project, run(project, "users", command="run").snapshot or 0, "users")[0]["items"] == [39, 38, 37]
-    assert run(project, "users", command="run").status == "current"
+    project.run()
+    assert project.rows(project.run("users").snapshot or 0, "users")[0]["items"] == [39, 38, 37]
+    assert project.run("users").status == "current"
     base[0] = 100.0
     del base[39]
     project = make_project(list(base.items()), views={"users": users})
-    assert snapshot_of(project, run(project, command="run")).kind == "delta"
-    report = run(project, "users", command="run")
+    assert project.snapshot_of(project.run()).kind == "delta"
+    report = project.run("users")
     assert "tables) changed" in (report.plan or "")
-    assert [row["items"] for row in rows_of(project, report.snapshot or 0, "users")] == [[0, 38, 37]] * 2
+    assert [row["items"] for row in project.rows(report.snapshot or 0, "users")] == [[0, 38, 37]] * 2
     for _ in range(3):  # the same chain read again is the same table
-        assert run(project, "users", command="run").status == "current"
+        assert project.run("users").status == "current"
 
 
 # ---- a parent that cannot be used
 
 
 def test_a_torn_parent_is_passed_over(make_project: MakeProject) -> None:
-    run(make_project(ROWS))
+    make_project(ROWS).materialize()
     project = make_project([(1, 10.0), *ROWS[1:]])
-    run(project)
+    project.materialize()
     path = project.root / "numbers" / "manifests" / f"{2:020d}.json"
     path.write_bytes(path.read_bytes()[:-40])
-    report = run(project)
-    assert (report.snapshot, snapshot_of(project, report).parent) == (3, 1)
-    assert values(project, 3) == {i: 2 * x for i, x in ROWS} | {1: 20.0}
+    report = project.materialize()
+    assert (report.snapshot, project.snapshot_of(report).parent) == (3, 1)
+    assert project.doubles(3) == {i: 2 * x for i, x in ROWS} | {1: 20.0}
 
 
 def test_a_parent_whose_part_is_gone_is_passed_over(make_project: MakeProject) -> None:
     project = make_project(ROWS)
-    run(project)
+    project.materialize()
     for path in (project.root / "numbers" / "data").rglob("part-*.parquet"):
         path.unlink()
-    assert plan_view(project, "numbers").diff == Diff(new=8)
-    assert run(project).snapshot == 2
-    assert values(project, 2) == {i: 2 * x for i, x in ROWS}
+    assert project.plan().diff == Diff(new=8)
+    assert project.materialize().snapshot == 2
+    assert project.doubles(2) == {i: 2 * x for i, x in ROWS}
 
 
 def test_the_plan_says_nothing_of_compaction_where_there_is_nothing_to_do(make_project: MakeProject) -> None:
     project = make_project(ROWS)
-    run(project)
-    found: Plan = replace(plan_view(project, "numbers"), compact=True)
+    project.materialize()
+    found: Plan = replace(project.plan(), compact=True)
     assert str(found).startswith("nothing to do: 0 of 8 rows")
 
 
-def run_to_the_commit(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def run_to_the_commit(project: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that ends right before it commits: its chunks and its journal stay."""
 
     def killed(*_: object, **__: object) -> None:
@@ -678,7 +650,7 @@ def run_to_the_commit(project: Project, monkeypatch: pytest.MonkeyPatch) -> None
     with monkeypatch.context() as patched:
         patched.setattr(ViewStore, "commit", killed)
         with pytest.raises(KeyboardInterrupt):
-            run(project)
+            project.materialize()
 
 
 def test_what_an_interrupted_run_hashed_with_md5_does_not_outweigh_a_newer_snapshot(
@@ -688,8 +660,8 @@ def test_what_an_interrupted_run_hashed_with_md5_does_not_outweigh_a_newer_snaps
     with monkeypatch.context() as before:
         before.setattr("precompute.source.hash_kind", lambda: MD5)
         run_to_the_commit(project, monkeypatch)
-    run(project, full=True)
-    assert run(make_project([(1, 10.0), *ROWS[1:]])).plan == (
+    project.materialize(full=True)
+    assert make_project([(1, 10.0), *ROWS[1:]]).materialize().plan == (
         "delta: 1 of 8 rows to compute (1 changed), 7 unchanged; builds on snapshot 1"
     )
 
@@ -699,7 +671,7 @@ def test_damage_that_the_plan_does_not_see_is_told_and_the_next_run_builds_on_wh
     make_project: MakeProject, changed: int
 ) -> None:
     project = make_project(ROWS, view=COUNTING | GATES_OFF)
-    run(project)
+    project.materialize()
     store = project.offline
     (path,) = store.view("numbers").part_paths(store.view("numbers").snapshot(1))
     metadata = pq.read_metadata(path).row_group(0)
@@ -711,8 +683,8 @@ def test_damage_that_the_plan_does_not_see_is_told_and_the_next_run_builds_on_wh
     project = make_project([(i, x + 100 * (i <= changed)) for i, x in ROWS], view=COUNTING | GATES_OFF)
     computed.clear()
     with pytest.raises(SnapshotError, match=r"snapshot 1, .* is damaged, and marked bad now.*run the view again"):
-        run(project)
-    report = run(project)
+        project.materialize()
+    report = project.materialize()
     assert (report.status, report.resumed, sorted(computed)) == (
         "committed",
         changed,
@@ -724,9 +696,9 @@ def test_a_compaction_ends_the_journals_of_the_runs_it_takes_over(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project = make_project(ROWS)
-    run(project)
+    project.materialize()
     project = make_project([(i, x + 100) for i, x in ROWS])
     run_to_the_commit(project, monkeypatch)
-    report = run(project)
+    report = project.materialize()
     assert (report.resumed, "compacting" in str(report.plan)) == (8, True)
-    assert project.offline.view("numbers").journals.partitions() == {}
+    assert project.store.journals.partitions() == {}

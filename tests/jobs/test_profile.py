@@ -13,8 +13,6 @@ import pyarrow as pa
 import pytest
 from safetensors.numpy import save_file
 
-from jobs.cli import main
-from jobs.config.project import Project
 from jobs.ops import profile as profile_module
 from jobs.ops.profile import PACE, describe_profile, profile
 from store.errors import ConfigError, SourceError
@@ -37,10 +35,6 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     return folder
-
-
-def call(project: Project, *command: str) -> int:
-    return main(["-c", str(project.folder), "profile", "numbers", *command])
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -105,9 +99,9 @@ def test_a_partitioned_view_is_profiled_over_one_partition(make_project: MakePro
     project = make_project(table, view=view)
     assert profile(project, "numbers", rows=100)["rows"] == 3  # the latest that is over
     assert profile(project, "numbers", rows=100, partition=containing("day", days[0]))["rows"] == 2
-    assert call(project, "--partition", f"{days[2]:%Y-%m-%d}T12:00", "--json") == 0
+    assert project.cli("profile", "numbers", "--partition", f"{days[2]:%Y-%m-%d}T12:00", "--json") == 0
     assert json.loads(capsys.readouterr().out)["rows"] == 4
-    assert call(project, "--partition", "yesterday") == 2
+    assert project.cli("profile", "numbers", "--partition", "yesterday") == 2
     assert "'yesterday'" in capsys.readouterr().err
     project = make_project(view=view | {"partition": {"by": "day", "start": f"{days[2]:%Y-%m-%d}"}})
     with pytest.raises(ConfigError, match="is not over yet"):
@@ -118,7 +112,7 @@ def test_a_partitioned_view_is_profiled_over_one_partition(make_project: MakePro
 
 
 def test_the_command_prints_a_table_and_what_sets_the_pace(make_project: MakeProject, capsys: Captured) -> None:
-    assert call(make_project(ROWS, view=doubler(sleep_s=0.2))) == 0
+    assert make_project(ROWS, view=doubler(sleep_s=0.2)).cli("profile", "numbers") == 0
     captured = capsys.readouterr()
     assert captured.err == ""
     lines = captured.out.splitlines()
@@ -133,7 +127,7 @@ def test_the_command_prints_a_table_and_what_sets_the_pace(make_project: MakePro
 
 
 def test_a_slow_source_is_named(make_project: MakeProject, capsys: Captured) -> None:
-    assert call(make_project(ROWS, view={"source": {"sql": SLOW_SQL}})) == 0
+    assert make_project(ROWS, view={"source": {"sql": SLOW_SQL}}).cli("profile", "numbers") == 0
     assert "of the time is reading the source; the source's SQL is the limit" in capsys.readouterr().out
 
 
@@ -149,7 +143,7 @@ def test_the_busiest_stage_is_named_with_its_share_and_its_remedy(make_project: 
 
 def test_json_is_the_figures_and_nothing_else(make_project: MakeProject, capsys: Captured) -> None:
     project = make_project(ROWS)
-    assert call(project, "--rows", "7", "--json") == 0
+    assert project.cli("profile", "numbers", "--rows", "7", "--json") == 0
     captured = capsys.readouterr()
     assert (captured.err, captured.out.count("\n")) == ("", 1)
     found = json.loads(captured.out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
@@ -165,7 +159,7 @@ def test_json_is_the_figures_and_nothing_else(make_project: MakeProject, capsys:
 
 @pytest.mark.parametrize("options", [["--rows", "0"], ["--rows", "-1"], ["--partition", "2026-01-01"]])
 def test_what_cannot_be_profiled_is_status_2(make_project: MakeProject, capsys: Captured, options: list[str]) -> None:
-    assert call(make_project(ROWS), *options) == 2
+    assert make_project(ROWS).cli("profile", "numbers", *options) == 2
     captured = capsys.readouterr()
     assert (captured.out, captured.err.count("precompute: ")) == ("", 1)
     assert (f"--rows: {options[1]}: at least 1" if options[0] == "--rows" else "'numbers' has none") in captured.err
@@ -175,7 +169,7 @@ def test_a_source_without_rows_is_told(make_project: MakeProject, capsys: Captur
     project = make_project(pa.table({"id": pa.array([], pa.int64()), "x": pa.array([], pa.float64())}))
     with pytest.raises(SourceError, match="view 'numbers': the source yielded no rows"):
         profile(project, "numbers", rows=5)
-    assert call(project) == 1
+    assert project.cli("profile", "numbers") == 1
     assert capsys.readouterr().err == "precompute: view 'numbers': the source yielded no rows: nothing to profile\n"
 
 
@@ -195,7 +189,7 @@ def test_a_trace_holds_what_torch_did_for_a_window(make_project: MakeProject, tm
     project, trace = make_project(ROWS, view=view), tmp_path / "trace.json"
     save_file({"weight": np.ones((4, 1), np.float32), "bias": np.zeros(4, np.float32)}, project.folder / "linear.safetensors")
     trace.write_text("of last week")
-    assert call(project, "--trace", str(trace)) == 0
+    assert project.cli("profile", "numbers", "--trace", str(trace)) == 0
     assert "aten::linear" in {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
 
 
@@ -206,7 +200,7 @@ def test_a_trace_that_cannot_be_written_is_told_before_the_model_is_loaded(
     view = {"model": {"use": "tests.precompute.dying_models:Unloadable", "args": {"how": "raise"}}}
     path, before = tmp_path / where, files(tmp_path)
     project = make_project(ROWS, view=view)
-    assert call(project, "--trace", str(path)) == 2
+    assert project.cli("profile", "numbers", "--trace", str(path)) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith(f"precompute: --trace: {str(path)!r} cannot be written: {why}; ")
     assert captured.out == ""
@@ -219,12 +213,12 @@ def test_a_trace_that_cannot_be_written_is_told_before_the_model_is_loaded(
 def test_nothing_is_left_behind(make_project: MakeProject, temporary: Path, capsys: Captured) -> None:
     project = make_project(ROWS)
     before = files(project.folder)
-    assert call(project) == 0
+    assert project.cli("profile", "numbers") == 0
     assert not project.root.exists()
     assert files(project.folder) == before
-    assert main(["-c", str(project.folder), "run", "numbers"]) == 0
+    assert project.cli("run", "numbers") == 0
     before = files(project.folder)
-    assert call(make_project([(i, x + 1) for i, x in ROWS[:5]])) == 0  # another source than was published
+    assert make_project([(i, x + 1) for i, x in ROWS[:5]]).cli("profile", "numbers") == 0  # another source than was published
     after = files(project.folder)
     assert after.pop("data.parquet") != before.pop("data.parquet")
     assert after == before
@@ -235,6 +229,6 @@ def test_nothing_is_left_behind_by_a_profile_that_fails(make_project: MakeProjec
     view = {"features": {"double": {"dtype": "float64"}, "other": {"dtype": "float64"}}}
     project = make_project(ROWS, view=view)
     before = files(project.folder)
-    assert call(project) == 1
+    assert project.cli("profile", "numbers") == 1
     assert "'other'" in capsys.readouterr().err
     assert (files(project.folder), files(temporary)) == (before, {})

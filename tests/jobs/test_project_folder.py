@@ -13,18 +13,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.cli import main
-from jobs.config.project import Project
 from jobs.fallback import ViewFallback
-from jobs.pipeline.run import plan_view, run_view
-from jobs.process.progress import Silent
 from precompute.model import digest
 from precompute.source import Source
 from store.errors import ConfigError, SourceError
-from store.lookup import Lookup
 from store.offline.view_store import OfflineStore
-from store.online.online_url import open_online_store
 from tests.arithmetic import Doubler
 from tests.conftest import MakeProject
+from tests.scene import Scene
 
 RIGHT, WRONG = 1.0, 666.0
 """``x`` of the one row in the project's files, and in files of the same names in the working directory."""
@@ -222,15 +218,15 @@ def test_a_partitions_bounds_may_be_part_of_a_files_name(make_project: MakeProje
         assert source.table(sql).column("x").to_pylist() == [RIGHT]
 
 
-def rows_of(project: Project, number: int) -> list[Any]:
-    store = project.offline.view("numbers")
+def rows_of(project: Scene, number: int) -> list[Any]:
+    store = project.store
     return [row["double"] for batch in store.batches(store.snapshot(number)) for row in batch.to_pylist()]
 
 
-def computed(project: Project, key: str) -> list[Any]:
+def computed(project: Scene, key: str) -> list[Any]:
     """What the fallback answers for a key."""
     fallback = ViewFallback(project.offline, project.home, memory_mb=64)
-    lookup = Lookup(open_online_store(project.online), project.root, fallback)
+    lookup = project.open_lookup(fallback)
     try:
         answer = lookup.begin("numbers", [key], fallback=True, deadline_ms=20_000)
         answer.wait()
@@ -246,7 +242,7 @@ def test_a_run_and_its_workers_take_the_projects_files(make_project: MakeProject
         view=WEIGHED | {"source": {"sql": "FROM 'data.csv'"}}, project={"engine": {"workers": workers}, "vars": None}
     )
     write_files(project.folder, 3.0)
-    assert run_view(project, "numbers", Silent()).status == "published"
+    assert project.run().status == "published"
     assert rows_of(project, 1) == [9.0]
 
 
@@ -257,13 +253,13 @@ def test_the_fallback_takes_the_files_of_the_project_it_serves(
     view = WEIGHED | {"source": {"sql": "FROM 'data.csv'"}, "fallback": {"enabled": True, "deadline": "20s"}}
     project = make_project(view=view)
     write_files(project.folder, 3.0)
-    run_view(project, "numbers", Silent())
+    project.run()
     (project.folder / "data.csv").write_text("id,x\n1,3.0\n2,5.0\n")
     assert computed(project, "2") == [15.0]
     moved = tmp_path / "moved"
     shutil.move(project.folder, moved)
     write_files(project.folder, WRONG)  # at the old place
-    assert computed(Project(moved, {}), "2") == [15.0]
+    assert computed(Scene(moved, {}), "2") == [15.0]
 
 
 def test_arguments_of_any_depth_are_paths_when_they_start_with_a_dot_and_a_slash(
@@ -272,11 +268,11 @@ def test_arguments_of_any_depth_are_paths_when_they_start_with_a_dot_and_a_slash
     args = {"weights": "../project/weights.txt", "nested": {"files": ["./data.csv"], "texts": [".", "..", "data.csv", "/x y"]}}
     project = make_project([(1, 2.0)], view=WEIGHED | {"model": WEIGHED["model"] | {"args": args}})
     write_files(project.folder, 3.0)
-    run_view(project, "numbers", Silent())
-    first = project.offline.view("numbers").snapshot(1)
+    project.run()
+    first = project.store.snapshot(1)
     assert first.view.definition.model.args == args  # as they are written
     (project.folder / "data.csv").write_text("other")
-    assert run_view(project, "numbers", Silent()).model != first.model
+    assert project.run().model != first.model
 
 
 def test_a_copied_or_moved_project_computes_nothing_and_commits_nothing(
@@ -288,17 +284,17 @@ def test_a_copied_or_moved_project_computes_nothing_and_commits_nothing(
         view={"source": {"sql": sql}, "model": {"use": "tests.jobs.test_project_folder:Tabled", "args": {"table": extra}}}
     )
     write_files(project.folder, 3.0)
-    run_view(project, "numbers", Silent())
+    project.run()
     for place in (tmp_path / "copy", tmp_path / "far" / "away"):
         shutil.copytree(project.folder, place)
-        there = Project(place, {})
-        plan = plan_view(there, "numbers")
+        there = Scene(place, {})
+        plan = there.plan()
         assert (plan.nothing_to_do, plan.diff.compute) == (True, 0), str(plan)
-        assert run_view(there, "numbers", Silent()).status == "current"
+        assert there.run().status == "current"
         assert OfflineStore(there.root).view("numbers").numbers() == [1]
     for file in (project.root / "numbers" / "manifests").iterdir():
         assert str(project.folder) not in file.read_text()
-    assert str(project.folder) not in json.dumps(open_online_store(project.online).live("numbers").view.to_json())  # type: ignore[union-attr]
+    assert str(project.folder) not in json.dumps(project.open_online().live("numbers").view.to_json())  # type: ignore[union-attr]
 
 
 def test_a_key_that_would_change_with_the_projects_place_is_refused(tmp_path: Path, elsewhere: Path) -> None:
@@ -328,10 +324,10 @@ class Tabled(Doubler):
 def test_other_data_under_the_same_name_is_another_recipe(make_project: MakeProject, tmp_path: Path) -> None:
     """A variable's value is part of what is written."""
     project = make_project([(1, 1.0)])
-    run_view(project, "numbers", Silent())
+    project.run()
     shutil.copytree(project.folder, tmp_path / "other", ignore=shutil.ignore_patterns("var"))
     project = make_project(project={"vars": {"data": "../other"}})
-    assert "source's SQL changed" in plan_view(project, "numbers").reason
+    assert "source's SQL changed" in project.plan().reason
 
 
 def test_a_schedules_and_a_backfills_children_take_the_projects_files(
@@ -352,7 +348,7 @@ def test_a_relative_notify_command_is_the_projects(
     project = make_project([(1, 1.0)], project={"notify": ["./tell.sh", "./told"]})
     write_script(elsewhere / "tell.sh", 'echo wrong > "$1"')
     write_script(project.folder / "tell.sh", 'echo "$NOTIFY_STATUS" > "$1"')
-    run_view(project, "numbers", Silent())
+    project.run()
     assert (project.folder / "told").read_text() == "published\n"
     assert not (elsewhere / "told").exists()
 

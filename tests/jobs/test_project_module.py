@@ -14,15 +14,13 @@ import torch
 from safetensors.torch import save_file
 
 import store
-from jobs.config.project import Project
-from jobs.pipeline.run import run_view
-from jobs.process.progress import Silent
 from precompute import project_module
 from precompute.model import digest
 from precompute.project_module import import_module, module_exists, plain_name
 from precompute.registry import load_model
 from store.errors import ConfigError, ModelError
 from tests.conftest import MakeProject
+from tests.scene import Scene
 
 MODEL = """
 import numpy as np
@@ -60,11 +58,11 @@ def test_a_module_may_be_called_anything(make_project: MakeProject, name: str, w
     write(project.folder, f"{name}.py")
     view = {"model": {"use": f"{name}:Times"}, "features": {"double": {"dtype": "float64"}}}
     project = make_project(view=view, project={"engine": {"workers": workers}})
-    report = run_view(project, "numbers", Silent())
+    report = project.run()
     assert report.counts["written"] == 1
     assert sys.modules["store"] is store
     assert str(project.folder) not in sys.path
-    fingerprint = project.offline.view("numbers").snapshot(1).model
+    fingerprint = project.store.snapshot(1).model
     assert fingerprint == report.model
 
 
@@ -231,15 +229,15 @@ def test_torch_module_takes_a_class_beside_the_views(
     weights = {"linear.weight": torch.tensor([[2.0]]), "linear.bias": torch.tensor([1.0])}
     save_file(weights, project.folder / "ranker.safetensors")
     monkeypatch.chdir(tmp_path)
-    first = run_view(project, "numbers", Silent())
-    offline = project.offline.view("numbers")
+    first = project.run()
+    offline = project.store
     rows = [row["double"] for batch in offline.batches(offline.snapshot(1)) for row in batch.to_pylist()]
     assert rows == [30.0, 70.0]
     project.folder.rename(tmp_path / "moved")
-    moved = Project(tmp_path / "moved", {})
-    assert run_view(moved, "numbers", Silent()).status == "current"
+    moved = Scene(tmp_path / "moved", {})
+    assert moved.run().status == "current"
     save_file({n: w + 1 for n, w in weights.items()}, moved.folder / "ranker.safetensors")
-    assert run_view(moved, "numbers", Silent()).model != first.model
+    assert moved.run().model != first.model
 
 
 def test_the_name_a_project_knows_a_module_by_is_the_same_everywhere(tmp_path: Path) -> None:

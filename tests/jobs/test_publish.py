@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 import redis
 
-from jobs.config.project import Project
 from jobs.pipeline.publish import publish
-from jobs.pipeline.run import run_view
 from jobs.process.progress import Silent
 from jobs.process.report import recorded
 from store.disk.lease import take
@@ -25,10 +23,10 @@ from store.offline.runs import Report
 from store.offline.view_store import ViewStore
 from store.online.codec import Buffer
 from store.online.online_store import MemoryStore, Pointer, Rows
-from store.online.online_url import open_online_store
 from store.online.vector_index import VectorIndex
 from store.record import replace
 from tests.conftest import MakeProject
+from tests.scene import Scene
 
 INDEXED = {"index": {"on": "vector", "metric": "l2"}}
 UNJUDGED = {"gates": {"rows": None, "norm": None, "duplicates": None, "drift": None, "moved": None}}
@@ -40,24 +38,9 @@ def online(request: pytest.FixtureRequest) -> str:
     return "lmdb:./online" if request.param == "lmdb" else str(request.getfixturevalue("redis_url"))
 
 
-def run(project: Project, command: str = "run", number: int | None = None) -> Report:
-    return run_view(project, "numbers", Silent(), command=command, number=number)
-
-
-def served(project: Project, keys: Sequence[int] = (1, 2, 3)) -> tuple[int, list[float | None]]:
-    """(snapshot, double of each key)."""
-    lookup = Lookup(open_online_store(project.online), project.root)
-    try:
-        table = lookup.get("numbers", keys)
-        assert len(set(table["snapshot"].to_pylist())) == 1
-        return table["snapshot"][0].as_py(), table["double"].to_pylist()
-    finally:
-        lookup.close()
-
-
-def nearest(project: Project, x: float) -> tuple[int, str]:
+def nearest(project: Scene, x: float) -> tuple[int, str]:
     """(snapshot, key) of the row whose vector is nearest to that of x."""
-    lookup = Lookup(open_online_store(project.online), project.root)
+    lookup = project.open_lookup()
     try:
         found = lookup.search("numbers", vector=[x, x + 1, x + 2, x + 3], k=1)
         return found["snapshot"], found["rows"][0]["key"]
@@ -65,27 +48,27 @@ def nearest(project: Project, x: float) -> tuple[int, str]:
         lookup.close()
 
 
-def epochs(project: Project) -> tuple[int, int]:
+def epochs(project: Scene) -> tuple[int, int]:
     """(of the offline pointer, of the online pointer)."""
-    store = open_online_store(project.online)
+    store = project.open_online()
     try:
-        ref, pointer = project.offline.view("numbers").refs.live(), store.live("numbers")
+        ref, pointer = project.store.refs.live(), store.live("numbers")
         return 0 if ref is None else ref.epoch, 0 if pointer is None else pointer.epoch
     finally:
         store.close()
 
 
-def generations(project: Project) -> list[int]:
-    store = open_online_store(project.online)
+def generations(project: Scene) -> list[int]:
+    store = project.open_online()
     try:
         return store.generations("numbers")
     finally:
         store.close()
 
 
-def committed(project: Project) -> ViewStore:
-    run(project, "materialize")
-    return project.offline.view("numbers")
+def committed(project: Scene) -> ViewStore:
+    project.materialize()
+    return project.store
 
 
 def publish_to(online: MemoryStore, store: ViewStore, number: int | None = None) -> tuple[Report, Pointer]:
@@ -99,24 +82,23 @@ def publish_to(online: MemoryStore, store: ViewStore, number: int | None = None)
 def test_rows_and_index_are_live_together(make_project: MakeProject, online: str) -> None:
     make = {"project": {"online": online}, "view": INDEXED}
     project = make_project([(1, 1.0), (2, 2.0)], **make)
-    report = run(project)
+    report = project.run()
     assert (report.status, report.snapshot, report.epoch) == ("published", 1, 1)
-    assert served(project) == (1, [2.0, 4.0, None])
+    assert project.served() == (1, [2.0, 4.0, None])
     assert nearest(project, 2.2) == (1, "2")
     project = make_project([(3, 2.0), (2, 200.0)], **make)
-    assert run(project).epoch == 2
-    assert served(project) == (2, [None, 400.0, 4.0])
+    assert project.run().epoch == 2
+    assert project.served() == (2, [None, 400.0, 4.0])
     assert nearest(project, 2.2) == (2, "3")
-    ref = project.offline.view("numbers").refs.live()
-    assert ref is not None
+    ref = project.live()
     assert (ref.epoch, ref.snapshot, ref.previous, ref.reason) == (2, 2, 1, "run")
 
 
 def test_the_pointer_tells_what_is_live(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0), (2, None)], view=INDEXED)
-    report = run(project)
-    pointer = open_online_store(project.online).live("numbers")
-    snapshot = project.offline.view("numbers").snapshot(1)
+    report = project.run()
+    pointer = project.open_online().live("numbers")
+    snapshot = project.store.snapshot(1)
     assert pointer is not None
     assert pointer.view == snapshot.view == project.view("numbers").feature_view()
     assert (pointer.snapshot, pointer.epoch, pointer.rows, pointer.source_rows) == (1, 1, 1, 2)
@@ -128,8 +110,8 @@ def test_the_pointer_tells_what_is_live(make_project: MakeProject) -> None:
 
 def test_publishing_what_is_live_does_nothing(make_project: MakeProject, online: str) -> None:
     project = make_project([(1, 1.0)], project={"online": online})
-    run(project)
-    report = run(project, "publish")
+    project.run()
+    report = project.publish()
     assert (report.status, report.epoch, report.snapshot) == ("current", 1, 1)
     assert epochs(project) == (1, 1)
     assert "load" not in report.stages_s
@@ -156,11 +138,11 @@ def test_publishing_what_is_live_reads_none_of_its_parts(make_project: MakeProje
 
 def test_a_run_that_found_nothing_changed_renews_what_is_live(make_project: MakeProject, online: str) -> None:
     project = make_project([(1, 1.0), (2, 2.0)], project={"online": online})
-    first = run(project)
-    opened = open_online_store(project.online)
+    first = project.run()
+    opened = project.open_online()
     before = opened.live("numbers")
-    again = run(project)
-    after, ref = opened.live("numbers"), project.offline.view("numbers").refs.live()
+    again = project.run()
+    after, ref = opened.live("numbers"), project.store.refs.live()
     opened.close()
     assert before is not None
     assert ref is not None
@@ -169,27 +151,27 @@ def test_a_run_that_found_nothing_changed_renews_what_is_live(make_project: Make
     assert after == replace(before, renewed_at_us=again.read_at_us)
     assert ref.renewed_at == again.read_at_us > first.read_at_us
     assert (epochs(project), generations(project)) == ((1, 1), [1])
-    assert run(project, "publish").status == "current"  # and publishing does not take the renewal back
-    assert project.offline.view("numbers").refs.live() == ref
+    assert project.publish().status == "current"  # and publishing does not take the renewal back
+    assert project.store.refs.live() == ref
 
 
 def test_a_run_over_unchanged_rows_publishes_what_was_only_committed(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)])
     committed(project)
-    report = run(project)
+    report = project.run()
     assert (report.status, report.snapshot, report.epoch, report.counts["written"]) == ("published", 1, 1, 0)
-    assert served(project) == (1, [2.0, None, None])
+    assert project.served() == (1, [2.0, None, None])
 
 
 def test_a_delta_is_served_whole(make_project: MakeProject, online: str) -> None:
     make = {"project": {"online": online}, "view": INDEXED}
     rows = [(i, float(i)) for i in range(30)]
-    run(make_project(rows, **make))
+    make_project(rows, **make).run()
     project = make_project([(1, 100.0), *rows[2:], (30, 30.0)], **make)  # 0 left, 1 changed, 30 is new
-    assert run(project).snapshot == 2
-    snapshot = project.offline.view("numbers").snapshot(2)
+    assert project.run().snapshot == 2
+    snapshot = project.store.snapshot(2)
     assert (snapshot.kind, snapshot.counts.written, snapshot.counts.unchanged) == ("delta", 2, 28)
-    assert served(project, range(32)) == (2, [None, 200.0, *(2.0 * i for i in range(2, 31)), None])
+    assert project.served(range(32)) == (2, [None, 200.0, *(2.0 * i for i in range(2, 31)), None])
     assert nearest(project, 100.0) == (2, "1")
     assert nearest(project, 0.0) == (2, "2")
     assert len(VectorIndex(project.root / "numbers" / "index" / f"{2:020d}")) == 30
@@ -199,40 +181,40 @@ def test_a_delta_is_served_whole(make_project: MakeProject, online: str) -> None
 def test_a_delta_over_a_damaged_parent_is_never_published(make_project: MakeProject, damage: str) -> None:
     rows = [(i, float(i)) for i in range(30)]
     project = make_project(rows)
-    run(project)
-    run(make_project([(1, 100.0), *rows[2:]]))
+    project.run()
+    make_project([(1, 100.0), *rows[2:]]).run()
     committed(make_project([(1, 200.0), *rows[2:]]))
-    store = project.offline.view("numbers")
+    store = project.store
     full, delta, last = store.chain(store.snapshot(3))
     part = full.parts[0] if damage == "part" else delta.deletes
     assert part is not None
     flip(project.root / "numbers" / part.path, Path())
     with pytest.raises(SnapshotError, match=f"{re.escape(part.path)} differs from its checksum"):
-        run(project, "publish", last.number)
+        project.publish(number=last.number)
     assert epochs(project) == (2, 2)
-    assert served(project, [1, 2]) == (2, [200.0, 4.0])
+    assert project.served([1, 2]) == (2, [200.0, 4.0])
 
 
 def test_going_back_to_the_snapshot_before_loads_nothing(make_project: MakeProject, online: str) -> None:
     make = {"project": {"online": online}, "view": INDEXED}
     for x in (1.0, 10.0):
         project = make_project([(1, x), (2, x), (3, x)], **make)
-        run(project)
-    store = project.offline.view("numbers")
+        project.run()
+    store = project.store
     for path in store.part_paths(store.snapshot(1)):
         path.unlink()  # what is not read may be missing
-    report = run(project, "publish", 1)
+    report = project.publish(number=1)
     assert (report.status, report.snapshot, report.epoch) == ("published", 1, 3)
     assert report.stages_s.keys() & {"check", "load", "verify", "index"} == set()
     ref = store.refs.live()
     assert ref is not None
     assert (ref.epoch, ref.generation, ref.previous, ref.previous_generation) == (3, 1, 2, 2)
-    assert served(project) == (1, [2.0, 2.0, 2.0])
+    assert project.served() == (1, [2.0, 2.0, 2.0])
     assert nearest(project, 1.0)[0] == 1
     assert (epochs(project), generations(project)) == ((3, 3), [1, 2])
-    report = run(project, "publish", 2)  # and forth
+    report = project.publish(number=2)  # and forth
     assert (report.epoch, "load" in report.stages_s) == (4, False)
-    assert served(project) == (2, [20.0, 20.0, 20.0])
+    assert project.served() == (2, [20.0, 20.0, 20.0])
     ref = store.refs.live()
     assert ref is not None
     assert (ref.epoch, ref.generation, ref.previous, ref.previous_generation) == (4, 2, 1, 1)
@@ -242,13 +224,13 @@ def test_going_back_to_the_snapshot_before_loads_nothing(make_project: MakeProje
 def test_the_snapshot_before_is_loaded_again_when_its_generation_is_gone(make_project: MakeProject, online: str) -> None:
     for x in (1.0, 10.0):
         project = make_project([(1, x)], project={"online": online})
-        run(project)
-    opened = open_online_store(project.online)
+        project.run()
+    opened = project.open_online()
     opened.drop("numbers", 1)
     opened.close()
-    report = run(project, "publish", 1)
+    report = project.publish(number=1)
     assert (report.epoch, "load" in report.stages_s) == (3, True)
-    assert served(project, [1]) == (1, [2.0])
+    assert project.served([1]) == (1, [2.0])
     assert generations(project) == [2, 3]
 
 
@@ -279,81 +261,81 @@ def test_a_generations_number_is_never_used_again(make_project: MakeProject) -> 
 def test_what_was_rolled_back_from_is_published_by_nobody_nor_are_the_same_rows_again(make_project: MakeProject) -> None:
     for x in (1.0, 10.0):
         project = make_project([(1, x)])
-        run(project)
-    store = project.offline.view("numbers")
-    run(project, "publish", 1)
+        project.run()
+    store = project.store
+    project.publish(number=1)
     store.mark_bad(2, "rolled back from")
     with pytest.raises(GateError, match=r"snapshot 2 is marked bad \(rolled back from\); the live one stays.*bad/2.json"):
-        run(project, "publish", 2)
+        project.publish(number=2)
     with pytest.raises(GateError, match=r"snapshot 2 is marked bad.*snapshot 3 builds on it or holds the very same rows"):
-        run(project)
-    assert (served(project, [1]), epochs(project)) == ((1, [2.0]), (3, 3))
-    report = run(project, "publish")
+        project.run()
+    assert (project.served([1]), epochs(project)) == ((1, [2.0]), (3, 3))
+    report = project.publish()
     assert (report.status, report.snapshot) == ("current", 1)
-    assert run(make_project([(1, 20.0)])).status == "published"
-    assert served(project, [1]) == (4, [40.0])
+    assert make_project([(1, 20.0)]).run().status == "published"
+    assert project.served([1]) == (4, [40.0])
 
 
 def test_a_snapshot_that_a_gate_refused_is_committed_and_published_once_that_is_accepted(make_project: MakeProject) -> None:
     rows = [(i, float(i + 1)) for i in range(40)]
     project = make_project(rows)
-    run(project)
+    project.run()
     make_project(rows[:20])
     with pytest.raises(GateError, match=r"snapshot 2 is not published.*rows: 20 rows, -50.0%.*--snapshot 2 --accept rows"):
-        run(project)
-    store = project.offline.view("numbers")
+        project.run()
+    store = project.store
     report = store.runs.last()
     assert report is not None
     assert (report.status, report.snapshot, report.counts["removed"]) == ("refused", 2, 20)
     assert [gate.gate for gate in report.gates if not gate.passed] == ["rows"]
     assert (store.numbers(), store.snapshot(2).refused_by) == ([1, 2], ["rows"])
-    assert served(project, [1, 30]) == (1, [4.0, 62.0])
+    assert project.served([1, 30]) == (1, [4.0, 62.0])
     with pytest.raises(GateError):  # nothing changed, nothing is computed, and it is refused all the same
-        run(project)
-    assert (store.numbers(), served(project, [1])) == ([1, 2], (1, [4.0]))
-    assert run(project, "publish").status == "current"  # the newest that may be published is live
-    accepted = run_view(project, "numbers", Silent(), command="publish", number=2, accept=["rows"])
+        project.run()
+    assert (store.numbers(), project.served([1])) == ([1, 2], (1, [4.0]))
+    assert project.publish().status == "current"  # the newest that may be published is live
+    accepted = project.publish(number=2, accept=["rows"])
     assert (accepted.status, accepted.snapshot) == ("published", 3)
     snapshot = store.snapshot(3)
     assert (snapshot.accepted, snapshot.refused_by, snapshot.parts) == (("rows",), [], store.snapshot(2).parts)
-    assert served(project, [1, 30]) == (3, [4.0, None])
+    assert project.served([1, 30]) == (3, [4.0, None])
 
 
 def test_an_older_snapshot_can_be_published_again_and_then_the_newest(make_project: MakeProject, online: str) -> None:
     for x in (1.0, 10.0, 100.0):
         project = make_project([(1, x), (2, x), (3, x)], project={"online": online}, view=INDEXED)
-        run(project)
-    assert run(project, "publish", 1).epoch == 4
-    assert served(project) == (1, [2.0, 2.0, 2.0])
+        project.run()
+    assert project.publish(number=1).epoch == 4
+    assert project.served() == (1, [2.0, 2.0, 2.0])
     assert nearest(project, 50.0)[0] == 1
-    assert run(project, "publish").epoch == 5
-    assert served(project) == (3, [200.0, 200.0, 200.0])
+    assert project.publish().epoch == 5
+    assert project.served() == (3, [200.0, 200.0, 200.0])
 
 
 @pytest.mark.parametrize(("number", "message"), [(99, r"no snapshot 99.*it has: 1"), (0, "no snapshot 0"), (-1, "no snapshot")])
 def test_a_snapshot_that_is_not_there_is_refused(make_project: MakeProject, number: int, message: str) -> None:
     project = make_project([(1, 1.0)])
     with pytest.raises(SnapshotError, match=r"no snapshot yet.*precompute run numbers"):
-        run(project, "publish")
-    run(project)
+        project.publish()
+    project.run()
     with pytest.raises(SnapshotError, match=message):
-        run(project, "publish", number)
+        project.publish(number=number)
     assert epochs(project) == (1, 1)
 
 
 def test_old_generations_and_indexes_are_dropped_but_the_last_is_kept(make_project: MakeProject, online: str) -> None:
     for n in range(1, 6):
         project = make_project([(1, float(n))], project={"online": online}, view=INDEXED)
-        run(project)
+        project.run()
         kept = [epoch for epoch in (n - 1, n) if epoch > 0]
         assert generations(project) == kept
         assert sorted(p.name for p in (project.root / "numbers" / "index").iterdir()) == [f"{epoch:020d}" for epoch in kept]
 
 
 def test_a_view_that_loses_its_index_is_no_longer_searchable(make_project: MakeProject) -> None:
-    run(make_project([(1, 1.0)], view=INDEXED))
+    make_project([(1, 1.0)], view=INDEXED).run()
     project = make_project([(1, 1.0)])
-    run(project)
+    project.run()
     with pytest.raises(PrecomputeError, match="no vector index"):
         nearest(project, 1.0)
 
@@ -361,13 +343,13 @@ def test_a_view_that_loses_its_index_is_no_longer_searchable(make_project: MakeP
 def test_a_reader_sees_one_snapshot_or_the_next_and_never_both(make_project: MakeProject, online: str) -> None:
     rows, make = 500, {"project": {"online": online}, "view": UNJUDGED}
     project = make_project([(i, 1.0) for i in range(rows)], **make)
-    run(project)
+    project.run()
     failures: list[str] = []
     seen: set[int] = set()
     stop = threading.Event()
 
     def read() -> None:
-        lookup = Lookup(open_online_store(project.online), project.root)
+        lookup = project.open_lookup()
         while not stop.is_set():
             table = lookup.get("numbers", range(rows))
             snapshots, values = set(table["snapshot"].to_pylist()), set(table["double"].to_pylist())
@@ -380,7 +362,7 @@ def test_a_reader_sees_one_snapshot_or_the_next_and_never_both(make_project: Mak
     reader = threading.Thread(target=read)
     reader.start()
     for x in range(2, 7):
-        run(make_project([(i, float(x)) for i in range(rows)], **make))
+        make_project([(i, float(x)) for i in range(rows)], **make).run()
     stop.set()
     reader.join()
     assert failures == []
@@ -478,17 +460,17 @@ def test_a_store_that_lost_or_altered_rows_is_not_made_live(
 def test_a_redis_that_runs_full_keeps_what_is_live(make_project: MakeProject, redis_url: str) -> None:
     make: dict[str, Any] = {"project": {"online": redis_url}, "view": UNJUDGED}
     project = make_project([(1, 1.0)], **make)
-    run(project)
+    project.run()
     client = redis.Redis.from_url(redis_url)
     used = client.info("memory")["used_memory"]
     client.config_set("maxmemory", used + 300_000)
     with pytest.raises(OnlineStoreError, match="full"):
-        run(make_project([(i, 2.0) for i in range(20_000)], **make))
-    assert served(project, [1]) == (1, [2.0])
+        make_project([(i, 2.0) for i in range(20_000)], **make).run()
+    assert project.served([1]) == (1, [2.0])
     assert epochs(project) == (1, 1)
     client.config_set("maxmemory", 0)
-    run(make_project([(i, 2.0) for i in range(2_000)], **make))
-    assert served(project, [1]) == (3, [4.0])
+    make_project([(i, 2.0) for i in range(2_000)], **make).run()
+    assert project.served([1]) == (3, [4.0])
     assert len(client.keys("precompute:numbers:*")) == 2_001  # the live generation and the last; nothing of the failed one
     client.close()
 
@@ -513,31 +495,31 @@ def swap(part: Path, other: Path) -> None:
 @pytest.mark.parametrize("damage", [cut, flip, swap, lambda part, other: part.unlink()])
 def test_a_damaged_snapshot_is_never_published(make_project: MakeProject, damage: Callable[[Path, Path], None]) -> None:
     project = make_project([(1, 1.0), (2, 2.0)])
-    run(project)
+    project.run()
     committed(make_project([(1, 9.0), (2, 8.0)]))
-    store = project.offline.view("numbers")
+    store = project.store
     parts = [store.part_paths(store.snapshot(n))[0] for n in (1, 2)]
     damage(parts[1], parts[0])
     assert parts[0] != parts[1]
     with pytest.raises(SnapshotError, match=re.escape(str(parts[1]))):
-        run(project, "publish")
+        project.publish()
     assert epochs(project) == (1, 1)
-    assert served(project, [1, 2]) == (1, [2.0, 4.0])
+    assert project.served([1, 2]) == (1, [2.0, 4.0])
 
 
 @pytest.mark.parametrize("text", ["", "{}", "not JSON"])
 def test_a_torn_manifest_is_never_published(make_project: MakeProject, text: str) -> None:
     project = make_project([(1, 1.0)])
-    run(project)
+    project.run()
     committed(make_project([(1, 9.0)]))
     (project.root / "numbers" / "manifests" / f"{2:020d}.json").write_text(text)
     with pytest.raises(SnapshotError, match="torn"):
-        run(project, "publish", 2)
-    assert served(project, [1]) == (1, [2.0])
-    report = run(project, "publish")  # the newest that can be published
+        project.publish(number=2)
+    assert project.served([1]) == (1, [2.0])
+    report = project.publish()  # the newest that can be published
     assert (report.status, report.snapshot) == ("current", 1)
-    run(make_project([(1, 5.0)]))
-    assert served(project, [1]) == (3, [10.0])
+    make_project([(1, 5.0)]).run()
+    assert project.served([1]) == (3, [10.0])
 
 
 @pytest.mark.parametrize("text", [b"", b"{}", b"[]", b"not JSON", b'{"epoch": 1}', b"\xff"])
@@ -545,11 +527,11 @@ def test_a_torn_manifest_is_never_published(make_project: MakeProject, text: str
 def test_a_damaged_pointer_is_mended_by_publishing_again(make_project: MakeProject, where: str, text: bytes) -> None:
     """Which is what its own message advises."""
     project = make_project([(1, 1.0)], project={"online": "lmdb:./online"})
-    run(project)
+    project.run()
     path = project.root / "numbers" / "refs" if where == "offline" else project.folder / "online" / "numbers"
     (path / "live.json").write_bytes(text)
-    assert run(project, "publish").status == "published"
-    assert served(project, [1]) == (1, [2.0])
+    assert project.publish().status == "published"
+    assert project.served([1]) == (1, [2.0])
     assert epochs(project) == ((2, 2) if where == "offline" else (1, 1))  # what tells it all is the offline pointer
 
 
@@ -558,7 +540,7 @@ def test_a_damaged_pointer_is_mended_by_publishing_again(make_project: MakeProje
 
 def test_a_lost_online_store_is_restored_by_publish(make_project: MakeProject, online: str) -> None:
     project = make_project([(1, 1.0), (2, 2.0), (3, 3.0)], project={"online": online}, view=INDEXED)
-    run(project)
+    project.run()
     if online.startswith("lmdb"):
         shutil.rmtree(project.folder / "online")
     else:
@@ -566,9 +548,9 @@ def test_a_lost_online_store_is_restored_by_publish(make_project: MakeProject, o
         client.flushdb()
         client.close()
     assert epochs(project) == (1, 0)
-    report = run(project, "publish")
+    report = project.publish()
     assert (report.status, report.snapshot, report.epoch) == ("published", 1, 2)
-    assert served(project) == (1, [2.0, 4.0, 6.0])
+    assert project.served() == (1, [2.0, 4.0, 6.0])
     assert nearest(project, 3.0) == (1, "3")
     assert epochs(project) == (2, 2)
 
@@ -577,13 +559,13 @@ def test_a_lost_root_goes_past_the_online_epoch(make_project: MakeProject, onlin
     make = {"project": {"online": online}, "view": INDEXED}
     for x in (1.0, 2.0, 3.0):
         project = make_project([(1, x), (2, x), (3, x)], **make)
-        run(project)
+        project.run()
     shutil.rmtree(project.root)
     project = make_project([(1, 7.0), (2, 8.0)], **make)
-    assert served(project) == (3, [6.0, 6.0, 6.0])  # what is online goes on being served
-    report = run(project)
+    assert project.served() == (3, [6.0, 6.0, 6.0])  # what is online goes on being served
+    report = project.run()
     assert (report.snapshot, report.epoch) == (1, 4)
-    assert served(project) == (1, [14.0, 16.0, None])
+    assert project.served() == (1, [14.0, 16.0, None])
     assert nearest(project, 8.0) == (1, "2")
     assert generations(project) == [3, 4]
 
@@ -591,16 +573,16 @@ def test_a_lost_root_goes_past_the_online_epoch(make_project: MakeProject, onlin
 def test_a_root_restored_from_an_older_backup_goes_past_the_online_epoch(make_project: MakeProject, online: str) -> None:
     make = {"project": {"online": online}}
     project = make_project([(1, 1.0)], **make)
-    run(project)
+    project.run()
     shutil.copytree(project.root, project.folder / "backup")
     for x in (2.0, 3.0):
-        run(make_project([(1, x)], **make))
+        make_project([(1, x)], **make).run()
     shutil.rmtree(project.root)
     (project.folder / "backup").rename(project.root)
     assert epochs(project) == (1, 3)
-    report = run(project, "publish")
+    report = project.publish()
     assert (report.status, report.snapshot, report.epoch) == ("published", 1, 4)
-    assert served(project, [1]) == (1, [2.0])
+    assert project.served([1]) == (1, [2.0])
 
 
 class FlipFails(MemoryStore):
@@ -649,16 +631,16 @@ def test_a_publish_that_was_overtaken_changes_nothing(make_project: MakeProject)
 def test_an_index_that_cannot_be_written_keeps_rows_and_index_as_they_were(make_project: MakeProject, online: str) -> None:
     make: dict[str, Any] = {"project": {"online": online}, "view": INDEXED}
     project = make_project([(1, 1.0)], **make)
-    run(project)
+    project.run()
     blocked = project.root / "numbers" / "index" / f"{2:020d}"
     blocked.write_text("in the way")
     with pytest.raises(PrecomputeError, match="index"):
-        run(make_project([(2, 5.0)], **make))
-    assert served(project, [1, 2]) == (1, [2.0, None])
+        make_project([(2, 5.0)], **make).run()
+    assert project.served([1, 2]) == (1, [2.0, None])
     assert nearest(project, 5.0) == (1, "1")
     blocked.unlink()
-    report = run(project)
+    report = project.run()
     assert (report.status, report.snapshot, report.counts["written"]) == ("published", 2, 0)
-    assert served(project, [1, 2]) == (2, [None, 10.0])
+    assert project.served([1, 2]) == (2, [None, 10.0])
     assert nearest(project, 5.0) == (2, "2")
     assert VectorIndex(project.root / "numbers" / "index" / f"{epochs(project)[1]:020d}").dim == 4

@@ -13,28 +13,19 @@ from typing import Any
 import pytest
 import redis
 
-from jobs.cli import main
-from jobs.config.project import Project
-from jobs.ops.verify import verify
 from jobs.pipeline import run as run_module
-from jobs.pipeline.rollback import rollback
-from jobs.pipeline.run import run_view
-from jobs.process.progress import Silent
 from store.disk import crashpoint
 from store.disk.crashpoint import InjectedError
 from store.disk.lease import Lease, take
 from store.errors import GateError, OnlineStoreError, PrecomputeError, SnapshotError
-from store.lookup import Lookup
 from store.offline.refs import PUBLISH_LEASE
-from store.offline.runs import Report
-from store.offline.view_store import ViewStore
-from store.online.online_url import open_online_store
 from store.partition import containing
 from tests.conftest import MakeProject
+from tests.scene import Scene
 
 INDEXED = {"index": {"on": "vector", "metric": "l2"}, "gates": {"rows": None}}
 KEYS = (1, 2, 3)
-Versions = Callable[..., Project]
+Versions = Callable[..., Scene]
 Captured = pytest.CaptureFixture[str]
 
 
@@ -47,32 +38,20 @@ def online(request: pytest.FixtureRequest) -> str:
 def versions(make_project: MakeProject) -> Versions:
     """Publishes one snapshot after the other; in the one of factor f, every x is f times its key."""
 
-    def publish(*factors: float, online: str = "lmdb:./online", project: dict[str, Any] | None = None, **view: Any) -> Project:
+    def publish(*factors: float, online: str = "lmdb:./online", project: dict[str, Any] | None = None, **view: Any) -> Scene:
         for factor in factors:
             made = make_project(
                 [(key, key * factor) for key in KEYS], project={"online": online} | (project or {}), view=INDEXED | view
             )
-            run(made)
+            made.run()
         return made
 
     return publish
 
 
-def run(project: Project, **options: Any) -> Report:
-    return run_view(project, "numbers", Silent(), **options)
-
-
-def back(project: Project, **options: Any) -> Report:
-    return rollback(project, "numbers", Silent(), **options)
-
-
-def store_of(project: Project) -> ViewStore:
-    return project.offline.view("numbers")
-
-
-def served(project: Project) -> tuple[int, float]:
+def served(project: Scene) -> tuple[int, float]:
     """(snapshot, factor) that rows and index serve alike."""
-    lookup = Lookup(open_online_store(project.online), project.root)
+    lookup = project.open_lookup()
     try:
         table = lookup.get("numbers", KEYS)
         (snapshot,) = set(table["snapshot"].to_pylist())
@@ -86,8 +65,8 @@ def served(project: Project) -> tuple[int, float]:
         lookup.close()
 
 
-def all_well(project: Project) -> None:
-    assert [check for check in verify(project, "numbers") if not check.ok] == []
+def all_well(project: Scene) -> None:
+    assert project.faults() == []
 
 
 # ---- where it goes
@@ -95,33 +74,32 @@ def all_well(project: Project) -> None:
 
 def test_back_to_what_was_live_before_by_one_pointer_move(versions: Versions, online: str) -> None:
     project = versions(1.0, 10.0, online=online)
-    report = back(project)
+    report = project.rollback()
     assert (report.status, report.command, report.snapshot, report.epoch) == ("published", "rollback", 1, 3)
     assert {"load", "index", "check"}.isdisjoint(report.stages_s)  # nothing was loaded
     assert served(project) == (1, 1.0)
-    ref = store_of(project).refs.live()
-    assert ref is not None
+    ref = project.live()
     assert (ref.snapshot, ref.previous, ref.reason, ref.held) == (1, 2, "rollback from 2", None)
-    assert set(store_of(project).refs.bad()) == {2}
-    assert store_of(project).runs.last() == report
+    assert set(project.store.refs.bad()) == {2}
+    assert project.store.runs.last() == report
     all_well(project)
 
 
 def test_twice_in_a_row_goes_back_further(versions: Versions, online: str) -> None:
     project = versions(1.0, 10.0, 100.0, online=online)
-    assert back(project).snapshot == 2
-    assert back(project).snapshot == 1
+    assert project.rollback().snapshot == 2
+    assert project.rollback().snapshot == 1
     assert served(project) == (1, 1.0)
     all_well(project)
     with pytest.raises(SnapshotError, match=r"no good snapshot before 1 .*2 \(bad\), 3 \(bad\)"):
-        back(project)
+        project.rollback()
     assert served(project) == (1, 1.0)
-    assert set(store_of(project).refs.bad()) == {2, 3}
+    assert set(project.store.refs.bad()) == {2, 3}
 
 
 def test_to_names_any_snapshot_that_is_there(versions: Versions, online: str) -> None:
     project = versions(1.0, 10.0, 100.0, 1000.0, online=online)
-    assert back(project, to=1).snapshot == 1
+    assert project.rollback(to=1).snapshot == 1
     assert served(project) == (1, 1.0)
     all_well(project)
 
@@ -129,13 +107,12 @@ def test_to_names_any_snapshot_that_is_there(versions: Versions, online: str) ->
 def test_what_cannot_be_gone_back_to_is_told_and_nothing_is_marked(versions: Versions) -> None:
     project = versions(1.0, 10.0)
     with pytest.raises(SnapshotError, match=r"no snapshot 9 .*\(it has: 1, 2\)"):
-        back(project, to=9)
+        project.rollback(to=9)
     with pytest.raises(SnapshotError, match=r"snapshot 2 .* is live already.*1, 2"):
-        back(project, to=2)
-    assert store_of(project).refs.bad() == {}
+        project.rollback(to=2)
+    assert project.store.refs.bad() == {}
     assert served(project) == (2, 10.0)
-    report = store_of(project).runs.last()
-    assert report is not None
+    report = project.report()
     assert (report.command, report.status) == ("rollback", "failed")
 
 
@@ -143,66 +120,66 @@ def test_a_collected_snapshot_is_told_with_those_there_are(versions: Versions) -
     retention = {"retention": {"keep": 1, "grace": 0}}
     project = versions(1.0, 10.0, 100.0, 1000.0, project=retention)
     with pytest.raises(SnapshotError, match=r"no snapshot 1 .*\(it has: 3, 4\)"):
-        back(project, to=1)
-    assert back(project).snapshot == 3
+        project.rollback(to=1)
+    assert project.rollback().snapshot == 3
 
 
 def test_a_view_that_was_never_published_is_told(make_project: MakeProject, capsys: Captured) -> None:
     project = make_project([(1, 1.0)])
-    assert main(["-c", str(project.folder), "rollback", "numbers"]) == 1
+    assert project.cli("rollback", "numbers") == 1
     assert "never published" in capsys.readouterr().err
-    run(project, command="materialize")
+    project.materialize()
     with pytest.raises(SnapshotError, match="never published"):
-        back(project)
+        project.rollback()
 
 
 def test_a_bad_target_is_refused_and_what_is_live_stays_good(versions: Versions, capsys: Captured) -> None:
     project = versions(1.0, 10.0)
-    back(project)
+    project.rollback()
     project = versions(100.0)
-    assert main(["-c", str(project.folder), "rollback", "numbers", "--to", "2"]) == 3
+    assert project.cli("rollback", "numbers", "--to", "2") == 3
     assert "marked bad" in capsys.readouterr().err
-    assert set(store_of(project).refs.bad()) == {2}
+    assert set(project.store.refs.bad()) == {2}
     assert served(project) == (3, 100.0)
-    assert run(project).status == "current"
+    assert project.run().status == "current"
 
 
 def test_back_from_a_snapshot_of_the_very_same_rows(versions: Versions) -> None:
     """As after ``run --full``: what was computed anew is wrong, what was there before was right, and the source is the same."""
     project = versions(1.0)
-    run(project, full=True)
-    assert back(project).snapshot == 1
+    project.run(full=True)
+    assert project.rollback().snapshot == 1
     assert served(project)[0] == 1
-    assert run(project).status == "current"
+    assert project.run().status == "current"
 
 
 def test_back_when_the_live_manifest_is_torn(versions: Versions) -> None:
     project = versions(1.0, 10.0)
     path = project.root / "numbers" / "manifests" / f"{2:020d}.json"
     path.write_bytes(path.read_bytes()[:100])
-    assert back(project).snapshot == 1
+    assert project.rollback().snapshot == 1
     assert served(project) == (1, 1.0)
-    assert set(store_of(project).refs.bad()) == {2}
+    assert set(project.store.refs.bad()) == {2}
 
 
 def test_back_past_a_torn_manifest(versions: Versions) -> None:
     project = versions(1.0, 10.0, 100.0)
     path = project.root / "numbers" / "manifests" / f"{2:020d}.json"
     path.write_bytes(path.read_bytes()[:100])
-    assert back(project).snapshot == 1
+    assert project.rollback().snapshot == 1
     assert served(project) == (1, 1.0)
 
 
 def test_a_snapshot_that_a_gate_refused_is_no_default_target(make_project: MakeProject) -> None:
     rows = [(key, float(key)) for key in KEYS]
     gates = {"view": {"gates": {"rows": None, "rejected": 0.0}}}
-    run(make_project(rows, **gates))
+    make_project(rows, **gates).run()
     with pytest.raises(GateError):
-        run(make_project([*rows[:2], (3, None)], **gates))
+        make_project([*rows[:2], (3, None)], **gates).run()
     for factor in (10, 100):
         project = make_project([(key, x * factor) for key, x in rows], **gates)
-        run(project)
-    assert [back(project).snapshot, back(project).snapshot] == [3, 1]
+        project.run()
+    assert [project.rollback().snapshot, project.rollback().snapshot] == [3, 1]
 
 
 # ---- what comes after
@@ -210,14 +187,14 @@ def test_a_snapshot_that_a_gate_refused_is_no_default_target(make_project: MakeP
 
 def test_the_same_rows_are_never_published_again_and_others_are(versions: Versions, capsys: Captured) -> None:
     project = versions(1.0, 10.0)
-    back(project)
+    project.rollback()
     for _ in range(2):
-        assert main(["-c", str(project.folder), "run", "numbers"]) == 3
+        assert project.cli("run", "numbers") == 3
         assert "snapshot 2 is marked bad (rolled back from)" in capsys.readouterr().err
         assert served(project) == (1, 1.0)
-    numbers = store_of(project).numbers()
+    numbers = project.numbers()
     assert len(numbers) == 3  # one try is kept, not one for each
-    assert run(project, command="publish").status == "current"  # the newest that may be published is live
+    assert project.publish().status == "current"  # the newest that may be published is live
     assert served(project) == (1, 1.0)
     project = versions(100.0)
     assert served(project)[1] == 100.0
@@ -226,47 +203,47 @@ def test_the_same_rows_are_never_published_again_and_others_are(versions: Versio
 
 def test_when_the_source_goes_back_too_there_is_nothing_to_do(versions: Versions) -> None:
     project = versions(1.0, 10.0)
-    back(project)
+    project.rollback()
     project = versions(1.0)
     assert served(project) == (1, 1.0)
-    assert store_of(project).numbers() == [1, 2]
+    assert project.numbers() == [1, 2]
 
 
 def test_publish_never_picks_one_that_builds_on_a_bad_one(make_project: MakeProject) -> None:
     make = {"view": {"gates": {"rows": None}}}
     rows = [(i, float(i)) for i in range(20)]
-    run(make_project(rows, **make))
-    run(make_project([(0, 50.0), *rows[1:]], **make))
+    make_project(rows, **make).run()
+    make_project([(0, 50.0), *rows[1:]], **make).run()
     project = make_project([(0, 50.0), (1, 50.0), *rows[2:]], **make)
-    run(project, command="materialize")  # a delta on 2: row 0 is taken over from it
-    back(project)
-    report = run(project, command="publish")
+    project.materialize()  # a delta on 2: row 0 is taken over from it
+    project.rollback()
+    report = project.publish()
     assert (report.status, report.snapshot) == ("current", 1)
     with pytest.raises(GateError):
-        run(project, command="publish", number=3)
+        project.publish(number=3)
 
 
 def test_publish_never_picks_one_that_copied_the_rows_of_a_bad_one(make_project: MakeProject) -> None:
     make = {"view": {"gates": {"rows": None, "norm": None, "drift": None, "moved": None}}}
     rows = [(i, float(i)) for i in range(20)]
-    run(make_project(rows, **make))
-    run(make_project([(0, 50.0), *rows[1:]], **make))
+    make_project(rows, **make).run()
+    make_project([(0, 50.0), *rows[1:]], **make).run()
     project = make_project([(0, 50.0), *((i, 60.0 + i) for i in range(1, 10)), *rows[10:]], **make)
-    assert "compacting" in (run(project, command="materialize").plan or "")  # row 0 is copied from 2
-    assert store_of(project).snapshot(3).refused_by == []
-    back(project)
-    report = run(project, command="publish")
+    assert "compacting" in (project.materialize().plan or "")  # row 0 is copied from 2
+    assert project.store.snapshot(3).refused_by == []
+    project.rollback()
+    report = project.publish()
     assert (report.status, report.snapshot) == ("current", 1)
 
 
 def test_back_from_a_partition_goes_to_the_latest_before_it_and_not_to_a_backfilled_one(make_project: MakeProject) -> None:
     sql = "SELECT id, x * $n AS x FROM read_parquet('${data}/data.parquet') WHERE $start < $end"
 
-    def computed(day: int, factor: int, command: str = "run") -> Project:
+    def computed(day: int, factor: int, command: str = "run") -> Scene:
         view = {"source": {"sql": sql.replace("$n", str(factor))}, "partition": {"by": "day", "start": "2026-01-01"}}
         project = make_project([(key, float(key)) for key in KEYS], view=INDEXED | {"gates": {"rows": None, "norm": None}} | view)
         partition = containing("day", datetime(2026, 1, day, tzinfo=UTC))
-        run_view(project, "numbers", Silent(), command=command, partition=partition)
+        project.run(command=command, partition=partition)
         return project
 
     computed(8, 1)
@@ -274,31 +251,30 @@ def test_back_from_a_partition_goes_to_the_latest_before_it_and_not_to_a_backfil
     computed(9, 1)
     project = computed(9, 2)
     assert served(project) == (4, 2.0)
-    assert back(project).snapshot == 3
-    assert back(project).snapshot == 1
+    assert project.rollback().snapshot == 3
+    assert project.rollback().snapshot == 1
 
 
 def test_hold_stops_runs_until_resume(versions: Versions, capsys: Captured) -> None:
     project = versions(1.0, 10.0)
-    assert main(["-c", str(project.folder), "rollback", "numbers", "--hold"]) == 0
+    assert project.cli("rollback", "numbers", "--hold") == 0
     project = versions(100.0)
     assert served(project) == (1, 1.0)
-    report = store_of(project).runs.last()
-    assert report is not None
+    report = project.report()
     assert (report.status, report.snapshot) == ("committed", 3)
-    assert main(["-c", str(project.folder), "status"]) == 1
+    assert project.cli("status") == 1
     assert "held: rollback from 2, with --hold" in capsys.readouterr().out
-    assert main(["-c", str(project.folder), "resume", "numbers"]) == 0
-    assert run(project).status == "published"
+    assert project.cli("resume", "numbers") == 0
+    assert project.run().status == "published"
     assert served(project) == (3, 100.0)
-    assert main(["-c", str(project.folder), "status"]) == 0
+    assert project.cli("status") == 0
 
 
 def test_publish_by_hand_ends_the_hold(versions: Versions) -> None:
     project = versions(1.0, 10.0)
-    back(project, hold=True)
+    project.rollback(hold=True)
     project = versions(100.0)
-    assert run(project, command="publish").snapshot == 3
+    assert project.publish().snapshot == 3
     assert served(project) == (3, 100.0)
     versions(7.0)
     assert served(project)[1] == 7.0
@@ -306,19 +282,18 @@ def test_publish_by_hand_ends_the_hold(versions: Versions) -> None:
 
 def test_a_publish_that_is_refused_leaves_the_hold(versions: Versions) -> None:
     project = versions(1.0, 10.0)
-    back(project, hold=True)
+    project.rollback(hold=True)
     with pytest.raises(GateError):
-        run(project, command="publish", number=2)
-    ref = store_of(project).refs.live()
-    assert ref is not None
+        project.publish(number=2)
+    ref = project.live()
     assert ref.held is not None
 
 
 def test_resume_of_a_view_that_is_not_held_or_not_published(versions: Versions, make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)])
-    assert main(["-c", str(project.folder), "resume", "numbers"]) == 1
+    assert project.cli("resume", "numbers") == 1
     project = versions(1.0)
-    assert main(["-c", str(project.folder), "resume", "numbers"]) == 0
+    assert project.cli("resume", "numbers") == 0
     assert served(project) == (1, 1.0)
 
 
@@ -333,7 +308,7 @@ def test_when_redis_is_full_the_pointer_still_moves(versions: Versions, redis_ur
     try:
         with pytest.raises(redis.exceptions.OutOfMemoryError):
             client.set("x", "y")
-        report = back(project)
+        report = project.rollback()
         assert (report.status, report.snapshot) == ("published", 1)
         assert served(project) == (1, 1.0)
         all_well(project)
@@ -349,10 +324,10 @@ def test_when_redis_is_full_the_pointer_still_moves(versions: Versions, redis_ur
 
 def test_a_generation_that_is_gone_is_loaded_again(versions: Versions, online: str) -> None:
     project = versions(1.0, 10.0, online=online)
-    opened = open_online_store(project.online)
+    opened = project.open_online()
     opened.drop("numbers", 1)
     opened.close()
-    assert "load" in back(project).stages_s
+    assert "load" in project.rollback().stages_s
     assert served(project) == (1, 1.0)
     all_well(project)
 
@@ -361,7 +336,7 @@ def test_a_damaged_generation_is_loaded_again(versions: Versions) -> None:
     project = versions(1.0, 10.0)
     (path,) = (project.folder / "online" / "numbers").glob(f"{1:020d}.mdb")
     path.write_bytes(path.read_bytes()[:5000])
-    back(project)
+    project.rollback()
     assert served(project) == (1, 1.0)
     all_well(project)
 
@@ -374,26 +349,26 @@ def test_an_index_that_is_gone_or_damaged_is_built_again(versions: Versions, dam
         shutil.rmtree(folder)
     else:
         (folder / "vectors.faiss").write_bytes(b"nothing")
-    back(project)
+    project.rollback()
     assert served(project) == (1, 1.0)
     all_well(project)
 
 
 def test_a_target_whose_parts_are_damaged_is_refused_and_the_old_rows_stay(versions: Versions) -> None:
     project = versions(1.0, 10.0, 100.0)
-    run_id = store_of(project).snapshot(1).run
+    run_id = project.store.snapshot(1).run
     for path in (project.root / "numbers" / "data" / run_id).glob("*.parquet"):
         path.write_bytes(path.read_bytes()[::-1])
     with pytest.raises(SnapshotError, match="checksum"):
-        back(project, to=1)
+        project.rollback(to=1)
     assert served(project) == (3, 100.0)
-    assert back(project).snapshot == 2
+    assert project.rollback().snapshot == 2
 
 
 def test_an_emptied_online_store_is_filled_by_going_back(versions: Versions) -> None:
     project = versions(1.0, 10.0)
     shutil.rmtree(project.folder / "online")
-    back(project)
+    project.rollback()
     assert served(project) == (1, 1.0)
     all_well(project)
 
@@ -407,7 +382,7 @@ def test_readers_see_one_snapshot_or_the_other_and_never_both(versions: Versions
     stop = threading.Event()
 
     def read() -> None:
-        lookup = Lookup(open_online_store(project.online), project.root)
+        lookup = project.open_lookup()
         try:
             while not stop.is_set():
                 table = lookup.get("numbers", KEYS)
@@ -432,7 +407,7 @@ def test_readers_see_one_snapshot_or_the_other_and_never_both(versions: Versions
         for factor in (3.0, 4.0, 5.0):
             versions(factor, online=online)
         for _ in range(4):
-            back(project)
+            project.rollback()
     finally:
         stop.set()
         reader.join()
@@ -459,7 +434,7 @@ def test_a_hold_counts_though_the_run_had_looked_before(
     versions: Versions, before_publishing: list[Callable[[], object]]
 ) -> None:
     project = versions(1.0, 10.0)
-    before_publishing.append(lambda: back(project, hold=True))
+    before_publishing.append(lambda: project.rollback(hold=True))
     versions(100.0)
     assert served(project) == (1, 1.0)
 
@@ -475,14 +450,14 @@ def test_a_publishing_that_goes_on_is_fenced(
     def verified(*arguments: Any) -> None:
         loaded(*arguments)
         monkeypatch.setattr(publish, "_verify", loaded)
-        back(project)
+        project.rollback()
 
     monkeypatch.setattr(publish, "_verify", verified)
     with pytest.raises(PrecomputeError, match="rollback"):
         versions(100.0)
     assert served(project) == (1, 1.0)
     all_well(project)
-    assert run(project).status == "published"
+    assert project.run().status == "published"
     assert served(project) == (4, 100.0)  # and not 3, which took rows over from 2
 
 
@@ -492,9 +467,9 @@ def test_the_operators_command_is_told(versions: Versions, tmp_path: Path) -> No
     project = versions(1.0, 10.0, project={"notify": [sys.executable, "-c", script]})
     crashpoint.arm("live.cas", mode="raise")  # the rows are another's by now, and the online store does not know
     with pytest.raises(InjectedError):
-        back(project)
+        project.rollback()
     crashpoint.disarm()
-    back(project)
+    project.rollback()
     expected = ["run published 1", "run published 2", "rollback failed 1", "rollback published 1"]
     assert told.read_text().splitlines() == expected
 
@@ -506,12 +481,12 @@ def test_a_run_that_a_gate_refuses_fails_though_it_would_not_go_live_anyway(make
     rows = [(i, i + 1.0) for i in range(100)]
     for factor in (1.0, 1.1):
         project = make_project([(i, x * factor) for i, x in rows], project=notified)
-        run(project)
-    back(project, hold=True)
+        project.run()
+    project.rollback(hold=True)
     project = make_project(rows[:30], project=notified)
     for _ in range(2):  # the second finds nothing changed, and the gate still refuses
         with pytest.raises(GateError, match="snapshot 3 is not published"):
-            run(project)
+            project.run()
     assert told.read_text().split() == ["published"] * 3 + ["refused"] * 2
-    ref = store_of(project).refs.live()
+    ref = project.store.refs.live()
     assert (ref and ref.snapshot, ref and ref.held) == (1, "rollback from 2, with --hold")

@@ -8,20 +8,15 @@ from typing import Any
 
 import pytest
 
-from jobs.cli import main
-from jobs.config.project import Project
-from jobs.pipeline.rollback import rollback
-from jobs.pipeline.run import run_view
-from jobs.process.progress import Silent
 from precompute.sources.database import hash_kind
 from precompute.sources.input_hash import MD5
 from store.errors import GateError
 from store.offline.runs import Report
-from store.offline.snapshot import Snapshot
 from store.offline.view_store import OfflineStore
 from store.partition import containing
 from store.record import replace
 from tests.conftest import MakeProject
+from tests.scene import Scene
 
 GATES = dict.fromkeys(("rows", "norm", "duplicates", "drift", "moved"))
 VIEW: dict[str, Any] = {"gates": GATES}
@@ -35,23 +30,11 @@ PARTITIONED = {
 
 
 def run(make_project: MakeProject, rows: Mapping[int, float], view: Mapping[str, Any] = VIEW, **options: Any) -> Report:
-    return run_view(make_project(list(rows.items()), view=dict(view)), "numbers", Silent(), **options)
+    return make_project(list(rows.items()), view=dict(view)).run(**options)
 
 
 def back(make_project: MakeProject, **options: Any) -> Report:
-    return rollback(make_project(view=VIEW), "numbers", Silent(), **options)
-
-
-def live(project: Project) -> Snapshot:
-    store = project.offline.view("numbers")
-    ref = store.refs.live()
-    assert ref is not None
-    return store.snapshot(ref.snapshot)
-
-
-def newest(project: Project) -> Snapshot:
-    store = project.offline.view("numbers")
-    return store.snapshot(store.numbers()[-1])
+    return make_project(view=VIEW).rollback(**options)
 
 
 def test_a_rollback_is_not_undone_by_the_next_run_when_a_row_changed(
@@ -68,11 +51,11 @@ def test_a_rollback_is_not_undone_by_the_next_run_when_a_row_changed(
         ):
             run(make_project, BAD | {i: NEW[i] for i in range(changed)})
     project = make_project(view=VIEW)
-    assert (newest(project).number, newest(project).counts.written, live(project).number) == (5, 1, 1)
-    assert newest(project).quality["rolled_back"] == 38 / 40
+    assert (project.snapshot().number, project.snapshot().counts.written, project.live_snapshot().number) == (5, 1, 1)
+    assert project.snapshot().quality["rolled_back"] == 38 / 40
     with pytest.raises(GateError, match="rolled_back: 38 of the 40"):
         run(make_project, BAD | {i: NEW[i] for i in range(2)}, full=True)
-    assert main(["-c", str(project.folder), "publish", "numbers", "--accept", "rolled_back", "--snapshot", "5"]) == 0
+    assert project.cli("publish", "numbers", "--accept", "rolled_back", "--snapshot", "5") == 0
     assert run(make_project, BAD | {i: NEW[i] for i in range(3)}).status == "published"  # what is live is no news
 
 
@@ -116,9 +99,9 @@ def test_null_switches_it_off_and_other_damage_is_no_reason(make_project: MakePr
     back(make_project)
     off = VIEW | {"gates": GATES | {"rolled_back": None}}
     report = run(make_project, BAD | {0: 7.0}, off)
-    assert (report.status, newest(make_project(view=VIEW)).quality["rolled_back"]) == ("published", 39 / 40)
+    assert (report.status, make_project(view=VIEW).snapshot().quality["rolled_back"]) == ("published", 39 / 40)
     project = make_project(view=VIEW)
-    project.offline.view("numbers").mark_bad(live(project).number, "damaged: …", rows=False)
+    project.store.mark_bad(project.live_snapshot().number, "damaged: …", rows=False)
     assert run(make_project, BAD | {0: 7.0, 1: 8.0}).status == "published"
 
 
@@ -145,7 +128,7 @@ def test_rows_of_snapshots_between_the_good_and_the_bad_one_are_at_fault_too(mak
     back(make_project, to=1)
     with pytest.raises(GateError, match="rolled_back: 4 of the 5 rows come again that snapshot 3 had computed"):
         run(make_project, between | {9: 7.0})
-    assert newest(make_project(view=VIEW)).parent == 2  # which nobody marked
+    assert make_project(view=VIEW).snapshot().parent == 2  # which nobody marked
 
 
 def test_the_rows_at_fault_are_known_after_collections_though_every_row_was_computed(make_project: MakeProject) -> None:
@@ -153,11 +136,11 @@ def test_the_rows_at_fault_are_known_after_collections_though_every_row_was_comp
     project = {"retention": {"keep": 1, "grace": "0s"}}
 
     def day(rows: Mapping[int, float], **options: Any) -> Report:
-        return run_view(make_project(list(rows.items()), view=VIEW, project=project), "numbers", Silent(), **options)
+        return make_project(list(rows.items()), view=VIEW, project=project).run(**options)
 
     day(GOOD)
     day(GOOD | {0: BAD[0], 1: BAD[1]}, full=True)
-    rollback(make_project(view=VIEW, project=project), "numbers", Silent())
+    make_project(view=VIEW, project=project).rollback()
     for later in (NEW, {i: x + 0.125 for i, x in NEW.items()}):
         rows = later | {i: GOOD[i] for i in range(8)}
         assert day(rows, full=True).status == "published"
@@ -182,7 +165,7 @@ def test_another_partition_does_not_bring_them_back(make_project: MakeProject) -
 
     day(1, GOOD)
     day(2, GOOD | {i: BAD[i] for i in range(30)})
-    assert rollback(make_project(view=view), "numbers", Silent()).snapshot == 1
+    assert make_project(view=view).rollback().snapshot == 1
     with pytest.raises(GateError, match="rolled_back: 30 of the 30 rows"):
         day(3, GOOD | {i: BAD[i] for i in range(30)} | {39: 7.0})
     assert day(3, GOOD | {i: NEW[i] for i in range(30)}).status == "published"
@@ -193,7 +176,7 @@ def test_a_bad_one_that_is_gone_or_damaged_holds_nobody_up(make_project: MakePro
     run(make_project, BAD)
     back(make_project)
     project = make_project(view=VIEW)
-    store = project.offline.view("numbers")
+    store = project.store
     for path in store.part_paths(store.snapshot(2)):
         path.write_bytes(b"nothing")
     assert run(make_project, BAD | {0: 7.0}).status == "published"
@@ -220,7 +203,7 @@ def test_what_cannot_be_recognised_after_a_change_of_hash_is_refused(
         with pytest.raises(GateError, match=r"the rows of snapshot 2, .* cannot be recognised after the change of hash.*look"):
             run(make_project, BAD | {i: NEW[i] for i in range(changed)}, full=True)
     project = make_project(view=VIEW)
-    assert (newest(project).quality["rolled_back"], live(project).number) == (1.0, 1)
+    assert (project.snapshot().quality["rolled_back"], project.live_snapshot().number) == (1.0, 1)
     assert run(make_project, NEW, full=True, accept=["rolled_back"]).status == "published"
     assert run(make_project, NEW | {0: 7.0}).status == "published"  # somebody looked: it is not asked again
     back(make_project)
@@ -237,9 +220,9 @@ def test_a_change_of_hash_and_of_the_model_passes(make_project: MakeProject, mon
     assert run(make_project, BAD | {0: 7.0}, VIEW | mended).status == "published"
 
 
-def _without_computation(project: Project) -> None:
+def _without_computation(project: Scene) -> None:
     """The newest manifest as it was before it told this."""
-    snapshot = newest(project)
+    snapshot = project.snapshot()
     path = project.root / "numbers" / "manifests" / f"{snapshot.number:020d}.json"
     path.write_bytes(replace(snapshot, computation="").to_bytes())
 

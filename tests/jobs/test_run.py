@@ -20,22 +20,16 @@ import pyarrow as pa
 import pytest
 
 from benchmarks.store_history import add_past
-from jobs.cli import main
-from jobs.config.project import Project
-from jobs.pipeline.run import run_view
-from jobs.process.progress import Silent
 from jobs.process.report import close_dead
 from store.disk.lease import Lease, take
 from store.errors import ConfigError, ConflictError, FencedError, RejectedError
-from store.lookup import Lookup
 from store.offline.gc import SWEPT_FOLDERS
 from store.offline.journal import Journals
 from store.offline.refs import run_lease
-from store.offline.runs import Report
-from store.online.online_url import open_online_store
 from store.partition import containing
 from store.record import replace, written
 from tests.conftest import MakeProject
+from tests.scene import Scene
 
 ROOT = Path(__file__).parents[2]
 KEYS = (1, 2, 3, 4, 5)
@@ -74,20 +68,9 @@ def rows(factor: float = 1.0) -> list[tuple[int, float]]:
     return [(key, key * factor) for key in KEYS]
 
 
-def run(project: Project, command: str = "run", **how: Any) -> int | None:
-    return run_view(project, "numbers", Silent(), command=command, **how).snapshot
-
-
-def report_of(project: Project) -> Report:
-    """The newest run's."""
-    report = project.offline.view("numbers").runs.last()
-    assert report is not None
-    return report
-
-
-def served(project: Project) -> list[float | None]:
+def served(project: Scene) -> list[float | None]:
     """The doubles of all keys, checked to agree with the neighbours that a search gives."""
-    lookup = Lookup(open_online_store(project.online), project.root)
+    lookup = project.open_lookup()
     try:
         table = lookup.get("numbers", KEYS)
         assert len(set(table["snapshot"].to_pylist())) == 1
@@ -101,7 +84,7 @@ def served(project: Project) -> list[float | None]:
         lookup.close()
 
 
-def killed(project: Project, where: str, when: str) -> None:
+def killed(project: Scene, where: str, when: str) -> None:
     command = [sys.executable, "-c", DYING, where, when, "-c", str(project.folder), "run", "numbers"]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == -9, process.stderr
@@ -131,70 +114,70 @@ def test_killed_anywhere_old_or_new_is_served_whole_and_the_next_run_publishes(
     make_project: MakeProject, request: pytest.FixtureRequest, kind: str, where: str, when: str, snapshots: int, then: list[float]
 ) -> None:
     online = "lmdb:./online" if kind == "lmdb" else request.getfixturevalue("redis_url")
-    run(make_project(rows(), **options(online)))
+    make_project(rows(), **options(online)).run()
     project = make_project(rows(10), **options(online))
     killed(project, where, when)
     assert served(project) == then
-    store = project.offline.view("numbers")
+    store = project.store
     numbers = store.numbers()
     for number in numbers:
         store.check_parts(store.snapshot(number))
     assert numbers == list(range(1, snapshots + 1))
-    assert run(project) == 2  # what was committed is not computed again
+    assert project.run().snapshot == 2  # what was committed is not computed again
     assert served(project) == NEW
     last = store.snapshot(2)
     assert (last.counts.source, last.counts.written, sum(part.rows for part in last.parts)) == (5, 5, 5)
-    assert main(["-c", str(project.folder), "publish", "numbers"]) == 0
+    assert project.cli("publish", "numbers") == 0
     assert served(project) == NEW
 
 
 def test_a_model_that_takes_the_process_with_it_leaves_the_old_rows(make_project: MakeProject) -> None:
-    run(make_project(rows(), **options()))
+    make_project(rows(), **options()).run()
     project = make_project(rows(10), **options(kill_on=30))
     command = [sys.executable, "-m", "jobs.cli", "-c", str(project.folder), "run", "numbers"]
     assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == -9
     assert served(project) == OLD
-    assert project.offline.view("numbers").numbers() == [1]
-    run(make_project(rows(10), **options()))
+    assert project.numbers() == [1]
+    make_project(rows(10), **options()).run()
     assert served(project) == NEW
 
 
 def test_after_a_kill_at_most_the_chunk_in_flight_is_computed_again(make_project: MakeProject) -> None:
-    run(make_project(rows(), **options()))
+    make_project(rows(), **options()).run()
     project = make_project(rows(10), **options())
     killed(project, "store.offline.journal:Journals.add", "after")
-    assert project.offline.view("numbers").numbers() == [1]
+    assert project.numbers() == [1]
     # the two rows of the finished chunk would make the model die; it never sees them again
     project = make_project(rows(10), **options(kill_on=10.0))
-    assert run(project) == 2
-    report = report_of(project)
+    assert project.run().snapshot == 2
+    report = project.report()
     assert (report.status, report.resumed, report.counts["written"]) == ("published", 2, 5)
     assert served(project) == NEW
 
 
 def test_a_killed_runs_report_says_running_until_the_next_run_closes_it(make_project: MakeProject) -> None:
-    run(make_project(rows(), **options()))
+    make_project(rows(), **options()).run()
     project = make_project(rows(10), **options())
     killed(project, "store.offline.view_store:ViewStore.commit", "before")
-    dead = report_of(project)
+    dead = project.report()
     assert (dead.status, dead.error, dead.finished_at) == ("running", None, "")
-    assert main(["-c", str(project.folder), "publish", "numbers"]) == 0  # is no run, and closes none
-    reports = {report.run: report for report in project.offline.view("numbers").runs.reports()}
+    assert project.cli("publish", "numbers") == 0  # is no run, and closes none
+    reports = {report.run: report for report in project.store.runs.reports()}
     assert reports[dead.run] == dead
-    run(project)
-    reports = {report.run: report for report in project.offline.view("numbers").runs.reports()}
+    project.run()
+    reports = {report.run: report for report in project.store.runs.reports()}
     closed = reports[dead.run]
     assert (closed.status, closed.error) == ("killed", "killed: it ended without a word")
     assert closed.finished_at > closed.started_at
-    assert report_of(project).status == "published"
+    assert project.report().status == "published"
 
 
 def test_what_was_committed_before_a_kill_can_be_published_without_computing_again(make_project: MakeProject) -> None:
-    run(make_project(rows(), **options()))
+    make_project(rows(), **options()).run()
     project = make_project(rows(10), **options())
     killed(project, "jobs.pipeline.run:publish", "before")
     assert served(project) == OLD
-    assert run(project, "publish") == 2
+    assert project.publish().snapshot == 2
     assert served(project) == NEW
 
 
@@ -202,7 +185,7 @@ def test_what_was_committed_before_a_kill_can_be_published_without_computing_aga
 
 
 @pytest.fixture
-def running(make_project: MakeProject) -> Iterator[tuple[Project, subprocess.Popen[str]]]:
+def running(make_project: MakeProject) -> Iterator[tuple[Scene, subprocess.Popen[str]]]:
     """A run of its own process that takes its time."""
     project = make_project(rows(), **options(sleep_s=60))
     command = [sys.executable, "-m", "jobs.cli", "-c", str(project.folder), "run", "numbers"]
@@ -218,33 +201,33 @@ def running(make_project: MakeProject) -> Iterator[tuple[Project, subprocess.Pop
 
 
 def test_a_second_run_is_refused_while_the_first_goes_on_and_works_once_it_is_dead(
-    make_project: MakeProject, running: tuple[Project, subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
+    make_project: MakeProject, running: tuple[Scene, subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     project, process = running
     for command in ("run", "materialize"):
-        assert main(["-c", str(project.folder), command, "numbers"]) == 1
+        assert project.cli(command, "numbers") == 1
         message = f"another run of view 'numbers' is going on; wait for it, or look at `status` (by run, process {process.pid})"
         assert message in capsys.readouterr().err
-    assert main(["-c", str(project.folder), "publish", "numbers"]) == 1
+    assert project.cli("publish", "numbers") == 1
     assert "has no snapshot yet" in capsys.readouterr().err  # publishing does not wait for a run
     with pytest.raises(ConflictError):
-        run(project)
-    assert project.offline.view("numbers").numbers() == []
+        project.run()
+    assert project.numbers() == []
     process.kill()
     process.wait()
-    assert run(make_project(rows(), **options())) == 1
+    assert make_project(rows(), **options()).run().snapshot == 1
 
 
 def test_an_earlier_snapshot_can_be_published_while_a_run_goes_on(make_project: MakeProject) -> None:
     for factor in (1, 10):
-        run(make_project(rows(factor), **options()))
+        make_project(rows(factor), **options()).run()
     project = make_project(rows(100), **options(sleep_s=60))
     command = [sys.executable, "-m", "jobs.cli", "-c", str(project.folder), "run", "numbers"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
         assert process.stderr.readline() == "materialize numbers: 5 rows\n"
-        assert run(project, "publish", number=1) == 1
+        assert project.publish(number=1).snapshot == 1
         assert served(project) == OLD
         assert process.poll() is None
     finally:
@@ -252,15 +235,15 @@ def test_an_earlier_snapshot_can_be_published_while_a_run_goes_on(make_project: 
         process.communicate()
 
 
-def test_a_run_that_is_told_to_end_reports_it_and_lets_go(running: tuple[Project, subprocess.Popen[str]]) -> None:
+def test_a_run_that_is_told_to_end_reports_it_and_lets_go(running: tuple[Scene, subprocess.Popen[str]]) -> None:
     project, process = running
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err.splitlines()[-1]) == (143, "precompute: ended by SIGTERM")  # a signal may come after the flip
-    report = report_of(project)
+    report = project.report()
     assert (report.status, report.finished_at > report.started_at) == ("killed", True)
     assert report.error == "ended by SIGTERM"
-    assert not project.offline.view("numbers").running()
+    assert not project.store.running()
 
 
 LONG_QUERY = (
@@ -304,9 +287,9 @@ def test_a_signal_ends_whatever_it_hangs_in(
     assert (process.returncode, "Traceback" in err) == (143, False)
     assert "ended by SIGTERM" in err
     if command == "run":
-        report = report_of(project)
+        report = project.report()
         assert (report.status, report.error) == ("killed", "ended by SIGTERM")
-        store = project.offline.view("numbers")
+        store = project.store
         assert not list(store.leases.glob(".lease-*.held")), "another machine need not wait for its silence"
 
 
@@ -338,20 +321,20 @@ def test_a_signal_ends_a_process_whose_last_words_hang() -> None:
     assert (process.returncode, err) == (143, "precompute: ended by SIGTERM, and did not end within 0.1 s\n")
 
 
-def test_a_run_is_told_as_running_while_it_goes_on(running: tuple[Project, subprocess.Popen[str]]) -> None:
+def test_a_run_is_told_as_running_while_it_goes_on(running: tuple[Scene, subprocess.Popen[str]]) -> None:
     project, process = running
-    report = report_of(project)
+    report = project.report()
     assert (report.status, report.command, report.pid, report.finished_at) == ("running", "run", process.pid, "")
-    assert project.offline.view("numbers").running()
+    assert project.store.running()
     with pytest.raises(ConflictError):
-        run(project)
-    assert report_of(project) == report  # a refused run closes no report of the one that goes on
+        project.run()
+    assert project.report() == report  # a refused run closes no report of the one that goes on
 
 
 def test_a_run_whose_lease_was_taken_commits_nothing(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(make_project(rows(), **options()))
+    make_project(rows(), **options()).run()
     project = make_project(rows(10), **options())
-    store = project.offline.view("numbers")
+    store = project.store
     taken: list[Lease] = []
     original = Journals.add
 
@@ -361,16 +344,16 @@ def test_a_run_whose_lease_was_taken_commits_nothing(make_project: MakeProject, 
 
     monkeypatch.setattr(Journals, "add", overtaken)
     with pytest.raises(FencedError, match="lost its lease 'run' to the next run"):
-        run(project)
+        project.run()
     monkeypatch.undo()
     taken[0].release()
-    assert (store.numbers(), report_of(project).status) == ([1], "failed")
+    assert (store.numbers(), project.report().status) == ([1], "failed")
     assert served(project) == OLD
-    assert run(project) == 2
+    assert project.run().snapshot == 2
     assert served(project) == NEW
 
 
-def test_two_views_run_at_once(make_project: MakeProject, running: tuple[Project, subprocess.Popen[str]]) -> None:
+def test_two_views_run_at_once(make_project: MakeProject, running: tuple[Scene, subprocess.Popen[str]]) -> None:
     other = {
         "entity": ["id"],
         "source": {"sql": "SELECT 1 AS id, 2.0 AS x"},
@@ -379,7 +362,7 @@ def test_two_views_run_at_once(make_project: MakeProject, running: tuple[Project
         "ttl": "1h",
     }
     project = make_project(rows(), views={"other": other}, **options())
-    assert run_view(project, "other", Silent()).status == "published"
+    assert project.run("other").status == "published"
 
 
 # ---- reports
@@ -399,7 +382,7 @@ def test_every_run_leaves_a_report(
     make_project: MakeProject, changed: Any, args: dict[str, Any], command: str, status: str, error: str | None
 ) -> None:
     project = make_project(changed, **options(**args))
-    code = main(["-c", str(project.folder), command, "numbers", "--json"])
+    code = project.cli(command, "numbers", "--json")
     assert code == {"published": 0, "committed": 0, "rejected": 3}.get(status, 2 if "nonsense" in args else 1)
     reports = list((project.root / "numbers" / "runs").iterdir())
     assert len(reports) == 1
@@ -413,31 +396,30 @@ def test_every_run_leaves_a_report(
 
 def test_a_refused_second_run_leaves_no_report(make_project: MakeProject) -> None:
     project = make_project(rows(), **options())
-    with take(project.offline.view("numbers").leases, run_lease(None), "somebody"), pytest.raises(ConflictError):
-        run(project)
-    assert project.offline.view("numbers").runs.last() is None
+    with take(project.store.leases, run_lease(None), "somebody"), pytest.raises(ConflictError):
+        project.run()
+    assert project.store.runs.last() is None
 
 
 def test_an_interrupted_run_is_reported_and_leaves_the_old_rows(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(make_project(rows(), **options()))
+    make_project(rows(), **options()).run()
     project = make_project(rows(10), **options())
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("store.offline.view_store.ViewStore.write_part", interrupted)
-    assert main(["-c", str(project.folder), "run", "numbers"]) == 130
-    report = project.offline.view("numbers").runs.last()
-    assert report is not None
+    assert project.cli("run", "numbers") == 130
+    report = project.report()
     assert (report.status, report.error) == ("cancelled", "KeyboardInterrupt")
     assert served(project) == OLD
 
 
 def test_an_unknown_view_is_a_config_error(make_project: MakeProject) -> None:
     with pytest.raises(ConfigError, match="did you mean 'numbers'"):
-        run_view(make_project(rows()), "numbrs", Silent())
+        make_project(rows()).run("numbrs")
 
 
 # ---- a bad source leaves what is served
@@ -455,9 +437,9 @@ def test_an_unknown_view_is_a_config_error(make_project: MakeProject) -> None:
 def test_a_run_that_fails_leaves_the_old_rows(
     make_project: MakeProject, capsys: pytest.CaptureFixture[str], changed: Any, args: dict[str, Any], code: int
 ) -> None:
-    run(make_project(rows(), **options()))
+    make_project(rows(), **options()).run()
     project = make_project(changed, **options(**args))
-    assert main(["-c", str(project.folder), "run", "numbers"]) == code
+    assert project.cli("run", "numbers") == code
     err = capsys.readouterr().err
     assert "precompute: " in err
     assert "Traceback" not in err
@@ -491,14 +473,14 @@ BLOCKS = [
 def test_whatever_cannot_be_written_ends_in_a_message(
     make_project: MakeProject, capsys: pytest.CaptureFixture[str], where: str, block: Any
 ) -> None:
-    run(make_project(rows(), **options()))
+    make_project(rows(), **options()).run()
     project = make_project(rows(10), **options())
     block(project.folder / where)
-    assert main(["-c", str(project.folder), "run", "numbers"]) == 1
+    assert project.cli("run", "numbers") == 1
     err = capsys.readouterr().err
     assert f"{project.folder}/{where.split('/')[0]}" in err.partition("precompute: ")[2]
     if not where.startswith("online"):
-        lookup = Lookup(open_online_store(project.online))
+        lookup = project.open_lookup()
         found = lookup.get("numbers", KEYS)["double"].to_pylist()
         lookup.close()
         assert found == OLD
@@ -510,9 +492,9 @@ def test_whatever_cannot_be_read_ends_in_a_message(
     make_project: MakeProject, capsys: pytest.CaptureFixture[str], where: str, block: Any, command: list[str]
 ) -> None:
     project = make_project(rows(), **options())
-    run(project)
+    project.run()
     block(project.folder / where)
-    code = main(["-c", str(project.folder), *command])
+    code = project.cli(*command)
     captured = capsys.readouterr()
     assert "Traceback" not in captured.err
     if command == ["status"]:
@@ -533,7 +515,7 @@ def test_a_file_system_that_takes_no_folder_ends_in_a_message(
     project = make_project(
         rows(), project={"online": "lmdb:./online", where: {"root": "", "online": "lmdb:"}[where] + "/proc/nowhere"}
     )
-    assert main(["-c", str(project.folder), "run", "numbers"]) == 1
+    assert project.cli("run", "numbers") == 1
     assert "cannot write /proc/nowhere" in capsys.readouterr().err
 
 
@@ -542,14 +524,14 @@ def test_a_full_disk_at_any_moment_ends_in_a_message_and_keeps_the_old_rows(
 ) -> None:
     """The limit on a file's size stands for the disk: each larger one lets the run come further."""
     many = [(i, -float(i)) for i in range(6, 3000)]
-    run(make_project([*rows(), *many], **options()))
+    make_project([*rows(), *many], **options()).run()
     project = make_project([*rows(10), *many], **options())
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     codes, messages = [], set[str]()
     for limit in (0, 300, 2_000, 20_000, 50_000, 100_000, 150_000, 10_000_000):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
         try:
-            codes.append(main(["-c", str(project.folder), "run", "numbers", "--json"]))
+            codes.append(project.cli("run", "numbers", "--json"))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         err = capsys.readouterr().err
@@ -569,10 +551,10 @@ def test_rejected_past_the_threshold_is_status_3_with_the_rows_on_disk(
     make_project: MakeProject, capsys: pytest.CaptureFixture[str]
 ) -> None:
     project = make_project([(1, 7.0), (2, 7.0), (3, 1.0)], **options(fail_on=7))
-    assert main(["-c", str(project.folder), "run", "numbers"]) == 3
+    assert project.cli("run", "numbers") == 3
     assert "rejected.parquet" in capsys.readouterr().err
     with pytest.raises(RejectedError):
-        run(project)
+        project.run()
     assert len(list(project.root.glob("numbers/data/*/rejected.parquet"))) == 2
 
 
@@ -580,15 +562,15 @@ def test_a_refusing_gate_is_status_3_and_accepting_it_by_name_is_status_0(
     make_project: MakeProject, capsys: pytest.CaptureFixture[str]
 ) -> None:
     many = [(i, float(i)) for i in range(6, 60)]
-    run(make_project([*rows(), *many], **options()))
+    make_project([*rows(), *many], **options()).run()
     project = make_project([*rows(10), *many[:10]], **options())
-    assert main(["-c", str(project.folder), "run", "numbers"]) == 3
+    assert project.cli("run", "numbers") == 3
     assert "--accept rows" in capsys.readouterr().err
-    assert (report_of(project).status, served(project)) == ("refused", OLD)
-    assert main(["-c", str(project.folder), "run", "numbers", "--accept", "rows"]) == 0
-    assert (report_of(project).status, served(project)) == ("published", NEW)
+    assert (project.report().status, served(project)) == ("refused", OLD)
+    assert project.cli("run", "numbers", "--accept", "rows") == 0
+    assert (project.report().status, served(project)) == ("published", NEW)
     with pytest.raises(SystemExit) as caught:
-        main(["-c", str(project.folder), "run", "numbers", "--accept", "nonsense"])
+        project.cli("run", "numbers", "--accept", "nonsense")
     assert caught.value.code == 2
 
 
@@ -596,14 +578,14 @@ def test_rows_rejected_below_the_threshold_are_status_0_and_told(
     make_project: MakeProject, capsys: pytest.CaptureFixture[str]
 ) -> None:
     project = make_project([(1, 7.0), (2, 1.0), (3, 1.0)], **options(fail_on=7))
-    assert main(["-c", str(project.folder), "run", "numbers"]) == 0
+    assert project.cli("run", "numbers") == 0
     assert "2 of 3 rows (1 rejected)" in capsys.readouterr().out
 
 
 # ---- a long past
 
 
-def looked_at(project: Project, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[str]:
+def looked_at(project: Scene, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[str]:
     """Files that a run read, and folders it looked through, under the view's folder."""
     seen: list[str] = []
     folder = str(project.root / "numbers")
@@ -617,7 +599,7 @@ def looked_at(project: Project, monkeypatch: pytest.MonkeyPatch, **options: Any)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_bytes", lambda path: read_bytes(noted(path)))
         patch.setattr(Path, "iterdir", lambda path: iterdir(noted(path)))
-        assert run_view(project, "numbers", Silent(), **options).status in ("published", "committed")
+        assert project.run(**options).status in ("published", "committed")
     return seen
 
 
@@ -626,9 +608,9 @@ def test_a_run_reads_as_much_after_many_snapshots_as_after_two(
 ) -> None:
     """Manifests, reports and folders: what is read is what is needed, and 64 folders to be looked through in turn."""
     project = make_project([(i, float(i)) for i in range(3)], view={"gates": {"norm": None}})
-    first = run_view(project, "numbers", Silent()).snapshot
+    first = project.run().snapshot
     assert first is not None
-    store = project.offline.view("numbers")
+    store = project.store
     few: list[str] = []
     for past in (1, 200):
         add_past(store, store.snapshot(first), past, partitions=False)
@@ -650,8 +632,8 @@ def test_the_runs_of_many_partitions_read_no_manifest_of_the_others(
         "partition": {"by": "day", "start": "2010-01-01"},
     }
     project = make_project([(i, float(i)) for i in range(3)], view=view)
-    store = project.offline.view("numbers")
-    first = run_view(project, "numbers", Silent()).snapshot
+    store = project.store
+    first = project.run().snapshot
     assert first is not None
     add_past(store, store.snapshot(first), 60, partitions=True)
     store.catalog()
@@ -663,8 +645,8 @@ def test_the_runs_of_many_partitions_read_no_manifest_of_the_others(
 
 def test_reports_of_dead_runs_are_found_without_reading_the_others(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)])
-    run_view(project, "numbers", Silent())
-    store = project.offline.view("numbers")
+    project.run()
+    store = project.store
     ended = store.runs.last()
     assert ended is not None
     # of this process's own number, as every command of a container may have
@@ -682,8 +664,8 @@ def test_reports_of_dead_runs_are_found_without_reading_the_others(make_project:
 
 def test_reports_of_a_version_that_kept_no_markers_are_closed_too(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)])
-    run_view(project, "numbers", Silent())
-    store = project.offline.view("numbers")
+    project.run()
+    store = project.store
     ended = store.runs.last()
     assert ended is not None
     (project.root / "numbers" / "refs" / "running").rmdir()
@@ -694,6 +676,6 @@ def test_reports_of_a_version_that_kept_no_markers_are_closed_too(make_project: 
     for report in dead:
         store.runs.path(report.run).write_bytes(written(report))
     assert store.runs.unended() == dead[::-1]
-    run_view(project, "numbers", Silent())
+    project.run()
     assert store.runs.unended() == dead[1:]  # known from now on, though it is of another partition
     assert [report.status for report in store.runs.reports()] == ["current", "published", "running", "killed"]

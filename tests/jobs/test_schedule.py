@@ -30,6 +30,7 @@ from store.offline.runs import Report
 from store.offline.view_store import OfflineStore
 from tests.conftest import MakeProject
 from tests.jobs.test_serve import REPOSITORY, eventually
+from tests.scene import Scene
 
 RARELY = "0 0 29 2 *"  # not while a test runs
 LONG_AGO = datetime(2024, 1, 1, tzinfo=UTC)
@@ -77,7 +78,7 @@ class Running:
     ``log`` is the file the lines may append to, as ``$LOG``; ``said`` what was announced.
     """
 
-    def __init__(self, project: Project, shell: dict[str, str], folder: Path) -> None:
+    def __init__(self, project: Scene, shell: dict[str, str], folder: Path) -> None:
         self.log, self.said = folder / "log", list[str]()
         self.log.touch()
         self.project, self.store = project, project.offline
@@ -487,14 +488,14 @@ def test_a_view_that_somebody_else_runs_is_not_started(running: MakeRunning) -> 
 # ---- the real thing
 
 
-def _command(project: Project) -> list[str]:
+def _command(project: Scene) -> list[str]:
     return [sys.executable, "-m", "jobs.cli", "-c", str(project.folder), "schedule"]
 
 
 class Process:
     """``precompute schedule``, and the lines it has said."""
 
-    def __init__(self, project: Project) -> None:
+    def __init__(self, project: Scene) -> None:
         self.popen = subprocess.Popen(
             _command(project), cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
         )
@@ -525,11 +526,11 @@ class Process:
 
 
 @pytest.fixture
-def process() -> Iterator[Callable[[Project], Process]]:
+def process() -> Iterator[Callable[[Scene], Process]]:
     """Starts ``precompute schedule``; whatever is left of it ends with the test."""
     made: list[Process] = []
 
-    def make(project: Project) -> Process:
+    def make(project: Scene) -> Process:
         made.append(Process(project))
         return made[-1]
 
@@ -542,7 +543,7 @@ def process() -> Iterator[Callable[[Project], Process]]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_precompute_schedule_ends_on_a_signal_with_status_0(
-    make_project: MakeProject, process: Callable[[Project], Process], number: int
+    make_project: MakeProject, process: Callable[[Scene], Process], number: int
 ) -> None:
     project = make_project([(1, 1.0)], project={"schedule": {"numbers": RARELY}, "timezone": "Europe/Berlin"})
     schedule = process(project)
@@ -552,7 +553,7 @@ def test_precompute_schedule_ends_on_a_signal_with_status_0(
 
 
 def test_real_views_run_for_their_missed_time_and_after_each_other(
-    make_project: MakeProject, process: Callable[[Project], Process]
+    make_project: MakeProject, process: Callable[[Scene], Process]
 ) -> None:
     twice = BASE | {"source": {"sql": "SELECT id, double AS x FROM live.numbers"}}
     project = make_project(
@@ -579,7 +580,7 @@ def test_real_views_run_for_their_missed_time_and_after_each_other(
     }
 
 
-def slow(make_project: MakeProject, **options: Any) -> tuple[Project, OfflineStore]:
+def slow(make_project: MakeProject, **options: Any) -> tuple[Scene, OfflineStore]:
     """A project whose view is due and takes a minute."""
     model = {"use": "tests.arithmetic:Doubler", "args": {"sleep_s": 60}}
     schedule = {"numbers": {"at": RARELY} | options}
@@ -596,7 +597,7 @@ def running_report(store: OfflineStore) -> Report:
 
 
 def test_sigterm_ends_the_runs_of_a_schedule_too_within_seconds_and_the_live_snapshot_stays(
-    make_project: MakeProject, process: Callable[[Project], Process]
+    make_project: MakeProject, process: Callable[[Scene], Process]
 ) -> None:
     project, store = slow(make_project)
     schedule = process(project)
@@ -612,7 +613,7 @@ def test_sigterm_ends_the_runs_of_a_schedule_too_within_seconds_and_the_live_sna
 
 
 def test_when_the_acting_scheduler_is_killed_its_run_goes_on_and_the_next_one_cares_for_it(
-    make_project: MakeProject, process: Callable[[Project], Process]
+    make_project: MakeProject, process: Callable[[Scene], Process]
 ) -> None:
     project, store = slow(make_project)
     first = process(project)
@@ -633,7 +634,7 @@ def test_when_the_acting_scheduler_is_killed_its_run_goes_on_and_the_next_one_ca
 
 
 def test_the_deadline_of_a_run_outlives_the_scheduler_that_started_it(
-    make_project: MakeProject, process: Callable[[Project], Process]
+    make_project: MakeProject, process: Callable[[Scene], Process]
 ) -> None:
     project, store = slow(make_project, deadline="1h", retries=1)
     before = Report("20240101T000000.000000Z-000000", "numbers", "run", "failed", due=LEAP_DAY, error="x")
@@ -653,7 +654,7 @@ def test_the_deadline_of_a_run_outlives_the_scheduler_that_started_it(
 
 
 def test_a_scheduler_that_was_stopped_loses_the_lead_within_the_lease_and_stands_by_when_it_wakes(
-    make_project: MakeProject, process: Callable[[Project], Process]
+    make_project: MakeProject, process: Callable[[Scene], Process]
 ) -> None:
     project = make_project([(1, 1.0)], project={"schedule": {"numbers": RARELY}, "lease": "1s"})
     store = project.offline

@@ -25,12 +25,10 @@ import pytest
 import redis
 import yaml
 
-from jobs.config.project import Project
-from jobs.pipeline.run import run_view
-from jobs.process.progress import Silent
 from store.api import wire
 from tests.arithmetic import Doubler
 from tests.conftest import free_port, redis_binary
+from tests.scene import Scene
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -48,7 +46,7 @@ NUMBERS: View = {
 }
 
 
-def make_folder(folder: Path, views: dict[str, View], **settings: Any) -> Project:
+def make_folder(folder: Path, views: dict[str, View], **settings: Any) -> Scene:
     """A project's files, its data (id = x = 1, 2, 3) and, per view, what differs from :data:`NUMBERS` (None leaves a key out)."""
     (folder / "views").mkdir(parents=True, exist_ok=True)
     project = {"root": "./var", "online": "lmdb:./var/online", "vars": {"data": "./"}, "serve": {"bind": "127.0.0.1:0"}}
@@ -58,7 +56,7 @@ def make_folder(folder: Path, views: dict[str, View], **settings: Any) -> Projec
         (folder / "views" / f"{name}.yaml").write_text(yaml.safe_dump(view))
     if not (folder / "data.parquet").exists():
         write_numbers(folder, [1, 2, 3])
-    return Project(folder, {})
+    return Scene(folder, {})
 
 
 def write_numbers(folder: Path, ids: Sequence[int], x: float | None = None) -> None:
@@ -66,11 +64,6 @@ def write_numbers(folder: Path, ids: Sequence[int], x: float | None = None) -> N
     table = pa.table({"id": pa.array(ids, pa.int64()), "x": pa.array([float(i if x is None else x) for i in ids])})
     pq.write_table(table, folder / ".data.tmp")
     os.replace(folder / ".data.tmp", folder / "data.parquet")
-
-
-def publish(project: Project, *views: str) -> None:
-    for view in views or project.views:
-        run_view(project, view, Silent())
 
 
 @dataclass(frozen=True)
@@ -244,7 +237,7 @@ def counting(path: Path, seconds: float) -> View:
 
 @pytest.mark.parametrize("bind", ["127.0.0.1:0", "unix:./api.sock"])
 def test_sigterm_finishes_the_requests_at_hand_and_ends_with_status_0(tmp_path: Path, bind: str) -> None:
-    publish(make_folder(tmp_path, {"numbers": counting(tmp_path / "batches", 0.5)}))
+    make_folder(tmp_path, {"numbers": counting(tmp_path / "batches", 0.5)}).publish_all()
     write_numbers(tmp_path, [1, 2, 3, 9])
     with Server(tmp_path, bind) as server, server.connect() as idle, server.connect() as busy:
         busy.sendall(b"GET /v1/views/numbers/rows/9 HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -258,7 +251,7 @@ def test_sigterm_finishes_the_requests_at_hand_and_ends_with_status_0(tmp_path: 
 
 
 def test_an_address_in_use_is_refused_with_status_2_and_one_line_and_the_first_server_goes_on(tmp_path: Path) -> None:
-    publish(make_folder(tmp_path, {"numbers": {}}))
+    make_folder(tmp_path, {"numbers": {}}).publish_all()
     for bind in ("127.0.0.1:0", "unix:./api.sock"):
         with Server(tmp_path, bind) as server:
             taken = bind if bind.startswith("unix") else server.url.removeprefix("http://")
@@ -284,7 +277,7 @@ def _check_refused_to_bind(folder: Path, bind: str) -> None:
 
 
 def test_a_socket_file_left_by_a_killed_server_is_replaced(tmp_path: Path) -> None:
-    publish(make_folder(tmp_path, {"numbers": {}}))
+    make_folder(tmp_path, {"numbers": {}}).publish_all()
     with Server(tmp_path, "unix:./api.sock") as first:
         assert first.end(signal.SIGKILL) == -signal.SIGKILL
     assert (tmp_path / "api.sock").is_socket()
@@ -305,7 +298,7 @@ def test_it_is_not_ready_until_a_view_is_published_and_needs_no_restart_then(tmp
             server.get("/v1/views/numbers/rows/1").check_problem(404, "unknown_view")
             assert server.get("/v1/views").json == {"views": []}
             assert "No view is published" in server.get("/").body.decode()
-        publish(project)
+        project.publish_all()
         eventually(lambda: server.get("/readyz").status == 200, lambda: str(server.get("/readyz")))
         assert server.get("/readyz").json == {"status": "ready", "views": {"numbers": 1}, "fallback": {}}
         assert server.get("/v1/views/numbers/rows/1").json["features"]["double"] == 2.0
@@ -322,7 +315,7 @@ def test_a_model_that_cannot_be_opened_leaves_the_server_degraded_with_its_hits_
     tmp_path: Path, model: dict[str, Any]
 ) -> None:
     project = make_folder(tmp_path, {"numbers": {"model": model}}, vars={"data": f"{tmp_path}/"})
-    publish(project)
+    project.publish_all()
     (tmp_path / "moody").touch()
     if "args" not in model:
         (tmp_path / "data.parquet").rename(tmp_path / "gone")
@@ -353,7 +346,7 @@ def test_a_publish_is_picked_up_at_once_and_no_answer_mixes_two_snapshots(tmp_pa
     alike = {"gates": {"norm": None, "duplicates": None}}  # all rows are the same, and grow from snapshot to snapshot
     project = make_folder(tmp_path, {"numbers": alike}, **_with_store(store, redis_url))
     write_numbers(tmp_path, ids, x=1)
-    publish(project)
+    project.publish_all()
     done = threading.Event()
 
     def read(kind: str) -> int:
@@ -385,7 +378,7 @@ def test_a_publish_is_picked_up_at_once_and_no_answer_mixes_two_snapshots(tmp_pa
         try:
             for version in range(2, 10):
                 write_numbers(tmp_path, ids, x=version)
-                publish(project)
+                project.publish_all()
                 row = server.get("/v1/views/numbers/rows/7").json
                 assert (row["snapshot"], row["features"]["double"]) == (version, 2.0 * version)
         finally:
@@ -395,13 +388,13 @@ def test_a_publish_is_picked_up_at_once_and_no_answer_mixes_two_snapshots(tmp_pa
 
 def test_after_a_publish_the_fallback_computes_with_the_new_snapshots_model(tmp_path: Path) -> None:
     project = make_folder(tmp_path, {"numbers": {}})
-    publish(project)
+    project.publish_all()
     write_numbers(tmp_path, [1, 2, 3, 9])
     with Server(tmp_path) as server:
         first = server.get("/v1/views/numbers/rows/9").json
         write_numbers(tmp_path, [1, 2, 3])
         project = make_folder(tmp_path, {"numbers": slow(0, version=2)})
-        publish(project)
+        project.publish_all()
         write_numbers(tmp_path, [1, 2, 3, 9])
         hit, second = server.get("/v1/views/numbers/rows/1").json, server.get("/v1/views/numbers/rows/9").json
     assert (first["status"], first["snapshot"]) == ("computed", 1)
@@ -416,7 +409,7 @@ def test_after_a_publish_the_fallback_computes_with_the_new_snapshots_model(tmp_
 def counted(tmp_path: Path) -> Iterator[tuple[Server, Path]]:
     """A server whose model takes a second and counts its batches in a file."""
     batches = tmp_path / "batches"
-    publish(make_folder(tmp_path, {"numbers": counting(batches, 1.0)}))
+    make_folder(tmp_path, {"numbers": counting(batches, 1.0)}).publish_all()
     write_numbers(tmp_path, list(range(4000)))
     with Server(tmp_path) as server:
         batches.write_text("")  # the warm-up is over
@@ -489,7 +482,7 @@ def test_over_redis_every_route_answers_as_over_lmdb(tmp_path: Path, redis_url: 
     answers = []
     for store in ("lmdb", "redis"):
         folder = tmp_path / store
-        publish(make_folder(folder, {"numbers": {}}, **_with_store(store, redis_url)))
+        make_folder(folder, {"numbers": {}}, **_with_store(store, redis_url)).publish_all()
         write_numbers(folder, [1, 2, 3, 9])
         with Server(folder) as server:
             replies = [
@@ -540,7 +533,7 @@ def test_without_redis_every_request_is_503_at_once_and_with_it_back_they_are_an
     project = make_folder(tmp_path, {"numbers": {}}, online=f"redis://127.0.0.1:{port}/0")
     with contextlib.ExitStack() as stack:
         with _own_redis(port):
-            publish(project)
+            project.publish_all()
             server = stack.enter_context(Server(tmp_path))
             assert server.get("/v1/views/numbers/rows/1").status == 200
         for reply in (
@@ -558,5 +551,5 @@ def test_without_redis_every_request_is_503_at_once_and_with_it_back_they_are_an
         assert (server.get("/livez").status, server.get("/readyz").status) == (200, 503)
         with _own_redis(port):
             server.get("/v1/views/numbers/rows/1").check_problem(404, "unknown_view")
-            publish(project)
+            project.publish_all()
             assert server.get("/v1/views/numbers/rows/1").json["features"]["double"] == 2.0

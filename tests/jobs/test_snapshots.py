@@ -7,37 +7,33 @@ from typing import Any
 
 import pytest
 
-from jobs.cli import main
-from jobs.config.project import Project
 from jobs.ops.snapshots import describe_snapshots, list_snapshots
-from jobs.pipeline.rollback import rollback
-from jobs.pipeline.run import run_view
-from jobs.process.progress import Silent
 from tests.conftest import MakeProject
+from tests.scene import Scene
 
 ROWS = 40
 
 
-def run(make_project: MakeProject, rows: int, factor: float, **how: object) -> Project:
+def run(make_project: MakeProject, rows: int, factor: float, **how: object) -> Scene:
     project = make_project([(i, i * factor) for i in range(rows)], view={"gates": {"moved": None, "rolled_back": None}})
-    run_view(project, "numbers", Silent(), **how)  # type: ignore[arg-type]
+    project.run(**how)  # type: ignore[arg-type]
     return project
 
 
 @pytest.fixture
-def project(make_project: MakeProject) -> Project:
+def project(make_project: MakeProject) -> Scene:
     """1 pinned, 2 with a gate accepted, 3 of more rows and rolled back from, 4 committed only and built on 2; 2 is live."""
     run(make_project, ROWS, 1.0)
     run(make_project, ROWS, 100.0, accept=["norm"])
     project = run(make_project, ROWS + 4, 100.0)
-    rollback(project, "numbers", Silent())
+    project.rollback()
     run(make_project, ROWS + 1, 100.0, command="materialize")
-    project.offline.view("numbers").pin(1, "by hand")
+    project.store.pin(1, "by hand")
     return project
 
 
-def test_every_snapshot_has_its_line_the_newest_first(project: Project) -> None:
-    store = project.offline.view("numbers")
+def test_every_snapshot_has_its_line_the_newest_first(project: Scene) -> None:
+    store = project.store
     model = store.snapshot(1).model
     committed = {n: store.snapshot(n).created_at for n in (1, 2, 3, 4)}
     common: dict[str, Any] = {"partition": None, "model": model, "refused_by": [], "accepted": [], "bad": None, "error": None}
@@ -53,11 +49,11 @@ def test_every_snapshot_has_its_line_the_newest_first(project: Project) -> None:
     ]
 
 
-def test_the_table_says_what_can_be_gone_back_to(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_says_what_can_be_gone_back_to(project: Scene, capsys: pytest.CaptureFixture[str]) -> None:
     found = list_snapshots(project, "numbers")
-    assert main(["-c", str(project.folder), "snapshots", "numbers", "--json"]) == 0
+    assert project.cli("snapshots", "numbers", "--json") == 0
     assert json.loads(capsys.readouterr().out) == found
-    assert main(["-c", str(project.folder), "snapshots", "numbers"]) == 0
+    assert project.cli("snapshots", "numbers") == 0
     shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     when = {s["snapshot"]: s["created_at"][:19].replace("T", " ") for s in found}
     model = found[0]["model"][:12]
@@ -70,8 +66,8 @@ def test_the_table_says_what_can_be_gone_back_to(project: Project, capsys: pytes
     ]
 
 
-def test_what_builds_on_a_bad_one_says_so_and_a_damaged_one_hides_no_other(project: Project) -> None:
-    store = project.offline.view("numbers")
+def test_what_builds_on_a_bad_one_says_so_and_a_damaged_one_hides_no_other(project: Scene) -> None:
+    store = project.store
     store.mark_bad(2, "wrong prices")
     (project.root / "numbers" / "manifests" / f"{1:020d}.json").write_text("{torn")
     found = {s["snapshot"]: s for s in list_snapshots(project, "numbers")}
@@ -85,7 +81,7 @@ def test_a_view_without_one_says_what_to_do_and_an_unknown_one_is_refused(
     make_project: MakeProject, capsys: pytest.CaptureFixture[str]
 ) -> None:
     project = make_project([(1, 1.0)])
-    assert main(["-c", str(project.folder), "snapshots", "numbers"]) == 0
+    assert project.cli("snapshots", "numbers") == 0
     assert capsys.readouterr().out == "numbers: no snapshot yet; run `precompute run numbers`\n"
-    assert main(["-c", str(project.folder), "snapshots", "numbrs"]) == 2
+    assert project.cli("snapshots", "numbrs") == 2
     assert "did you mean 'numbers'" in capsys.readouterr().err

@@ -5,21 +5,16 @@ from __future__ import annotations
 import os
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
 
-from jobs.config.project import Project
-from jobs.ops.status import view_status
-from jobs.pipeline.run import run_view
-from jobs.process.progress import Silent
 from precompute.source import Source
 from store.errors import ConfigError
 from store.freshness import iso
 from store.offline.runs import Report
-from store.online.online_url import open_online_store
 from tests.conftest import MakeProject
+from tests.scene import Scene
 
 DAY_S = 86400.0
 FILE = "SELECT * FROM read_parquet('${data}/data.parquet')"
@@ -41,13 +36,9 @@ def set_back(path: Path, at: datetime) -> None:
     os.utime(path, (at.timestamp(), at.timestamp()))
 
 
-def status(project: Project, name: str = "numbers") -> dict[str, Any]:
-    return view_status(project, project.offline.view(name), open_online_store(project.online))
-
-
-def told(project: Project, report: Report, name: str = "numbers") -> tuple[str | None, str | None, str | None]:
+def told(project: Scene, report: Report, name: str = "numbers") -> tuple[str | None, str | None, str | None]:
     """``source_at`` as the run's report, the live snapshot's manifest and ``status`` have it."""
-    store, line = project.offline, status(project, name)
+    store, line = project.offline, project.status(name)
     recorded = next(r for r in store.view(name).runs.reports(1) if r.run == report.run)
     return recorded.source_at, store.view(name).snapshot(line["snapshot"]).source_at, line["source_at"]
 
@@ -56,17 +47,17 @@ def test_a_file_that_nobody_writes_any_more(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)])
     frozen, written = ago(30), ago(2)
     set_back(project.folder / "data.parquet", frozen)
-    first = run_view(project, "numbers", Silent())
+    first = project.run()
     assert told(project, first) == (iso(frozen), iso(frozen), iso(frozen))
-    line = status(project)
+    line = project.status()
     assert (line["status"], line["attention"]) == ("fresh", [])
     assert 30 * DAY_S <= line["source_age_s"] < 30.1 * DAY_S
 
     set_back(project.folder / "data.parquet", written)  # with the rows it had: nothing is committed, and the report tells it
-    second = run_view(project, "numbers", Silent())
+    second = project.run()
     assert (second.status, second.snapshot) == ("current", 1)
     assert told(project, second) == (iso(written), iso(frozen), iso(written))
-    assert 2 * DAY_S <= status(project)["source_age_s"] < 2.1 * DAY_S
+    assert 2 * DAY_S <= project.status()["source_age_s"] < 2.1 * DAY_S
 
 
 @pytest.mark.parametrize(
@@ -91,8 +82,8 @@ def test_the_newest_of_the_local_files_the_sql_reads(
     for number, (name, days) in enumerate({"a.csv": 5, "b.csv": 7, "in1/c.csv": 3, "in1/d.csv": 4, "unread.csv": 1}.items()):
         (project.folder / name).write_text(f"id,x\n{number},1.0\n")
         set_back(project.folder / name, ago(days))
-    report = run_view(project, "numbers", Silent())
-    age_s = status(project)["source_age_s"]
+    report = project.run()
+    age_s = project.status()["source_age_s"]
     assert (report.source_at is None) == (age_s is None) == (newest is None)
     assert newest is None or newest * DAY_S <= age_s < (newest + 0.1) * DAY_S
 
@@ -118,9 +109,9 @@ def test_a_remote_file_may_be_newer_than_the_local_ones(tmp_path: Path, monkeypa
 def test_a_column_tells_it_better_than_a_file(make_project: MakeProject, column: pa.Array, newest: str | None) -> None:
     rows = pa.table({"id": [1, 2], "x": [1.0, 2.0], "at": column})
     project = make_project(rows, view={"source": {"sql": FILE, "updated_at": "at"}})
-    report = run_view(project, "numbers", Silent())
+    report = project.run()
     assert told(project, report) == (newest, newest, newest)
-    assert project.offline.view("numbers").snapshot(1).input_columns.keys() == {"x", "at"}
+    assert project.store.snapshot(1).input_columns.keys() == {"x", "at"}
 
 
 @pytest.mark.parametrize(
@@ -133,31 +124,31 @@ def test_a_column_tells_it_better_than_a_file(make_project: MakeProject, column:
 def test_a_column_that_tells_no_time_is_refused(make_project: MakeProject, column: str, message: str) -> None:
     project = make_project([(1, 1.0)], view={"source": {"sql": FILE, "updated_at": column}})
     with pytest.raises(ConfigError, match=message):
-        run_view(project, "numbers", Silent())
+        project.run()
 
 
 def test_a_view_of_another_view_is_as_old_as_what_that_one_read(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)], views={"reader": READER})
     frozen, written = ago(30), ago(2)
     set_back(project.folder / "data.parquet", frozen)
-    run_view(project, "numbers", Silent())
-    assert told(project, run_view(project, "reader", Silent()), "reader") == (iso(frozen),) * 3
+    project.run()
+    assert told(project, project.run("reader"), "reader") == (iso(frozen),) * 3
     set_back(project.folder / "data.parquet", written)
-    run_view(project, "numbers", Silent())  # finds nothing new: only its report tells
-    assert told(project, run_view(project, "reader", Silent()), "reader") == (iso(written), iso(frozen), iso(written))
+    project.run()  # finds nothing new: only its report tells
+    assert told(project, project.run("reader"), "reader") == (iso(written), iso(frozen), iso(written))
 
 
 def test_past_max_age_it_needs_attention(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)])
     set_back(project.folder / "data.parquet", ago(8))
-    run_view(project, "numbers", Silent())
+    project.run()
     for max_age, attention in (("9d", []), ("7d", ["its source was last modified 8 d ago, and source.max_age is 7 d"])):
-        line = status(make_project(view={"source": {"sql": FILE, "max_age": max_age}}))
+        line = make_project(view={"source": {"sql": FILE, "max_age": max_age}}).status()
         assert (line["status"], line["attention"]) == ("fresh", attention)
 
 
 def test_an_age_that_is_limited_and_not_known_needs_attention(make_project: MakeProject) -> None:
     project = make_project(view={"source": {"sql": "SELECT 1 AS id, 1.0 AS x", "max_age": "7d"}})
-    run_view(project, "numbers", Silent())
-    (attention,) = status(project)["attention"]
+    project.run()
+    (attention,) = project.status()["attention"]
     assert "is not known: name a column of it as source.updated_at" in attention

@@ -11,19 +11,14 @@ from typing import Any
 
 import pytest
 
-from jobs.cli import main
-from jobs.config.project import Project
 from jobs.ops.status import project_status, view_status
-from jobs.pipeline.rollback import rollback
-from jobs.pipeline.run import run_view
-from jobs.process.progress import Silent
 from jobs.schedule.due import LEADER, Ledger
 from store.disk.lease import take
 from store.errors import PrecomputeError, SnapshotError
 from store.offline.refs import PUBLISH_LEASE, run_lease
 from store.offline.runs import Report
-from store.online.online_url import open_online_store
 from tests.conftest import MakeProject
+from tests.scene import Scene
 
 OTHER = {
     "entity": ["id"],
@@ -34,12 +29,8 @@ OTHER = {
 }
 
 
-def status(project: Project) -> dict[str, Any]:
-    return view_status(project, project.offline.view("numbers"), open_online_store(project.online))
-
-
 def test_a_view_that_was_never_run(make_project: MakeProject) -> None:
-    assert status(make_project([(1, 1.0)])) == {
+    assert make_project([(1, 1.0)]).status() == {
         "view": "numbers",
         "status": "unpublished",
         "snapshot": None,
@@ -64,8 +55,8 @@ def test_a_view_that_was_never_run(make_project: MakeProject) -> None:
 
 def test_a_view_that_was_computed_but_not_published(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)])
-    run_view(project, "numbers", Silent(), command="materialize")
-    line = status(project)
+    project.materialize()
+    line = project.status()
     assert (line["status"], line["snapshot"], line["online"]) == ("unpublished", None, None)
     assert (line["last_run"]["command"], line["last_run"]["status"]) == ("materialize", "committed")
 
@@ -73,8 +64,8 @@ def test_a_view_that_was_computed_but_not_published(make_project: MakeProject) -
 def test_a_view_that_is_live(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0), (2, 2.0), (3, 3.0), (4, None)], project={"schedule": {"numbers": "0 2 * * *"}})
     before = time.time()
-    run = run_view(project, "numbers", Silent())
-    line = status(project)
+    run = project.run()
+    line = project.status()
     assert 0 <= line.pop("age_s") <= time.time() - before
     assert 0 <= line.pop("source_age_s") <= time.time() - before + 1
     assert line.pop("source_at") == run.source_at
@@ -114,17 +105,17 @@ def test_a_view_that_is_live(make_project: MakeProject) -> None:
 )
 def test_the_age_is_judged_by_the_ttl_that_is_served(make_project: MakeProject, ttl: str, stale_for: str, status_: str) -> None:
     """Which is the published one: an edited TTL takes effect with the next run, here as in every lookup."""
-    run_view(make_project([(1, 1.0)], view={"ttl": ttl, "stale_for": stale_for}), "numbers", Silent())
-    line = status(make_project())
+    make_project([(1, 1.0)], view={"ttl": ttl, "stale_for": stale_for}).run()
+    line = make_project().status()
     assert (line["status"], line["attention"]) == (status_, [] if status_ == "fresh" else [status_])
 
 
 def test_a_failed_run_shows_beside_what_is_still_live(make_project: MakeProject) -> None:
-    run_view(make_project([(1, 1.0)]), "numbers", Silent())
+    make_project([(1, 1.0)]).run()
     project = make_project([(1, 1.0), (1, 2.0)])
     with pytest.raises(PrecomputeError):
-        run_view(project, "numbers", Silent())
-    line = status(project)
+        project.run()
+    line = project.status()
     assert (line["status"], line["snapshot"], line["rows"], line["online"]) == ("fresh", 1, 1, True)
     assert line["last_run"]["status"] == "failed"
     assert line["attention"] == ["the last run failed"]
@@ -133,19 +124,19 @@ def test_a_failed_run_shows_beside_what_is_still_live(make_project: MakeProject)
 
 def test_an_online_store_that_serves_something_else_shows(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)])
-    run_view(project, "numbers", Silent())
+    project.run()
     shutil.rmtree(project.root / "online")
-    line = status(project)
+    line = project.status()
     assert (line["status"], line["online"]) == ("fresh", False)
     assert line["attention"] == ["the online store does not serve what is live"]
-    run_view(project, "numbers", Silent(), command="publish")
-    line = status(project)
+    project.publish()
+    line = project.status()
     assert (line["online"], line["attention"]) == (True, [])
 
 
 def test_every_view_has_its_line(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)], views={"another": OTHER})
-    run_view(project, "numbers", Silent())
+    project.run()
     lines = project_status(project)
     assert [(line["view"], line["status"], line["ttl_s"]) for line in lines] == [
         ("another", "unpublished", 7200.0),
@@ -156,11 +147,11 @@ def test_every_view_has_its_line(make_project: MakeProject) -> None:
 @pytest.mark.parametrize("file", ["refs/live.json", f"manifests/{1:020d}.json"])
 def test_a_damaged_file_is_an_error_in_words_and_the_other_views_have_their_lines(make_project: MakeProject, file: str) -> None:
     project = make_project([(1, 1.0)], views={"another": OTHER})
-    run_view(project, "numbers", Silent())
-    run_view(project, "another", Silent())
+    project.run()
+    project.run("another")
     (project.root / "numbers" / file).write_text("{torn")
     with pytest.raises(SnapshotError, match=file.rpartition("/")[2]) as caught:
-        status(project)
+        project.status()
     another, numbers = project_status(project)
     assert (another["view"], another["status"], another["attention"]) == ("another", "fresh", [])
     assert (numbers["view"], numbers["status"], numbers["attention"]) == ("numbers", "unreadable", [str(caught.value)])
@@ -170,10 +161,10 @@ def test_a_damaged_file_is_an_error_in_words_and_the_other_views_have_their_line
 
 def test_a_damaged_report_is_skipped_with_a_warning(make_project: MakeProject, caplog: pytest.LogCaptureFixture) -> None:
     project = make_project([(1, 1.0)])
-    run = run_view(project, "numbers", Silent())
+    run = project.run()
     torn = project.root / "numbers" / "runs" / "99999999T000000.000000Z-ffffff.json"
     torn.write_text("{torn")
-    line = status(project)
+    line = project.status()
     assert (line["last_run"]["run"], line["last_run"]["status"], line["attention"]) == (run.run, "published", [])
     assert [str(torn) in record.getMessage() for record in caplog.records] == [True]
 
@@ -181,14 +172,14 @@ def test_a_damaged_report_is_skipped_with_a_warning(make_project: MakeProject, c
 @pytest.mark.parametrize("command", ["run", "materialize", "publish", "rollback"])
 def test_a_run_that_was_killed_shows_as_killed_and_one_that_goes_on_as_running(make_project: MakeProject, command: str) -> None:
     project = make_project([(1, 1.0)])
-    run_view(project, "numbers", Silent())
-    store = project.offline.view("numbers")
+    project.run()
+    store = project.store
     store.runs.write(Report("99999999T000000.000000Z-ffffff", "numbers", command))
     lease = run_lease(None) if command in ("run", "materialize") else PUBLISH_LEASE
     with take(store.leases, lease, command):
-        line = status(project)
+        line = project.status()
         assert (line["last_run"]["status"], line["attention"]) == ("running", [])
-    line = status(project)
+    line = project.status()
     assert (line["last_run"]["status"], line["attention"]) == ("killed", ["the last run killed"])
     assert "without a word" in line["last_run"]["error"]
 
@@ -210,18 +201,18 @@ def test_how_the_last_run_ended_needs_attention_when_it_was_badly(
     make_project: MakeProject, ended: str, attention: list[str]
 ) -> None:
     project = make_project([(1, 1.0)])
-    run_view(project, "numbers", Silent())
-    project.offline.view("numbers").runs.write(Report("99999999T000000.000000Z-ffffff", "numbers", "run", ended))
-    assert status(project)["attention"] == attention
+    project.run()
+    project.store.runs.write(Report("99999999T000000.000000Z-ffffff", "numbers", "run", ended))
+    assert project.status()["attention"] == attention
 
 
 def test_a_run_that_found_nothing_changed_makes_the_view_fresh_again(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)])
-    run_view(project, "numbers", Silent())
+    project.run()
     time.sleep(0.02)
     before = time.time()
-    report = run_view(project, "numbers", Silent())
-    line = status(project)
+    report = project.run()
+    line = project.status()
     assert (report.status, line["snapshot"], line["online"], line["last_run"]["status"]) == ("current", 1, True, "current")
     assert line["age_s"] <= time.time() - before
 
@@ -229,12 +220,12 @@ def test_a_run_that_found_nothing_changed_makes_the_view_fresh_again(make_projec
 def test_without_renewal_a_view_grows_old_however_often_it_runs(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)], view={"renew_unchanged": False})
     before = time.time()
-    run_view(project, "numbers", Silent())
-    computed_at = project.offline.view("numbers").snapshot(1).computed_at_min or 0
+    project.run()
+    computed_at = project.store.snapshot(1).computed_at_min or 0
     assert before <= computed_at / 1e6
-    assert run_view(project, "numbers", Silent()).status == "current"
-    assert status(project)["age_s"] >= time.time() - computed_at / 1e6 - 1
-    ref, pointer = project.offline.view("numbers").refs.live(), open_online_store(project.online).live("numbers")
+    assert project.run().status == "current"
+    assert project.status()["age_s"] >= time.time() - computed_at / 1e6 - 1
+    ref, pointer = project.store.refs.live(), project.open_online().live("numbers")
     assert ref is not None
     assert pointer is not None
     assert (ref.renewed_at, pointer.renewed_at_us) == (None, 0)
@@ -242,34 +233,34 @@ def test_without_renewal_a_view_grows_old_however_often_it_runs(make_project: Ma
 
 def test_a_view_that_is_held_needs_attention(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)])
-    run_view(project, "numbers", Silent())
-    store = project.offline.view("numbers")
+    project.run()
+    store = project.store
     path = store.leases / "live.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"held": "a reason"}))
-    line = status(project)
+    line = project.status()
     assert (line["held"], line["attention"]) == ("a reason", ["held: a reason"])
     store.refs.resume_live()
-    assert status(project)["attention"] == []
+    assert project.status()["attention"] == []
 
 
 def test_a_live_snapshot_whose_manifest_is_gone_is_an_error_in_words(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)])
-    run_view(project, "numbers", Silent())
+    project.run()
     shutil.rmtree(project.root / "numbers" / "manifests")
     with pytest.raises(SnapshotError, match="no snapshot 1"):
-        status(project)
+        project.status()
 
 
 # ---- behind its input
 
 
-def chained(make_project: MakeProject, rows: list[tuple[int, float]], **another: Any) -> Project:
+def chained(make_project: MakeProject, rows: list[tuple[int, float]], **another: Any) -> Scene:
     """``another`` reads ``numbers``."""
     return make_project(rows, views={"another": OTHER | another})
 
 
-def behind_and_attention(project: Project) -> tuple[list[tuple[str, int, int]], list[str]]:
-    line = view_status(project, project.offline.view("another"), open_online_store(project.online))
+def behind_and_attention(project: Scene) -> tuple[list[tuple[str, int, int]], list[str]]:
+    line = view_status(project, project.offline.view("another"), project.open_online())
     for found in line["behind"]:
         assert 0 <= found["behind_s"] < 600
     attention = [text.partition(": behind for")[0] for text in line["attention"]]
@@ -297,12 +288,12 @@ def test_a_view_whose_input_is_newer_says_so_and_needs_attention_when_nothing_wi
     views = {"another": OTHER | {"ttl": ttl}, "third": OTHER | {"source": {"sql": "SELECT 1 AS id, 1.0 AS x"}}}
     project = make_project(TWO, project={"schedule": schedule}, views=views)
     for name in ("numbers", "another", "third"):
-        run_view(project, name, Silent())
+        project.run(name)
     assert behind_and_attention(project) == ([], ["stale"] if ttl == "1ms" else [])
     project = make_project(ONE, project={"schedule": schedule}, views=views)
-    run_view(project, "numbers", Silent())
+    project.run()
     assert behind_and_attention(project) == ([("numbers", 1, 2)], attention)
-    run_view(project, "another", Silent())
+    project.run("another")
     assert behind_and_attention(project) == ([], ["stale"] if ttl == "1ms" else [])
 
 
@@ -314,37 +305,37 @@ def test_views_that_read_each_other_end_no_search_for_what_brings_a_view_up(make
     scheduled = {"schedule": {"third": "0 2 * * *", "another": "after third"}}
     for rows in (TWO, ONE):
         project = make_project(rows, project=scheduled, views=views)
-        run_view(project, "numbers", Silent())
+        project.run()
         if rows == TWO:
-            run_view(project, "another", Silent())
+            project.run("another")
     assert behind_and_attention(project) == ([("numbers", 1, 2)], [BEHIND])
 
 
 def test_the_same_rows_under_another_number_are_nothing_to_be_behind(make_project: MakeProject) -> None:
     project = chained(make_project, TWO)
-    run_view(project, "numbers", Silent())
-    run_view(project, "another", Silent())
-    run_view(project, "numbers", Silent(), full=True)
+    project.run()
+    project.run("another")
+    project.run(full=True)
     assert behind_and_attention(project) == ([], [])
 
 
 def test_a_run_that_found_its_own_rows_unchanged_has_seen_the_input(make_project: MakeProject) -> None:
     for rows in (TWO, ONE):
         project = chained(make_project, rows, source={"sql": "SELECT id, double AS x FROM live.numbers WHERE id = 1"})
-        run_view(project, "numbers", Silent())
+        project.run()
         if rows == TWO:
-            run_view(project, "another", Silent())
+            project.run("another")
     assert behind_and_attention(project) == ([("numbers", 1, 2)], [])
-    assert run_view(project, "another", Silent()).status == "current"
+    assert project.run("another").status == "current"
     assert behind_and_attention(project) == ([], [])
 
 
 def test_an_input_that_was_rolled_back_is_another_one_too(make_project: MakeProject) -> None:
     for rows in (TWO, ONE):
         project = chained(make_project, rows)
-        run_view(project, "numbers", Silent())
-    run_view(project, "another", Silent())
-    rollback(project, "numbers", Silent())
+        project.run()
+    project.run("another")
+    project.rollback()
     assert behind_and_attention(project)[0] == [("numbers", 2, 1)]
 
 
@@ -354,29 +345,29 @@ def test_an_input_that_was_rolled_back_is_another_one_too(make_project: MakeProj
 def test_a_scheduler_that_is_gone_and_a_run_that_is_overdue_need_attention(make_project: MakeProject) -> None:
     at = datetime.now(UTC) - timedelta(hours=12)  # what is due at this very minute is not late yet
     project = make_project(ONE, project={"schedule": {"numbers": f"{at:%-M %-H} * * *"}})
-    run_view(project, "numbers", Silent())
-    store = project.offline.view("numbers")
-    assert status(project)["attention"] == [], "it was never up, and nothing was due since the run"
+    project.run()
+    store = project.store
+    assert project.status()["attention"] == [], "it was never up, and nothing was due since the run"
     leader = take(store.offline.root / ".scheduler", LEADER, "a scheduler")
-    assert status(project)["attention"] == ["the scheduler that is up does not know its schedule: start it anew"]
+    assert project.status()["attention"] == ["the scheduler that is up does not know its schedule: start it anew"]
     ledger = Ledger(project, project.offline)
     ledger.settle("numbers", datetime.now(UTC))
-    assert status(project)["attention"] == []
+    assert project.status()["attention"] == []
     ledger.settle("numbers", datetime.now(UTC) - timedelta(days=2))
     path = next((project.root / "numbers" / "runs").glob("*.json"))
     began = datetime.now(UTC) - timedelta(days=2)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"started_at": began.isoformat()}))
-    (overdue,) = status(project)["attention"]
+    (overdue,) = project.status()["attention"]
     assert re.fullmatch(rf"due since \d{{4}}-\d\d-\d\d {at:%H:%M}\+00:00 and not begun", overdue)
     leader.release()
-    assert status(project)["attention"] == [f"{overdue}: no scheduler is up"]
+    assert project.status()["attention"] == [f"{overdue}: no scheduler is up"]
     ledger.settle("numbers", datetime.now(UTC))
-    assert status(project)["attention"] == ["scheduled, and no scheduler is up"]
+    assert project.status()["attention"] == ["scheduled, and no scheduler is up"]
     with take(store.leases, run_lease(None), "run"):
-        assert status(project)["attention"] == ["scheduled, and no scheduler is up"]
+        assert project.status()["attention"] == ["scheduled, and no scheduler is up"]
     shutil.rmtree(project.root / ".scheduler")
     (project.root / "numbers" / "refs" / "schedule.json").unlink()
-    assert status(project)["attention"] == [f"{overdue}: no scheduler was ever up"]
+    assert project.status()["attention"] == [f"{overdue}: no scheduler was ever up"]
 
 
 # ---- served, and not configured
@@ -385,9 +376,9 @@ def test_a_scheduler_that_is_gone_and_a_run_that_is_overdue_need_attention(make_
 def test_a_view_that_is_served_without_a_file_has_a_line(make_project: MakeProject) -> None:
     project = make_project(TWO, views={"another": OTHER})
     for name in ("numbers", "another"):
-        run_view(project, name, Silent())
+        project.run(name)
     (project.folder / "views" / "another.yaml").unlink()
-    numbers, another = project_status(Project(project.folder, {}))
+    numbers, another = project_status(project.reread())
     assert (numbers["view"], numbers["attention"]) == ("numbers", [])
     assert another == dict.fromkeys(numbers) | {
         "view": "another",
@@ -400,9 +391,9 @@ def test_a_view_that_is_served_without_a_file_has_a_line(make_project: MakeProje
             "served, though there is no views/another.yaml: put it back, or end the view with `precompute drop another`"
         ],
     }
-    assert main(["-c", str(project.folder), "status"]) == 1
-    assert main(["-c", str(project.folder), "drop", "another", "--yes"]) == 0
-    assert main(["-c", str(project.folder), "status"]) == 0
+    assert project.cli("status") == 1
+    assert project.cli("drop", "another", "--yes") == 0
+    assert project.cli("status") == 0
 
 
 # ---- clocks that jump
@@ -424,8 +415,8 @@ def test_a_run_under_a_fast_clock_is_told_and_hides_no_later_run(
         for module in ("store.clock", "store.offline.runs"):
             patch.setattr(f"{module}.datetime", Fast)
         patch.setattr(time, "time_ns", lambda: original() + 7200 * 10**9)
-        early = run_view(project, "numbers", Silent())
-    line = status(project)
+        early = project.run()
+    line = project.status()
     assert (line["status"], line["last_run"]["run"]) == ("fresh", early.run)
     told = [re.sub(r"\d{4}-\S+Z:", "AT:", text) for text in line["attention"]]
     assert told == [
@@ -434,9 +425,9 @@ def test_a_run_under_a_fast_clock_is_told_and_hides_no_later_run(
     ]
     failing = make_project([(1, 1.0), (1, 2.0)])
     with pytest.raises(PrecomputeError):
-        run_view(failing, "numbers", Silent())
+        failing.run()
     assert f"run {early.run} is dated 71" in caplog.text
-    line = status(failing)
+    line = failing.status()
     assert (line["last_run"]["status"], line["attention"][0]) == ("failed", "the last run failed")
-    reports = project.offline.view("numbers").runs.reports()
+    reports = project.store.runs.reports()
     assert [report.status for report in reports] == ["failed", "published"]

@@ -19,26 +19,22 @@ import torch
 from safetensors.torch import save_file
 
 from jobs.cli import main
-from jobs.config.project import Project
 from jobs.config.tuning_file import read_tuning, tuning_path, write_tuning
 from jobs.fallback import ViewFallback
 from jobs.ops import tune as tune_module
 from jobs.ops.tune import describe_tuning, tune
 from jobs.pipeline import materialize as materialize_module
 from jobs.pipeline.open_view import EXAMPLE_ROWS, open_view
-from jobs.pipeline.run import plan_view, run_view
-from jobs.process.progress import Silent
 from precompute.engine.runner import Runner
 from precompute.models.torch_model import TorchModel
 from precompute.precision.accuracy import compare
 from precompute.precision.variants import Variant
 from store.errors import ConfigError, GateError, SourceError
-from store.offline.runs import Report
 from store.offline.snapshot import Verdict
 from store.offline.view_store import OfflineStore
-from store.online.online_url import open_online_store
 from store.partition import containing
 from tests.conftest import MakeProject
+from tests.scene import Scene
 
 HERE = "tests.jobs.test_tune"
 ROWS = [(i, 1 + i / 100) for i in range(120)]
@@ -94,7 +90,7 @@ def torch_project(
     module: str = "TorchDoubler",
     view: dict[str, Any] | None = None,
     **options: Any,
-) -> Project:
+) -> Scene:
     """:func:`tests.conftest.make_project` with :class:`TorchDoubler` in the place of the arithmetic model; ``view`` may hold ``precision`` and
     ``backend``."""
     view = dict(view or {})
@@ -114,7 +110,7 @@ def expected(x: Any, dtype: torch.dtype = torch.float32) -> dict[str, npt.NDArra
     return {"double": (2 * vector[:, 0]).float().numpy().astype(np.float64), "vector": vector.float().numpy()}
 
 
-def expected_batch(x: Any, dtype: torch.dtype, project: Project) -> pa.RecordBatch:
+def expected_batch(x: Any, dtype: torch.dtype, project: Scene) -> pa.RecordBatch:
     made = expected(x, dtype)
     vector = pa.FixedSizeListArray.from_arrays(pa.array(made["vector"].reshape(-1)), 4)
     return pa.RecordBatch.from_arrays(
@@ -122,7 +118,7 @@ def expected_batch(x: Any, dtype: torch.dtype, project: Project) -> pa.RecordBat
     )
 
 
-def stored(project: Project, number: int, view: str = "numbers") -> dict[int, tuple[float, list[float]]]:
+def stored(project: Scene, number: int, view: str = "numbers") -> dict[int, tuple[float, list[float]]]:
     """Every row of a snapshot: id → (double, vector)."""
     store = project.offline
     rows = [row for batch in store.view(view).batches(store.view(view).snapshot(number)) for row in batch.to_pylist()]
@@ -136,7 +132,7 @@ def wanted(rows: list[tuple[int, float]], dtype: torch.dtype = torch.float32) ->
     return {i: (made["double"][n].item(), made["vector"][n].tolist()) for n, (i, _) in enumerate(rows)}
 
 
-def figures(project: Project, dtype: torch.dtype, x: list[float]) -> dict[str, Any]:
+def figures(project: Scene, dtype: torch.dtype, x: list[float]) -> dict[str, Any]:
     """The accuracy figures of a dtype against float32 over ``x``."""
     batches = [expected_batch(x, d, project) for d in (torch.float32, dtype)]
     found = compare(batches[0], batches[1], project.view("numbers").feature_view()).to_json()["features"]
@@ -144,7 +140,7 @@ def figures(project: Project, dtype: torch.dtype, x: list[float]) -> dict[str, A
     return found
 
 
-def drawn(project: Project, rows: int = 1000) -> list[float]:
+def drawn(project: Scene, rows: int = 1000) -> list[float]:
     """``x`` of a sample of the source, in its order: which of equally near neighbours counts depends on it."""
     with open_view(project.view("numbers").feature_view(), project.offline, project.home) as opened:
         return [x for x in opened.source.sample(rows).column("x").to_pylist() if x is not None]
@@ -154,8 +150,8 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def again(project: Project, **environment: str) -> Project:
-    return Project(project.folder, environment)
+def again(project: Scene, **environment: str) -> Scene:
+    return Scene(project.folder, environment)
 
 
 def tell_nothing(_: str) -> None:
@@ -174,13 +170,13 @@ def with_rates(monkeypatch: pytest.MonkeyPatch, **rates: float) -> None:
 # ---- tuning file
 
 
-def tuned(project: Project, precision: str = "bf16", backend: str = "eager") -> Path:
+def tuned(project: Scene, precision: str = "bf16", backend: str = "eager") -> Path:
     return write_tuning(
         project.folder, "numbers", project.model_as_written("numbers"), {"precision": precision, "backend": backend}
     )
 
 
-def chosen(project: Project) -> tuple[str, str]:
+def chosen(project: Scene) -> tuple[str, str]:
     model = project.view("numbers").model
     return model.precision, model.backend
 
@@ -248,7 +244,7 @@ def test_variables_are_not_filled_in_so_the_file_holds_on_every_machine(make_pro
     assert str(project.folder) not in tuning_path(project.folder, "numbers").read_text()
     elsewhere = tmp_path / "elsewhere"
     shutil.copytree(project.folder, elsewhere)
-    moved = Project(elsewhere, {"PRECOMPUTE_VARS__DATA": str(elsewhere)})
+    moved = Scene(elsewhere, {"PRECOMPUTE_VARS__DATA": str(elsewhere)})
     assert moved.view("numbers").model.args["weights"] == f"{elsewhere}/doubler.safetensors"
     assert chosen(moved) == ("bf16", "eager")
 
@@ -275,7 +271,7 @@ def test_a_damaged_tuning_file_is_named_and_what_helps_does_help(
         again(project).view("numbers")
     assert str(caught.value).startswith(f"{path}: ")
     assert said in str(caught.value)
-    assert main(["-c", str(project.folder), "tune", "numbers"]) == 2
+    assert project.cli("tune", "numbers") == 2
     assert f"{path}: " in capsys.readouterr().err
     assert "remove it" in str(caught.value)
     path.unlink()
@@ -310,11 +306,11 @@ def test_a_folder_in_the_place_of_the_file_is_damage_and_a_file_in_the_place_of_
 
 def test_float32_as_picked_leaves_the_view_as_it_is(make_project: MakeProject) -> None:
     project = torch_project(make_project, ROWS)
-    run_view(project, "numbers", Silent())
+    project.run()
     before = project.view("numbers").feature_view()
     tuned(project, "fp32", "eager")
     assert again(project).view("numbers").feature_view() == before
-    plan = plan_view(again(project), "numbers")
+    plan = again(project).plan()
     assert (plan.same_view, plan.nothing_to_do) == (True, True)
 
 
@@ -390,7 +386,7 @@ def test_tune_compares_every_candidate_with_float32_and_picks_the_fastest_that_p
 
     project = again(project)
     assert chosen(project) == ("bf16", "eager")
-    report = run_view(project, "numbers", Silent())
+    report = project.run()
     assert report.snapshot is not None
     assert stored(project, report.snapshot) == wanted(ROWS, torch.bfloat16)
 
@@ -480,7 +476,7 @@ def test_rows_that_are_lost_refuse_it_whatever_the_budget(make_project: MakeProj
     assert found["measured"][1]["refused"] == "rows that both compute: 0 is below 1"
     assert (found["measured"][1]["accuracy"], found["picked"]) == ({}, "fp32-eager")
     with pytest.raises(GateError, match="rows that both compute: 0 is below 1"):
-        run_view(torch_project(make_project, module="HalfLost", view={"precision": "bf16"}), "numbers", Silent())
+        torch_project(make_project, module="HalfLost", view={"precision": "bf16"}).run()
 
 
 def row(name: str, speed: float | None, refused: str | None = None) -> dict[str, Any]:
@@ -569,7 +565,7 @@ def test_tune_of_a_partition(make_project: MakeProject, monkeypatch: pytest.Monk
     sql = "SELECT id, x FROM read_parquet('${data}/data.parquet') WHERE d::DATE >= $start AND d::DATE < $end"
     view = {"source": {"sql": sql}, "partition": {"by": "day", "start": "2026-01-01"}, "accuracy": LOOSE}
     project = torch_project(make_project, table, view=view)
-    assert main(["-c", str(project.folder), "tune", "numbers", "--partition", "2026-01-01", "--only", "bf16-eager"]) == 0
+    assert project.cli("tune", "numbers", "--partition", "2026-01-01", "--only", "bf16-eager") == 0
     written = json.loads(tuning_path(project.folder, "numbers").read_text())
     assert (written["rows"], written["picked"]) == (50, "bf16-eager")
     assert written["measured"][1]["accuracy"] == figures(project, torch.bfloat16, [x for _, x in ROWS[:50]])
@@ -615,27 +611,17 @@ def test_the_table_can_be_read() -> None:
 # ---- the gate before a run
 
 
-def run(project: Project, *more: str) -> int:
-    return main(["-c", str(project.folder), "run", "numbers", *more])
-
-
-def last_report(project: Project) -> Report:
-    report = project.offline.view("numbers").runs.last()
-    assert report is not None
-    return report
-
-
 def test_a_precision_that_is_not_accurate_enough_computes_nothing(make_project: MakeProject, capsys: Captured) -> None:
     project = torch_project(make_project, ROWS)
-    assert run(project) == 0
+    assert project.cli("run", "numbers") == 0
     store = project.offline
     before, live = files(project.root), store.view("numbers").refs.live()
     capsys.readouterr()
 
     project = torch_project(make_project, view={"precision": "bf16"})
-    assert run(project) == 3
+    assert project.cli("run", "numbers") == 3
     said = capsys.readouterr().err.splitlines()[-1]
-    report = last_report(project)
+    report = project.report()
     found = figures(project, torch.bfloat16, drawn(project))
     recall = found["vector"]["recall_at_10"]
     (verdict,) = report.gates
@@ -654,7 +640,7 @@ def test_a_precision_that_is_not_accurate_enough_computes_nothing(make_project: 
         path: body for path, body in before.items() if "/runs/" not in path and "lease" not in path
     }
     assert (store.view("numbers").numbers(), store.view("numbers").refs.live()) == ([1], live)
-    assert main(["-c", str(project.folder), "lookup", "numbers", "7"]) == 0
+    assert project.cli("lookup", "numbers", "7") == 0
     assert "double: 2.14" in capsys.readouterr().out
 
 
@@ -663,7 +649,7 @@ def test_a_precision_within_the_budget_is_committed_with_its_verdict_and_not_mea
 ) -> None:
     view = {"precision": "bf16", "accuracy": LOOSE, "fallback": {"enabled": True}}  # the gate parity computes rows again, too
     project = torch_project(make_project, ROWS, view=view)
-    assert run(project) == 0
+    assert project.cli("run", "numbers") == 0
     store = project.offline
     first = store.view("numbers").snapshot(1)
     verdict = first.gates[0]
@@ -674,8 +660,8 @@ def test_a_precision_within_the_budget_is_committed_with_its_verdict_and_not_mea
     assert verdict == Verdict("accuracy", True, rank, 0.9, verdict.message)
     assert [g.gate for g in first.gates].count("accuracy") == 1
     assert "parity" in [g.gate for g in first.gates]
-    assert last_report(project).gates == list(first.gates)
-    assert "accuracy" in last_report(project).stages_s
+    assert project.report().gates == list(first.gates)
+    assert "accuracy" in project.report().stages_s
     assert stored(project, 1) == wanted(ROWS, torch.bfloat16)
 
     def never(*_: Any) -> None:
@@ -684,48 +670,48 @@ def test_a_precision_within_the_budget_is_committed_with_its_verdict_and_not_mea
     monkeypatch.setattr(materialize_module, "check_accuracy", never)
     changed = [*ROWS[:-1], (ROWS[-1][0], 1.003)]
     project = torch_project(make_project, changed, view=view)
-    assert run(project) == 0
+    assert project.cli("run", "numbers") == 0
     second = store.view("numbers").snapshot(2)
     assert (second.kind, second.counts.written, second.model) == ("delta", 1, first.model)
     assert "accuracy" not in [g.gate for g in second.gates]
     assert stored(project, 2) == wanted(changed, torch.bfloat16)
-    assert run(project) == 0  # nothing to do
-    assert last_report(project).status == "current"
+    assert project.cli("run", "numbers") == 0  # nothing to do
+    assert project.report().status == "current"
 
 
 def test_a_precision_that_is_not_accurate_enough_is_computed_where_that_is_accepted(make_project: MakeProject) -> None:
     view = {"precision": "bf16"}
     project = torch_project(make_project, ROWS, view=view)
-    assert run(project) == 3
-    assert run(project, "--accept", "drift") == 3
+    assert project.cli("run", "numbers") == 3
+    assert project.cli("run", "numbers", "--accept", "drift") == 3
     store = project.offline
     assert store.view("numbers").numbers() == []
-    assert run(project, "--accept", "accuracy") == 0
+    assert project.cli("run", "numbers", "--accept", "accuracy") == 0
     snapshot = store.view("numbers").snapshot(1)
     assert (snapshot.gates[0].gate, snapshot.gates[0].passed) == ("accuracy", False)
     assert (snapshot.accepted, snapshot.refused_by, live_number(store)) == (("accuracy",), [], 1)
     assert stored(project, 1) == wanted(ROWS, torch.bfloat16)
     changed = [*ROWS[:-1], (ROWS[-1][0], 1.003)]  # a delta is of the precision that was accepted
-    assert run(torch_project(make_project, changed, view=view)) == 0
+    assert torch_project(make_project, changed, view=view).cli("run", "numbers") == 0
     assert (stored(project, 2), live_number(store)) == (wanted(changed, torch.bfloat16), 2)
-    assert run(project, "--full") == 3
+    assert project.cli("run", "numbers", "--full") == 3
     assert live_number(store) == 2
 
 
 def test_an_acceptance_holds_when_another_gate_refuses_and_is_accepted_later(make_project: MakeProject) -> None:
     view = {"precision": "bf16", "gates": {"duplicates": 0.0}}
     project = torch_project(make_project, ROWS, view=view)
-    assert run(project, "--accept", "accuracy") == 3
+    assert project.cli("run", "numbers", "--accept", "accuracy") == 3
     store = project.offline
     assert (store.view("numbers").snapshot(1).refused_by, live_number(store)) == (["duplicates"], None)
-    assert run(project) == 3  # judged again
+    assert project.cli("run", "numbers") == 3  # judged again
     assert store.view("numbers").snapshot(store.view("numbers").numbers()[-1]).refused_by == ["duplicates"]
-    assert main(["-c", str(project.folder), "publish", "numbers", "--accept", "duplicates"]) == 0
+    assert project.cli("publish", "numbers", "--accept", "duplicates") == 0
     live = live_number(store)
     assert live is not None
     assert store.view("numbers").snapshot(live).accepted == ("accuracy", "duplicates")
     mended = torch_project(make_project, view={"precision": "bf16"})
-    assert run(mended) == 0
+    assert mended.cli("run", "numbers") == 0
     assert stored(project, live) == wanted(ROWS, torch.bfloat16)
 
 
@@ -737,22 +723,22 @@ def live_number(store: OfflineStore) -> int | None:
 def test_every_row_asked_for_is_measured_again(make_project: MakeProject) -> None:
     view = {"precision": "bf16", "accuracy": LOOSE}
     project = torch_project(make_project, ROWS, view=view)
-    assert (run(project), run(project, "--full")) == (0, 0)
-    gates = project.offline.view("numbers").snapshot(2).gates
+    assert (project.cli("run", "numbers"), project.cli("run", "numbers", "--full")) == (0, 0)
+    gates = project.store.snapshot(2).gates
     assert gates[0].gate == "accuracy"
     tight = torch_project(make_project, view={"precision": "bf16"})
-    assert run(tight, "--full") == 3
-    assert project.offline.view("numbers").numbers() == [1, 2]
+    assert tight.cli("run", "numbers", "--full") == 3
+    assert project.numbers() == [1, 2]
 
 
 def test_a_verdict_is_kept_when_the_other_gates_judge_again(make_project: MakeProject) -> None:
     view = {"precision": "bf16", "accuracy": LOOSE}
     project = torch_project(make_project, ROWS, view=view | {"gates": {"duplicates": 0.0}})
-    assert run(project) == 3  # by the gate duplicates, after computing
+    assert project.cli("run", "numbers") == 3  # by the gate duplicates, after computing
     store = project.offline
     refused = store.view("numbers").snapshot(1)
     assert (refused.refused_by, refused.gates[0].gate) == (["duplicates"], "accuracy")
-    assert run(torch_project(make_project, view=view)) == 0
+    assert torch_project(make_project, view=view).cli("run", "numbers") == 0
     mended = store.view("numbers").snapshot(2)
     assert (mended.refused_by, mended.gates[0]) == ([], refused.gates[0])
     assert stored(project, 2) == wanted(ROWS, torch.bfloat16)
@@ -761,8 +747,8 @@ def test_a_verdict_is_kept_when_the_other_gates_judge_again(make_project: MakePr
 def test_a_conversion_without_a_usable_row_is_refused(make_project: MakeProject) -> None:
     rows = [*((i, None) for i in range(600)), *((i, 1.0 + i / 1000) for i in range(600, 1300))]
     project = torch_project(make_project, rows, view={"precision": "bf16", "accuracy": LOOSE, "max_rejected": 0.6})
-    assert run(project) == 2
-    assert last_report(project).error == (
+    assert project.cli("run", "numbers") == 2
+    assert project.report().error == (
         "view 'numbers': model: precision bf16-eager: none of the source's first 256 rows is usable, to show the conversion: let its SQL "
         "leave out or order last what is bad, or compute in float32"
     )
@@ -771,7 +757,7 @@ def test_a_conversion_without_a_usable_row_is_refused(make_project: MakeProject)
 # ---- fingerprints and plans
 
 
-def fingerprint(project: Project) -> str:
+def fingerprint(project: Scene) -> str:
     with open_view(project.view("numbers").feature_view(), project.offline, project.home) as opened:
         return opened.fingerprint
 
@@ -807,12 +793,12 @@ def test_another_precision_or_back_end_recomputes_every_row_and_says_so(
     make_project: MakeProject, after: dict[str, Any], capsys: Captured
 ) -> None:
     project = torch_project(make_project, ROWS)
-    assert run(project) == 0
+    assert project.cli("run", "numbers") == 0
     other = torch_project(make_project, view=after | {"accuracy": LOOSE})
-    plan = plan_view(other, "numbers")
+    plan = other.plan()
     assert (plan.parent, plan.diff.compute) == (None, 120)
     assert plan.reason.startswith("every row, since the model's precision changed, fingerprint ")
-    assert run(other) == 0
+    assert other.cli("run", "numbers") == 0
     dtype = torch.bfloat16 if after.get("precision") == "bf16" else torch.float32
     assert stored(other, 2) == wanted(ROWS, dtype)
     assert stored(other, 1) == wanted(ROWS)
@@ -820,24 +806,24 @@ def test_another_precision_or_back_end_recomputes_every_row_and_says_so(
 
 def test_other_weights_are_not_called_another_precision(make_project: MakeProject) -> None:
     project = torch_project(make_project, ROWS)
-    assert run(project) == 0
+    assert project.cli("run", "numbers") == 0
     other = torch_project(make_project, view={"precision": "fp32"})
     save_file({"linear.weight": torch.ones(4, 1), "linear.bias": torch.zeros(4)}, other.folder / "doubler.safetensors")
-    assert plan_view(other, "numbers").reason.startswith("every row, since the model (or its tokenizer or tables) changed")
+    assert other.plan().reason.startswith("every row, since the model (or its tokenizer or tables) changed")
 
 
 def test_saying_what_auto_is_computes_nothing(make_project: MakeProject) -> None:
-    assert run(torch_project(make_project, ROWS)) == 0
-    plan = plan_view(torch_project(make_project, view={"precision": "fp32"}), "numbers")
+    assert torch_project(make_project, ROWS).cli("run", "numbers") == 0
+    plan = torch_project(make_project, view={"precision": "fp32"}).plan()
     assert (plan.diff.compute, plan.diff.unchanged) == (0, 120)
 
 
 # ---- the fallback
 
 
-def computed(project: Project, fallback: ViewFallback, view: str, key: str) -> dict[str, Any]:
+def computed(project: Scene, fallback: ViewFallback, view: str, key: str) -> dict[str, Any]:
     """What the fallback answers for a key."""
-    online = open_online_store(project.online)
+    online = project.open_online()
     try:
         pointer = online.live(view)
         assert pointer is not None
@@ -867,7 +853,7 @@ def test_the_fallback_computes_in_the_precision_of_each_snapshot(make_project: M
     }
     project = torch_project(make_project, view=on, views=views)
     for name in project.views:
-        run_view(project, name, Silent())
+        project.run(name)
     tuned(plain)  # what is configured later is no matter: the live snapshot's definition is
     key, x = ROWS[33]
     exact = {"double": expected([x])["double"][0], "vector": expected([x])["vector"][0].tolist()}
@@ -885,13 +871,13 @@ def test_the_fallback_computes_in_the_precision_of_each_snapshot(make_project: M
         fallback.close()
 
 
-Write = Callable[[Project], None]
+Write = Callable[[Scene], None]
 
 
 def test_data_that_is_other_when_the_fallback_opens_is_computed_all_the_same(make_project: MakeProject) -> None:
     on = {"accuracy": LOOSE, "gates": {"duplicates": None}, "fallback": {"enabled": True}, "precision": "bf16"}
     project = torch_project(make_project, ROWS, view=on)
-    run_view(project, "numbers", Silent())
+    project.run()
     pq.write_table(pa.table({"id": [900], "x": [1.003]}), project.folder / "data.parquet")
     fallback = ViewFallback(project.offline, project.home, memory_mb=64)
     try:
@@ -910,4 +896,4 @@ def test_an_empty_partition_needs_no_conversion(make_project: MakeProject, worke
     view = {"source": {"sql": sql}, "partition": {"by": "day", "start": "2026-01-01"}, "precision": "bf16", "backend": "eager"}
     project = torch_project(make_project, ROWS, view=view, project={"engine": {"workers": workers}})
     day = containing("day", datetime(2026, 1, 1, tzinfo=UTC))
-    assert run_view(project, "numbers", Silent(), partition=day).status == "committed"
+    assert project.run(partition=day).status == "committed"

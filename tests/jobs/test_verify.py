@@ -13,13 +13,9 @@ import lmdb
 import pytest
 import redis
 
-from jobs.cli import main
-from jobs.config.project import Project
 from jobs.ops.verify import Check, verify
-from jobs.pipeline.run import run_view
-from jobs.process.progress import Silent
-from store.online.online_url import open_online_store
 from tests.conftest import MakeProject
+from tests.scene import Scene
 
 CHECKS = ["manifest", "checksums", "rows", "online pointer", "online rows", "index"]
 ROWS = 60
@@ -31,23 +27,23 @@ def online(request: pytest.FixtureRequest) -> str:
     return "lmdb:./online" if request.param == "lmdb" else str(request.getfixturevalue("redis_url"))
 
 
-def chain(make_project: MakeProject, online: str = "lmdb:./online", **view: Any) -> Project:
+def chain(make_project: MakeProject, online: str = "lmdb:./online", **view: Any) -> Scene:
     """A view whose live snapshot is two deltas on a full one."""
     for step in range(3):
         rows = [(i, i + 0.5 if i < step else float(i)) for i in range(ROWS)]
         project = make_project(rows, project={"online": online}, view=INDEXED | view)
-        run_view(project, "numbers", Silent())
+        project.run()
     return project
 
 
-def bad(project: Project) -> dict[str, str]:
+def bad(project: Scene) -> dict[str, str]:
     """Check → what was found, of those that are not ok."""
     return {c.check: c.found for c in verify(project, "numbers") if not c.ok}
 
 
-def parts(project: Project) -> list[Path]:
+def parts(project: Scene) -> list[Path]:
     """Of the live chain: the full snapshot's first."""
-    store = project.offline.view("numbers")
+    store = project.store
     ref = store.refs.live()
     assert ref is not None
     layers = store.chain(store.snapshot(ref.snapshot))
@@ -57,7 +53,7 @@ def parts(project: Project) -> list[Path]:
 def test_all_is_well(make_project: MakeProject, online: str, capsys: pytest.CaptureFixture[str]) -> None:
     project = chain(make_project, online)
     capsys.readouterr()
-    assert main(["-c", str(project.folder), "verify", "numbers"]) == 0
+    assert project.cli("verify", "numbers") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "ok   manifest: snapshot 3, epoch 3; chain: 1 (full), 2 (delta), 3 (delta)"
     assert lines[1].startswith("ok   checksums: 3 parts, ")
@@ -65,21 +61,21 @@ def test_all_is_well(make_project: MakeProject, online: str, capsys: pytest.Capt
     found_themselves = re.fullmatch(r"ok   index: 60 vectors; (\d+) sampled ones find themselves", lines[5])
     assert found_themselves
     assert 16 <= int(found_themselves[1]) <= 32  # of the part of two rows, both may be drawn once more
-    assert main(["-c", str(project.folder), "verify", "numbers", "--json"]) == 0
+    assert project.cli("verify", "numbers", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["view"], found["ok"], [c["check"] for c in found["checks"]]) == ("numbers", True, CHECKS)
 
 
 def test_a_view_without_an_index_and_one_with_texts(make_project: MakeProject) -> None:
     project = make_project([("a/b", 1.0), ("é", 2.0)])
-    run_view(project, "numbers", Silent())
+    project.run()
     assert verify(project, "numbers")[-1] == Check("online rows", True, "2 sampled rows equal those in Parquet")
 
 
 @pytest.mark.parametrize("metric", ["cosine", "dot", "l2"])
 def test_every_metric_verifies(make_project: MakeProject, metric: str) -> None:
     project = make_project([(i, float(i - 5)) for i in range(30)], view={"index": {"on": "vector", "metric": metric}})
-    run_view(project, "numbers", Silent())
+    project.run()
     assert bad(project) == {}
 
 
@@ -87,7 +83,7 @@ def test_vectors_that_are_all_alike_verify(make_project: MakeProject) -> None:
     rows = [(i, 1.0) for i in range(50)]
     for metric in ("l2", "cosine", "dot"):
         project = make_project(rows, view={"index": {"on": "vector", "metric": metric}, "gates": {"duplicates": None}})
-        run_view(project, "numbers", Silent(), full=True)
+        project.run(full=True)
         assert bad(project) == {}
 
 
@@ -95,13 +91,13 @@ def test_exit_status_and_json_for_alerting(make_project: MakeProject, capsys: py
     project = chain(make_project)
     parts(project)[0].unlink()
     capsys.readouterr()
-    assert main(["-c", str(project.folder), "verify", "numbers", "--json"]) == 1
+    assert project.cli("verify", "numbers", "--json") == 1
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] is False
     assert next(c["check"] for c in found["checks"] if not c["ok"]) == "checksums"
-    assert main(["-c", str(project.folder), "verify", "numbers"]) == 1
+    assert project.cli("verify", "numbers") == 1
     assert "BAD  checksums: " in capsys.readouterr().out
-    assert main(["-c", str(project.folder), "verify", "nothing"]) == 2
+    assert project.cli("verify", "nothing") == 2
 
 
 def test_a_view_that_is_not_published(make_project: MakeProject) -> None:
@@ -144,7 +140,7 @@ def test_a_damaged_file_of_the_chain_is_found_and_named(
     make_project: MakeProject, name: str, damage: Callable[[Path], None]
 ) -> None:
     project = chain(make_project)
-    store = project.offline.view("numbers")
+    store = project.store
     path = project.root / "numbers" / "data" / store.snapshot(2).run / name
     damage(path)
     assert str(path) in bad(project)["checksums"]
@@ -170,7 +166,7 @@ def test_a_damaged_live_pointer_is_found(make_project: MakeProject) -> None:
 # ---- online
 
 
-def put(project: Project, key: bytes, value: bytes | None) -> None:
+def put(project: Scene, key: bytes, value: bytes | None) -> None:
     """Writes a row into the live generation behind the store's back; None removes it."""
     if project.online.startswith("lmdb:"):
         folder = Path(project.online.removeprefix("lmdb:")) / "numbers"
@@ -187,8 +183,8 @@ def put(project: Project, key: bytes, value: bytes | None) -> None:
         client.close()
 
 
-def row(project: Project, key: bytes) -> bytes:
-    store = open_online_store(project.online)
+def row(project: Scene, key: bytes) -> bytes:
+    store = project.open_online()
     try:
         (found,) = store.read_generation("numbers", 3, [key])
         assert found is not None
@@ -225,19 +221,19 @@ def test_what_verify_says_to_do_mends_it(make_project: MakeProject, online: str)
     put(project, b"17", None)
     said = bad(project)["online rows"].partition(": precompute ")[2].split()
     assert said[:2] == ["publish", "numbers"]
-    assert main(["-c", str(project.folder), *said]) == 0
+    assert project.cli(*said) == 0
     assert bad(project) == {}
 
 
 def test_an_online_pointer_that_is_behind_is_found(make_project: MakeProject, online: str) -> None:
     project = chain(make_project, online)
-    store = project.offline.view("numbers")
+    store = project.store
     store.refs.move_live(2, expected_epoch=3, epoch=4, reason="a crash between the two pointers")
     found = bad(project)
     assert found["online pointer"] == (
         "the online store serves snapshot 3, epoch 3, live is snapshot 2, epoch 4: precompute publish numbers --snapshot 2"
     )
-    assert main(["-c", str(project.folder), "publish", "numbers", "--snapshot", "2"]) == 0
+    assert project.cli("publish", "numbers", "--snapshot", "2") == 0
     assert bad(project) == {}
 
 
@@ -265,7 +261,7 @@ def test_a_redis_that_does_not_answer_is_told(make_project: MakeProject, redis_u
 # ---- the index
 
 
-def index_folder(project: Project, generation: int = 3) -> Path:
+def index_folder(project: Scene, generation: int = 3) -> Path:
     return project.root / "numbers" / "index" / f"{generation:020d}"
 
 
@@ -287,9 +283,7 @@ def test_a_missing_index_is_found(make_project: MakeProject) -> None:
 
 def test_an_index_of_another_row_count_is_found(make_project: MakeProject) -> None:
     project = chain(make_project)
-    run_view(
-        make_project([(i, float(i)) for i in range(50)], project={"online": "lmdb:./online"}, view=INDEXED), "numbers", Silent()
-    )
+    make_project([(i, float(i)) for i in range(50)], project={"online": "lmdb:./online"}, view=INDEXED).run()
     shutil.rmtree(index_folder(project, 4))
     shutil.copytree(index_folder(project, 3), index_folder(project, 4))
     assert bad(project)["index"].startswith("it holds 60 vectors, the snapshot 50")
@@ -301,7 +295,7 @@ def test_an_index_of_another_snapshot_with_as_many_rows_is_found(make_project: M
     view = {"index": {"on": "vector", "metric": metric}, "gates": {"drift": None, "moved": None}}
     for sign in (1.0, -1.0):
         project = make_project([(i, sign * (i * i + 1)) for i in range(rows)], view=view)
-        run_view(project, "numbers", Silent())
+        project.run()
     assert bad(project) == {}
     shutil.rmtree(index_folder(project, 2))
     shutil.copytree(index_folder(project, 1), index_folder(project, 2))

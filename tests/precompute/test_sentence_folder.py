@@ -23,8 +23,6 @@ from precompute.precision.variants import has_bf16, parse
 from precompute.text.sentence_folder import read_sentence_folder
 from precompute.text.transformer import DECODERS, ENCODERS
 from store.errors import ConfigError, ModelError
-from store.lookup import Lookup
-from store.online.online_url import open_online_store
 from tests.conftest import MakeProject
 from tests.precompute.sentence_models import SHAPES, SentenceTransformer, modules, read, sentence_model, transformer
 
@@ -292,7 +290,7 @@ def test_rows_are_documents_and_what_is_searched_by_is_a_query(
     scores = made[1].encode_document(TEXTS) @ made[1].encode_query("film of the snow")
     np.testing.assert_allclose([row["score"] for row in rows], np.sort(scores)[::-1], atol=1e-5)
     fallback = ViewFallback(project.offline, project.home, memory_mb=64)
-    lookup = Lookup(open_online_store(project.online), project.root, fallback)
+    lookup = project.open_lookup(fallback)
     try:
         answer = lookup.begin("numbers", [99], inputs={99: {"text": "cold film"}}, deadline_ms=60_000)
         answer.wait()

@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from store.api import wire
 from store.lookup import MAX_KEYS
-from tests.jobs.test_serve import Reply, Server, make_folder, publish, read_reply, slow, write_numbers
+from tests.jobs.test_serve import Reply, Server, make_folder, read_reply, slow, write_numbers
 
 PAIRS = [("a/b", "c"), ("a", "b/c"), ("50%", "%2F"), ("é€😀", "x y"), ("..", "."), ("?", "#&=+"), ("%25", "%")]
 TEXTS = ["a/b", "/a", "a/", "a//b", "50%", "%2F", "%252F", "é€😀", "a b", "..", "../x", "?#&=+", "\t\x7f", "x" * 511]
@@ -49,7 +49,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "pairs": {"entity": ["shop", "item"], "source": _values("shop, item", PAIRS)},
         "texts": {"source": _values("id", [(text,) for text in TEXTS])},
     }
-    publish(make_folder(folder, views))
+    make_folder(folder, views).publish_all()
     write_numbers(folder, [1, 2, 3, 9, 13, 14])
     with Server(folder) as server:
         yield server

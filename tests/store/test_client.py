@@ -15,18 +15,17 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from jobs.config.project import Project
 from jobs.fallback import ViewFallback
 from store.client import Client
 from store.errors import OnlineStoreError, PrecomputeError, RequestError
 from store.lookup import ANSWER_FIELDS, Lookup
-from store.online.online_url import open_online_store
 from tests.conftest import free_port
-from tests.jobs.test_serve import Server, make_folder, publish, slow, write_numbers
+from tests.jobs.test_serve import Server, make_folder, slow, write_numbers
+from tests.scene import Scene
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
+def project(tmp_path_factory: pytest.TempPathFactory) -> Scene:
     """Rows 1, 2, 3 are published; 9 and 13 came into the source since, and the model fails on 13."""
     folder = tmp_path_factory.mktemp("client")
     pairs = {"sql": "SELECT * FROM (VALUES ('a/b', '50%', 1.0), ('é', '../x y', 2.0)) AS t(shop, item, x)"}
@@ -38,13 +37,13 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
         "pairs": {"entity": ["shop", "item"], "source": pairs},
     }
     project = make_folder(folder, views)
-    publish(project)
+    project.publish_all()
     write_numbers(folder, [1, 2, 3, 9, 13])
     return project
 
 
 @pytest.fixture(scope="module")
-def server(project: Project) -> Iterator[Server]:
+def server(project: Scene) -> Iterator[Server]:
     with Server(project.folder, "unix:./api.sock") as server:
         yield server
 
@@ -56,10 +55,10 @@ def client(server: Server) -> Iterator[Client]:
 
 
 @pytest.fixture(scope="module")
-def lookup(project: Project) -> Iterator[Lookup]:
+def lookup(project: Scene) -> Iterator[Lookup]:
     """The same views and the same models in this process."""
     fallback = ViewFallback(project.offline, project.home)
-    lookup = Lookup(open_online_store(project.online), project.root, fallback)
+    lookup = project.open_lookup(fallback)
     yield lookup
     fallback.close()
     lookup.close()
@@ -253,7 +252,7 @@ def test_views_are_the_same_in_process_and_from_the_client(lookup: Lookup, clien
 # ---- connections
 
 
-def test_over_tcp_it_answers_as_over_a_unix_socket(project: Project, client: Client) -> None:
+def test_over_tcp_it_answers_as_over_a_unix_socket(project: Scene, client: Client) -> None:
     with Server(project.folder) as server, Client(server.url + "/") as over_tcp:
         assert _rows(over_tcp.get("numbers", [1, 77, 9])) == _rows(client.get("numbers", [1, 77, 9]))
 
@@ -269,7 +268,7 @@ def test_threads_share_a_client_and_each_gets_its_own_answer(client: Client) -> 
 
 @pytest.mark.parametrize("where", ["tcp", "unix"])
 def test_it_reconnects_after_the_server_was_restarted(tmp_path: Path, where: str) -> None:
-    publish(make_folder(tmp_path, {"numbers": {"fallback": None}}))
+    make_folder(tmp_path, {"numbers": {"fallback": None}}).publish_all()
     bind = f"127.0.0.1:{free_port()}" if where == "tcp" else "unix:./api.sock"
     with Server(tmp_path, bind) as first:
         client = Client(first.url, timeout_s=10)

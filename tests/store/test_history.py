@@ -15,10 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.cli import main
-from jobs.config.project import Project
-from jobs.pipeline.run import run_view
-from jobs.process.progress import Silent
 from store.disk.spill_folder import SpillFolder
 from store.errors import RequestError, SnapshotError
 from store.feature_view import Feature, FeatureView
@@ -654,16 +650,12 @@ def lines(text: str) -> Iterator[str]:
     return (line for line in text.splitlines() if line)
 
 
-def call(project: Project, *command: str) -> int:
-    return main(["-c", str(project.folder), *command])
-
-
 def test_real_runs_leave_a_history(make_project: MakeProject, capsys: pytest.CaptureFixture[str]) -> None:
     ran = []
     for rows in ([(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 5.0)], [(1, 1.0), (2, 9.0), (4, 4.0), (5, 5.0)]):
         project = make_project(rows)
-        ran.append(run_view(project, "numbers", Silent()))
-    store = project.offline.view("numbers")
+        ran.append(project.run())
+    store = project.store
     first, second = (store.snapshot(number) for number in (1, 2))
     assert second.kind == "delta" or second.counts.unchanged == 3
     assert first.computed_at_max is not None
@@ -688,18 +680,18 @@ def test_real_runs_leave_a_history(make_project: MakeProject, capsys: pytest.Cap
 def test_the_command_line_explains(make_project: MakeProject, capsys: pytest.CaptureFixture[str]) -> None:
     for rows in ([(1, 1.0), (2, 2.0), (3, None)], [(1, 5.0), (2, 2.0), (3, None)]):
         project = make_project(rows)
-        run_view(project, "numbers", Silent())
+        project.run()
     capsys.readouterr()
-    assert call(project, "explain", "numbers", "1") == 0
+    assert project.cli("explain", "numbers", "1") == 0
     said = list(lines(capsys.readouterr().out))
     assert said[0] == "numbers 1: 2 version(s), live in snapshot 2"
     assert said[1].endswith("Z  snapshot 2 (live)")
     assert [line.split()[0] for line in said[2:7]] == ["run", "model", "input", "double", "vector"]
     assert said[5:7] == ["  double  10  (was 2)", "  vector  [5, 6, 7, 8] (4)  (was [1, 2, 3, 4] (4))"]
     assert said[7].endswith("Z  snapshot 1 (replaced)")
-    assert call(project, "explain", "numbers", "3") == 0
+    assert project.cli("explain", "numbers", "3") == 0
     said = list(lines(capsys.readouterr().out))
     assert said[0] == "numbers 3: 0 version(s), live is snapshot 2, without it"
     assert said[1].startswith("rejected by snapshot 2, stage ")
-    assert call(project, "explain", "numbers", "8") == 2
+    assert project.cli("explain", "numbers", "8") == 2
     assert "has no history of key '8'" in capsys.readouterr().err

@@ -24,8 +24,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.pipeline.run import run_view
-from jobs.process.progress import Silent
 from store.disk.crashpoint import arm, disarm
 from store.disk.lease import take
 from store.errors import ConflictError, FencedError, SnapshotError
@@ -719,12 +717,12 @@ def test_a_torn_live_pointer_is_refused_at_every_length(store: ViewStore) -> Non
 def test_publishing_again_mends_a_damaged_live_pointer(make_project: MakeProject) -> None:
     """It is the remedy that the error names."""
     project = make_project([(1, 1.0), (2, 2.0)])
-    run_view(project, "numbers", Silent())
-    store = project.offline.view("numbers")
+    project.run()
+    store = project.store
     (store.folder / "refs" / "live.json").write_bytes(b"{")
     with pytest.raises(SnapshotError, match="publish the view again"):
         store.refs.live()
-    run_view(project, "numbers", Silent(), command="publish")
+    project.publish()
     ref = store.refs.live()
     assert ref is not None
     assert ref.snapshot == 1

@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 import redis
 
-from jobs.pipeline.run import run_view
-from jobs.process.progress import Silent
 from store.errors import ConfigError, ConflictError, OnlineStoreError, PrecomputeError
 from store.feature_view import Feature, FeatureView, IndexSpec
 from store.online import lmdb_store
@@ -864,13 +862,13 @@ def test_publishing_again_mends_a_generation_that_is_gone(folder: Path) -> None:
 def test_publishing_the_live_snapshot_again_mends_its_generation(make_project: MakeProject) -> None:
     """The same remedy by the same words, from one end to the other: nothing newer to publish is needed."""
     project = make_project([(1, 1.0), (2, 2.0)])
-    run_view(project, "numbers", Silent())
+    project.run()
     path = generation_file(Path(project.online.removeprefix("lmdb:")), 1)
     path.unlink()
     with pytest.raises(OnlineStoreError, match="publish the view again"):
-        open_online_store(project.online).read("numbers", [b"1"])
-    run_view(project, "numbers", Silent(), command="publish")
-    found = open_online_store(project.online).read("numbers", [b"1", b"2", b"3"])
+        project.open_online().read("numbers", [b"1"])
+    project.publish()
+    found = project.open_online().read("numbers", [b"1", b"2", b"3"])
     assert found is not None
     assert [row is None for row in found[1]] == [False, False, True]
 

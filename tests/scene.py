@@ -1,0 +1,141 @@
+"""Scene: a small real project of a test, and what tests do with it: run, publish, roll back, serve, read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jobs.cli import main
+from jobs.config.project import Project
+from jobs.ops.status import view_status
+from jobs.ops.verify import Check, verify
+from jobs.pipeline.plan import Plan
+from jobs.pipeline.rollback import rollback
+from jobs.pipeline.run import plan_view, run_view
+from jobs.process.progress import Silent
+from store.lookup import Lookup
+from store.offline.refs import LiveRef
+from store.offline.runs import Report
+from store.offline.snapshot import Snapshot
+from store.offline.view_store import ViewStore
+from store.online.online_store import OnlineStore
+from store.online.online_url import open_online_store
+
+
+class Scene(Project):
+    """A project as any other; its view is ``numbers`` where none is named."""
+
+    def cli(self, *command: str) -> int:
+        """Exit status of the command line."""
+        return main(["-c", str(self.folder), *command])
+
+    def reread(self) -> Scene:
+        """The project as its files are now."""
+        return Scene(self.folder, {})
+
+    # ---- what is done to a view
+
+    def run(self, view: str = "numbers", **options: Any) -> Report:
+        """Compute it and publish it; ``options`` as of :func:`jobs.pipeline.run.run_view`."""
+        return run_view(self, view, Silent(), **options)
+
+    def materialize(self, view: str = "numbers", **options: Any) -> Report:
+        """Compute it and commit it."""
+        return self.run(view, command="materialize", **options)
+
+    def publish(self, view: str = "numbers", **options: Any) -> Report:
+        """Publish what is committed."""
+        return self.run(view, command="publish", **options)
+
+    def rollback(self, view: str = "numbers", **options: Any) -> Report:
+        """Go back to what was live before."""
+        return rollback(self, view, Silent(), **options)
+
+    def publish_all(self, *views: str) -> None:
+        """Compute and publish each of these views, or all."""
+        for view in views or self.views:
+            self.run(view)
+
+    def plan(self, view: str = "numbers", **options: Any) -> Plan:
+        """What a run would compute."""
+        return plan_view(self, view, **options)
+
+    # ---- what is kept of it
+
+    @property
+    def store(self) -> ViewStore:
+        """What is kept of ``numbers``."""
+        return self.offline.view("numbers")
+
+    def numbers(self, view: str = "numbers") -> list[int]:
+        """Of its snapshots."""
+        return self.offline.view(view).numbers()
+
+    def snapshot(self, number: int | None = None, view: str = "numbers") -> Snapshot:
+        """The newest one, or the one of this number."""
+        return self.offline.view(view).snapshot(self.numbers(view)[-1] if number is None else number)
+
+    def snapshot_of(self, report: Report) -> Snapshot:
+        """The one that a run committed or published."""
+        assert report.snapshot is not None
+        return self.snapshot(report.snapshot, report.view)
+
+    def rows(self, number: int | None = None, view: str = "numbers") -> list[dict[str, Any]]:
+        """Of a snapshot, from Parquet."""
+        batches = self.offline.view(view).batches(self.snapshot(number, view))
+        return [row for batch in batches for row in batch.to_pylist()]
+
+    def doubles(self, number: int | None = None) -> dict[Any, float]:
+        """Key → double of a snapshot, no key twice."""
+        rows = self.rows(number)
+        doubles = {row["id"]: row["double"] for row in rows}
+        assert len(doubles) == len(rows) == self.snapshot(number).rows
+        return doubles
+
+    def report(self, view: str = "numbers") -> Report:
+        """The newest run's."""
+        report = self.offline.view(view).runs.last()
+        assert report is not None
+        return report
+
+    def live(self, view: str = "numbers") -> LiveRef:
+        """The live pointer, which must be there."""
+        ref = self.offline.view(view).refs.live()
+        assert ref is not None
+        return ref
+
+    def live_snapshot(self, view: str = "numbers") -> Snapshot:
+        """The snapshot that is live offline."""
+        return self.snapshot(self.live(view).snapshot, view)
+
+    def status(self, view: str = "numbers") -> dict[str, Any]:
+        """Its line of ``status``."""
+        return view_status(self, self.offline.view(view), self.open_online())
+
+    def faults(self, view: str = "numbers") -> list[Check]:
+        """What ``verify`` finds wrong."""
+        return [check for check in verify(self, view) if not check.ok]
+
+    # ---- what is served of it
+
+    def open_online(self) -> OnlineStore:
+        """Its online store."""
+        return open_online_store(self.online)
+
+    def open_lookup(self, fallback: Any = None, **options: Any) -> Lookup:
+        """A reader of its own."""
+        return Lookup(self.open_online(), self.root, fallback, **options)
+
+    @contextlib.contextmanager
+    def lookup(self) -> Iterator[Lookup]:
+        """A reader that is closed afterwards."""
+        with contextlib.closing(self.open_lookup()) as lookup:
+            yield lookup
+
+    def served(self, keys: Sequence[Any] = (1, 2, 3), view: str = "numbers") -> tuple[int, list[float | None]]:
+        """(snapshot, double of each key), all of one snapshot."""
+        with self.lookup() as lookup:
+            table = lookup.get(view, keys)
+        (snapshot,) = set(table["snapshot"].to_pylist())
+        return snapshot, table["double"].to_pylist()
