@@ -16,10 +16,12 @@ import pyarrow.parquet as pq
 
 from demo.data import write_docstrings, write_movielens
 from demo.evaluate import evaluate
-from jobs.cli import describe_report, describe_row
+from jobs.commands.measure import describe_tuning
+from jobs.commands.rows import describe_row
+from jobs.commands.run import describe_report
 from jobs.config.project import Project
 from jobs.fallback import ViewFallback
-from jobs.ops.tune import describe_tuning, tune
+from jobs.ops.tune import tune
 from jobs.pipeline.run import run_view
 from jobs.process.progress import progress_for
 from precompute.models.two_tower import train_two_tower

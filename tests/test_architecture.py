@@ -56,7 +56,9 @@ SEAMS = {
 """Outside library → the only files that may import it, the demo apart."""
 
 DEMO_DOORS = {
-    "jobs.cli",
+    "jobs.commands.measure",
+    "jobs.commands.rows",
+    "jobs.commands.run",
     "jobs.config.project",
     "jobs.fallback",
     "jobs.process.progress",
@@ -89,6 +91,7 @@ WINGS = {
     "jobs/pipeline": {"jobs/config", "jobs/process"},
     "jobs/schedule": {"jobs/config", "jobs/pipeline", "jobs/process"},
     "jobs/ops": {"jobs/config", "jobs/pipeline", "jobs/process", "jobs/schedule"},
+    "jobs/commands": {"jobs/config", "jobs/ops", "jobs/pipeline", "jobs/process", "jobs/schedule"},
 }
 """Wing → the other wings of its room that it may import."""
 
@@ -99,8 +102,6 @@ LONGEST_FILE, LONGEST_FUNCTION, LONGEST_HEAD = 450, 60, 5
 """Lines: beyond, a file is more than one noun, a function more than one step, and a module's head an essay."""
 
 STILL_LONG = {
-    "jobs/cli.py",
-    "jobs/cli.py:_parser",
     "jobs/ops/tune.py:tune",
     "jobs/pipeline/gates.py:head",
     "jobs/pipeline/gates.py:judge",

@@ -116,19 +116,3 @@ def _check_idle(folder: Path, name: str) -> None:
             raise ConflictError(
                 f"view {name!r} is being computed (lease {lease!r}, process {by.pid if by else '?'}): wait for it, or end it with SIGTERM"
             )
-
-
-def describe_drop(found: Dropped, *, done: bool) -> str:
-    """What was dropped, or would be, for people."""
-    online = "taken out of the online store" if done else "is taken out of the online store: lookups find no such view"
-    said = [f"{found.view}: {online if found.served else 'not served'}"]
-    size = f"{found.snapshots} snapshot(s), {found.size_bytes / 1e6:,.1f} MB"
-    if found.data:
-        said.append(f"{size} {'removed' if done else 'are removed, for good'}")
-    elif found.snapshots:
-        said.append(f"{size} stay; --data removes them")
-    if found.configured:
-        said.append(
-            f"it is still configured, so its next run publishes it again: remove views/{found.view}.yaml and its schedule"
-        )
-    return "; ".join(said)

@@ -17,7 +17,6 @@ import pyarrow as pa
 
 from jobs.config.project import Project
 from jobs.pipeline.open_view import OpenView, open_view
-from jobs.process.report import engine_line
 from precompute.engine.batching import WINDOW_ROWS
 from precompute.engine.runner import Runner
 from store.errors import ConfigError, SourceError
@@ -26,31 +25,6 @@ from store.partition import Partition
 
 WARM_UP_ROWS = 32
 """Computed before the clock starts: a model's first call takes several times as long as the next."""
-
-PACE = {
-    "read": (
-        "reading the source",
-        "the source's SQL is the limit: filter and join less, or materialize it once to Parquet and read that",
-    ),
-    "prepare": (
-        "preparing the rows (tokenising, encoding)",
-        "the CPU cannot prepare as fast as the model computes: shorten `max_tokens`, give it more cores, or a model that takes numbers",
-    ),
-    "batch": (
-        "putting batches together",
-        "batches are very small or their inputs very large: raise the model's `max_cost`, or have it take fewer columns",
-    ),
-    "model": ("the model", "the rest waits for it: `precompute tune` looks for a faster precision, and a GPU computes more"),
-    "check": (
-        "checking what came out, and putting it back in order",
-        "the features are large or many for so light a model: declare fewer, or float16",
-    ),
-    "write": (
-        "writing Parquet",
-        "the disk or the size of the features is the limit: declare float16, or a faster disk for `root`",
-    ),
-}
-"""Stage → what it does, and what to do when it sets the pace."""
 
 
 def profile(
@@ -99,32 +73,6 @@ def profile(
                 scratch.view(name).write_part("profile", f"part-{number:05d}.parquet", pa.Table.from_batches([done.features]))
             seconds = time.monotonic() - began + read_s
         return {"view": name, "rejected": rejected, "load_s": round(load_s, 3), **runner.figures(seconds)}
-
-
-def describe_profile(found: dict[str, Any]) -> str:
-    """A table for people, and the sentence that matters."""
-    seconds = max(found["seconds"], 1e-9)
-    lines = [
-        f"{found['view']}: {found['rows']:,} rows in {found['seconds']:.2f} s, {found['rows_per_s']:,.0f} rows/s, after {found['load_s']:.1f} s of loading; "
-        f"{found['rejected']:,} rejected",
-        "",
-        f"  {'stage':<12}{'busy s':>9}{'of the time':>13}{'waits for rows':>16}{'waits for room':>16}{'µs/row':>9}",
-    ]
-    for name, stage in found["stages"].items():
-        lines.append(
-            f"  {name:<12}{stage['busy_s']:>9.2f}{stage['busy_s'] / seconds:>13.0%}{stage['starved_s'] / seconds:>16.0%}"
-            f"{stage['blocked_s'] / seconds:>16.0%}{stage['busy_s'] / max(found['rows'], 1) * 1e6:>9.1f}"
-        )
-        if name == "model":
-            for part, spent in found["model_s"].items():
-                lines.append(
-                    f"    {part:<10}{spent:>9.2f}{spent / seconds:>13.0%}{'':>32}{spent / max(found['rows'], 1) * 1e6:>9.1f}"
-                )
-    said = engine_line(found)
-    pace = max(found["stages"], key=lambda name: found["stages"][name]["busy_s"])
-    what, remedy = PACE[pace]
-    lines += ["", f"  {said}"] if said else []
-    return "\n".join([*lines, "", f"{found['stages'][pace]['busy_s'] / seconds:.0%} of the time is {what}; {remedy}."])
 
 
 def _sampled(opened: OpenView, rows: int, runner: Runner) -> Iterator[pa.RecordBatch]:

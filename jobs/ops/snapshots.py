@@ -56,29 +56,3 @@ def _why_bad(standing: Standing, snapshot: Snapshot) -> str | None:
         return None
     reason = standing.marks[below].reason
     return reason if below == snapshot.number else f"builds on {below}: {reason}"
-
-
-def describe_snapshots(name: str, snapshots: list[dict[str, Any]]) -> str:
-    """:func:`list_snapshots` as a table."""
-    if not snapshots:
-        return f"{name}: no snapshot yet; run `precompute run {name}`"
-    partitioned = any(s["partition"] for s in snapshots)
-    rows = [("snapshot", "created", "kind", *(["partition"] if partitioned else []), "rows", "model", "gates", "")]
-    for s in snapshots:
-        if s["error"] is not None:
-            cells = ["–", "–", *(["–"] if partitioned else []), "–", "–", "–"]
-        else:
-            cells = [
-                s["created_at"][:19].replace("T", " "),
-                s["kind"] if s["parent"] is None else f"{s['kind']} of {s['parent']}",
-            ]
-            cells += [s["partition"].partition("/")[0]] if partitioned else []
-            gates = [f"refused by {', '.join(s['refused_by'])}"] if s["refused_by"] else []
-            gates += [f"accepted {', '.join(s['accepted'])}"] if s["accepted"] else []
-            cells += [f"{s['rows']:,}", s["model"][:12], "; ".join(gates) or "passed"]
-        notes = [mark for mark in ("live", "previous", "pinned") if s[mark]]
-        notes += [f"bad: {s['bad']}"] if s["bad"] else []
-        notes += [s["error"]] if s["error"] else []
-        rows.append((str(s["snapshot"]), *cells, ", ".join(notes)))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    return "\n".join("  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[-1]]).rstrip() for row in rows)

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from jobs.config.project import Project
 from jobs.config.tuning_file import write_tuning
-from jobs.pipeline.accuracy import compared, figures_text, judged, sample_of
+from jobs.pipeline.accuracy import compared, judged, sample_of
 from jobs.pipeline.open_view import EXAMPLE_ROWS, REFERENCE, open_view
 from jobs.process.report import versions
 from precompute.engine.runner import Runner
@@ -144,28 +144,6 @@ def tune(
     }
     path = write_tuning(project.folder, name, project.model_as_written(name), result) if write else None
     return {"view": name, "file": None if path is None else str(path), **result}
-
-
-def describe_tuning(found: dict[str, Any]) -> str:
-    """Speed against accuracy as a table, and what was picked."""
-    figures = [figures_text(row.get("accuracy", {})) for row in found["measured"]]
-    width = max(len(text) for text in ("accuracy against float32", *figures)) + 2
-    lines = [f"  {'precision':<18}{'rows/s':>9}{'speed':>8}  {'accuracy against float32':<{width}}verdict"]
-    for row, accuracy in zip(found["measured"], figures, strict=True):
-        rate = f"{row['rows_per_s']:>9,.0f}{row['speed']:>7.2f}×" if row["rows_per_s"] is not None else f"{'–':>9}{'–':>8}"
-        verdict = (
-            "picked" if row["name"] == found["picked"] else "passes" if row["refused"] is None else f"refused: {row['refused']}"
-        )
-        lines.append(f"  {row['name']:<18}{rate}  {accuracy:<{width}}{verdict}")
-    budget = f"the view's accuracy (cosine {found['budget']['cosine']:g}, recall@10 {found['budget']['recall_at_10']:g})"
-    return "\n".join(
-        [
-            f"{found['view']}: {found['rows']:,} rows of its source, {found['machine']}",
-            *lines,
-            f"{found['picked']} is the fastest within {budget}; "
-            + (f"written to {found['file']}, which `precision: auto` reads." if found["file"] else "nothing was written."),
-        ]
-    )
 
 
 def _in_float32(view: FeatureView) -> FeatureView:

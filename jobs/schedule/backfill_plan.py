@@ -356,31 +356,3 @@ def plans_json(plans: Sequence[PartitionPlan], options: Options) -> dict[str, An
         "size_bytes": total([plan.size_bytes for plan in run]),
         "max_active": options.max_active,
     }
-
-
-def describe_plans(plans: Sequence[PartitionPlan], options: Options) -> str:
-    """A dry run, for people: a line for each partition, and the totals."""
-
-    def measures(rows: float | None, seconds: float | None, size_bytes: float | None) -> tuple[str, str, str]:
-        return (
-            "unknown" if rows is None else f"{rows:,.0f}",
-            "unknown" if seconds is None else f"{seconds:,.1f}",
-            "unknown" if size_bytes is None else f"{size_bytes / 1e6:,.3f}",
-        )
-
-    table = [("partition", "action", "rows", "seconds", "MB", "why")]
-    for plan in reversed(plans) if options.backwards else plans:
-        shown = measures(plan.rows, plan.seconds, plan.size_bytes) if plan.action == "run" else ("", "", "")
-        table.append((str(plan.partition).partition("/")[0], plan.action, *shown, f"{plan.why}: {plan.reason}"))
-    widths = [max(len(row[column]) for row in table) for column in range(5)]
-    lines = [
-        "  ".join(cell.rjust(w) if 2 <= n <= 4 else cell.ljust(w) for n, (cell, w) in enumerate(zip(row, widths, strict=False)))
-        + f"  {row[5]}"
-        for row in table
-    ]
-    all_of = plans_json(plans, options)
-    rows, seconds, size = measures(all_of["rows"], all_of["seconds"], all_of["size_bytes"])
-    about = f", about {rows} rows, {seconds} s with {options.max_active} at once, {size} MB" if all_of["run"] else ""
-    if all_of["run"] and all_of["rows"] is None:
-        about = ", for how long is unknown: nothing was measured yet"
-    return "\n".join([*lines, "", f"{all_of['run']} to run{about}; {all_of['skip']} to skip, {all_of['wait']} to wait for"])

@@ -15,7 +15,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from jobs.cli import describe_report, describe_row, main
+from jobs.cli import main
+from jobs.commands.rows import describe_row
+from jobs.commands.run import describe_report
 from store.offline.runs import Report
 from store.offline.snapshot import Verdict
 from store.offline.view_store import OfflineStore

@@ -13,8 +13,9 @@ import pyarrow as pa
 import pytest
 from safetensors.numpy import save_file
 
+from jobs.commands.measure import PACE, describe_profile
 from jobs.ops import profile as profile_module
-from jobs.ops.profile import PACE, describe_profile, profile
+from jobs.ops.profile import profile
 from store.errors import ConfigError, SourceError
 from store.partition import containing
 from tests.conftest import MakeProject

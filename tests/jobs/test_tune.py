@@ -19,10 +19,11 @@ import torch
 from safetensors.torch import save_file
 
 from jobs.cli import main
+from jobs.commands.measure import describe_tuning
 from jobs.config.tuning_file import read_tuning, tuning_path, write_tuning
 from jobs.fallback import ViewFallback
 from jobs.ops import tune as tune_module
-from jobs.ops.tune import describe_tuning, tune
+from jobs.ops.tune import tune
 from jobs.pipeline import materialize as materialize_module
 from jobs.pipeline.open_view import EXAMPLE_ROWS, open_view
 from precompute.engine.runner import Runner

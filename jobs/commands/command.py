@@ -1,0 +1,79 @@
+"""Command: what every command of the command line has in common: how it is added, its project, its exit status, a table on the terminal."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+
+from jobs.config.project import Project
+from jobs.config.section import parse_time
+from store.errors import ConfigError
+from store.partition import Partition, containing
+
+DONE, FAILED, BAD_USAGE, REJECTED = 0, 1, 2, 3
+"""Exit status."""
+
+
+class Commands:
+    """The commands of a parser, to which each file of this wing adds its own."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self._parsers = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def add(
+        self, name: str, call: Callable[[argparse.Namespace], int], what: str, *, view: bool = False
+    ) -> argparse.ArgumentParser:
+        """Add one, for its own options to be added to.
+
+        Args:
+            name: of the command.
+            call: what it does; returns the exit status.
+            what: that, for people.
+            view: whether it takes the name of a view.
+        """
+        command = self._parsers.add_parser(name, help=what, description=what)
+        if view:
+            command.add_argument("view", metavar="VIEW")
+        command.add_argument("--json", action="store_true", help="one machine-readable report on stdout, nothing else")
+        command.set_defaults(call=call, command=name)
+        return command
+
+
+def project_of(arguments: argparse.Namespace) -> Project:
+    """The project that ``--config`` names.
+
+    Raises:
+        ConfigError: none is named, or its configuration is wrong.
+    """
+    if not arguments.config:
+        raise ConfigError("which project? Give its folder: precompute -c configs/movielens …, or set PRECOMPUTE_CONFIG")
+    return Project(arguments.config)
+
+
+def add_partition(command: argparse.ArgumentParser) -> None:
+    """The option ``--partition``."""
+    command.add_argument("--partition", metavar="TIME", help="the partition that contains it (default: the latest that is over)")
+
+
+def partition_of(project: Project, arguments: argparse.Namespace) -> Partition | None:
+    """The partition that ``--partition`` names; None without it.
+
+    Raises:
+        ConfigError: no time, or the view has no partitions.
+    """
+    text = getattr(arguments, "partition", None)
+    if text is None:
+        return None
+    by = project.view(arguments.view).partition
+    if by is None:
+        raise ConfigError(f"--partition: view {arguments.view!r} has none; add partition: {{by: day, start: …}} to it")
+    try:
+        return containing(by.by, parse_time(text))
+    except (ValueError, OverflowError) as exc:
+        raise ConfigError(f"--partition: {text!r}: {exc}") from exc
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A line for each row, its cells below each other; the last column may be of any width."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    return ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]]).rstrip() for row in rows]

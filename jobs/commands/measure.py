@@ -1,0 +1,143 @@
+"""Profile, tune: a sample of a view, measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jobs.commands.command import DONE, Commands, add_partition, partition_of, project_of
+from jobs.process.report import engine_line
+from store.errors import ConfigError
+
+PACE = {
+    "read": (
+        "reading the source",
+        "the source's SQL is the limit: filter and join less, or materialize it once to Parquet and read that",
+    ),
+    "prepare": (
+        "preparing the rows (tokenising, encoding)",
+        "the CPU cannot prepare as fast as the model computes: shorten `max_tokens`, give it more cores, or a model that takes numbers",
+    ),
+    "batch": (
+        "putting batches together",
+        "batches are very small or their inputs very large: raise the model's `max_cost`, or have it take fewer columns",
+    ),
+    "model": ("the model", "the rest waits for it: `precompute tune` looks for a faster precision, and a GPU computes more"),
+    "check": (
+        "checking what came out, and putting it back in order",
+        "the features are large or many for so light a model: declare fewer, or float16",
+    ),
+    "write": (
+        "writing Parquet",
+        "the disk or the size of the features is the limit: declare float16, or a faster disk for `root`",
+    ),
+}
+"""Stage → what it does, and what to do when it sets the pace."""
+
+
+def add(commands: Commands) -> None:
+    """The commands ``profile`` and ``tune``."""
+    profile = commands.add(
+        "profile", _profile, "run a sample of a view and tell where the time goes; nothing is written", view=True
+    )
+    profile.add_argument("--rows", type=int, default=4096, metavar="N", help="size of the sample (default: 4096)")
+    add_partition(profile)
+    profile.add_argument("--trace", metavar="FILE", help="write a trace of one window for chrome://tracing or ui.perfetto.dev")
+    tune = commands.add(
+        "tune", _tune, "measure precisions and back ends on a view's rows, and pick the fastest that is accurate", view=True
+    )
+    tune.add_argument("--rows", type=int, default=1024, metavar="N", help="size of the sample (default: 1024)")
+    add_partition(tune)
+    tune.add_argument("--dry-run", action="store_true", help="only measure: write no tuning file")
+    tune.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help="measure this one, as bf16-onednn; may be repeated"
+    )
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    from jobs.ops.profile import profile
+
+    project = project_of(arguments)
+    _check_rows(arguments.rows)
+    trace = None if arguments.trace is None else Path(arguments.trace)
+    partition = partition_of(project, arguments)
+    figures = profile(project, arguments.view, rows=arguments.rows, partition=partition, trace=trace)
+    print(json.dumps(figures) if arguments.json else describe_profile(figures))
+    return DONE
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    from jobs.ops.tune import tune
+
+    project = project_of(arguments)
+    _check_rows(arguments.rows)
+    tuning = tune(
+        project,
+        arguments.view,
+        rows=arguments.rows,
+        partition=partition_of(project, arguments),
+        only=arguments.only,
+        write=not arguments.dry_run,
+        tell=(lambda _: None) if arguments.json else (lambda line: print(line, file=sys.stderr, flush=True)),
+    )
+    print(json.dumps(tuning) if arguments.json else describe_tuning(tuning))
+    return DONE
+
+
+def _check_rows(rows: int) -> None:
+    if rows < 1:
+        raise ConfigError(f"--rows: {rows}: at least 1")
+
+
+def describe_profile(figures: dict[str, Any]) -> str:
+    """A table for people, and the sentence that matters."""
+    seconds = max(figures["seconds"], 1e-9)
+    lines = [
+        f"{figures['view']}: {figures['rows']:,} rows in {figures['seconds']:.2f} s, {figures['rows_per_s']:,.0f} rows/s, after {figures['load_s']:.1f} s of loading; "
+        f"{figures['rejected']:,} rejected",
+        "",
+        f"  {'stage':<12}{'busy s':>9}{'of the time':>13}{'waits for rows':>16}{'waits for room':>16}{'µs/row':>9}",
+    ]
+    for name, stage in figures["stages"].items():
+        lines.append(
+            f"  {name:<12}{stage['busy_s']:>9.2f}{stage['busy_s'] / seconds:>13.0%}{stage['starved_s'] / seconds:>16.0%}"
+            f"{stage['blocked_s'] / seconds:>16.0%}{stage['busy_s'] / max(figures['rows'], 1) * 1e6:>9.1f}"
+        )
+        if name == "model":
+            for part, spent in figures["model_s"].items():
+                lines.append(
+                    f"    {part:<10}{spent:>9.2f}{spent / seconds:>13.0%}{'':>32}{spent / max(figures['rows'], 1) * 1e6:>9.1f}"
+                )
+    engine = engine_line(figures)
+    pace = max(figures["stages"], key=lambda name: figures["stages"][name]["busy_s"])
+    what, remedy = PACE[pace]
+    lines += ["", f"  {engine}"] if engine else []
+    return "\n".join([*lines, "", f"{figures['stages'][pace]['busy_s'] / seconds:.0%} of the time is {what}; {remedy}."])
+
+
+def describe_tuning(tuning: Mapping[str, Any]) -> str:
+    """Speed against accuracy as a table, and what was picked."""
+    from jobs.pipeline.accuracy import figures_text
+
+    figures = [figures_text(row.get("accuracy", {})) for row in tuning["measured"]]
+    width = max(len(text) for text in ("accuracy against float32", *figures)) + 2
+    lines = [f"  {'precision':<18}{'rows/s':>9}{'speed':>8}  {'accuracy against float32':<{width}}verdict"]
+    for row, accuracy in zip(tuning["measured"], figures, strict=True):
+        rate = f"{row['rows_per_s']:>9,.0f}{row['speed']:>7.2f}×" if row["rows_per_s"] is not None else f"{'–':>9}{'–':>8}"
+        verdict = (
+            "picked" if row["name"] == tuning["picked"] else "passes" if row["refused"] is None else f"refused: {row['refused']}"
+        )
+        lines.append(f"  {row['name']:<18}{rate}  {accuracy:<{width}}{verdict}")
+    budget = f"the view's accuracy (cosine {tuning['budget']['cosine']:g}, recall@10 {tuning['budget']['recall_at_10']:g})"
+    return "\n".join(
+        [
+            f"{tuning['view']}: {tuning['rows']:,} rows of its source, {tuning['machine']}",
+            *lines,
+            f"{tuning['picked']} is the fastest within {budget}; "
+            + (f"written to {tuning['file']}, which `precision: auto` reads." if tuning["file"] else "nothing was written."),
+        ]
+    )

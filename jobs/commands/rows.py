@@ -1,0 +1,200 @@
+"""Lookup, search, explain: rows, as they are served and how they came to be."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from jobs.commands.command import DONE, FAILED, Commands, project_of
+from jobs.config.project import Project
+from store.clock import duration
+from store.entity_key import key_from_path
+from store.errors import OnlineStoreError, RequestError
+from store.freshness import iso
+from store.online.online_store import OnlineStore, Pointer
+
+if TYPE_CHECKING:
+    from store.history import Explanation, Version
+    from store.lookup import Lookup
+
+DEADLINE_MS = 60_000
+"""Of the model, on the command line: it is loaded first."""
+
+
+def add(commands: Commands) -> None:
+    """The commands ``lookup``, ``search`` and ``explain``."""
+    lookup = commands.add("lookup", _lookup, "look up rows by key, with their freshness", view=True)
+    lookup.add_argument("keys", nargs="+", metavar="KEY", help="entity keys; parts of a composite one separated by /")
+    lookup.add_argument("--features", metavar="A,B", help="only these")
+    lookup.add_argument("--fallback", action="store_true", help="load the model and run it for a miss")
+    search = commands.add("search", _search, "the nearest rows of a view's vector index", view=True)
+    what = search.add_mutually_exclusive_group(required=True)
+    what.add_argument("--key", help="neighbours of this row")
+    what.add_argument("--text", help="neighbours of this text, embedded now by the view's model")
+    search.add_argument("-k", type=int, default=10, help="how many (default: 10)")
+    explain = commands.add(
+        "explain", _explain, "which run, snapshot, input and model made a row, and what it was before", view=True
+    )
+    explain.add_argument("key", metavar="KEY", help="entity key; parts of a composite one separated by /")
+
+
+def _lookup(arguments: argparse.Namespace) -> int:
+    project = project_of(arguments)
+    online = _online(project)
+    view = _published(project, online, arguments.view).view
+    with _opened(project, online, fallback=arguments.fallback) as lookup:
+        keys = [_key(text, view.entity) for text in arguments.keys]
+        features = arguments.features.split(",") if arguments.features else None
+        answer = lookup.begin(view.name, keys, features=features, fallback=arguments.fallback, deadline_ms=DEADLINE_MS)
+        answer.wait()
+        rows = answer.rows()
+    if arguments.json:
+        pointer = answer.pointer
+        body = {"view": view.name, "snapshot": pointer.snapshot, "model": pointer.model, "rows": rows}
+        print(json.dumps(body, default=_plain_text))
+    else:
+        for row in rows:
+            print(describe_row(row))
+    return DONE if all(row["status"] != "missing" for row in rows) else FAILED
+
+
+def _search(arguments: argparse.Namespace) -> int:
+    project = project_of(arguments)
+    online = _online(project)
+    pointer = _published(project, online, arguments.view)
+    wanted: dict[str, Any] = {"key": arguments.key}
+    if arguments.text is not None:
+        wanted = {"inputs": {_text_column(pointer): arguments.text}}
+    with _opened(project, online, fallback=arguments.text is not None) as lookup:
+        neighbours = lookup.search(pointer.view.name, **wanted, k=arguments.k, deadline_ms=DEADLINE_MS)
+    if arguments.json:
+        print(json.dumps(neighbours, default=_plain_text))
+    else:
+        for row in neighbours["rows"]:
+            print(f"{row['score']:.4f}  {row['key']}  ({row['status']}, {duration(row['age_s'])} old)")
+    return DONE
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from store.history import explain
+
+    project = project_of(arguments)
+    store = project.stored(arguments.view)
+    numbers = store.numbers()
+    entity = store.snapshot(numbers[-1]).view.entity if numbers else ()
+    explanation = explain(store, _key(arguments.key, entity), memory_mb=project.settings.memory_mb)
+    print(json.dumps(explanation.to_json()) if arguments.json else describe_explanation(explanation))
+    return DONE
+
+
+def _online(project: Project) -> OnlineStore:
+    from store.online.online_url import open_online_store
+
+    return open_online_store(project.online)
+
+
+def _published(project: Project, online: OnlineStore, view: str) -> Pointer:
+    """The view's pointer; no file of it is needed.
+
+    Raises:
+        ConfigError: there is no such view.
+        OnlineStoreError: it was never published.
+    """
+    pointer = online.live(view)
+    if pointer is None:
+        project.named(view)
+        raise OnlineStoreError(f"view {view!r} is not published yet: precompute run {view}")
+    return pointer
+
+
+@contextlib.contextmanager
+def _opened(project: Project, online: OnlineStore, *, fallback: bool) -> Iterator[Lookup]:
+    """A lookup over the online store, with the models behind the misses if asked to."""
+    from store.lookup import Lookup
+
+    with contextlib.ExitStack() as opened:
+        behind = None
+        if fallback:
+            from jobs.fallback import ViewFallback
+
+            behind = ViewFallback(project.offline, project.home)
+        lookup = Lookup(online, project.root, behind)
+        opened.callback(lookup.close)
+        if behind is not None:
+            opened.callback(behind.close)
+        yield lookup
+
+
+def _key(text: str, entity: tuple[str, ...]) -> Any:
+    """A key as it is written on the command line: the parts of a composite one are separated by /."""
+    return key_from_path(text.encode(), entity) if len(entity) > 1 else text
+
+
+def _text_column(pointer: Pointer) -> str:
+    """The input column that a text is put in.
+
+    Raises:
+        RequestError: there is none, or several.
+    """
+    texts = [column for column, kind in pointer.input_columns.items() if kind == "string"]
+    if len(texts) != 1:
+        raise RequestError(
+            f"--text needs a view with one text input column, {pointer.view.name!r} has {texts or 'none'}: search by --key"
+        )
+    return texts[0]
+
+
+def describe_row(row: Mapping[str, Any]) -> str:
+    """One row of an answer, for people: freshness first, features shortened."""
+    if row["status"] == "missing":
+        return f"{row['key']}: missing ({row['reason']})"
+    head = f"{row['key']}: {row['status']} from {row['source']}, {duration(row['age_s'])} old of {duration(row['ttl_s'])}, snapshot {row['snapshot']}, model {row['model'][:12]}"
+    return "\n".join([head, *(f"  {name}: {_short(value)}" for name, value in row["features"].items())])
+
+
+def describe_explanation(explanation: Explanation) -> str:
+    """How a row came to be, for people: the newest version first."""
+    live = explanation.live
+    state = "never published" if live is None else f"live is snapshot {live}, without it"
+    if any(version.live for version in explanation.versions):
+        state = f"live in snapshot {live}"
+    lines = [f"{explanation.view} {explanation.key}: {len(explanation.versions)} version(s), {state}"]
+    for rejection in explanation.rejections:
+        where = f"run {rejection.run}" if rejection.snapshot is None else f"snapshot {rejection.snapshot}"
+        lines.append(f"rejected by {where}, stage {rejection.stage}: {rejection.error}")
+    for version in explanation.versions:
+        lines += _version_lines(version)
+    return "\n".join(lines)
+
+
+def _version_lines(version: Version) -> list[str]:
+    state = "live" if version.live else version.void or "replaced"
+    if version.removed_in is not None and version.void is None:
+        state = f"removed in snapshot {version.removed_in}, {str(version.removed_at)[:19]}Z"
+    facts = {"run": version.run or "unknown", "model": version.model[:12], "input": str(version.input_hash)}
+    if version.partition is not None:
+        facts["partition"] = version.partition
+    before = version.before or {}
+    for name, value in version.features.items():
+        facts[name] = _short(value) + (f"  (was {_short(before[name])})" if name in before else "")
+    width = max(map(len, facts))
+    return [
+        f"{version.computed_at:%Y-%m-%dT%H:%M:%SZ}  snapshot {version.snapshot} ({state})",
+        *(f"  {name.ljust(width)}  {value}" for name, value in facts.items()),
+    ]
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        shown = ", ".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in value[:6])
+        return f"[{shown}{', …' if len(value) > 6 else ''}] ({len(value)})"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _plain_text(value: Any) -> str:
+    """What JSON has no type for."""
+    return iso(value) if isinstance(value, datetime) else str(value)

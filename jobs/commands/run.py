@@ -1,0 +1,116 @@
+"""Run, materialize, publish: one run of a view, or a part of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+
+from jobs.commands.command import DONE, Commands, add_partition, partition_of, project_of
+from jobs.config.view import GATES
+from jobs.process.progress import progress_for
+from jobs.process.report import engine_line
+from store.offline.runs import Report
+from store.record import plain
+
+
+def add(commands: Commands) -> None:
+    """The commands ``run``, ``materialize`` and ``publish``."""
+    run = commands.add("run", _run, "materialize a view and publish it", view=True)
+    materialize = commands.add(
+        "materialize", _materialize, "compute a view into a new snapshot, without publishing it", view=True
+    )
+    materialize.add_argument("--dry-run", action="store_true", help="only tell how many rows would be computed, and why")
+    for command in (run, materialize):
+        command.add_argument("--full", action="store_true", help="compute every row, changed or not")
+        command.add_argument(
+            "--retry-rejected", action="store_true", help="compute rejected rows again, though their input is the same"
+        )
+        add_partition(command)
+        command.add_argument("--due", help=argparse.SUPPRESS)
+        command.add_argument("--backfill", help=argparse.SUPPRESS)
+    publish = commands.add("publish", _run, "load a snapshot into the online store and make it live", view=True)
+    publish.add_argument("--snapshot", type=int, metavar="N", help="which one (default: the newest that may be published)")
+    publish.add_argument("--reload", action="store_true", help="load it again, though the online store seems to hold it")
+    for command in (run, materialize, publish):
+        command.add_argument(
+            "--accept",
+            action="append",
+            default=[],
+            choices=GATES,
+            metavar="GATE",
+            help=f"publish although this gate refuses: {', '.join(GATES)}",
+        )
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    # torch and faiss are loaded only by the commands that need them: `status` takes 0.8 s in all
+    from jobs.pipeline.run import run_view
+
+    project = project_of(arguments)
+    schedule = project.schedules().get(arguments.view)
+    of_materialize = ("full", "retry_rejected", "due", "backfill")
+    run_view(
+        project,
+        arguments.view,
+        progress_for(arguments.json),
+        command=arguments.command,
+        number=getattr(arguments, "snapshot", None),
+        reload=getattr(arguments, "reload", False),
+        partition=partition_of(project, arguments),
+        accept=arguments.accept,
+        deadline_s=None if schedule is None else schedule.deadline_s,
+        finished=tell_report(arguments),
+        **{name: getattr(arguments, name) for name in of_materialize if hasattr(arguments, name)},
+    )
+    return DONE
+
+
+def _materialize(arguments: argparse.Namespace) -> int:
+    if not arguments.dry_run:
+        return _run(arguments)
+    from jobs.pipeline.run import plan_view
+
+    project = project_of(arguments)
+    plan = plan_view(
+        project,
+        arguments.view,
+        partition=partition_of(project, arguments),
+        full=arguments.full,
+        retry_rejected=arguments.retry_rejected,
+    )
+    print(json.dumps(plan.to_json()) if arguments.json else f"{arguments.view}: {plan}")
+    return DONE
+
+
+def tell_report(arguments: argparse.Namespace) -> Callable[[Report], None]:
+    """What a run calls with its report once it is over."""
+
+    def tell(report: Report) -> None:
+        if arguments.json:
+            # of a failed run too: that is when a program needs it
+            print(json.dumps(plain(report)))
+        elif report.error is None:
+            print(describe_report(report))
+
+    return tell
+
+
+def describe_report(report: Report) -> str:
+    """A run's report in two lines, three with what the engine did."""
+    head = f"{report.view}: {report.status}, snapshot {report.snapshot}"
+    if report.command == "rollback" and report.status == "published":
+        head = f"{report.view}: rolled back, snapshot {report.snapshot} is live"
+    head += f", partition {report.partition}" if report.partition else ""
+    if report.counts:
+        counts = report.counts
+        head += f", {counts['written'] + counts['unchanged']:,} of {counts['source']:,} rows"
+        told = [("unchanged", counts["unchanged"]), ("removed", counts["removed"]), ("rejected", counts["rejected"])]
+        told += [("null", counts.get("nulls", 0)), ("resumed", report.resumed)]
+        shown = ", ".join(f"{n:,} {what}" for what, n in told if n)
+        head += f" ({shown})" if shown else ""
+        head += f", {report.rows_per_s:,.0f} rows/s" if report.rows_per_s else ""
+    refused = [f"  gate {v.gate}: {v.message} (limit {v.limit:g})" for v in report.gates if not v.passed]
+    refused += [f"  engine: {engine}"] if (engine := engine_line(report.engine)) else []
+    stages = " · ".join(f"{name} {seconds:.2f}" for name, seconds in report.stages_s.items())
+    return "\n".join([f"{head}, {report.seconds:.1f} s", f"  seconds: {stages}", *refused])

@@ -1,0 +1,19 @@
+"""Schema: what may stand in the configuration."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from jobs.commands.command import DONE, Commands
+from jobs.config.project import json_schemas
+
+
+def add(commands: Commands) -> None:
+    """The command ``schema``."""
+    commands.add("schema", _schema, "JSON Schemas of project.yaml and views/*.yaml, for editors")
+
+
+def _schema(arguments: argparse.Namespace) -> int:
+    print(json.dumps(json_schemas(), indent=None if arguments.json else 2))
+    return DONE

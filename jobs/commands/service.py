@@ -1,0 +1,36 @@
+"""Schedule, serve: what runs until a signal ends it, and sees to signals itself."""
+
+from __future__ import annotations
+
+import argparse
+
+from jobs.commands.command import DONE, Commands, project_of
+from store.errors import ConfigError
+
+SERVICES = ("serve", "schedule")
+"""The commands of this file."""
+
+
+def add(commands: Commands) -> None:
+    """The commands ``schedule`` and ``serve``."""
+    commands.add("schedule", _schedule, "run the views by their cron lines until SIGTERM")
+    commands.add("serve", _serve, "serve the HTTP API until SIGTERM")
+
+
+def _schedule(arguments: argparse.Namespace) -> int:
+    from jobs.schedule.scheduler import Scheduler
+
+    project = project_of(arguments)
+    if not project.settings.schedule:
+        raise ConfigError(
+            f'{project.folder / "project.yaml"}: schedule: empty; add a line such as `{project.names[0]}: "0 2 * * *"`'
+        )
+    Scheduler(project, announce=lambda line: print(line, flush=True)).run()
+    return DONE
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from jobs.serve import serve
+
+    serve(project_of(arguments), lambda address: print(f"serving on {address}", flush=True))
+    return DONE

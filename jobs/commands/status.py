@@ -1,0 +1,71 @@
+"""Status: a line for each view, and what needs attention."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jobs.commands.command import DONE, FAILED, Commands, project_of, table
+from store.clock import duration
+
+
+def add(commands: Commands) -> None:
+    """The command ``status``."""
+    commands.add("status", _status, "each view's live snapshot, its age against the TTL, and its last run")
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from jobs.ops.status import project_status
+
+    lines = project_status(project_of(arguments))
+    print(json.dumps(lines) if arguments.json else describe_status(lines))
+    return FAILED if any(line["attention"] for line in lines) else DONE
+
+
+def describe_status(lines: Sequence[Mapping[str, Any]]) -> str:
+    """:func:`jobs.ops.status.project_status` as a table, and below it, what needs attention or is worth knowing."""
+    from jobs.ops.status import notes
+
+    below = [f"{line['view']}: {'; '.join(line['attention'])}" for line in lines if line["attention"]]
+    below += [f"{line['view']}: {note}" for line in lines for note in notes(line)]
+    below += [f"{line['view']}: {line['last_run']['error']}" for line in lines if line["last_run"] and line["last_run"]["error"]]
+    return "\n".join(table([_HEAD, *map(_cells, lines)]) + (["", *below] if below else []))
+
+
+_HEAD = (
+    "view",
+    "status",
+    "age",
+    "ttl",
+    "source",
+    "snapshot",
+    "rows",
+    "coverage",
+    "rejected",
+    "online",
+    "last run",
+    "next due",
+    "schedule",
+)
+
+
+def _cells(line: Mapping[str, Any]) -> tuple[str, ...]:
+    """One for each of :data:`_HEAD`."""
+    last = line["last_run"]
+    return (
+        line["view"],
+        line["status"],
+        duration(line["age_s"]),
+        duration(line["ttl_s"]),
+        duration(line["source_age_s"]),
+        str(line["snapshot"] or "–"),
+        "–" if line["rows"] is None else f"{line['rows']:,}",
+        "–" if line["coverage"] is None else f"{line['coverage']:.1%}",
+        "–" if line["rejected"] is None else f"{line['rejected']:,}",
+        {True: "yes", False: "NO", None: "–"}[line["online"]],
+        "–" if last is None else last["status"],
+        "–" if line["next_due"] is None else line["next_due"][:16].replace("T", " "),
+        line["schedule"] or "–",
+    )
