@@ -20,8 +20,7 @@ import yaml
 
 from benchmarks.common import report
 from jobs.config.project import Project
-from jobs.pipeline.materialize import dry_run
-from store.offline.runs import Report
+from jobs.pipeline.run import plan_view
 
 ROWS = 1_200
 ROW_S = 0.05
@@ -74,7 +73,7 @@ def lost_s(folder: Path, workers: int) -> float:
     process.wait()
     time.sleep(1.0)  # a worker dies with its parent
     project = Project(folder)
-    plan = dry_run(project.view("items"), project.offline.view("items"), project.home, Report("", "items", "plan"))
+    plan = plan_view(project, "items")
     return (log.stat().st_size - plan.diff.resumed) * ROW_S
 
 

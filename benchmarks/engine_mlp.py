@@ -28,9 +28,10 @@ from safetensors.torch import load_model, save_file
 from benchmarks.common import report
 from jobs.config.project import Project
 from jobs.pipeline.materialize import materialize
-from jobs.pipeline.open_view import open_view
+from jobs.process.job import Job, RunOptions
 from jobs.process.progress import Silent
 from jobs.process.report import recorded
+from jobs.rows.open_view import open_view
 from precompute.engine.memory import resident_bytes
 from store.offline.runs import Report
 
@@ -136,7 +137,7 @@ def _ours(project: Project) -> tuple[float, Report, Any]:
     store = project.offline.view("scores")
     with recorded(store, "materialize") as run:
         started = time.perf_counter()
-        snapshot = materialize(project.view("scores"), store, project.home, run, Silent(), full=True)
+        snapshot = materialize(Job(project, project.view("scores"), store, RunOptions(full=True), run, Silent()))
         seconds = time.perf_counter() - started - run.stages_s["open"]
     return seconds, run, np.concatenate([np.asarray(b.column("relevance")) for b in store.batches(snapshot)])
 

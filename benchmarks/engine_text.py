@@ -28,9 +28,10 @@ from demo.data import write_docstrings
 from jobs.config.project import Project
 from jobs.pipeline.accuracy import check_accuracy
 from jobs.pipeline.materialize import materialize
-from jobs.pipeline.open_view import open_view, variant_name
+from jobs.process.job import Job, RunOptions
 from jobs.process.progress import Silent
 from jobs.process.report import recorded
+from jobs.rows.open_view import open_view, variant_name
 from precompute.engine.batching import batches_by_cost
 from precompute.engine.prepare import MAX_PADDING
 from precompute.model import resolve_path
@@ -138,7 +139,7 @@ def _measured(
         store = project.offline.view(view)
         with recorded(store, "materialize") as run:
             started = time.perf_counter()
-            snapshot = materialize(project.view(view), store, project.home, run, Silent(), full=True)
+            snapshot = materialize(Job(project, project.view(view), store, RunOptions(full=True), run, Silent()))
             seconds = time.perf_counter() - started - run.stages_s["open"] - run.stages_s.get("accuracy", 0.0)
         last[view] = (snapshot, run)
         return seconds

@@ -18,6 +18,7 @@ import yaml
 from benchmarks.common import report
 from jobs.config.project import Project
 from jobs.pipeline.run import run_view
+from jobs.process.job import RunOptions
 from jobs.process.progress import Silent
 from store.clock import utc_now
 from store.offline.snapshot import Snapshot
@@ -139,7 +140,7 @@ def of_a_partition() -> tuple[int, float]:
                 started = time.perf_counter()
                 at = FIRST_DAY + timedelta(days=PARTITIONS + day)
                 done = run_view(
-                    made, VIEW, Silent(), command="materialize", partition=Partition.parse(str(containing("day", at)))
+                    made, VIEW, Silent(), RunOptions(command="materialize", partition=Partition.parse(str(containing("day", at))))
                 )
                 seconds = time.perf_counter() - started - sum(done.stages_s.get(stage, 0.0) for stage in OF_ROWS)
     return len(seen), seconds

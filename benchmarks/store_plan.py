@@ -23,6 +23,7 @@ import yaml
 from benchmarks.common import cpu_s, report
 from jobs.config.project import Project
 from jobs.pipeline.run import plan_view, run_view
+from jobs.process.job import RunOptions
 from jobs.process.progress import Silent
 from store.offline.runs import Report
 
@@ -91,7 +92,7 @@ def child(folder: str) -> None:
 def ran(project: Project) -> tuple[Report, float]:
     """(the run, its CPU seconds)."""
     before = cpu_s()
-    return run_view(project, "items", Silent(), command="materialize"), cpu_s() - before
+    return run_view(project, "items", Silent(), RunOptions(command="materialize")), cpu_s() - before
 
 
 def measured(case: str, rows: int) -> dict[str, Any]:

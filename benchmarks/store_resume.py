@@ -15,9 +15,10 @@ from benchmarks.store_plan import write_project
 from jobs.config.project import Project
 from jobs.pipeline.materialize import dry_run
 from jobs.pipeline.run import run_view
+from jobs.process.job import Job, RunOptions
 from jobs.process.progress import Silent
 from store.offline.runs import Report
-from store.offline.view_store import OfflineStore
+from store.offline.view_store import ViewStore
 
 CHUNKS = 10_000
 CHUNK_ROWS = 100
@@ -27,7 +28,7 @@ def start_s(project: Project) -> tuple[float, int]:
     """(seconds the plan takes beside reading the source, rows taken over)."""
     made = Report("", "items", "plan")
     started = time.perf_counter()
-    plan = dry_run(project.view("items"), project.offline.view("items"), project.home, made)
+    plan = dry_run(Job(project, project.view("items"), project.offline.view("items"), RunOptions(), made, Silent()))
     return time.perf_counter() - started - made.stages_s["source"] - made.stages_s["open"], plan.diff.resumed
 
 
@@ -36,9 +37,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         project = write_project(Path(name), CHUNKS * CHUNK_ROWS + 1, 0.0)
         without, _ = start_s(project)
-        small = patch.multiple("jobs.pipeline.materialize", PART_BYTES=1, WINDOW_ROWS=CHUNK_ROWS)
-        with small, patch.object(OfflineStore, "commit", _interrupted), contextlib.suppress(KeyboardInterrupt):
-            run_view(project, "items", Silent(), command="materialize")
+        small = patch.multiple("jobs.rows.chunks", PART_BYTES=1, WINDOW_ROWS=CHUNK_ROWS)
+        with small, patch.object(ViewStore, "commit", _interrupted), contextlib.suppress(KeyboardInterrupt):
+            run_view(project, "items", Silent(), RunOptions(command="materialize"))
         resumed, rows = start_s(project)
     assert rows == CHUNKS * CHUNK_ROWS + 1
     report(

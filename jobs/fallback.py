@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from jobs.pipeline.open_view import REFERENCE, OpenView, open_view
+from jobs.rows.open_view import REFERENCE, OpenView, open_view
 from precompute.engine.features import with_null_rows
 from precompute.engine.microbatch import MicroBatcher, Refusal
 from precompute.engine.runner import compute

@@ -10,10 +10,11 @@ from jobs.cli import main
 from jobs.config.project import Project
 from jobs.ops.status import view_status
 from jobs.ops.verify import Check, verify
-from jobs.pipeline.plan import Plan
 from jobs.pipeline.rollback import rollback
 from jobs.pipeline.run import plan_view, run_view
+from jobs.process.job import RunOptions
 from jobs.process.progress import Silent
+from jobs.rows.plan import Plan
 from store.lookup import Lookup
 from store.offline.refs import LiveRef
 from store.offline.runs import Report
@@ -38,7 +39,7 @@ class Scene(Project):
 
     def run(self, view: str = "numbers", **options: Any) -> Report:
         """Compute it and publish it; ``options`` as of :func:`jobs.pipeline.run.run_view`."""
-        return run_view(self, view, Silent(), **options)
+        return run_view(self, view, Silent(), RunOptions(**options))
 
     def materialize(self, view: str = "numbers", **options: Any) -> Report:
         """Compute it and commit it."""
@@ -59,7 +60,7 @@ class Scene(Project):
 
     def plan(self, view: str = "numbers", **options: Any) -> Plan:
         """What a run would compute."""
-        return plan_view(self, view, **options)
+        return plan_view(self, view, RunOptions(**options))
 
     # ---- what is kept of it
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from jobs.commands.command import DONE, Commands, add_partition, partition_of, project_of
 from jobs.config.view import GATES
+from jobs.process.job import RunOptions
 from jobs.process.progress import progress_for
 from jobs.process.report import engine_line
 from store.offline.runs import Report
@@ -49,20 +50,14 @@ def _run(arguments: argparse.Namespace) -> int:
 
     project = project_of(arguments)
     schedule = project.schedules().get(arguments.view)
-    of_materialize = ("full", "retry_rejected", "due", "backfill")
-    run_view(
-        project,
-        arguments.view,
-        progress_for(arguments.json),
-        command=arguments.command,
+    asked = ("command", "accept", "full", "retry_rejected", "due", "backfill", "reload")
+    options = RunOptions(
+        **{name: getattr(arguments, name) for name in asked if hasattr(arguments, name)},
         number=getattr(arguments, "snapshot", None),
-        reload=getattr(arguments, "reload", False),
         partition=partition_of(project, arguments),
-        accept=arguments.accept,
         deadline_s=None if schedule is None else schedule.deadline_s,
-        finished=tell_report(arguments),
-        **{name: getattr(arguments, name) for name in of_materialize if hasattr(arguments, name)},
     )
+    run_view(project, arguments.view, progress_for(arguments.json), options, finished=tell_report(arguments))
     return DONE
 
 
@@ -72,13 +67,9 @@ def _materialize(arguments: argparse.Namespace) -> int:
     from jobs.pipeline.run import plan_view
 
     project = project_of(arguments)
-    plan = plan_view(
-        project,
-        arguments.view,
-        partition=partition_of(project, arguments),
-        full=arguments.full,
-        retry_rejected=arguments.retry_rejected,
-    )
+    partition = partition_of(project, arguments)
+    options = RunOptions(partition=partition, full=arguments.full, retry_rejected=arguments.retry_rejected)
+    plan = plan_view(project, arguments.view, options)
     print(json.dumps(plan.to_json()) if arguments.json else f"{arguments.view}: {plan}")
     return DONE
 

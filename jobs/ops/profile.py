@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from jobs.config.project import Project
-from jobs.pipeline.open_view import OpenView, open_view
+from jobs.rows.open_view import OpenView, open_view
 from precompute.engine.batching import WINDOW_ROWS
 from precompute.engine.runner import Runner
 from store.errors import ConfigError, SourceError

@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from jobs.config.project import Project
-from jobs.pipeline.source_age import REPORTS, known_source_at
 from jobs.process.report import LEASED, PUBLISHING
+from jobs.rows.source_age import REPORTS, known_source_at
 from jobs.schedule.due import outlook
 from store.clock import duration, parsed_time
 from store.disk.lease import is_held

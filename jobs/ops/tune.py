@@ -20,8 +20,8 @@ import pyarrow as pa
 from jobs.config.project import Project
 from jobs.config.tuning_file import write_tuning
 from jobs.pipeline.accuracy import compared, judged, sample_of
-from jobs.pipeline.open_view import EXAMPLE_ROWS, REFERENCE, open_view
 from jobs.process.report import versions
+from jobs.rows.open_view import EXAMPLE_ROWS, REFERENCE, open_view
 from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
 from precompute.model import Model

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pyarrow as pa
 
 from jobs.config.view import AccuracyConfig, ViewConfig
-from jobs.pipeline.open_view import REFERENCE, OpenView
+from jobs.rows.open_view import REFERENCE, OpenView
 from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
 from precompute.precision.accuracy import Accuracy, Judged, compare

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 
 from jobs.config.project import Project
-from jobs.pipeline.publish import mend, publish
+from jobs.pipeline.publish import Publisher
 from jobs.pipeline.run import named
 from jobs.process.notify import notify
 from jobs.process.progress import Progress
@@ -15,9 +15,10 @@ from jobs.process.report import PUBLISHING, close_dead, recorded
 from store.disk.lease import take
 from store.disk.reserve import spending_reserve
 from store.errors import SnapshotError
-from store.offline.refs import PUBLISH_LEASE
+from store.offline.refs import PUBLISH_LEASE, LiveRef
 from store.offline.runs import Report
 from store.offline.standing import Standing
+from store.offline.view_store import ViewStore
 from store.online.online_url import open_online_store
 
 log = logging.getLogger(__name__)
@@ -68,28 +69,31 @@ def rollback(
             raise SnapshotError(f"view {name!r} was never published: there is nothing to go back from")
         close_dead(store, None, commands=PUBLISHING, own=report.run)
         online = held.enter_context(contextlib.closing(open_online_store(project.online)))
-        if mend(store, online) and ref.reason.startswith("rollback") and to in (None, ref.snapshot):
-            report.snapshot, report.epoch, report.status = ref.snapshot, ref.epoch, "published"  # the last one, killed half-way
-            notify(project.settings.notify, report, project.home)
-            return report
-        target = Standing(store).before(ref) if to is None else to
-        snapshot = store.snapshot(target)
-        if target == ref.snapshot:
-            raise SnapshotError(
-                f"snapshot {target} of view {name!r} is live already; name another one (there are: {Standing(store).numbers_text()}; `precompute snapshots {name}` tells more)"
-            )
-        Standing(store).check_publishable(snapshot)  # before anything is marked
-        store.mark_bad(ref.snapshot, "rolled back from", back_to=target)
-        reason = f"rollback from {ref.snapshot}"
-        publish(
-            store,
-            online,
-            report,
-            progress,
-            number=target,
-            reason=reason,
-            held=f"{reason}, with --hold" if hold else None,
-            lease=lease,
-        )
+        publisher = Publisher(store, online, report, progress, lease)
+        if publisher.mend() and ref.reason.startswith("rollback") and to in (None, ref.snapshot):
+            # The last one, killed half-way.
+            report.snapshot, report.epoch, report.status = ref.snapshot, ref.epoch, "published"
+        else:
+            target = _target(store, ref, to)
+            store.mark_bad(ref.snapshot, "rolled back from", back_to=target)
+            reason = f"rollback from {ref.snapshot}"
+            publisher.publish(target, reason=reason, held=f"{reason}, with --hold" if hold else None)
         notify(project.settings.notify, report, project.home)
     return report
+
+
+def _target(store: ViewStore, ref: LiveRef, to: int | None) -> int:
+    """Number of the snapshot to go back to; it may be published, which is looked at before anything is marked.
+
+    Raises:
+        SnapshotError, GateError: there is none, or not the one asked for.
+    """
+    standing, name = Standing(store), store.name
+    target = standing.before(ref) if to is None else to
+    snapshot = store.snapshot(target)
+    if target == ref.snapshot:
+        raise SnapshotError(
+            f"snapshot {target} of view {name!r} is live already; name another one (there are: {standing.numbers_text()}; `precompute snapshots {name}` tells more)"
+        )
+    standing.check_publishable(snapshot)
+    return target

@@ -6,17 +6,20 @@ import contextlib
 import logging
 import signal
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 from jobs.config.project import Project
 from jobs.config.view import ViewConfig
+from jobs.pipeline.judging import accepted
 from jobs.pipeline.materialize import dry_run, materialize
-from jobs.pipeline.plan import Plan
-from jobs.pipeline.publish import accepted, publish, renew
+from jobs.pipeline.publish import Publisher
+from jobs.process.job import Job, RunOptions
 from jobs.process.notify import notify
-from jobs.process.progress import Progress
+from jobs.process.progress import Progress, Silent
 from jobs.process.report import PUBLISHING, close_dead, recorded
+from jobs.rows.plan import Plan
 from store.clock import parsed_time
 from store.disk.crashpoint import crashpoint
 from store.disk.lease import Lease, is_held, take
@@ -43,17 +46,8 @@ def run_view(
     project: Project,
     name: str,
     progress: Progress,
+    options: RunOptions = RunOptions(),  # noqa: B008 - frozen
     *,
-    command: str = "run",
-    number: int | None = None,
-    partition: Partition | None = None,
-    full: bool = False,
-    retry_rejected: bool = False,
-    accept: Collection[str] = (),
-    reload: bool = False,
-    due: str | None = None,
-    backfill: str | None = None,
-    deadline_s: float | None = None,
     finished: Callable[[Report], None] = lambda _: None,
 ) -> Report:
     """Run one view.
@@ -62,31 +56,20 @@ def run_view(
         project: the configuration.
         name: of the view.
         progress: told how far it is.
-        command: ``run``, or only its first half ``materialize``, or only its second half ``publish``.
-        number: which snapshot to publish; the newest by default.
-        partition: which one to compute; of a partitioned view the latest that is over by default.
-        full: compute every row.
-        retry_rejected: compute rows that were rejected with the same input, too.
-        accept: gates whose refusal is accepted.
-        reload: publish it again, though the online store seems to hold it.
-        due: the schedule's time this run is for.
-        backfill: id of the backfill this run is a part of.
-        deadline_s: the kernel ends the process after this long, whatever it hangs in.
+        options: what is asked for.
         finished: given the report once it is complete, of a failed run too.
 
     Returns:
-        the report, as written.
+        the report, as written; of a run that was done for this time of the schedule already, that run's.
 
     Raises:
         ConflictError: another run of the view, or of the partition, is going on, or the view is being dropped.
         GateError: a gate refused to publish; the snapshot is committed.
-        PrecomputeError: what :func:`materialize` and :func:`publish` raise; the report says it too.
+        PrecomputeError: what :func:`materialize` and publishing raise; the report says it too.
     """
     config, store = project.view(name), project.offline.view(name)
-    part = None
-    if command != "publish":
-        partition = partition_of(config, partition)
-        part = None if partition is None else str(partition)
+    computes = options.command != "publish"
+    options = replace(options, partition=partition_of(config, options.partition) if computes else None)
 
     def ended(report: Report) -> None:
         if report.error is not None:
@@ -94,49 +77,45 @@ def run_view(
         finished(report)
 
     with contextlib.ExitStack() as held:
-        lease = None
-        if command != "publish":
-            busy = f"another run of view {name!r}{'' if part is None else f' and partition {part}'} is going on; wait for it, or look at `status`"
-            lease = held.enter_context(
-                take(store.leases, run_lease(part), command, ttl_s=project.settings.lease, busy=busy, wait_s=BRIEFLY_S)
-            )
-            if is_held(store.leases, DROP_LEASE):
-                raise ConflictError(f"view {name!r} is being dropped; run it again if it is to be computed anew")
-            close_dead(store, part)
-            if due is not None and (done := _done(store, due)) is not None:
-                log.info("view %r: the run due at %s is done already", name, due)
-                return done
-        known = {"partition": part, "due": due, "backfill": backfill, "parents": _parents(project, store)}
-        report = held.enter_context(recorded(store, command, ended, **known))
+        lease = held.enter_context(_run_lease(project, store, options)) if computes else None
+        done = _done(store, options.due) if computes and options.due is not None else None
+        if done is not None:
+            log.info("view %r: the run due at %s is done already", name, options.due)
+            return done
+        known = {"partition": options.partition_text, "due": options.due, "backfill": options.backfill}
+        report = held.enter_context(recorded(store, options.command, ended, **known, parents=_parents(project, store)))
         keep_reserve(project.root)
         held.enter_context(named(name))
-        held.enter_context(_ended_by_kernel(deadline_s))
+        held.enter_context(_ended_by_kernel(options.deadline_s))
         held.callback(progress.end)
-        if lease is None:
-            snapshot = _asked(store, number, accept, report)
-        else:
-            snapshot = materialize(
-                config,
-                store,
-                project.home,
-                report,
-                progress,
-                partition=partition,
-                full=full,
-                retry_rejected=retry_rejected,
-                accept=accept,
-                lease=lease,
-                memory_mb=project.settings.memory_mb,
-                engine=project.settings.engine,
-            )
-        if command != "materialize":
-            _publish(project, store, config, snapshot, report, progress, accept=accept, reload=reload, run=lease)
+        job = Job(project, config, store, options, report, progress, lease)
+        snapshot = materialize(job) if computes else _asked(job)
+        if options.command != "materialize":
+            _publish(job, snapshot)
     return report
 
 
-def plan_view(
-    project: Project, name: str, *, partition: Partition | None = None, full: bool = False, retry_rejected: bool = False
-) -> Plan:
+def _run_lease(project: Project, store: ViewStore, options: RunOptions) -> Lease:
+    """The right to compute the partition; reports of dead runs of it are closed.
+
+    Raises:
+        ConflictError: somebody else has it, or the view is being dropped.
+    """
+    partition, name = options.partition_text, store.name
+    whose = f"view {name!r}{'' if partition is None else f' and partition {partition}'}"
+    busy = f"another run of {whose} is going on; wait for it, or look at `status`"
+    lease = take(store.leases, run_lease(partition), options.command, ttl_s=project.settings.lease, busy=busy, wait_s=BRIEFLY_S)
+    try:
+        if is_held(store.leases, DROP_LEASE):
+            raise ConflictError(f"view {name!r} is being dropped; run it again if it is to be computed anew")
+        close_dead(store, partition)
+    except BaseException:
+        lease.release()
+        raise
+    return lease
+
+
+def plan_view(project: Project, name: str, options: RunOptions = RunOptions()) -> Plan:  # noqa: B008 - frozen
     """What :func:`run_view` would compute, and why; nothing is written.
 
     Raises:
@@ -144,16 +123,8 @@ def plan_view(
     """
     config, store = project.view(name), project.offline.view(name)
     with named(name):
-        return dry_run(
-            config,
-            store,
-            project.home,
-            Report("", name, "plan"),
-            partition=partition_of(config, partition),
-            full=full,
-            retry_rejected=retry_rejected,
-            memory_mb=project.settings.memory_mb,
-        )
+        options = replace(options, partition=partition_of(config, options.partition))
+        return dry_run(Job(project, config, store, options, Report("", name, "plan"), Silent()))
 
 
 def partition_of(config: ViewConfig, partition: Partition | None) -> Partition | None:
@@ -191,74 +162,63 @@ def _parents(project: Project, store: ViewStore) -> dict[str, int]:
     return {parent: ref.epoch for parent, ref in refs.items() if ref is not None}
 
 
-def _asked(store: ViewStore, number: int | None, accept: Collection[str], report: Report) -> Snapshot:
+def _asked(job: Job) -> Snapshot:
     """The snapshot to publish, with the gates that were accepted now."""
-    number = Standing(store).newest_publishable(accept) if number is None else number
-    return accepted(store.snapshot(number), store, accept, report.run)
+    number = job.options.number
+    number = Standing(job.store).newest_publishable(job.options.accept) if number is None else number
+    return accepted(job, job.store.snapshot(number))
 
 
-def _publish(
-    project: Project,
-    store: ViewStore,
-    config: ViewConfig,
-    snapshot: Snapshot,
-    report: Report,
-    progress: Progress,
-    *,
-    accept: Collection[str],
-    reload: bool,
-    run: Lease | None,
-) -> None:
-    name, nothing_new = config.name, report.status == "current"
-    snapshot = accepted(snapshot, store, accept, report.run)
-    wait_s = BRIEFLY_S if run is None else PATIENTLY_S
-    busy = f"view {name!r} is being published, rolled back or cleaned up; wait for it, or look at `status`"
+def _publish(job: Job, snapshot: Snapshot) -> None:
+    """Make the snapshot live unless it is to stay as it is, and remove what nothing can reach any more."""
+    project, store, report = job.project, job.store, job.report
+    nothing_new = report.status == "current"
+    snapshot = accepted(job, snapshot)
+    wait_s = BRIEFLY_S if job.lease is None else PATIENTLY_S
+    busy = f"view {store.name!r} is being published, rolled back or cleaned up; wait for it, or look at `status`"
     with take(store.leases, PUBLISH_LEASE, report.command, ttl_s=project.settings.lease, busy=busy, wait_s=wait_s) as lease:
         close_dead(store, None, commands=PUBLISHING, own=report.run)
-        if run is not None:
-            run.check()  # once the publishing lease is held, nobody else can publish what a later run computed
-        standing = Standing(store)
-        asked = report.command == "publish" and report.backfill is None
-        stays = None if asked else standing.why_unpublished(snapshot)
-        goes_live = stays is None
-        if stays is not None:
-            ref = store.refs.readable_live()
-            level = logging.WARNING if ref is not None and ref.held is not None else logging.INFO  # of a hold somebody is to know
-            log.log(level, "view %r: snapshot %d is not published: %s", name, snapshot.number, stays)
-        online = open_online_store(project.online)
-        try:
-            if goes_live:
-                number, reason = snapshot.number, report.command
-                publish(store, online, report, progress, number=number, reason=reason, reload=reload, lease=lease)
-            elif snapshot.refused_by:  # it would not go live anyway, but nobody looks at a green run
-                standing.check_publishable(snapshot)
-            elif report.status == "running":
-                report.snapshot, report.status = snapshot.number, "current"
-            ref = store.refs.readable_live()
-            if ref is not None and ref.snapshot == snapshot.number:
-                if goes_live and ref.held is not None:  # it was live already, and an operator wants it published
-                    store.refs.resume_live()
-                if nothing_new and config.renew_unchanged:
-                    renew(store, online, report.read_at_us, lease=lease)
-        finally:
-            online.close()
+        if job.lease is not None:
+            job.lease.check()  # once the publishing lease is held, nobody else can publish what a later run computed
+        with contextlib.closing(open_online_store(project.online)) as online:
+            _go_live(job, snapshot, Publisher(store, online, report, job.progress, lease), nothing_new)
         if report.status == "published":
             notify(project.settings.notify, report, project.home)
         crashpoint("notify")
-        settings = project.settings.retention
         with report.stage("gc"):
-            leases = [lease] if run is None else [lease, run]
-            try:
-                collect(
-                    store,
-                    keep=settings.keep,
-                    grace_s=settings.grace,
-                    leases=leases,
-                    swept=SWEPT_FOLDERS,
-                    told=report.attention.append,
-                )
-            except SnapshotError as exc:  # what was published stays published; the next run removes it
-                log.warning("%s", exc)
+            _collect(job, [lease] if job.lease is None else [lease, job.lease])
+
+
+def _go_live(job: Job, snapshot: Snapshot, publisher: Publisher, nothing_new: bool) -> None:
+    store, report, standing = job.store, job.report, Standing(job.store)
+    asked = report.command == "publish" and report.backfill is None
+    stays = None if asked else standing.why_unpublished(snapshot)
+    if stays is None:
+        publisher.publish(snapshot.number, reason=report.command, reload=job.options.reload)
+    else:
+        ref = store.refs.readable_live()
+        # Of a hold somebody is to know.
+        level = logging.WARNING if ref is not None and ref.held is not None else logging.INFO
+        log.log(level, "view %r: snapshot %d is not published: %s", store.name, snapshot.number, stays)
+        if snapshot.refused_by:  # it would not go live anyway, but nobody looks at a green run
+            standing.check_publishable(snapshot)
+        elif report.status == "running":
+            report.snapshot, report.status = snapshot.number, "current"
+    ref = store.refs.readable_live()
+    if ref is not None and ref.snapshot == snapshot.number:
+        if stays is None and ref.held is not None:  # it was live already, and an operator wants it published
+            store.refs.resume_live()
+        if nothing_new and job.config.renew_unchanged:
+            publisher.renew(report.read_at_us)
+
+
+def _collect(job: Job, leases: list[Lease]) -> None:
+    keep, grace_s = job.project.settings.retention.keep, job.project.settings.retention.grace
+    told = job.report.attention.append
+    try:
+        collect(job.store, keep=keep, grace_s=grace_s, leases=leases, swept=SWEPT_FOLDERS, told=told)
+    except SnapshotError as exc:  # what was published stays published; the next run removes it
+        log.warning("%s", exc)
 
 
 @contextlib.contextmanager

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from jobs.config.project import Project
 from jobs.config.view import ViewConfig, model_queries
-from jobs.pipeline.open_view import OpenView, open_view
-from jobs.pipeline.plan import recipe_of
+from jobs.rows.open_view import OpenView, open_view
+from jobs.rows.plan import recipe_of
 from jobs.schedule.backfill_state import Item, Options, Reprocess, backfills, read_backfill
 from precompute.registry import LoadedModel, load_with_fingerprint
 from precompute.sources.input_hash import MD5

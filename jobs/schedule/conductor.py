@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from jobs.config.project import Project
+from jobs.process.job import RunOptions
 from jobs.process.progress import Silent
 from jobs.schedule.backfill_plan import REPORTS
 from jobs.schedule.backfill_state import Backfill, Item, in_words, note_done, save_backfill
@@ -246,7 +247,7 @@ class Conductor:
                 if number is not None:
                     from jobs.pipeline.run import run_view
 
-                    run_view(self.project, state.view, Silent(), command="publish", number=number, backfill=state.id)
+                    run_view(self.project, state.view, Silent(), RunOptions(command="publish", number=number, backfill=state.id))
                     ref = self.store.refs.live()
                     if ref is None or ref.snapshot != number:
                         state.not_published = "something newer went live meanwhile"

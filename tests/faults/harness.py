@@ -24,8 +24,8 @@ import pyarrow.parquet as pq
 import redis
 import yaml
 
-import jobs.pipeline.materialize
-import jobs.pipeline.plan
+import jobs.rows.chunks
+import jobs.rows.plan
 from jobs.ops.drop import drop
 from store.disk import crashpoint
 from store.disk.crashpoint import InjectedError
@@ -242,9 +242,9 @@ def changed(
 
 @contextlib.contextmanager
 def small_chunks(window_rows: int = WINDOW_ROWS, part_bytes: int = 1, **plan: Any) -> Iterator[None]:
-    """Make every window a chunk of its own; ``plan`` replaces constants of :mod:`jobs.pipeline.plan`."""
-    todo = [(jobs.pipeline.materialize, "WINDOW_ROWS", window_rows), (jobs.pipeline.materialize, "PART_BYTES", part_bytes)]
-    todo += [(jobs.pipeline.plan, name, value) for name, value in plan.items()]
+    """Make every window a chunk of its own; ``plan`` replaces constants of :mod:`jobs.rows.plan`."""
+    todo = [(jobs.rows.chunks, "WINDOW_ROWS", window_rows), (jobs.rows.chunks, "PART_BYTES", part_bytes)]
+    todo += [(jobs.rows.plan, name, value) for name, value in plan.items()]
     before = [(module, name, getattr(module, name)) for module, name, _ in todo]
     for module, name, value in todo:
         assert hasattr(module, name)

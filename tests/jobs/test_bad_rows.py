@@ -12,7 +12,7 @@ import pytest
 
 from jobs.fallback import ViewFallback
 from jobs.ops.verify import verify
-from jobs.pipeline import materialize
+from jobs.rows import chunks
 from store.errors import ConfigError, ModelError, PrecomputeError, RejectedError, RequestError
 from store.feature_view import FeatureView
 from store.lookup import Lookup
@@ -389,8 +389,8 @@ def test_from_reject_to_fail_and_back_what_was_computed_stays(make: Make) -> Non
 
 
 def test_an_interrupted_runs_chunks_count_for_its_own_policy_only(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(materialize, "CHUNK_S", 0.0)
-    monkeypatch.setattr(materialize, "WINDOW_ROWS", 2)
+    monkeypatch.setattr(chunks, "CHUNK_S", 0.0)
+    monkeypatch.setattr(chunks, "WINDOW_ROWS", 2)
     rows: Rows = {1: None, 2: "d", 3: "", 4: "ee", 5: "f", 6: "stop", 7: "g", 8: "h"}
 
     def interrupted(policy: str) -> None:

@@ -15,10 +15,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from jobs.config.project import EngineConfig
-from jobs.pipeline import materialize
-from jobs.pipeline.engine import engine_of
-from jobs.pipeline.open_view import open_view
 from jobs.process.report import engine_line
+from jobs.rows import chunks
+from jobs.rows.engine import engine_of
+from jobs.rows.open_view import open_view
 from precompute.engine.meter import Meter
 from precompute.engine.runner import Runner
 from precompute.model import digest
@@ -110,7 +110,7 @@ DYING = {"model": {"use": "tests.precompute.dying_models:Dying", "args": {"how":
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that every worker gets some."""
-    monkeypatch.setattr(materialize, "WINDOW_ROWS", 40)
+    monkeypatch.setattr(chunks, "WINDOW_ROWS", 40)
 
 
 def numbers(rows: int = 200) -> pa.Table:

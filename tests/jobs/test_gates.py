@@ -14,9 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.pipeline import materialize, replaced
+from jobs.pipeline import materialize
 from jobs.pipeline.gates import judge
-from jobs.pipeline.open_view import open_view
+from jobs.rows import chunks, replaced
+from jobs.rows.open_view import open_view
 from precompute.engine import runner
 from precompute.engine.runner import compute
 from store.errors import GateError
@@ -355,7 +356,7 @@ def test_a_model_of_ones_own_has_no_precision_whatever_it_calls_its_attributes(
             )
             return compute(*arguments)
 
-    monkeypatch.setattr("jobs.pipeline.gates.compute", again)
+    monkeypatch.setattr("jobs.pipeline.parity.compute", again)
     monkeypatch.setattr(Vectors, "variant", variant, raising=False)
     project = make_project(list(GOOD.items()), view=view(fallback=True))
     if status == "published":
@@ -374,7 +375,7 @@ def test_parity_allows_one_row_of_twenty_and_no_more(
         double = np.asarray(done.features["double"]) * np.where(np.arange(len(done.rows)) < rows, 1.5, 1.0)
         return dataclasses.replace(done, features=done.features.set_column(0, "double", pa.array(double)))
 
-    monkeypatch.setattr("jobs.pipeline.gates.compute", again)
+    monkeypatch.setattr("jobs.pipeline.parity.compute", again)
     project = make_project(list(GOOD.items()), view=view(fallback=True))
     assert project.cli("run", "numbers") == (0 if passes else 3)
     assert [(g.gate, g.measured) for g in project.snapshot().gates if g.gate == "parity"] == [("parity", rows / 20)]
@@ -390,8 +391,8 @@ def test_the_share_that_is_not_finite_is_judged_at_its_limit(make_project: MakeP
     figures = replace(snapshot.figures, not_finite=1)
     config = project.view("numbers")
     with open_view(config.feature_view(), project.offline, project.home) as opened:
-        _, verdicts = judge(config, opened, store, replace(snapshot, number=0, figures=figures), None)
-    assert [(v.passed, v.measured) for v in verdicts if v.gate == "finite"] == [(passed, 1 / N)]
+        verdicts = judge(config, opened, store, replace(snapshot, number=0, figures=figures), None)
+    assert [(v.passed, v.measured) for v in verdicts.all if v.gate == "finite"] == [(passed, 1 / N)]
 
 
 def test_parity_leaves_out_rows_whose_input_changed_since(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -570,9 +571,9 @@ def test_numbers_that_are_not_finite_are_found_however_they_came_to_disk(make_pr
     part = store.write_part("other", "part-00000.parquet", table)
     config = project.view("numbers")
     with open_view(config.feature_view(), project.offline, project.home) as opened:
-        quality, verdicts = judge(config, opened, store, replace(snapshot, number=0, parts=(part,), figures=None), None)
-    (verdict,) = [v for v in verdicts if v.gate == "finite"]
-    assert (verdict.passed, verdict.measured, quality["finite"]) == (False, 1 / N, 1 / N)
+        verdicts = judge(config, opened, store, replace(snapshot, number=0, parts=(part,), figures=None), None)
+    (verdict,) = [v for v in verdicts.all if v.gate == "finite"]
+    assert (verdict.passed, verdict.measured, verdicts.verdicts.quality["finite"]) == (False, 1 / N, 1 / N)
     assert verdict.message == "1 of 40 rows are not finite"
 
 
@@ -639,8 +640,8 @@ def test_a_third_of_all_vectors_moved_a_little_is_refused_though_their_mean_is_n
 
 def in_parts(monkeypatch: pytest.MonkeyPatch, rows: int = 1000) -> None:
     """A part for every window of so many rows."""
-    monkeypatch.setattr(materialize, "WINDOW_ROWS", rows)
-    monkeypatch.setattr(materialize, "PART_BYTES", 1)
+    monkeypatch.setattr(chunks, "WINDOW_ROWS", rows)
+    monkeypatch.setattr(chunks, "PART_BYTES", 1)
 
 
 @pytest.mark.parametrize("damaged", [range(19_700, 20_000), range(9_000, 9_300)], ids=["at the end", "in one part"])
@@ -675,7 +676,7 @@ def test_damage_in_chunks_that_an_interrupted_run_finished_is_seen(
     gates = ALONE | {"zero": 0.01}
     project = make_project(list(rows.items()), view=view(gates))
     with monkeypatch.context() as patched:
-        patched.setattr(materialize._Run, "finish", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(materialize, "_snapshot", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             project.run()
     mended = rows | {i: float(i + 1) for i in range(10)}

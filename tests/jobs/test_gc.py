@@ -15,7 +15,7 @@ import pytest
 
 from jobs.cli import main
 from jobs.fallback import ViewFallback
-from jobs.pipeline import materialize
+from jobs.rows import chunks
 from store.disk.lease import take
 from store.errors import ConflictError, FencedError, RejectedError
 from store.lookup import Lookup
@@ -314,8 +314,8 @@ def test_pin_keeps_and_its_removal_lets_go(make_project: MakeProject, capsys: Ca
 
 def killed(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> Scene:
     """A run that ended after some chunks, without a snapshot."""
-    monkeypatch.setattr(materialize, "WINDOW_ROWS", 1)
-    monkeypatch.setattr(materialize, "PART_BYTES", 1)
+    monkeypatch.setattr(chunks, "WINDOW_ROWS", 1)
+    monkeypatch.setattr(chunks, "PART_BYTES", 1)
     project = make(make_project, [(1, 1.0), (2, 2.0), (3, None)], max_rejected=0.0)
     with pytest.raises(RejectedError):
         project.run()

@@ -15,9 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.pipeline import materialize
 from jobs.pipeline.run import run_view
+from jobs.process.job import RunOptions
 from jobs.process.progress import Silent
+from jobs.rows import chunks
 from precompute.engine import runner
 from precompute.engine.batching import WINDOW_ROWS
 from precompute.engine.pace import LONG_S
@@ -155,8 +156,8 @@ def test_snapshots_are_numbered_and_old_ones_stay_as_they_were(make_project: Mak
 def test_many_windows_and_parts_hold_every_row_once_and_in_order(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(materialize, "WINDOW_ROWS", 7)
-    monkeypatch.setattr(materialize, "PART_BYTES", 1000)
+    monkeypatch.setattr(chunks, "WINDOW_ROWS", 7)
+    monkeypatch.setattr(chunks, "PART_BYTES", 1000)
     xs = [(i * 37 % 101, float(i)) for i in range(100)]
     project = make_project(xs, view={"model": {"use": "tests.arithmetic:Doubler", "args": {"fail_on": 50, "nan_on": 60}}})
     snapshot = made(project)
@@ -681,8 +682,8 @@ def interrupted(project: Scene, monkeypatch: pytest.MonkeyPatch, chunks: int) ->
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(materialize, "WINDOW_ROWS", 5)
-    monkeypatch.setattr(materialize, "PART_BYTES", 1)
+    monkeypatch.setattr(chunks, "WINDOW_ROWS", 5)
+    monkeypatch.setattr(chunks, "PART_BYTES", 1)
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -693,7 +694,7 @@ def test_finished_chunks_of_an_interrupted_run_are_not_computed_again(
     project = make_project(MANY, view={"model": {"use": "tests.arithmetic:Doubler", "args": {"fail_on": 7}}})
     interrupted(project, monkeypatch, 3)
     calls.take()
-    monkeypatch.setattr(materialize, "WINDOW_ROWS", window_rows)
+    monkeypatch.setattr(chunks, "WINDOW_ROWS", window_rows)
     snapshot = built(project)
     assert calls.take() == 25
     report = project.report()
@@ -721,12 +722,12 @@ def test_a_killed_run_loses_seconds_of_work_however_slow_the_model_and_large_the
     monkeypatch.setattr(runner, "HAND_ON_S", 0.0)
     monkeypatch.setattr(runner, "BATCH_S", 1e-12)
     monkeypatch.setattr(runner, "START_ROWS", 2)
-    monkeypatch.setattr(materialize, "CHUNK_S", 0.0)
+    monkeypatch.setattr(chunks, "CHUNK_S", 0.0)
     project = make_project(MANY)
     interrupted(project, monkeypatch, 12)
     calls.take()
     progress = Counting()
-    run_view(project, "numbers", progress, command="materialize")
+    run_view(project, "numbers", progress, RunOptions(command="materialize"))
     assert 12 <= project.report().resumed <= 24
     assert calls.take() == 40 - project.report().resumed
     assert sum(progress.advances) == 40 - project.report().resumed
@@ -738,7 +739,7 @@ def test_a_killed_run_loses_seconds_of_work_however_slow_the_model_and_large_the
 
 def test_what_a_kill_costs_is_less_than_half_a_minute() -> None:
     """A chunk; a piece gathered, one ready and one in the model; a batch, for once as long as any may take."""
-    assert materialize.CHUNK_S + 3 * runner.HAND_ON_S + LONG_S <= 30
+    assert chunks.CHUNK_S + 3 * runner.HAND_ON_S + LONG_S <= 30
 
 
 def test_pieces_of_windows_are_written_in_the_sources_order(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.fallback import ViewFallback
-from jobs.pipeline import materialize
 from jobs.pipeline import run as run_module
+from jobs.rows import chunks
 from store.disk.lease import Lease, take
 from store.errors import ConfigError, GateError, RejectedError, SourceError
 from store.lookup import Lookup
@@ -393,8 +393,8 @@ def test_the_parity_gate_reads_the_partition(make_project: MakeProject) -> None:
 
 
 def test_what_is_resumed_is_of_the_same_partition(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(materialize, "WINDOW_ROWS", 1)
-    monkeypatch.setattr(materialize, "PART_BYTES", 1)
+    monkeypatch.setattr(chunks, "WINDOW_ROWS", 1)
+    monkeypatch.setattr(chunks, "PART_BYTES", 1)
     rows = events().to_pylist()
     for row in rows[3:6]:  # the second day has the first one's inputs, and a row that fails
         row["x"] -= 100

@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jobs.ops.status import project_status
-from jobs.pipeline import materialize, plan
-from jobs.pipeline.plan import Plan
+from jobs.rows import chunks, plan
+from jobs.rows.plan import Plan
 from precompute.diff import Diff
 from precompute.sources.input_hash import MD5
 from store.errors import PrecomputeError, RejectedError, SnapshotError
@@ -311,8 +311,8 @@ def test_a_source_with_a_null_key_has_nothing_to_do_when_nothing_changed(make_pr
 
 
 def test_resumed_rows_are_said_and_not_computed(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(materialize, "WINDOW_ROWS", 2)
-    monkeypatch.setattr(materialize, "PART_BYTES", 1)
+    monkeypatch.setattr(chunks, "WINDOW_ROWS", 2)
+    monkeypatch.setattr(chunks, "PART_BYTES", 1)
     view = COUNTING | {"max_rejected": 0.0}
     project = make_project([*ROWS[:7], (8, -8.0)], view=view)
     with pytest.raises(RejectedError):
@@ -475,7 +475,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
     from jobs.ops import status
 
-    for module in (plan, materialize, status):
+    for module in (plan, chunks, status):
         monkeypatch.setattr(module, "time", Ahead)
 
     def utc_now() -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import redis
 
-from jobs.pipeline.publish import publish
+from jobs.pipeline.publish import Publisher
 from jobs.process.progress import Silent
 from jobs.process.report import recorded
 from store.disk.lease import take
@@ -73,7 +73,7 @@ def committed(project: Scene) -> ViewStore:
 
 def publish_to(online: MemoryStore, store: ViewStore, number: int | None = None) -> tuple[Report, Pointer]:
     with take(store.leases, PUBLISH_LEASE, "publish") as lease, recorded(store, "publish") as report:
-        return report, publish(store, online, report, Silent(), number=number, lease=lease)
+        return report, Publisher(store, online, report, Silent(), lease).publish(number)
 
 
 # ---- the good case

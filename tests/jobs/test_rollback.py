@@ -14,6 +14,7 @@ import pytest
 import redis
 
 from jobs.pipeline import run as run_module
+from jobs.pipeline.publish import Publisher
 from store.disk import crashpoint
 from store.disk.crashpoint import InjectedError
 from store.disk.lease import Lease, take
@@ -442,17 +443,15 @@ def test_a_hold_counts_though_the_run_had_looked_before(
 def test_a_publishing_that_goes_on_is_fenced(
     versions: Versions, make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from jobs.pipeline import publish
-
     project = versions(1.0, 10.0)
-    loaded = publish._verify
+    loaded = Publisher._verify
 
     def verified(*arguments: Any) -> None:
         loaded(*arguments)
-        monkeypatch.setattr(publish, "_verify", loaded)
+        monkeypatch.setattr(Publisher, "_verify", loaded)
         project.rollback()
 
-    monkeypatch.setattr(publish, "_verify", verified)
+    monkeypatch.setattr(Publisher, "_verify", verified)
     with pytest.raises(PrecomputeError, match="rollback"):
         versions(100.0)
     assert served(project) == (1, 1.0)

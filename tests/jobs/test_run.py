@@ -37,7 +37,7 @@ OLD, NEW = [2.0, 4.0, 6.0, 8.0, 10.0], [20.0, 40.0, 60.0, 80.0, 100.0]
 
 DYING = """
 import importlib, os, signal, sys
-import jobs.pipeline.materialize
+import jobs.rows.chunks
 from jobs.cli import main
 
 where, when, *command = sys.argv[1:]
@@ -54,7 +54,7 @@ def dying(*arguments, **named):
     os.kill(os.getpid(), signal.SIGKILL)
 
 setattr(owner, name, dying)
-jobs.pipeline.materialize.WINDOW_ROWS, jobs.pipeline.materialize.PART_BYTES = 2, 1
+jobs.rows.chunks.WINDOW_ROWS, jobs.rows.chunks.PART_BYTES = 2, 1
 sys.exit(main(command))
 """
 
@@ -175,7 +175,7 @@ def test_a_killed_runs_report_says_running_until_the_next_run_closes_it(make_pro
 def test_what_was_committed_before_a_kill_can_be_published_without_computing_again(make_project: MakeProject) -> None:
     make_project(rows(), **options()).run()
     project = make_project(rows(10), **options())
-    killed(project, "jobs.pipeline.run:publish", "before")
+    killed(project, "jobs.pipeline.publish:Publisher.publish", "before")
     assert served(project) == OLD
     assert project.publish().snapshot == 2
     assert served(project) == NEW

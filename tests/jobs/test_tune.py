@@ -25,7 +25,7 @@ from jobs.fallback import ViewFallback
 from jobs.ops import tune as tune_module
 from jobs.ops.tune import tune
 from jobs.pipeline import materialize as materialize_module
-from jobs.pipeline.open_view import EXAMPLE_ROWS, open_view
+from jobs.rows.open_view import EXAMPLE_ROWS, open_view
 from precompute.engine.runner import Runner
 from precompute.models.torch_model import TorchModel
 from precompute.precision.accuracy import compare

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jobs.pipeline.open_view import OpenView
+from jobs.rows.open_view import OpenView
 from precompute.sources.statement import referenced_views
 from store.freshness import as_datetime, iso, microseconds
 from store.offline.runs import Report

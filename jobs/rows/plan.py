@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jobs.config.view import ViewConfig
-from jobs.pipeline.open_view import OpenView, files_of, variant_name
+from jobs.process.job import Job
+from jobs.rows.open_view import OpenView, files_of, variant_name
 from precompute.diff import Diff, compare
 from precompute.model import digest
 from precompute.source import Files
@@ -99,50 +100,49 @@ class Plan:
         }
 
 
-def make_plan(
-    config: ViewConfig,
-    opened: OpenView,
-    store: ViewStore,
-    partition: str | None,
-    source_rows: int,
-    *,
-    read_at_us: int,
-    full: bool = False,
-    retry_rejected: bool = False,
-) -> Plan:
+def make_plan(job: Job, opened: OpenView, source_rows: int, *, read_at_us: int) -> Plan:
     """Compare a loaded source with what was computed before.
 
     Args:
-        config: the view.
-        opened: its source is loaded.
-        store: where snapshots and the chunks of interrupted runs are.
-        partition: of a partitioned view.
+        job: the run.
+        opened: its view; the source is loaded.
         source_rows: rows loaded.
         read_at_us: when the source was read, µs since 1970.
-        full: compute every row, but for those an interrupted run that was told the same has.
-        retry_rejected: compute rows that were rejected with the same input, too.
 
     Raises:
         SnapshotError, SourceError: something cannot be read.
     """
-    source, view = opened.source, opened.view
-    recipe = recipe_of(opened)
-    content = f"{recipe}:{source.content()}"
-    expired = None if config.renew_unchanged else read_at_us - int(view.ttl_s * 1e6)
-    finished = store.journals.unfinished(recipe, partition, full=full)
+    options, recipe = job.options, recipe_of(opened)
+    content = f"{recipe}:{opened.source.content()}"
+    # Of a run that was told to compute every row too, what it did before it was interrupted is good.
+    finished = job.store.journals.unfinished(recipe, options.partition_text, full=options.full)
+    expired = None if job.config.renew_unchanged else read_at_us - int(opened.view.ttl_s * 1e6)
+    parent, reason, diff, finished = _compared(job, opened, recipe, finished, source_rows, expired)
+    compact = False
+    if parent is not None:
+        compact = _is_long(job.store.chain(parent), diff)
+        reason = f"builds on snapshot {parent.number}" + (
+            "" if parent.view == opened.view else ", whose view was defined otherwise"
+        )
+    same_view = parent is not None and parent.view == opened.view
+    return Plan(source_rows, diff, parent, reason, recipe, content, finished, compact, read_at_us, same_view)
+
+
+def _compared(
+    job: Job, opened: OpenView, recipe: str, finished: list[Finished], source_rows: int, expired_before_us: int | None
+) -> tuple[Snapshot | None, str, Diff, list[Finished]]:
+    """What to build on, why on nothing, how the source differs from it, and the chunks taken over: each as far as its files are whole."""
+    store, full, partition = job.store, job.options.full, job.options.partition_text
     while True:
         previous = None if full else Standing(store).newest(partition)
-        reason = (
-            "asked for every row"
-            if full
-            else _why_full(previous, opened, recipe, first=not store.numbers() or partition is not None)
-        )
-        parent = previous if reason is None else None
+        first = not store.numbers() or partition is not None
+        why_full = "asked for every row" if full else _why_full(previous, opened, recipe, first=first)
+        parent = previous if why_full is None else None
         try:
-            diff = _diff(opened, store, parent, finished, source_rows, expired, retry_rejected)
+            diff = _diff(job, opened, parent, finished, source_rows, expired_before_us)
             whole = store.journals.whole(finished) if diff.resumed else finished
             if whole == finished:
-                break
+                return parent, why_full or "", diff, finished
             finished = whole
         except SnapshotError as exc:
             log.warning("%s", exc)
@@ -155,42 +155,38 @@ def make_plan(
                 finished = []
             else:
                 raise
-    compact = False
-    if parent is not None:
-        chain = store.chain(parent)
-        deltas = sum(layer.counts.written + layer.counts.removed for layer in chain[1:])
-        deltas += diff.compute + diff.resumed + diff.removed
-        compact = len(chain) > MAX_DELTAS or deltas > MAX_DELTA_SHARE * chain[0].rows
-        reason = f"builds on snapshot {parent.number}" + ("" if parent.view == view else ", whose view was defined otherwise")
-    assert reason is not None
-    same_view = parent is not None and parent.view == view
-    return Plan(source_rows, diff, parent, reason, recipe, content, finished, compact, read_at_us, same_view)
+
+
+def _is_long(chain: Sequence[Snapshot], diff: Diff) -> bool:
+    """Whether a chain with one delta more is to be compacted."""
+    rows = sum(layer.counts.written + layer.counts.removed for layer in chain[1:])
+    rows += diff.compute + diff.resumed + diff.removed
+    return len(chain) > MAX_DELTAS or rows > MAX_DELTA_SHARE * chain[0].rows
 
 
 def _diff(
+    job: Job,
     opened: OpenView,
-    store: ViewStore,
     parent: Snapshot | None,
     finished: list[Finished],
     source_rows: int,
     expired_before_us: int | None,
-    retry_rejected: bool,
 ) -> Diff:
-    folder = store.folder
-    refused = [folder / chunk.rejected.path for chunk in finished if chunk.rejected is not None]
-    if parent is not None and parent.rejected is not None and (folder / parent.rejected.path).is_file():
-        refused.append(folder / parent.rejected.path)
-    parts = Files([folder / chunk.part.path for chunk in finished if chunk.part is not None])
+    store, retry = job.store, job.options.retry_rejected
+    refused = [store.folder / chunk.rejected.path for chunk in finished if chunk.rejected is not None]
+    if parent is not None and parent.rejected is not None and (store.folder / parent.rejected.path).is_file():
+        refused.append(store.folder / parent.rejected.path)
+    parts = Files([store.folder / chunk.part.path for chunk in finished if chunk.part is not None])
     if parent is None and not parts.paths and not refused:
         return Diff(new=source_rows)
-    known = None if parent is None else files_of(store.layers(parent))
+    before = None if parent is None else files_of(store.layers(parent))
     try:
-        return compare(opened.source, known, parts, refused, expired_before_us=expired_before_us, retry_refused=retry_rejected)
+        return compare(opened.source, before, parts, refused, expired_before_us=expired_before_us, retry_refused=retry)
     except SnapshotError as exc:
-        if not (retry_rejected and refused):
+        if not (retry and refused):
             raise
         log.warning("%s; how often rejected rows were tried is counted anew", exc)
-        return compare(opened.source, known, parts, expired_before_us=expired_before_us)
+        return compare(opened.source, before, parts, expired_before_us=expired_before_us)
 
 
 def is_damaged(store: ViewStore, snapshot: Snapshot) -> bool:
@@ -203,9 +199,10 @@ def is_damaged(store: ViewStore, snapshot: Snapshot) -> bool:
     return False
 
 
-def go_on_hashing(opened: OpenView, store: ViewStore, partition: str | None, *, full: bool = False) -> None:
+def go_on_hashing(job: Job, opened: OpenView) -> None:
     """Before the source is loaded: hash its rows as those were that the run may build on or take over, where they are hashed with MD5, so that
     they are not all computed once more."""
+    store, full, partition = job.store, job.options.full, job.options.partition_text
     recipe = recipe_of(opened, MD5)
     newest = None if full else Standing(store).newest(partition)
     if newest is not None and newest.recipe == recipe_of(opened):

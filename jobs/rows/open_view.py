@@ -20,7 +20,7 @@ from precompute.sources.statement import referenced_views
 from store.errors import ConfigError, SourceError
 from store.feature_view import FeatureView, ModelUse
 from store.offline.layers import Layers
-from store.offline.view_store import OfflineStore
+from store.offline.view_store import OfflineStore, ViewStore
 from store.partition import Partition
 
 REFERENCE = "fp32-eager"
@@ -109,10 +109,7 @@ def open_view(
     queries = model_queries(model.args)
     wanted = sorted({name for text in (sql, *queries.values()) for name in referenced_views(text)})
     inputs = {name: pinned[name] if pinned is not None else _live_number(offline, name, view.name) for name in wanted}
-    live = {}
-    for name, number in inputs.items():
-        read = offline.view(name)
-        live[name] = files_of(read.layers(read.snapshot(number)))
+    live = {name: _files(offline.view(name), number) for name, number in inputs.items()}
     bounds = None if partition is None else (partition.start, partition.end)
     try:
         source = Source(sql, view.entity, live, bounds=bounds, folder=folder, memory_mb=memory_mb)
@@ -121,15 +118,10 @@ def open_view(
     except SourceError as exc:
         raise SourceError(f"view {view.name!r}: {exc}") from exc
     variant = variant_name(model)
-    tables: dict[str, pa.Table] = {}
     try:
-        for name, text in queries.items():
-            try:
-                tables[name] = source.table(text)
-            except ConfigError as exc:
-                raise ConfigError(f"view {view.name!r}: model.args.{name}.sql: {exc}") from exc
+        tables = {name: _table(view, source, name, text) for name, text in queries.items()}
+        arguments = {**absolute_arguments(model.args, folder), **tables}
         try:
-            arguments = {**absolute_arguments(model.args, folder), **tables}
             use = model.use
             loaded = load_with_fingerprint(use, arguments, folder) if load is None else load(use, arguments, variant)
             fingerprint = model_fingerprint(loaded.fingerprint, use, variant.removesuffix("-eager"), tables)
@@ -138,7 +130,20 @@ def open_view(
     except BaseException:
         source.close()
         raise
-    return OpenView(view, folder, source, loaded.model, fingerprint, inputs, tables, variant, offline.view(view.name).compiled)
+    compiled = offline.view(view.name).compiled
+    return OpenView(view, folder, source, loaded.model, fingerprint, inputs, tables, variant, compiled)
+
+
+def _files(store: ViewStore, number: int) -> Files:
+    return files_of(store.layers(store.snapshot(number)))
+
+
+def _table(view: FeatureView, source: Source, name: str, sql: str) -> pa.Table:
+    """One of the model's arguments that is given as SQL."""
+    try:
+        return source.table(sql)
+    except ConfigError as exc:
+        raise ConfigError(f"view {view.name!r}: model.args.{name}.sql: {exc}") from exc
 
 
 def variant_name(model: ModelUse) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jobs.config.project import EngineConfig
-from jobs.pipeline.open_view import EXAMPLE_ROWS, REFERENCE, OpenView
+from jobs.rows.open_view import EXAMPLE_ROWS, REFERENCE, OpenView
 from precompute.engine.meter import Meter
 from precompute.engine.runner import Runner
 from precompute.model import StagedModel

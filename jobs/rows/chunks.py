@@ -1,0 +1,196 @@
+"""Chunks: the computed rows of a run on their way to Parquet, never more than one window and one part in memory.
+
+A chunk is a part and its rejected rows, durable and in the journal: what a killed run leaves to the next.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from jobs.process.job import Job
+from jobs.rows.engine import engine_of
+from jobs.rows.open_view import OpenView
+from jobs.rows.plan import Plan, now_us
+from jobs.rows.rejections import Rejections
+from precompute.engine.batching import WINDOW_ROWS
+from precompute.engine.features import with_null_rows
+from precompute.engine.meter import Meter
+from precompute.engine.window import Outcome
+from store.entity_key import bad_keys, key_column
+from store.offline.journal import Finished
+from store.offline.layers import Layers
+from store.offline.row_figures import RowCounter, RowFigures, count
+from store.offline.selection import all_rows
+from store.offline.snapshot import Part
+
+PART_BYTES = 64 * 2**20
+"""Rows are gathered to about this size before a Parquet file is written."""
+CHUNK_S = 15.0
+"""Or for this long: a chunk, and what the engine has computed and not handed on (a few seconds' worth, whatever the model's speed), is what a
+killed run loses at most: together less than 30 s."""
+
+
+class Chunks:
+    """The rows of one run.
+
+    Args:
+        job: the run.
+        opened: its view; the source is loaded, the model converted.
+        max_rejected: how many rows may be rejected.
+
+    Raises:
+        RejectedError: from every method that takes rows: see :class:`jobs.rows.rejections.Rejections`.
+        SnapshotError: the file system failed.
+    """
+
+    def __init__(self, job: Job, opened: OpenView, max_rejected: int) -> None:
+        self._job, self._opened = job, opened
+        self.rejections = Rejections(job, opened, max_rejected)
+        self.parts: list[Part] = []
+        self.figures: dict[str, RowFigures] = {}
+        """Path of a part → of all its rows."""
+        self.written = 0
+        """Rows, those taken over among them."""
+        self.computed_at: list[int] = []
+        """When the first and the last rows were computed, µs since 1970; empty where none were."""
+        self._finished = 0
+        """Chunks of this run."""
+        self._counter: RowCounter | None = None
+        """Of the rows that are pending."""
+        self._pending: list[pa.Table] = []
+        self._places: list[npt.NDArray[np.int64]] = []
+        """Where each of the pending rows stands in the source: window, row."""
+        self._pending_bytes = 0
+        self._began = time.monotonic()
+        self._bad_keys: deque[tuple[pa.Array, list[str], pa.Array]] = deque()
+
+    def take_over(self, plan: Plan) -> None:
+        """Begin with what interrupted runs left, and with the rows that were rejected before."""
+        for chunk in plan.finished if plan.diff.resumed else ():
+            if chunk.part is not None:
+                self.parts.append(chunk.part)
+                self.figures[chunk.part.path] = chunk.figures or self._counted(chunk.part)
+        self.written = plan.diff.resumed
+        self.rejections.take_over(plan)
+
+    def _counted(self, part: Part) -> RowFigures:
+        """Of a chunk whose run kept no figures."""
+        rows = all_rows(Layers([self._job.store.folder / part.path], [part.rows], {}))
+        return count(rows.batches(self._opened.view.feature_names), self._opened.view)
+
+    def compute(self) -> None:
+        """Compute all windows of the source and keep their rows; the report learns what the stages took."""
+        meter, began, report = Meter(), time.monotonic(), self._job.report
+        runner = engine_of(self._opened, self._job.project.settings.engine, meter, self._job.store)
+        windows = self._good_keys(self._opened.source.batches(WINDOW_ROWS))
+        stream = runner.stream(windows, hidden=("input_hash",), memory_mb=self._job.memory_mb)
+        try:
+            for batch, done in stream:
+                self._add(batch, done)
+                self._job.progress.advance(done.done)
+        finally:
+            stream.close()  # the source must not be read any more when it is closed
+            report.engine = runner.figures(time.monotonic() - began)
+            for stage, name in (("read", "source"), ("model", "model")):
+                report.add(name, meter.stage(stage).busy_s)
+        self._finish()
+        self.rejections.write()
+
+    def _good_keys(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """The rows that have a usable key; the others are kept aside for :meth:`_add`, which is the one thread that rejects."""
+        entity = self._opened.view.entity
+        for batch in batches:
+            columns = [batch.column(name) for name in entity]
+            if all(pa.types.is_integer(column.type) and not column.null_count for column in columns):
+                yield batch  # no such key can be bad; to see that from its text took 0.3 s for 2 M rows
+                continue
+            bad = bad_keys(keys := key_column(batch, entity))
+            if bad:
+                rows = list(bad)
+                hashes = batch.column("input_hash").take(pa.array(rows))
+                self._bad_keys.append((keys.take(pa.array(rows)), list(bad.values()), hashes))
+                batch = batch.take(pa.array(np.setdiff1d(np.arange(batch.num_rows), rows)))
+            yield batch
+
+    def _add(self, batch: pa.RecordBatch, done: Outcome) -> None:
+        """Keep the rows of a window, or of a piece of one, and note its rejections."""
+        view = self._opened.view
+        while self._bad_keys:
+            keys, errors, hashes = self._bad_keys.popleft()
+            self.rejections.add(keys, ["key"] * len(keys), errors, hashes)
+        done = with_null_rows(view, done)
+        if done.rejections:
+            rows = pa.array([rejected.row for rejected in done.rejections])
+            keys = key_column(batch.select(list(view.entity)).take(rows), view.entity)
+            stages, errors = [r.stage for r in done.rejections], [r.error for r in done.rejections]
+            self.rejections.check_policy(keys, stages, errors)
+            self.rejections.add(keys, stages, errors, batch.column("input_hash").take(rows))
+        if len(done.rows):
+            self._keep(batch, done)
+        if self._pending_bytes >= PART_BYTES or time.monotonic() - self._began >= CHUNK_S:
+            self._finish()
+
+    def _keep(self, batch: pa.RecordBatch, done: Outcome) -> None:
+        view, at_us = self._opened.view, now_us()
+        known = self.computed_at or [at_us]
+        self.computed_at = [min(at_us, *known), max(at_us, *known)]
+        kept = batch if len(done.rows) == batch.num_rows else batch.take(pa.array(done.rows))
+        if self._counter is None:
+            self._counter = RowCounter(view)
+        self._counter.add(done.features)
+        columns = [stored_key(kept.column(name)) for name in view.entity]
+        columns += done.features.columns
+        columns += [pa.repeat(pa.scalar(at_us, pa.timestamp("us", "UTC")), kept.num_rows), kept.column("input_hash")]
+        table = pa.Table.from_arrays(columns, names=[*view.entity, *view.feature_names, "computed_at", "input_hash"])
+        self._pending.append(table)
+        self._places.append((done.window << 32) + done.rows)
+        self._pending_bytes += table.nbytes
+        self.written += table.num_rows
+
+    def _finish(self) -> None:
+        """Make what was computed since the last chunk durable, and note it in the journal."""
+        store, run, number = self._job.store, self._job.report.run, self._finished
+        part = rejected = figures = None
+        with self._job.report.stage("write"):
+            if self._pending:
+                assert self._counter is not None
+                figures, rare, self._counter = self._counter.figures(), self._counter.rare(), None
+                table, places = pa.concat_tables(self._pending), np.concatenate(self._places)
+                if not (places[1:] > places[:-1]).all():  # pieces of windows come as they were computed
+                    order = np.argsort(places)
+                    table, rare = table.take(pa.array(order)), np.flatnonzero(np.isin(order, rare))
+                part = store.write_part(run, f"part-{number:05d}.parquet", table, rare)
+                self.parts.append(part)
+                self.figures[part.path] = figures
+            refused = self.rejections.for_journal()
+            if refused is not None:
+                rejected = store.write_part(run, f"rejected-{number:05d}.parquet", refused)
+            if part is not None or rejected is not None:
+                store.journals.add(run, Finished(part, rejected, figures))
+                self._finished += 1
+        self._pending, self._places, self._pending_bytes = [], [], 0
+        self._began = time.monotonic()
+
+    def write_no_rows(self) -> None:
+        """A part of no rows, for a snapshot that has none: an outsider finds the columns all the same."""
+        self.parts.append(self._job.store.write_part(self._job.report.run, "part-00000.parquet", no_rows(self._opened)))
+
+
+def no_rows(opened: OpenView) -> pa.Table:
+    """A table of a view's parts, without rows."""
+    view, source = opened.view, opened.source.schema
+    keys = [pa.field(n, pa.int64() if pa.types.is_integer(source.field(n).type) else pa.string()) for n in view.entity]
+    own = [pa.field("computed_at", pa.timestamp("us", "UTC")), pa.field("input_hash", pa.int64())]
+    return pa.schema([*keys, *view.feature_schema(), *own]).empty_table()
+
+
+def stored_key(column: pa.Array) -> pa.Array:
+    """A key column as parts have it: int64 or string in every snapshot."""
+    return pc.cast(column, pa.int64() if pa.types.is_integer(column.type) else pa.string())
