@@ -573,7 +573,7 @@ def test_numbers_that_are_not_finite_are_found_however_they_came_to_disk(make_pr
     with open_view(config.feature_view(), project.offline, project.home) as opened:
         verdicts = judge(config, opened, store, replace(snapshot, number=0, parts=(part,), figures=None), None)
     (verdict,) = [v for v in verdicts.all if v.gate == "finite"]
-    assert (verdict.passed, verdict.measured, verdicts.verdicts.quality["finite"]) == (False, 1 / N, 1 / N)
+    assert (verdict.passed, verdict.measured, verdicts.quality["finite"]) == (False, 1 / N, 1 / N)
     assert verdict.message == "1 of 40 rows are not finite"
 
 
