@@ -88,6 +88,12 @@ def redis_url(redis_server: str) -> Iterator[str]:
     client.close()
 
 
+@pytest.fixture(params=["lmdb", "redis"])
+def online(request: pytest.FixtureRequest) -> str:
+    """The value of ``online``: beside the root, not inside, so that either can be lost alone."""
+    return "lmdb:./online" if request.param == "lmdb" else str(request.getfixturevalue("redis_url"))
+
+
 MakeProject = Callable[..., Scene]
 
 

@@ -20,7 +20,7 @@ from store.offline.refs import LiveRef
 from store.offline.runs import Report
 from store.offline.snapshot import Snapshot
 from store.offline.view_store import ViewStore
-from store.online.online_store import OnlineStore
+from store.online.online_store import OnlineStore, Pointer
 from store.online.online_url import open_online_store
 
 
@@ -129,10 +129,23 @@ class Scene(Project):
         return Lookup(self.open_online(), self.root, fallback, **options)
 
     @contextlib.contextmanager
-    def lookup(self) -> Iterator[Lookup]:
+    def online_store(self) -> Iterator[OnlineStore]:
+        """Its online store, closed afterwards."""
+        with contextlib.closing(self.open_online()) as store:
+            yield store
+
+    @contextlib.contextmanager
+    def lookup(self, fallback: Any = None, **options: Any) -> Iterator[Lookup]:
         """A reader that is closed afterwards."""
-        with contextlib.closing(self.open_lookup()) as lookup:
+        with contextlib.closing(self.open_lookup(fallback, **options)) as lookup:
             yield lookup
+
+    def pointer(self, view: str = "numbers") -> Pointer:
+        """The online pointer, which must be there."""
+        with self.online_store() as store:
+            pointer = store.live(view)
+        assert pointer is not None
+        return pointer
 
     def served(self, keys: Sequence[Any] = (1, 2, 3), view: str = "numbers") -> tuple[int, list[float | None]]:
         """(snapshot, double of each key), all of one snapshot."""
@@ -140,3 +153,9 @@ class Scene(Project):
             table = lookup.get(view, keys)
         (snapshot,) = set(table["snapshot"].to_pylist())
         return snapshot, table["double"].to_pylist()
+
+    def nearest(self, x: float) -> tuple[int, str]:
+        """(snapshot, key) of the row whose vector is nearest to the one of x."""
+        with self.lookup() as lookup:
+            answer = lookup.search("numbers", vector=[x, x + 1, x + 2, x + 3], k=1)
+        return answer["snapshot"], answer["rows"][0]["key"]

@@ -432,8 +432,7 @@ def read_online(scene: FaultScene, online: OnlineStore) -> tuple[int, dict[int, 
 
 def check_readers(scene: FaultScene) -> State:
     """What is live is readable, all of one state, the one of the snapshot it says; the index fits. Holds at any time, recovered or not."""
-    online = scene.project().open_online()
-    try:
+    with scene.project().online_store() as online:
         pointer = online.live(VIEW)
         assert pointer is not None
         _, found = read_online(scene, online)
@@ -448,8 +447,6 @@ def check_readers(scene: FaultScene) -> State:
         nearest_key, score = index.search(list(vector), 1, frozenset())
         assert (nearest_key, score[0]) == ([str(key)], 0.0)
         return state
-    finally:
-        online.close()
 
 
 def check_everything(scene: FaultScene, *, current: bool = True) -> None:
@@ -487,8 +484,7 @@ def check_no_orphans(scene: FaultScene) -> None:
 
 def check_online_is_tidy(scene: FaultScene) -> None:
     """No more than two generations and two indexes, and nothing of any other in the store."""
-    online = scene.project().open_online()
-    try:
+    with scene.project().online_store() as online:
         generations = online.generations(VIEW)
         assert 1 <= len(generations) <= 2
         indexes = {path.name for path in (scene.view_folder / "index").iterdir()}
@@ -496,8 +492,6 @@ def check_online_is_tidy(scene: FaultScene) -> None:
         assert ref is not None
         assert indexes <= {f"{number:020d}" for number in (*generations, ref.previous_generation or 0)}
         assert len(indexes) <= 2
-    finally:
-        online.close()
     if scene.online.startswith("lmdb:"):
         files = {path.name for path in (scene.folder / scene.online.removeprefix("lmdb:") / VIEW).iterdir()}
         extra = files - {f"{number:020d}.mdb" for number in generations} - {"live.json", ".lock"}

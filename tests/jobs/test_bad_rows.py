@@ -109,11 +109,6 @@ MIXED: Rows = {1: "a b", 2: None, 3: "", 4: "boom", 5: "nan", 6: "d", 7: "ee e",
 """Four rows with a value, two unusable ones, and two that cannot be computed whatever the policy."""
 
 
-@pytest.fixture(params=["lmdb", "redis"])
-def online(request: pytest.FixtureRequest) -> str:
-    return "lmdb:./online" if request.param == "lmdb" else str(request.getfixturevalue("redis_url"))
-
-
 Make = Callable[..., Scene]
 
 

@@ -222,12 +222,9 @@ def test_a_feature_may_be_called_score_beside_the_score_of_a_search(make_project
     capsys.readouterr()
     assert project.cli("lookup", "numbers", "3", "--json") == 0
     assert report_of(capsys)["rows"][0]["features"]["score"] == 60.0
-    lookup = project.open_lookup()
-    try:
+    with project.lookup() as lookup:
         found = lookup.search("numbers", key="1", k=1, features=["score"])["rows"][0]
         table = lookup.get("numbers", ["2"])
-    finally:
-        lookup.close()
     assert (found["key"], found["score"], found["features"]) == ("2", 4.0, {"score": 4.0})
     assert table.column("score").to_pylist() == [4.0]
 

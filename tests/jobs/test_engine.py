@@ -240,12 +240,9 @@ def test_a_row_that_kills_its_worker_is_rejected_alone_and_the_run_publishes(mak
     assert committed(project, 1).select(["id", "double", "vector"]).to_pylist() == [
         {"id": i, "double": 2.0 * i, "vector": [i, i + 1.0, i + 2.0, i + 3.0]} for i in range(12) if i != 5
     ]
-    online = project.open_online()
-    try:
+    with project.online_store() as online:
         lookup = Lookup(online, project.root)
         assert [lookup.row("numbers", key)["status"] for key in (4, 5, 6)] == ["fresh", "missing", "fresh"]
-    finally:
-        online.close()
 
 
 # ---- the report

@@ -71,12 +71,9 @@ def view(gates: Mapping[str, float | None] | None = None, fallback: bool = False
 def live(project: Scene) -> tuple[int, int]:
     """(snapshot live offline, snapshot a reader is served)."""
     ref = project.store.refs.live()
-    lookup = project.open_lookup()
-    try:
+    with project.lookup() as lookup:
         assert ref is not None
         return ref.snapshot, lookup.row("numbers", 0)["snapshot"]
-    finally:
-        lookup.close()
 
 
 def failed(snapshot: Snapshot) -> list[str]:

@@ -240,8 +240,7 @@ def test_an_edited_ttl_index_or_fallback_takes_effect_with_the_next_run_though_n
     computed.clear()
     project = make_project(ROWS, view=COUNTING | {"ttl": "2h", "index": {"on": "vector", "metric": "l2"}})
     project.run()
-    pointer = project.open_online().live("numbers")
-    assert pointer is not None
+    pointer = project.pointer()
     assert (pointer.view.ttl_s, pointer.index is not None) == (7200.0, True)
     assert computed == []  # no row of it is another
 
@@ -492,13 +491,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 def looked_up(project: Scene, ahead_s: float, keys: list[int]) -> list[tuple[str, int]]:
     """(status, age in whole hundreds of seconds) of each key, as asked ``ahead_s`` from now."""
-    lookup = project.open_lookup(clock=lambda: time.time() + ahead_s)
-    try:
+    with project.lookup(clock=lambda: time.time() + ahead_s) as lookup:
         rows = [lookup.row("numbers", key) for key in keys]
         assert [row["status"] for row in rows] == lookup.get("numbers", keys)["status"].to_pylist()
         return [(row["status"], round(row["age_s"] / 100)) for row in rows]
-    finally:
-        lookup.close()
 
 
 @pytest.mark.parametrize("online", ["lmdb", "redis"])

@@ -32,38 +32,16 @@ INDEXED = {"index": {"on": "vector", "metric": "l2"}}
 UNJUDGED = {"gates": {"rows": None, "norm": None, "duplicates": None, "drift": None, "moved": None}}
 
 
-@pytest.fixture(params=["lmdb", "redis"])
-def online(request: pytest.FixtureRequest) -> str:
-    """The value of ``online``: beside the root, not inside, so that either can be lost alone."""
-    return "lmdb:./online" if request.param == "lmdb" else str(request.getfixturevalue("redis_url"))
-
-
-def nearest(project: Scene, x: float) -> tuple[int, str]:
-    """(snapshot, key) of the row whose vector is nearest to that of x."""
-    lookup = project.open_lookup()
-    try:
-        found = lookup.search("numbers", vector=[x, x + 1, x + 2, x + 3], k=1)
-        return found["snapshot"], found["rows"][0]["key"]
-    finally:
-        lookup.close()
-
-
 def epochs(project: Scene) -> tuple[int, int]:
     """(of the offline pointer, of the online pointer)."""
-    store = project.open_online()
-    try:
+    with project.online_store() as store:
         ref, pointer = project.store.refs.live(), store.live("numbers")
         return 0 if ref is None else ref.epoch, 0 if pointer is None else pointer.epoch
-    finally:
-        store.close()
 
 
 def generations(project: Scene) -> list[int]:
-    store = project.open_online()
-    try:
+    with project.online_store() as store:
         return store.generations("numbers")
-    finally:
-        store.close()
 
 
 def committed(project: Scene) -> ViewStore:
@@ -85,11 +63,11 @@ def test_rows_and_index_are_live_together(make_project: MakeProject, online: str
     report = project.run()
     assert (report.status, report.snapshot, report.epoch) == ("published", 1, 1)
     assert project.served() == (1, [2.0, 4.0, None])
-    assert nearest(project, 2.2) == (1, "2")
+    assert project.nearest(2.2) == (1, "2")
     project = make_project([(3, 2.0), (2, 200.0)], **make)
     assert project.run().epoch == 2
     assert project.served() == (2, [None, 400.0, 4.0])
-    assert nearest(project, 2.2) == (2, "3")
+    assert project.nearest(2.2) == (2, "3")
     ref = project.live()
     assert (ref.epoch, ref.snapshot, ref.previous, ref.reason) == (2, 2, 1, "run")
 
@@ -97,9 +75,8 @@ def test_rows_and_index_are_live_together(make_project: MakeProject, online: str
 def test_the_pointer_tells_what_is_live(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0), (2, None)], view=INDEXED)
     report = project.run()
-    pointer = project.open_online().live("numbers")
+    pointer = project.pointer()
     snapshot = project.store.snapshot(1)
-    assert pointer is not None
     assert pointer.view == snapshot.view == project.view("numbers").feature_view()
     assert (pointer.snapshot, pointer.epoch, pointer.rows, pointer.source_rows) == (1, 1, 1, 2)
     assert pointer.model == snapshot.model == report.model
@@ -172,8 +149,8 @@ def test_a_delta_is_served_whole(make_project: MakeProject, online: str) -> None
     snapshot = project.store.snapshot(2)
     assert (snapshot.kind, snapshot.counts.written, snapshot.counts.unchanged) == ("delta", 2, 28)
     assert project.served(range(32)) == (2, [None, 200.0, *(2.0 * i for i in range(2, 31)), None])
-    assert nearest(project, 100.0) == (2, "1")
-    assert nearest(project, 0.0) == (2, "2")
+    assert project.nearest(100.0) == (2, "1")
+    assert project.nearest(0.0) == (2, "2")
     assert len(VectorIndex(project.root / "numbers" / "index" / f"{2:020d}")) == 30
 
 
@@ -210,7 +187,7 @@ def test_going_back_to_the_snapshot_before_loads_nothing(make_project: MakeProje
     assert ref is not None
     assert (ref.epoch, ref.generation, ref.previous, ref.previous_generation) == (3, 1, 2, 2)
     assert project.served() == (1, [2.0, 2.0, 2.0])
-    assert nearest(project, 1.0)[0] == 1
+    assert project.nearest(1.0)[0] == 1
     assert (epochs(project), generations(project)) == ((3, 3), [1, 2])
     report = project.publish(number=2)  # and forth
     assert (report.epoch, "load" in report.stages_s) == (4, False)
@@ -307,7 +284,7 @@ def test_an_older_snapshot_can_be_published_again_and_then_the_newest(make_proje
         project.run()
     assert project.publish(number=1).epoch == 4
     assert project.served() == (1, [2.0, 2.0, 2.0])
-    assert nearest(project, 50.0)[0] == 1
+    assert project.nearest(50.0)[0] == 1
     assert project.publish().epoch == 5
     assert project.served() == (3, [200.0, 200.0, 200.0])
 
@@ -337,7 +314,7 @@ def test_a_view_that_loses_its_index_is_no_longer_searchable(make_project: MakeP
     project = make_project([(1, 1.0)])
     project.run()
     with pytest.raises(PrecomputeError, match="no vector index"):
-        nearest(project, 1.0)
+        project.nearest(1.0)
 
 
 def test_a_reader_sees_one_snapshot_or_the_next_and_never_both(make_project: MakeProject, online: str) -> None:
@@ -551,7 +528,7 @@ def test_a_lost_online_store_is_restored_by_publish(make_project: MakeProject, o
     report = project.publish()
     assert (report.status, report.snapshot, report.epoch) == ("published", 1, 2)
     assert project.served() == (1, [2.0, 4.0, 6.0])
-    assert nearest(project, 3.0) == (1, "3")
+    assert project.nearest(3.0) == (1, "3")
     assert epochs(project) == (2, 2)
 
 
@@ -566,7 +543,7 @@ def test_a_lost_root_goes_past_the_online_epoch(make_project: MakeProject, onlin
     report = project.run()
     assert (report.snapshot, report.epoch) == (1, 4)
     assert project.served() == (1, [14.0, 16.0, None])
-    assert nearest(project, 8.0) == (1, "2")
+    assert project.nearest(8.0) == (1, "2")
     assert generations(project) == [3, 4]
 
 
@@ -637,10 +614,10 @@ def test_an_index_that_cannot_be_written_keeps_rows_and_index_as_they_were(make_
     with pytest.raises(PrecomputeError, match="index"):
         make_project([(2, 5.0)], **make).run()
     assert project.served([1, 2]) == (1, [2.0, None])
-    assert nearest(project, 5.0) == (1, "1")
+    assert project.nearest(5.0) == (1, "1")
     blocked.unlink()
     report = project.run()
     assert (report.status, report.snapshot, report.counts["written"]) == ("published", 2, 0)
     assert project.served([1, 2]) == (2, [None, 10.0])
-    assert nearest(project, 5.0) == (2, "2")
+    assert project.nearest(5.0) == (2, "2")
     assert VectorIndex(project.root / "numbers" / "index" / f"{epochs(project)[1]:020d}").dim == 4

@@ -30,11 +30,6 @@ Versions = Callable[..., Scene]
 Captured = pytest.CaptureFixture[str]
 
 
-@pytest.fixture(params=["lmdb", "redis"])
-def online(request: pytest.FixtureRequest) -> str:
-    return "lmdb:./online" if request.param == "lmdb" else str(request.getfixturevalue("redis_url"))
-
-
 @pytest.fixture
 def versions(make_project: MakeProject) -> Versions:
     """Publishes one snapshot after the other; in the one of factor f, every x is f times its key."""
@@ -52,8 +47,7 @@ def versions(make_project: MakeProject) -> Versions:
 
 def served(project: Scene) -> tuple[int, float]:
     """(snapshot, factor) that rows and index serve alike."""
-    lookup = project.open_lookup()
-    try:
+    with project.lookup() as lookup:
         table = lookup.get("numbers", KEYS)
         (snapshot,) = set(table["snapshot"].to_pylist())
         factors = {double / 2 / key for double, key in zip(table["double"].to_pylist(), KEYS, strict=True)}
@@ -62,12 +56,6 @@ def served(project: Scene) -> tuple[int, float]:
         found = lookup.search("numbers", vector=[2 * factor + n for n in range(4)], k=1)
         assert (found["snapshot"], found["rows"][0]["key"], found["rows"][0]["score"]) == (snapshot, "2", 0.0)
         return snapshot, factor
-    finally:
-        lookup.close()
-
-
-def all_well(project: Scene) -> None:
-    assert project.faults() == []
 
 
 # ---- where it goes
@@ -83,7 +71,7 @@ def test_back_to_what_was_live_before_by_one_pointer_move(versions: Versions, on
     assert (ref.snapshot, ref.previous, ref.reason, ref.held) == (1, 2, "rollback from 2", None)
     assert set(project.store.refs.bad()) == {2}
     assert project.store.runs.last() == report
-    all_well(project)
+    assert project.faults() == []
 
 
 def test_twice_in_a_row_goes_back_further(versions: Versions, online: str) -> None:
@@ -91,7 +79,7 @@ def test_twice_in_a_row_goes_back_further(versions: Versions, online: str) -> No
     assert project.rollback().snapshot == 2
     assert project.rollback().snapshot == 1
     assert served(project) == (1, 1.0)
-    all_well(project)
+    assert project.faults() == []
     with pytest.raises(SnapshotError, match=r"no good snapshot before 1 .*2 \(bad\), 3 \(bad\)"):
         project.rollback()
     assert served(project) == (1, 1.0)
@@ -102,7 +90,7 @@ def test_to_names_any_snapshot_that_is_there(versions: Versions, online: str) ->
     project = versions(1.0, 10.0, 100.0, 1000.0, online=online)
     assert project.rollback(to=1).snapshot == 1
     assert served(project) == (1, 1.0)
-    all_well(project)
+    assert project.faults() == []
 
 
 def test_what_cannot_be_gone_back_to_is_told_and_nothing_is_marked(versions: Versions) -> None:
@@ -199,7 +187,7 @@ def test_the_same_rows_are_never_published_again_and_others_are(versions: Versio
     assert served(project) == (1, 1.0)
     project = versions(100.0)
     assert served(project)[1] == 100.0
-    all_well(project)
+    assert project.faults() == []
 
 
 def test_when_the_source_goes_back_too_there_is_nothing_to_do(versions: Versions) -> None:
@@ -312,7 +300,7 @@ def test_when_redis_is_full_the_pointer_still_moves(versions: Versions, redis_ur
         report = project.rollback()
         assert (report.status, report.snapshot) == ("published", 1)
         assert served(project) == (1, 1.0)
-        all_well(project)
+        assert project.faults() == []
         with pytest.raises(OnlineStoreError, match="full"):
             versions(100.0, online=redis_url)
         assert served(project) == (1, 1.0)
@@ -330,7 +318,7 @@ def test_a_generation_that_is_gone_is_loaded_again(versions: Versions, online: s
     opened.close()
     assert "load" in project.rollback().stages_s
     assert served(project) == (1, 1.0)
-    all_well(project)
+    assert project.faults() == []
 
 
 def test_a_damaged_generation_is_loaded_again(versions: Versions) -> None:
@@ -339,7 +327,7 @@ def test_a_damaged_generation_is_loaded_again(versions: Versions) -> None:
     path.write_bytes(path.read_bytes()[:5000])
     project.rollback()
     assert served(project) == (1, 1.0)
-    all_well(project)
+    assert project.faults() == []
 
 
 @pytest.mark.parametrize("damage", ["gone", "damaged"])
@@ -352,7 +340,7 @@ def test_an_index_that_is_gone_or_damaged_is_built_again(versions: Versions, dam
         (folder / "vectors.faiss").write_bytes(b"nothing")
     project.rollback()
     assert served(project) == (1, 1.0)
-    all_well(project)
+    assert project.faults() == []
 
 
 def test_a_target_whose_parts_are_damaged_is_refused_and_the_old_rows_stay(versions: Versions) -> None:
@@ -371,7 +359,7 @@ def test_an_emptied_online_store_is_filled_by_going_back(versions: Versions) -> 
     shutil.rmtree(project.folder / "online")
     project.rollback()
     assert served(project) == (1, 1.0)
-    all_well(project)
+    assert project.faults() == []
 
 
 # ---- others at work
@@ -455,7 +443,7 @@ def test_a_publishing_that_goes_on_is_fenced(
     with pytest.raises(PrecomputeError, match="rollback"):
         versions(100.0)
     assert served(project) == (1, 1.0)
-    all_well(project)
+    assert project.faults() == []
     assert project.run().status == "published"
     assert served(project) == (4, 100.0)  # and not 3, which took rows over from 2
 

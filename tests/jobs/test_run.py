@@ -70,8 +70,7 @@ def rows(factor: float = 1.0) -> list[tuple[int, float]]:
 
 def served(project: Scene) -> list[float | None]:
     """The doubles of all keys, checked to agree with the neighbours that a search gives."""
-    lookup = project.open_lookup()
-    try:
+    with project.lookup() as lookup:
         table = lookup.get("numbers", KEYS)
         assert len(set(table["snapshot"].to_pylist())) == 1
         doubles: list[float | None] = table["double"].to_pylist()
@@ -80,8 +79,6 @@ def served(project: Scene) -> list[float | None]:
         assert [(r["key"], r["features"]["double"]) for r in found["rows"]] == [("3", doubles[2])]
         assert found["snapshot"] == table["snapshot"][0].as_py()
         return doubles
-    finally:
-        lookup.close()
 
 
 def killed(project: Scene, where: str, when: str) -> None:

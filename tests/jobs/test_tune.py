@@ -824,15 +824,12 @@ def test_saying_what_auto_is_computes_nothing(make_project: MakeProject) -> None
 
 def computed(project: Scene, fallback: ViewFallback, view: str, key: str) -> dict[str, Any]:
     """What the fallback answers for a key."""
-    online = project.open_online()
-    try:
+    with project.online_store() as online:
         pointer = online.live(view)
         assert pointer is not None
         (answer,) = fallback.submit(pointer, [key], {}, time.monotonic() + 30)
         done: dict[str, Any] = answer.result(30).features.to_pylist()[0]
         return done
-    finally:
-        online.close()
 
 
 def test_the_fallback_computes_in_the_precision_of_each_snapshot(make_project: MakeProject) -> None:

@@ -22,11 +22,6 @@ ROWS = 60
 INDEXED = {"index": {"on": "vector", "metric": "l2"}}
 
 
-@pytest.fixture(params=["lmdb", "redis"])
-def online(request: pytest.FixtureRequest) -> str:
-    return "lmdb:./online" if request.param == "lmdb" else str(request.getfixturevalue("redis_url"))
-
-
 def chain(make_project: MakeProject, online: str = "lmdb:./online", **view: Any) -> Scene:
     """A view whose live snapshot is two deltas on a full one."""
     for step in range(3):
@@ -184,13 +179,10 @@ def put(project: Scene, key: bytes, value: bytes | None) -> None:
 
 
 def row(project: Scene, key: bytes) -> bytes:
-    store = project.open_online()
-    try:
+    with project.online_store() as store:
         (found,) = store.read_generation("numbers", 3, [key])
         assert found is not None
         return bytes(found)
-    finally:
-        store.close()
 
 
 def test_a_changed_online_row_is_found_and_named(make_project: MakeProject, online: str) -> None:
