@@ -69,5 +69,39 @@ class Doubler:
         return features
 
 
+class Counting(Doubler):
+    """Writes a line for every batch it computes.
+
+    Args:
+        path: the file.
+        sleep_s: then takes this long, for each batch with an x above 3, so that publishing and warming up cost no time.
+    """
+
+    def __init__(self, path: str, sleep_s: float = 0.0) -> None:
+        super().__init__()
+        self._path, self._sleep_s = path, sleep_s
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
+        x = batch.column("x").to_pylist()
+        with open(self._path, "a") as file:
+            file.write(f"{x}\n")
+        if max(x) > 3:
+            time.sleep(self._sleep_s)
+        return super().compute(batch)
+
+
+class Moody(Doubler):
+    """Refuses to tell its fingerprint while a file is there."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = path
+
+    def fingerprint(self) -> str:
+        if os.path.exists(self._path):
+            raise RuntimeError("not today")
+        return super().fingerprint()
+
+
 REFUSED_AT = raised_at(__file__, "{self.fail_on}")
 """Where a :class:`Doubler` raises that fails on a value."""

@@ -6,13 +6,13 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests import REPOSITORY
+
 ROOMS = ("store", "precompute", "jobs")
-FILES = sorted(str(path.relative_to(ROOT)) for folder in (*ROOMS, "demo") for path in (ROOT / folder).rglob("*.py"))
+FILES = sorted(str(path.relative_to(REPOSITORY)) for folder in (*ROOMS, "demo") for path in (REPOSITORY / folder).rglob("*.py"))
 
 SEAMS = {
     "torch": {
@@ -131,7 +131,7 @@ class Import:
 
 @cache
 def tree(file: str) -> ast.Module:
-    return ast.parse((ROOT / file).read_text(encoding="utf-8"), file)
+    return ast.parse((REPOSITORY / file).read_text(encoding="utf-8"), file)
 
 
 def module_of(file: str) -> str:
@@ -214,7 +214,7 @@ def test_a_wing_is_held_in_ones_head() -> None:
 
 def too_long(file: str) -> Iterator[str]:
     """The file, its head and its functions, of those that are longer than they may be."""
-    if len((ROOT / file).read_text(encoding="utf-8").splitlines()) > LONGEST_FILE:
+    if len((REPOSITORY / file).read_text(encoding="utf-8").splitlines()) > LONGEST_FILE:
         yield file
     if len((ast.get_docstring(tree(file)) or "").splitlines()) > LONGEST_HEAD:
         yield f"{file}:head"

@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
-from tests import conftest
+from tests import REPOSITORY, conftest
 
-ROOT = Path(__file__).parents[1]
 ROOMS = ("store", "precompute", "jobs")
-PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT: dict[str, Any] = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
 USES = {
     "store": ["cpu"],
@@ -53,13 +52,13 @@ def declared(*extras: str) -> set[str]:
 def outside_imports(folder: str) -> set[str]:
     """Top-level modules that the folder's files import anywhere, but for Python's own and ours."""
     found: set[str] = set()
-    for path in (ROOT / folder).rglob("*.py"):
+    for path in (REPOSITORY / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
                 found.update(alias.name.partition(".")[0] for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module:
                 found.add(node.module.partition(".")[0])
-    local = {path.stem for path in (ROOT / folder).rglob("*.py")}
+    local = {path.stem for path in (REPOSITORY / folder).rglob("*.py")}
     return found - sys.stdlib_module_names - {*ROOMS, "demo", "tests", "benchmarks"} - local
 
 
@@ -75,31 +74,31 @@ def test_what_is_imported_is_declared(folder: str) -> None:
 
 def test_what_is_declared_is_pinned() -> None:
     """``faiss-gpu`` and recbole are chosen by hand."""
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").split()
+    lines = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").split()
     pinned = {normalised(line.partition("==")[0]) for line in lines}
     assert declared(*EXTRAS) - pinned == {"faiss-gpu"}
 
 
 @pytest.mark.parametrize("target", ["bench", "test"])
 def test_a_make_target_installs_what_it_imports(target: str) -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
     installed = {extra for found in re.findall(r'--editable "\.\[([\w,]+)\]"', makefile) for extra in found.split(",")}
     assert set(USES["benchmarks" if target == "bench" else "tests"]) <= installed
     assert re.search(rf"^{target}: .*\.bench$" if target == "bench" else rf"^{target}: setup$", makefile, re.MULTILINE)
 
 
 def test_what_ci_runs() -> None:
-    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    script = (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8")
     assert re.findall(r"^(?:exec )?make (\w+)$", script, re.MULTILINE) == ["check", "test"]
 
 
 def test_the_wheel_says_that_it_is_typed_and_its_license() -> None:
     for room in ROOMS:
-        assert (ROOT / room / "py.typed").is_file(), room
+        assert (REPOSITORY / room / "py.typed").is_file(), room
     assert PROJECT["tool"]["setuptools"]["package-data"]["*"] == ["py.typed"]
     assert PROJECT["project"]["license"] == "Apache-2.0"
     assert PROJECT["project"]["license-files"] == ["LICENSE"]
-    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    text = (REPOSITORY / "LICENSE").read_text(encoding="utf-8")
     assert re.match(r"\s+Apache License\n\s+Version 2\.0, January 2004\n", text)
     assert "9. Accepting Warranty or Additional Liability." in text
 

@@ -24,8 +24,8 @@ from jobs.config.schedule import ScheduleConfig
 from jobs.config.view import FeatureConfig, GatesConfig, ViewConfig
 from store.api.wire import LookupRequest, SearchRequest
 from store.feature_view import RESERVED
+from tests import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 PRECOMPUTE = [sys.executable, "-m", "jobs.cli"]
 DOCUMENTS = ["README.md", *sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "docs").glob("*.md"))]
 RUN = ["README.md", "docs/demo.md", "docs/reference.md"]

@@ -25,8 +25,8 @@ from demo.data import movielens_folder
 from store.history import read
 from store.offline.view_store import OfflineStore, ViewStore
 from store.partition import Partition
+from tests import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 RANGE = ["--from", "1997-11-01", "--to", "1997-11-30"]
 DAYS = 30
 

@@ -24,8 +24,7 @@ from types import FrameType
 import pytest
 
 from store.disk import crashpoint
-
-REPOSITORY = Path(__file__).parents[2]
+from tests import REPOSITORY
 
 NOBODY = 2**22 + 1
 """Number of no process, above what Linux gives out: whoever wrote an image is gone when it is looked at."""

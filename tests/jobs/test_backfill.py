@@ -28,10 +28,10 @@ from store.offline.refs import run_lease
 from store.offline.runs import Report, Runs
 from store.offline.standing import Standing
 from store.partition import Partition, containing
+from tests import REPOSITORY
 from tests.conftest import MakeProject
 from tests.scene import Scene
 
-ROOT = Path(__file__).parents[2]
 KEYS = (1, 2, 3)
 SQL = "SELECT id, x, day FROM read_parquet('${data}/data.parquet') WHERE day >= $start AND day < $end"
 NOW = dt.datetime(2024, 3, 1, tzinfo=dt.UTC)
@@ -155,7 +155,7 @@ class Command:
 
     def __init__(self, project: Scene, *arguments: str) -> None:
         command = [sys.executable, "-m", "jobs.cli", "-c", str(project.folder), *arguments]
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def end(self) -> tuple[int, str, str]:
         """Exit status, stdout, stderr."""

@@ -19,8 +19,8 @@ from store.lookup import Lookup
 from store.offline.runs import Report
 from tests.arithmetic import raised_at
 from tests.conftest import MakeProject
-from tests.jobs.test_serve import Server
 from tests.scene import Scene
+from tests.server import Server
 
 HERE = "tests.jobs.test_bad_rows"
 NAMES = ("length", "vector", "words", "note")

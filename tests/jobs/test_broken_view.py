@@ -13,8 +13,8 @@ from jobs.cli import main
 from store.offline.view_store import OfflineStore
 from tests.conftest import MakeProject
 from tests.jobs.test_cli import INDEXED, ROWS, report_of
-from tests.jobs.test_serve import Server
 from tests.scene import Scene
+from tests.server import Server
 
 MESSAGE = "views/broken.yaml: ttl: 'soon': write a number with a unit"
 BROKEN = {

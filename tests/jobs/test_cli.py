@@ -22,11 +22,11 @@ from store.offline.runs import Report
 from store.offline.snapshot import Verdict
 from store.offline.view_store import OfflineStore
 from store.record import plain, replace
+from tests import REPOSITORY
 from tests.arithmetic import Doubler
 from tests.conftest import MakeProject
 from tests.scene import Scene
 
-ROOT = Path(__file__).parents[2]
 ROWS = [(1, 1.0), (2, 2.0), (3, 30.0)]
 INDEXED = {"index": {"on": "vector", "metric": "l2"}}
 Captured = pytest.CaptureFixture[str]
@@ -51,7 +51,7 @@ class Scored(Doubler):
 def spawned(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith("PRECOMPUTE_")}
     return subprocess.run(
-        [sys.executable, "-m", "jobs.cli", *command], cwd=ROOT, capture_output=True, text=True, env=clean | environment
+        [sys.executable, "-m", "jobs.cli", *command], cwd=REPOSITORY, capture_output=True, text=True, env=clean | environment
     )
 
 
@@ -415,7 +415,7 @@ def test_a_process_takes_its_project_from_the_environment_and_keeps_stdout_for_j
 
 def test_a_reader_that_goes_away_gets_no_traceback() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "jobs.cli", "schema"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "jobs.cli", "schema"], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     process.stdout.close()

@@ -16,10 +16,10 @@ import pytest
 from demo.__main__ import VIEWS
 from jobs.fallback import ViewFallback
 from precompute.precision.same_value import differing
+from tests import REPOSITORY
 from tests.conftest import MakeProject
 from tests.scene import Scene
 
-REPOSITORY = Path(__file__).resolve().parent.parent.parent
 WORDS = [
     "a",
     "heist",

@@ -26,8 +26,8 @@ from store.lookup import Computed, Lookup, Miss
 from store.online.online_store import Pointer
 from tests.arithmetic import Doubler
 from tests.conftest import MakeProject
-from tests.jobs.test_serve import eventually
 from tests.scene import Scene
+from tests.server import eventually
 
 FALLBACK = {"fallback": {"enabled": True, "deadline": "20s"}}
 HERE = "tests.jobs.test_fallback"
@@ -497,7 +497,7 @@ def test_a_model_whose_fingerprint_raises_is_a_model_error(
     make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path
 ) -> None:
     mood = tmp_path / "mood"
-    model = {"use": "tests.jobs.test_serve:Moody", "args": {"path": str(mood)}}
+    model = {"use": "tests.arithmetic:Moody", "args": {"path": str(mood)}}
     project = make_project([(1, 1.0)], view=FALLBACK | {"model": model})
     project.publish_all()
     mood.touch()

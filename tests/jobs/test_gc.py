@@ -21,10 +21,10 @@ from store.errors import ConflictError, FencedError, RejectedError
 from store.lookup import Lookup
 from store.offline.gc import Garbage, collect
 from store.offline.refs import PUBLISH_LEASE, run_lease
+from tests import REPOSITORY
 from tests.conftest import MakeProject
 from tests.scene import Scene
 
-ROOT = Path(__file__).parents[2]
 LATER = 10.0**6
 """Seconds: past every grace."""
 Captured = pytest.CaptureFixture[str]
@@ -384,7 +384,11 @@ def other_process(make_project: MakeProject) -> Iterator[Any]:
         )
         folder = project.store.leases
         process = subprocess.Popen(
-            [sys.executable, "-c", script, str(folder), lease], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", script, str(folder), lease],
+            cwd=REPOSITORY,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         processes.append(process)
         assert process.stdout is not None
@@ -411,7 +415,7 @@ def test_the_lease_of_a_process_that_died_does_not_count(make_project: MakeProje
     project = killed(make_project, monkeypatch)
     folder = project.store.leases
     script = "import os, sys; from pathlib import Path; from store.disk.lease import take; take(Path(sys.argv[1]), 'run', 'a test'); os._exit(9)"
-    assert subprocess.run([sys.executable, "-c", script, str(folder)], cwd=ROOT).returncode == 9
+    assert subprocess.run([sys.executable, "-c", script, str(folder)], cwd=REPOSITORY).returncode == 9
     assert len(gc(project)) > 2
 
 

@@ -28,10 +28,10 @@ from store.offline.journal import Journals
 from store.offline.refs import run_lease
 from store.partition import containing
 from store.record import replace, written
+from tests import REPOSITORY
 from tests.conftest import MakeProject
 from tests.scene import Scene
 
-ROOT = Path(__file__).parents[2]
 KEYS = (1, 2, 3, 4, 5)
 OLD, NEW = [2.0, 4.0, 6.0, 8.0, 10.0], [20.0, 40.0, 60.0, 80.0, 100.0]
 
@@ -83,7 +83,7 @@ def served(project: Scene) -> list[float | None]:
 
 def killed(project: Scene, where: str, when: str) -> None:
     command = [sys.executable, "-c", DYING, where, when, "-c", str(project.folder), "run", "numbers"]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    process = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert process.returncode == -9, process.stderr
 
 
@@ -132,7 +132,7 @@ def test_a_model_that_takes_the_process_with_it_leaves_the_old_rows(make_project
     make_project(rows(), **options()).run()
     project = make_project(rows(10), **options(kill_on=30))
     command = [sys.executable, "-m", "jobs.cli", "-c", str(project.folder), "run", "numbers"]
-    assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == -9
+    assert subprocess.run(command, cwd=REPOSITORY, capture_output=True).returncode == -9
     assert served(project) == OLD
     assert project.numbers() == [1]
     make_project(rows(10), **options()).run()
@@ -186,7 +186,7 @@ def running(make_project: MakeProject) -> Iterator[tuple[Scene, subprocess.Popen
     """A run of its own process that takes its time."""
     project = make_project(rows(), **options(sleep_s=60))
     command = [sys.executable, "-m", "jobs.cli", "-c", str(project.folder), "run", "numbers"]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
         assert select.select([process.stderr], [], [], 60)[0], "the run does not begin"
@@ -220,7 +220,7 @@ def test_an_earlier_snapshot_can_be_published_while_a_run_goes_on(make_project: 
         make_project(rows(factor), **options()).run()
     project = make_project(rows(100), **options(sleep_s=60))
     command = [sys.executable, "-m", "jobs.cli", "-c", str(project.folder), "run", "numbers"]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
         assert process.stderr.readline() == "materialize numbers: 5 rows\n"
@@ -265,7 +265,7 @@ def test_a_signal_ends_whatever_it_hangs_in(
     project = make_project(rows(), view=view)
     process = subprocess.Popen(
         [sys.executable, "-m", "jobs.cli", "-c", str(project.folder), command, "numbers"],
-        cwd=ROOT,
+        cwd=REPOSITORY,
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"TMPDIR": str(tmp_path)},
@@ -307,7 +307,9 @@ with termination.terminable(), termination.last_words(lambda: time.sleep(600)):
 
 def test_a_signal_ends_a_process_whose_last_words_hang() -> None:
     """As a report does that lies on a mount which does not answer."""
-    process = subprocess.Popen([sys.executable, "-c", MUTE], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", MUTE], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"

@@ -28,9 +28,10 @@ from store.freshness import iso
 from store.offline.refs import run_lease
 from store.offline.runs import Report
 from store.offline.view_store import OfflineStore
+from tests import REPOSITORY
 from tests.conftest import MakeProject
-from tests.jobs.test_serve import REPOSITORY, eventually
 from tests.scene import Scene
+from tests.server import eventually
 
 RARELY = "0 0 29 2 *"  # not while a test runs
 LONG_AGO = datetime(2024, 1, 1, tzinfo=UTC)

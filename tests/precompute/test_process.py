@@ -15,8 +15,7 @@ import pytest
 
 from precompute.workers import process as process_module
 from precompute.workers.process import TAIL_BYTES, AdoptedProcess, ChildProcess, ProcessGroup, end_all
-
-ROOT = Path(__file__).parents[2]
+from tests import REPOSITORY
 
 
 def shell(line: str, **options: str) -> ChildProcess:
@@ -247,7 +246,7 @@ time.sleep(60)
 @pytest.fixture
 def orphan(tmp_path: Path) -> Iterator[int]:
     """Pid of a child whose parent was killed."""
-    with subprocess.Popen([sys.executable, "-c", OUTLIVED, str(tmp_path)], cwd=ROOT) as parent:
+    with subprocess.Popen([sys.executable, "-c", OUTLIVED, str(tmp_path)], cwd=REPOSITORY) as parent:
         pid = number_in(tmp_path / "pid")
         parent.kill()
     yield pid

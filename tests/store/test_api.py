@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from store.api import wire
 from store.lookup import MAX_KEYS
-from tests.jobs.test_serve import Reply, Server, make_folder, read_reply, slow, write_numbers
+from tests.server import Reply, Server, make_folder, read_reply, slow, write_numbers
 
 PAIRS = [("a/b", "c"), ("a", "b/c"), ("50%", "%2F"), ("é€😀", "x y"), ("..", "."), ("?", "#&=+"), ("%25", "%")]
 TEXTS = ["a/b", "/a", "a/", "a//b", "50%", "%2F", "%252F", "é€😀", "a b", "..", "../x", "?#&=+", "\t\x7f", "x" * 511]

@@ -20,8 +20,8 @@ from store.client import Client
 from store.errors import OnlineStoreError, PrecomputeError, RequestError
 from store.lookup import ANSWER_FIELDS, Lookup
 from tests.conftest import free_port
-from tests.jobs.test_serve import Server, make_folder, slow, write_numbers
 from tests.scene import Scene
+from tests.server import Server, make_folder, slow, write_numbers
 
 
 @pytest.fixture(scope="module")

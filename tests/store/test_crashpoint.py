@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from store.disk.crashpoint import POINTS, InjectedError, arm, crashpoint, disarm
-
-REPOSITORY = Path(__file__).parents[2]
+from tests import REPOSITORY
 
 
 @pytest.fixture(autouse=True)

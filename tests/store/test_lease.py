@@ -21,8 +21,7 @@ from store.disk.durable_file import replace_durably
 from store.disk.lease import Holder, holder, is_held, take
 from store.errors import ConflictError, FencedError, SnapshotError
 from store.record import written
-
-REPOSITORY = Path(__file__).parents[2]
+from tests import REPOSITORY
 
 HOLD = """
 import sys
