@@ -378,7 +378,7 @@ def test_a_view_reads_the_live_snapshot_of_another_and_says_which(make_project: 
     made(make_project([(1, 100.0)]))  # newer, but not live
     snapshot = made(project, "sums")
     assert snapshot.inputs == {"numbers": 1}
-    assert [(r["id"], r["double"]) for r in project.rows(snapshot.number)] == [(1, 4.0), (2, 8.0)]
+    assert [(r["id"], r["double"]) for r in project.rows(snapshot.number, "sums")] == [(1, 4.0), (2, 8.0)]
 
 
 @pytest.mark.parametrize("args", [{"version": 2}, {"dim": 4, "nan_on": 99}])
