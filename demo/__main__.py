@@ -28,6 +28,7 @@ from precompute.models.two_tower import train_two_tower
 from precompute.precision.variants import has_bf16
 from store.errors import PrecomputeError
 from store.lookup import Lookup
+from store.lookup_options import LookupOptions
 from store.online.online_url import open_online_store
 
 VIEWS = ("item_embedding", "item_labels", "user_vector", "item_vector", "user_recommendations", "doc_embedding")
@@ -146,7 +147,7 @@ def ask(project: Project, data: Path, trained: bool = True) -> None:
         best = sorted(row["features"].items(), key=lambda pair: -pair[1])[:4]
         print(f"{titles[50]}: " + ", ".join(f"{label} {score:.2f}" for label, score in best))
         heading("A fallback: an item that was never in the source, its inputs in the request")
-        computed = lookup.begin("item_embedding", list(NEW_ITEM), inputs=NEW_ITEM, deadline_ms=60_000)
+        computed = lookup.begin("item_embedding", list(NEW_ITEM), LookupOptions(inputs=NEW_ITEM, deadline_ms=60_000))
         computed.wait()
         print(describe_row(computed.rows()[0]))
         print(describe_row(lookup.row("item_embedding", 8888)))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from store.errors import OnlineStoreError, RequestError
+from store.errors import OnlineStoreError
 from store.fallback import Computed, Miss
 from store.freshness import AHEAD_US, Reason, Sighting, Source, Status, age_s, as_datetime, status_of
 from store.online.codec import Buffer, RowCodec
@@ -250,14 +250,3 @@ class Answer:
         if self.values[i] is None:
             return None
         return str(Source.FALLBACK if self.status(i) is Status.COMPUTED else Source.STORE)
-
-
-def check_limits(**limits: float | None) -> None:
-    """Refuse a deadline or an age that is negative, infinite or no number.
-
-    Raises:
-        RequestError: names it.
-    """
-    for name, value in limits.items():
-        if value is not None and not 0 <= value < float("inf"):
-            raise RequestError(f"{name} is a number from 0, got {value}")

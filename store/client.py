@@ -15,10 +15,10 @@ from urllib.parse import quote, urlencode, urlsplit
 import httpcore2
 import pyarrow as pa
 
-from store.answer import check_limits
 from store.api import wire
 from store.entity_key import join_key
 from store.errors import OnlineStoreError, RequestError
+from store.lookup_options import LookupOptions
 
 
 class Client:
@@ -65,16 +65,10 @@ class Client:
             RequestError: the server refused, with its status and code.
             OnlineStoreError: no answer, or the server's store does not answer.
         """
+        options = LookupOptions(None if features is None else list(features), fallback, deadline_ms, max_age_s, inputs)
         # JSON has no NaN or infinity: they would arrive as null
-        check_limits(deadline_ms=deadline_ms, max_age_s=max_age_s)
-        body = {
-            "keys": list(keys),
-            "features": None if features is None else list(features),
-            "fallback": fallback,
-            "deadline_ms": deadline_ms,
-            "max_age_s": max_age_s,
-            "inputs": inputs,
-        }
+        options.check()
+        body = {"keys": list(keys), **options._asdict()}
         content = self._send("POST", f"/v1/views/{quote(view, safe='')}/lookup", body, accept=wire.ARROW)
         with self._understood():
             return wire.decode_arrow(content)

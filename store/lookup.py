@@ -13,18 +13,21 @@ from typing import Any
 
 import pyarrow as pa
 
-from store.answer import ANSWER_FIELDS, MAX_DEADLINE_S, MAX_KEYS, MAX_NEIGHBOURS, Answer, Plan, check_limits
+from store.answer import ANSWER_FIELDS, MAX_DEADLINE_S, MAX_KEYS, MAX_NEIGHBOURS, Answer, Plan
 from store.entity_key import check_key, join_key, key_text
 from store.errors import RequestError, VectorIndexError
 from store.fallback import Computed, Fallback, Miss, check_inputs
 from store.feature_view import MAX_KEY_BYTES, FeatureView
 from store.freshness import Sighting, Status, microseconds, status_of
+from store.lookup_options import LookupOptions, check_limits
 from store.online.online_store import OnlineStore, Pointer
 from store.online.online_url import open_online_store
 from store.search import Indexes, embedded, searched_vector
 
 IMPOSSIBLE = b"\0"
 """Looked up in place of a key no entity can have, and never found: keys with a NUL are not stored."""
+
+_DEFAULT = LookupOptions()
 
 
 class Lookup:
@@ -97,9 +100,7 @@ class Lookup:
             RequestError: unknown view or feature, bad or too many keys.
             OnlineStoreError: the store cannot be reached.
         """
-        answer = self.begin(
-            view, keys, features=features, fallback=fallback, deadline_ms=deadline_ms, max_age_s=max_age_s, inputs=inputs
-        )
+        answer = self.begin(view, keys, LookupOptions(features, fallback, deadline_ms, max_age_s, inputs))
         answer.wait()
         return answer.table()
 
@@ -109,42 +110,32 @@ class Lookup:
         Raises:
             RequestError, OnlineStoreError: as :meth:`get`.
         """
-        answer = self.begin(view, [key], features=features, fallback=fallback)
+        answer = self.begin(view, [key], LookupOptions(features, fallback))
         answer.wait()
         return answer.rows()[0]
 
-    def begin(
-        self,
-        view: str,
-        keys: Sequence[Any],
-        *,
-        features: Sequence[str] | None = None,
-        fallback: bool = True,
-        deadline_ms: float | None = None,
-        max_age_s: float | None = None,
-        inputs: Mapping[Any, Mapping[str, Any]] | None = None,
-    ) -> Answer:
+    def begin(self, view: str, keys: Sequence[Any], options: LookupOptions = _DEFAULT) -> Answer:
         """As :meth:`get`, without waiting: the answer may still have rows in flight, see :meth:`Answer.wait`."""
         if isinstance(keys, (str, bytes)) or not hasattr(keys, "__len__"):
             raise RequestError(f"keys is a list of keys, got {type(keys).__name__}: write [{keys!r}]", code="bad_key")
         if not 0 < len(keys) <= MAX_KEYS:
             code = "too_many_keys" if keys else "no_keys"
             raise RequestError(f"a request has 1 to {MAX_KEYS} keys, got {len(keys)}", status=413 if keys else 400, code=code)
-        check_limits(deadline_ms=deadline_ms, max_age_s=max_age_s)
+        options.check()
         texts, raw = self._keys(view, keys)
         read = self.online.read(view, raw)
         if read is None:
             raise self._unknown_view(view)
         pointer, rows = read
-        plan = self._plan(pointer, features)
-        inputs_by_key = {} if not inputs else {key_text(key, pointer.view.entity): columns for key, columns in inputs.items()}
+        plan = self._plan(pointer, options.features)
+        inputs_by_key = {key_text(key, pointer.view.entity): columns for key, columns in (options.inputs or {}).items()}
         for columns in inputs_by_key.values():
             check_inputs(pointer, columns)
         now_us = int(self._clock() * 1e6)
         answer = Answer(plan, texts, rows, now_us, self._sighting(pointer))
-        missing = [i for i in answer.judge(max_age_s) if raw[i] is not IMPOSSIBLE]
-        if missing and fallback and self.fallback is not None and pointer.view.fallback:
-            wait_s = pointer.view.fallback_deadline_s if deadline_ms is None else deadline_ms / 1000
+        missing = [i for i in answer.judge(options.max_age_s) if raw[i] is not IMPOSSIBLE]
+        if missing and options.fallback and self.fallback is not None and pointer.view.fallback:
+            wait_s = pointer.view.fallback_deadline_s if options.deadline_ms is None else options.deadline_ms / 1000
             answer.deadline = time.monotonic() + min(wait_s, MAX_DEADLINE_S)
             wanted = [texts[i] for i in missing]
             futures = self.fallback.submit(pointer, wanted, inputs_by_key, answer.deadline)
@@ -313,7 +304,7 @@ class Lookup:
         """The rows that an index found, with their scores; None when another snapshot was published meanwhile."""
         if not keys:
             return []
-        answer = self.begin(pointer.view.name, keys, features=features, fallback=False)
+        answer = self.begin(pointer.view.name, keys, LookupOptions(features, fallback=False))
         if answer.pointer.publishing != pointer.publishing:
             return None
         return [

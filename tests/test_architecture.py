@@ -70,6 +70,7 @@ DEMO_DOORS = {
     "precompute.precision.variants",
     "store.errors",
     "store.lookup",
+    "store.lookup_options",
     "store.online.online_url",
 }
 """What the demo does with the house a user can do: the modules it may import."""

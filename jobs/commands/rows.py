@@ -15,6 +15,7 @@ from store.clock import duration
 from store.entity_key import key_from_path
 from store.errors import OnlineStoreError, RequestError
 from store.freshness import iso
+from store.lookup_options import LookupOptions
 from store.online.online_store import OnlineStore, Pointer
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def _lookup(arguments: argparse.Namespace) -> int:
     with _opened(project, online, fallback=arguments.fallback) as lookup:
         keys = [_key(text, view.entity) for text in arguments.keys]
         features = arguments.features.split(",") if arguments.features else None
-        answer = lookup.begin(view.name, keys, features=features, fallback=arguments.fallback, deadline_ms=DEADLINE_MS)
+        options = LookupOptions(features, arguments.fallback, DEADLINE_MS)
+        answer = lookup.begin(view.name, keys, options)
         answer.wait()
         rows = answer.rows()
     if arguments.json:

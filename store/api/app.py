@@ -35,6 +35,7 @@ from store.entity_key import key_from_path
 from store.errors import OnlineStoreError, PrecomputeError, RequestError, VectorIndexError
 from store.freshness import Reason, Status
 from store.lookup import Answer, Lookup
+from store.lookup_options import LookupOptions
 from store.online.online_store import Pointer
 
 log = logging.getLogger(__name__)
@@ -149,15 +150,15 @@ class Api:
             self._metrics.answered("multi_lookup", answer, time.perf_counter() - started)
         return response
 
-    async def _answer(self, view: str, keys: Sequence[Any], options: dict[str, Any]) -> Answer:
+    async def _answer(self, view: str, keys: Sequence[Any], options: LookupOptions) -> Answer:
         answer = await self._begin(view, keys, options)
         await _landed(answer)
         return answer
 
-    async def _begin(self, view: str, keys: Sequence[Any], options: dict[str, Any]) -> Answer:
+    async def _begin(self, view: str, keys: Sequence[Any], options: LookupOptions) -> Answer:
         if self._threaded:
-            return await run_in_threadpool(self._lookup.begin, view, keys, **options)
-        return self._lookup.begin(view, keys, **options)
+            return await run_in_threadpool(self._lookup.begin, view, keys, options)
+        return self._lookup.begin(view, keys, options)
 
     # ---- search, views
 
@@ -379,25 +380,25 @@ def _row_path(scope: Scope) -> tuple[str, bytes]:
     return unquote_to_bytes(view).decode(errors="replace"), rest.removeprefix(b"rows/")
 
 
-def _options(request: Request) -> dict[str, Any]:
+def _options(request: Request) -> LookupOptions:
     """Lookup options from the query string.
 
     Raises:
         RequestError: a value of the wrong kind.
     """
     if not request.scope["query_string"]:
-        return {"features": None, "fallback": True, "deadline_ms": None, "max_age_s": None}
+        return LookupOptions()
     query = request.query_params
     fallback = query.get("fallback", "true")
     if fallback not in ("true", "false"):
         raise RequestError(f"fallback is true or false, got {fallback[:80]!r}")
     features = query.get("features")
-    return {
-        "features": None if features is None else [name for name in features.split(",") if name],
-        "fallback": fallback == "true",
-        "deadline_ms": _number(query, "deadline_ms"),
-        "max_age_s": _number(query, "max_age_s"),
-    }
+    return LookupOptions(
+        features=None if features is None else [name for name in features.split(",") if name],
+        fallback=fallback == "true",
+        deadline_ms=_number(query, "deadline_ms"),
+        max_age_s=_number(query, "max_age_s"),
+    )
 
 
 def _number(query: QueryParams, name: str) -> float | None:

@@ -12,6 +12,7 @@ import pyarrow as pa
 from store.answer import MAX_KEYS
 from store.errors import RequestError
 from store.freshness import Reason, Source, Status
+from store.lookup_options import LookupOptions
 
 JSON = "application/json"
 ARROW = "application/vnd.apache.arrow.stream"
@@ -32,15 +33,9 @@ class LookupRequest(msgspec.Struct, forbid_unknown_fields=True):
     max_age_s: float | None = None
     inputs: dict[str, dict[str, Any]] | None = None
 
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments of :meth:`store.lookup.Lookup.begin`."""
-        return {
-            "features": self.features,
-            "fallback": self.fallback,
-            "deadline_ms": self.deadline_ms,
-            "max_age_s": self.max_age_s,
-            "inputs": self.inputs,
-        }
+    def options(self) -> LookupOptions:
+        """What is asked for beside the keys."""
+        return LookupOptions(self.features, self.fallback, self.deadline_ms, self.max_age_s, self.inputs)
 
 
 class ViewLookupRequest(LookupRequest, kw_only=True):

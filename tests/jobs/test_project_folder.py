@@ -17,6 +17,7 @@ from jobs.fallback import ViewFallback
 from precompute.model import digest
 from precompute.source import Source
 from store.errors import ConfigError, SourceError
+from store.lookup_options import LookupOptions
 from store.offline.view_store import OfflineStore
 from tests.arithmetic import Doubler
 from tests.conftest import MakeProject
@@ -228,7 +229,7 @@ def computed(project: Scene, key: str) -> list[Any]:
     fallback = ViewFallback(project.offline, project.home, memory_mb=64)
     lookup = project.open_lookup(fallback)
     try:
-        answer = lookup.begin("numbers", [key], fallback=True, deadline_ms=20_000)
+        answer = lookup.begin("numbers", [key], LookupOptions(deadline_ms=20_000))
         answer.wait()
         return [row["features"]["double"] for row in answer.rows()]
     finally:

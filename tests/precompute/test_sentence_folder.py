@@ -23,6 +23,7 @@ from precompute.precision.variants import has_bf16, parse
 from precompute.text.sentence_folder import read_sentence_folder
 from precompute.text.transformer import DECODERS, ENCODERS
 from store.errors import ConfigError, ModelError
+from store.lookup_options import LookupOptions
 from tests.conftest import MakeProject
 from tests.precompute.sentence_models import SHAPES, SentenceTransformer, modules, read, sentence_model, transformer
 
@@ -292,7 +293,7 @@ def test_rows_are_documents_and_what_is_searched_by_is_a_query(
     fallback = ViewFallback(project.offline, project.home, memory_mb=64)
     lookup = project.open_lookup(fallback)
     try:
-        answer = lookup.begin("numbers", [99], inputs={99: {"text": "cold film"}}, deadline_ms=60_000)
+        answer = lookup.begin("numbers", [99], LookupOptions(inputs={99: {"text": "cold film"}}, deadline_ms=60_000))
         answer.wait()
         row = answer.rows()[0]
     finally:

@@ -21,6 +21,7 @@ from store.errors import ConfigError, OnlineStoreError, RequestError, VectorInde
 from store.feature_view import Feature, FeatureView, IndexSpec
 from store.freshness import Reason
 from store.lookup import ANSWER_FIELDS, MAX_KEYS, MAX_NEIGHBOURS, Computed, Lookup, Miss
+from store.lookup_options import LookupOptions
 from store.online.codec import Buffer, RowCodec
 from store.online.online_store import MemoryStore, OnlineStore, Pointer
 from store.online.online_url import open_online_store
@@ -172,7 +173,7 @@ def from_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def ask(lookup: Lookup, keys: Sequence[Any], **options: Any) -> list[dict[str, Any]]:
     """The answer, after its two forms were found equal."""
     table = from_table(lookup.get("things", keys, **options))
-    answer = lookup.begin("things", keys, **options)
+    answer = lookup.begin("things", keys, LookupOptions(**options))
     answer.wait()
     assert from_rows(answer.rows()) == table
     return table
@@ -778,7 +779,7 @@ def test_a_row_that_comes_after_the_answer_does_not_change_it(memory: House) -> 
         def submit(self, *arguments: Any, **options: Any) -> list[Future[Computed]]:
             return [future]
 
-    answer = memory.lookup(Late({})).begin("things", ["nobody"], deadline_ms=0)
+    answer = memory.lookup(Late({})).begin("things", ["nobody"], LookupOptions(deadline_ms=0))
     answer.wait()
     future.set_result(Computed(batch_of(FEATURES, [features_of(1.0)]), NOW_US))
     answer.wait()
