@@ -5,14 +5,15 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CONFIG ?= configs/movielens
 
-.PHONY: help setup demo serve test check bench clean
+.PHONY: help setup demo serve test test-fast check bench clean
 
 help:
-	@echo "make demo    install, compute and publish the demo's views, print what came out"
-	@echo "make serve   keep the demo's answers up over HTTP"
-	@echo "make test    install and run the tests"
-	@echo "make check   lint, format and types"
-	@echo "make bench   the speed claims, as ratios measured side by side"
+	@echo "make demo       install, compute and publish the demo's views, print what came out"
+	@echo "make serve      keep the demo's answers up over HTTP"
+	@echo "make test       install and run the tests"
+	@echo "make test-fast  the quick ones, in a minute and a half"
+	@echo "make check      lint, format and types"
+	@echo "make bench      the speed claims, as ratios measured side by side"
 
 setup: $(VENV)/.demo
 
@@ -33,8 +34,14 @@ demo: setup
 serve: setup
 	$(BIN)/precompute -c $(CONFIG) serve
 
+# how long each test took is in var/tests.xml; what is slow by that, `make test-fast` leaves out
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+
 test: setup
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+	$(PYTEST) --durations 25 --durations-min 1 --junitxml var/tests.xml
+
+test-fast: setup
+	$(PYTEST) -m "not slow"
 
 check: $(VENV)/.base
 	$(BIN)/ruff check .

@@ -18,6 +18,7 @@ import redis
 import yaml
 
 from tests.scene import Scene
+from tests.slow import SLOW, name_of
 
 
 def redis_binary() -> str:
@@ -143,5 +144,8 @@ def make_project(tmp_path: Path) -> MakeProject:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The README's file first: its demo takes minutes, and last it would run alone."""
+    """The README's file first: its demo takes minutes, and last it would run alone. What is slow is marked."""
     items.sort(key=lambda item: item.path.name != "test_readme.py")
+    for item in items:
+        if name_of(item.nodeid) in SLOW:
+            item.add_marker("slow")

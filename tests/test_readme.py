@@ -22,9 +22,11 @@ from jobs.cli import _parser
 from jobs.config.project import ProjectConfig
 from jobs.config.schedule import ScheduleConfig
 from jobs.config.view import FeatureConfig, GatesConfig, ViewConfig
+from precompute.precision.variants import has_bf16
 from store.api.wire import LookupRequest, SearchRequest
 from store.feature_view import RESERVED
 from tests import REPOSITORY
+from tests.jobs.test_every_cpu import tried_by_onednn
 
 PRECOMPUTE = [sys.executable, "-m", "jobs.cli"]
 DOCUMENTS = ["README.md", *sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "docs").glob("*.md"))]
@@ -98,6 +100,7 @@ def test_the_demo_prints_what_it_promises(demo: tuple[dict[str, str], str]) -> N
     assert "8888: missing (unknown_entity)" in printed
     ours, baseline = map(float, re.search(r"as served: (0\.\d+)   most popular: (0\.\d+)", printed).groups())  # type: ignore[union-attr]
     assert ours > 1.2 * baseline > 0
+    assert tried_by_onednn(printed) == ["fp32-onednn", *(["bf16-onednn"] if has_bf16() else [])]
 
 
 @pytest.mark.timeout(400)
