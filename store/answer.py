@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from store.errors import OnlineStoreError
 from store.fallback import Computed, Miss
-from store.freshness import AHEAD_US, Reason, Sighting, Source, Status, age_s, as_datetime, status_of
+from store.freshness import AHEAD_US, AnswerSource, Reason, Sighting, Status, age_s, as_datetime, status_of
 from store.online.codec import Buffer, RowCodec
 from store.online.online_store import Pointer
 
@@ -42,7 +42,7 @@ _FLOAT64 = pa.float64()
 _COMPUTED_AT = struct.Struct("<q")
 
 
-class Plan:
+class AnswerPlan:
     """What every request for the same pointer and features shares: codec, schema, and columns that hold one value throughout."""
 
     def __init__(self, pointer: Pointer, features: tuple[str, ...] | None) -> None:
@@ -63,7 +63,7 @@ class Plan:
         if columns is None:
             columns = self._constants[rows] = [
                 pa.repeat(str(Status.FRESH), rows),
-                pa.repeat(str(Source.STORE), rows),
+                pa.repeat(str(AnswerSource.STORE), rows),
                 pa.nulls(rows, pa.string()),
                 pa.repeat(pa.scalar(float(self.view.ttl_s)), rows),
                 pa.repeat(pa.scalar(self.pointer.snapshot, pa.int64()), rows),
@@ -79,7 +79,7 @@ class Answer:
     ``sighting`` is what bounds the rows' ages. ``pending`` maps a row's number to the future that computes it; :meth:`wait` settles them.
     """
 
-    plan: Plan
+    plan: AnswerPlan
     keys: list[str]
     values: list[Buffer | None]
     now_us: int
@@ -249,4 +249,4 @@ class Answer:
     def _source(self, i: int) -> str | None:
         if self.values[i] is None:
             return None
-        return str(Source.FALLBACK if self.status(i) is Status.COMPUTED else Source.STORE)
+        return str(AnswerSource.FALLBACK if self.status(i) is Status.COMPUTED else AnswerSource.STORE)

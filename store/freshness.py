@@ -36,7 +36,7 @@ class Reason(StrEnum):
     MODEL_ERROR = "model_error"
 
 
-class Source(StrEnum):
+class AnswerSource(StrEnum):
     """Where a row's features came from."""
 
     STORE = "store"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from store.answer import ANSWER_FIELDS, MAX_DEADLINE_S, MAX_KEYS, MAX_NEIGHBOURS, Answer, Plan
+from store.answer import ANSWER_FIELDS, MAX_DEADLINE_S, MAX_KEYS, MAX_NEIGHBOURS, Answer, AnswerPlan
 from store.entity_key import check_key, join_key, key_text
 from store.errors import RequestError, VectorIndexError
 from store.fallback import Computed, Fallback, Miss, check_inputs
@@ -54,7 +54,7 @@ class Lookup:
         self.online = online
         self.fallback = fallback
         self._clock, self._monotonic = clock, monotonic
-        self._plans: dict[tuple[str, tuple[str, ...] | None], Plan] = {}
+        self._plans: dict[tuple[str, tuple[str, ...] | None], AnswerPlan] = {}
         self._seen: dict[str, tuple[tuple[int, str, int], int | None, float]] = {}
         """View → its pointer's version, when that was published (µs), and when it was first seen here, by the monotonic clock (s)."""
         self._indexes = Indexes(None if root is None else Path(root))
@@ -181,7 +181,7 @@ class Lookup:
         shown = view if len(view) <= 80 else view[:77] + "..."
         return RequestError(f"no view {shown!r} is live in the online store (live: {have})", status=404, code="unknown_view")
 
-    def _plan(self, pointer: Pointer, features: Sequence[str] | None) -> Plan:
+    def _plan(self, pointer: Pointer, features: Sequence[str] | None) -> AnswerPlan:
         key = (pointer.view.name, None if features is None else tuple(features))
         plan = self._plans.get(key)
         if plan is None or plan.pointer is not pointer:
@@ -190,7 +190,7 @@ class Lookup:
             # feature subsets come from requests: keep their number bounded
             if len(self._plans) > 1024:
                 self._plans.clear()
-            plan = self._plans[key] = Plan(pointer, key[1])
+            plan = self._plans[key] = AnswerPlan(pointer, key[1])
         return plan
 
     # ---- views

@@ -81,9 +81,9 @@ def _unrecognised(opened: OpenView, store: ViewStore, snapshot: Snapshot) -> int
     if not marked:
         return None
     live, made = _live(store), recipe_of(opened, MD5)
-    known = live.number if live is not None and live.recipe == snapshot.recipe else 0
+    looked_at = live.number if live is not None and live.recipe == snapshot.recipe else 0
     for number in marked:
-        bad = _readable(store, number) if number > known else None
+        bad = _readable(store, number) if number > looked_at else None
         if bad is not None and bad.recipe != snapshot.recipe and made == (bad.computation or bad.recipe):
             return number
     return None

@@ -82,8 +82,8 @@ def run_view(
         if done is not None:
             log.info("view %r: the run due at %s is done already", name, options.due)
             return done
-        known = {"partition": options.partition_text, "due": options.due, "backfill": options.backfill}
-        report = held.enter_context(recorded(store, options.command, ended, **known, parents=_parents(project, store)))
+        asked = {"partition": options.partition_text, "due": options.due, "backfill": options.backfill}
+        report = held.enter_context(recorded(store, options.command, ended, **asked, parents=_parents(project, store)))
         keep_reserve(project.root)
         held.enter_context(named(name))
         held.enter_context(_ended_by_kernel(options.deadline_s))

@@ -139,8 +139,8 @@ class Chunks:
 
     def _keep(self, batch: pa.RecordBatch, done: Outcome) -> None:
         view, at_us = self._opened.view, now_us()
-        known = self.computed_at or [at_us]
-        self.computed_at = [min(at_us, *known), max(at_us, *known)]
+        before = self.computed_at or [at_us]
+        self.computed_at = [min(at_us, *before), max(at_us, *before)]
         kept = batch if len(done.rows) == batch.num_rows else batch.take(pa.array(done.rows))
         if self._counter is None:
             self._counter = RowCounter(view)

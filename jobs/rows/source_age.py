@@ -24,11 +24,11 @@ def read_source_at(opened: OpenView, offline: OfflineStore) -> str | None:
     Raises:
         SourceError, SnapshotError: something cannot be read.
     """
-    known = [opened.source.modified_us()]
+    times_us = [opened.source.modified_us()]
     for name in referenced_views(opened.view.definition.source):
         store = offline.view(name)
-        known.append(microseconds(known_source_at(store.snapshot(opened.inputs[name]), store.runs.reports(REPORTS)) or ""))
-    return iso_us(min((us for us in known if us is not None), default=None))
+        times_us.append(microseconds(known_source_at(store.snapshot(opened.inputs[name]), store.runs.reports(REPORTS)) or ""))
+    return iso_us(min((us for us in times_us if us is not None), default=None))
 
 
 def known_source_at(snapshot: Snapshot, reports: Iterable[Report]) -> str | None:

@@ -243,7 +243,7 @@ class Ledger:
         self._cached: dict[str, tuple[int, list[Report]]] = {}
 
     def decision(
-        self, view: str, now: datetime, running: Collection[str] = (), known: dict[str, Decision] | None = None
+        self, view: str, now: datetime, running: Collection[str] = (), decisions: dict[str, Decision] | None = None
     ) -> Decision:
         """:func:`decide` for a view.
 
@@ -251,29 +251,31 @@ class Ledger:
             view: one that is scheduled.
             now: aware.
             running: views the caller knows to run, whatever the leases say.
-            known: decisions made already at ``now``; gets those of this view and the ones it runs after.
+            decisions: decisions made already at ``now``; gets those of this view and the ones it runs after.
 
         Raises:
             SnapshotError: a lease or live pointer is damaged, or cannot be read.
         """
-        known = {} if known is None else known
-        if view not in known:
+        decisions = {} if decisions is None else decisions
+        if view not in decisions:
             schedule = self._schedules[view]
-            parents = {name: self._parent(name, now, running, known) for name in schedule.parents}
+            parents = {name: self._parent(name, now, running, decisions) for name in schedule.parents}
             reports, goes_on = self.reports(view)
             facts = Facts(reports, view in running or goes_on, self._since(view), parents)
-            known[view] = decide(view, schedule, facts, now)
-        return known[view]
+            decisions[view] = decide(view, schedule, facts, now)
+        return decisions[view]
 
-    def _parent(self, name: str, now: datetime, running: Collection[str], known: dict[str, Decision]) -> Parent:
+    def _parent(self, name: str, now: datetime, running: Collection[str], decisions: dict[str, Decision]) -> Parent:
         live = self._offline.view(name).refs.live()
-        self.decision(name, now, running, known)
+        self.decision(name, now, running, decisions)
         at = None if live is None else parsed_time(live.at)
-        return Parent(0 if live is None else live.epoch, now if at is None else at, self._pending(name, known))
+        return Parent(0 if live is None else live.epoch, now if at is None else at, self._pending(name, decisions))
 
-    def _pending(self, name: str, known: Mapping[str, Decision]) -> bool:
+    def _pending(self, name: str, decisions: Mapping[str, Decision]) -> bool:
         """Whether it runs, or will: by itself, or after one that does."""
-        return known[name].state != "idle" or any(self._pending(parent, known) for parent in self._schedules[name].parents)
+        return decisions[name].state != "idle" or any(
+            self._pending(parent, decisions) for parent in self._schedules[name].parents
+        )
 
     def reports(self, view: str) -> tuple[list[Report], bool]:
         """A view's newest reports, dead runs' as ``killed``; and whether a run goes on that is no part of a backfill.

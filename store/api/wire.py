@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from store.answer import MAX_KEYS
 from store.errors import RequestError
-from store.freshness import Reason, Source, Status
+from store.freshness import AnswerSource, Reason, Status
 from store.lookup_options import LookupOptions
 
 JSON = "application/json"
@@ -73,7 +73,7 @@ class Row(msgspec.Struct, kw_only=True):
 
     key: str
     status: Status
-    source: Source | None
+    source: AnswerSource | None
     reason: Annotated[Reason | msgspec.UnsetType, msgspec.Meta(description="of a missing row")] = msgspec.UNSET
     computed_at: Annotated[datetime, msgspec.Meta(tz=True)] | None
     age_s: float | None

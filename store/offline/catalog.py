@@ -83,9 +83,9 @@ def read_catalog(manifests: Path, path: Path, before: Catalog | None = None) -> 
     for number, stamp in stamps.items():
         if number in entries:
             continue
-        known = lines.get(number)
-        if known is not None and known[0] == stamp:
-            entries[number] = known[1]
+        line = lines.get(number)
+        if line is not None and line[0] == stamp:
+            entries[number] = line[1]
             continue
         file = manifests / f"{number:020d}.json"
         try:
@@ -116,8 +116,8 @@ def add_to_catalog(manifests: Path, path: Path, snapshot: Snapshot) -> None:
 
 def _stamps(manifests: Path) -> Iterator[tuple[int, Stamp]]:
     try:
-        with os.scandir(manifests) as found:
-            for file in found:
+        with os.scandir(manifests) as files:
+            for file in files:
                 if file.name.endswith(".json") and file.name[:-5].isdigit():
                     try:
                         stat = file.stat()
@@ -134,7 +134,7 @@ def _lines(path: Path) -> dict[int, tuple[Stamp, Entry]]:
         data = path.read_bytes()
     except OSError:
         return {}
-    found: dict[int, tuple[Stamp, Entry]] = {}
+    lines: dict[int, tuple[Stamp, Entry]] = {}
     for line in data.split(b"\n"):
         if not line:
             continue
@@ -142,10 +142,10 @@ def _lines(path: Path) -> dict[int, tuple[Stamp, Entry]]:
             if int(line[:8], 16) == zlib.crc32(line[9:]):
                 number, size, mtime_ns, run, partition, parent, created_at, refused, files = json.loads(line[9:])
                 entry = Entry(number, run, partition, parent, created_at, tuple(refused), tuple(files))
-                found[number] = (size, mtime_ns), entry
+                lines[number] = (size, mtime_ns), entry
         except (ValueError, TypeError):
             continue
-    return found
+    return lines
 
 
 def _line(stamp: Stamp, entry: Entry) -> bytes:

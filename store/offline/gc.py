@@ -151,12 +151,12 @@ def forget(store: ViewStore, number: int, lease: Lease) -> None:
 
 def _ancestors(entries: Mapping[int, Entry], number: int | None) -> set[int]:
     """Snapshots that one builds on, as far as the catalog tells."""
-    found: set[int] = set()
+    ancestors: set[int] = set()
     while number is not None and number in entries:
         number = entries[number].parent
         if number is not None:
-            found.add(number)
-    return found
+            ancestors.add(number)
+    return ancestors
 
 
 def _sentence(view: str, number: int, why: object) -> str:
@@ -168,23 +168,23 @@ def _journal_leases(
 ) -> dict[Path, Lease | None]:
     """Folders of runs that never committed and are old → the lease of their partition, held so that no run takes them over meanwhile; None for
     a dry run. Folders of a partition whose run goes on are left out."""
-    known = {lease.name: lease for lease in leases}
-    found: dict[Path, Lease | None] = {}
+    held_now = {lease.name: lease for lease in leases}
+    folders: dict[Path, Lease | None] = {}
     for folder, partition in store.journals.partitions().items():
         name = run_lease(partition)
         if _modified_s(folder / "journal.jsonl") > young_s:
             continue
         if dry_run:
             if not store.running(partition):
-                found[folder] = None
+                folders[folder] = None
             continue
-        if name not in known:
+        if name not in held_now:
             try:
-                known[name] = held.enter_context(take(store.leases, name, "gc"))
+                held_now[name] = held.enter_context(take(store.leases, name, "gc"))
             except ConflictError:
                 continue
-        found[folder] = known[name]
-    return found
+        folders[folder] = held_now[name]
+    return folders
 
 
 def _reachable(store: ViewStore, catalog: Catalog, keep: int, young_s: float, told: Callable[[str], None]) -> set[int]:
@@ -220,7 +220,7 @@ def _reachable(store: ViewStore, catalog: Catalog, keep: int, young_s: float, to
 def _inputs_of_others(store: ViewStore, manifests: Mapping[int, Entry], told: Callable[[str], None]) -> set[int]:
     """Snapshots of this view that other views' live ones were computed from: their fallbacks read them. Of one that cannot be read nobody knows
     which; all that were there when it was committed stay."""
-    found: set[int] = set()
+    inputs: set[int] = set()
     for other in map(store.offline.view, store.offline.views()):
         ref = other.refs.readable_live()
         for number in () if ref is None else (ref.snapshot, ref.previous):
@@ -228,16 +228,16 @@ def _inputs_of_others(store: ViewStore, manifests: Mapping[int, Entry], told: Ca
             if number is None or not path.exists():
                 continue
             try:
-                found.update(n for name, n in other.snapshot(number).inputs.items() if name == store.name)
+                inputs.update(n for name, n in other.snapshot(number).inputs.items() if name == store.name)
             except SnapshotError as exc:
                 if path.exists():  # and not removed just now
                     told(_sentence(other.name, number, exc))
-                    found.update(
+                    inputs.update(
                         n
                         for n, entry in manifests.items()
                         if datetime.fromisoformat(entry.created_at).timestamp() <= _modified_s(path)
                     )
-    return found
+    return inputs
 
 
 def _folders(store: ViewStore, committed: set[str], turn: int, swept: int | None) -> list[Path]:

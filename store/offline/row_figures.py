@@ -86,8 +86,8 @@ class RowFigures(Record, frozen=True):
             return max(0, a + sign * round(b * times))
 
         def counts(a: Mapping[Any, int], b: Mapping[Any, int]) -> dict[Any, int]:
-            found = {name: count(a.get(name, 0), b.get(name, 0)) for name in sorted({*a, *b})}
-            return {name: n for name, n in found.items() if n}
+            sums = {name: count(a.get(name, 0), b.get(name, 0)) for name in sorted({*a, *b})}
+            return {name: n for name, n in sums.items() if n}
 
         vectors = {}
         for name in dict.fromkeys((*self.vectors, *other.vectors)):

@@ -161,7 +161,7 @@ class Selection:
         Raises:
             SnapshotError: a file cannot be read.
         """
-        found: list[tuple[int, Numbers]] = []
+        hits: list[tuple[int, Numbers]] = []
         for position, file in enumerate(self.files):
             if not file.count:
                 continue
@@ -170,14 +170,14 @@ class Selection:
                     table = opened.read_row_group(group, list(entity)).take(pa.array(numbers))
                     hit = np.flatnonzero(np.asarray(_are_among(table, keys, entity)))
                     if len(hit):
-                        found.append((position, numbers[hit] + first))
-        total = sum(len(numbers) for _, numbers in found)
-        if groups is not None and len(found) > groups:
-            kept = np.sort(np.random.default_rng(seed).choice(len(found), groups, replace=False))
-            found = [found[n] for n in kept.tolist()]
+                        hits.append((position, numbers[hit] + first))
+        total = sum(len(numbers) for _, numbers in hits)
+        if groups is not None and len(hits) > groups:
+            kept = np.sort(np.random.default_rng(seed).choice(len(hits), groups, replace=False))
+            hits = [hits[n] for n in kept.tolist()]
         files = []
-        for position in dict.fromkeys(position for position, _ in found):
-            numbers = np.concatenate([n for p, n in found if p == position])
+        for position in dict.fromkeys(position for position, _ in hits):
+            numbers = np.concatenate([n for p, n in hits if p == position])
             files.append(FileRows(self.files[position].path, self.files[position].rows, numbers, others=False))
         return total, Selection(files)
 

@@ -96,22 +96,22 @@ class LmdbStore(OnlineStore):
         # the generation itself is not opened, so a publish can mend one that is gone
         if not NAME.match(view):
             return None
-        known = self._live.get(view)
-        if known is not None and known.identity == self._identity(view):
-            return known.pointer
+        seen = self._live.get(view)
+        if seen is not None and seen.identity == self._identity(view):
+            return seen.pointer
         return self._pointer(view)
 
     def _current(self, view: str) -> _Live | None:
-        known = self._live.get(view)
-        if known is None and not NAME.match(view):
+        seen = self._live.get(view)
+        if seen is None and not NAME.match(view):
             return None
         for attempt in (1, 2):
             identity = self._identity(view)
             if identity is None:
                 self._live.pop(view, None)  # the view was ended: its file goes with the last request that reads it
                 return None
-            if known is not None and known.identity == identity:
-                return known
+            if seen is not None and seen.identity == identity:
+                return seen
             pointer = self._pointer(view)
             if pointer is None:
                 return None
@@ -123,8 +123,8 @@ class LmdbStore(OnlineStore):
                 raise OnlineStoreError(
                     f"cannot open the live generation {self._path(view, pointer.generation)}: {exc}; publish the view again"
                 ) from exc
-            known = self._live[view] = _Live(identity, pointer, generation)
-            return known
+            seen = self._live[view] = _Live(identity, pointer, generation)
+            return seen
         return None
 
     def _identity(self, view: str) -> tuple[int, int] | None:

@@ -101,9 +101,9 @@ class VectorIndex:
             return [], []
         query = wide.astype(np.float32).reshape(1, -1)
         scores, rows = self._index.search(query, min(k + len(exclude), len(self)))
-        found = rows[0] >= 0
-        keys = self._keys.take(pa.array(rows[0][found])).to_pylist()
-        kept = [(key, score) for key, score in zip(keys, scores[0][found].tolist(), strict=True) if key not in exclude][:k]
+        filled = rows[0] >= 0
+        keys = self._keys.take(pa.array(rows[0][filled])).to_pylist()
+        kept = [(key, score) for key, score in zip(keys, scores[0][filled].tolist(), strict=True) if key not in exclude][:k]
         return [key for key, _ in kept], [score for _, score in kept]
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from store.feature_view import Feature, FeatureView
-from store.freshness import Reason, Sighting, Source, Status, age_s, as_datetime, microseconds, status_of
+from store.freshness import AnswerSource, Reason, Sighting, Status, age_s, as_datetime, microseconds, status_of
 
 VIEW = FeatureView("things", ("id",), (Feature("x", "float64"),), ttl_s=10, stale_for_s=5)
 FRESH, STALE, MISSING = Status.FRESH, Status.STALE, Status.MISSING
@@ -79,7 +79,7 @@ def test_microseconds_become_an_exact_time_in_utc(us: int, at: datetime) -> None
 def test_the_words_of_an_answer_are_the_contracts() -> None:
     assert [str(s) for s in Status] == ["fresh", "stale", "computed", "missing"]
     assert [str(r) for r in Reason] == ["unknown_entity", "expired", "deadline", "shed", "model_error"]
-    assert {"store", "fallback"} <= {str(s) for s in Source}
+    assert {"store", "fallback"} <= {str(s) for s in AnswerSource}
 
 
 @pytest.mark.parametrize(
