@@ -90,7 +90,8 @@ def write_docstrings(folder: Path, limit: int | None = None) -> int:
         try:
             tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError):
-            continue  # a template or a file for another Python: it has no documentation to offer
+            # A template or a file for another Python: it has no documentation to offer.
+            continue
         for name, kind, text in _documented(tree, module):
             rows.setdefault(name, (kind, text))
         if limit is not None and len(rows) >= limit:

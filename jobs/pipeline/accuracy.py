@@ -38,7 +38,8 @@ def check_accuracy(config: ViewConfig, opened: OpenView) -> Verdict | None:
     """
     if opened.variant == REFERENCE:
         return None
-    from precompute.models.torch_model import TorchModel  # torch takes a second to import, and a model of pure Python needs none
+    # Torch takes a second to import, and a model of pure Python needs none.
+    from precompute.models.torch_model import TorchModel
 
     model = opened.model
     assert isinstance(model, TorchModel), "no other model has another precision"

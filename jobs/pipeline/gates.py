@@ -95,6 +95,7 @@ def _figures(store: ViewStore, snapshot: Snapshot) -> RowFigures:
 def _live_figures(store: ViewStore, live: Snapshot) -> RowFigures | None:
     try:
         return _figures(store, live)
-    except SnapshotError as exc:  # what is live is damaged: a reason to replace it, not to keep it
+    except SnapshotError as exc:
+        # What is live is damaged: a reason to replace it, not to keep it.
         log.warning("%s", exc)
         return None

@@ -49,13 +49,15 @@ def judged(
 def _measure(job: Job, snapshot: Snapshot) -> Snapshot | None:
     """What a snapshot is measured by: what is live, or, of a partition, its newest one; None when there is none, or it is damaged."""
     store, live = job.store, None
-    if snapshot.partition is not None:  # another day's rows are no measure of this one's
+    # Another day's rows are no measure of this one's.
+    if snapshot.partition is not None:
         live = Standing(store).newest(snapshot.partition, refused=False)
     elif (ref := store.refs.readable_live()) is not None:
         try:
             live = store.snapshot(ref.snapshot)
             store.layers(live)
-        except SnapshotError:  # what is live is damaged: a reason to replace it, not to keep it
+        except SnapshotError:
+            # What is live is damaged: a reason to replace it, not to keep it.
             live = None
     return None if live is not None and live.number == snapshot.number else live
 

@@ -85,7 +85,8 @@ def _planned(job: Job, opened: OpenView) -> Plan:
     go_on_hashing(job, opened)
     updated_at = config.source.updated_at
     with report.stage("source"):
-        if updated_at is None:  # before it is read: what is modified meanwhile is the next run's
+        # Before it is read: what is modified meanwhile is the next run's.
+        if updated_at is None:
             report.source_at = read_source_at(opened, job.store.offline)
         else:
             opened.source.check_time(updated_at, "source.updated_at")

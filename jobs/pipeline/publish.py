@@ -125,7 +125,8 @@ class Publisher:
             SnapshotError, OnlineStoreError, ConflictError: as :meth:`publish`.
         """
         ref = self._store.refs.live()
-        assert ref is not None  # the caller just published it
+        # The caller just published it.
+        assert ref is not None
         ref = self._store.refs.renew_live(ref, renewed_at_us, self._lease)
         self._online.flip(_pointer(self._store.snapshot(ref.snapshot), ref))
 
@@ -158,7 +159,8 @@ class Publisher:
                     held=held,
                     lease=lease,
                 )
-            except ConflictError:  # somebody else won: what was loaded here will never be read
+            except ConflictError:
+                # Somebody else won: what was loaded here will never be read.
                 if generation == epoch:
                     with contextlib.suppress(OnlineStoreError):
                         self._online.drop(self._store.name, epoch)
@@ -245,7 +247,8 @@ class Publisher:
         view = snapshot.view
         assert view.index is not None
         on, dim = view.index.on, view.feature(view.index.on).dim
-        assert dim is not None  # the configuration refuses an index on anything but a vector
+        # The configuration refuses an index on anything but a vector.
+        assert dim is not None
         batches = self._store.batches(snapshot, columns=[*view.entity, on], batch_rows=BATCH_ROWS)
         build_index(
             self._store.index_folder(generation),
@@ -264,14 +267,16 @@ class Publisher:
         if self._lease is not None:
             self._lease.check()
         view, last = store.name, ref.previous_generation
-        if last is None and current is not None:  # the offline pointer was lost
+        # The offline pointer was lost.
+        if last is None and current is not None:
             last = current.generation
         keep = {ref.generation, last}
         try:
             for generation in online.generations(view):
                 if generation not in keep:
                     online.drop(view, generation)
-        except OnlineStoreError as exc:  # what is live is whole: what is left over is dropped by the next publishing
+        except OnlineStoreError as exc:
+            # What is live is whole: what is left over is dropped by the next publishing.
             log.warning("view %r: old generations stay for now: %s", view, exc)
         for path in store.indexes.glob("*") if store.indexes.is_dir() else ():
             if not path.name.isdigit() or int(path.name) not in keep:

@@ -65,7 +65,8 @@ def _returned(opened: OpenView, store: ViewStore, snapshot: Snapshot) -> tuple[i
             except SnapshotError as exc:
                 log.warning("%s", exc)
                 own, back = returned_rows(opened.source, *(Files() if of is None else _whole_files(store, of) for of in past))
-        except SnapshotError as exc:  # of the past, and damaged: no reason to refuse what comes after it
+        except SnapshotError as exc:
+            # Of the past, and damaged: no reason to refuse what comes after it.
             log.warning("%s", exc)
             continue
         if own and (worst is None or back / own > worst[2] / worst[1]):

@@ -179,7 +179,8 @@ def _publish(job: Job, snapshot: Snapshot) -> None:
     with take(store.leases, PUBLISH_LEASE, report.command, ttl_s=project.settings.lease, busy=busy, wait_s=wait_s) as lease:
         close_dead(store, None, commands=PUBLISHING, own=report.run)
         if job.lease is not None:
-            job.lease.check()  # once the publishing lease is held, nobody else can publish what a later run computed
+            # Once the publishing lease is held, nobody else can publish what a later run computed.
+            job.lease.check()
         with contextlib.closing(open_online_store(project.online)) as online:
             _go_live(job, snapshot, Publisher(store, online, report, job.progress, lease), nothing_new)
         if report.status == "published":
@@ -200,13 +201,15 @@ def _go_live(job: Job, snapshot: Snapshot, publisher: Publisher, nothing_new: bo
         # Of a hold somebody is to know.
         level = logging.WARNING if ref is not None and ref.held is not None else logging.INFO
         log.log(level, "view %r: snapshot %d is not published: %s", store.name, snapshot.number, stays)
-        if snapshot.refused_by:  # it would not go live anyway, but nobody looks at a green run
+        # It would not go live anyway, but nobody looks at a green run.
+        if snapshot.refused_by:
             standing.check_publishable(snapshot)
         elif report.status == "running":
             report.snapshot, report.status = snapshot.number, "current"
     ref = store.refs.readable_live()
     if ref is not None and ref.snapshot == snapshot.number:
-        if stays is None and ref.held is not None:  # it was live already, and an operator wants it published
+        # It was live already, and an operator wants it published.
+        if stays is None and ref.held is not None:
             store.refs.resume_live()
         if nothing_new and job.config.renew_unchanged:
             publisher.renew(report.read_at_us)
@@ -217,7 +220,8 @@ def _collect(job: Job, leases: list[Lease]) -> None:
     told = job.report.attention.append
     try:
         collect(job.store, keep=keep, grace_s=grace_s, leases=leases, swept=SWEPT_FOLDERS, told=told)
-    except SnapshotError as exc:  # what was published stays published; the next run removes it
+    except SnapshotError as exc:
+        # What was published stays published; the next run removes it.
         log.warning("%s", exc)
 
 

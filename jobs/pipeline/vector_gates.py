@@ -131,7 +131,8 @@ def moves_of(store: ViewStore, snapshot: Snapshot, live: Snapshot, replaced: Rep
     try:
         before, gone = store.layers(live), replaced.rows
         then = _some(replaced.drawn, seed_of(layers))
-    except SnapshotError as exc:  # what is live is damaged: a reason to replace it, not to keep it
+    except SnapshotError as exc:
+        # What is live is damaged: a reason to replace it, not to keep it.
         log.warning("%s", exc)
         return None
     keys = key_column(then, entity)

@@ -44,7 +44,8 @@ def recorded(
 
     def closed(exc: BaseException) -> None:
         report.status, report.error = _end(exc)
-        with contextlib.suppress(PrecomputeError):  # a full disk must not hide why the run failed
+        # A full disk must not hide why the run failed.
+        with contextlib.suppress(PrecomputeError):
             _write(store, report, started)
 
     with last_words(lambda: closed(Terminated())):

@@ -99,14 +99,16 @@ def _say_last_words() -> None:
     """Do what those who were not given the time to end by themselves left to do, and let go of their leases."""
     while _State.last_words:
         say = _State.last_words.pop()
-        with contextlib.suppress(Exception):  # the process ends whatever comes of it
+        # The process ends whatever comes of it.
+        with contextlib.suppress(Exception):
             say()
     release_leases()
 
 
 def _raise(number: int, _: FrameType | None) -> None:
     _State.asked = number
-    if not _State.raised:  # a second one must not interrupt the clearing up after the first
+    # A second one must not interrupt the clearing up after the first.
+    if not _State.raised:
         _State.raised = True
         raise Terminated(number)
 
@@ -120,7 +122,8 @@ def _watch(read: int) -> None:
             number = os.read(read, 1)
             if number == _STOP:
                 return
-            if limit is None and signal.getsignal(number[0]) is _raise:  # a backfill, say, has a handler of its own for a while
+            # A backfill, say, has a handler of its own for a while.
+            if limit is None and signal.getsignal(number[0]) is _raise:
                 _State.asked, limit = number[0], time.monotonic() + GRACE_S
         if limit is not None:
             interrupt_sources()

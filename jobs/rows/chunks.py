@@ -96,7 +96,8 @@ class Chunks:
                 self._add(batch, done)
                 self._job.progress.advance(done.done)
         finally:
-            stream.close()  # the source must not be read any more when it is closed
+            # The source must not be read any more when it is closed.
+            stream.close()
             report.engine = runner.figures(time.monotonic() - began)
             for stage, name in (("read", "source"), ("model", "model")):
                 report.add(name, meter.stage(stage).busy_s)
@@ -109,7 +110,8 @@ class Chunks:
         for batch in batches:
             columns = [batch.column(name) for name in entity]
             if all(pa.types.is_integer(column.type) and not column.null_count for column in columns):
-                yield batch  # no such key can be bad; to see that from its text took 0.3 s for 2 M rows
+                # No such key can be bad; to see that from its text took 0.3 s for 2 M rows.
+                yield batch
                 continue
             bad = bad_keys(keys := key_column(batch, entity))
             if bad:
@@ -163,7 +165,8 @@ class Chunks:
                 assert self._counter is not None
                 figures, rare, self._counter = self._counter.figures(), self._counter.rare(), None
                 table, places = pa.concat_tables(self._pending), np.concatenate(self._places)
-                if not (places[1:] > places[:-1]).all():  # pieces of windows come as they were computed
+                # Pieces of windows come as they were computed.
+                if not (places[1:] > places[:-1]).all():
                     order = np.argsort(places)
                     table, rare = table.take(pa.array(order)), np.flatnonzero(np.isin(order, rare))
                 part = store.write_part(run, f"part-{number:05d}.parquet", table, rare)

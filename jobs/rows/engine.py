@@ -43,7 +43,8 @@ def _devices(opened: OpenView, config: EngineConfig) -> list[str | None]:
     staged = opened.model if isinstance(opened.model, StagedModel) else None
     gpus = 0
     if staged is not None and staged.device.name.startswith("cuda"):
-        from precompute.models.device import gpu_count  # imports torch, as the model did
+        # Imports torch, as the model did.
+        from precompute.models.device import gpu_count
 
         gpus = gpu_count()
     if config.workers == "auto":

@@ -60,7 +60,8 @@ class OpenView:
         if self.variant == REFERENCE:
             return
         from precompute.precision.conversion import (
-            use_variant,  # torch takes a second to import; a model of pure Python needs none
+            # Torch takes a second to import; a model of pure Python needs none.
+            use_variant,
         )
 
         # Scales are those of rows from all over; for shapes the first rows do, and cost no second reading of the source.

@@ -147,10 +147,12 @@ def _compared(
         except SnapshotError as exc:
             log.warning("%s", exc)
             whole = store.journals.whole(finished)
-            if whole != finished:  # those that are not what they were are computed once more
+            # Those that are not what they were are computed once more.
+            if whole != finished:
                 finished = whole
             elif parent is not None and is_damaged(store, parent):
-                continue  # it is marked bad now, so the one before is next
+                # It is marked bad now, so the one before is next.
+                continue
             elif finished:
                 finished = []
             else:
@@ -225,7 +227,8 @@ def recipe_of(opened: OpenView, hashed_by: str | None = None) -> str:
         columns=columns,
         features=features,
         **({} if hashed_by == MD5 else {"input_hash": hashed_by}),
-        **({"bad_rows": "null"} if view.definition.bad_rows == "null" else {}),  # to reject and to fail write the same rows
+        # To reject and to fail write the same rows.
+        **({"bad_rows": "null"} if view.definition.bad_rows == "null" else {}),
     )
 
 

@@ -304,7 +304,8 @@ def _planned(
 def why_partition(partition: Partition, config: ViewConfig, past: Past, recipes: Recipes, check_inputs: bool) -> tuple[str, str]:
     """(kind, more of it) of a partition that nobody computes now."""
     snapshot, last = past.newest.get(str(partition)), past.last.get(str(partition))
-    status = "" if last is None else last.status.replace("running", "killed")  # its lease is free
+    # Its lease is free.
+    status = "" if last is None else last.status.replace("running", "killed")
     # A run that names a snapshot did its work, and failed to publish it.
     undone = last is not None and last.snapshot is None and (snapshot is None or last.run > snapshot.run)
     ended = (

@@ -300,7 +300,8 @@ class Ledger:
     def _look(self, view: str) -> tuple[list[Report], set[str]]:
         reports = self._read(view)
         silent = self._silent(view, reports)
-        if silent:  # one that has ended since the reading wrote so before it let go of its lease
+        # One that has ended since the reading wrote so before it let go of its lease.
+        if silent:
             reports = self._read(view, fresh=True)
             silent &= self._silent(view, reports)
         return reports, silent

@@ -102,7 +102,8 @@ def _die_with_parent() -> None:
     if sys.platform == "linux":
         import ctypes
 
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        # PR_SET_PDEATHSIG.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 class _Worker:

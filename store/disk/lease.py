@@ -77,7 +77,8 @@ class Lease:
         if self._thread is not threading.current_thread():
             self._thread.join()
         if not self._file.closed:
-            with contextlib.suppress(OSError):  # gone or not, the flock ends with the file
+            # Gone or not, the flock ends with the file.
+            with contextlib.suppress(OSError):
                 _held_path(self.folder, self.name, self.record.fence).unlink(missing_ok=True)
             self._file.close()
 
@@ -90,7 +91,8 @@ class Lease:
     def _beat(self) -> None:
         while not self._stop.wait(self.record.ttl_s / 3):
             try:
-                os.utime(self._file.fileno())  # needs no space on a full disk
+                # Needs no space on a full disk.
+                os.utime(self._file.fileno())
             except OSError as exc:
                 log.warning("lease %r cannot be renewed: %s", self.name, exc)
 
@@ -140,7 +142,8 @@ def _take(folder: Path, name: str, by: str, ttl_s: float, busy: str, force: bool
             except BaseException:
                 file.close()
                 raise
-            if last is not None:  # whoever took it before removed those before: no need to look through all leases' files
+            # Whoever took it before removed those before: no need to look through all leases' files.
+            if last is not None:
                 _held_path(folder, name, last.fence).unlink(missing_ok=True)
     except OSError as exc:
         raise SnapshotError(disk_message(folder / f"lease-{name}.json", exc)) from exc

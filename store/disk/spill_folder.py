@@ -36,7 +36,8 @@ class SpillFolder:
 def _sweep(parent: Path) -> None:
     """Remove the folders of processes that died."""
     for folder in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # somebody else's, or gone meanwhile
+        # Somebody else's, or gone meanwhile.
+        with contextlib.suppress(OSError):
             if not (folder / _LOCK).exists():
                 dead = time.time() - folder.stat().st_mtime > _UNLOCKED_S
             else:

@@ -90,7 +90,8 @@ def read_catalog(manifests: Path, path: Path, before: Catalog | None = None) -> 
         file = manifests / f"{number:020d}.json"
         try:
             entries[number] = Entry.of(number, Snapshot.from_bytes(file.read_bytes(), str(file)))
-        except FileNotFoundError:  # removed meanwhile
+        except FileNotFoundError:
+            # Removed meanwhile.
             continue
         except OSError as exc:
             damaged[number] = SnapshotError(f"{file} cannot be read: {exc.strerror or exc}")
@@ -99,7 +100,8 @@ def read_catalog(manifests: Path, path: Path, before: Catalog | None = None) -> 
             damaged[number] = exc
             continue
         new.append(_line(stamp, entries[number]))
-    with contextlib.suppress(OSError):  # no space, or not ours to write: it is derived again the next time
+    # No space, or not ours to write: it is derived again the next time.
+    with contextlib.suppress(OSError):
         if len(lines) > 2 * len(stamps) + _SPARE_LINES:
             replace_undurably(path, b"\n".join([b"", *(_line(stamps[number], entry) for number, entry in entries.items()), b""]))
         elif new and path.parent.is_dir():
@@ -121,7 +123,8 @@ def _stamps(manifests: Path) -> Iterator[tuple[int, Stamp]]:
                 if file.name.endswith(".json") and file.name[:-5].isdigit():
                     try:
                         stat = file.stat()
-                    except FileNotFoundError:  # removed meanwhile
+                    except FileNotFoundError:
+                        # Removed meanwhile.
                         continue
                     yield int(file.name[:-5]), (stat.st_size, stat.st_mtime_ns)
     except FileNotFoundError:

@@ -95,19 +95,37 @@ def collect(
             crashpoint("gc")
         except OSError as exc:
             raise SnapshotError(disk_message(store.manifest_path(0).parent, exc)) from exc
+    return gone + _collect_files(store, catalog, kept, leases, held_s, young_s, dry_run=dry_run, swept=swept)
+
+
+def _collect_files(
+    store: ViewStore,
+    catalog: Catalog,
+    kept: set[int],
+    leases: Sequence[Lease],
+    held_s: float,
+    young_s: float,
+    *,
+    dry_run: bool,
+    swept: int | None,
+) -> list[Garbage]:
+    """Files of data, reports and marks that no manifest names any more, those of ``catalog`` that are not ``kept`` left out."""
+    manifests = catalog.entries
     with contextlib.ExitStack() as held:
         mine = _journal_leases(store, leases, held, young_s, dry_run)
-        later = store.catalog()  # read under the leases: what a run committed meanwhile names what it took over
+        # Read under the leases: what a run committed meanwhile names what it took over.
+        later = store.catalog()
         stay = [entry for n, entry in later.entries.items() if n in kept or n not in manifests]
-        if later.damaged.keys() - catalog.damaged.keys():  # just now: the next collection knows what that holds up
-            return gone
+        # Just now: the next collection knows what that holds up.
+        if later.damaged.keys() - catalog.damaged.keys():
+            return []
         runs = _folders(store, {entry.run for entry in stay}, max(manifests, default=0), swept)
         named = {path for entry in stay for path in entry.files}
         files = list(_orphans(store, runs, named, mine, held_s, young_s))
         if not dry_run:
             _remove(files, [*leases, *(lease for lease in mine.values() if lease is not None)])
             _remove_empty_folders(runs, young_s)
-    return gone + files
+    return files
 
 
 def damage(store: ViewStore) -> list[str]:
@@ -128,7 +146,8 @@ def forget(store: ViewStore, number: int, lease: Lease) -> None:
     """
     view = store.name
     if number not in store.numbers():
-        store.snapshot(number)  # says which there are
+        # Says which there are.
+        store.snapshot(number)
     if number not in store.damage():
         raise SnapshotError(
             f"snapshot {number} of view {view!r} can be read: there is nothing to forget; `rollback` marks a bad one"
@@ -189,13 +208,16 @@ def _journal_leases(
 
 def _reachable(store: ViewStore, catalog: Catalog, keep: int, young_s: float, told: Callable[[str], None]) -> set[int]:
     manifests = catalog.entries
-    roots: set[int] = {*store.refs.pins(), max(manifests, default=0)}  # the highest number stays, so that it is never given twice
-    roots.update(number for number in manifests if number < max(catalog.damaged, default=0))  # each of them may be a parent
+    # The highest number stays, so that it is never given twice.
+    roots: set[int] = {*store.refs.pins(), max(manifests, default=0)}
+    # Each of them may be a parent.
+    roots.update(number for number in manifests if number < max(catalog.damaged, default=0))
     ref = store.refs.readable_live()
     if ref is not None:
         roots |= {ref.snapshot} | ({ref.previous} if ref.previous is not None else set())
     else:
-        roots |= set(manifests)  # without a pointer nobody can tell what is in use
+        # Without a pointer nobody can tell what is in use.
+        roots |= set(manifests)
     standing = Standing(store)
     roots |= standing.at_fault(manifests)
     newest: dict[str | None, list[int]] = {}
@@ -230,7 +252,8 @@ def _inputs_of_others(store: ViewStore, manifests: Mapping[int, Entry], told: Ca
             try:
                 inputs.update(n for name, n in other.snapshot(number).inputs.items() if name == store.name)
             except SnapshotError as exc:
-                if path.exists():  # and not removed just now
+                # And not removed just now.
+                if path.exists():
                     told(_sentence(other.name, number, exc))
                     inputs.update(
                         n

@@ -169,4 +169,5 @@ def _chunks(path: Path, recipe: str, partition: str | None, full: bool) -> Itera
                 continue
             yield record_of(Finished, entry)
         except (ValueError, KeyError, TypeError):
-            return  # torn: neither this line nor what follows it was finished
+            # Torn: neither this line nor what follows it was finished.
+            return

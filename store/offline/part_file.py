@@ -38,7 +38,8 @@ def write_part_file(path: Path, table: pa.Table, rare: npt.NDArray[np.int64] | N
     Raises:
         OSError: the file system failed.
     """
-    table = table.replace_schema_metadata()  # copied rows come with that of the file they were read from
+    # Copied rows come with that of the file they were read from.
+    table = table.replace_schema_metadata()
     folder = path.parent
     temporary = folder / f".{path.name}.tmp"
     try:

@@ -182,9 +182,11 @@ class _VectorCounter:
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):
             squares = np.einsum("ij,ij->i", matrix, matrix)
             buckets = squares.astype(np.float32, copy=False).view(np.uint32) >> _SHIFT
-        filled = np.bincount(buckets)  # not longer than 2**13
+        # Not longer than 2**13.
+        filled = np.bincount(buckets)
         bad, zero = _NONE, _NONE
-        if len(filled) > len(self._norms):  # infinite, or so long that its square is
+        # Infinite, or so long that its square is.
+        if len(filled) > len(self._norms):
             beyond = np.flatnonzero(buckets > _LAST_BUCKET)
             finite = np.isfinite(matrix[beyond]).all(axis=1)
             bad, squares[beyond] = beyond[~finite], 0.0

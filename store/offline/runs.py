@@ -118,7 +118,8 @@ class Runs:
         for name in self._names():
             try:
                 last = datetime.strptime(name[:23], _STAMP).replace(tzinfo=UTC)
-            except ValueError:  # not one of ours
+            except ValueError:
+                # Not one of ours.
                 continue
             if last >= now:
                 if last - now > timedelta(microseconds=AHEAD_US):
@@ -170,14 +171,16 @@ class Runs:
         for marker in sorted(self._running.iterdir(), reverse=True):
             try:
                 report = read_record(Report, self.path(marker.name).read_bytes())
-            except FileNotFoundError:  # about to be written, or never was
+            except FileNotFoundError:
+                # About to be written, or never was.
                 continue
             except (OSError, ValueError) as exc:
                 log.warning("the report of run %s cannot be read (%s)", marker.name, exc)
                 continue
             if report.status == "running":
                 unended.append(report)
-            else:  # it ended, and was killed before it could remove its marker
+            else:
+                # It ended, and was killed before it could remove its marker.
                 with contextlib.suppress(OSError):
                     marker.unlink(missing_ok=True)
         return unended

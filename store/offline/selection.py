@@ -270,6 +270,8 @@ def _are_among(table: pa.Table, keys: pa.Array, entity: Sequence[str]) -> pa.Chu
     if len(entity) > 1:
         return pc.is_in(key_column(table, entity), keys)
     if pa.types.is_integer(column.type):
-        with contextlib.suppress(pa.ArrowInvalid):  # keys of a time when they were text
-            return pc.is_in(column, keys.cast(column.type))  # a third of the time of comparing texts
+        # Keys of a time when they were text.
+        with contextlib.suppress(pa.ArrowInvalid):
+            # A third of the time of comparing texts.
+            return pc.is_in(column, keys.cast(column.type))
     return pc.is_in(key_column(table, entity), keys)

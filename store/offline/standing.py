@@ -55,12 +55,14 @@ class Standing:
         Raises:
             SnapshotError: an ancestor is missing or damaged.
         """
-        layer: Snapshot | None = snapshot if self.marks or self._manifests is not None else None  # what need not be read is not
+        # What need not be read is not.
+        layer: Snapshot | None = snapshot if self.marks or self._manifests is not None else None
         while layer is not None:
             if layer.number in self.marks:
                 return layer.number
             for number in layer.bases:
-                if number in self.left:  # of one whose files broke later, the copied rows are good
+                # Of one whose files broke later, the copied rows are good.
+                if number in self.left:
                     return number
             layer = None if layer.parent is None else self._manifest(layer.parent)
         return None
@@ -82,7 +84,8 @@ class Standing:
         """Why a snapshot counts for nothing: what publishing would refuse is no history either. None where it counts."""
         try:
             bad = self.bad(snapshot)
-        except SnapshotError:  # what it builds on is lost, which reading it will tell
+        except SnapshotError:
+            # What it builds on is lost, which reading it will tell.
             bad = None
         if bad == snapshot.number:
             return self.marks[bad].reason
@@ -126,7 +129,8 @@ class Standing:
             return f"the view is held ({ref.held}): `precompute resume {self._store.name}` ends that"
         try:
             live = self._store.snapshot(ref.snapshot)
-        except SnapshotError:  # what is live is lost: a reason to replace it
+        except SnapshotError:
+            # What is live is lost: a reason to replace it.
             return None
         if live.partition is not None and snapshot.partition is not None and live.partition > snapshot.partition:
             return f"partition {snapshot.partition} is older than the live {live.partition}"
@@ -138,7 +142,8 @@ class Standing:
         """The newest snapshot of a partition (None: of a view that has none) that is not bad and whose files are all there, with all its
         ancestors; one that a gate refused counts only with ``refused``: its rows are good to build on, not to measure by."""
         numbers = self._store.numbers()
-        if partition is not None:  # one of thousands: the others' manifests are not read
+        # One of thousands: the others' manifests are not read.
+        if partition is not None:
             entries = self._store.catalog().entries
             numbers = [number for number in numbers if number not in entries or entries[number].partition == partition]
         for snapshot in self._readable(reversed(numbers)):
@@ -163,7 +168,8 @@ class Standing:
         last = next((s for s in self._readable(reversed(numbers)) if self._may_be_published(s, accept)), None)
         if last is None:
             return numbers[-1]
-        if last.partition is None:  # a view that lost or got its partitions: what it has now counts
+        # A view that lost or got its partitions: what it has now counts.
+        if last.partition is None:
             return last.number
         entries = self._store.catalog().entries.values()
         days = sorted((entry.partition, entry.number) for entry in entries if entry.partition is not None)

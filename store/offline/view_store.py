@@ -344,7 +344,8 @@ class ViewStore:
             crashpoint("verify")
             make_folder(folder)
             while True:
-                taken = {*self.numbers(), *self.refs.marked("bad")}  # a bad one may be gone, its number stays taken
+                # A bad one may be gone, its number stays taken.
+                taken = {*self.numbers(), *self.refs.marked("bad")}
                 number = max(taken, default=0) + 1
                 numbered = replace(snapshot, number=number, fence=0 if lease is None else lease.record.fence)
                 if lease is not None:
@@ -397,7 +398,8 @@ class ViewStore:
         if rows:
             try:
                 content = self.snapshot(number).content
-            except SnapshotError as exc:  # damaged besides
+            except SnapshotError as exc:
+                # Damaged besides.
                 log.warning("%s", exc)
         self.refs.mark_bad(number, BadMark(reason, utc_now(), content, rows, back_to))
 

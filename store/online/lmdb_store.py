@@ -42,7 +42,8 @@ class _Generation:
 
 
 _open: weakref.WeakValueDictionary[tuple[int, int], _Generation] = weakref.WeakValueDictionary()
-_open_lock = threading.Lock()  # LMDB forbids opening a file twice in one process, so all stores of a process share them
+# LMDB forbids opening a file twice in one process, so all stores of a process share them.
+_open_lock = threading.Lock()
 
 
 def _generation(path: Path) -> _Generation:
@@ -108,7 +109,8 @@ class LmdbStore(OnlineStore):
         for attempt in (1, 2):
             identity = self._identity(view)
             if identity is None:
-                self._live.pop(view, None)  # the view was ended: its file goes with the last request that reads it
+                # The view was ended: its file goes with the last request that reads it.
+                self._live.pop(view, None)
                 return None
             if seen is not None and seen.identity == identity:
                 return seen
@@ -118,7 +120,8 @@ class LmdbStore(OnlineStore):
             try:
                 generation = _generation(self._path(view, pointer.generation))
             except (OSError, lmdb.Error) as exc:
-                if attempt == 1:  # the pointer moved twice between the two reads and the old generation is gone
+                # The pointer moved twice between the two reads and the old generation is gone.
+                if attempt == 1:
                     continue
                 raise OnlineStoreError(
                     f"cannot open the live generation {self._path(view, pointer.generation)}: {exc}; publish the view again"
@@ -181,7 +184,8 @@ class LmdbStore(OnlineStore):
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             make_folder(path.parent)
-            for left in path.parent.glob(".*.mdb.*.tmp"):  # by processes that were killed while loading: only one loads at a time
+            # By processes that were killed while loading: only one loads at a time.
+            for left in path.parent.glob(".*.mdb.*.tmp"):
                 left.unlink(missing_ok=True)
             env = lmdb.open(str(temporary), subdir=False, map_size=FIRST_MAP_BYTES, sync=False, metasync=False, lock=False)
             try:

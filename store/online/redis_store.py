@@ -147,13 +147,17 @@ class RedisStore(OnlineStore):
         with self._translated(f"load generation {generation} of {view!r}"):
             fields = {_bytes(field).decode() for field in self._redis.hkeys(meta)}
             left = {
-                int(field[8:]) for field in fields if field.startswith("loading:")
-            }  # by processes that were killed while loading
+                int(field[8:])
+                for field in fields
+                if field.startswith("loading:")
+                # By processes that were killed while loading.
+            }
             if f"rows:{generation}" in fields:
                 left.add(generation)
             for unfinished in sorted(left):
                 self._unlink(view, unfinished)
-            self._redis.sadd(f"{self._prefix}:views", view)  # here, where memory is needed anyway, and not in the flip
+            # Here, where memory is needed anyway, and not in the flip.
+            self._redis.sadd(f"{self._prefix}:views", view)
             self._redis.hset(meta, f"loading:{generation}", 1)
             self._redis.hdel(meta, f"rows:{generation}")
         count = 0
@@ -166,7 +170,8 @@ class RedisStore(OnlineStore):
                 self._redis.hset(meta, f"rows:{generation}", count)
                 self._redis.hdel(meta, f"loading:{generation}")
         except OnlineStoreError:
-            with contextlib.suppress(OnlineStoreError), self._translated("clean up"):  # what stays is cleaned by the next load
+            # What stays is cleaned by the next load.
+            with contextlib.suppress(OnlineStoreError), self._translated("clean up"):
                 self._unlink(view, generation)
             raise
         return count
@@ -249,7 +254,8 @@ class RedisStore(OnlineStore):
             raise OnlineStoreError(
                 f"Redis at {self._where} is full, could not {doing}: raise maxmemory or drop data ({_words(exc)})"
             ) from exc
-        except redis.AuthenticationError as exc:  # which is a ConnectionError too
+        except redis.AuthenticationError as exc:
+            # Which is a ConnectionError too.
             raise OnlineStoreError(
                 f"Redis at {self._where} refuses this user or password, could not {doing}: set the right one, as in "
                 f"PRECOMPUTE_ONLINE=redis://:password@host:6379/0 ({_words(exc)})"

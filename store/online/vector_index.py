@@ -90,12 +90,14 @@ class VectorIndex:
         if len(wide) != self.dim:
             raise RequestError(f"the vector has {len(wide)} numbers, this index takes {self.dim}", code="bad_vector")
         largest = np.abs(wide).max(initial=0.0)
-        if not largest <= np.finfo(np.float32).max:  # NaN is not, either
+        # NaN is not, either.
+        if not largest <= np.finfo(np.float32).max:
             raise RequestError("the vector has a number that is not a finite float32", code="bad_vector")
         if self.metric == "cosine":
             if largest == 0:
                 raise RequestError("the vector is all zeros, which has no direction for cosine", code="bad_vector")
-            wide = wide / largest  # so that squares neither overflow nor vanish
+            # So that squares neither overflow nor vanish.
+            wide = wide / largest
             wide /= np.linalg.norm(wide)
         if len(self) == 0:
             return [], []
@@ -157,7 +159,8 @@ def build_index(folder: Path, rows: Iterable[tuple[pa.Array, pa.Array]], dim: in
         sync_folder(folder.parent)
     except OSError as exc:
         raise SnapshotError(disk_message(folder, exc)) from exc
-    except RuntimeError as exc:  # how FAISS reports a failed write
+    except RuntimeError as exc:
+        # How FAISS reports a failed write.
         raise SnapshotError(f"cannot write {folder / 'vectors.faiss'}: {exc} (the live snapshot is untouched)") from exc
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
