@@ -43,12 +43,12 @@ def look(project: Project, name: str, *, data: bool = False) -> Dropped:
     store = offline.view(name)
     with contextlib.closing(open_online_store(project.online)) as online:
         served = name in online.views()
-    # The second: a removal that was stopped.
+    # the second: a removal that was stopped
     folders = [store.folder, *([store.removed_folder] if data else [])]
-    known = NAME.match(name) is not None and (served or configured or any(folder.is_dir() for folder in folders))
-    if not known:
-        there = ", ".join(sorted({*offline.views(), *project.names})) or "none"
-        raise ConfigError(f"no view {name!r}: neither configured, nor served, nor under {offline.root} (there are: {there})")
+    exists = NAME.match(name) is not None and (served or configured or any(folder.is_dir() for folder in folders))
+    if not exists:
+        names = ", ".join(sorted({*offline.views(), *project.names})) or "none"
+        raise ConfigError(f"no view {name!r}: neither configured, nor served, nor under {offline.root} (there are: {names})")
     readers = _readers(project, store)
     if readers:
         raise ConfigError(f"view {name!r} is read by {', '.join(readers)}, as live.{name}: change and run, or drop, these first")
@@ -65,7 +65,8 @@ def _readers(project: Project, store: ViewStore) -> list[str]:
         try:
             if ref is not None and name in offline.view(other).snapshot(ref.snapshot).inputs:
                 readers.add(other)
-        except SnapshotError as exc:  # then its fallback reads nothing
+        except SnapshotError as exc:
+            # then its fallback reads nothing
             log.warning("%s", exc)
     return sorted(readers - {name})
 
@@ -83,13 +84,13 @@ def drop(project: Project, name: str, *, data: bool = False) -> Dropped:
         ConflictError: a run or backfill of it is going on, or it is being published.
         OnlineStoreError, SnapshotError: a store failed; what was begun is finished by doing it again.
     """
-    found, store = look(project, name, data=data), project.offline.view(name)
+    dropped, store = look(project, name, data=data), project.offline.view(name)
     folder = store.leases
     with spending_reserve(project.root), contextlib.ExitStack() as held:
         if folder.is_dir():
             busy = f"view {name!r} is being published, rolled back or cleaned up; wait for it"
             held.enter_context(take(folder, PUBLISH_LEASE, "drop", ttl_s=project.settings.lease, busy=busy))
-            # A run that begins from here on sees this lease, and one that began before is seen now.
+            # a run that begins from here on sees this lease, and one that began before is seen now.
             held.enter_context(take(folder, DROP_LEASE, "drop", ttl_s=project.settings.lease, busy=busy))
             _check_idle(folder, name)
         with contextlib.closing(open_online_store(project.online)) as online:
@@ -102,7 +103,7 @@ def drop(project: Project, name: str, *, data: bool = False) -> Dropped:
         store.refs.end_live()
         if data:
             store.remove()
-    return found
+    return dropped
 
 
 def _check_idle(folder: Path, name: str) -> None:

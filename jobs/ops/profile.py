@@ -61,7 +61,8 @@ def profile(
         runner = Runner(opened.model, opened.view)
         windows = _sampled(opened, rows, runner)
         first = next(windows)
-        read_s = runner.meter.stage("read").busy_s  # before the clock starts, but a part of the time
+        # before the clock starts, but a part of the time
+        read_s = runner.meter.stage("read").busy_s
         Runner(opened.model, opened.view).compute(first.slice(0, WARM_UP_ROWS))
         if trace is not None:
             _write_trace(opened, first, trace)
@@ -111,5 +112,6 @@ def _check_writable(path: Path) -> None:
 def _write_trace(opened: OpenView, window: pa.RecordBatch, path: Path) -> None:
     from precompute.models.device import traced
 
-    with traced(path):  # in this thread, where the profiler sees it: the stages one after the other
+    # in this thread, where the profiler sees it: the stages one after the other
+    with traced(path):
         Runner(opened.model, opened.view).compute(window)

@@ -9,12 +9,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 from jobs.config.project import Project
+from jobs.ops.behind import in_words, inputs_behind, is_late
 from jobs.process.report import LEASED, PUBLISHING
 from jobs.rows.source_age import REPORTS, known_source_at
 from jobs.schedule.due import outlook
-from store.clock import duration, parsed_time
+from store.clock import duration
 from store.disk.lease import is_held
-from store.errors import OnlineStoreError, PrecomputeError, SnapshotError
+from store.errors import OnlineStoreError, PrecomputeError
 from store.freshness import AHEAD_US, Sighting, Status, age_s, as_datetime, iso, microseconds, status_of
 from store.offline.gc import damage
 from store.offline.refs import PUBLISH_LEASE, LiveRef
@@ -69,8 +70,8 @@ def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict
         line |= _live(snapshot, ref) | {"online": pointer is not None and pointer.epoch == ref.epoch}
         line |= _source(known_source_at(snapshot, reports))
         attention += _too_old(project, name, line["source_age_s"])
-        line["behind"] = _behind(store, snapshot, reports)
-        attention += [_words(behind) for behind in line["behind"] if _is_late(project, snapshot, behind)]
+        line["behind"] = inputs_behind(store, snapshot, reports)
+        attention += [in_words(behind) for behind in line["behind"] if is_late(project, snapshot, behind)]
     attention += [str(broken)] if broken else []
     return line | {"attention": _attention(line) + attention + damage(store)}
 
@@ -124,88 +125,9 @@ def _ahead(times_us: Mapping[str, int | None]) -> list[str]:
     ]
 
 
-def _behind(store: ViewStore, snapshot: Snapshot, reports: Sequence[Report]) -> list[dict[str, Any]]:
-    """The views whose live rows are others than those that ``snapshot`` was computed from: ``input``, the numbers ``computed_from`` and ``live``,
-    and ``behind_s``, for how long."""
-    # A run that found nothing changed commits nothing: which inputs it saw, its report tells.
-    did = (report for report in reports if report.finished and report.snapshot == snapshot.number)
-    inputs = next((report.inputs for report in did if report.inputs), snapshot.inputs)
-    computed, behind = datetime.fromisoformat(snapshot.created_at), []
-    for name, used in sorted(inputs.items()):
-        read = store.offline.view(name)
-        ref = read.refs.readable_live()
-        since = None if ref is None else _other_rows_since(read, used, ref, computed)
-        if ref is not None and since is not None:
-            behind_s = max(0.0, (datetime.now(UTC) - since).total_seconds())
-            behind.append({"input": name, "computed_from": used, "live": ref.snapshot, "behind_s": behind_s})
-    return behind
-
-
-def _other_rows_since(store: ViewStore, used: int, ref: LiveRef, computed: datetime) -> datetime | None:
-    """Since when other rows than those of the snapshot ``used`` are live; None when they are the same."""
-
-    def manifest(number: int) -> Snapshot | None:
-        try:
-            return store.snapshot(number)
-        except SnapshotError:  # gone or damaged, which that view's own line tells
-            return None
-
-    before, now = manifest(used) if ref.snapshot != used else None, manifest(ref.snapshot)
-    if ref.snapshot == used or (before and now and before.content and before.content == now.content):
-        return None
-    if ref.snapshot < used:  # rolled back
-        return parsed_time(ref.at)
-    newer = [number for number in store.numbers() if used < number <= ref.snapshot]
-    if newer[:1] != [used + 1]:  # the first of them is collected: it came soon after
-        return computed
-    for snapshot in map(manifest, newer):
-        if snapshot and not snapshot.refused_by and not (before and before.content == snapshot.content):
-            return max(computed, datetime.fromisoformat(snapshot.created_at))
-    return parsed_time(ref.at)
-
-
-def _is_late(project: Project, snapshot: Snapshot, behind: Mapping[str, Any]) -> bool:
-    """Whether a view is behind for longer than its rows may be old, or nothing in the schedule will bring it up."""
-    if behind["behind_s"] > snapshot.view.ttl_s:
-        return True
-    return bool(project.schedules()) and not _follows(project, snapshot.view.name, behind["input"])
-
-
-def _follows(project: Project, name: str, other: str) -> bool:
-    """Whether a view runs by the clock, or after ``other`` itself or views that are computed from it."""
-    schedule = project.schedules().get(name)
-    if schedule is None:
-        return False
-    if schedule.cron is not None:
-        return True
-    return any(
-        parent == other or (_reads(project, parent, other) and _follows(project, parent, other)) for parent in schedule.parents
-    )
-
-
-def _reads(project: Project, name: str, other: str) -> bool:
-    """Whether a view is computed from another one, itself or through others, which may read each other."""
-    seen, ahead = set[str](), [name]
-    while ahead:
-        at = ahead.pop()
-        inputs = project.views[at].inputs() if at in project.views and at not in seen else []
-        if other in inputs:
-            return True
-        seen.add(at)
-        ahead += inputs
-    return False
-
-
-def _words(behind: Mapping[str, Any]) -> str:
-    return (
-        f"computed from snapshot {behind['computed_from']} of {behind['input']}, of which {behind['live']} is live: "
-        f"behind for {duration(behind['behind_s'])}"
-    )
-
-
 def notes(line: Mapping[str, Any]) -> list[str]:
     """What of a view's line is worth knowing and needs nobody: inputs that its next run will catch up with."""
-    told = [_words(behind) for behind in line["behind"] or ()]
+    told = [in_words(behind) for behind in line["behind"] or ()]
     return [text for text in told if text not in line["attention"]]
 
 
@@ -214,7 +136,8 @@ def _live(snapshot: Snapshot, ref: LiveRef) -> dict[str, Any]:
     sighting = Sighting(microseconds(ref.at), max(snapshot.renewed_at or 0, ref.renewed_at or 0), 0)
     oldest = snapshot.computed_at_min if snapshot.rows else microseconds(snapshot.created_at)
     age = sighting.age_us(oldest or 0, now_us) / 1e6
-    status = status_of(snapshot.view, age)  # as it is served; an edited TTL takes effect with the next run
+    # as it is served; an edited TTL takes effect with the next run
+    status = status_of(snapshot.view, age)
     return {
         "status": "expired" if status is Status.MISSING else str(status),
         "snapshot": ref.snapshot,
@@ -260,7 +183,8 @@ def _unconfigured(project: Project, online: OnlineStore) -> list[dict[str, Any]]
     """Lines of the views that are served though there is no file of them any more."""
     try:
         names = [name for name in online.views() if name not in project.names]
-    except OnlineStoreError:  # every view's own line says so
+    except OnlineStoreError:
+        # every view's own line says so
         return []
     lines = []
     for name in names:

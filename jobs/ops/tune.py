@@ -13,15 +13,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from jobs.config.project import Project
 from jobs.config.tuning_file import write_tuning
+from jobs.config.view import AccuracyConfig
 from jobs.pipeline.accuracy import compared, judged, sample_of
 from jobs.process.report import versions
-from jobs.rows.open_view import EXAMPLE_ROWS, REFERENCE, open_view
+from jobs.rows.open_view import EXAMPLE_ROWS, REFERENCE, OpenView, open_view
 from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
 from precompute.model import Model
@@ -29,6 +31,9 @@ from store.errors import ConfigError, ModelError, SourceError
 from store.feature_view import FeatureView
 from store.freshness import iso
 from store.partition import Partition
+
+if TYPE_CHECKING:
+    from precompute.models.torch_model import TorchModel
 
 ROUNDS = 3
 """Times that each candidate computes the sample, taking turns, so that a busy moment of the machine hits all alike."""
@@ -58,83 +63,41 @@ def tune(
         tell: told what begins.
 
     Returns:
-        ``file`` (null when none was written), ``picked`` (a candidate's name), ``precision``, ``backend``, ``rows`` and ``measured``: for each candidate ``name``, ``rows_per_s``, ``speed``
-        (times float32's), ``convert_s``, the figures of :meth:`precompute.precision.accuracy.Accuracy.to_json` and ``refused`` (why, or null).
+        ``file`` (null when none was written), ``picked`` (a candidate's name), ``precision``, ``backend``, ``rows`` and ``measured``: for each
+        candidate ``name``, ``rows_per_s``, ``speed`` (times float32's), ``convert_s``, the figures of
+        :meth:`precompute.precision.accuracy.Accuracy.to_json` and ``refused`` (why, or null).
 
     Raises:
         ConfigError: the model is none of torch, or a name in ``only`` is unknown.
         SourceError, ModelError: as a run would.
     """
-    from precompute.models.torch_model import TorchModel
-    from precompute.precision.conversion import NOT_TORCH, use_variant
     from precompute.precision.variants import candidates, parse
 
     config, store = project.view(name), project.offline.view(name)
     if config.partition is not None and partition is None:
         partition = config.partition_at(datetime.now(UTC))
-    names = [REFERENCE, *(parse(text).name for text in only)]
+    asked = [parse(text).name for text in only]
     with open_view(
         _in_float32(config.feature_view()), store.offline, project.home, partition=partition, memory_mb=project.settings.memory_mb
     ) as opened:
-        model = opened.model
-        if not isinstance(model, TorchModel):
-            raise ConfigError(f"view {name!r}: {NOT_TORCH}")
-        if not only:
-            names = [REFERENCE, *(c.name for c in candidates(model.device, model))]
-        names = list(dict.fromkeys(names))
+        model = _torch_model(opened)
+        names = asked or [candidate.name for candidate in candidates(model.device, model)]
         sample = sample_of(opened, rows)
-        reference: Outcome | None = None
-        measured: list[dict[str, Any]] = []
-        ready: dict[str, Callable[[], object]] = {}
-        for variant in names:
+        trials = _Trials(opened.view, model, sample, config.accuracy, store.compiled)
+        measured = []
+        for variant in dict.fromkeys([REFERENCE, *names]):
             tell(f"{variant}: converting and comparing {sample.num_rows:,} rows")
-            found: dict[str, Any] = {"name": variant, "convert_s": 0.0, "refused": None}
-            measured.append(found)
-            started = time.monotonic()
-            try:
-                if variant == REFERENCE:
-                    model.use(model.module)
-                else:
-                    use_variant(
-                        model,
-                        variant,
-                        lambda: pa.Table.from_batches([sample.slice(0, EXAMPLE_ROWS)]),
-                        store.compiled,
-                    )
-            except ConfigError as exc:
-                found["refused"] = str(exc)
-                continue
-            found["convert_s"] = round(time.monotonic() - started, 1)
-            try:
-                done = Runner(model, opened.view).compute(sample)
-            except ModelError as exc:
-                if variant == REFERENCE:
-                    raise
-                found["refused"] = str(exc)
-                continue
-            ready[variant] = model.restorer()
-            if reference is None:
-                reference = done
-                if not len(done.rows):
-                    error = done.rejections[0].error
-                    raise SourceError(
-                        f"view {name!r}: none of {sample.num_rows:,} rows could be computed in float32; the first: {error}"
-                    )
-            accuracy = compared(opened.view, reference, done)
-            found["accuracy"] = {} if accuracy is None else accuracy.to_json()["features"]
-            figures = judged(config.accuracy, accuracy, reference, done)
-            found["refused"] = "; ".join(figure.shortfall for figure in figures if figure.room < 0) or None
-        rates = _rates(model, opened.view, sample, ready, tell)
-    for found in measured:
-        rate = rates.get(found["name"])
-        found["rows_per_s"] = None if rate is None else round(rate, 1)
-        found["speed"] = None if rate is None else round(rate / rates[REFERENCE], 3)
-    picked = _pick(measured)
-    parsed = parse(picked)
-    result = {
-        "picked": picked,
-        "precision": parsed.precision,
-        "backend": parsed.backend,
+            measured.append(trials.tried(variant))
+        rates = _rates(model, opened.view, sample, trials.ready, tell)
+    for line in measured:
+        rate = rates.get(line["name"])
+        line["rows_per_s"] = None if rate is None else round(rate, 1)
+        line["speed"] = None if rate is None else round(rate / rates[REFERENCE], 3)
+    picked = parse(_pick(measured))
+    tuning = {
+        "picked": picked.name,
+        "precision": picked.precision,
+        "backend": picked.backend,
         "rows": sample.num_rows,
         "budget": config.accuracy.model_dump(),
         "measured": measured,
@@ -142,8 +105,79 @@ def tune(
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {model.device.name}",
         "versions": versions(),
     }
-    path = write_tuning(project.folder, name, project.model_as_written(name), result) if write else None
-    return {"view": name, "file": None if path is None else str(path), **result}
+    path = write_tuning(project.folder, name, project.model_as_written(name), tuning) if write else None
+    return {"view": name, "file": None if path is None else str(path), **tuning}
+
+
+def _torch_model(opened: OpenView) -> TorchModel:
+    """Raises:
+    ConfigError: the view's model is none of torch.
+    """
+    from precompute.models.torch_model import TorchModel
+    from precompute.precision.conversion import NOT_TORCH
+
+    if not isinstance(opened.model, TorchModel):
+        raise ConfigError(f"view {opened.view.name!r}: {NOT_TORCH}")
+    return opened.model
+
+
+class _Trials:
+    """Candidates that compute one sample of a view, each compared with float32, which is tried first.
+
+    ``ready`` has, of each that can compute it, what makes the model compute in it once more.
+    """
+
+    def __init__(
+        self, view: FeatureView, model: TorchModel, sample: pa.RecordBatch, budget: AccuracyConfig, compiled: Path
+    ) -> None:
+        self._view, self._model, self._sample, self._budget, self._compiled = view, model, sample, budget, compiled
+        self._reference: Outcome | None = None
+        self.ready: dict[str, Callable[[], object]] = {}
+
+    def tried(self, variant: str) -> dict[str, Any]:
+        """``name``, ``convert_s``, ``refused`` and, where it computes, ``accuracy``.
+
+        Raises:
+            ModelError, SourceError: float32 computes nothing.
+        """
+        line: dict[str, Any] = {"name": variant, "convert_s": 0.0, "refused": None}
+        started = time.monotonic()
+        try:
+            self._convert(variant)
+        except ConfigError as exc:
+            return line | {"refused": str(exc)}
+        line["convert_s"] = round(time.monotonic() - started, 1)
+        try:
+            outcome = Runner(self._model, self._view).compute(self._sample)
+        except ModelError as exc:
+            if variant == REFERENCE:
+                raise
+            return line | {"refused": str(exc)}
+        self.ready[variant] = self._model.restorer()
+        if self._reference is None:
+            self._reference = self._usable(outcome)
+        accuracy = compared(self._view, self._reference, outcome)
+        line["accuracy"] = {} if accuracy is None else accuracy.to_json()["features"]
+        figures = judged(self._budget, accuracy, self._reference, outcome)
+        line["refused"] = "; ".join(figure.shortfall for figure in figures if figure.room < 0) or None
+        return line
+
+    def _convert(self, variant: str) -> None:
+        from precompute.precision.conversion import use_variant
+
+        if variant == REFERENCE:
+            self._model.use(self._model.module)
+        else:
+            examples = self._sample.slice(0, EXAMPLE_ROWS)
+            use_variant(self._model, variant, lambda: pa.Table.from_batches([examples]), self._compiled)
+
+    def _usable(self, reference: Outcome) -> Outcome:
+        if not len(reference.rows):
+            error = reference.rejections[0].error
+            raise SourceError(
+                f"view {self._view.name!r}: none of {self._sample.num_rows:,} rows could be computed in float32; the first: {error}"
+            )
+        return reference
 
 
 def _in_float32(view: FeatureView) -> FeatureView:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,7 +46,11 @@ def verify(project: Project, name: str) -> list[Check]:
         ConfigError: there is no such view.
     """
     store = project.stored(name)
-    checks: list[Check] = []
+    try:
+        ref, live, chain = _live(store)
+    except PrecomputeError as exc:
+        return [Check("manifest", False, str(exc))]
+    checks = [Check("manifest", True, f"snapshot {live.number}, epoch {ref.epoch}; chain: {chain}")]
 
     def check(what: str, look: Callable[[], str]) -> bool:
         try:
@@ -55,41 +59,39 @@ def verify(project: Project, name: str) -> list[Check]:
             checks.append(Check(what, False, str(exc)))
         return checks[-1].ok
 
-    ref: LiveRef | None = None
-    snapshot: Snapshot | None = None
-
-    def manifest() -> str:
-        nonlocal ref, snapshot
-        ref = store.refs.live()
-        if ref is None:
-            raise SnapshotError(f"nothing is live: precompute run {name}")
-        snapshot = store.snapshot(ref.snapshot)
-        chain = ", ".join(f"{layer.number} ({layer.kind})" for layer in store.chain(snapshot))
-        return f"snapshot {snapshot.number}, epoch {ref.epoch}; chain: {chain}"
-
-    if not check("manifest", manifest) or snapshot is None or ref is None:
-        return checks
-    live, at = snapshot, ref
-
-    def checksums() -> str:
-        store.check_parts(live)
-        layers = store.layers(live)
-        return f"{len(layers.paths)} parts, {sum(path.stat().st_size for path in layers.paths):,} bytes"
-
-    if check("checksums", checksums):
+    if check("checksums", lambda: _checksums(store, live)):
         check("rows", lambda: _rows(store, live))
     try:
         online = open_online_store(project.online)
     except PrecomputeError as exc:
         return [*checks, Check("online", False, str(exc))]
     try:
-        if check("online pointer", lambda: _pointer(online, name, at)):
-            check("online rows", lambda: _online_rows(store, online, live, at))
+        if check("online pointer", lambda: _pointer(online, name, ref)):
+            check("online rows", lambda: _online_rows(store, online, live, ref))
     finally:
         online.close()
     if live.view.index is not None:
-        check("index", lambda: _index(store, live, at))
+        check("index", lambda: _index(store, live, ref))
     return checks
+
+
+def _live(store: ViewStore) -> tuple[LiveRef, Snapshot, str]:
+    """The live pointer, its snapshot, and in words, what that builds on.
+
+    Raises:
+        SnapshotError: one of them cannot be read, or nothing is live.
+    """
+    ref = store.refs.live()
+    if ref is None:
+        raise SnapshotError(f"nothing is live: precompute run {store.name}")
+    snapshot = store.snapshot(ref.snapshot)
+    return ref, snapshot, ", ".join(f"{layer.number} ({layer.kind})" for layer in store.chain(snapshot))
+
+
+def _checksums(store: ViewStore, snapshot: Snapshot) -> str:
+    store.check_parts(snapshot)
+    paths = store.layers(snapshot).paths
+    return f"{len(paths)} parts, {sum(path.stat().st_size for path in paths):,} bytes"
 
 
 def _rows(store: ViewStore, snapshot: Snapshot) -> str:
@@ -101,8 +103,8 @@ def _rows(store: ViewStore, snapshot: Snapshot) -> str:
 
 def _pointer(online: OnlineStore, name: str, ref: LiveRef) -> str:
     pointer = online.live(name)
-    found = None if pointer is None else (pointer.snapshot, pointer.epoch, pointer.generation)
-    if found != (ref.snapshot, ref.epoch, ref.generation):
+    served = None if pointer is None else (pointer.snapshot, pointer.epoch, pointer.generation)
+    if served != (ref.snapshot, ref.epoch, ref.generation):
         raise OnlineStoreError(
             f"the online store serves {'nothing' if pointer is None else f'snapshot {pointer.snapshot}, epoch {pointer.epoch}'}, live is "
             f"snapshot {ref.snapshot}, epoch {ref.epoch}: precompute publish {name} --snapshot {ref.snapshot}"
@@ -117,10 +119,10 @@ def _online_rows(store: ViewStore, online: OnlineStore, snapshot: Snapshot, ref:
         computed_at = np.asarray(batch.column("computed_at").cast(pa.int64()))
         packed = [bytes(row) for row in codec.encode(batch, computed_at, snapshot.number).rows()]
         for start in range(0, len(keys), 500):
-            found = online.read_generation(name, ref.generation, keys[start : start + 500])
-            for key, row, got in zip(keys[start : start + 500], packed[start : start + 500], found, strict=True):
-                if got is None or bytes(got) != row:
-                    what = "is missing" if got is None else "has other bytes than in Parquet"
+            online_rows = online.read_generation(name, ref.generation, keys[start : start + 500])
+            for key, row, online_row in zip(keys[start : start + 500], packed[start : start + 500], online_rows, strict=True):
+                if online_row is None or bytes(online_row) != row:
+                    what = "is missing" if online_row is None else "has other bytes than in Parquet"
                     raise OnlineStoreError(
                         f"key {key.decode()!r} {what}: precompute publish {name} --snapshot {snapshot.number} --reload"
                     )
@@ -136,18 +138,30 @@ def _index(store: ViewStore, snapshot: Snapshot, ref: LiveRef) -> str:
     if len(index) != vectors:
         raise VectorIndexError(f"it holds {len(index)} vectors, the snapshot {vectors}: precompute publish {view.name} --reload")
     sample = store.sample(snapshot, SEARCHED_ROWS)
-    sample = sample.filter(sample.column(view.index.on).is_valid())  # a row without a vector cannot be found by it
+    # a row without a vector cannot be found by it
+    sample = sample.filter(sample.column(view.index.on).is_valid())
     keys = key_column(sample, view.entity).to_pylist()
-    allowed = tolerance(None, "float32").limit  # the index computes in float32, of the same vectors
     for key, vector in list(zip(keys, sample.column(view.index.on).to_pylist(), strict=True))[:SEARCHED_ROWS]:
-        found, scores = index.search(vector, 10, frozenset())
-        if not found:  # vectors that are no numbers any more are near to nothing
-            raise VectorIndexError(f"nothing is found by the vector of key {key!r}: precompute publish {view.name} --reload")
-        square = float(np.square(np.asarray(vector, np.float64)).sum())
-        score = scores[found.index(key)] if key in found else scores[0]  # one just like it may stand before it
-        right = {"cosine": 1.0, "l2": 0.0, "dot": square}[view.index.metric]
-        if abs(score - right) > allowed * (1.0 if view.index.metric == "cosine" else square) and not (
-            view.index.metric == "dot" and key not in found
-        ):  # a longer one may be nearer by dot
-            raise VectorIndexError(f"key {key!r} is not found by its own vector: precompute publish {view.name} --reload")
+        _check_found(index, view.index.metric, key, vector, f"precompute publish {view.name} --reload")
     return f"{len(index):,} vectors; {min(len(keys), SEARCHED_ROWS)} sampled ones find themselves"
+
+
+def _check_found(index: VectorIndex, metric: str, key: str, vector: Sequence[float], remedy: str) -> None:
+    """Raises:
+    VectorIndexError: a key is not found by its own vector.
+    """
+    neighbours, scores = index.search(vector, 10, frozenset())
+    if not neighbours:
+        # vectors that are no numbers any more are near to nothing
+        raise VectorIndexError(f"nothing is found by the vector of key {key!r}: {remedy}")
+    if metric == "dot" and key not in neighbours:
+        # a longer one may be nearer by dot
+        return
+    square = float(np.square(np.asarray(vector, np.float64)).sum())
+    # one just like it may stand before it
+    score = scores[neighbours.index(key)] if key in neighbours else scores[0]
+    right = {"cosine": 1.0, "l2": 0.0, "dot": square}[metric]
+    # the index computes in float32, of the same vectors
+    allowed = tolerance(None, "float32").limit * (1.0 if metric == "cosine" else square)
+    if abs(score - right) > allowed:
+        raise VectorIndexError(f"key {key!r} is not found by its own vector: {remedy}")
