@@ -84,15 +84,7 @@ def tune(
         names = asked or [candidate.name for candidate in candidates(model.device, model)]
         sample = sample_of(opened, rows)
         trials = _Trials(opened.view, model, sample, config.accuracy, store.compiled)
-        measured = []
-        for variant in dict.fromkeys([REFERENCE, *names]):
-            tell(f"{variant}: converting and comparing {sample.num_rows:,} rows")
-            measured.append(trials.tried(variant))
-        rates = _rates(model, opened.view, sample, trials.ready, tell)
-    for line in measured:
-        rate = rates.get(line["name"])
-        line["rows_per_s"] = None if rate is None else round(rate, 1)
-        line["speed"] = None if rate is None else round(rate / rates[REFERENCE], 3)
+        measured = _measured(trials, list(dict.fromkeys([REFERENCE, *names])), tell)
     picked = parse(_pick(measured))
     tuning = {
         "picked": picked.name,
@@ -130,7 +122,7 @@ class _Trials:
     def __init__(
         self, view: FeatureView, model: TorchModel, sample: pa.RecordBatch, budget: AccuracyConfig, compiled: Path
     ) -> None:
-        self._view, self._model, self._sample, self._budget, self._compiled = view, model, sample, budget, compiled
+        self.view, self.model, self.sample, self._budget, self._compiled = view, model, sample, budget, compiled
         self._reference: Outcome | None = None
         self.ready: dict[str, Callable[[], object]] = {}
 
@@ -148,15 +140,15 @@ class _Trials:
             return line | {"refused": str(exc)}
         line["convert_s"] = round(time.monotonic() - started, 1)
         try:
-            outcome = Runner(self._model, self._view).compute(self._sample)
+            outcome = Runner(self.model, self.view).compute(self.sample)
         except ModelError as exc:
             if variant == REFERENCE:
                 raise
             return line | {"refused": str(exc)}
-        self.ready[variant] = self._model.restorer()
+        self.ready[variant] = self.model.restorer()
         if self._reference is None:
             self._reference = self._usable(outcome)
-        accuracy = compared(self._view, self._reference, outcome)
+        accuracy = compared(self.view, self._reference, outcome)
         line["accuracy"] = {} if accuracy is None else accuracy.to_json()["features"]
         figures = judged(self._budget, accuracy, self._reference, outcome)
         line["refused"] = "; ".join(figure.shortfall for figure in figures if figure.room < 0) or None
@@ -166,16 +158,16 @@ class _Trials:
         from precompute.precision.conversion import use_variant
 
         if variant == REFERENCE:
-            self._model.use(self._model.module)
+            self.model.use(self.model.module)
         else:
-            examples = self._sample.slice(0, EXAMPLE_ROWS)
-            use_variant(self._model, variant, lambda: pa.Table.from_batches([examples]), self._compiled)
+            examples = self.sample.slice(0, EXAMPLE_ROWS)
+            use_variant(self.model, variant, lambda: pa.Table.from_batches([examples]), self._compiled)
 
     def _usable(self, reference: Outcome) -> Outcome:
         if not len(reference.rows):
             error = reference.rejections[0].error
             raise SourceError(
-                f"view {self._view.name!r}: none of {self._sample.num_rows:,} rows could be computed in float32; the first: {error}"
+                f"view {self.view.name!r}: none of {self.sample.num_rows:,} rows could be computed in float32; the first: {error}"
             )
         return reference
 
@@ -183,6 +175,20 @@ class _Trials:
 def _in_float32(view: FeatureView) -> FeatureView:
     model = replace(view.definition.model, precision="fp32", backend="eager")
     return replace(view, definition=replace(view.definition, model=model))
+
+
+def _measured(trials: _Trials, names: Sequence[str], tell: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Of each candidate, what :meth:`_Trials.tried` tells, ``rows_per_s`` and ``speed``."""
+    lines = []
+    for name in names:
+        tell(f"{name}: converting and comparing {trials.sample.num_rows:,} rows")
+        lines.append(trials.tried(name))
+    rates = _rates(trials.model, trials.view, trials.sample, trials.ready, tell)
+    for line in lines:
+        rate = rates.get(line["name"])
+        line["rows_per_s"] = None if rate is None else round(rate, 1)
+        line["speed"] = None if rate is None else round(rate / rates[REFERENCE], 3)
+    return lines
 
 
 def _rates(
