@@ -37,6 +37,10 @@ _Request = tuple[str, Mapping[str, Any] | None, Pointer]
 """Key text, the input columns' values when they came with the request, and what is live for the caller."""
 
 
+_Rows = tuple[list[int], pa.Table]
+"""Numbers of requests, and a source row for each."""
+
+
 class _Group(NamedTuple):
     """What is computed in one batch: requests of one publishing of a view, either all for its rows or all for what it is searched by."""
 
@@ -85,9 +89,9 @@ class ViewFallback(Fallback):
         group = _Group(pointer.view.name, pointer.publishing, query)
         futures = []
         for key in keys:
-            given = inputs.get(key)
-            flight = key if given is None else (key, json.dumps(given, sort_keys=True, default=str))
-            futures.append(self._batcher.submit(group, flight, (key, given, pointer), deadline))
+            values = inputs.get(key)
+            flight = key if values is None else (key, json.dumps(values, sort_keys=True, default=str))
+            futures.append(self._batcher.submit(group, flight, (key, values, pointer), deadline))
         return futures
 
     def warm(self, pointer: Pointer) -> None:
@@ -99,7 +103,8 @@ class ViewFallback(Fallback):
         try:
             self._batcher.submit(group, None, (_WARM_UP, None, pointer), time.monotonic() + 600).result()
         except Miss as exc:
-            if exc.reason is not Reason.UNKNOWN_ENTITY:  # which is what the empty key is, once everything is open
+            # which is what the empty key is, once everything is open
+            if exc.reason is not Reason.UNKNOWN_ENTITY:
                 log.error("fallback of view %r is not available: %s", pointer.view.name, exc)
 
     def ready(self, pointer: Pointer) -> bool:
@@ -117,37 +122,37 @@ class ViewFallback(Fallback):
 
     def _run(self, group: Hashable, requests: Sequence[_Request]) -> list[Computed | Exception]:
         assert isinstance(group, _Group)
-        pointer = requests[0][2]
-        results: list[Computed | Exception] = [Miss(Reason.UNKNOWN_ENTITY)] * len(requests)
         try:
-            opened = self._open(pointer)
-            if any(key == _WARM_UP for key, _, _ in requests):
-                _warm_up(opened)
-            wanted = [key for key, given, _ in requests if given is None and key]
-            found = opened.source.rows(wanted) if wanted else None
-            tables: list[tuple[list[int], pa.Table]] = []
-            if found is not None and found.num_rows:
-                position = {key: i for i, (key, given, _) in enumerate(requests) if given is None}
-                tables.append(([position[k] for k in found.column("key").to_pylist()], found.drop_columns(["key"])))
-            for i, (key, given, _) in enumerate(requests):
-                if given is not None:
-                    try:
-                        tables.append(([i], _input_row(opened, key, given)))
-                    except (pa.ArrowException, ValueError, TypeError, OverflowError) as exc:
-                        results[i] = Miss(Reason.MODEL_ERROR, f"the inputs do not fit the source's columns: {exc}")
-            if tables:
-                opened.convert()  # where the source had no rows to show it before
-                asked = opened.model.for_queries() if group.query and isinstance(opened.model, QueryModel) else opened.model
-                self._compute(opened, asked, tables, results)
+            results = self._results(group, requests)
         except PrecomputeError as exc:
-            log.error("fallback of view %r: %s", pointer.view.name, exc)
+            log.error("fallback of view %r: %s", group.view, exc)
             results = [Miss(Reason.MODEL_ERROR, str(exc))] * len(requests)
-        except BaseException as exc:  # a user's model may raise anything, sys.exit() included
-            log.exception("fallback of view %r failed", pointer.view.name)
+        except BaseException as exc:
+            # a user's model may raise anything, sys.exit() included
+            log.exception("fallback of view %r failed", group.view)
             results = [Miss(Reason.MODEL_ERROR, f"{type(exc).__name__}: {exc}")] * len(requests)
         for (key, _, _), result in zip(requests, results, strict=True):
             if isinstance(result, Miss) and result.reason is Reason.MODEL_ERROR:
-                self._log_failure(pointer.view.name, key, result)
+                self._log_failure(group.view, key, result)
+        return results
+
+    def _results(self, group: _Group, requests: Sequence[_Request]) -> list[Computed | Exception]:
+        results: list[Computed | Exception] = [Miss(Reason.UNKNOWN_ENTITY)] * len(requests)
+        opened = self._open(requests[0][2])
+        if any(key == _WARM_UP for key, _, _ in requests):
+            _warm_up(opened)
+        tables = _source_rows(opened, requests)
+        for i, (key, values, _) in enumerate(requests):
+            if values is not None:
+                try:
+                    tables.append(([i], _input_row(opened, key, values)))
+                except (pa.ArrowException, ValueError, TypeError, OverflowError) as exc:
+                    results[i] = Miss(Reason.MODEL_ERROR, f"the inputs do not fit the source's columns: {exc}")
+        if tables:
+            # where the source had no rows to show it before
+            opened.convert()
+            asked = opened.model.for_queries() if group.query and isinstance(opened.model, QueryModel) else opened.model
+            _compute(opened, asked, tables, results)
         return results
 
     def _log_failure(self, view: str, key: str, miss: Miss) -> None:
@@ -159,26 +164,14 @@ class ViewFallback(Fallback):
             log.error("fallback of view %r, key %r: %s%s", view, key[:80], miss, more)
             self._logged_at, self._unlogged = now, 0
 
-    def _compute(
-        self, opened: OpenView, model: Model, tables: list[tuple[list[int], pa.Table]], results: list[Computed | Exception]
-    ) -> None:
-        positions = [i for rows, _ in tables for i in rows]
-        batch = pa.concat_tables([t for _, t in tables]).combine_chunks().to_batches()[0]
-        done = with_null_rows(opened.view, compute(model, opened.view, batch))
-        now_us = time.time_ns() // 1000
-        for j, row in enumerate(done.rows.tolist()):
-            results[positions[row]] = Computed(done.features.slice(j, 1), now_us)
-        for rejection in done.rejections:
-            results[positions[rejection.row]] = Miss(Reason.MODEL_ERROR, rejection.error)
-
     def _open(self, pointer: Pointer) -> OpenView:
         name = pointer.view.name
-        known = self._opened.get((name, pointer.publishing))
-        if known is not None:
-            return known
-        opened = self._open_as_live(pointer)
-        self._opened[name, pointer.publishing] = opened
-        in_order = [which for other, which in self._opened if other == name]  # as opened: epochs may start again
+        opened = self._opened.get((name, pointer.publishing))
+        if opened is not None:
+            return opened
+        opened = self._opened[name, pointer.publishing] = self._open_as_live(pointer)
+        # in the order in which they were opened: epochs may start again
+        in_order = [which for other, which in self._opened if other == name]
         for which in in_order[:-KEPT_PUBLISHINGS]:
             self._opened.pop((name, which)).source.close()
         return opened
@@ -191,8 +184,9 @@ class ViewFallback(Fallback):
         refused_at, refusal = self._refused.get(publishing, (-REFUSED_S, ""))
         if refusal and time.monotonic() < refused_at + REFUSED_S:
             raise PrecomputeError(refusal)
-        for _ in range(2):  # a shared model may be older than the files it was loaded from
-            partition = None if pointer.partition is None else Partition.parse(pointer.partition)
+        partition = None if pointer.partition is None else Partition.parse(pointer.partition)
+        # a shared model may be older than the files it was loaded from
+        for _ in range(2):
             opened = open_view(
                 pointer.view,
                 self._store,
@@ -212,13 +206,11 @@ class ViewFallback(Fallback):
                     raise
                 return opened
             opened.source.close()
-            # Not kept: its fingerprint may be one that does not read the files, and it would be taken later for what they are then.
-            shared = [key for key, known in self._models.items() if known.model is opened.model]
-            for key in shared:
-                del self._models[key]
+            # not kept: its fingerprint may be one that does not read the files, and it would be taken later for what they are then
+            self._models = {key: loaded for key, loaded in self._models.items() if loaded.model is not opened.model}
         refusal = f"the model on disk has fingerprint {opened.fingerprint[:12]}, the live snapshot {pointer.model[:12]}: run `precompute run {pointer.view.name}` so that both agree"
         now = time.monotonic()
-        self._refused = {which: known for which, known in self._refused.items() if now < known[0] + REFUSED_S}
+        self._refused = {which: (at, why) for which, (at, why) in self._refused.items() if now < at + REFUSED_S}
         self._refused[publishing] = now, refusal
         raise PrecomputeError(refusal)
 
@@ -227,10 +219,10 @@ class ViewFallback(Fallback):
         if any(isinstance(v, pa.Table) for v in args.values()):
             return load_with_fingerprint(use, args, self._folder)
         key = json.dumps([use, args, precision], sort_keys=True, default=str)
-        known = self._models.get(key)
-        if known is None or self._fingerprint(known.model) != known.fingerprint:
-            known = self._models[key] = load_with_fingerprint(use, args, self._folder)
-        return known
+        loaded = self._models.get(key)
+        if loaded is None or self._fingerprint(loaded.model) != loaded.fingerprint:
+            loaded = self._models[key] = load_with_fingerprint(use, args, self._folder)
+        return loaded
 
     def _fingerprint(self, model: Model) -> str:
         with starting_from(self._folder):
@@ -247,13 +239,35 @@ def _refusal(kind: Refusal) -> Exception:
     return Miss(Reason.SHED if kind == "shed" else Reason.DEADLINE)
 
 
-def _input_row(opened: OpenView, key: str, given: Mapping[str, Any]) -> pa.Table:
+def _source_rows(opened: OpenView, requests: Sequence[_Request]) -> list[_Rows]:
+    """The rows of the requests that came without inputs, as far as the source has them."""
+    position = {key: i for i, (key, values, _) in enumerate(requests) if values is None}
+    wanted = [key for key, values, _ in requests if values is None and key]
+    rows = opened.source.rows(wanted) if wanted else None
+    if rows is None or not rows.num_rows:
+        return []
+    return [([position[key] for key in rows.column("key").to_pylist()], rows.drop_columns(["key"]))]
+
+
+def _input_row(opened: OpenView, key: str, inputs: Mapping[str, Any]) -> pa.Table:
     """One source row from a request: the entity's columns from the key, inputs that were not given null."""
     schema = opened.source.schema
     entity = opened.view.entity
-    values: dict[str, Any] = dict(given)
+    values: dict[str, Any] = dict(inputs)
     for name, text in zip(entity, split_key(key, entity), strict=False):
         integer = pa.types.is_integer(schema.field(name).type)
         values[name] = (int(text) if text.lstrip("-").isdigit() else None) if integer else text
     columns = [pa.array([values.get(f.name)], f.type) for f in schema]
     return pa.Table.from_arrays(columns, schema=schema)
+
+
+def _compute(opened: OpenView, model: Model, tables: Sequence[_Rows], results: list[Computed | Exception]) -> None:
+    """Put what the model makes of ``tables`` into ``results``."""
+    positions = [i for numbers, _ in tables for i in numbers]
+    batch = pa.concat_tables([t for _, t in tables]).combine_chunks().to_batches()[0]
+    done = with_null_rows(opened.view, compute(model, opened.view, batch))
+    now_us = time.time_ns() // 1000
+    for j, row in enumerate(done.rows.tolist()):
+        results[positions[row]] = Computed(done.features.slice(j, 1), now_us)
+    for rejection in done.rejections:
+        results[positions[rejection.row]] = Miss(Reason.MODEL_ERROR, rejection.error)
