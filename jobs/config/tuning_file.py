@@ -22,20 +22,20 @@ def tuning_path(folder: Path, view: str) -> Path:
     return folder / "tuning" / f"{view}.json"
 
 
-def write_tuning(folder: Path, view: str, model: Mapping[str, Any], found: Mapping[str, Any]) -> Path:
-    """Write ``found``: ``precision`` and ``backend`` as picked, and whatever else was measured.
+def write_tuning(folder: Path, view: str, model: Mapping[str, Any], tuning: Mapping[str, Any]) -> Path:
+    """Write ``tuning``: ``precision`` and ``backend`` as picked, and whatever else was measured.
 
     Args:
         folder: of the project.
         view: its name.
         model: the view's ``use`` and ``args`` that this holds for.
-        found: the result, plain JSON.
+        tuning: the result, plain JSON.
 
     Raises:
         ConfigError: it cannot be written.
     """
     path = tuning_path(folder, view)
-    body = {"version": VERSION, "view": view, "model": _model(model), **found}
+    body = {"version": VERSION, "view": view, "model": _model(model), **tuning}
     try:
         make_folder(path.parent)
         replace_durably(path, (json.dumps(body, indent=1) + "\n").encode())

@@ -151,17 +151,17 @@ def _live(snapshot: Snapshot, ref: LiveRef) -> dict[str, Any]:
 
 
 def _attention(line: dict[str, Any]) -> list[str]:
-    said = []
+    attention = []
     if line["status"] != "fresh":
-        said.append(line["status"])
+        attention.append(line["status"])
     if line["online"] is False:
-        said.append("the online store does not serve what is live")
+        attention.append("the online store does not serve what is live")
     if line["held"] is not None:
-        said.append(f"held: {line['held']}")
+        attention.append(f"held: {line['held']}")
     last = line["last_run"]
     if last is not None and last["status"] in _ENDED_BADLY:
-        said.append(f"the last run {last['status']}")
-    return said
+        attention.append(f"the last run {last['status']}")
+    return attention
 
 
 def project_status(project: Project) -> list[dict[str, Any]]:
