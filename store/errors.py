@@ -1,4 +1,12 @@
-"""Every error this project raises on purpose, as one small tree.
+"""Every error this project raises on purpose, as one small tree. Foreign exceptions (duckdb, redis, lmdb, pyarrow, OSError) are translated at the
+seam that imports the library, always ``from exc``. A message says what went wrong, with which value, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class PrecomputeError(Exception):
+    """Base of everything raised on purpose; ``str(error)`` is a message for the operator.
 
     PrecomputeError                 something the operator or caller can act on
     ├── ConfigError                 a file, key or value of the configuration is wrong       (exit status 2)
@@ -13,16 +21,7 @@
     │   └── DamagedPointerError     its pointer cannot be read; publishing mends it
     ├── VectorIndexError            the vector index is missing, damaged or does not fit
     └── RequestError                a lookup or search that cannot be answered as asked     (HTTP 4xx)
-
-Foreign exceptions (duckdb, redis, lmdb, pyarrow, OSError) are translated at the seam that imports the library, always
-``from exc``. A message says what went wrong, with which value, and what to do.
-"""
-
-from __future__ import annotations
-
-
-class PrecomputeError(Exception):
-    """Base of everything raised on purpose; ``str(error)`` is a message for the operator."""
+    """
 
 
 class ConfigError(PrecomputeError):

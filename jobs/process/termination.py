@@ -1,9 +1,7 @@
 """Termination: SIGTERM and SIGINT end a command within seconds, whatever it is in the middle of, and its report says so.
 
-Python runs a signal's handler between two bytecodes of the main thread, so a long call into C would put it off for as long as it takes. The
-kernel's handler writes the signal's number into a pipe at once, though (:func:`signal.set_wakeup_fd`): a thread that reads it interrupts
-DuckDB's queries, and past :data:`GRACE_S` does what is left to do and ends the process. A call into C that keeps the interpreter's lock all
-the while is beyond that; whoever supervises the process ends it with SIGKILL then, as the scheduler does.
+A call into C puts Python's own handlers off, so a thread hears of the signal through a pipe (:func:`signal.set_wakeup_fd`), interrupts DuckDB, and past
+:data:`GRACE_S` ends the process. What keeps the interpreter's lock all the while is left to who supervises the process, and to SIGKILL.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
 """Due: which view is to run now, and for which of its times.
 
-Computed anew every time, from the schedule, the runs' reports and the live pointers: nothing is remembered that a crash could lose. So
-missed ticks, a dead scheduler and a changed clock repair themselves. :func:`decide` is a function of its arguments, the clock among them;
-:class:`Ledger` reads these from the store. The one thing kept beside is ``<root>/<view>/refs/schedule.json``: up to when a line's times
-are settled, so that a new line does not run for the past.
-
-A time is **settled** when it was run for, given up or skipped. Which of the unsettled ones are run for is the catch-up policy: ``latest``
-the last one, ``all`` each in order, ``none`` the last one if it is not late. A run that failed or was killed is tried again; one that was
-refused by a gate, had too many rows rejected or was cancelled is not: it would end in the same way.
+Computed anew every time, from the schedule, the runs' reports and the live pointers: nothing is remembered that a crash could lose. The one thing
+kept beside is ``<root>/<view>/refs/schedule.json``: up to when a line's times are settled, so that a new line does not run for the past.
 """
 
 from __future__ import annotations
@@ -98,7 +92,12 @@ class Decision:
 
 
 def decide(view: str, schedule: Schedule, facts: Facts, now: datetime) -> Decision:
-    """What to do about a view at ``now`` (aware)."""
+    """What to do about a view at ``now`` (aware).
+
+    A time is **settled** when it was run for, given up or skipped. Which of the unsettled ones are run for is the catch-up policy: ``latest``
+    the last one, ``all`` each in order, ``none`` the last one if it is not late. A run that failed or was killed is tried again; one that was
+    refused by a gate, had too many rows rejected or was cancelled is not: it would end in the same way.
+    """
     return _by_cron(view, schedule, facts, now) if schedule.cron is not None else _by_parents(view, schedule, facts, now)
 
 

@@ -1,12 +1,5 @@
 """Lease: the right to write, held for as long as its holder lives and gives signs of life. What runs, publishing, backfills and the
 scheduler's leader hold, so that each thing is done by one of them.
-
-    <folder>/lease-<name>.json            {fence, holder, host, pid, ttl_s}: who holds it
-    <folder>/.lease-<name>.<fence>.held   locked by the holder, touched three times per TTL: that it lives
-
-A holder that died on this machine is known at once, since the kernel let go of its flock; one on another machine, or one that is stopped,
-once its TTL passed without a touch. Whoever takes over raises the **fence**; the late holder finds a higher one and is refused. Safety
-never rests on a clock, only how soon somebody else may take over.
 """
 
 from __future__ import annotations
@@ -48,7 +41,15 @@ class Holder(Record, frozen=True):
 
 
 class Lease:
-    """A lease that is held; made by :func:`take`. A context manager that lets go at the end."""
+    """A lease that is held; made by :func:`take`. A context manager that lets go at the end.
+
+        <folder>/lease-<name>.json            {fence, holder, host, pid, ttl_s}: who holds it
+        <folder>/.lease-<name>.<fence>.held   locked by the holder, touched three times per TTL: that it lives
+
+    A holder that died on this machine is known at once, since the kernel let go of its flock; one on another machine, or one that is stopped,
+    once its TTL passed without a touch. Whoever takes over raises the **fence**; the late holder finds a higher one and is refused. Safety
+    never rests on a clock, only how soon somebody else may take over.
+    """
 
     def __init__(self, folder: Path, name: str, record: Holder, file: BinaryIO) -> None:
         self.folder, self.name, self.record = folder, name, record

@@ -1,10 +1,6 @@
 """Catalog: one line for each manifest of a view, so that a run need not parse them all. Derived from them, and never believed without them.
 
-    <root>/<view>/refs/catalog.jsonl      <crc32 of the rest> [number, size, mtime_ns, run, partition, parent, created_at, refused_by, files]
-
-A line counts while the manifest it tells of is there with the size and time noted, and while its own checksum holds; a manifest without such a
-line is parsed, and its line appended. So the file may be lost, torn, behind, or of another machine: then more is parsed, and nothing else changes.
-A damaged manifest has no line of its own unless it was whole once; what it named is known then, and it can be removed like any other.
+<root>/<view>/refs/catalog.jsonl      <crc32 of the rest> [number, size, mtime_ns, run, partition, parent, created_at, refused_by, files]
 """
 
 from __future__ import annotations
@@ -65,6 +61,10 @@ class Catalog:
 
 def read_catalog(manifests: Path, path: Path, before: Catalog | None = None) -> Catalog:
     """The catalog of a view, completed on disk where it lacks lines; that it cannot be written is no error.
+
+    A line counts while the manifest it tells of is there with the size and time noted, and while its own checksum holds; a manifest without such a
+    line is parsed, and its line appended. So the file may be lost, torn, behind, or of another machine: then more is parsed, and nothing else changes.
+    A damaged manifest has no line of its own unless it was whole once; what it named is known then, and it can be removed like any other.
 
     Args:
         manifests: the view's folder of manifests.

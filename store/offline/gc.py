@@ -1,13 +1,4 @@
-"""Garbage collection: which snapshots and files may go, and their removal.
-
-A snapshot stays while anything can reach it: it is live, was live before, is pinned, is one of the newest, is younger than the grace, was rolled
-back from last or gone back to then, another view's live snapshot was computed from it, or one that stays builds on it. Files no manifest names
-are what killed runs left; they go after the grace too, since the next run may take them over until then.
-
-A manifest that cannot be read holds up what it may need, and no more. Where the catalog knows what it said when it was whole, it is treated as any
-other. Where not, every older snapshot stays, since it may build on any of them, and every file that was there when it was committed; what came later is
-collected as ever. ``gc --forget N`` gives such a snapshot up.
-"""
+"""Garbage collection: which snapshots and files may go, and their removal."""
 
 from __future__ import annotations
 
@@ -61,6 +52,14 @@ def collect(
     told: Callable[[str], None] = lambda _: None,
 ) -> list[Garbage]:
     """Find what may go, and remove it.
+
+    A snapshot stays while anything can reach it: it is live, was live before, is pinned, is one of the newest, is younger than the grace, was rolled
+    back from last or gone back to then, another view's live snapshot was computed from it, or one that stays builds on it. Files no manifest names
+    are what killed runs left; they go after the grace too, since the next run may take them over until then.
+
+    A manifest that cannot be read holds up what it may need, and no more. Where the catalog knows what it said when it was whole, it is treated as any
+    other. Where not, every older snapshot stays, since it may build on any of them, and every file that was there when it was committed; what came later
+    is collected as ever. :func:`forget` gives such a snapshot up.
 
     Args:
         store: of the view.

@@ -1,9 +1,5 @@
-"""Row figures: what is counted of every row while it is written, so that a gate judges all rows and reads none of them.
-
-Figures of two sets of rows add up, and those of rows that left can be taken off: a delta's are its parent's, less the rows it replaced, plus
-the rows it computed. The rows that a gate may allow none of are rare, and known by number: when rows leave, these are counted one by one.
-Lengths of vectors are kept in a histogram of squared lengths, whose buckets are the first bits of a float32: 16 to each power of two, so that a
-quantile is within 2 % of the true one.
+"""Row figures: what is counted of every row while it is written, so that a gate judges all rows and reads none of them. Figures of two sets of
+rows add up, and those of rows that left can be taken off: a delta's are its parent's, less the rows it replaced, plus the rows it computed.
 """
 
 from __future__ import annotations
@@ -26,7 +22,8 @@ _LAST_BUCKET = int(np.array(np.finfo(np.float32).max).view(np.int32)) >> _SHIFT
 
 class VectorFigures(Record, frozen=True):
     """Of one vector feature: ``rows`` that have a finite vector, how many of these are ``zero``, the sum of their Euclidean lengths (``norm_sum``),
-    and ``norms``: bucket of the squared length → rows."""
+    and ``norms``: bucket of the squared length → rows. A bucket is the first bits of a float32, 16 to each power of two, so that a quantile is within
+    2 % of the true one."""
 
     rows: int = 0
     zero: int = 0

@@ -1,11 +1,5 @@
-"""Snapshot: an immutable, numbered result of one view. Its manifest is the commit.
-
-A **full** snapshot holds all its rows in its own parts. A **delta** holds the rows that were computed anew; the rest are its parent's,
-but for those its **deletes** name: a Parquet file with the part and row number of every row that was replaced or left the source. So a
-reader of a chain drops rows by position, and hashes no key.
-
-A manifest is JSON that ends with its own SHA-256, so that a torn or edited one is told from a whole one without reading a
-single part.
+"""Snapshot: an immutable, numbered result of one view. Its manifest is the commit: JSON that ends with its own SHA-256, so that a torn or edited one is
+told from a whole one without reading a single part.
 """
 
 from __future__ import annotations
@@ -82,6 +76,10 @@ class Counts(Record, frozen=True):
 
 class Snapshot(Record, frozen=True):
     """Everything a reader needs to know of one result: the manifest, parsed.
+
+    A **full** snapshot holds all its rows in its own parts. A **delta** holds the rows that were computed anew; the rest are its parent's,
+    but for those its **deletes** name: a Parquet file with the part and row number of every row that was replaced or left the source. So a
+    reader of a chain drops rows by position, and hashes no key.
 
     ``number`` is 0 until the commit gives it one. ``created_at`` is the commit's time, ISO 8601 in UTC; ``computed_at_min`` and
     ``computed_at_max`` the rows' own, in µs since 1970.

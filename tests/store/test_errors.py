@@ -20,8 +20,8 @@ def test_every_error_is_one_the_operator_or_caller_can_act_on(kind: type[Excepti
 
 
 def test_the_picture_of_the_tree_names_every_error() -> None:
-    assert errors.__doc__ is not None
-    drawn = re.findall(r"[├└]── (\w+)", errors.__doc__)
+    assert errors.PrecomputeError.__doc__ is not None
+    drawn = re.findall(r"[├└]── (\w+)", errors.PrecomputeError.__doc__)
     assert sorted([*drawn, "PrecomputeError"]) == sorted(ALL)
     assert {kind.__base__ for name, kind in ALL.items() if name in drawn} == {PrecomputeError, ConflictError, OnlineStoreError}
 
