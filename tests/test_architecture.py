@@ -103,10 +103,6 @@ MOST_FILES = 12
 LONGEST_FILE, LONGEST_FUNCTION, LONGEST_HEAD = 450, 60, 5
 """Lines: beyond, a file is more than one noun, a function more than one step, and a module's head an essay."""
 
-STILL_LONG = {
-}
-"""Files and functions that are longer as yet. Nothing is added here; what became short is taken out."""
-
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "jsonpickle"}
 UNSAFE_NAMES = {"eval", "exec", "compile", "__import__"}
 UNSAFE_CALLS = {"torch.load", "torch.hub.load", "yaml.unsafe_load", "yaml.full_load", "os.system", "os.popen"}
@@ -218,8 +214,7 @@ def too_long(file: str) -> Iterator[str]:
 
 def test_files_heads_and_functions_are_short() -> None:
     found = {long for file in FILES if file.startswith(ROOMS) for long in too_long(file)}
-    assert found - STILL_LONG == set(), "more than one noun, or more than one step"
-    assert STILL_LONG - found == set(), "short now: take it out of STILL_LONG"
+    assert found == set(), "more than one noun, or more than one step"
 
 
 def test_the_demo_comes_in_by_the_doors() -> None:
