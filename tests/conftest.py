@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 import redis
 import yaml
 
+from store.lookup import Lookup
 from tests.scene import Scene
 from tests.slow import SLOW, name_of
 
@@ -141,6 +143,13 @@ def make_project(tmp_path: Path) -> MakeProject:
         return Scene(folder, environment or {})
 
     return make
+
+
+@pytest.fixture
+def open_lookup() -> Iterator[Callable[[Scene], Lookup]]:
+    """Opens :meth:`Scene.answering` until the test ends."""
+    with contextlib.ExitStack() as opened:
+        yield lambda scene: opened.enter_context(scene.answering())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

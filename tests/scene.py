@@ -8,6 +8,7 @@ from typing import Any
 
 from jobs.cli import main
 from jobs.config.project import Project
+from jobs.fallback import ViewFallback
 from jobs.ops.status import view_status
 from jobs.ops.verify import Check, verify
 from jobs.pipeline.rollback import rollback
@@ -138,6 +139,12 @@ class Scene(Project):
     def lookup(self, fallback: Any = None, **options: Any) -> Iterator[Lookup]:
         """A reader that is closed afterwards."""
         with contextlib.closing(self.open_lookup(fallback, **options)) as lookup:
+            yield lookup
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[Lookup]:
+        """A reader with the model behind every miss; both are closed afterwards."""
+        with contextlib.closing(ViewFallback(self.offline, self.home, memory_mb=64)) as fallback, self.lookup(fallback) as lookup:
             yield lookup
 
     def pointer(self, view: str = "numbers") -> Pointer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.fallback import ViewFallback
 from jobs.ops.verify import verify
 from jobs.rows import chunks
 from store.errors import ConfigError, ModelError, PrecomputeError, RejectedError, RequestError
@@ -121,21 +120,6 @@ def make(make_project: MakeProject) -> Make:
         return make_project(table, view=VIEW | view, project={"online": online})
 
     return make
-
-
-@pytest.fixture
-def open_lookup() -> Iterator[Callable[[Scene], Lookup]]:
-    opened: list[tuple[Lookup, ViewFallback]] = []
-
-    def open_one(project: Scene) -> Lookup:
-        fallback = ViewFallback(project.offline, project.home, memory_mb=64)
-        opened.append((project.open_lookup(fallback), fallback))
-        return opened[-1][0]
-
-    yield open_one
-    for lookup, fallback in opened:
-        fallback.close()
-        lookup.close()
 
 
 def stored(project: Scene, report: Report) -> dict[int, dict[str, Any]]:

@@ -13,7 +13,6 @@ from typing import Any
 import pyarrow as pa
 
 from demo.__main__ import VIEWS
-from jobs.fallback import ViewFallback
 from precompute.precision.same_value import differing
 from tests import REPOSITORY
 from tests.conftest import MakeProject
@@ -67,19 +66,11 @@ def test_a_text_encoder_in_bfloat16_is_published_and_answers_misses(make_project
 
 def alone_and_together(project: Scene, precision: str) -> dict[int, str]:
     """What the fallback computes otherwise than is stored: twenty keys at once, and four each in a request of its own."""
-    store = project.store
-    live = store.refs.live()
-    assert live is not None
-    snapshot = store.snapshot(live.snapshot)
-    rows = pa.Table.from_batches(store.batches(snapshot)).sort_by("id")
-    fallback = ViewFallback(project.offline, project.home, memory_mb=64)
-    lookup = project.open_lookup(fallback)
-    try:
+    snapshot = project.live_snapshot()
+    rows = pa.Table.from_batches(project.store.batches(snapshot)).sort_by("id")
+    with project.answering() as lookup:
         requests = [list(range(20)), *([key] for key in range(20, 24))]
         answers = pa.concat_tables([lookup.get("numbers", keys) for keys in requests])
-    finally:
-        fallback.close()
-        lookup.close()
     assert set(answers["status"].to_pylist()) == {"computed"}
     return differing(rows.slice(0, 24), answers, snapshot.view, precision)
 

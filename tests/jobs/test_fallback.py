@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -129,22 +129,6 @@ def write_data(project: Scene, x_of_id: dict[Any, float]) -> None:
 
 
 OpenLookup = Callable[[Scene], Lookup]
-
-
-@pytest.fixture
-def open_lookup() -> Iterator[OpenLookup]:
-    """Opens lookups with a fallback, and closes them."""
-    opened: list[tuple[Lookup, ViewFallback]] = []
-
-    def open_one(project: Scene) -> Lookup:
-        fallback = ViewFallback(project.offline, project.home, memory_mb=64)
-        opened.append((project.open_lookup(fallback), fallback))
-        return opened[-1][0]
-
-    yield open_one
-    for lookup, fallback in opened:
-        fallback.close()
-        lookup.close()
 
 
 def features(table: pa.Table) -> list[dict[str, Any]]:

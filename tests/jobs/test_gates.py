@@ -70,10 +70,8 @@ def view(gates: Mapping[str, float | None] | None = None, fallback: bool = False
 
 def live(project: Scene) -> tuple[int, int]:
     """(snapshot live offline, snapshot a reader is served)."""
-    ref = project.store.refs.live()
     with project.lookup() as lookup:
-        assert ref is not None
-        return ref.snapshot, lookup.row("numbers", 0)["snapshot"]
+        return project.live().snapshot, lookup.row("numbers", 0)["snapshot"]
 
 
 def failed(snapshot: Snapshot) -> list[str]:

@@ -74,16 +74,9 @@ def expected(day: int, factor: float = 1.0) -> dict[int, float]:
 
 def live(project: Scene) -> tuple[int, str | None]:
     """(snapshot, day) that offline and online pointer agree on."""
-    store, online = project.store, project.open_online()
-    try:
-        ref, pointer = store.refs.live(), online.live("numbers")
-        assert ref is not None
-        assert pointer is not None
-        assert pointer.snapshot == ref.snapshot
-        assert pointer.partition == store.snapshot(ref.snapshot).partition
-        return ref.snapshot, None if pointer.partition is None else pointer.partition[:10]
-    finally:
-        online.close()
+    snapshot, pointer = project.live_snapshot(), project.pointer()
+    assert (pointer.snapshot, pointer.partition) == (snapshot.number, snapshot.partition)
+    return pointer.snapshot, None if pointer.partition is None else pointer.partition[:10]
 
 
 def day(n: int) -> str:

@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.cli import main
-from jobs.fallback import ViewFallback
 from precompute.model import digest
 from precompute.source import Source
 from store.errors import ConfigError, SourceError
@@ -226,15 +225,10 @@ def rows_of(project: Scene, number: int) -> list[Any]:
 
 def computed(project: Scene, key: str) -> list[Any]:
     """What the fallback answers for a key."""
-    fallback = ViewFallback(project.offline, project.home, memory_mb=64)
-    lookup = project.open_lookup(fallback)
-    try:
+    with project.answering() as lookup:
         answer = lookup.begin("numbers", [key], LookupOptions(deadline_ms=20_000))
         answer.wait()
         return [row["features"]["double"] for row in answer.rows()]
-    finally:
-        fallback.close()
-        lookup.close()
 
 
 @pytest.mark.parametrize("workers", [0, 1])

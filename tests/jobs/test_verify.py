@@ -38,10 +38,7 @@ def bad(project: Scene) -> dict[str, str]:
 
 def parts(project: Scene) -> list[Path]:
     """Of the live chain: the full snapshot's first."""
-    store = project.store
-    ref = store.refs.live()
-    assert ref is not None
-    layers = store.chain(store.snapshot(ref.snapshot))
+    layers = project.store.chain(project.live_snapshot())
     return [project.root / "numbers" / part.path for layer in layers for part in layer.parts]
 
 

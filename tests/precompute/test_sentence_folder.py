@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from jobs.cli import main
-from jobs.fallback import ViewFallback
 from precompute.models.text_encoder import Encoder, TextEncoder, UnpaddedEncoder
 from precompute.precision.conversion import convert
 from precompute.precision.variants import has_bf16, parse
@@ -290,15 +289,10 @@ def test_rows_are_documents_and_what_is_searched_by_is_a_query(
     rows = json.loads(capsys.readouterr().out)["rows"]
     scores = made[1].encode_document(TEXTS) @ made[1].encode_query("film of the snow")
     np.testing.assert_allclose([row["score"] for row in rows], np.sort(scores)[::-1], atol=1e-5)
-    fallback = ViewFallback(project.offline, project.home, memory_mb=64)
-    lookup = project.open_lookup(fallback)
-    try:
+    with project.answering() as lookup:
         answer = lookup.begin("numbers", [99], LookupOptions(inputs={99: {"text": "cold film"}}, deadline_ms=60_000))
         answer.wait()
         row = answer.rows()[0]
-    finally:
-        fallback.close()
-        lookup.close()
     assert row["status"] == "computed"
     np.testing.assert_allclose(row["features"]["v"], made[1].encode_document("cold film"), atol=1e-5)
 

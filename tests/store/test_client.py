@@ -15,7 +15,6 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from jobs.fallback import ViewFallback
 from store.client import Client
 from store.errors import OnlineStoreError, PrecomputeError, RequestError
 from store.lookup import ANSWER_FIELDS, Lookup
@@ -57,11 +56,8 @@ def client(server: Server) -> Iterator[Client]:
 @pytest.fixture(scope="module")
 def lookup(project: Scene) -> Iterator[Lookup]:
     """The same views and the same models in this process."""
-    fallback = ViewFallback(project.offline, project.home)
-    lookup = project.open_lookup(fallback)
-    yield lookup
-    fallback.close()
-    lookup.close()
+    with project.answering() as lookup:
+        yield lookup
 
 
 # ---- three paths, one answer
