@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import socket
 import subprocess
@@ -21,6 +22,14 @@ import yaml
 from store.lookup import Lookup
 from tests.scene import Scene
 from tests.slow import SLOW, name_of
+
+
+MEMORY = Path("/dev/shm")
+"""A file system in memory: a killed process cannot lose what it wrote, there or on a disk, and syncing takes no time."""
+
+if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 4 * 2**30:
+    # where pytest puts tmp_path; a third of the time of tests that commit is waiting for the disk otherwise
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 
 def redis_binary() -> str:
