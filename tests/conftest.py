@@ -23,7 +23,6 @@ from store.lookup import Lookup
 from tests.scene import Scene
 from tests.slow import SLOW, name_of
 
-
 MEMORY = Path("/dev/shm")
 """A file system in memory: a killed process cannot lose what it wrote, there or on a disk, and syncing takes no time."""
 

@@ -95,7 +95,7 @@ def tune(
         "measured": measured,
         "at": iso(datetime.now(UTC).replace(microsecond=0)),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {model.device.name}",
-        "versions": versions(),
+        "versions": dict(versions()),
     }
     path = write_tuning(project.folder, name, project.model_as_written(name), tuning) if write else None
     return {"view": name, "file": None if path is None else str(path), **tuning}

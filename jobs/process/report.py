@@ -7,6 +7,7 @@ finds its lease free, closes it as ``killed``. So these files are the ledger tha
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import os
 import platform
@@ -38,7 +39,7 @@ def recorded(
     """A run from start to end: its report is written when it begins, and when it succeeds, fails or is interrupted; then it is given to
     ``finished``. ``known`` are fields of it that are known at the start."""
     run = f"{store.runs.stamp()}-{secrets.token_hex(3)}"
-    report = Report(run, store.name, command, started_at=utc_now(), versions=versions(), pid=os.getpid(), **known)
+    report = Report(run, store.name, command, started_at=utc_now(), versions=dict(versions()), pid=os.getpid(), **known)
     started = time.monotonic()
     store.runs.write(report, "nothing was begun, the live snapshot is untouched")
 
@@ -130,8 +131,9 @@ def engine_line(engine: dict[str, Any]) -> str:
     return " · ".join(said)
 
 
+@functools.cache
 def versions() -> dict[str, str]:
-    """Python's and the main libraries' versions."""
+    """Python's and the main libraries' versions: they do not change while a process runs, and asking takes longer than a small window."""
     installed = {"python": platform.python_version()}
     for name in VERSIONED:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

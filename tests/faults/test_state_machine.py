@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from store.disk import crashpoint
 from store.disk.crashpoint import POINTS, InjectedError
 from store.errors import GateError, SnapshotError
-from tests.faults.conftest import MEMORY
+from tests.conftest import MEMORY
 from tests.faults.harness import (
     Child,
     FaultScene,
