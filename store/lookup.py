@@ -128,7 +128,8 @@ class Lookup:
             raise self._unknown_view(view)
         pointer, rows = read
         plan = self._plan(pointer, options.features)
-        inputs_by_key = {key_text(key, pointer.view.entity): columns for key, columns in (options.inputs or {}).items()}
+        inputs = options.inputs
+        inputs_by_key = {} if not inputs else {key_text(key, pointer.view.entity): columns for key, columns in inputs.items()}
         for columns in inputs_by_key.values():
             check_inputs(pointer, columns)
         now_us = int(self._clock() * 1e6)

@@ -28,7 +28,9 @@ class LookupOptions(NamedTuple):
         Raises:
             RequestError: names it.
         """
-        check_limits(deadline_ms=self.deadline_ms, max_age_s=self.max_age_s)
+        # most name neither, and this is on the way of every lookup
+        if self.deadline_ms is not None or self.max_age_s is not None:
+            check_limits(deadline_ms=self.deadline_ms, max_age_s=self.max_age_s)
 
 
 def check_limits(**limits: float | None) -> None:
