@@ -20,10 +20,10 @@ from jobs.commands.measure import describe_tuning
 from jobs.commands.rows import describe_row
 from jobs.commands.run import describe_report
 from jobs.config.project import Project
-from jobs.fallback import ViewFallback
 from jobs.ops.tune import tune
 from jobs.pipeline.run import run_view
 from jobs.process.progress import progress_for
+from jobs.service.fallback import ViewFallback
 from precompute.models.two_tower import train_two_tower
 from precompute.precision.variants import has_bf16
 from store.errors import PrecomputeError

@@ -8,7 +8,6 @@ from typing import Any
 
 from jobs.cli import main
 from jobs.config.project import Project
-from jobs.fallback import ViewFallback
 from jobs.ops.status import view_status
 from jobs.ops.verify import Check, verify
 from jobs.pipeline.rollback import rollback
@@ -16,6 +15,7 @@ from jobs.pipeline.run import plan_view, run_view
 from jobs.process.job import RunOptions
 from jobs.process.progress import Silent
 from jobs.rows.plan import Plan
+from jobs.service.fallback import ViewFallback
 from store.lookup import Lookup
 from store.offline.refs import LiveRef
 from store.offline.runs import Report

@@ -45,7 +45,7 @@ SEAMS = {
     "faiss": {"store/online/vector_index.py"},
     "apscheduler": {"jobs/schedule/scheduler.py"},
     "cronsim": {"jobs/config/cron.py"},
-    "uvicorn": {"jobs/serve.py"},
+    "uvicorn": {"jobs/service/serve.py"},
     "starlette": {"store/api/app.py"},
     "msgspec": {"store/api/wire.py", "store/record.py"},
     "prometheus_client": {"store/api/metrics.py"},
@@ -60,7 +60,7 @@ DEMO_DOORS = {
     "jobs.commands.rows",
     "jobs.commands.run",
     "jobs.config.project",
-    "jobs.fallback",
+    "jobs.service.fallback",
     "jobs.process.progress",
     "jobs.pipeline.run",
     "jobs.ops.tune",
@@ -91,9 +91,10 @@ WINGS = {
     "jobs/process": {"jobs/config"},
     "jobs/rows": {"jobs/config", "jobs/process"},
     "jobs/pipeline": {"jobs/config", "jobs/process", "jobs/rows"},
+    "jobs/service": {"jobs/config", "jobs/process", "jobs/rows"},
     "jobs/schedule": {"jobs/config", "jobs/pipeline", "jobs/process", "jobs/rows"},
     "jobs/ops": {"jobs/config", "jobs/pipeline", "jobs/process", "jobs/rows", "jobs/schedule"},
-    "jobs/commands": {"jobs/config", "jobs/ops", "jobs/pipeline", "jobs/process", "jobs/rows", "jobs/schedule"},
+    "jobs/commands": {"jobs/config", "jobs/ops", "jobs/pipeline", "jobs/process", "jobs/rows", "jobs/schedule", "jobs/service"},
 }
 """Wing → the other wings of its room that it may import."""
 

@@ -121,7 +121,7 @@ def _opened(project: Project, online: OnlineStore, *, fallback: bool) -> Iterato
     with contextlib.ExitStack() as opened:
         behind = None
         if fallback:
-            from jobs.fallback import ViewFallback
+            from jobs.service.fallback import ViewFallback
 
             behind = ViewFallback(project.offline, project.home)
         lookup = Lookup(online, project.root, behind)

@@ -30,7 +30,7 @@ def _schedule(arguments: argparse.Namespace) -> int:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from jobs.serve import serve
+    from jobs.service.serve import serve
 
     serve(project_of(arguments), lambda address: print(f"serving on {address}", flush=True))
     return DONE

@@ -17,9 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.fallback import ViewFallback
 from jobs.ops.drop import drop
-from jobs.serve import Warmer
+from jobs.service.fallback import ViewFallback
+from jobs.service.serve import Warmer
 from precompute.model import digest
 from store.freshness import Reason
 from store.lookup import Computed, Lookup, Miss
@@ -251,7 +251,7 @@ def test_a_refusal_is_remembered_and_the_model_not_loaded_for_each_miss(
     made = Scaled.made
     weights.write_text("3.0")
     assert (statuses(lookup, [2]), Scaled.made) == (["model_error"], made)
-    monkeypatch.setattr("jobs.fallback.REFUSED_S", 0.0)
+    monkeypatch.setattr("jobs.service.fallback.REFUSED_S", 0.0)
     assert (statuses(lookup, [2]), Scaled.made) == (["computed"], made + 1)
 
 
@@ -385,8 +385,8 @@ def test_it_is_ready_for_the_epoch_it_was_warmed_for(make_project: MakeProject) 
 def test_a_model_that_comes_after_its_snapshot_went_live_is_opened_without_a_miss(
     make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.serve.WARM_EVERY_S", 0.01)
-    for where in ("jobs.serve", "jobs.fallback"):
+    monkeypatch.setattr("jobs.service.serve.WARM_EVERY_S", 0.01)
+    for where in ("jobs.service.serve", "jobs.service.fallback"):
         monkeypatch.setattr(f"{where}.REFUSED_S", 0.01)
     project, weights = _scaled(make_project, tmp_path, 4.0)
     project.publish_all()
@@ -410,7 +410,7 @@ def test_a_view_that_began_anew_is_computed_by_its_own_model(
     make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: str
 ) -> None:
     """Its epochs and generations start at 1 again, under a server that goes on."""
-    monkeypatch.setattr("jobs.serve.WARM_EVERY_S", 0.01)
+    monkeypatch.setattr("jobs.service.serve.WARM_EVERY_S", 0.01)
     project, weights = _scaled(make_project, tmp_path, 3.0)
     lookup = open_lookup(project)
     fallback, pointers = lookup.fallback, []

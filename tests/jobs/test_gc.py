@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from jobs.cli import main
-from jobs.fallback import ViewFallback
 from jobs.rows import chunks
+from jobs.service.fallback import ViewFallback
 from store.disk.lease import take
 from store.errors import ConflictError, FencedError, RejectedError
 from store.lookup import Lookup

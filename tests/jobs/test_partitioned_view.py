@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.fallback import ViewFallback
 from jobs.pipeline import run as run_module
 from jobs.rows import chunks
+from jobs.service.fallback import ViewFallback
 from store.disk.lease import Lease, take
 from store.errors import ConfigError, GateError, RejectedError, SourceError
 from store.lookup import Lookup

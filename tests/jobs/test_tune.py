@@ -21,11 +21,11 @@ from safetensors.torch import save_file
 from jobs.cli import main
 from jobs.commands.measure import describe_tuning
 from jobs.config.tuning_file import read_tuning, tuning_path, write_tuning
-from jobs.fallback import ViewFallback
 from jobs.ops import tune as tune_module
 from jobs.ops.tune import tune
 from jobs.pipeline import materialize as materialize_module
 from jobs.rows.open_view import EXAMPLE_ROWS, open_view
+from jobs.service.fallback import ViewFallback
 from precompute.engine.runner import Runner
 from precompute.models.torch_model import TorchModel
 from precompute.precision.accuracy import compare

@@ -16,7 +16,7 @@ from pathlib import Path
 import uvicorn
 
 from jobs.config.project import Project
-from jobs.fallback import REFUSED_S, ViewFallback
+from jobs.service.fallback import REFUSED_S, ViewFallback
 from store.api.app import create_app
 from store.errors import ConfigError, PrecomputeError
 from store.lookup import Lookup
