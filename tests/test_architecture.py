@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -10,6 +11,7 @@ from functools import cache
 import pytest
 
 from tests import REPOSITORY
+from tests.slow import SLOW
 
 ROOMS = ("store", "precompute", "jobs")
 FILES = sorted(str(path.relative_to(REPOSITORY)) for folder in (*ROOMS, "demo") for path in (REPOSITORY / folder).rglob("*.py"))
@@ -273,3 +275,11 @@ def is_safe_loader(file: str, name: str) -> bool:
         return True
     bases = [dotted(b) for node in tree(file).body if isinstance(node, ast.ClassDef) and node.name == name for b in node.bases]
     return bool(bases) and all(is_safe_loader(file, base) for base in bases)
+
+
+def test_what_the_fast_tests_leave_out_is_there() -> None:
+    for name in sorted(SLOW):
+        file, _, test = name.partition("::")
+        named = test.removesuffix("::runTest")
+        source = (REPOSITORY / file).read_text(encoding="utf-8")
+        assert re.search(rf"^(def {named}\(|{named} = )", source, re.MULTILINE), f"tests/slow.txt: {name}: no such test"

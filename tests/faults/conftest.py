@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 import redis
 
+from tests.conftest import MEMORY
 from tests.faults.harness import FaultScene, changed, recover
-
-MEMORY = Path("/dev/shm")
-"""A file system in memory: a killed process cannot lose what it wrote, there or on a disk, and syncing takes no time."""
 
 ROWS = {key: key * 10 for key in range(200)}
 
