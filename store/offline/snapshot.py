@@ -183,4 +183,7 @@ class Snapshot(Record, frozen=True):
             raise SnapshotError(
                 f"{where} has manifest format {version}, this version reads 1 to {FORMAT_VERSION}: upgrade precompute"
             )
-        return record_of(cls, body)
+        try:
+            return record_of(cls, body)
+        except ValueError as exc:
+            raise SnapshotError(f"{where} says what this version does not understand ({exc}): upgrade precompute") from exc

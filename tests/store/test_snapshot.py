@@ -305,6 +305,13 @@ def test_a_manifest_of_a_format_this_version_does_not_know_is_refused(version: A
         Snapshot.from_bytes(newer, "here")
 
 
+@pytest.mark.parametrize("change", [{"counts": None}, {"parts": [{"path": 7}]}, {"view": {"name": "items"}}])
+def test_a_manifest_that_says_something_else_is_refused(change: dict[str, Any]) -> None:
+    other = resealed(FULL.to_bytes(), lambda body: body.update(change))
+    with pytest.raises(SnapshotError, match=r"here says what this version does not understand .*\$\..*upgrade"):
+        Snapshot.from_bytes(other, "here")
+
+
 @pytest.mark.parametrize(
     "path",
     [(), ("counts",), ("parts", 0), ("rejected",), ("deletes",), ("view",), ("view", "features", 0), ("view", "index")],
