@@ -139,6 +139,7 @@ def test_every_command_of_the_documents_works(demo: tuple[dict[str, str], str], 
         assert server.end() == 0
 
 
+@pytest.mark.timeout(700)
 def test_the_history_of_the_reference_is_there(demo: tuple[dict[str, str], str]) -> None:
     environment, _ = demo
     code = next(block for block in blocks("docs/reference.md", "python") if "get_historical_features" in block)

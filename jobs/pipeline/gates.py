@@ -84,7 +84,7 @@ def _judge_counts(config: ViewConfig, snapshot: Snapshot, live: Snapshot | None,
     coverage = valued / counts.source if counts.source else 0.0
     limit = 1 - config.max_rejected if gates.coverage == "auto" else gates.coverage
     message = f"{valued:,} of {counts.source:,} source rows have a value"
-    verdicts.add("coverage", coverage, limit, limit is None or coverage >= limit - 1e-12, message)
+    verdicts.at_least("coverage", coverage, limit, message)
 
 
 def _figures(store: ViewStore, snapshot: Snapshot) -> RowFigures:

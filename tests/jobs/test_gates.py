@@ -14,8 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 from msgspec.structs import astuple
 
+from jobs.config.view import GATES
 from jobs.pipeline import materialize
 from jobs.pipeline.gates import judge
+from jobs.pipeline.verdicts import STATISTICS, Verdicts
 from jobs.rows import chunks, replaced
 from jobs.rows.open_view import open_view
 from precompute.engine import runner
@@ -160,6 +162,31 @@ def turned(n: int, by: float, rows: Mapping[int, float] = GOOD) -> dict[int, flo
 
 A, B = 2 * np.arcsin(0.225) - 1e-3, 2 * np.arcsin(0.225) + 1e-3
 """Angles that move a vector by a little less, and a little more, than ``moved_by``."""
+
+
+def test_every_gate_that_is_measured_is_one_that_is_configured(make_project: MakeProject) -> None:
+    project = make_project(list(GOOD.items()), view=view(fallback=True))
+    project.run()
+    project.run(full=True)
+    measured = {verdict.gate for verdict in project.snapshot().gates}
+    assert measured == set(GATES) - {"accuracy", "rolled_back"}
+    assert set(STATISTICS) < measured
+
+
+def test_of_several_features_the_manifest_has_the_worst_figure() -> None:
+    verdicts = Verdicts(100)
+    for measured in (0.25, 0.75, 0.5):
+        verdicts.at_most("zero", measured, None, "")
+        verdicts.at_least("drift", measured, None, "")
+    assert verdicts.quality == {"zero": 0.75, "drift": 0.25}
+
+
+def test_a_share_of_floats_that_is_the_limit_passes() -> None:
+    verdicts = Verdicts(100)
+    verdicts.at_most("duplicates", 1 - 28 / 40, 0.3, "")
+    verdicts.at_least("drift", 1 - 0.9, 0.1, "")
+    assert [verdict.passed for verdict in verdicts.all] == [True, True]
+
 
 AT_THE_LIMIT: list[tuple[str, Mapping[int, float | None], dict[str, Any], Mapping[int, float | None], dict[str, Any]]] = [
     # gate, rows and arguments of what still passes, and of what does not any more, after GOOD; every limit its default, but where OWN has one
