@@ -201,6 +201,8 @@ def _go_live(job: Job, snapshot: Snapshot, publisher: Publisher, nothing_new: bo
         # Of a hold somebody is to know.
         level = logging.WARNING if ref is not None and ref.held is not None else logging.INFO
         log.log(level, "view %r: snapshot %d is not published: %s", store.name, snapshot.number, stays)
+        # A crash between the two pointers may have left readers with what an operator went back from.
+        publisher.mend()
         # It would not go live anyway, but nobody looks at a green run.
         if snapshot.refused_by:
             standing.check_publishable(snapshot)

@@ -461,6 +461,19 @@ def test_the_operators_command_is_told(versions: Versions, tmp_path: Path) -> No
     assert told.read_text().splitlines() == expected
 
 
+def test_a_run_of_a_held_view_finishes_what_a_killed_rollback_began(versions: Versions) -> None:
+    project = versions(1.0, 10.0)
+    crashpoint.arm("live.cas", mode="raise")
+    with pytest.raises(InjectedError):
+        project.rollback(hold=True)
+    crashpoint.disarm()
+    assert (project.live().snapshot, served(project)) == (1, (2, 10.0))
+    with pytest.raises(GateError, match="snapshot 2 is marked bad"):
+        project.run(full=True)
+    assert (project.live().held, served(project)) == ("rollback from 2, with --hold", (1, 1.0))
+    assert project.faults() == []
+
+
 def test_a_run_that_a_gate_refuses_fails_though_it_would_not_go_live_anyway(make_project: MakeProject, tmp_path: Path) -> None:
     told = tmp_path / "told"
     script = f"import os; open({str(told)!r}, 'a').write(os.environ['NOTIFY_STATUS'] + chr(10))"
