@@ -1,7 +1,7 @@
 """Durable files: written whole or not at all, created at most once, replaced under a lock, with the folder synced too.
 
-This is what the offline store asks of its storage, and no more: :func:`create_once` (create if absent) and :func:`swapping` (compare
-and swap), beside whole-file reads and writes. On an object store the two are ``PUT If-None-Match: *`` and ``PUT If-Match: <etag>``.
+This is what the offline store asks of its storage, and no more: :func:`create_once` (create if absent) and compare and swap
+(:func:`replace_durably` under :func:`locked`), beside whole-file reads and writes. On an object store the two are ``PUT If-None-Match: *`` and ``PUT If-Match: <etag>``.
 """
 
 from __future__ import annotations
