@@ -24,7 +24,7 @@ from store.clock import parsed_time
 from store.disk.crashpoint import crashpoint
 from store.disk.lease import Lease, is_held, take
 from store.disk.reserve import keep_reserve
-from store.errors import ConfigError, ConflictError, PrecomputeError, RequestError, SnapshotError
+from store.errors import ConfigError, ConflictError, OnlineStoreError, PrecomputeError, RequestError, SnapshotError
 from store.offline.gc import SWEPT_FOLDERS, collect
 from store.offline.refs import DROP_LEASE, PUBLISH_LEASE, run_lease
 from store.offline.runs import AHEAD_S, Report
@@ -201,8 +201,12 @@ def _go_live(job: Job, snapshot: Snapshot, publisher: Publisher, nothing_new: bo
         # Of a hold somebody is to know.
         level = logging.WARNING if ref is not None and ref.held is not None else logging.INFO
         log.log(level, "view %r: snapshot %d is not published: %s", store.name, snapshot.number, stays)
-        # A crash between the two pointers may have left readers with what an operator went back from.
-        publisher.mend()
+        # A crash between the two pointers may have left readers with what an operator went back from. But what publishes nothing
+        # needs no online store.
+        try:
+            publisher.mend()
+        except OnlineStoreError as exc:
+            log.warning("view %r: whether readers see what is live is not known: %s", store.name, exc)
         # It would not go live anyway, but nobody looks at a green run.
         if snapshot.refused_by:
             standing.check_publishable(snapshot)

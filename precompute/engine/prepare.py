@@ -128,6 +128,7 @@ class Preparation:
         except ModelError:
             raise
         except Exception as exc:
+            # a user's model may raise anything
             raise ModelError(f"the model of view {self._view.name!r}: {what} raised {told(exc)}") from exc
 
     def _costs(self, named: npt.ArrayLike, window: Window) -> Rows:

@@ -474,6 +474,15 @@ def test_a_run_of_a_held_view_finishes_what_a_killed_rollback_began(versions: Ve
     assert project.faults() == []
 
 
+def test_a_run_of_a_held_view_needs_no_online_store(
+    versions: Versions, make_project: MakeProject, caplog: pytest.LogCaptureFixture
+) -> None:
+    versions(1.0, 10.0).rollback(hold=True)
+    away = make_project([(1, 50.0)], project={"online": "redis://127.0.0.1:1/0"})
+    assert away.run().status == "committed"
+    assert "whether readers see what is live is not known" in caplog.text
+
+
 def test_a_run_that_a_gate_refuses_fails_though_it_would_not_go_live_anyway(make_project: MakeProject, tmp_path: Path) -> None:
     told = tmp_path / "told"
     script = f"import os; open({str(told)!r}, 'a').write(os.environ['NOTIFY_STATUS'] + chr(10))"
