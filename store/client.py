@@ -39,9 +39,11 @@ class Client:
         except ValueError as exc:
             raise RequestError(f"{url!r} is no server's address ({exc}): write http://127.0.0.1:8080 or unix:./api.sock") from exc
         if parts.scheme == "unix" and parts.path:
-            socket_path, self._address = url.removeprefix("unix:"), (b"localhost", port)
+            socket_path, self._address, self._host = url.removeprefix("unix:"), (b"localhost", port), "localhost"
         elif parts.scheme == "http" and host:
-            socket_path, self._address = None, (host, port)
+            # httpcore2 would leave out the brackets of an IPv6 address
+            named = b"[%s]" % host if b":" in host else host
+            socket_path, self._address, self._host = None, (host, port), f"{named.decode()}:{port}"
         else:
             raise RequestError(f"{url!r} is no server's address: write http://127.0.0.1:8080 or unix:./api.sock")
         self._url = url
@@ -127,7 +129,8 @@ class Client:
             raise RequestError("a key is not valid UTF-8", code="bad_key") from exc
         except TypeError as exc:
             raise RequestError(f"not something JSON can carry: {exc}") from exc
-        headers = [("Accept", accept)] if data is None else [("Accept", accept), ("Content-Type", wire.JSON)]
+        headers = [("Host", self._host), ("Accept", accept)]
+        headers += [] if data is None else [("Content-Type", wire.JSON)]
         try:
             try:
                 response = self._exchange(method, path, data, headers)

@@ -325,6 +325,25 @@ def test_whatever_answers_instead_of_the_server_is_an_error_of_ours(answer: byte
             thread.join()
 
 
+def test_the_server_is_told_whom_it_is_asked_as() -> None:
+    for family, address, written in ((socket.AF_INET, "127.0.0.1", "127.0.0.1"), (socket.AF_INET6, "::1", "[::1]")):
+        with socket.create_server((address, 0), family=family) as listener:
+            port, heads = listener.getsockname()[1], list[bytes]()
+
+            def answer(listener: socket.socket = listener, heads: list[bytes] = heads) -> None:
+                connection, _ = listener.accept()
+                with connection:
+                    heads.append(connection.recv(65536))
+                    connection.sendall(b'HTTP/1.1 200 OK\r\nContent-Length: 13\r\n\r\n{"views": []}')
+
+            thread = threading.Thread(target=answer)
+            thread.start()
+            with Client(f"http://{written}:{port}") as client:
+                assert client.views() == []
+            thread.join()
+        assert f"host: {written}:{port}\r\n".encode() in heads[0].lower()
+
+
 def test_a_server_that_never_answers_is_given_up_after_the_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         host, port = listener.getsockname()
