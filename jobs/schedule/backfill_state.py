@@ -10,11 +10,12 @@ from typing import Literal
 from store.clock import utc_now
 from store.disk.durable_file import disk_message, locked, make_folder, replace_durably
 from store.disk.lease import Lease, is_held, take
+from store.disk.record_file import read_record_file
 from store.errors import ConfigError, ConflictError, SnapshotError
 from store.offline.runs import Report
 from store.offline.standing import Standing
 from store.offline.view_store import ViewStore
-from store.record import Record, field, read_record, written
+from store.record import Record, field, written
 
 Reprocess = Literal["missing", "failed", "stale", "all"]
 
@@ -126,16 +127,12 @@ def read_backfill(store: ViewStore, id: str) -> Backfill:
         ConfigError: there is none of that id.
         SnapshotError: it is damaged or cannot be read.
     """
-    path = backfill_folder(store) / f"{id}.json"
     ids = backfills(store)
-    if id not in ids:
+    path, remedy = backfill_folder(store) / f"{id}.json", "remove it, and backfill the range anew"
+    state = read_record_file(Backfill, path, remedy) if id in ids else None
+    if state is None:
         raise ConfigError(f"view {store.name!r} has no backfill {id!r} (the newest: {', '.join(ids[:3]) or 'none'})")
-    try:
-        return read_record(Backfill, path.read_bytes())
-    except OSError as exc:
-        raise SnapshotError(f"{path} cannot be read: {exc.strerror or exc}") from exc
-    except ValueError as exc:
-        raise SnapshotError(f"{path} is damaged ({exc}); remove it, and backfill the range anew") from exc
+    return state
 
 
 def save_backfill(store: ViewStore, state: Backfill, lease: Lease) -> None:

@@ -107,12 +107,7 @@ class Ahead(Generic[Item], Iterator[Item]):
             # it belongs to whoever takes the items
             error = exc
         finally:
-            close = getattr(self._items, "close", None)
-            if close is not None:
-                try:
-                    close()
-                except BaseException as exc:
-                    error = error or exc
+            error = closed(self._items, error)
             with self._changed:
                 self._ended, self._error = True, error
                 self._changed.notify_all()
@@ -137,6 +132,18 @@ class Ahead(Generic[Item], Iterator[Item]):
             self._ready_bytes += size
             self._changed.notify_all()
         return True
+
+
+def closed(items: object, error: BaseException | None) -> BaseException | None:
+    """Close an iterator that can be closed, in the thread that took from it; the error there was, or else that of closing it."""
+    close = getattr(items, "close", None)
+    if close is not None:
+        try:
+            close()
+        except BaseException as exc:
+            # it belongs to whoever takes the items
+            return error or exc
+    return error
 
 
 class _End:

@@ -15,6 +15,7 @@ from typing import IO, Any
 import numpy as np
 import pyarrow as pa
 
+from precompute.engine.ahead import closed
 from precompute.engine.meter import Meter
 from precompute.engine.runner import HAND_ON_S
 from precompute.engine.window import Outcome, RejectedRow
@@ -127,12 +128,7 @@ class PoolStream:
             # it belongs to whoever takes the windows, after those that were read before
             error = exc
         finally:
-            close = getattr(source, "close", None)
-            if close is not None:
-                try:
-                    close()
-                except BaseException as exc:
-                    error = error or exc
+            error = closed(source, error)
             with self._changed:
                 self._all_read, self._source_error = True, error
                 self._changed.notify_all()

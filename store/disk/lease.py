@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from store.disk.durable_file import disk_message, locked, make_folder, replace_durably
+from store.disk.record_file import read_record_file
 from store.errors import ConflictError, FencedError, SnapshotError
-from store.record import Record, read_record, written
+from store.record import Record, written
 
 log = logging.getLogger(__name__)
 
@@ -189,15 +190,7 @@ def _is_held(folder: Path, name: str, last: Holder) -> bool:
 
 
 def _read(folder: Path, name: str) -> Holder | None:
-    path = folder / f"lease-{name}.json"
-    try:
-        return read_record(Holder, path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except OSError as exc:
-        raise SnapshotError(f"{path} cannot be read: {exc.strerror or exc}") from exc
-    except ValueError as exc:
-        raise SnapshotError(f"{path} is damaged ({exc}); remove it if no run is going on") from exc
+    return read_record_file(Holder, folder / f"lease-{name}.json", "remove it if no run is going on")
 
 
 def _held_path(folder: Path, name: str, fence: int) -> Path:

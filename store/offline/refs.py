@@ -17,6 +17,7 @@ from typing import Any
 from store.clock import utc_now
 from store.disk.durable_file import create_once, disk_message, locked, make_folder, replace_durably, sync_folder
 from store.disk.lease import Lease
+from store.disk.record_file import read_record_file
 from store.errors import ConflictError, SnapshotError
 from store.record import Record, read_record, replace, written
 
@@ -80,15 +81,7 @@ class Refs:
         Raises:
             SnapshotError: the pointer file is damaged.
         """
-        path = self.folder / "live.json"
-        try:
-            return read_record(LiveRef, path.read_bytes())
-        except FileNotFoundError:
-            return None
-        except OSError as exc:
-            raise SnapshotError(f"{path} cannot be read: {exc.strerror or exc}") from exc
-        except ValueError as exc:
-            raise SnapshotError(f"{path} is damaged ({exc}); publish the view again to write it anew") from exc
+        return read_record_file(LiveRef, self.folder / "live.json", "publish the view again to write it anew")
 
     def readable_live(self) -> LiveRef | None:
         """As :meth:`live`, and None for a damaged pointer too: what a writer needs, who will replace it."""
