@@ -20,6 +20,7 @@ import redis
 import yaml
 
 from store.lookup import Lookup
+from store.online import kernels
 from tests.scene import Scene
 from tests.slow import SLOW, name_of
 
@@ -29,6 +30,16 @@ MEMORY = Path("/dev/shm")
 if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 4 * 2**30:
     # where pytest puts tmp_path; a third of the time of tests that commit is waiting for the disk otherwise
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+
+@pytest.fixture(params=["numpy", "C"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which kernels run in this test: it is run with each."""
+    if request.param == "numpy":
+        monkeypatch.setattr(kernels, "native", None)
+    elif kernels.native is None:
+        pytest.skip("the C extension is not built here (`make setup` does where a compiler is), or PRECOMPUTE_KERNELS forbids it")
+    return str(request.param)
 
 
 def redis_binary() -> str:

@@ -44,7 +44,7 @@ SEAMS = {
     "httpcore2": {"store/client.py"},
     "redis": {"store/online/redis_store.py"},
     "lmdb": {"store/online/lmdb_store.py"},
-    "xxhash": {"store/online/kernels.py"},
+    "xxhash": {"store/online/kernels.py", "store/online/table_writer.py"},
     "faiss": {"store/online/vector_index.py"},
     "apscheduler": {"jobs/schedule/scheduler.py"},
     "cronsim": {"jobs/config/cron.py"},

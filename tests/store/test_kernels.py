@@ -1,12 +1,19 @@
-"""Kernels: equal to the published hash, on every length, over both of their kinds."""
+"""Kernels, each of both kinds: equal to the published hash, on every length, and to each other."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
+import pytest
 import xxhash
 
-from store.online.kernels import hashes
+from store.online.kernels import LARGEST_KEY, hashes, lay_out, vouched
 from store.online.packed import Packed
+
+pytestmark = pytest.mark.usefixtures("kernel")
 
 
 def test_hashes_are_xxh3_64_of_every_length() -> None:
@@ -14,6 +21,67 @@ def test_hashes_are_xxh3_64_of_every_length() -> None:
     strings = [rng.bytes(size) for size in range(2101)]
     packed = Packed.of(strings)
     assert hashes(packed).tolist() == [xxhash.xxh3_64_intdigest(s) for s in strings]
-    assert hashes(packed, 8).tolist() == [xxhash.xxh3_64_intdigest(s[8:]) for s in strings]
+    for skip in (1, 8, 3000):
+        assert hashes(packed, skip).tolist() == [xxhash.xxh3_64_intdigest(s[skip:]) for s in strings]
     assert hashes(packed.slice(1000, 1003)).tolist() == [xxhash.xxh3_64_intdigest(s) for s in strings[1000:1003]]
     assert hashes(Packed.of([])).dtype == np.uint64
+
+
+def test_hashes_of_many_megabytes() -> None:
+    for size in (2**20, 5 * 2**20 + 17):
+        data = np.random.default_rng(size).bytes(size)
+        assert hashes(Packed.of([data])).tolist() == [xxhash.xxh3_64_intdigest(data)]
+
+
+def row_of(key: bytes, values: bytes) -> bytes:
+    """A row that vouches for itself: its checksum, sixteen more bytes of header, the values."""
+    rest = b"header" + bytes(10) + values
+    return (xxhash.xxh3_64_intdigest(rest) ^ xxhash.xxh3_64_intdigest(key)).to_bytes(8, "little") + rest
+
+
+def test_a_row_vouches_for_itself_and_its_key() -> None:
+    keys = [b"a", b"b", b"c", b"d", b"e", b"f"]
+    rows = [row_of(key, bytes(i)) for i, key in enumerate(keys)]
+    rows[1] = row_of(b"a", bytes(1))
+    rows[2] = rows[2][:-1]
+    rows[3] = rows[3][:23]
+    rows[4] = b""
+    assert vouched(Packed.of(rows), hashes(Packed.of(keys))).tolist() == [True, False, False, False, False, True]
+    assert vouched(Packed.of(rows).slice(5, 6), hashes(Packed.of(keys[5:]))).tolist() == [True]
+    assert vouched(Packed.of([]), hashes(Packed.of([]))).tolist() == []
+    assert vouched(Packed.of([b""]), hashes(Packed.of([b""]))).tolist() == [False]
+
+
+def test_every_flipped_bit_of_a_row_is_seen() -> None:
+    row = row_of(b"key", bytes(range(40)))
+    flipped = [(int.from_bytes(row, "big") ^ 1 << bit).to_bytes(len(row), "big") for bit in range(8 * len(row))]
+    key_hashes = np.repeat(hashes(Packed.of([b"key"])), len(flipped))
+    assert not vouched(Packed.of(flipped), key_hashes).any()
+    assert vouched(Packed.of([row]), key_hashes[:1]).all()
+
+
+def test_records_are_laid_out_on_words() -> None:
+    keys, rows = [b"", b"1234567", b"12345678", b"123456789"], [b"r" * 24, b"", b"R" * 33, b"x"]
+    data, starts = lay_out(Packed.of([b"before", *keys]).slice(1, 5), Packed.of([*rows, b"after"]).slice(0, 4))
+    expected = b""
+    for key, row, start in zip(keys, rows, starts.tolist(), strict=True):
+        assert start == len(expected)
+        expected += len(row).to_bytes(4, "little") + len(key).to_bytes(2, "little") + b"\0\0"
+        expected += key.ljust(-(-len(key) // 8) * 8, b"\0") + row.ljust(-(-len(row) // 8) * 8, b"\0")
+    assert data.tobytes() == expected
+    data, starts = lay_out(Packed.of([]), Packed.of([]))
+    assert (len(data), len(starts)) == (0, 0)
+
+
+def test_a_key_that_a_record_cannot_tell_the_size_of() -> None:
+    largest = bytes(LARGEST_KEY)
+    assert lay_out(Packed.of([largest]), Packed.of([b""]))[0].tobytes() == b"\0\0\0\0\xff\xff\0\0" + largest + b"\0"
+    with pytest.raises(ValueError, match="keys of 65536 and rows of 0 bytes; at most 65535"):
+        lay_out(Packed.of([bytes(LARGEST_KEY + 1)]), Packed.of([b""]))
+
+
+def test_the_environment_has_a_say_in_which_kernels_run() -> None:
+    code = "from store.online import kernels; print(kernels.COMPILED)"
+    environment = os.environ | {"PRECOMPUTE_KERNELS": "python"}
+    told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert told.stdout == "False\n"

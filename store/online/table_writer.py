@@ -1,0 +1,294 @@
+"""Table writer: rows in any order to one table file, aside and renamed when it is whole, with no more memory than it was given."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from store.disk.durable_file import disk_message, sync_folder
+from store.errors import OnlineStoreError
+from store.online.kernels import LINE_SLOTS, hash_of, homes, lay_out, line_checks, slots_of
+from store.online.packed import I8, U8, RowBatch
+from store.online.table_file import BLOCK_BYTES, header_of, index_start
+
+HOME_ROWS = 3.5
+"""Rows to a line of the index, of the seven it has room for: one key of a hundred is found in a second line, and a row costs 18 bytes."""
+
+_ENTRY_BYTES = 64
+"""Memory for one row's hash and position: as they came, put together, their order, in order, and some of numpy's own."""
+
+_CHUNK_ROWS = 2**17
+"""Rows whose lines are made at once."""
+
+_BUCKETS = 2**12
+
+_BUCKET_STARTS: U8 = np.arange(_BUCKETS, dtype=np.uint64) << np.uint64(52)
+"""Where in the order of hashes each bucket begins."""
+
+
+class Figures(NamedTuple):
+    """What was written."""
+
+    rows: int
+    size_bytes: int
+
+
+class TableWriter:
+    """A table file on its way; used as a context manager, it leaves nothing behind when it is left without :meth:`finish`.
+
+    Args:
+        path: the file to be; until it is whole its name is ``.{name}.{pid}.tmp``, which a process that was killed leaves there.
+        meta: JSON of the caller's own, kept in the header.
+        memory_bytes: what hashes and positions may take; beyond, they lie in a file without a name beside ``path``.
+
+    Raises, in every method:
+        OnlineStoreError: the disk is full or failed, a key was added twice, or a key or row is too large.
+    """
+
+    def __init__(self, path: Path, meta: Mapping[str, Any], memory_bytes: int) -> None:
+        self._path = path
+        self._meta = dict(meta)
+        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self._entries = _Entries(path.parent, max(1024, memory_bytes // _ENTRY_BYTES))
+        self._checks = _BlockChecks()
+        header = header_of(self._meta, 0, 0, 1, 2)
+        self._start = self._end = len(header)
+        with self._disk():
+            self._file = self._temporary.open("wb+")
+            try:
+                self._file.write(header)
+            except OSError:
+                self.abort()
+                raise
+
+    def add(self, batch: RowBatch) -> None:
+        """Write a batch's rows; they are on their way to the disk when it returns."""
+        try:
+            records, starts = lay_out(batch.keys, batch.rows)
+        except ValueError as exc:
+            raise OnlineStoreError(f"{self._path}: {exc}") from exc
+        with self._disk():
+            self._entries.add(batch.hashes, starts + self._end)
+            self._write(records)
+
+    def finish(self) -> Figures:
+        """Write the index, make all of it durable, and give it its name."""
+        rows, records_end = self._entries.rows, self._end
+        lines = _Lines(max(1, -int(-rows // HOME_ROWS)))
+        with self._disk():
+            self._write(np.zeros(index_start(records_end) - records_end, np.uint8))
+            self._file.flush()
+            for hashes, positions in self._entries.in_order():
+                self._refuse_repeated(hashes, positions)
+                for at in range(0, len(hashes), _CHUNK_ROWS):
+                    self._write(lines.put(hashes[at : at + _CHUNK_ROWS], positions[at : at + _CHUNK_ROWS]))
+            self._write(lines.last())
+            checks = self._checks.all()
+            self._file.write(checks + hash_of(checks).to_bytes(8, "little"))
+            size_bytes = self._file.tell()
+            self._file.seek(0)
+            self._file.write(header_of(self._meta, rows, records_end - self._start, lines.home_lines, lines.lines))
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            os.replace(self._temporary, self._path)
+            self._file.close()
+            self._entries.close()
+            sync_folder(self._path.parent)
+        return Figures(rows, size_bytes)
+
+    def abort(self) -> None:
+        """Remove what is not finished; after :meth:`finish` there is nothing to do."""
+        self._entries.close()
+        if not self._file.closed:
+            # what cannot be written out is not wanted either
+            with contextlib.suppress(OSError):
+                self._file.close()
+            with contextlib.suppress(OSError):
+                self._temporary.unlink(missing_ok=True)
+
+    def __enter__(self) -> TableWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.abort()
+
+    def _write(self, data: npt.NDArray[Any]) -> None:
+        view = memoryview(data.reshape(-1).view(np.uint8).data)
+        self._file.write(view)
+        self._checks.update(view)
+        self._end += len(view)
+
+    def _refuse_repeated(self, hashes: U8, positions: I8) -> None:
+        """Equal hashes are equal keys but for once in 2**64 pairs."""
+        for i in np.flatnonzero(hashes[1:] == hashes[:-1]).tolist():
+            key = self._key(int(positions[i]))
+            if key == self._key(int(positions[i + 1])):
+                shown = key.decode(errors="backslashreplace")
+                raise OnlineStoreError(f"{self._path}: the key {shown!r} is there twice among the rows to load, once is right")
+
+    def _key(self, position: int) -> bytes:
+        file = self._file.fileno()
+        return os.pread(file, int.from_bytes(os.pread(file, 2, position + 4), "little"), position + 8)
+
+    @contextlib.contextmanager
+    def _disk(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as exc:
+            raise OnlineStoreError(disk_message(self._path, exc, "the live generation is untouched")) from exc
+
+
+class _BlockChecks:
+    """xxh3 of each MiB of what goes by."""
+
+    def __init__(self) -> None:
+        self._found: list[int] = []
+        self._block = xxhash.xxh3_64()
+        self._left = BLOCK_BYTES
+
+    def update(self, data: memoryview) -> None:
+        while len(data):
+            part, data = data[: self._left], data[self._left :]
+            self._block.update(part)
+            self._left -= len(part)
+            if not self._left:
+                self._close()
+
+    def all(self) -> bytes:
+        """The blocks' checksums, uint64 each, the last block being what there is of it."""
+        if self._left < BLOCK_BYTES:
+            self._close()
+        return np.array(self._found, "<u8").tobytes()
+
+    def _close(self) -> None:
+        self._found.append(self._block.intdigest())
+        self._block.reset()
+        self._left = BLOCK_BYTES
+
+
+class _Run(NamedTuple):
+    """Entries in order, in the spill file: hashes, then positions. ``bounds``: where each bucket begins, and the end, int64 [buckets + 1]."""
+
+    offset: int
+    bounds: I8
+
+
+class _Entries:
+    """Hashes and positions of all rows: taken in any order, given back by hash, no more than ``most_rows`` at once in memory.
+
+    What does not fit goes in runs, each in order, to a file that has no name and is gone with the process. What all runs have of some
+    neighbouring buckets fits again.
+    """
+
+    def __init__(self, folder: Path, most_rows: int) -> None:
+        self.rows = 0
+        self._folder = folder
+        self._most_rows = most_rows
+        self._held: list[tuple[U8, I8]] = []
+        self._held_rows = 0
+        self._runs: list[_Run] = []
+        self._file: IO[bytes] | None = None
+
+    def add(self, hashes: U8, positions: I8) -> None:
+        self._held.append((hashes, positions))
+        self._held_rows += len(hashes)
+        self.rows += len(hashes)
+        if self._held_rows > self._most_rows:
+            self._spill()
+
+    def in_order(self) -> Iterator[tuple[U8, I8]]:
+        """All of them by ascending hash, equal ones together."""
+        if not self._runs:
+            yield self._sorted()
+            return
+        self._spill()
+        sizes = np.sum([np.diff(run.bounds) for run in self._runs], axis=0)
+        first = 0
+        while first < _BUCKETS:
+            # as many buckets as fit, at least one
+            stop = first + max(1, int(np.searchsorted(np.cumsum(sizes[first:]), self._most_rows, side="right")))
+            self._held = [self._part(run, first, stop) for run in self._runs]
+            yield self._sorted()
+            first = stop
+
+    def close(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+
+    def _sorted(self) -> tuple[U8, I8]:
+        hashes = np.concatenate([np.empty(0, np.uint64), *(h for h, _ in self._held)])
+        positions = np.concatenate([np.empty(0, np.int64), *(p for _, p in self._held)])
+        self._held, self._held_rows = [], 0
+        order = np.argsort(hashes)
+        return hashes[order], positions[order]
+
+    def _spill(self) -> None:
+        hashes, positions = self._sorted()
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115  # until close()
+        bounds = np.append(np.searchsorted(hashes, _BUCKET_STARTS), len(hashes))
+        self._runs.append(_Run(self._file.tell(), bounds))
+        self._file.write(hashes.data.cast("B"))
+        self._file.write(positions.data.cast("B"))
+        self._file.flush()
+
+    def _part(self, run: _Run, first: int, stop: int) -> tuple[U8, I8]:
+        assert self._file is not None
+        file, start, end = self._file.fileno(), 8 * int(run.bounds[first]), 8 * int(run.bounds[stop])
+        positions = run.offset + 8 * int(run.bounds[-1])
+        return (
+            np.frombuffer(os.pread(file, end - start, run.offset + start), np.uint64),
+            np.frombuffer(os.pread(file, end - start, positions + start), np.int64),
+        )
+
+
+class _Lines:
+    """The lines of an index, made one after the other from entries in order: what a line has no room for stands in the next."""
+
+    def __init__(self, home_lines: int) -> None:
+        self.home_lines = home_lines
+        self.lines = 0
+        """Lines of the whole index, once :meth:`last` was asked."""
+        self._next_place = 0
+        self._held: U8 = np.zeros(LINE_SLOTS, np.uint64)
+        """Slots of the line that has room perhaps, ``_held_line``."""
+        self._held_line = 0
+
+    def put(self, hashes: U8, positions: I8) -> U8:
+        """The lines that are complete with these entries, uint64 [m, 8]."""
+        steps = np.arange(len(hashes))
+        # the place of each is its home's first, or the one after its predecessor's
+        free = homes(hashes, self.home_lines).astype(np.int64) * LINE_SLOTS - steps
+        free[:1] = np.maximum(free[:1], self._next_place)
+        places = np.maximum.accumulate(free) + steps
+        last = int(places[-1]) // LINE_SLOTS
+        lines = self._empty(last + 1)
+        lines[places // LINE_SLOTS - self._held_line, places % LINE_SLOTS] = slots_of(hashes, positions)
+        complete = self._checked(lines[:-1])
+        self._next_place, self._held, self._held_line = int(places[-1]) + 1, lines[-1, :LINE_SLOTS].copy(), last
+        return complete
+
+    def last(self) -> U8:
+        """The lines that are left, and an empty one, at which every search ends."""
+        self.lines = max(self.home_lines, self._held_line + 1) + 1
+        return self._checked(self._empty(self.lines))
+
+    def _empty(self, stop: int) -> U8:
+        lines: U8 = np.zeros((stop - self._held_line, LINE_SLOTS + 1), np.uint64)
+        lines[0, :LINE_SLOTS] = self._held
+        return lines
+
+    def _checked(self, lines: U8) -> U8:
+        numbers = np.arange(self._held_line, self._held_line + len(lines), dtype=np.uint64)
+        lines[:, LINE_SLOTS] = line_checks(lines[:, :LINE_SLOTS], numbers)
+        return lines

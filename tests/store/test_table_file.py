@@ -1,0 +1,500 @@
+"""Table files: what is written is read, by both kernels; what is damaged is told, and never absent or another row."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from store.errors import OnlineStoreError
+from store.online.kernels import ABSENT, DAMAGED, FOUND, hash_of, hashes, homes, line_checks, vouched
+from store.online.packed import Packed, RowBatch
+from store.online.table_file import BLOCK_BYTES, TableFile, header_of
+from store.online.table_writer import TableWriter
+from tests.store.test_kernels import row_of
+
+MEMORY_BYTES = 2**20
+
+pytestmark = pytest.mark.usefixtures("kernel")
+
+
+def batch_of(rows: Mapping[bytes, bytes]) -> RowBatch:
+    keys = Packed.of(list(rows))
+    return RowBatch(keys, Packed.of(list(rows.values())), hashes(keys))
+
+
+def write(path: Path, *batches: Mapping[bytes, bytes], memory_bytes: int = MEMORY_BYTES) -> Path:
+    with TableWriter(path, {"view": "numbers", "snapshot": 7}, memory_bytes) as writer:
+        for rows in batches:
+            writer.add(batch_of(rows))
+        writer.finish()
+    return path
+
+
+def read(file: TableFile, keys: Sequence[bytes]) -> dict[bytes, bytes | int]:
+    """Of each key its row, or the state without one: by a batch, and by one key after the other, which agree."""
+    packed = Packed.of(keys)
+    rows, states = file.read(packed, hashes(packed))
+    assert len(rows) == len(states) == len(keys)
+    whole = vouched(rows, hashes(packed))
+    found: dict[bytes, bytes | int] = {}
+    for key, row, state, is_whole in zip(keys, rows.strings(), states.tolist(), whole.tolist(), strict=True):
+        single = file.find(key)
+        assert single == {ABSENT: None, FOUND: row.tobytes(), DAMAGED: b""}[state]
+        assert state == FOUND or not len(row)
+        found[key] = row.tobytes() if is_whole else ABSENT if state == ABSENT else DAMAGED
+    return found
+
+
+def numbered(start: int, stop: int, size: int = 40) -> dict[bytes, bytes]:
+    keys = [str(i).encode() for i in range(start, stop)]
+    return {key: row_of(key, key.ljust(size, b".")) for key in keys}
+
+
+def test_rows_come_back(tmp_path: Path) -> None:
+    rows = numbered(0, 3000) | numbered(3000, 3300, size=1537)
+    with TableWriter(tmp_path / "rows.table", {"view": "ünits", "at": [1, None]}, MEMORY_BYTES) as writer:
+        items = list(rows.items())
+        for at in range(0, len(items), 700):
+            writer.add(batch_of(dict(items[at : at + 700])))
+        figures = writer.finish()
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.table"]
+    file = TableFile(tmp_path / "rows.table")
+    assert (file.rows, file.meta) == (3300, {"view": "ünits", "at": [1, None]})
+    assert (file.rows, file.size_bytes) == figures == (3300, (tmp_path / "rows.table").stat().st_size)
+    assert read(file, list(rows)) == rows
+    for few in (1, 11, 13, 100):
+        some = list(rows)[-few:]
+        assert read(file, some) == {key: rows[key] for key in some}
+    absent = [b"x%d" % i for i in range(3000)]
+    assert read(file, absent) == dict.fromkeys(absent, ABSENT)
+    mixed = [b"1", b"x", b"3299", b"1", b"", *absent[:30]]
+    assert read(file, mixed) == {b"1": rows[b"1"], b"3299": rows[b"3299"]} | dict.fromkeys([b"x", b"", *absent[:30]], ABSENT)
+    assert file.check() == []
+    assert 0 < file.warm(2**30) < file.size_bytes
+    assert file.warm(100) == 100
+
+
+def test_the_answer_keeps_the_order_and_repeats(tmp_path: Path) -> None:
+    rows = numbered(0, 50)
+    file = TableFile(write(tmp_path / "t", rows))
+    for keys in ([b"7", b"3", b"none", b"7"], [b"%d" % (i % 9) for i in range(40)]):
+        packed = Packed.of(keys)
+        found, states = file.read(packed, hashes(packed))
+        assert [bytes(row) for row in found.strings()] == [rows.get(key, b"") for key in keys]
+        assert states.tolist() == [FOUND if key in rows else ABSENT for key in keys]
+        middle = packed.slice(1, 3)
+        found, states = file.read(middle, hashes(middle))
+        assert [bytes(row) for row in found.strings()] == [rows.get(key, b"") for key in keys[1:3]]
+
+
+def test_an_empty_table(tmp_path: Path) -> None:
+    file = TableFile(write(tmp_path / "t"))
+    assert (file.rows, file.check()) == (0, [])
+    keys = [b"", *numbered(0, 40)]
+    assert read(file, keys) == dict.fromkeys(keys, ABSENT)
+    empty = Packed.of([])
+    found, states = file.read(empty, hashes(empty))
+    assert (len(found), len(states)) == (0, 0)
+
+
+def test_keys_of_every_byte_and_length(tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    keys = (
+        [bytes([value]) for value in range(256)]
+        + [rng.bytes(size) for size in range(2, 512)]
+        + [b"", b"\0", b"\0\0", bytes(8), bytes(9)]
+    )
+    keys = list(dict.fromkeys(keys))
+    rows = {key: row_of(key, rng.bytes(int(rng.integers(100)))) for key in keys}
+    file = TableFile(write(tmp_path / "t", rows))
+    assert read(file, keys) == rows
+    others = [key + b"\0" for key in keys if key + b"\0" not in rows] + [key[:-1] for key in keys if key and key[:-1] not in rows]
+    assert read(file, others) == dict.fromkeys(others, ABSENT)
+
+
+def test_tombstones_and_rows_of_every_size(tmp_path: Path) -> None:
+    rows = {b"%d" % size: row_of(b"%d" % size, bytes(size)) for size in range(300)}
+    rows |= {b"gone %d" % i: row_of(b"gone %d" % i, b"") for i in range(300)}
+    file = TableFile(write(tmp_path / "t", rows))
+    assert {len(row) for key, row in rows.items() if key.startswith(b"gone")} == {24}
+    assert read(file, list(rows)) == rows
+
+
+# ---- the index
+
+
+def keys_at_home(line: int, home_lines: int, count: int) -> list[bytes]:
+    keys = [b"%d" % i for i in range(home_lines * count * 4)]
+    return [key for key in keys if (hash_of(key) >> 32) * home_lines >> 32 == line][:count]
+
+
+@pytest.mark.parametrize("line", [0, 5, 9])
+@pytest.mark.parametrize("count", [7, 8, 14, 15, 35])
+def test_a_line_that_is_full_goes_on_in_the_next(line: int, count: int, tmp_path: Path) -> None:
+    home_lines = 10
+    keys = keys_at_home(line, home_lines, count)
+    # 35 rows make ten lines; the last ten lines run over the end
+    assert len(keys) == count
+    others = [b"other %d" % i for i in range(35 - count)]
+    rows = {key: row_of(key, key) for key in [*keys, *others]}
+    file = TableFile(write(tmp_path / "t", rows))
+    assert read(file, list(rows)) == rows
+    strangers = [b"%d?" % i for i in range(2000)]
+    assert read(file, strangers) == dict.fromkeys(strangers, ABSENT)
+
+
+def same_tag(count: int) -> list[list[bytes]]:
+    """Pairs of keys whose hashes end in the same 24 bits."""
+    by_tag: dict[int, list[bytes]] = {}
+    for i in range(60_000):
+        by_tag.setdefault(hash_of(b"%d" % i) & 2**24 - 1, []).append(b"%d" % i)
+    return [keys for keys in by_tag.values() if len(keys) > 1][:count]
+
+
+def test_a_key_of_the_same_tag_is_another_key(tmp_path: Path) -> None:
+    pairs = same_tag(40)
+    assert len(pairs) == 40
+    for first, second in pairs[:3]:
+        rows = {first: row_of(first, b"first"), second: row_of(second, b"second")}
+        assert read(TableFile(write(tmp_path / "both", rows)), [first, second]) == rows
+        del rows[second]
+        # one home line: the search meets the first key's record
+        file = TableFile(write(tmp_path / "one", rows))
+        assert read(file, [first, second]) == rows | {second: ABSENT}
+        assert read(file, [*([second] * 20), first]) == rows | {second: ABSENT}
+
+
+def test_a_record_that_does_not_vouch_for_itself_ends_no_search(tmp_path: Path) -> None:
+    [first, second] = same_tag(1)[0]
+    path = write(tmp_path / "t", {first: row_of(first, b"first")})
+    data = bytearray(path.read_bytes())
+    data[data.index(b"first")] ^= 1
+    path.write_bytes(data)
+    assert read(TableFile(path), [first, second, *([second] * 20)]) == {first: DAMAGED, second: DAMAGED}
+
+
+def test_many_rows_stand_where_their_hashes_say(tmp_path: Path) -> None:
+    rows = numbered(0, 20_000, size=8)
+    path = write(tmp_path / "t", rows)
+    file = TableFile(path)
+    assert read(file, list(rows)) == rows
+    # as many lines as the docstring of HOME_ROWS says
+    assert 18 < (file.size_bytes - 4096) / 20_000 - (8 + 8 + 32) < 19
+
+
+# ---- building
+
+
+def test_what_passes_the_memory_gives_the_same_file(tmp_path: Path) -> None:
+    batches = [numbered(at, at + 500) for at in range(0, 20_000, 500)]
+    whole = write(tmp_path / "whole", *batches, memory_bytes=2**30)
+    spilled = write(tmp_path / "spilled", *batches, memory_bytes=0)
+    assert spilled.read_bytes() == whole.read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["spilled", "whole"]
+
+
+@pytest.mark.parametrize("memory_bytes", [0, 2**30])
+@pytest.mark.parametrize("at", [0, 4999])
+def test_a_key_that_comes_twice_is_named(memory_bytes: int, at: int, tmp_path: Path) -> None:
+    with pytest.raises(OnlineStoreError, match=rf"t: the key '{at}' is there twice among the rows to load"):
+        write(tmp_path / "t", numbered(0, 5000), numbered(at, at + 1, size=5), memory_bytes=memory_bytes)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_equal_hashes_of_two_keys_are_no_repetition(tmp_path: Path) -> None:
+    rows = numbered(0, 30)
+    keys = Packed.of(list(rows))
+    with TableWriter(tmp_path / "t", {}, MEMORY_BYTES) as writer:
+        writer.add(RowBatch(keys, Packed.of(list(rows.values())), np.full(30, hash_of(b"3"), np.uint64)))
+        assert writer.finish().rows == 30
+    # found, since the search begins at its home; the others' records have tags that are not their keys'
+    assert TableFile(tmp_path / "t").find(b"3") in (rows[b"3"], b"")
+
+
+def test_a_writer_that_is_left_leaves_nothing(tmp_path: Path) -> None:
+    with TableWriter(tmp_path / "t", {}, 0) as writer:
+        writer.add(batch_of(numbered(0, 3000)))
+        assert [path.name for path in tmp_path.iterdir()] == [f".t.{os.getpid()}.tmp"]
+    assert list(tmp_path.iterdir()) == []
+    with TableWriter(tmp_path / "t", {}, 0) as writer:
+        writer.finish()
+    writer.abort()
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+
+
+def test_a_key_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OnlineStoreError, match="t: keys of 65536 and rows of 64 bytes; at most 65535"):
+        write(tmp_path / "t", {bytes(2**16): row_of(b"", bytes(40))})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_large_meta_has_pages_of_its_own(tmp_path: Path) -> None:
+    meta = {f"feature {i}": "x" * 100 for i in range(200)}
+    rows = numbered(0, 20)
+    with TableWriter(tmp_path / "t", meta, 0) as writer:
+        writer.add(batch_of(rows))
+        writer.finish()
+    file = TableFile(tmp_path / "t")
+    assert file.meta == meta
+    assert read(file, list(rows)) == rows
+
+
+# ---- disks and processes
+
+
+@contextlib.contextmanager
+def files_of_at_most(size_bytes: int) -> Iterator[None]:
+    """Within, no file of this process grows beyond; Python ignores the signal, so that a write fails with EFBIG."""
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+
+
+@pytest.mark.parametrize("size_bytes", [0, 4095, 4096, 20_000, 40_000, 120_000, 260_000, 297_000])
+def test_a_full_disk_leaves_nothing(size_bytes: int, tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    message = f"no space left while writing {path}; free some and run again (the live generation is untouched)"
+    with files_of_at_most(size_bytes), pytest.raises(OnlineStoreError, match=re.escape(message)):
+        write(path, *(numbered(at, at + 500) for at in range(0, 3000, 500)), memory_bytes=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+WRITES_FOR_EVER = """
+import itertools, sys
+from pathlib import Path
+from store.online.table_writer import TableWriter
+from tests.store.test_table_file import batch_of, numbered
+with TableWriter(Path(sys.argv[1]), {}, 0) as writer:
+    for at in itertools.count(0, 500):
+        writer.add(batch_of(numbered(at, at + 500)))
+        print(at, flush=True)
+"""
+
+
+def test_a_writer_that_is_killed_leaves_no_table(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WRITES_FOR_EVER, str(tmp_path / "t")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        for _ in range(10):
+            child.stdout.readline()
+        child.send_signal(signal.SIGKILL)
+    assert [path.name for path in tmp_path.iterdir()] == [f".t.{child.pid}.tmp"]
+    with pytest.raises(OnlineStoreError, match="publish the view again"):
+        TableFile(tmp_path / f".t.{child.pid}.tmp")
+
+
+READS_ALL = """
+import sys
+from pathlib import Path
+from store.online.table_file import TableFile
+from tests.store.test_table_file import numbered, read
+file, rows = TableFile(Path(sys.argv[1])), numbered(0, 2000)
+print(all(read(file, list(rows)) == rows for _ in range(20)))
+"""
+
+
+def test_processes_share_a_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "t", numbered(0, 2000))
+    command = [sys.executable, "-c", READS_ALL, str(path)]
+    children = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [child.communicate()[0] for child in children] == ["True\n", "True\n"]
+
+
+def test_a_file_is_read_after_it_was_removed(tmp_path: Path) -> None:
+    rows = numbered(0, 100)
+    path = write(tmp_path / "t", rows)
+    file = TableFile(path)
+    path.unlink()
+    assert read(file, list(rows)) == rows
+    assert file.check() == []
+    with pytest.raises(FileNotFoundError):
+        TableFile(path)
+
+
+# ---- damage
+
+
+def small_rows() -> dict[bytes, bytes]:
+    """Some that fill lines: of every kind of record, and with two of one tag."""
+    rows = numbered(0, 6, size=3) | {
+        b"gone": row_of(b"gone", b""),
+        b"a key of 20 bytes...": row_of(b"a key of 20 bytes...", bytes(9)),
+    }
+    return rows | {key: row_of(key, b"tag") for key in same_tag(1)[0]}
+
+
+def test_every_flipped_bit_is_seen_or_changes_nothing(tmp_path: Path) -> None:
+    rows = small_rows()
+    path = write(tmp_path / "t", rows)
+    data = path.read_bytes()
+    strangers = [b"stranger %d" % i for i in range(8)]
+    seen = unseen = 0
+    # the header's zeros are as good as its other bytes: each eighth is tried
+    for bit in [*range(8 * 80), *range(8 * 80, 8 * 4088, 8 * 67), *range(8 * 4088, 8 * len(data))]:
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            file = TableFile(path)
+        except OnlineStoreError:
+            seen += 1
+            continue
+        assert file.check() != [], bit
+        found = read(file, list(rows))
+        assert all(found[key] in (row, DAMAGED) for key, row in rows.items()), bit
+        assert all(state in (ABSENT, DAMAGED) for state in read(file, strangers).values()), bit
+        seen += found != rows
+        unseen += found == rows
+    assert seen > 2 * unseen > 0
+
+
+def test_every_truncation_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "t", small_rows())
+    data = path.read_bytes()
+    for size in [*range(0, 4200, 37), *range(4200, len(data))]:
+        path.write_bytes(data[:size])
+        with pytest.raises(OnlineStoreError, match=r"cannot read .*t: .*; publish the view again"):
+            TableFile(path)
+    path.write_bytes(data + b"\0" * 8)
+    with pytest.raises(OnlineStoreError, match="bytes, and should have"):
+        TableFile(path)
+
+
+def test_a_file_that_is_none(tmp_path: Path) -> None:
+    for name, data in {"empty": b"", "text": b"hello" * 2000, "zeros": bytes(8192), "mdb": b"\xde\xc0\xef\xbe" * 3000}.items():
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(OnlineStoreError, match=f"{name}: "):
+            TableFile(tmp_path / name)
+    with pytest.raises(OnlineStoreError, match="cannot read"):
+        TableFile(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("rows", "records_bytes", "home_lines", "lines"),
+    [
+        (2**63, 800, 3, 5),
+        (10, 2**63 + 800, 3, 5),
+        (10, 804, 3, 5),
+        (10, 800, 0, 5),
+        (10, 800, 5, 5),
+        (10, 800, 2**63, 2**63 + 1),
+        (10, 800, 3, 2**58),
+        (10, 800, 3, 2**64 - 1),
+        (10, 2**64 - 8, 3, 5),
+    ],
+)
+def test_a_header_that_tells_what_cannot_be(rows: int, records_bytes: int, home_lines: int, lines: int, tmp_path: Path) -> None:
+    data = write(tmp_path / "t", numbered(0, 10)).read_bytes()
+    (tmp_path / "t").write_bytes(header_of({}, rows, records_bytes, home_lines, lines) + data[4096:])
+    with pytest.raises(OnlineStoreError, match=r"t: it has|tells what cannot be"):
+        TableFile(tmp_path / "t")
+
+
+def test_other_versions_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("store.online.table_file.FORMAT_VERSION", 2)
+    path = write(tmp_path / "t", numbered(0, 10))
+    monkeypatch.undo()
+    with pytest.raises(OnlineStoreError, match="it is of format 2, and this version reads 1; publish the view again"):
+        TableFile(path)
+
+
+def relined(data: bytes, slots: Sequence[int]) -> bytes:
+    """The file with its first line of the index replaced, and vouched for: what no flipped bit makes."""
+    file = bytearray(data)
+    at = len(data) - 16 - 2 * 64
+    words = np.array([slots], np.uint64)
+    check = int(line_checks(words, np.zeros(1, np.uint64))[0])
+    file[at : at + 64] = words.tobytes() + check.to_bytes(8, "little")
+    return bytes(file)
+
+
+@pytest.mark.parametrize("position", [1, 511, 512 + 1, 2**39, 2**40 - 1, 520])
+def test_slots_that_point_anywhere(position: int, tmp_path: Path) -> None:
+    rows = numbered(0, 3)
+    path = write(tmp_path / "t", rows)
+    tags = [hash_of(key) & 2**24 - 1 for key in rows]
+    path.write_bytes(relined(path.read_bytes(), [tag << 40 | position for tag in tags] + [0] * 4))
+    for keys in (list(rows), [*rows, *rows, *rows, *rows, *rows]):
+        assert read(TableFile(path), keys) == dict.fromkeys(rows, DAMAGED)
+
+
+@pytest.mark.parametrize("head", [2**32 - 1, 0xFFFF << 32, 0xFFFF_FFFF_FFFF, 2**31, 10_000, 200])
+def test_records_of_any_size(head: int, tmp_path: Path) -> None:
+    rows = numbered(0, 3)
+    path = write(tmp_path / "t", rows)
+    data = path.read_bytes()
+    path.write_bytes(data[:4096] + head.to_bytes(8, "little") + data[4104:])
+    damaged = rows | {b"0": DAMAGED}
+    for keys in (list(rows), [*rows, *rows, *rows, *rows, *rows]):
+        assert read(TableFile(path), keys) == damaged
+
+
+def test_lines_that_are_all_full_end_the_search(tmp_path: Path) -> None:
+    path = write(tmp_path / "t", numbered(0, 3))
+    file = bytearray(path.read_bytes())
+    for number in (0, 1):
+        words = np.arange(1, 8, dtype=np.uint64)[None] + np.uint64(2**50)
+        at = len(file) - 16 - (2 - number) * 64
+        check = int(line_checks(words, np.array([number], np.uint64))[0])
+        file[at : at + 64] = words.tobytes() + check.to_bytes(8, "little")
+    path.write_bytes(file)
+    assert read(TableFile(path), [b"0", b"x"]) == {b"0": DAMAGED, b"x": DAMAGED}
+
+
+def test_check_names_the_block(tmp_path: Path) -> None:
+    path = write(tmp_path / "t", *(numbered(at, at + 1000, size=3000) for at in range(0, 2000, 1000)))
+    file = TableFile(path)
+    assert (file.check(), file.size_bytes > 5 * BLOCK_BYTES) == ([], True)
+    data = bytearray(path.read_bytes())
+    for at in (4096 + BLOCK_BYTES, 4096 + 3 * BLOCK_BYTES - 1):
+        data[at] ^= 16
+    path.write_bytes(data)
+    assert TableFile(path).check() == [
+        f"{path}: bytes 1,052,672 to 2,101,248 are damaged",
+        f"{path}: bytes 2,101,248 to 3,149,824 are damaged",
+    ]
+    data[-8] ^= 1
+    path.write_bytes(data)
+    assert TableFile(path).check() == [f"{path}: its checksums are damaged"]
+
+
+def random_tables() -> Iterator[tuple[int, dict[bytes, bytes]]]:
+    rng = np.random.default_rng(3)
+    for seed in range(60):
+        keys = {rng.bytes(int(rng.integers(1, 20))) for _ in range(int(rng.integers(1, 60)))}
+        yield seed, {key: row_of(key, rng.bytes(int(rng.integers(0, 70)))) for key in keys}
+
+
+def test_torn_files_never_give_another_row(tmp_path: Path) -> None:
+    """Bytes overwritten at random, many at once, with those of other places too."""
+    for seed, rows in random_tables():
+        rng = np.random.default_rng(seed)
+        data = bytearray(write(tmp_path / "t", rows).read_bytes())
+        for _ in range(int(rng.integers(1, 6))):
+            size = int(rng.integers(1, 200))
+            to, origin = rng.integers(4096, len(data) - size, 2).tolist()
+            data[to : to + size] = rng.bytes(size) if rng.random() < 0.5 else data[origin : origin + size]
+        (tmp_path / "t").write_bytes(data)
+        for key, row in read(TableFile(tmp_path / "t"), list(rows)).items():
+            assert row in (rows[key], DAMAGED), seed
+
+
+def test_homes_keep_the_order_of_the_hashes() -> None:
+    values = np.sort(np.array([0, 1, 2**32 - 1, 2**32, 2**63, 2**64 - 1], np.uint64))
+    assert homes(values, 10).tolist() == [(int(v) >> 32) * 10 >> 32 for v in values]
+    assert homes(values, 10).max() == 9
+    assert xxhash.xxh3_64_intdigest(b"a") == hash_of(b"a")
