@@ -173,6 +173,8 @@ class Layout:
     index_start: int
     home_lines: int
     lines: int
+    record_bytes: int
+    """What a record takes on average."""
 
 
 class Records:
@@ -281,7 +283,7 @@ class Records:
         at = (slots[np.arange(len(keys)), match.argmax(1)] & _POSITION).astype(np.int64)
         inside = whole & matched & (at >= layout.records_start // 8) & (at < layout.records_end // 8)
         at[~inside] = layout.records_start // 8
-        self._awaited(at[inside] * 8, 2 * mmap.PAGESIZE)
+        self._awaited(at[inside] * 8, layout.record_bytes)
         heads = self._words[at]
         key_words = (heads >> 32 & LARGEST_KEY).astype(np.int64)
         same = inside & (key_words == keys.sizes)
@@ -328,9 +330,9 @@ class Records:
         self._words[positions[:_PROBED] >> 3].sum()
         if _disk_faults() == before:
             return
-        for page in np.unique(positions[_PROBED:] // mmap.PAGESIZE).tolist():
-            start = page * mmap.PAGESIZE
-            self._mapping.madvise(mmap.MADV_WILLNEED, start, min(size_bytes, len(self._mapping) - start))
+        for position in positions[_PROBED:].tolist():
+            start = position - position % mmap.PAGESIZE
+            self._mapping.madvise(mmap.MADV_WILLNEED, start, min(position + size_bytes, len(self._mapping)) - start)
 
 
 def _disk_faults() -> int:

@@ -99,10 +99,10 @@ class TableFile:
         if hash_of(mapping[: size - 8]) != int.from_bytes(mapping[size - 8 : size], "little"):
             raise ValueError("its header is damaged")
         start = index_start(size + records_bytes)
-        self._layout = Layout(size, size + records_bytes, start, home_lines, lines)
+        self._layout = Layout(size, size + records_bytes, start, home_lines, lines, records_bytes // max(1, rows))
         self._checks_start = start + LINE_BYTES * lines
         blocks = -(-(self._checks_start - size) // BLOCK_BYTES)
-        if records_bytes % 8 or not 0 < home_lines < lines or rows > LINE_SLOTS * lines:
+        if records_bytes % 8 or not 0 < home_lines < min(lines, 2**32) or rows > LINE_SLOTS * lines:
             raise ValueError("its header tells what cannot be")
         whole = self._checks_start + 8 * blocks + 8
         if whole != len(mapping):

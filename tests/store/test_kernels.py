@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from store.online import kernels
 from store.online.kernels import LARGEST_KEY, hashes, lay_out, vouched
 from store.online.packed import Packed
 
@@ -31,6 +32,66 @@ def test_hashes_of_many_megabytes() -> None:
     for size in (2**20, 5 * 2**20 + 17):
         data = np.random.default_rng(size).bytes(size)
         assert hashes(Packed.of([data])).tolist() == [xxhash.xxh3_64_intdigest(data)]
+
+
+def test_registers_of_every_width_give_the_same_hashes() -> None:
+    if kernels.native is None:
+        pytest.skip("numpy has one width")
+    rng = np.random.default_rng(1)
+    packed = Packed.of([rng.bytes(size) for size in [*range(200, 2400), 65_536, 100_003]])
+    # the same bytes at another address: nothing is aligned
+    shifted = Packed(np.concatenate((np.zeros(3, np.uint8), packed.data)), packed.offsets + 3)
+    expected = [xxhash.xxh3_64_intdigest(s) for s in packed.strings()]
+    widths = kernels.native.widths()
+    assert widths[-1] == "portable"
+    try:
+        for width in widths:
+            kernels.native.use(width)
+            assert hashes(packed).tolist() == hashes(shifted).tolist() == expected, width
+    finally:
+        kernels.native.use(widths[0])
+    with pytest.raises(ValueError, match="this CPU has no sse1"):
+        kernels.native.use("sse1")
+
+
+def test_the_extension_refuses_what_does_not_fit() -> None:
+    """What numpy would raise on; in C it would be read outside of the arrays."""
+    native = kernels.native
+    if native is None:
+        pytest.skip("numpy checks its arrays itself")
+    data, out = np.zeros(100, np.uint8), np.zeros(2, np.uint64)
+    for offsets in ([0, 50, 101], [0, 60, 50], [-8, 0, 50], [0, 50, -1], [0, 2**62, 50]):
+        for call in (
+            lambda o: native.hashes(data, o, 0, out),
+            lambda o: native.vouched(data, o, out, np.zeros(2, np.bool_)),
+            lambda o: native.lay_out(data, o, data, np.array([0, 0, 0]), np.zeros(16, np.uint8)),
+            lambda o: native.lay_out(data, np.array([0, 0, 0]), data, o, np.zeros(16, np.uint8)),
+        ):
+            with pytest.raises(ValueError, match="offsets must ascend within the data"):
+                call(np.array(offsets))
+    two = np.array([0, 1, 2])
+    for short in (
+        lambda: native.hashes(data, two, 0, out[:1]),
+        lambda: native.vouched(data, two, out[:1], np.zeros(2, np.bool_)),
+        lambda: native.vouched(data, two, out, np.zeros(1, np.bool_)),
+        lambda: native.lay_out(data, two, data, two[:2], np.zeros(48, np.uint8)),
+    ):
+        with pytest.raises(ValueError, match="an array of"):
+            short()
+    with pytest.raises(ValueError, match="do not fit their records"):
+        native.lay_out(data, two, data, two, np.zeros(47, np.uint8))
+    with pytest.raises(ValueError, match="offsets must ascend"):
+        native.hashes(data, np.zeros(0, np.int64), 0, np.zeros(0, np.uint64))
+    for layout in (
+        (8, 0, 8, 1, 2, 0),
+        (0, 64, 0, 1, 1, 0),
+        (0, 0, 0, 1, 2, 0),
+        (0, 0, 64, 0, 0, 0),
+        (0, 0, 0, 2, 1, 0),
+        (0, 0, 2**63, 1, 1, 0),
+    ):
+        with pytest.raises(ValueError, match="must lie in the mapping"):
+            native.Records(data, *layout)
 
 
 def row_of(key: bytes, values: bytes) -> bytes:
