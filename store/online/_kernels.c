@@ -6,6 +6,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <fcntl.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -590,6 +591,22 @@ static PyType_Spec RECORDS_SPEC = {
     .slots = RECORDS_SLOTS,
 };
 
+/* ---- files */
+
+static PyObject *send(PyObject *Py_UNUSED(module), PyObject *arguments) {
+    int file;
+    long long start, size;
+    if (!PyArg_ParseTuple(arguments, "iLL", &file, &start, &size))
+        return NULL;
+#ifdef SYNC_FILE_RANGE_WRITE
+    PyThreadState *state = PyEval_SaveThread();
+    /* whatever goes wrong, the fsync at the end says so */
+    (void)sync_file_range(file, start, size, SYNC_FILE_RANGE_WRITE);
+    PyEval_RestoreThread(state);
+#endif
+    Py_RETURN_NONE;
+}
+
 /* ---- the module */
 
 static const struct {
@@ -651,6 +668,7 @@ static PyMethodDef METHODS[] = {
     {"hashes", hashes, METH_VARARGS, "hashes(data, offsets, skip, out)"},
     {"vouched", vouched, METH_VARARGS, "vouched(rows, offsets, key_hashes, out)"},
     {"lay_out", lay_out, METH_VARARGS, "lay_out(keys, key_offsets, rows, row_offsets, out)"},
+    {"send", send, METH_VARARGS, "send(file, start, size): have it written to the disk from now on"},
     {"widths", widths, METH_NOARGS, "widths() -> the kinds of registers that this CPU has, widest first"},
     {"use", use, METH_O, "use(width): have xxh3 computed so; all of them give the same values"},
     {NULL, NULL, 0, NULL},

@@ -10,7 +10,7 @@ import mmap
 import os
 import resource
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
 from types import ModuleType
 
@@ -108,6 +108,13 @@ def lay_out(keys: Packed, rows: Packed) -> tuple[U1, I8]:
     return np.frombuffer(b"".join(pieces), np.uint8), starts
 
 
+def send(file: int, start: int, end: int) -> None:
+    """Have the system send what was written to a file from ``start`` to ``end`` to the disk, from now on; nobody waits, and nothing is promised.
+    What is left for an fsync takes a third of the time then. Only by the extension, on Linux."""
+    if native is not None:
+        native.send(file, start, end - start)
+
+
 ABSENT, FOUND, DAMAGED = 0, 1, 2
 """What reading a key of a table came to."""
 
@@ -188,19 +195,15 @@ class Records:
     def __init__(self, mapping: mmap.mmap, layout: Layout) -> None:
         self._mapping = mapping
         self._layout = layout
-        self._native = None
-        if native is not None:
-            self._native = native.Records(mapping, *astuple(layout))
+        self._native = None if native is None else native.Records(mapping, *astuple(layout))
+        self.find: Callable[[bytes], bytes | None] = self._find if self._native is None else self._native.find
+        """The key's packed row; None when it has none, and an empty one when it cannot be told for damage. 3.5 µs, by the extension 0.3."""
         self._view = memoryview(mapping)
         self._words: U8 = np.frombuffer(mapping, "<u8", len(mapping) // 8)
         index = self._words[layout.index_start // 8 :][: layout.lines * 8]
         self._lines = index.reshape(layout.lines, 8)
 
-    def find(self, key: bytes) -> bytes | None:
-        """The key's packed row; None when it has none, and an empty one when it cannot be told for damage. 2 µs, by the extension 0.3."""
-        if self._native is not None:
-            row: bytes | None = self._native.find(key)
-            return row
+    def _find(self, key: bytes) -> bytes | None:
         state, start, size = self._search(key, hash_of(key))
         if state == FOUND:
             return self._mapping[start : start + size]

@@ -6,6 +6,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NamedTuple
@@ -16,7 +17,7 @@ import xxhash
 
 from store.disk.durable_file import disk_message, sync_folder
 from store.errors import OnlineStoreError
-from store.online.kernels import LINE_SLOTS, hash_of, homes, lay_out, line_checks, slots_of
+from store.online.kernels import LINE_SLOTS, hash_of, homes, lay_out, line_checks, send, slots_of
 from store.online.packed import I8, U8, RowBatch
 from store.online.table_file import BLOCK_BYTES, header_of, index_start
 
@@ -25,6 +26,12 @@ HOME_ROWS = 3.5
 
 _ENTRY_BYTES = 64
 """Memory for one row's hash and position: as they came, put together, their order, in order, and some of numpy's own."""
+
+PIECE_BYTES = 2**22
+"""Rows laid out, checked and written at once, so that all of it is done in the cache."""
+
+SENT_BYTES = 2**24
+"""Sent on to the disk each time so much was written, so that little is left to wait for in the end."""
 
 _CHUNK_ROWS = 2**17
 """Rows whose lines are made at once."""
@@ -60,6 +67,9 @@ class TableWriter:
         self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         self._entries = _Entries(path.parent, max(1024, memory_bytes // _ENTRY_BYTES))
         self._checks = _BlockChecks()
+        self._beside = ThreadPoolExecutor(1, "table-writer")
+        self._writing: Future[None] | None = None
+        self._sent = 0
         header = header_of(self._meta, 0, 0, 1, 2)
         self._start = self._end = len(header)
         with self._disk():
@@ -71,17 +81,13 @@ class TableWriter:
                 raise
 
     def add(self, batch: RowBatch) -> None:
-        """Write a batch's rows; they are on their way to the disk when it returns."""
-        try:
-            records, starts = lay_out(batch.keys, batch.rows)
-        except ValueError as exc:
-            raise OnlineStoreError(f"{self._path}: {exc}") from exc
-        with self._disk():
-            self._entries.add(batch.hashes, starts + self._end)
-            self._write(records)
+        """Write a batch's rows, in a thread beside: the next batch can be made meanwhile, and this one must not be changed any more."""
+        self._settle()
+        self._writing = self._beside.submit(self._write_rows, batch)
 
     def finish(self) -> Figures:
         """Write the index, make all of it durable, and give it its name."""
+        self._settle()
         rows, records_end = self._entries.rows, self._end
         lines = _Lines(max(1, -int(-rows // HOME_ROWS)))
         with self._disk():
@@ -101,12 +107,13 @@ class TableWriter:
             os.fsync(self._file.fileno())
             os.replace(self._temporary, self._path)
             self._file.close()
-            self._entries.close()
             sync_folder(self._path.parent)
+        self.abort()
         return Figures(rows, size_bytes)
 
     def abort(self) -> None:
         """Remove what is not finished; after :meth:`finish` there is nothing to do."""
+        self._beside.shutdown()
         self._entries.close()
         if not self._file.closed:
             # what cannot be written out is not wanted either
@@ -121,11 +128,33 @@ class TableWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.abort()
 
+    def _settle(self) -> None:
+        """Wait for the batch that is on its way, whose errors are raised here."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            with self._disk():
+                writing.result()
+
+    def _write_rows(self, batch: RowBatch) -> None:
+        step = max(1, PIECE_BYTES * len(batch) // max(1, batch.rows.size_bytes))
+        for at in range(0, len(batch), step):
+            stop = min(at + step, len(batch))
+            try:
+                records, starts = lay_out(batch.keys.slice(at, stop), batch.rows.slice(at, stop))
+            except ValueError as exc:
+                raise OnlineStoreError(f"{self._path}: {exc}") from exc
+            self._entries.add(batch.hashes[at:stop], starts + self._end)
+            self._write(records)
+
     def _write(self, data: npt.NDArray[Any]) -> None:
         view = memoryview(data.reshape(-1).view(np.uint8).data)
         self._file.write(view)
         self._checks.update(view)
         self._end += len(view)
+        if self._end - self._sent > SENT_BYTES:
+            self._file.flush()
+            send(self._file.fileno(), self._sent, self._end)
+            self._sent = self._end
 
     def _refuse_repeated(self, hashes: U8, positions: I8) -> None:
         """Equal hashes are equal keys but for once in 2**64 pairs."""
