@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 SCRIPTS = (
-    "lookup_lmdb",
     "lookup_http",
     "engine_text",
     "engine_mlp",

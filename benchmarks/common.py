@@ -8,7 +8,7 @@ import platform
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ import numpy as np
 import pyarrow as pa
 
 from store.feature_view import Feature, FeatureView
-from store.online.codec import Buffer, RowCodec
-from store.online.online_store import OnlineStore, Pointer
+from store.online.codec import RowCodec
+from store.online.online_store import Generation, OnlineStore, Pointer
+from store.online.packed import Rows
 
 RESULTS = Path(__file__).parent / "results"
 ROWS = 100_000
@@ -30,14 +31,18 @@ def fill(store: OnlineStore, rows: int = ROWS) -> None:
     """Load ``rows`` random vectors under the keys 0, 1, … and make them live."""
     codec, now_us, rng = RowCodec(VIEW), time.time_ns() // 1000, np.random.default_rng(0)
 
-    def batches() -> Iterator[tuple[Sequence[bytes], Sequence[Buffer]]]:
+    def batches() -> Rows:
         for start in range(0, rows, 10_000):
             n = min(10_000, rows - start)
             flat = pa.array(rng.random(n * DIM, dtype=np.float32))
-            batch = pa.record_batch({"vector": pa.FixedSizeListArray.from_arrays(flat, DIM)})
-            yield [str(i).encode() for i in range(start, start + n)], list(codec.encode(batch, np.full(n, now_us), 1).rows())
+            columns = {
+                "id": pa.array(np.arange(start, start + n)),
+                "vector": pa.FixedSizeListArray.from_arrays(flat, DIM),
+                "computed_at": pa.array(np.full(n, now_us), pa.timestamp("us", tz="UTC")),
+            }
+            yield codec.row_batch(pa.record_batch(columns), VIEW.entity, 1)
 
-    store.load(VIEW.name, 1, batches())
+    store.load(VIEW.name, Generation(1, 1), batches())
     store.flip(Pointer(VIEW, 1, 1, "0" * 64, rows, rows, "now", now_us))
 
 

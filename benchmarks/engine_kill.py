@@ -61,7 +61,7 @@ def lost_s(folder: Path, workers: int) -> float:
     }
     (folder / "views" / "items.yaml").write_text(yaml.safe_dump(view))
     engine = {"engine": {"workers": workers}} if workers else {}
-    (folder / "project.yaml").write_text(yaml.safe_dump({"root": "./var", "online": "lmdb:./var/online", **engine}))
+    (folder / "project.yaml").write_text(yaml.safe_dump({"root": "./var", "online": "table:./var/online", **engine}))
     command = [sys.executable, "-m", "jobs.cli", "-c", str(folder), "materialize", "items", "--json"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     while not log.exists():

@@ -229,7 +229,9 @@ def _project(folder: Path) -> Project:
     }
     (folder / "views").mkdir(exist_ok=True)
     (folder / "views" / "scores.yaml").write_text(yaml.safe_dump(view))
-    (folder / "project.yaml").write_text(yaml.safe_dump({"root": "./var", "online": "lmdb:./var/online", "vars": {"data": "./"}}))
+    (folder / "project.yaml").write_text(
+        yaml.safe_dump({"root": "./var", "online": "table:./var/online", "vars": {"data": "./"}})
+    )
     return Project(folder, {})
 
 

@@ -115,7 +115,7 @@ def project_of(folder: Path, precisions: list[str]) -> Project:
             "ttl": "1d",
         }
         (folder / "views" / f"{name}.yaml").write_text(yaml.safe_dump(view))
-    settings = {"root": "./var", "online": "lmdb:./var/online", "vars": {"data": "./"}}
+    settings = {"root": "./var", "online": "table:./var/online", "vars": {"data": "./"}}
     (folder / "project.yaml").write_text(yaml.safe_dump(settings))
     return Project(folder, {})
 

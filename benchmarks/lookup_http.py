@@ -34,14 +34,14 @@ def serve(folder: str) -> None:
 
     from store.api.app import create_app
     from store.lookup import Lookup
-    from store.online.lmdb_store import LmdbStore
+    from store.online.table_store import TableStore
 
     bodies = {size: b"x" * size for size in (200, 4000, 160_000)}
 
     async def constant(request: Request) -> Response:
         return Response(bodies[int(request.path_params["size"])], media_type="application/json")
 
-    app: Any = create_app(Lookup(LmdbStore(folder)))
+    app: Any = create_app(Lookup(TableStore(folder)))
     app.starlette.router.routes.insert(0, Route("/constant/{size}", constant))
     os.sched_setaffinity(0, {0})
     sock = socket.create_server(("127.0.0.1", 0), backlog=2048)
@@ -122,12 +122,12 @@ def _post(path: str, body: bytes, accept: str) -> bytes:
 
 def main() -> None:
     """Measure and report."""
-    from store.online.lmdb_store import LmdbStore
+    from store.online.table_store import TableStore
 
     rng = np.random.default_rng(1)
     arrow = "application/vnd.apache.arrow.stream"
     with tempfile.TemporaryDirectory() as folder:
-        fill(LmdbStore(folder))
+        fill(TableStore(folder))
         process = subprocess.Popen([sys.executable, "-m", "benchmarks.lookup_http", folder], stdout=subprocess.PIPE, text=True)
         try:
             assert process.stdout is not None

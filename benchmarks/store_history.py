@@ -50,7 +50,7 @@ class Double:
 def project(folder: Path, partitioned: bool) -> Project:
     """A view of :data:`ROWS` rows."""
     (folder / "views").mkdir(parents=True)
-    settings = {"root": "./var", "online": "lmdb:./var/online", "vars": {"data": "./"}, "retention": {"keep": 3, "grace": "1d"}}
+    settings = {"root": "./var", "online": "table:./var/online", "vars": {"data": "./"}, "retention": {"keep": 3, "grace": "1d"}}
     day = " WHERE $start < $end" if partitioned else ""
     view = {
         "name": VIEW,

@@ -69,7 +69,7 @@ def write_project(folder: Path, rows: int, changed: float, case: str = "cheap") 
         "ttl": "1d",
     }
     (folder / "views" / "items.yaml").write_text(yaml.safe_dump(view))
-    project = {"root": "./var", "online": "lmdb:./var/online", "vars": {"data": "./"}}
+    project = {"root": "./var", "online": "table:./var/online", "vars": {"data": "./"}}
     (folder / "project.yaml").write_text(yaml.safe_dump(project))
     bump = f"(i % {int(1 / changed)} = 1)::INT" if changed else "0"
     with duckdb.connect() as connection:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import struct
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from store.errors import OnlineStoreError
 from store.fallback import Computed, Miss
 from store.freshness import AHEAD_US, AnswerSource, Reason, Sighting, Status, age_s, as_datetime, status_of
-from store.online.codec import Buffer, RowCodec
+from store.online import kernels
+from store.online.codec import RowCodec, State
+from store.online.found_rows import FoundRows
 from store.online.online_store import Pointer
+from store.online.packed import Buffer, Packed
 
 MAX_KEYS = 1000
 """Keys in one request."""
@@ -39,7 +41,6 @@ ANSWER_FIELDS: tuple[tuple[str, pa.DataType], ...] = (
 
 _TIMESTAMP = pa.timestamp("us", tz="UTC")
 _FLOAT64 = pa.float64()
-_COMPUTED_AT = struct.Struct("<q")
 
 
 class AnswerPlan:
@@ -50,6 +51,8 @@ class AnswerPlan:
         self.pointer = pointer
         self.view = view
         self.codec = RowCodec(view)
+        self.snapshots = frozenset((pointer.base_snapshot, pointer.snapshot))
+        self.absent = Reason.NOT_IN_STORE if pointer.lossy else Reason.UNKNOWN_ENTITY
         self.features = features
         wanted = view.features if features is None else [view.feature(name) for name in features]
         self.schema = pa.schema(
@@ -81,15 +84,20 @@ class Answer:
 
     plan: AnswerPlan
     keys: list[str]
-    values: list[Buffer | None]
+    found: FoundRows
     now_us: int
     sighting: Sighting
     deadline: float = 0.0
     pending: dict[int, Future[Computed]] = field(default_factory=dict)
-    _computed_at: list[int] = field(default_factory=list)
+    _computed_at: Sequence[int] = ()
+    """Of each row, µs since 1970; 0 for a missing one."""
     _statuses: list[Status] | None = None
     """None: all fresh from the store, the common case."""
     _reasons: dict[int, Reason] = field(default_factory=dict)
+    _computed: dict[int, bytes] = field(default_factory=dict)
+    """Row's number → the packed row that the fallback made."""
+    damaged: int = 0
+    """Rows that the store has, and that do not vouch for themselves."""
 
     @property
     def pointer(self) -> Pointer:
@@ -97,41 +105,34 @@ class Answer:
         return self.plan.pointer
 
     def judge(self, max_age_s: float | None) -> list[int]:
-        """Give every row its status and drop what has expired; returns the numbers of the missing rows.
+        """Verify every row, give it its status and drop what has expired; returns the numbers of the missing rows."""
+        plan, view = self.plan, self.plan.view
+        if len(self.keys) == 1:
+            state, computed_at = plan.codec.verify_one(self.found, plan.snapshots)
+            states, self._computed_at = [state], [computed_at]
+            whole, oldest = state is State.WHOLE, computed_at
+        else:
+            checked, times = plan.codec.verify(self.found, plan.snapshots)
+            whole, oldest = bool((checked == State.WHOLE).all()), int(times.min())
+            states, self._computed_at = checked.tolist(), times.tolist()
+        limit_s = view.ttl_s if max_age_s is None else min(view.ttl_s, max_age_s)
+        if whole and self.sighting.age_us(oldest, self.now_us) <= limit_s * 1e6:
+            return []
+        self._statuses = [
+            self._judged(i, state, computed_at, max_age_s)
+            for i, (state, computed_at) in enumerate(zip(states, self._computed_at, strict=True))
+        ]
+        return list(self._reasons)
 
-        Raises:
-            OnlineStoreError: a row is too short to tell its age.
-        """
-        try:
-            return self._judge(max_age_s)
-        except struct.error as exc:
-            raise OnlineStoreError("a packed row is cut short; publish the view again") from exc
-
-    def _judge(self, max_age_s: float | None) -> list[int]:
-        view = self.plan.view
-        try:
-            read = _COMPUTED_AT.unpack_from
-            self._computed_at = [read(v)[0] for v in self.values]  # type: ignore[arg-type]
-            limit_s = view.ttl_s if max_age_s is None else min(view.ttl_s, max_age_s)
-            if self.sighting.age_us(min(self._computed_at), self.now_us) <= limit_s * 1e6:
-                return []
-        except TypeError:
-            # a None among the values
-            self._computed_at = [0 if v is None else _COMPUTED_AT.unpack_from(v)[0] for v in self.values]
-        statuses = []
-        missing = []
-        for i, value in enumerate(self.values):
-            if value is None:
-                status, reason = Status.MISSING, Reason.UNKNOWN_ENTITY
-            else:
-                status, reason = status_of(view, self._age_s(self._computed_at[i]), max_age_s), Reason.EXPIRED
-            statuses.append(status)
+    def _judged(self, i: int, state: int, computed_at_us: int, max_age_s: float | None) -> Status:
+        if state == State.WHOLE:
+            status = status_of(self.plan.view, self._age_s(computed_at_us), max_age_s)
             if status is Status.MISSING:
-                self.values[i] = None
-                self._reasons[i] = reason
-                missing.append(i)
-        self._statuses = statuses
-        return missing
+                self._reasons[i] = Reason.EXPIRED
+            return status
+        self._reasons[i] = Reason.DAMAGED if state == State.DAMAGED else self.plan.absent
+        self.damaged += state == State.DAMAGED
+        return Status.MISSING
 
     def wait(self) -> None:
         """Wait for the rows in flight, at most until the deadline, then :meth:`settle`."""
@@ -153,9 +154,9 @@ class Answer:
                 self._reasons[i] = error.reason
                 continue
             computed = future.result()
-            packed = self.plan.codec.encode(computed.features, np.array([computed.computed_at_us]), self.pointer.snapshot)
-            self.values[i] = packed.data.tobytes()
-            self._computed_at[i] = computed.computed_at_us
+            at_us, hashed = np.array([computed.computed_at_us]), kernels.hashes(Packed.of([self.found.keys[i]]))
+            self._computed[i] = self.plan.codec.encode(computed.features, hashed, at_us, self.pointer.snapshot).data.tobytes()
+            self._computed_at[i] = computed.computed_at_us  # type: ignore[index]
             self._statuses[i] = Status.COMPUTED  # type: ignore[index]
             del self._reasons[i]
         self.pending = {}
@@ -174,9 +175,13 @@ class Answer:
         """Why row ``i`` is missing; None when it is not."""
         return self._reasons.get(i)
 
+    def packed_row(self, i: int) -> Buffer | None:
+        """Row ``i`` as it is packed, its checksum first; None for a missing one."""
+        return None if i in self._reasons else self._computed.get(i) or self.found.values[i]
+
     def age_s(self, i: int) -> float:
         """Age of row ``i`` in seconds; 0 for a missing one."""
-        if self.values[i] is None:
+        if i in self._reasons:
             return 0.0
         if self.status(i) is Status.COMPUTED:
             return age_s(self._computed_at[i], self.now_us)
@@ -191,7 +196,7 @@ class Answer:
         limit = self.now_us + AHEAD_US
         if not self._computed_at or max(self._computed_at) <= limit:
             return 0
-        return sum(value is not None and us > limit for us, value in zip(self._computed_at, self.values, strict=True))
+        return sum(us > limit and i not in self._reasons for i, us in enumerate(self._computed_at))
 
     def computed_at_us(self, i: int) -> int:
         """When row ``i`` was computed, µs since 1970."""
@@ -200,11 +205,17 @@ class Answer:
     def table(self) -> pa.Table:
         """The answer as Arrow: the columns of :data:`ANSWER_FIELDS`, then one per feature."""
         plan, rows = self.plan, len(self.keys)
-        decoded = plan.codec.decode(self.values, plan.features)
+        packed, present = self.found.packed, None
+        if self._computed:
+            packed = Packed.of([self._computed.get(i, value) or b"" for i, value in enumerate(self.found.values)])
+        if self._reasons:
+            present = np.ones(rows, np.bool_)
+            present[list(self._reasons)] = False
+        decoded = plan.codec.decode(packed, present, plan.features)
         ages = self.sighting.ages_us(decoded.computed_at_us, self.now_us) / 1e6
-        for i in self._computed_rows():
+        for i in self._computed:
             ages[i] = self.age_s(i)
-        valid = None if decoded.all_present else pa.array(decoded.present).buffers()[1]
+        valid = None if present is None else pa.array(present).buffers()[1]
         status, source, reason, ttl, snapshot, model = plan.constants(rows)
         if self._statuses is not None:
             status = pa.array([str(s) for s in self._statuses], pa.string())
@@ -227,26 +238,25 @@ class Answer:
             schema=plan.schema,
         )
 
-    def _computed_rows(self) -> list[int]:
-        return [] if self._statuses is None else [i for i, s in enumerate(self._statuses) if s is Status.COMPUTED]
-
     def rows(self) -> list[dict[str, Any]]:
         """The answer as plain Python, one dict a row, the features under ``features``: the JSON of the HTTP API."""
         return [self._row(i) for i in range(len(self.keys))]
 
     def _row(self, i: int) -> dict[str, Any]:
-        plan, value = self.plan, self.values[i]
+        plan = self.plan
         row: dict[str, Any] = {"key": self.keys[i], "status": str(self.status(i)), "source": self._source(i)}
-        if value is None:
+        if i in self._reasons:
             row |= {"reason": str(self._reasons[i]), "computed_at": None, "age_s": None}
             features: dict[str, Any] | None = None
         else:
+            value = self.packed_row(i)
+            assert value is not None
             us, features = plan.codec.decode_one(value, plan.features)
             row |= {"computed_at": as_datetime(us), "age_s": self.age_s(i)}
         row |= {"ttl_s": plan.view.ttl_s, "snapshot": plan.pointer.snapshot, "model": plan.pointer.model, "features": features}
         return row
 
     def _source(self, i: int) -> str | None:
-        if self.values[i] is None:
+        if i in self._reasons:
             return None
         return str(AnswerSource.FALLBACK if self.status(i) is Status.COMPUTED else AnswerSource.STORE)

@@ -30,6 +30,10 @@ class Reason(StrEnum):
     """Why a row is missing."""
 
     UNKNOWN_ENTITY = "unknown_entity"
+    NOT_IN_STORE = "not_in_store"
+    """The store drops rows by itself when it is full, so that nobody can tell an unknown entity from a lost row."""
+    DAMAGED = "damaged"
+    """What the store holds for the key does not vouch for itself."""
     EXPIRED = "expired"
     DEADLINE = "deadline"
     SHED = "shed"

@@ -61,7 +61,7 @@ class Lookup:
 
     @classmethod
     def open(cls, online: str, root: str | Path | None = None) -> Lookup:
-        """A lookup over the store a URL names (``lmdb:./var/movielens/online``, ``redis://…``), without a fallback.
+        """A lookup over the store a URL names (``table:./var/movielens/online``, ``redis://…``), without a fallback.
 
         Raises:
             ConfigError: the URL names no store.
@@ -126,14 +126,14 @@ class Lookup:
         read = self.online.read(view, raw)
         if read is None:
             raise self._unknown_view(view)
-        pointer, rows = read
+        pointer, found = read
         plan = self._plan(pointer, options.features)
         inputs = options.inputs
         inputs_by_key = {} if not inputs else {key_text(key, pointer.view.entity): columns for key, columns in inputs.items()}
         for columns in inputs_by_key.values():
             check_inputs(pointer, columns)
         now_us = int(self._clock() * 1e6)
-        answer = Answer(plan, texts, rows, now_us, self._sighting(pointer))
+        answer = Answer(plan, texts, found, now_us, self._sighting(pointer))
         missing = [i for i in answer.judge(options.max_age_s) if raw[i] is not IMPOSSIBLE]
         if missing and options.fallback and self.fallback is not None and pointer.view.fallback:
             wait_s = pointer.view.fallback_deadline_s if options.deadline_ms is None else options.deadline_ms / 1000

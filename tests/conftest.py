@@ -110,10 +110,10 @@ def redis_url(redis_server: str) -> Iterator[str]:
     client.close()
 
 
-@pytest.fixture(params=["lmdb", "redis"])
+@pytest.fixture(params=["table", "redis"])
 def online(request: pytest.FixtureRequest) -> str:
     """The value of ``online``: beside the root, not inside, so that either can be lost alone."""
-    return "lmdb:./online" if request.param == "lmdb" else str(request.getfixturevalue("redis_url"))
+    return "table:./online" if request.param == "table" else str(request.getfixturevalue("redis_url"))
 
 
 MakeProject = Callable[..., Scene]
@@ -140,7 +140,7 @@ def make_project(tmp_path: Path) -> MakeProject:
         if rows is not None:
             table = rows if isinstance(rows, pa.Table) else pa.table({"id": [i for i, _ in rows], "x": [x for _, x in rows]})
             pq.write_table(table, folder / "data.parquet")
-        settings: dict[str, Any] = {"root": "./var", "online": "lmdb:./var/online", "vars": {"data": "./"}}
+        settings: dict[str, Any] = {"root": "./var", "online": "table:./var/online", "vars": {"data": "./"}}
         definition: dict[str, Any] = {
             "name": "numbers",
             "entity": ["id"],

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -42,7 +43,7 @@ NUMBERS: View = {
 def make_folder(folder: Path, views: dict[str, View], **settings: Any) -> Scene:
     """A project's files, its data (id = x = 1, 2, 3) and, per view, what differs from :data:`NUMBERS` (None leaves a key out)."""
     (folder / "views").mkdir(parents=True, exist_ok=True)
-    project = {"root": "./var", "online": "lmdb:./var/online", "vars": {"data": "./"}, "serve": {"bind": "127.0.0.1:0"}}
+    project = {"root": "./var", "online": "table:./var/online", "vars": {"data": "./"}, "serve": {"bind": "127.0.0.1:0"}}
     (folder / "project.yaml").write_text(yaml.safe_dump(project | settings))
     for name, over in views.items():
         view = {k: v for k, v in ({"name": name} | NUMBERS | over).items() if v is not None}
@@ -57,6 +58,18 @@ def write_numbers(folder: Path, ids: Sequence[int], x: float | None = None) -> N
     table = pa.table({"id": pa.array(ids, pa.int64()), "x": pa.array([float(i if x is None else x) for i in ids])})
     pq.write_table(table, folder / ".data.tmp")
     os.replace(folder / ".data.tmp", folder / "data.parquet")
+
+
+def damage_row(project: Scene, view: str, x: float) -> None:
+    """Flip a bit of the row computed from ``x`` where it is served from."""
+    (path,) = (project.folder / "var" / "online" / view).glob("*.table")
+    data, values = path.read_bytes(), struct.pack("<d4f", 2 * x, *(x + i for i in range(4)))
+    assert data.count(values) == 1
+    at = data.index(values) + 6
+    # in place: it may be mapped
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes([data[at] ^ 1]))
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,6 @@ SEAMS = {
     "duckdb": {"precompute/sources/database.py", "precompute/sources/statement.py", "store/history/part_rows.py", "store/sql.py"},
     "httpcore2": {"store/client.py"},
     "redis": {"store/online/redis_store.py"},
-    "lmdb": {"store/online/lmdb_store.py"},
     "xxhash": {"store/online/kernels.py", "store/online/table_writer.py"},
     "faiss": {"store/online/vector_index.py"},
     "apscheduler": {"jobs/schedule/scheduler.py"},
@@ -93,10 +92,11 @@ WINGS = {
     "jobs/config": set[str](),
     "jobs/process": {"jobs/config"},
     "jobs/rows": {"jobs/config", "jobs/process"},
-    "jobs/pipeline": {"jobs/config", "jobs/process", "jobs/rows"},
+    "jobs/publish": {"jobs/process"},
+    "jobs/pipeline": {"jobs/config", "jobs/process", "jobs/publish", "jobs/rows"},
     "jobs/service": {"jobs/config", "jobs/process", "jobs/rows"},
     "jobs/schedule": {"jobs/config", "jobs/pipeline", "jobs/process", "jobs/rows"},
-    "jobs/ops": {"jobs/config", "jobs/pipeline", "jobs/process", "jobs/rows", "jobs/schedule"},
+    "jobs/ops": {"jobs/config", "jobs/pipeline", "jobs/process", "jobs/publish", "jobs/rows", "jobs/schedule"},
     "jobs/commands": {"jobs/config", "jobs/ops", "jobs/pipeline", "jobs/process", "jobs/rows", "jobs/schedule", "jobs/service"},
 }
 """Wing → the other wings of its room that it may import."""

@@ -57,7 +57,7 @@ def commands(document: str) -> list[tuple[str, list[str]]]:
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], str]:
     """(environment that points the demo's project at a folder of the test, what the demo printed)."""
     var = tmp_path_factory.mktemp("demo")
-    overrides = {"PRECOMPUTE_ROOT": str(var), "PRECOMPUTE_ONLINE": f"lmdb:{var}/online", "PRECOMPUTE_VARS__DATA": f"{var}/data"}
+    overrides = {"PRECOMPUTE_ROOT": str(var), "PRECOMPUTE_ONLINE": f"table:{var}/online", "PRECOMPUTE_VARS__DATA": f"{var}/data"}
     environment = os.environ | overrides | {"PRECOMPUTE_SERVE__BIND": "127.0.0.1:0"}
     done = run([sys.executable, "-m", "demo", "-c", "configs/movielens"], environment, timeout_s=600)
     assert done.returncode == 0, done.stderr

@@ -32,6 +32,9 @@ def add(commands: Commands) -> None:
         command.add_argument("--backfill", help=argparse.SUPPRESS)
     publish = commands.add("publish", _run, "load a snapshot into the online store and make it live", view=True)
     publish.add_argument("--snapshot", type=int, metavar="N", help="which one (default: the newest that may be published)")
+    publish.add_argument(
+        "--take-over", action="store_true", help="publish it, though another project publishes the view in the online store"
+    )
     publish.add_argument("--reload", action="store_true", help="load it again, though the online store seems to hold it")
     for command in (run, materialize, publish):
         command.add_argument(
@@ -50,7 +53,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     project = project_of(arguments)
     schedule = project.schedules().get(arguments.view)
-    asked = ("command", "accept", "full", "retry_rejected", "due", "backfill", "reload")
+    asked = ("command", "accept", "full", "retry_rejected", "due", "backfill", "reload", "take_over")
     options = RunOptions(
         **{name: getattr(arguments, name) for name in asked if hasattr(arguments, name)},
         number=getattr(arguments, "snapshot", None),

@@ -64,7 +64,7 @@ class ProjectConfig(Section):
     """``project.yaml``: where and when."""
 
     root: str = Field(description="folder of the offline store")
-    online: str = Field(description="lmdb:./folder, redis://host:6379/0, rediss://… or unix:///socket")
+    online: str = Field(description="table:./folder, redis://host:6379/0, rediss://… or unix:///socket")
     vars: dict[str, str] = Field(
         default_factory=dict, description="values for ${name} in the views; relative paths start with ./ or ../"
     )
@@ -100,8 +100,12 @@ class ProjectConfig(Section):
     @field_validator("online")
     @classmethod
     def _store(cls, online: str) -> str:
-        if not online.startswith(("lmdb:", "redis://", "rediss://", "unix://")) or online == "lmdb:":
-            raise ValueError("write lmdb:./folder or redis://host:6379/0")
+        if online.startswith("lmdb:"):
+            raise ValueError(
+                f"the embedded store is table files now: write table:{online[5:] or './folder'}, and publish each view"
+            )
+        if not online.startswith(("table:", "redis://", "rediss://", "unix://")) or online == "table:":
+            raise ValueError("write table:./folder or redis://host:6379/0")
         return online
 
 
@@ -233,7 +237,7 @@ class Project:
 
     def _absolute_online(self, online: str) -> str:
         scheme, _, rest = online.partition(":")
-        return f"lmdb:{(self.folder / rest).absolute()}" if scheme == "lmdb" else online
+        return f"table:{(self.folder / rest).absolute()}" if scheme == "table" else online
 
     def _check_references(self) -> None:
         for name, view in list(self.views.items()):

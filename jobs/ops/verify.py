@@ -6,17 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from jobs.config.project import Project
+from jobs.publish.served import check_served
 from precompute.precision.same_value import tolerance
 from store.entity_key import key_column
 from store.errors import OnlineStoreError, PrecomputeError, SnapshotError, VectorIndexError
 from store.offline.refs import LiveRef
 from store.offline.snapshot import Snapshot
 from store.offline.view_store import ViewStore
-from store.online.codec import RowCodec
 from store.online.online_store import OnlineStore
 from store.online.online_url import open_online_store
 from store.online.vector_index import VectorIndex
@@ -67,7 +65,7 @@ def verify(project: Project, name: str) -> list[Check]:
         return [*checks, Check("online", False, str(exc))]
     try:
         if check("online pointer", lambda: _pointer(online, name, ref)):
-            check("online rows", lambda: _online_rows(store, online, live, ref))
+            check("online rows", lambda: _online_rows(store, online, live))
     finally:
         online.close()
     if live.view.index is not None:
@@ -103,37 +101,26 @@ def _rows(store: ViewStore, snapshot: Snapshot) -> str:
 
 def _pointer(online: OnlineStore, name: str, ref: LiveRef) -> str:
     pointer = online.live(name)
-    served = None if pointer is None else (pointer.snapshot, pointer.epoch, pointer.generation)
-    if served != (ref.snapshot, ref.epoch, ref.generation):
+    served = None if pointer is None else (pointer.snapshot, pointer.epoch, set(pointer.generations))
+    if served != (ref.snapshot, ref.epoch, ref.place.generations):
         raise OnlineStoreError(
             f"the online store serves {'nothing' if pointer is None else f'snapshot {pointer.snapshot}, epoch {pointer.epoch}'}, live is "
             f"snapshot {ref.snapshot}, epoch {ref.epoch}: precompute publish {name} --snapshot {ref.snapshot}"
         )
-    return f"snapshot {ref.snapshot}, epoch {ref.epoch}, generation {ref.generation}"
+    overlay = "" if ref.place.overlay is None else f", overlay {ref.place.overlay}"
+    return f"snapshot {ref.snapshot}, epoch {ref.epoch}, generation {ref.place.generation}{overlay}"
 
 
-def _online_rows(store: ViewStore, online: OnlineStore, snapshot: Snapshot, ref: LiveRef) -> str:
-    name, codec, compared = snapshot.view.name, RowCodec(snapshot.view), 0
-    for batch in store.sample(snapshot, SAMPLE_ROWS).to_batches():
-        keys = pc.cast(key_column(batch, snapshot.view.entity), pa.binary()).to_pylist()
-        computed_at = np.asarray(batch.column("computed_at").cast(pa.int64()))
-        packed = [bytes(row) for row in codec.encode(batch, computed_at, snapshot.number).rows()]
-        for start in range(0, len(keys), 500):
-            online_rows = online.read_generation(name, ref.generation, keys[start : start + 500])
-            for key, row, online_row in zip(keys[start : start + 500], packed[start : start + 500], online_rows, strict=True):
-                if online_row is None or bytes(online_row) != row:
-                    what = "is missing" if online_row is None else "has other bytes than in Parquet"
-                    raise OnlineStoreError(
-                        f"key {key.decode()!r} {what}: precompute publish {name} --snapshot {snapshot.number} --reload"
-                    )
-        compared += len(keys)
-    return f"{compared:,} sampled rows equal those in Parquet"
+def _online_rows(store: ViewStore, online: OnlineStore, snapshot: Snapshot) -> str:
+    pointer = online.live(store.name)
+    assert pointer is not None
+    return f"{check_served(store, online, pointer, snapshot, SAMPLE_ROWS):,} sampled rows equal those in Parquet"
 
 
 def _index(store: ViewStore, snapshot: Snapshot, ref: LiveRef) -> str:
     view = snapshot.view
     assert view.index is not None
-    index = VectorIndex(store.index_folder(ref.generation))
+    index = VectorIndex(store.index_folder(ref.place.overlay or ref.place.generation))
     vectors = snapshot.rows - int(snapshot.quality.get("nulls", 0))
     if len(index) != vectors:
         raise VectorIndexError(f"it holds {len(index)} vectors, the snapshot {vectors}: precompute publish {view.name} --reload")

@@ -7,11 +7,11 @@ import logging
 from collections.abc import Callable
 
 from jobs.config.project import Project
-from jobs.pipeline.publish import Publisher
 from jobs.pipeline.run import named
 from jobs.process.notify import notify
 from jobs.process.progress import Progress
 from jobs.process.report import PUBLISHING, close_dead, recorded
+from jobs.publish.publisher import Publisher
 from store.disk.lease import take
 from store.disk.reserve import spending_reserve
 from store.errors import SnapshotError

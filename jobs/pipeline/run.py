@@ -14,11 +14,11 @@ from jobs.config.project import Project
 from jobs.config.view import ViewConfig
 from jobs.pipeline.judging import accepted
 from jobs.pipeline.materialize import dry_run, materialize
-from jobs.pipeline.publish import Publisher
 from jobs.process.job import Job, RunOptions
 from jobs.process.notify import notify
 from jobs.process.progress import Progress, Silent
 from jobs.process.report import PUBLISHING, close_dead, recorded
+from jobs.publish.publisher import Publisher
 from jobs.rows.plan import Plan
 from store.clock import parsed_time
 from store.disk.crashpoint import crashpoint
@@ -181,8 +181,9 @@ def _publish(job: Job, snapshot: Snapshot) -> None:
         if job.lease is not None:
             # Once the publishing lease is held, nobody else can publish what a later run computed.
             job.lease.check()
-        with contextlib.closing(open_online_store(project.online)) as online:
-            _go_live(job, snapshot, Publisher(store, online, report, job.progress, lease), nothing_new)
+        with contextlib.closing(open_online_store(project.online, memory_mb=job.memory_mb)) as online:
+            publisher = Publisher(store, online, report, job.progress, lease, take_over=job.options.take_over)
+            _go_live(job, snapshot, publisher, nothing_new)
         if report.status == "published":
             notify(project.settings.notify, report, project.home)
         crashpoint("notify")

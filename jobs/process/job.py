@@ -26,6 +26,7 @@ class RunOptions:
         retry_rejected: compute rows that were rejected with the same input, too.
         accept: gates whose refusal is accepted; the manifest records them.
         reload: publish it again, though the online store seems to hold it.
+        take_over: publish it, though another project publishes the view in the online store.
         due: the schedule's time this run is for, ISO 8601 in UTC.
         backfill: id of the backfill this run is a part of.
         deadline_s: the kernel ends the process after this long, whatever it hangs in.
@@ -38,6 +39,7 @@ class RunOptions:
     retry_rejected: bool = False
     accept: Collection[str] = ()
     reload: bool = False
+    take_over: bool = False
     due: str | None = None
     backfill: str | None = None
     deadline_s: float | None = None

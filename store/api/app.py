@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import time
-import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from email.utils import formatdate
@@ -36,13 +35,14 @@ from store.errors import OnlineStoreError, PrecomputeError, RequestError, Vector
 from store.freshness import Reason, Status
 from store.lookup import Answer, Lookup
 from store.lookup_options import LookupOptions
+from store.online.codec import CHECKSUM_BYTES
 from store.online.online_store import Pointer
 
 log = logging.getLogger(__name__)
 
 Handler = Callable[[Request], Awaitable[Response]]
 
-_MISSING_STATUS = {Reason.DEADLINE: 504, Reason.SHED: 503, Reason.MODEL_ERROR: 502}
+_MISSING_STATUS = {Reason.DAMAGED: 500, Reason.DEADLINE: 504, Reason.SHED: 503, Reason.MODEL_ERROR: 502}
 
 
 class Api:
@@ -331,7 +331,7 @@ def _lookup_body(answer: Answer) -> dict[str, Any]:
 
 
 def _freshness_headers(answer: Answer) -> dict[str, str]:
-    view, pointer, value = answer.pointer.view, answer.pointer, answer.values[0]
+    view, pointer, value = answer.pointer.view, answer.pointer, answer.packed_row(0)
     version = f'detail="v{pointer.snapshot}"'
     if value is None:
         return {"Cache-Control": "no-store", "Cache-Status": f"precompute; fwd=uri-miss; {version}", **_VARY}
@@ -342,7 +342,7 @@ def _freshness_headers(answer: Answer) -> dict[str, str]:
         "Age": f"{age:.0f}",
         "Cache-Control": f"max-age={view.ttl_s:.0f}, stale-while-revalidate={view.stale_for_s:.0f}",
         "Cache-Status": f"precompute; {how}; {version}",
-        "ETag": f'"{pointer.snapshot}-{zlib.crc32(value):08x}"',
+        "ETag": f'"{pointer.snapshot}-{bytes(value[:CHECKSUM_BYTES]).hex()}"',
         **_VARY,
         "Last-Modified": _http_date(min(answer.computed_at_us(0), answer.now_us) // 1_000_000),
     }

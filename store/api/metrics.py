@@ -24,6 +24,12 @@ class Metrics:
             ["view"],
             registry=self._registry,
         )
+        self._damaged = Counter(
+            "precompute_damaged_rows",
+            "Rows the online store has that fail their checksum: missing to who asked, or computed anew",
+            ["view"],
+            registry=self._registry,
+        )
         self._seconds = Histogram(
             "precompute_request_seconds", "Time to answer", ["route"], buckets=_BUCKETS, registry=self._registry
         )
@@ -45,6 +51,8 @@ class Metrics:
             if counter is None:
                 counter = self._row_counters[view, status] = self._rows.labels(view, status)
             counter.inc(rows)
+        if answer.damaged:
+            self._damaged.labels(view).inc(answer.damaged)
         future = answer.future_rows()
         if future:
             self._future.labels(view).inc(future)

@@ -19,7 +19,7 @@ from store.disk.durable_file import create_once, disk_message, locked, make_fold
 from store.disk.lease import Lease
 from store.disk.record_file import read_record_file
 from store.errors import ConflictError, SnapshotError
-from store.record import Record, read_record, replace, written
+from store.record import Record, force_setattr, read_record, replace, written
 
 PUBLISH_LEASE = "publish"
 """Name of the lease that publishing, rolling back and removing snapshots hold."""
@@ -32,10 +32,26 @@ def run_lease(partition: str | None) -> str:
     return "run" if partition is None else "run-" + partition.partition("/")[0].replace(":", "")
 
 
+class Place(Record, frozen=True):
+    """Where the online store holds a snapshot: the generation of its base, which is the snapshot ``base_snapshot``, and the overlay over it, where there is one.
+    ``lossy``: the store may drop rows by itself."""
+
+    generation: int
+    base_snapshot: int
+    overlay: int | None = None
+    lossy: bool = False
+
+    @property
+    def generations(self) -> set[int]:
+        """Numbers of the generations that are read."""
+        return {self.generation} if self.overlay is None else {self.generation, self.overlay}
+
+
 class LiveRef(Record, frozen=True):
     """Which snapshot is live. ``epoch`` counts every move and fences late writers; 0 means never published.
 
-    ``generation`` is where the online store holds it, ``previous`` and ``previous_generation`` what was live before.
+    ``place`` is where the online store holds it, ``previous`` and ``previous_place`` what was live before. Before there were overlays, ``generation`` and
+    ``previous_generation`` said as much; they are the bases of the two places, for what was written then and for who reads as then.
     """
 
     epoch: int
@@ -49,6 +65,16 @@ class LiveRef(Record, frozen=True):
     """When a later run found nothing changed, µs since 1970."""
     held: str | None = None
     """Why scheduled runs publish nothing for now; None when they do."""
+    place: Place = Place(0, 0)
+    previous_place: Place | None = None
+
+    def __post_init__(self) -> None:
+        if self.place.generation == 0:
+            force_setattr(self, "place", Place(self.generation, self.snapshot))
+        if self.previous_place is None and self.previous_generation is not None and self.previous is not None:
+            force_setattr(self, "previous_place", Place(self.previous_generation, self.previous))
+        force_setattr(self, "generation", self.place.generation)
+        force_setattr(self, "previous_generation", None if self.previous_place is None else self.previous_place.generation)
 
 
 class BadMark(Record, frozen=True):
@@ -120,7 +146,7 @@ class Refs:
         expected_epoch: int,
         epoch: int,
         reason: str,
-        generation: int | None = None,
+        place: Place | None = None,
         held: str | None = None,
         lease: Lease | None = None,
     ) -> LiveRef:
@@ -131,7 +157,7 @@ class Refs:
             expected_epoch: the epoch the caller saw, 0 for none.
             epoch: the new one, larger.
             reason: one phrase for the operator, kept in the pointer.
-            generation: where the online store holds it; ``epoch`` by default.
+            place: where the online store holds it; a base numbered ``epoch`` by default.
             held: why scheduled runs are to publish nothing after this.
             lease: held by the writer.
 
@@ -146,12 +172,12 @@ class Refs:
                 raise ConflictError(
                     f"the live pointer of {self._view!r} moved from epoch {expected_epoch} to {last} meanwhile; look at `status` and publish again if still wanted"
                 )
-            previous, before = (None, None) if current is None else (current.snapshot, current.generation)
+            previous, before = (None, None) if current is None else (current.snapshot, current.place)
             # Loaded anew: what was before it is still what to go back to.
             if current is not None and current.snapshot == snapshot:
-                previous, before = current.previous, current.previous_generation
-            new = epoch if generation is None else generation
-            return LiveRef(epoch, snapshot, previous, reason, utc_now(), new, before, held=held)
+                previous, before = current.previous, current.previous_place
+            new = Place(epoch, snapshot) if place is None else place
+            return LiveRef(epoch, snapshot, previous, reason, utc_now(), held=held, place=new, previous_place=before)
 
         return self._swap_live(moved, lease)
 

@@ -194,15 +194,15 @@ class ViewStore:
         return path
 
     def batches(
-        self, snapshot: Snapshot, columns: Sequence[str] | None = None, batch_rows: int = 8192
+        self, snapshot: Snapshot, columns: Sequence[str] | None = None, batch_rows: int = 8192, *, first: int = 0
     ) -> Iterator[pa.RecordBatch]:
-        """A snapshot's rows, part by part, the oldest layer first, in the order they were written; memory holds one row group.
+        """A snapshot's rows, part by part from the file numbered ``first``, in the order they were written; memory holds one row group.
 
         Raises:
             SnapshotError: a part is missing or damaged.
         """
         layers = self.layers(snapshot)
-        for number in range(len(layers.paths)):
+        for number in range(first, len(layers.paths)):
             yield from self._file_batches(snapshot, layers, number, columns, batch_rows)
 
     def _file_batches(
@@ -244,14 +244,14 @@ class ViewStore:
             return table if columns is None else table.select(list(columns))
         raise SnapshotError(f"snapshot {snapshot.number} of {self.name!r} has no part; publish another one")
 
-    def check_parts(self, snapshot: Snapshot) -> None:
-        """Re-read every file of the chain and compare its SHA-256 and row count with the manifests. A snapshot of the chain whose files
-        differ is marked bad: the next run builds on the one before.
+    def check_parts(self, snapshot: Snapshot, layers: Sequence[Snapshot] | None = None) -> None:
+        """Re-read every file of the chain, or of those ``layers`` of it, and compare its SHA-256 and row count with the manifests. A snapshot of
+        the chain whose files differ is marked bad: the next run builds on the one before.
 
         Raises:
             SnapshotError: names the first file that differs.
         """
-        for layer in self.chain(snapshot):
+        for layer in self.chain(snapshot) if layers is None else layers:
             for part in (*layer.parts, *((layer.deletes,) if layer.deletes else ())):
                 wrong = self._damage(layer, part)
                 if wrong is not None:

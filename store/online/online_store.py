@@ -1,7 +1,7 @@
 """Online store: entity key → packed row, by view and generation. The contract, and the in-memory reference.
 
-A **generation** is one snapshot loaded into the store: immutable once loaded, and numbered by the epoch of the publishing that loaded it, so that loading a
-snapshot again never touches what readers use, and rolling back is a new epoch over an old one. A pointer per view says which is live, and how it is unpacked.
+What was loaded in one go is a **generation**: immutable, and numbered by the epoch of the publishing that loaded it. A **base** holds all rows of a snapshot, an
+**overlay** those that changed since its base's snapshot, and a tombstone for each that left. A pointer per view says which base and overlay are live.
 """
 
 from __future__ import annotations
@@ -9,26 +9,44 @@ from __future__ import annotations
 import json
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 from store.errors import ConflictError, OnlineStoreError
 from store.feature_view import FeatureView
-from store.online.codec import Buffer
+from store.online.found_rows import FoundRows, overlaid
+from store.online.packed import Buffer, Rows
 from store.record import Record, field, force_setattr, plain, read_record
 
-Rows = Iterable[tuple[Sequence[bytes], Sequence[Buffer]]]
-"""Batches of (keys, packed rows), equally long."""
+
+class Generation(Record, frozen=True):
+    """What is loaded in one go: ``snapshot`` is whose rows it holds and ``run`` the run that made that, ``base`` the number of the generation that an overlay
+    lies over; None of a base."""
+
+    number: int
+    snapshot: int
+    base: int | None = None
+    run: str = ""
+
+
+class Terms(Record, frozen=True):
+    """On what terms a store takes a load. ``lossy``: it may drop rows by itself. ``number`` and ``rows_done``: an unfinished load of the same rows that can be
+    gone on with, and how many of them, from the first on, need not be sent again."""
+
+    lossy: bool = False
+    number: int | None = None
+    rows_done: int = 0
 
 
 class Pointer(Record, frozen=True):
     """What is live for a view.
 
-    ``epoch`` counts the view's publishings; a pointer never moves to a smaller one. ``generation`` is what is read, the epoch's own unless
-    the pointer went back to an older one. ``rows`` is the generation's row count, ``input_columns`` maps the model's inputs to Arrow type
-    names, ``inputs`` the views the snapshot was computed from to their snapshot's number, ``index`` is the vector index's folder relative to
-    the offline store's root, ``partition`` the interval of data time, ``renewed_at_us`` (µs since 1970) when all rows were last found to be
-    what the model would answer: no row's age counts from earlier.
+    ``epoch`` counts the view's publishings; a pointer never moves to a smaller one. ``generation`` is the base that is read, of the snapshot ``base_snapshot``,
+    and ``overlay`` the generation over it, if there is one: it makes the base what ``snapshot`` is. ``rows`` is the snapshot's row count, ``input_columns`` maps the
+    model's inputs to Arrow type names, ``inputs`` the views the snapshot was computed from to their snapshot's number, ``index`` and ``overlay_index`` are the
+    vector indexes' folders relative to the offline store's root, ``partition`` the interval of data time, ``renewed_at_us`` (µs since 1970) when all rows were
+    last found to be what the model would answer: no row's age counts from earlier. ``owner`` is the project that publishes the view, and ``took_over`` the one
+    that did before, if it was taken from it; ``lossy`` says that the store may have dropped rows by itself.
     """
 
     view: FeatureView
@@ -45,10 +63,23 @@ class Pointer(Record, frozen=True):
     generation: int = 0
     partition: str | None = None
     renewed_at_us: int = 0
+    base_snapshot: int = 0
+    overlay: int | None = None
+    overlay_index: str | None = None
+    owner: str = ""
+    lossy: bool = False
+    took_over: str = ""
 
     def __post_init__(self) -> None:
         if self.generation == 0:
             force_setattr(self, "generation", self.epoch)
+        if self.base_snapshot == 0:
+            force_setattr(self, "base_snapshot", self.snapshot)
+
+    @property
+    def generations(self) -> tuple[int, ...]:
+        """Numbers of the generations that are read: the base, and the overlay where there is one."""
+        return (self.generation,) if self.overlay is None else (self.generation, self.overlay)
 
     @property
     def publishing(self) -> tuple[int, str]:
@@ -76,13 +107,39 @@ class OnlineStore(ABC):
     blocking: ClassVar[bool] = False
     """True when a read waits for a network: an event loop must hand it to a thread."""
 
+    def prepare(self, view: str, generation: Generation, rows: int, size_bytes: int, owner: str) -> Terms:
+        """Pre-flight: whether the store can take a load, found out before anything moves.
+
+        Args:
+            view: its name.
+            generation: what is to be loaded.
+            rows: how many there will be, about.
+            size_bytes: of keys and packed rows together, about.
+            owner: the project that publishes; a view of another one is refused. Empty: whosoever it is.
+
+        Raises:
+            OnlineStoreError: it cannot: no room, no right, a policy that loses rows, somebody else's; says which and what to do.
+        """
+        check_owner(self.live(view), view, owner)
+        return Terms()
+
+    def doubts(self, view: str) -> list[str]:
+        """What makes the store itself doubt that all rows of what is live are still there, in words; empty when nothing does."""
+        return []
+
     @abstractmethod
-    def load(self, view: str, generation: int, rows: Rows) -> int:
-        """Load a generation whole and durably, replacing what an unfinished load of the same number left. Readers see nothing of
-        it before :meth:`flip`.
+    def load(self, view: str, generation: Generation, rows: Rows, rows_done: int = 0) -> int:
+        """Load a generation whole and durably, replacing what an unfinished load of the same number left, but for the rows that
+        :meth:`prepare` told to be done. Readers see nothing of it before :meth:`flip`.
+
+        Args:
+            view: its name.
+            generation: what it will be.
+            rows: every key once, none of the rows empty; without the first ``rows_done``.
+            rows_done: as :meth:`prepare` told.
 
         Returns:
-            the number of distinct keys the store now holds for the generation.
+            the number of rows that the generation has, those done before among them.
 
         Raises:
             ConflictError: the generation is live.
@@ -93,8 +150,8 @@ class OnlineStore(ABC):
         """Make ``pointer`` live, atomically for every reader.
 
         Raises:
-            ConflictError: the store's pointer has a larger epoch already; an equal one is accepted, so a flip can be repeated.
-            OnlineStoreError: the generation was never loaded whole.
+            ConflictError: the store's pointer has a larger epoch already, or another owner; an equal epoch is accepted, so a flip can be repeated.
+            OnlineStoreError: a generation it names was never loaded whole.
         """
 
     @abstractmethod
@@ -102,22 +159,22 @@ class OnlineStore(ABC):
         """The view's pointer as it is now, or None."""
 
     @abstractmethod
-    def read(self, view: str, keys: Sequence[bytes]) -> tuple[Pointer, list[Buffer | None]] | None:
-        """Packed rows of ``keys``, in their order, None for a missing one; all from the generation of the pointer returned.
+    def read(self, view: str, keys: Sequence[bytes]) -> tuple[Pointer, FoundRows] | None:
+        """Packed rows of ``keys``, all as the pointer returned has them: its overlay's where that has one, a tombstone too, and its base's.
 
-        Returns None when nothing is live for the view. Buffers stay valid as long as the caller holds them.
+        Returns None when nothing is live for the view. Rows stay valid as long as the caller holds them.
         """
 
     @abstractmethod
-    def read_generation(self, view: str, generation: int, keys: Sequence[bytes]) -> list[Buffer | None]:
-        """As :meth:`read` for a generation that need not be live: how a load is verified before the flip."""
+    def read_generation(self, view: str, number: int, keys: Sequence[bytes]) -> FoundRows:
+        """As :meth:`read` for one generation that need not be live: how a load is verified before the flip."""
 
     @abstractmethod
-    def generations(self, view: str) -> list[int]:
-        """Numbers of the generations loaded whole, ascending."""
+    def generations(self, view: str) -> list[Generation]:
+        """The generations loaded whole, in the order of their numbers."""
 
     @abstractmethod
-    def drop(self, view: str, generation: int) -> None:
+    def drop(self, view: str, number: int) -> None:
         """Remove a generation; one that is not there is no error.
 
         Raises:
@@ -143,46 +200,48 @@ class MemoryStore(OnlineStore):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._generations: dict[str, dict[int, dict[bytes, Buffer]]] = {}
+        self._generations: dict[str, dict[int, tuple[Generation, dict[bytes, Buffer]]]] = {}
         self._pointers: dict[str, Pointer] = {}
 
-    def load(self, view: str, generation: int, rows: Rows) -> int:
-        check_not_live(self.live(view), view, generation)
+    def load(self, view: str, generation: Generation, rows: Rows, rows_done: int = 0) -> int:
+        check_not_live(self.live(view), view, generation.number)
         table: dict[bytes, Buffer] = {}
-        for keys, values in rows:
-            table.update(zip(keys, map(bytes, values), strict=True))
+        for batch in rows:
+            table.update(zip(map(bytes, batch.keys.strings()), map(bytes, batch.rows.strings()), strict=True))
         with self._lock:
-            self._generations.setdefault(view, {})[generation] = table
+            self._generations.setdefault(view, {})[generation.number] = generation, table
         return len(table)
 
     def flip(self, pointer: Pointer) -> None:
         with self._lock:
             check_loaded(pointer, list(self._generations.get(pointer.view.name, ())))
+            check_taken(self._pointers.get(pointer.view.name), pointer)
             check_epoch(self._pointers.get(pointer.view.name), pointer)
             self._pointers[pointer.view.name] = pointer
 
     def live(self, view: str) -> Pointer | None:
         return self._pointers.get(view)
 
-    def read(self, view: str, keys: Sequence[bytes]) -> tuple[Pointer, list[Buffer | None]] | None:
+    def read(self, view: str, keys: Sequence[bytes]) -> tuple[Pointer, FoundRows] | None:
         with self._lock:
             pointer = self._pointers.get(view)
             if pointer is None:
                 return None
-            table = self._generations[view][pointer.generation]
-        return pointer, [table.get(key) for key in keys]
+            tables = [self._generations[view][number][1] for number in pointer.generations]
+        found = [FoundRows(keys, [table.get(key) for key in keys]) for table in tables]
+        return pointer, found[0] if len(found) == 1 else overlaid(*found)
 
-    def read_generation(self, view: str, generation: int, keys: Sequence[bytes]) -> list[Buffer | None]:
-        table = self._generations.get(view, {}).get(generation, {})
-        return [table.get(key) for key in keys]
+    def read_generation(self, view: str, number: int, keys: Sequence[bytes]) -> FoundRows:
+        _, table = self._generations.get(view, {}).get(number, (None, {}))
+        return FoundRows(keys, [table.get(key) for key in keys])
 
-    def generations(self, view: str) -> list[int]:
-        return sorted(self._generations.get(view, ()))
+    def generations(self, view: str) -> list[Generation]:
+        return [generation for _, (generation, _) in sorted(self._generations.get(view, {}).items())]
 
-    def drop(self, view: str, generation: int) -> None:
+    def drop(self, view: str, number: int) -> None:
         with self._lock:
-            check_not_live(self._pointers.get(view), view, generation)
-            self._generations.get(view, {}).pop(generation, None)
+            check_not_live(self._pointers.get(view), view, number)
+            self._generations.get(view, {}).pop(number, None)
 
     def forget(self, view: str) -> None:
         with self._lock:
@@ -196,25 +255,43 @@ class MemoryStore(OnlineStore):
         pass
 
 
-def check_not_live(pointer: Pointer | None, view: str, generation: int) -> None:
+def check_not_live(pointer: Pointer | None, view: str, number: int) -> None:
     """Raises:
-    ConflictError: ``generation`` is what readers are using.
+    ConflictError: the generation is what readers are using.
     """
-    if pointer is not None and pointer.generation == generation:
-        raise ConflictError(
-            f"generation {generation} of view {view!r} is live in the online store and cannot be replaced or dropped"
-        )
+    if pointer is not None and number in pointer.generations:
+        raise ConflictError(f"generation {number} of view {view!r} is live in the online store and cannot be replaced or dropped")
 
 
-def check_loaded(pointer: Pointer, generations: Sequence[int]) -> None:
+def check_loaded(pointer: Pointer, numbers: Sequence[int]) -> None:
     """Raises:
     OnlineStoreError: the pointer names a generation that was not loaded whole.
     """
-    if pointer.generation not in generations:
-        have = ", ".join(map(str, generations)) or "none"
-        raise OnlineStoreError(
-            f"generation {pointer.generation} of view {pointer.view.name!r} is not loaded whole (loaded: {have}); publish it again"
+    for number in pointer.generations:
+        if number not in numbers:
+            have = ", ".join(map(str, numbers)) or "none"
+            raise OnlineStoreError(
+                f"generation {number} of view {pointer.view.name!r} is not loaded whole (loaded: {have}); publish it again"
+            )
+
+
+def check_owner(pointer: Pointer | None, view: str, owner: str) -> None:
+    """Raises:
+    ConflictError: the view is another project's.
+    """
+    if pointer is not None and pointer.owner and owner and pointer.owner != owner:
+        raise ConflictError(
+            f"view {view!r} in the online store is published by another project ({pointer.owner}, this one is {owner}): give this one an online store or a "
+            f"prefix of its own; where that project is gone, or its root was lost, `precompute publish {view} --take-over`"
         )
+
+
+def check_taken(current: Pointer | None, pointer: Pointer) -> None:
+    """Raises:
+    ConflictError: ``current`` is another project's, and ``pointer`` does not take the view over from it.
+    """
+    if current is None or current.owner != pointer.took_over:
+        check_owner(current, pointer.view.name, pointer.owner)
 
 
 def check_epoch(current: Pointer | None, pointer: Pointer) -> None:

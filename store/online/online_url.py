@@ -1,4 +1,4 @@
-"""Which online store a URL names: ``lmdb:./folder``, ``redis://…``, ``rediss://…``, ``unix://…`` or ``memory:``."""
+"""Which online store a URL names: ``table:./folder``, ``redis://…``, ``rediss://…``, ``unix://…`` or ``memory:``."""
 
 from __future__ import annotations
 
@@ -8,26 +8,31 @@ from store.errors import ConfigError
 from store.online.online_store import MemoryStore, OnlineStore
 
 
-def open_online_store(url: str, base: Path | None = None) -> OnlineStore:
+def open_online_store(url: str, base: Path | None = None, memory_mb: int = 1024) -> OnlineStore:
     """The store a URL names; nothing is read or written yet.
 
     Args:
         url: as in the configuration's ``online``.
-        base: folder that a relative ``lmdb:`` path starts from; the working directory by default.
+        base: folder that a relative ``table:`` path starts from; the working directory by default.
+        memory_mb: what a load may hold of an index it builds.
 
     Raises:
         ConfigError: the URL names no store known here.
     """
     scheme, _, rest = url.partition(":")
-    # Each store is imported only where it is used: a service on LMDB needs no Redis client, and the other way round.
-    if scheme == "lmdb" and rest:
-        from store.online.lmdb_store import LmdbStore
+    # Each store is imported only where it is used: a service on table files needs no Redis client, and the other way round.
+    if scheme == "table" and rest:
+        from store.online.table_store import TableStore
 
-        return LmdbStore((base or Path()) / rest)
+        return TableStore((base or Path()) / rest, memory_mb * 2**20)
+    if scheme == "lmdb":
+        raise ConfigError(
+            f"online: {url!r} is the embedded store of older versions: write table:{rest or './folder'}, and publish each view"
+        )
     if scheme in ("redis", "rediss", "unix"):
         from store.online.redis_store import RedisStore
 
         return RedisStore(url)
     if url == "memory:":
         return MemoryStore()
-    raise ConfigError(f"online: {url!r} names no online store; write lmdb:./folder or redis://host:6379/0")
+    raise ConfigError(f"online: {url!r} names no online store; write table:./folder or redis://host:6379/0")

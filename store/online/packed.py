@@ -62,6 +62,10 @@ class RowBatch:
     rows: Packed
     hashes: U8
 
+    def __post_init__(self) -> None:
+        if not len(self.keys) == len(self.rows) == len(self.hashes):
+            raise ValueError(f"{len(self.keys)} keys, {len(self.rows)} rows and {len(self.hashes)} hashes are no batch")
+
     def __len__(self) -> int:
         return len(self.keys)
 

@@ -14,8 +14,10 @@ from redis.retry import Retry
 
 from store.errors import ConfigError, DamagedPointerError, OnlineStoreError
 from store.feature_view import NAME
-from store.online.codec import Buffer
-from store.online.online_store import OnlineStore, Pointer, Rows, check_not_live, stale_epoch
+from store.online.found_rows import FoundRows, overlaid
+from store.online.online_store import Generation, OnlineStore, Pointer, check_not_live, check_taken, stale_epoch
+from store.online.packed import Buffer, Rows
+from store.record import read_record, written
 
 MSET_KEYS = 100
 """Keys per MSET: 100–256 cost the server 2.2 µs a key, single SETs 3.4."""
@@ -24,7 +26,9 @@ MSETS_PER_ROUND_TRIP = 8
 _FLIP = """
 local current = redis.call('HGET', KEYS[1], 'epoch')
 if current and tonumber(current) > tonumber(ARGV[1]) then return tonumber(current) end
-if not redis.call('HGET', KEYS[1], 'rows:' .. ARGV[4]) then return -1 end
+for number in string.gmatch(ARGV[4], '%d+') do
+  if not redis.call('HGET', KEYS[1], 'rows:' .. number) then return -tonumber(number) end
+end
 redis.call('HDEL', KEYS[1], '-')
 redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'version', ARGV[2], 'pointer', ARGV[3])
 return 0
@@ -77,7 +81,7 @@ class RedisStore(OnlineStore):
 
     # ---- reading
 
-    def read(self, view: str, keys: Sequence[bytes]) -> tuple[Pointer, list[Buffer | None]] | None:
+    def read(self, view: str, keys: Sequence[bytes]) -> tuple[Pointer, FoundRows] | None:
         with self._translated(f"read {len(keys)} keys of {view!r}"):
             seen = self._seen.get(view)
             if seen is None:
@@ -86,12 +90,13 @@ class RedisStore(OnlineStore):
                 version, pointer = seen
                 pipe = self._redis.pipeline(transaction=False)
                 pipe.hget(self._meta(view), "version")
-                if keys:
-                    prefix = self._data_prefix(view, pointer.generation)
+                for number in pointer.generations if keys else ():
+                    prefix = self._data_prefix(view, number)
                     pipe.mget([prefix + key for key in keys])
                 now, *values = pipe.execute()
                 if now == version:
-                    return pointer, (values[0] if keys else [])
+                    found = [FoundRows(keys, rows) for rows in values or [[]]]
+                    return pointer, found[0] if len(found) == 1 else overlaid(*found)
                 seen = self._load_pointer(view)
             return None
 
@@ -122,17 +127,21 @@ class RedisStore(OnlineStore):
         except DamagedPointerError:
             return None
 
-    def read_generation(self, view: str, generation: int, keys: Sequence[bytes]) -> list[Buffer | None]:
+    def read_generation(self, view: str, number: int, keys: Sequence[bytes]) -> FoundRows:
         if not keys:
-            return []
-        prefix = self._data_prefix(view, generation)
-        with self._translated(f"read generation {generation} of {view!r}"):
-            return [None if v is None else _bytes(v) for v in self._redis.mget([prefix + key for key in keys])]
+            return FoundRows(keys, [])
+        prefix = self._data_prefix(view, number)
+        with self._translated(f"read generation {number} of {view!r}"):
+            rows: list[Buffer | None] = [
+                None if v is None else _bytes(v) for v in self._redis.mget([prefix + key for key in keys])
+            ]
+        return FoundRows(keys, rows)
 
-    def generations(self, view: str) -> list[int]:
+    def generations(self, view: str) -> list[Generation]:
         with self._translated(f"list the generations of {view!r}"):
-            fields = self._redis.hkeys(self._meta(view))
-        return sorted(int(f[5:]) for f in map(_bytes, fields) if f.startswith(b"rows:"))
+            fields = self._redis.hgetall(self._meta(view))
+        loaded = [read_record(Generation, _bytes(v)) for f, v in fields.items() if _bytes(f).startswith(b"rows:")]
+        return sorted(loaded, key=lambda generation: generation.number)
 
     def views(self) -> list[str]:
         with self._translated("list the views"):
@@ -141,10 +150,11 @@ class RedisStore(OnlineStore):
 
     # ---- writing
 
-    def load(self, view: str, generation: int, rows: Rows) -> int:
-        check_not_live(self._readable(view), view, generation)
-        meta, prefix = self._meta(view), self._data_prefix(view, generation)
-        with self._translated(f"load generation {generation} of {view!r}"):
+    def load(self, view: str, generation: Generation, rows: Rows, rows_done: int = 0) -> int:
+        number = generation.number
+        check_not_live(self._readable(view), view, number)
+        meta, prefix = self._meta(view), self._data_prefix(view, number)
+        with self._translated(f"load generation {number} of {view!r}"):
             fields = {_bytes(field).decode() for field in self._redis.hkeys(meta)}
             left = {
                 int(field[8:])
@@ -152,27 +162,28 @@ class RedisStore(OnlineStore):
                 if field.startswith("loading:")
                 # By processes that were killed while loading.
             }
-            if f"rows:{generation}" in fields:
-                left.add(generation)
+            if f"rows:{number}" in fields:
+                left.add(number)
             for unfinished in sorted(left):
                 self._unlink(view, unfinished)
             # Here, where memory is needed anyway, and not in the flip.
             self._redis.sadd(f"{self._prefix}:views", view)
-            self._redis.hset(meta, f"loading:{generation}", 1)
-            self._redis.hdel(meta, f"rows:{generation}")
+            self._redis.hset(meta, f"loading:{number}", 1)
+            self._redis.hdel(meta, f"rows:{number}")
         count = 0
         try:
-            with self._translated(f"load generation {generation} of {view!r}"):
-                for keys, values in rows:
+            with self._translated(f"load generation {number} of {view!r}"):
+                for batch in rows:
+                    keys, values = [prefix + bytes(k) for k in batch.keys.strings()], list(batch.rows.strings())
                     step = MSET_KEYS * MSETS_PER_ROUND_TRIP
                     for start in range(0, len(keys), step):
-                        count += self._send([prefix + k for k in keys[start : start + step]], values[start : start + step])
-                self._redis.hset(meta, f"rows:{generation}", count)
-                self._redis.hdel(meta, f"loading:{generation}")
+                        count += self._send(keys[start : start + step], values[start : start + step])
+                self._redis.hset(meta, f"rows:{number}", written(generation))
+                self._redis.hdel(meta, f"loading:{number}")
         except OnlineStoreError:
             # What stays is cleaned by the next load.
             with contextlib.suppress(OnlineStoreError), self._translated("clean up"):
-                self._unlink(view, generation)
+                self._unlink(view, number)
             raise
         return count
 
@@ -189,25 +200,32 @@ class RedisStore(OnlineStore):
 
     def flip(self, pointer: Pointer) -> None:
         view = pointer.view.name
+        check_taken(self._readable(view), pointer)
         with self._translated(f"flip the pointer of {view!r}"):
             if self._flip_script is None:
                 major = int(str(self._redis.info("server")["redis_version"]).split(".")[0])
                 self._flip_script = (_ALLOW_OOM if major >= 7 else "") + _FLIP
             version = f"{pointer.epoch}:{pointer.at}:{pointer.renewed_at_us}"
-            answer = self._redis.eval(
-                self._flip_script, 1, self._meta(view), pointer.epoch, version, pointer.to_bytes(), pointer.generation
+            answer: int = self._redis.eval(
+                self._flip_script,
+                1,
+                self._meta(view),
+                pointer.epoch,
+                version,
+                pointer.to_bytes(),
+                " ".join(map(str, pointer.generations)),
             )
-        if answer == -1:
+        if answer < 0:
             raise OnlineStoreError(
-                f"generation {pointer.generation} of view {view!r} is not loaded whole in {self._where}; publish it again"
+                f"generation {-answer} of view {view!r} is not loaded whole in {self._where}; publish it again"
             )
         if answer != 0:
             raise stale_epoch(view, int(answer), pointer.epoch)
 
-    def drop(self, view: str, generation: int) -> None:
-        check_not_live(self._readable(view), view, generation)
-        with self._translated(f"drop generation {generation} of {view!r}"):
-            self._unlink(view, generation)
+    def drop(self, view: str, number: int) -> None:
+        check_not_live(self._readable(view), view, number)
+        with self._translated(f"drop generation {number} of {view!r}"):
+            self._unlink(view, number)
 
     def forget(self, view: str) -> None:
         # what tells its generations goes last

@@ -48,7 +48,16 @@ State = tuple[Mapping[int, int], int]
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["tests.faults.harness", "duckdb", "pyarrow.parquet", "pyarrow.dataset", "lmdb", "redis", "faiss", "store.online.lmdb_store"]
+    [
+        "tests.faults.harness",
+        "duckdb",
+        "pyarrow.parquet",
+        "pyarrow.dataset",
+        "table",
+        "redis",
+        "faiss",
+        "store.online.table_store",
+    ]
 )
 
 
@@ -121,7 +130,7 @@ class FaultScene:
     """
 
     folder: Path
-    online: str = "lmdb:./var/online"
+    online: str = "table:./var/online"
     model: dict[str, Any] = field(default_factory=dict)
     view: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -483,18 +492,18 @@ def check_no_orphans(scene: FaultScene) -> None:
 
 
 def check_online_is_tidy(scene: FaultScene) -> None:
-    """No more than two generations and two indexes, and nothing of any other in the store."""
+    """The generations and indexes of what is live and was before, and nothing of any other in the store."""
     with scene.project().online_store() as online:
-        generations = online.generations(VIEW)
-        assert 1 <= len(generations) <= 2
-        indexes = {path.name for path in (scene.view_folder / "index").iterdir()}
+        generations = [generation.number for generation in online.generations(VIEW)]
         ref = scene.store.refs.live()
         assert ref is not None
-        assert indexes <= {f"{number:020d}" for number in (*generations, ref.previous_generation or 0)}
-        assert len(indexes) <= 2
-    if scene.online.startswith("lmdb:"):
-        files = {path.name for path in (scene.folder / scene.online.removeprefix("lmdb:") / VIEW).iterdir()}
-        extra = files - {f"{number:020d}.mdb" for number in generations} - {"live.json", ".lock"}
+        before = set() if ref.previous_place is None else ref.previous_place.generations
+        assert ref.place.generations <= set(generations) <= ref.place.generations | before
+        indexes = {path.name for path in (scene.view_folder / "index").iterdir()}
+        assert indexes <= {f"{number:020d}" for number in ref.place.generations | before}
+    if scene.online.startswith("table:"):
+        files = {path.name for path in (scene.folder / scene.online.removeprefix("table:") / VIEW).iterdir()}
+        extra = files - {f"{number:020d}.table" for number in generations} - {"live.json", ".lock"}
         assert extra == set(), f"left in the online store: {sorted(extra)}"
     else:
         client = redis.Redis.from_url(scene.online)

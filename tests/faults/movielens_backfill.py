@@ -64,7 +64,9 @@ def write_project(folder: Path) -> None:
     """The ratings as Parquet, and a project over them."""
     (folder / "views").mkdir()
     (folder / "views" / "item_day.yaml").write_text(yaml.safe_dump(VIEW))
-    (folder / "project.yaml").write_text(yaml.safe_dump({"root": "./var", "online": "lmdb:./var/online", "vars": {"data": "./"}}))
+    (folder / "project.yaml").write_text(
+        yaml.safe_dump({"root": "./var", "online": "table:./var/online", "vars": {"data": "./"}})
+    )
     with duckdb.connect() as connection:
         connection.execute(
             'COPY (SELECT "item_id:token"::BIGINT AS item_id, "rating:float"::FLOAT AS rating, '

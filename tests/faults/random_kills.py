@@ -137,7 +137,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--seed", type=int)
     parser.add_argument(
-        "--online", default="lmdb:./var/online", help="lmdb:./folder or a Redis URL; the database is used as it is"
+        "--online", default="table:./var/online", help="table:./folder or a Redis URL; the database is used as it is"
     )
     parser.add_argument("--folder", help="where to work; a folder in memory, removed at the end, by default")
     options = parser.parse_args(arguments)
@@ -147,7 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     folder = Path(options.folder or tempfile.mkdtemp(prefix="random-kills-", dir=memory))
     print(f"seed {seed}, {options.online.rpartition('@')[2]}, in {folder}", flush=True)
     tally = Tally()
-    scene = FaultScene(folder / "project", "lmdb:./var/online" if options.online == "lmdb" else options.online)
+    scene = FaultScene(folder / "project", "table:./var/online" if options.online == "table" else options.online)
     scene.settings = {"notify": [], "retention": {"keep": 2, "grace": "0s"}}
     scene.write({key: key * 10 for key in range(ROWS)})
     begun = time.monotonic()

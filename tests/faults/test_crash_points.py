@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-import store.online.lmdb_store
 import store.online.redis_store
+import store.online.table_store
 from precompute.engine.runner import AHEAD_WINDOWS
 from store.disk import crashpoint
 from store.disk.crashpoint import POINTS
@@ -232,7 +232,7 @@ def again(scene: FaultScene, point: str) -> None:
 @pytest.mark.parametrize("point", ["online.load", "online.verify", "index.build", "live.write", "live.cas", "online.flip"])
 def test_a_rollback_that_loads_and_fails_is_done_by_doing_it_again(point: str, mode: str, third_is_live: MakeScene) -> None:
     scene = third_is_live()
-    for path in (scene.folder / "var" / "online" / VIEW).glob("*2.mdb"):
+    for path in (scene.folder / "var" / "online" / VIEW).glob("*2.table"):
         path.unlink()
     third = scene.history[-1]
     inject(scene, point, 1, mode, "rollback")
@@ -274,7 +274,7 @@ def check_after_rollback(scene: FaultScene) -> None:
 
 def test_nothing_is_left_in_the_online_store_by_a_load_that_was_killed(delta_to_come: MakeScene) -> None:
     scene = delta_to_come()
-    assert Child(scene, before=kill_in_lmdb_load).ended().signal == 9
+    assert Child(scene, before=kill_in_table_load).ended().signal == 9
     recover(scene)
     check_everything(scene)
 
@@ -287,8 +287,8 @@ def test_nothing_is_left_in_redis_by_a_load_that_was_killed(delta_to_come_redis:
     check_everything(scene)
 
 
-def kill_in_lmdb_load() -> None:
-    store.online.lmdb_store.sync_file = lambda path: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[attr-defined]
+def kill_in_table_load() -> None:
+    store.online.table_store.sync_file = lambda path: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[attr-defined]
 
 
 def kill_in_redis_load() -> None:

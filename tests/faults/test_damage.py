@@ -269,7 +269,7 @@ def test_a_damaged_live_generation_is_loaded_again(harm: Callable[[Path], None],
     scene = delta_to_come()
     scene.write(scene.history[-2][0])  # nothing changed since
     scene.history.pop(-1)
-    harm(max((scene.folder / "var" / "online" / VIEW).glob("*.mdb")))
+    harm(max((scene.folder / "var" / "online" / VIEW).glob("*.table")))
     recover(scene)
     check_everything(scene)
     with small_chunks():
@@ -280,7 +280,7 @@ def test_a_damaged_live_generation_is_loaded_again(harm: Callable[[Path], None],
 @pytest.mark.parametrize("harm", [Path.unlink, cut, emptied])
 def test_a_rollback_to_a_damaged_generation_loads_it_again(harm: Callable[[Path], None], delta_to_come: MakeScene) -> None:
     scene = delta_to_come()
-    harm(min((scene.folder / "var" / "online" / VIEW).glob("*.mdb")))
+    harm(min((scene.folder / "var" / "online" / VIEW).glob("*.table")))
     assert act(scene, "rollback") == "published"
     assert check_readers(scene) == scene.history[0]
 

@@ -24,7 +24,7 @@ from jobs.schedule.backfill_plan import plan_backfill, range_of
 from jobs.schedule.backfill_state import Options, read_backfill
 from store.disk.lease import take
 from store.errors import ConfigError, ConflictError, SnapshotError, SourceError
-from store.offline.refs import run_lease
+from store.offline.refs import Place, run_lease
 from store.offline.runs import Report, Runs
 from store.offline.standing import Standing
 from store.partition import Partition, containing
@@ -529,7 +529,7 @@ def test_a_held_view_stays_as_it_is(daily: MakeDaily) -> None:
     compute(project, 1, "run")
     store = project.store
     epoch = store.refs.claim_epoch(1)
-    store.refs.move_live(1, expected_epoch=1, epoch=epoch, reason="test", generation=1, held="a bad model")
+    store.refs.move_live(1, expected_epoch=1, epoch=epoch, reason="test", place=Place(1, 1), held="a bad model")
     done = run_backfill(project, "numbers", options(2, 2))
     assert (done.status, done.published, live(project)) == ("done", None, part(1))
     assert "the view is held (a bad model)" in str(done.not_published)

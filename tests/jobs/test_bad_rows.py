@@ -115,7 +115,7 @@ Make = Callable[..., Scene]
 def make(make_project: MakeProject) -> Make:
     """Makes a project of these texts by id."""
 
-    def make(rows: Rows, online: str = "lmdb:./online", **view: Any) -> Scene:
+    def make(rows: Rows, online: str = "table:./online", **view: Any) -> Scene:
         table = pa.table({"id": pa.array(rows, pa.int64()), "x": pa.array(rows.values(), pa.string())})
         return make_project(table, view=VIEW | view, project={"online": online})
 

@@ -131,8 +131,8 @@ PROJECT_MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "unknown key": ({"onlin": "x"}, ["onlin", "did you mean 'online'"]),
     "unknown nested key": ({"serve": {"bnd": "x"}}, ["serve.bnd", "did you mean 'bind'"]),
     "missing root": ({"root": None}, ["root", "missing"]),
-    "unknown store": ({"online": "mongodb://x"}, ["online", "mongodb://x", "lmdb:./folder", "redis://"]),
-    "store without folder": ({"online": "lmdb:"}, ["online", "lmdb:./folder"]),
+    "unknown store": ({"online": "mongodb://x"}, ["online", "mongodb://x", "table:./folder", "redis://"]),
+    "store without folder": ({"online": "table:"}, ["online", "table:./folder"]),
     "a root on a network nobody reads": ({"root": "s3://bucket/x"}, ["root", "s3://bucket/x"]),
     "wrong type": ({"memory_mb": "1GB"}, ["memory_mb", "'1GB'", "integer"]),
     "too little memory": ({"memory_mb": 1}, ["memory_mb", "1", "64"]),
@@ -275,7 +275,7 @@ def test_on_is_a_key_and_no_truth_value(make_project: MakeProject) -> None:
 @pytest.mark.parametrize("word", ["on", "off", "yes", "no", "y", "n", "On", "NO"])
 def test_only_true_and_false_are_truth_values(make_project: MakeProject, word: str) -> None:
     project = make_project()
-    (project.folder / "project.yaml").write_text(f"root: ./var\nonline: lmdb:./online\nvars: {{data: ./, country: {word}}}\n")
+    (project.folder / "project.yaml").write_text(f"root: ./var\nonline: table:./online\nvars: {{data: ./, country: {word}}}\n")
     assert Project(project.folder, {}).settings.vars["country"] == word
 
 
@@ -292,12 +292,12 @@ def test_variables_stand_for_their_values_everywhere(make_project: MakeProject) 
 def test_relative_paths_start_from_the_project_whatever_the_working_directory(
     make_project: MakeProject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = make_project([(1, 1.0)], project={"root": "var", "online": "lmdb:../online", "vars": {"data": "./"}}).folder
+    folder = make_project([(1, 1.0)], project={"root": "var", "online": "table:../online", "vars": {"data": "./"}}).folder
     seen = []
     for cwd, given in ((tmp_path, "project"), (folder, "."), (folder / "views", ".."), (Path("/"), folder)):
         monkeypatch.chdir(cwd)
         project = Project(given, {})
-        seen.append((project.root.resolve(), Path(project.online.removeprefix("lmdb:")).resolve(), project.home.resolve()))
+        seen.append((project.root.resolve(), Path(project.online.removeprefix("table:")).resolve(), project.home.resolve()))
         assert project.root.is_absolute()
     assert set(seen) == {(folder / "var", tmp_path / "online", folder)}
 

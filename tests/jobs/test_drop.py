@@ -30,10 +30,10 @@ OTHER = {
 Captured = pytest.CaptureFixture[str]
 
 
-@pytest.fixture(params=["lmdb", "redis"])
+@pytest.fixture(params=["table", "redis"])
 def published(request: pytest.FixtureRequest, make_project: MakeProject) -> Callable[..., Scene]:
     """A project of ``numbers`` and ``others``, both live; ``views`` replaces the others' definition."""
-    online = "lmdb:./var/online" if request.param == "lmdb" else request.getfixturevalue("redis_url")
+    online = "table:./var/online" if request.param == "table" else request.getfixturevalue("redis_url")
 
     def make(**others: Any) -> Scene:
         index = {"index": {"on": "vector", "metric": "l2"}}
@@ -115,7 +115,7 @@ def test_a_drop_that_was_stopped_on_the_way_is_finished_by_the_next(
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, stopped)
             if project.cli("drop", "numbers", "--data", "--yes") == 0:
-                assert (owner, project.online[:5]) == (redis.Redis, "lmdb:"), "the one step it does not take"
+                assert (owner, project.online[:5]) == (redis.Redis, "table:"), "the one step it does not take"
             assert served(project) == ["others"]
         if not (project.root / "numbers").exists():
             project.run()

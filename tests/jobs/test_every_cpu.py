@@ -81,7 +81,9 @@ LOWEST = {"ONEDNN_MAX_CPU_ISA": "SSE41", "ATEN_CPU_CAPABILITY": "default"}
 def test_the_demo_in_miniature_on_the_lowest(tmp_path: Path) -> None:
     """On the highest that is here it runs whole: see tests/test_readme.py."""
     shutil.copytree(REPOSITORY / "configs" / "movielens", tmp_path / "config", ignore=shutil.ignore_patterns("tuning"))
-    environment = os.environ | LOWEST | {"PRECOMPUTE_ROOT": str(tmp_path / "var"), "PRECOMPUTE_ONLINE": f"lmdb:{tmp_path}/online"}
+    environment = (
+        os.environ | LOWEST | {"PRECOMPUTE_ROOT": str(tmp_path / "var"), "PRECOMPUTE_ONLINE": f"table:{tmp_path}/online"}
+    )
     environment |= {"PRECOMPUTE_VARS__DATA": str(tmp_path / "data")}
     command = [sys.executable, "-m", "demo", "-c", str(tmp_path / "config"), "--limit", "50"]
     done = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=600, check=False)

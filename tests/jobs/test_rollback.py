@@ -14,7 +14,7 @@ import pytest
 import redis
 
 from jobs.pipeline import run as run_module
-from jobs.pipeline.publish import Publisher
+from jobs.publish.loader import Loader
 from store.disk import crashpoint
 from store.disk.crashpoint import InjectedError
 from store.disk.lease import Lease, take
@@ -34,7 +34,7 @@ Captured = pytest.CaptureFixture[str]
 def versions(make_project: MakeProject) -> Versions:
     """Publishes one snapshot after the other; in the one of factor f, every x is f times its key."""
 
-    def publish(*factors: float, online: str = "lmdb:./online", project: dict[str, Any] | None = None, **view: Any) -> Scene:
+    def publish(*factors: float, online: str = "table:./online", project: dict[str, Any] | None = None, **view: Any) -> Scene:
         for factor in factors:
             made = make_project(
                 [(key, key * factor) for key in KEYS], project={"online": online} | (project or {}), view=INDEXED | view
@@ -323,7 +323,7 @@ def test_a_generation_that_is_gone_is_loaded_again(versions: Versions, online: s
 
 def test_a_damaged_generation_is_loaded_again(versions: Versions) -> None:
     project = versions(1.0, 10.0)
-    (path,) = (project.folder / "online" / "numbers").glob(f"{1:020d}.mdb")
+    (path,) = (project.folder / "online" / "numbers").glob(f"{1:020d}.table")
     path.write_bytes(path.read_bytes()[:5000])
     project.rollback()
     assert served(project) == (1, 1.0)
@@ -432,14 +432,14 @@ def test_a_publishing_that_goes_on_is_fenced(
     versions: Versions, make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project = versions(1.0, 10.0)
-    loaded = Publisher._verify
+    loaded = Loader._verify
 
     def verified(*arguments: Any) -> None:
         loaded(*arguments)
-        monkeypatch.setattr(Publisher, "_verify", loaded)
+        monkeypatch.setattr(Loader, "_verify", loaded)
         project.rollback()
 
-    monkeypatch.setattr(Publisher, "_verify", verified)
+    monkeypatch.setattr(Loader, "_verify", verified)
     with pytest.raises(PrecomputeError, match="rollback"):
         versions(100.0)
     assert served(project) == (1, 1.0)

@@ -59,7 +59,7 @@ sys.exit(main(command))
 """
 
 
-def options(online: str = "lmdb:./online", **args: Any) -> dict[str, Any]:
+def options(online: str = "table:./online", **args: Any) -> dict[str, Any]:
     view = {"index": {"on": "vector", "metric": "l2"}, "model": {"use": "tests.arithmetic:Doubler", "args": args}}
     return {"project": {"online": online}, "view": view}
 
@@ -89,18 +89,18 @@ def killed(project: Scene, where: str, when: str) -> None:
 
 # ---- kill -9
 
-LMDB, REDIS = "store.online.lmdb_store:", "store.online.redis_store:RedisStore."
+TABLE, REDIS = "store.online.table_store:", "store.online.redis_store:RedisStore."
 
 KILLS = [  # with the number of snapshots there are afterwards
-    ("lmdb", "store.offline.view_store:ViewStore.write_part", "after", 1, OLD),  # between two parts
-    ("lmdb", "store.offline.journal:Journals.add", "after", 1, OLD),
-    ("lmdb", "store.offline.view_store:ViewStore.commit", "before", 1, OLD),  # before the manifest
-    ("lmdb", "os:link", "before", 1, OLD),  # the manifest written, not linked
-    ("lmdb", "os:link", "after", 2, OLD),  # the manifest linked, its temporary name still there
-    ("lmdb", LMDB + "sync_file", "before", 2, OLD),  # a generation inserted, not renamed
-    ("lmdb", "jobs.pipeline.publish:build_index", "after", 2, OLD),
-    ("lmdb", "store.offline.refs:Refs.move_live", "after", 2, OLD),  # between the two pointers
-    ("lmdb", LMDB + "LmdbStore.flip", "after", 2, NEW),
+    ("table", "store.offline.view_store:ViewStore.write_part", "after", 1, OLD),  # between two parts
+    ("table", "store.offline.journal:Journals.add", "after", 1, OLD),
+    ("table", "store.offline.view_store:ViewStore.commit", "before", 1, OLD),  # before the manifest
+    ("table", "os:link", "before", 1, OLD),  # the manifest written, not linked
+    ("table", "os:link", "after", 2, OLD),  # the manifest linked, its temporary name still there
+    ("table", TABLE + "TableWriter.finish", "before", 2, OLD),  # a generation inserted, not renamed
+    ("table", "jobs.publish.loader:build_index", "after", 2, OLD),
+    ("table", "store.offline.refs:Refs.move_live", "after", 2, OLD),  # between the two pointers
+    ("table", TABLE + "TableStore.flip", "after", 2, NEW),
     ("redis", REDIS + "_send", "after", 2, OLD),  # inside a load
     ("redis", REDIS + "flip", "before", 2, OLD),
 ]
@@ -110,7 +110,7 @@ KILLS = [  # with the number of snapshots there are afterwards
 def test_killed_anywhere_old_or_new_is_served_whole_and_the_next_run_publishes(
     make_project: MakeProject, request: pytest.FixtureRequest, kind: str, where: str, when: str, snapshots: int, then: list[float]
 ) -> None:
-    online = "lmdb:./online" if kind == "lmdb" else request.getfixturevalue("redis_url")
+    online = "table:./online" if kind == "table" else request.getfixturevalue("redis_url")
     make_project(rows(), **options(online)).run()
     project = make_project(rows(10), **options(online))
     killed(project, where, when)
@@ -172,7 +172,7 @@ def test_a_killed_runs_report_says_running_until_the_next_run_closes_it(make_pro
 def test_what_was_committed_before_a_kill_can_be_published_without_computing_again(make_project: MakeProject) -> None:
     make_project(rows(), **options()).run()
     project = make_project(rows(10), **options())
-    killed(project, "jobs.pipeline.publish:Publisher.publish", "before")
+    killed(project, "jobs.publish.publisher:Publisher.publish", "before")
     assert served(project) == OLD
     assert project.publish().snapshot == 2
     assert served(project) == NEW
@@ -512,7 +512,7 @@ def test_a_file_system_that_takes_no_folder_ends_in_a_message(
     make_project: MakeProject, capsys: pytest.CaptureFixture[str], where: str
 ) -> None:
     project = make_project(
-        rows(), project={"online": "lmdb:./online", where: {"root": "", "online": "lmdb:"}[where] + "/proc/nowhere"}
+        rows(), project={"online": "table:./online", where: {"root": "", "online": "table:"}[where] + "/proc/nowhere"}
     )
     assert project.cli("run", "numbers") == 1
     assert "cannot write /proc/nowhere" in capsys.readouterr().err
@@ -524,7 +524,7 @@ def test_a_full_disk_at_any_moment_ends_in_a_message_and_keeps_the_old_rows(
     """The limit on a file's size stands for the disk: each larger one lets the run come further."""
     many = [(i, -float(i)) for i in range(6, 3000)]
     make_project([*rows(), *many], **options()).run()
-    project = make_project([*rows(10), *many], **options())
+    project = make_project([*rows(10), *((i, 1.0001 * x) for i, x in many)], **options())
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     codes, messages = [], set[str]()
     for limit in (0, 300, 2_000, 20_000, 50_000, 100_000, 150_000, 10_000_000):

@@ -135,7 +135,7 @@ def _with_store(store: str, redis_url: str) -> dict[str, Any]:
     return {"online": redis_url} if store == "redis" else {}
 
 
-@pytest.mark.parametrize("store", ["lmdb", "redis"])
+@pytest.mark.parametrize("store", ["table", "redis"])
 def test_a_publish_is_picked_up_at_once_and_no_answer_mixes_two_snapshots(tmp_path: Path, redis_url: str, store: str) -> None:
     ids = list(range(40))
     alike = {"gates": {"norm": None, "duplicates": None}}  # all rows are the same, and grow from snapshot to snapshot
@@ -273,9 +273,9 @@ def test_what_does_not_fit_the_queue_is_shed_at_once_and_hits_are_served_all_the
 # ---- Redis
 
 
-def test_over_redis_every_route_answers_as_over_lmdb(tmp_path: Path, redis_url: str) -> None:
+def test_over_redis_every_route_answers_as_over_table_files(tmp_path: Path, redis_url: str) -> None:
     answers = []
-    for store in ("lmdb", "redis"):
+    for store in ("table", "redis"):
         folder = tmp_path / store
         make_folder(folder, {"numbers": {}}, **_with_store(store, redis_url)).publish_all()
         write_numbers(folder, [1, 2, 3, 9])

@@ -9,12 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lmdb
 import pytest
 import redis
 
 from jobs.ops.verify import Check, verify
+from store.online.table_writer import TableWriter
+from store.record import plain
 from tests.conftest import MakeProject
+from tests.online import batch_of
 from tests.scene import Scene
 
 CHECKS = ["manifest", "checksums", "rows", "online pointer", "online rows", "index"]
@@ -22,7 +24,7 @@ ROWS = 60
 INDEXED = {"index": {"on": "vector", "metric": "l2"}}
 
 
-def chain(make_project: MakeProject, online: str = "lmdb:./online", **view: Any) -> Scene:
+def chain(make_project: MakeProject, online: str = "table:./online", **view: Any) -> Scene:
     """A view whose live snapshot is two deltas on a full one."""
     for step in range(3):
         rows = [(i, i + 0.5 if i < step else float(i)) for i in range(ROWS)]
@@ -49,7 +51,10 @@ def test_all_is_well(make_project: MakeProject, online: str, capsys: pytest.Capt
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "ok   manifest: snapshot 3, epoch 3; chain: 1 (full), 2 (delta), 3 (delta)"
     assert lines[1].startswith("ok   checksums: 3 parts, ")
-    assert lines[2:4] == ["ok   rows: 60 rows, as the manifest says", "ok   online pointer: snapshot 3, epoch 3, generation 3"]
+    assert lines[2:4] == [
+        "ok   rows: 60 rows, as the manifest says",
+        "ok   online pointer: snapshot 3, epoch 3, generation 1, overlay 3",
+    ]
     found_themselves = re.fullmatch(r"ok   index: 60 vectors; (\d+) sampled ones find themselves", lines[5])
     assert found_themselves
     assert 16 <= int(found_themselves[1]) <= 32  # of the part of two rows, both may be drawn once more
@@ -158,26 +163,35 @@ def test_a_damaged_live_pointer_is_found(make_project: MakeProject) -> None:
 # ---- online
 
 
+def held_by(key: bytes) -> int:
+    """The generation that holds a row of :func:`chain`: the overlay has those that changed."""
+    return 3 if key in (b"0", b"1") else 1
+
+
 def put(project: Scene, key: bytes, value: bytes | None) -> None:
-    """Writes a row into the live generation behind the store's back; None removes it."""
-    if project.online.startswith("lmdb:"):
-        folder = Path(project.online.removeprefix("lmdb:")) / "numbers"
-        path = folder / f"{3:020d}.mdb"
-        copy = folder / "copy"
-        shutil.copy(path, copy)
-        with lmdb.open(str(copy), subdir=False, lock=False, map_size=2**26) as env, env.begin(write=True) as txn:
-            assert txn.delete(key) if value is None else txn.put(key, value)
-        copy.replace(path)
+    """Writes a row into a live generation behind the store's back; None removes it."""
+    number = held_by(key)
+    if project.online.startswith("table:"):
+        path = Path(project.online.removeprefix("table:")) / "numbers" / f"{number:020d}.table"
+        with project.online_store() as store:
+            keys = [b"%d" % i for i in range(ROWS)]
+            found = store.read_generation("numbers", number, keys).values
+            (generation,) = (g for g in store.generations("numbers") if g.number == number)
+        table = {k: bytes(v) for k, v in zip(keys, found, strict=True) if v is not None}
+        table = {k: v for k, v in (table | {key: value}).items() if v is not None}
+        with TableWriter(path, plain(generation), 2**20) as writer:
+            writer.add(batch_of(table))
+            writer.finish()
     else:
         client = redis.Redis.from_url(project.online)
-        name = b"precompute:numbers:3:" + key
+        name = b"precompute:numbers:%d:" % number + key
         assert client.delete(name) if value is None else client.set(name, value)
         client.close()
 
 
 def row(project: Scene, key: bytes) -> bytes:
     with project.online_store() as store:
-        (found,) = store.read_generation("numbers", 3, [key])
+        (found,) = store.read_generation("numbers", held_by(key), [key]).values
         assert found is not None
         return bytes(found)
 
@@ -186,12 +200,12 @@ def test_a_changed_online_row_is_found_and_named(make_project: MakeProject, onli
     project = chain(make_project, online)
     for key in (b"0", b"17", b"59"):  # of each layer
         right = row(project, key)
-        for wrong in (right[:-1] + bytes([right[-1] ^ 1]), right[:-1], b"", bytes([right[0] ^ 1]) + right[1:]):
+        for wrong in (right[:-1] + bytes([right[-1] ^ 1]), right[:-1], b"x", bytes([right[0] ^ 1]) + right[1:]):
             put(project, key, wrong)
             found = bad(project)
             assert list(found) == ["online rows"]
             assert found["online rows"].startswith(
-                f"key {key.decode()!r} has other bytes than in Parquet: precompute publish numbers"
+                f"key {key.decode()!r} of view 'numbers' has other bytes than in Parquet in the online store: precompute publish numbers"
             )
         put(project, key, right)
     assert bad(project) == {}
@@ -202,7 +216,9 @@ def test_a_missing_online_row_is_found_and_named(make_project: MakeProject, onli
     put(project, b"17", None)
     found = bad(project)
     assert list(found) == ["online rows"]
-    assert found["online rows"].startswith("key '17' is missing: precompute publish numbers")
+    assert found["online rows"].startswith(
+        "key '17' of view 'numbers' is missing in the online store: precompute publish numbers"
+    )
 
 
 def test_what_verify_says_to_do_mends_it(make_project: MakeProject, online: str) -> None:
@@ -233,10 +249,10 @@ def test_an_emptied_online_store_is_found(make_project: MakeProject) -> None:
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut", "pointer"])
-def test_a_damaged_lmdb_file_is_found(make_project: MakeProject, damage: str) -> None:
+def test_a_damaged_table_file_is_found(make_project: MakeProject, damage: str) -> None:
     project = chain(make_project)
     folder = project.folder / "online" / "numbers"
-    path = folder / ("live.json" if damage == "pointer" else f"{3:020d}.mdb")
+    path = folder / ("live.json" if damage == "pointer" else f"{3:020d}.table")
     gone(path) if damage == "gone" else path.write_bytes(path.read_bytes()[:4097] if damage == "cut" else b"{")
     assert list(bad(project)) == ["online pointer" if damage == "pointer" else "online rows"]
 
@@ -272,7 +288,7 @@ def test_a_missing_index_is_found(make_project: MakeProject) -> None:
 
 def test_an_index_of_another_row_count_is_found(make_project: MakeProject) -> None:
     project = chain(make_project)
-    make_project([(i, float(i)) for i in range(50)], project={"online": "lmdb:./online"}, view=INDEXED).run()
+    make_project([(i, float(i)) for i in range(50)], project={"online": "table:./online"}, view=INDEXED).run()
     shutil.rmtree(index_folder(project, 4))
     shutil.copytree(index_folder(project, 3), index_folder(project, 4))
     assert bad(project)["index"].startswith("it holds 60 vectors, the snapshot 50")

@@ -19,11 +19,14 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import pytest
+import xxhash
 from prometheus_client.parser import text_string_to_metric_families
 
 from store.api import wire
+from store.feature_view import Feature, FeatureView
 from store.lookup import MAX_KEYS
-from tests.server import Reply, Server, make_folder, read_reply, slow, write_numbers
+from store.online.codec import RowCodec
+from tests.server import Reply, Server, damage_row, make_folder, read_reply, slow, write_numbers
 
 PAIRS = [("a/b", "c"), ("a", "b/c"), ("50%", "%2F"), ("é€😀", "x y"), ("..", "."), ("?", "#&=+"), ("%25", "%")]
 TEXTS = ["a/b", "/a", "a/", "a//b", "50%", "%2F", "%252F", "é€😀", "a b", "..", "../x", "?#&=+", "\t\x7f", "x" * 511]
@@ -37,7 +40,7 @@ def _values(columns: str, rows: Sequence[tuple[str, ...]]) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Views of rows 1, 2, 3; since they were published, 9, 13 and 14 came into the source."""
+    """Views of rows 1, 2, 3; since they were published, 9, 13 and 14 came into the source, and row 2 of the spoilt ones was damaged."""
     folder = tmp_path_factory.mktemp("api")
     views: dict[str, dict[str, Any]] = {
         "numbers": {},
@@ -48,8 +51,14 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "broken": {**slow(0, fail_on=13, nan_on=14), "index": None},
         "pairs": {"entity": ["shop", "item"], "source": _values("shop, item", PAIRS)},
         "texts": {"source": _values("id", [(text,) for text in TEXTS])},
+        "spoilt": {"fallback": None},
+        "spoilt_backed": {},
+        "twins": {"source": {"sql": "SELECT * FROM (VALUES (1, 5.0), (2, 5.0)) AS t(id, x)"}},
     }
-    make_folder(folder, views).publish_all()
+    project = make_folder(folder, views)
+    project.publish_all()
+    for view in ("spoilt", "spoilt_backed"):
+        damage_row(project, view, 2.0)
     write_numbers(folder, [1, 2, 3, 9, 13, 14])
     with Server(folder) as server:
         yield server
@@ -99,6 +108,19 @@ def arrow_compressed_as_of_old(keys: list[str], codec: str) -> bytes:
     return bytes(body)
 
 
+VIEWS = [
+    "broken",
+    "cosine",
+    "expired",
+    "numbers",
+    "pairs",
+    "renewed",
+    "spoilt",
+    "spoilt_backed",
+    "stale",
+    "texts",
+    "twins",
+]
 LOOKUP, SEARCH = "/v1/views/numbers/lookup", "/v1/views/numbers/search"
 
 # ---- rows
@@ -219,9 +241,65 @@ def test_another_row_snapshot_or_computation_has_another_etag(api: Server) -> No
     assert api.get("/v1/views/numbers/rows/77", if_none_match="*").status == 404
 
 
+def test_an_etag_is_the_snapshot_and_the_rows_own_checksum(api: Server) -> None:
+    """Of key, time, snapshot and values: rows of equal values have two, and every replica the same one for the same row."""
+    features = (Feature("double", "float64"), Feature("vector", "float32", dim=4))
+    tag = RowCodec(FeatureView("twins", ("id",), features, ttl_s=1, stale_for_s=1)).schema_tag
+    etags = set()
+    for key in (b"1", b"2"):
+        for accept in (wire.JSON, wire.ARROW):
+            etag = api.get(f"/v1/views/twins/rows/{key.decode()}", accept=accept).headers["etag"]
+            at = datetime.fromisoformat(api.get(f"/v1/views/twins/rows/{key.decode()}").json["computed_at"])
+            at_us = round(at.timestamp() * 1e6)
+            behind = struct.pack("<qIIBd4f", at_us, 1, tag, 0, 10.0, 5.0, 6.0, 7.0, 8.0)
+            checksum = xxhash.xxh3_64_intdigest(behind) ^ xxhash.xxh3_64_intdigest(key)
+            assert etag == f'"1-{checksum.to_bytes(8, "little").hex()}"'
+            etags.add(etag)
+    assert len(etags) == 2
+
+
 def test_head_is_get_without_the_body(api: Server) -> None:
     head, get = api.request("HEAD", "/v1/views/numbers/rows/1"), api.get("/v1/views/numbers/rows/1")
     assert (head.status, head.body, head.headers["etag"]) == (200, b"", get.headers["etag"])
+
+
+def test_a_damaged_row_is_a_problem_of_its_own_and_no_others(api: Server) -> None:
+    before = _metrics(api)
+    alone = api.get("/v1/views/spoilt/rows/2")
+    alone.check_problem(500, "damaged")
+    assert (alone.headers["cache-control"], "etag" in alone.headers, "age" in alone.headers) == ("no-store", False, False)
+    api.get("/v1/views/spoilt/rows/2", if_none_match="*").check_problem(500, "damaged")
+    expected = [("fresh", None, 2.0), ("missing", "damaged", None), ("fresh", None, 6.0), ("missing", "unknown_entity", None)]
+    keys = [1, 2, 3, 77]
+    told = [
+        api.lookup("spoilt", keys),
+        api.post("/v1/lookup", {"requests": [{"view": "spoilt", "keys": keys}]}).json["responses"][0]["rows"],
+    ]
+    for rows in told:
+        assert [(r["status"], r.get("reason"), r["features"] and r["features"]["double"]) for r in rows] == expected
+    table = api.post("/v1/views/spoilt/lookup", {"keys": keys}, accept=wire.ARROW).arrow
+    assert list(zip(*(table[name].to_pylist() for name in ("status", "reason", "double")), strict=True)) == expected
+    grown = {key: value - before.get(key, 0) for key, value in _metrics(api).items()}
+    assert grown["precompute_damaged_rows_total", (("view", "spoilt"),)] == 5
+    assert grown["precompute_problems_total", (("code", "damaged"),)] == 2
+    assert ("precompute_damaged_rows_total", (("view", "numbers"),)) not in grown
+
+
+def test_a_search_leaves_a_damaged_row_out(api: Server) -> None:
+    reply = api.post("/v1/views/spoilt/search", {"vector": [2, 3, 4, 5], "k": 3})
+    assert (reply.status, [row["key"] for row in reply.json["rows"]]) == (200, ["1", "3"])
+    api.post("/v1/views/spoilt/search", {"key": 2}).check_problem(404, "damaged")
+
+
+def test_a_damaged_row_is_computed_where_a_model_stands_behind_it(api: Server) -> None:
+    before = _metrics(api)
+    alone = api.get("/v1/views/spoilt_backed/rows/2")
+    assert (alone.status, alone.json["status"], alone.json["features"]["double"]) == (200, "computed", 4.0)
+    rows = api.lookup("spoilt_backed", [1, 2])
+    assert [(row["status"], row["features"]["double"]) for row in rows] == [("fresh", 2.0), ("computed", 4.0)]
+    api.get("/v1/views/spoilt_backed/rows/2?fallback=false").check_problem(500, "damaged")
+    key = ("precompute_damaged_rows_total", (("view", "spoilt_backed"),))
+    assert _metrics(api)[key] - before.get(key, 0) == 3
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -389,7 +467,7 @@ def test_a_neighbour_is_a_row_with_its_freshness_and_the_features_asked_for(api:
 
 def test_views_lists_what_is_live(api: Server) -> None:
     views = {view["view"]: view for view in api.get("/v1/views").json["views"]}
-    assert sorted(views) == ["broken", "cosine", "expired", "numbers", "pairs", "renewed", "stale", "texts"]
+    assert sorted(views) == VIEWS
     numbers = views["numbers"]
     assert datetime.fromisoformat(numbers.pop("published_at")).utcoffset() is not None
     assert 0 < numbers.pop("age_s") < 3600
@@ -414,8 +492,8 @@ def test_views_lists_what_is_live(api: Server) -> None:
 def test_it_is_alive_and_ready_and_says_which_snapshots(api: Server) -> None:
     assert api.get("/livez").status == 200
     ready = api.get("/readyz")
-    fallbacks = dict.fromkeys(["broken", "numbers", "pairs", "renewed", "texts"], "ready")
-    views = dict.fromkeys(["broken", "cosine", "expired", "numbers", "pairs", "renewed", "stale", "texts"], 1)
+    fallbacks = dict.fromkeys(["broken", "numbers", "pairs", "renewed", "spoilt_backed", "texts", "twins"], "ready")
+    views = dict.fromkeys(VIEWS, 1)
     assert (ready.status, ready.json) == (200, {"status": "ready", "views": views, "fallback": fallbacks})
 
 

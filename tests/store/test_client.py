@@ -20,12 +20,12 @@ from store.errors import OnlineStoreError, PrecomputeError, RequestError
 from store.lookup import ANSWER_FIELDS, Lookup
 from tests.conftest import free_port
 from tests.scene import Scene
-from tests.server import Server, make_folder, slow, write_numbers
+from tests.server import Server, damage_row, make_folder, slow, write_numbers
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Scene:
-    """Rows 1, 2, 3 are published; 9 and 13 came into the source since, and the model fails on 13."""
+    """Rows 1, 2, 3 are published; 9 and 13 came into the source since, and the model fails on 13. Row 2 of the spoilt view was damaged."""
     folder = tmp_path_factory.mktemp("client")
     pairs = {"sql": "SELECT * FROM (VALUES ('a/b', '50%', 1.0), ('é', '../x y', 2.0)) AS t(shop, item, x)"}
     views: dict[str, dict[str, Any]] = {
@@ -34,9 +34,11 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Scene:
         "expired": {"ttl": 0, "stale_for": 0, "fallback": None},
         "renewed": {"ttl": 0, "stale_for": 0},
         "pairs": {"entity": ["shop", "item"], "source": pairs},
+        "spoilt": {"fallback": None},
     }
     project = make_folder(folder, views)
     project.publish_all()
+    damage_row(project, "spoilt", 2.0)
     write_numbers(folder, [1, 2, 3, 9, 13])
     return project
 
@@ -99,6 +101,8 @@ def _json_rows(reply: Any, table: pa.Table) -> list[dict[str, Any]]:
         ("stale", [1, 77], {}),
         ("expired", [1, 77], {}),
         ("renewed", [1, 77], {}),
+        ("spoilt", [1, 2, 3, 77, 2], {}),
+        ("spoilt", [2], {}),
         ("pairs", [["a/b", "50%"], ("é", "../x y"), ("é", "x")], {}),
         ("pairs", ["a%2Fb/50%25", ["a", "b/50%"]], {"features": ["double"]}),
     ],
@@ -201,6 +205,9 @@ def test_a_missing_row_is_an_error_of_the_client_with_status_and_reason(client: 
             client.row("numbers", key, fallback=fallback)
         assert (caught.value.status, caught.value.code) == (status, code)
     assert client.row("numbers", 9)["features"]["double"] == 18.0
+    with pytest.raises(RequestError) as caught:
+        client.row("spoilt", 2)
+    assert (caught.value.status, caught.value.code) == (500, "damaged")
 
 
 @pytest.mark.parametrize(
@@ -236,6 +243,14 @@ def test_a_search_that_is_refused_is_refused_alike(lookup: Lookup, client: Clien
             path.search("numbers", **arguments)
         refusals.append((caught.value.status, caught.value.code, str(caught.value)))
     assert refusals[0] == refusals[1]
+
+
+def test_a_damaged_row_is_left_out_of_a_search_alike(lookup: Lookup, client: Client) -> None:
+    for path in (lookup, client):
+        assert [row["key"] for row in path.search("spoilt", vector=[2, 3, 4, 5])["rows"]] == ["1", "3"]
+        with pytest.raises(RequestError, match="damaged") as caught:
+            path.search("spoilt", key=2)
+        assert (caught.value.status, caught.value.code) == (404, "damaged")
 
 
 def test_views_are_the_same_in_process_and_from_the_client(lookup: Lookup, client: Client) -> None:

@@ -1,19 +1,24 @@
-"""Packed rows come back as they went in, both ways of reading agree, and a row that is not whole is refused."""
+"""Packed rows come back as they went in, both ways of reading agree, and what is not whole is seen, alone and among others."""
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from store.entity_key import key_text
 from store.errors import OnlineStoreError
 from store.feature_view import SCALAR_TYPES, Feature, FeatureView
-from store.online.codec import HEADER_BYTES, MAX_SNAPSHOT, RowCodec
+from store.online.codec import CHECKSUM_BYTES, HEADER_BYTES, MAX_SNAPSHOT, RowCodec, State
+from store.online.found_rows import FoundRows, overlaid
+from store.online.packed import Buffer, Packed
 
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     **{f"float{w}": st.floats(width=w, allow_nan=False) for w in (16, 32, 64)},
@@ -39,21 +44,97 @@ MIXED = (
 MIXED_ROW = {"text": "aé", "score": 1.5, "tags": ["x", "", "yz"], "vector": [2.0, 3.0], "ids": [7, 8]}
 FIXED = (Feature("a", "float32"), Feature("b", "int32"))
 FIXED_ROW = {"a": 1.5, "b": 7}
+VECTOR = (Feature("v", "float32", dim=384),)
+VECTOR_ROW = {"v": [i / 8 for i in range(384)]}
+both_kinds = pytest.mark.parametrize(("features", "row"), [(MIXED, MIXED_ROW), (FIXED, FIXED_ROW)], ids=["mixed", "fixed"])
+
+KEY, OTHER_KEY = b"k0", b"k1"
+AT = 5
+SNAPSHOT = 1
 
 
-def view_of(features: tuple[Feature, ...]) -> FeatureView:
-    return FeatureView("things", ("id",), features, ttl_s=1, stale_for_s=1)
+def view_of(features: tuple[Feature, ...], entity: tuple[str, ...] = ("id",)) -> FeatureView:
+    return FeatureView("things", entity, features, ttl_s=1, stale_for_s=1)
 
 
-def batch_of(features: tuple[Feature, ...], rows: list[dict[str, Any]]) -> pa.RecordBatch:
+def codec_of(features: tuple[Feature, ...]) -> RowCodec:
+    return RowCodec(view_of(features))
+
+
+def batch_of(features: tuple[Feature, ...], rows: Sequence[dict[str, Any]]) -> pa.RecordBatch:
     arrays = [pa.array([row[f.name] for row in rows], f.arrow_type) for f in features]
     return pa.RecordBatch.from_arrays(arrays, [f.name for f in features])
 
 
-def packed(features: tuple[Feature, ...], *rows: dict[str, Any], computed_at: int = 5, snapshot: int = 1) -> list[bytes]:
-    codec = RowCodec(view_of(features))
-    encoded = codec.encode(batch_of(features, list(rows)), np.full(len(rows), computed_at), snapshot)
-    return [bytes(row) for row in encoded.rows()]
+def keys_of(count: int) -> list[bytes]:
+    """``k0``, ``k1``, …: the keys of rows whose keys do not matter."""
+    return [f"k{i}".encode() for i in range(count)]
+
+
+def hashes_of(keys: Sequence[bytes]) -> Any:
+    return np.array([xxhash.xxh3_64_intdigest(key) for key in keys], np.uint64)
+
+
+def packed(
+    features: tuple[Feature, ...],
+    *rows: dict[str, Any],
+    computed_at: int = AT,
+    snapshot: int = SNAPSHOT,
+    keys: Sequence[bytes] | None = None,
+) -> list[bytes]:
+    hashes = hashes_of(keys_of(len(rows)) if keys is None else keys)
+    encoded = codec_of(features).encode(batch_of(features, rows), hashes, np.full(len(rows), computed_at), snapshot)
+    return [bytes(row) for row in encoded.strings()]
+
+
+def tombstones(codec: RowCodec, *keys: bytes, removed_at: int = AT, snapshot: int = SNAPSHOT) -> list[bytes]:
+    return [bytes(row) for row in codec.tombstones(pa.array([k.decode() for k in keys]), removed_at, snapshot).rows.strings()]
+
+
+def verified(
+    codec: RowCodec,
+    values: Sequence[Buffer | None],
+    keys: Sequence[bytes] | None = None,
+    snapshots: Collection[int] = (SNAPSHOT,),
+    damaged: Sequence[bool] | None = None,
+) -> list[tuple[State, int]]:
+    """State and time of each row, after every way of verifying came to the same: all at once from a list and from one buffer, each alone."""
+    keys = keys_of(len(values)) if keys is None else keys
+    marks = None if damaged is None else np.array(damaged, np.bool_)
+    one_buffer = None if b"" in values else Packed.of([b"-", *(v or b"" for v in values)]).slice(1, len(values) + 1)
+    ways = [FoundRows(keys, list(values), damaged=marks)]
+    if one_buffer is not None:
+        ways += [
+            FoundRows(keys, packed=one_buffer, damaged=marks),
+            FoundRows(keys, packed=one_buffer, hashes=hashes_of(keys), damaged=marks),
+        ]
+    answers = []
+    for found in ways:
+        states, times = codec.verify(found, snapshots)
+        assert (str(states.dtype), str(times.dtype), len(states), len(times)) == ("uint8", "int64", len(values), len(values))
+        answers.append([(State(s), at) for s, at in zip(states.tolist(), times.tolist(), strict=True)])
+    for i, (key, value) in enumerate(zip(keys, values, strict=True)):
+        mark = None if marks is None else marks[i : i + 1]
+        alone = [FoundRows([key], [value], damaged=mark)]
+        if value != b"":
+            alone.append(FoundRows([key], packed=Packed.of([value or b""]), damaged=mark))
+        for found in alone:
+            assert codec.verify_one(found, snapshots) == answers[0][i], (i, bytes(value or b"").hex())
+    assert all(answer == answers[0] for answer in answers)
+    return answers[0]
+
+
+DAMAGED, ABSENT = (State.DAMAGED, 0), (State.ABSENT, 0)
+
+
+def whole(at: int = AT) -> tuple[State, int]:
+    return State.WHOLE, at
+
+
+def flipped(row: bytes) -> list[bytes]:
+    """The row with each of its bits flipped, one at a time."""
+    bits = np.unpackbits(np.frombuffer(row, np.uint8))
+    return [bytes(r) for r in np.packbits(bits ^ np.eye(len(bits), dtype=np.uint8), axis=1)]
 
 
 def plain(value: Any) -> Any:
@@ -63,26 +144,36 @@ def plain(value: Any) -> Any:
 
 def read_both_ways(codec: RowCodec, values: list[bytes | None], features: list[str] | None = None) -> list[dict[str, Any] | None]:
     """The rows as :meth:`decode` reads them, after :meth:`decode_one` read the same; Arrow finds its columns sound."""
-    decoded = codec.decode(values, features)
+    present = np.array([v is not None for v in values], np.bool_)
+    rows = Packed.of([b"" if v is None else v for v in values])
+    decoded = codec.decode(rows, present, features)
     for column in decoded.columns:
         column.validate(full=True)
-    assert decoded.present.tolist() == [v is not None for v in values]
-    assert decoded.all_present == (None not in values)
+    if present.all():
+        assert codec.decode(rows, None, features).columns == decoded.columns
+        assert codec.decode(rows, None, features).computed_at_us.tolist() == decoded.computed_at_us.tolist()
     names = [f.name for f in codec.features] if features is None else features
     columns = [column.to_pylist() for column in decoded.columns]
-    rows: list[dict[str, Any] | None] = []
+    read: list[dict[str, Any] | None] = []
     for i, value in enumerate(values):
         row = {name: column[i] for name, column in zip(names, columns, strict=True)}
         if value is None:
             assert set(row.values()) <= {None}
-            rows.append(None)
+            assert decoded.computed_at_us[i] == 0
+            read.append(None)
             continue
         at, one = codec.decode_one(value, features)
         assert at == decoded.computed_at_us[i]
         assert list(one) == names
         assert {name: plain(v) for name, v in one.items()} == row
-        rows.append(row)
-    return rows
+        read.append(row)
+    return read
+
+
+def decode(codec: RowCodec, values: Sequence[bytes | None]) -> Any:
+    """:meth:`decode` of those rows that are not None."""
+    present = None if None not in values else np.array([v is not None for v in values], np.bool_)
+    return codec.decode(Packed.of([b"" if v is None else v for v in values]), present)
 
 
 def value_of(f: Feature) -> st.SearchStrategy[Any]:
@@ -99,19 +190,22 @@ def test_every_row_of_every_kind_comes_back_as_it_went_in(data: st.DataObject) -
     rows = data.draw(st.lists(st.fixed_dictionaries({f.name: st.none() | value_of(f) for f in features}), max_size=6))
     times = data.draw(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=len(rows), max_size=len(rows)))
     cut = data.draw(st.integers(0, len(rows)))
-    codec = RowCodec(view_of(features))
+    codec = codec_of(features)
     batch = batch_of(features, rows).slice(cut)  # a slice has offsets, which the buffers know nothing of
-    encoded = codec.encode(batch, np.array(times[cut:], np.int64), MAX_SNAPSHOT)
+    keys = data.draw(st.lists(st.binary(min_size=1, max_size=9), min_size=len(batch), max_size=len(batch)))
+    encoded = codec.encode(batch, hashes_of(keys), np.array(times[cut:], np.int64), MAX_SNAPSHOT)
     assert len(encoded) == len(rows) - cut
-    values: list[bytes | None] = [bytes(row) for row in encoded.rows()]
+    values: list[bytes | None] = [bytes(row) for row in encoded.strings()]
     missing = data.draw(st.lists(st.booleans(), min_size=len(values), max_size=len(values)))
     values = [None if gone else value for gone, value in zip(missing, values, strict=True)]
     expected = [None if gone else row for gone, row in zip(missing, rows[cut:], strict=True)]
     assert read_both_ways(codec, values) == expected
-    decoded = codec.decode(values)
+    decoded = decode(codec, values)
     assert [column.type for column in decoded.columns] == [f.arrow_type for f in features]
     found = [int(at) for at, gone in zip(decoded.computed_at_us, missing, strict=True) if not gone]
     assert found == [at for at, gone in zip(times[cut:], missing, strict=True) if not gone]
+    states = [ABSENT if gone else whole(at) for gone, at in zip(missing, times[cut:], strict=True)]
+    assert verified(codec, values, keys, [MAX_SNAPSHOT]) == states
 
 
 @pytest.mark.parametrize("feature", EVERY_KIND, ids=lambda f: f.name)
@@ -119,8 +213,8 @@ def test_each_kind_survives_nulls_and_missing_rows_alone(feature: Feature) -> No
     one: Any = {"string": "é", "bool": True}.get(feature.dtype, 1)
     value = [one] * feature.dim if feature.dim else [one, one] if feature.max_items else one
     rows = [{feature.name: v} for v in (None, value, None, value)]
-    first, second, third, fourth = packed((feature,), *rows)
-    codec = RowCodec(view_of((feature,)))
+    first, second, third, fourth = packed((feature,), *rows, keys=[KEY] * 4)
+    codec = codec_of((feature,))
     mixed: list[list[bytes | None]] = [
         [first, None, second, third, None, fourth],
         [second],
@@ -132,13 +226,14 @@ def test_each_kind_survives_nulls_and_missing_rows_alone(feature: Feature) -> No
     for values in mixed:
         expected = [None if v is None else {feature.name: value if v == second else None} for v in values]
         assert read_both_ways(codec, values) == expected
+        assert verified(codec, values, [KEY] * len(values)) == [ABSENT if v is None else whole() for v in values]
 
 
 def test_not_a_number_stays_one() -> None:
     features = (Feature("x", "float16"), Feature("v", "float64", dim=2), Feature("l", "float32", max_items=2))
     (row,) = packed(features, {"x": np.float16("nan"), "v": [np.nan, 1.0], "l": [np.nan]})
-    decoded = [column[0].as_py() for column in RowCodec(view_of(features)).decode([row]).columns]
-    _, one = RowCodec(view_of(features)).decode_one(row)
+    decoded = [column[0].as_py() for column in decode(codec_of(features), [row]).columns]
+    _, one = codec_of(features).decode_one(row)
     for x, v, items in (decoded, list(one.values())):
         assert np.isnan(x)
         assert np.isnan(v[0])
@@ -150,26 +245,40 @@ def test_not_a_number_stays_one() -> None:
 def test_the_null_bits_of_many_features_do_not_run_into_each_other(count: int) -> None:
     features = tuple(Feature(f"f{i}", "int8") for i in range(count))
     rows = [{f.name: None if i == gone else i for i, f in enumerate(features)} for gone in range(count)]
-    assert read_both_ways(RowCodec(view_of(features)), list(packed(features, *rows))) == rows
+    assert read_both_ways(codec_of(features), list(packed(features, *rows))) == rows
 
 
 def test_a_part_of_the_features_is_read_in_the_order_asked_for() -> None:
-    codec = RowCodec(view_of(MIXED))
+    codec = codec_of(MIXED)
     values = [*packed(MIXED, MIXED_ROW, dict.fromkeys(MIXED_ROW)), None]
     for names in (["ids", "text"], ["vector"], ["tags", "score", "ids"], []):
         expected = [{name: MIXED_ROW[name] for name in names}, dict.fromkeys(names), None]
         assert read_both_ways(codec, values, names) == expected
-    for read in (lambda: codec.decode(values, ["nothing"]), lambda: codec.decode_one(values[0] or b"", ["nothing"])):
+    rows = Packed.of(packed(MIXED, MIXED_ROW))
+    for read in (lambda: codec.decode(rows, None, ["nothing"]), lambda: codec.decode_one(values[0] or b"", ["nothing"])):
         with pytest.raises(KeyError):
             read()
 
 
 def test_rows_are_read_from_bytes_and_memoryviews_alike() -> None:
     value = packed(MIXED, MIXED_ROW)[0]
-    codec = RowCodec(view_of(MIXED))
-    for buffer in (value, memoryview(value), memoryview(b"-" + value)[1:]):
-        assert codec.decode([buffer, value]).columns[2].to_pylist() == [MIXED_ROW["tags"]] * 2
+    codec = codec_of(MIXED)
+    buffers: list[Buffer] = [value, memoryview(value), memoryview(b"-" + value)[1:]]
+    assert verified(codec, buffers, [KEY] * 3) == [whole()] * 3
+    assert codec.decode(FoundRows([KEY] * 3, list(buffers)).packed).columns[2].to_pylist() == [MIXED_ROW["tags"]] * 3
+    for buffer in buffers:
         assert codec.decode_one(buffer)[1]["text"] == "aé"
+
+
+@both_kinds
+def test_rows_are_read_from_anywhere_in_a_buffer(features: tuple[Feature, ...], row: dict[str, Any]) -> None:
+    codec = codec_of(features)
+    first, second, third = packed(features, row, row, row)
+    rows = Packed.of([b"before", first, second, third, b"behind"])
+    for some, keys in ((rows.slice(1, 4), keys_of(3)), (rows.slice(2, 3), [b"k1"])):
+        states, _ = codec.verify(FoundRows(keys, packed=some), [SNAPSHOT])
+        assert states.tolist() == [State.WHOLE] * len(keys)
+        assert [column.to_pylist() for column in codec.decode(some).columns] == [[value] * len(keys) for value in row.values()]
 
 
 def test_a_row_has_the_documented_layout_and_no_padding() -> None:
@@ -178,38 +287,90 @@ def test_a_row_has_the_documented_layout_and_no_padding() -> None:
         {"flag": True, "vector": list(range(384)), "text": "é"},
         {"flag": None, "vector": [0.0] * 384, "text": None},
     ]
-    first, second = packed(features, *rows, computed_at=-3, snapshot=9)
-    tag = RowCodec(view_of(features)).schema_tag
-    assert first == struct.pack("<qIIB?384fI", -3, 9, tag, 0, True, *range(384), 2) + "é".encode()
-    assert second == struct.pack("<qIIB?384fI", -3, 9, tag, 0b101, False, *[0.0] * 384, 0)
-    assert RowCodec(view_of((Feature("v", "float32", dim=384),))).fixed_bytes == HEADER_BYTES + 1 + 4 * 384
+    first, second = packed(features, *rows, computed_at=-3, snapshot=MAX_SNAPSHOT)
+    tag = codec_of(features).schema_tag
+    for key, row, fields, text in (
+        (b"k0", first, struct.pack("<qIIB?384fI", -3, MAX_SNAPSHOT, tag, 0, True, *range(384), 2), "é"),
+        (b"k1", second, struct.pack("<qIIB?384fI", -3, MAX_SNAPSHOT, tag, 0b101, False, *[0.0] * 384, 0), ""),
+    ):
+        behind = fields + text.encode()
+        checksum = xxhash.xxh3_64_intdigest(behind) ^ xxhash.xxh3_64_intdigest(key)
+        assert row == checksum.to_bytes(8, "little") + behind
+    assert (HEADER_BYTES, CHECKSUM_BYTES) == (24, 8)
+    assert codec_of(VECTOR).fixed_bytes == 24 + 1 + 4 * 384
 
 
-# ---- rows that are not whole
+def test_a_batch_of_a_snapshot_becomes_rows_under_its_key_texts() -> None:
+    codec = RowCodec(view_of(MIXED, ("shop", "item")))
+    names = [("skipped", 0), ("a/b", 1), ("%", -2), ("", 3)]
+    times = [1, 2**53 + 1, -5, 0]
+    batch = batch_of(MIXED, [MIXED_ROW, dict.fromkeys(MIXED_ROW), MIXED_ROW, MIXED_ROW])
+    batch = batch.append_column("item", pa.array([item for _, item in names], pa.int64()))
+    batch = batch.append_column("shop", pa.array([shop for shop, _ in names]))
+    batch = batch.append_column("computed_at", pa.array(times, pa.timestamp("us", tz="UTC")))
+    for part, first in ((batch, 0), (batch.slice(1), 1), (batch.slice(4), 4)):
+        loaded = codec.row_batch(part, ["shop", "item"], 7)
+        keys = [key_text(name, ("shop", "item")).encode() for name in names[first:]]
+        assert [bytes(key) for key in loaded.keys.strings()] == keys
+        assert (str(loaded.hashes.dtype), loaded.hashes.tolist()) == ("uint64", hashes_of(keys).tolist())
+        rows = [bytes(row) for row in loaded.rows.strings()]
+        assert verified(codec, rows, keys, [7]) == [whole(at) for at in times[first:]]
+        expected = [MIXED_ROW, dict.fromkeys(MIXED_ROW), MIXED_ROW, MIXED_ROW][first:]
+        assert read_both_ways(codec, list(rows)) == expected
 
 
-@pytest.mark.parametrize(("features", "row"), [(MIXED, MIXED_ROW), (FIXED, FIXED_ROW)], ids=["mixed", "fixed"])
-def test_a_row_cut_short_or_too_long_is_refused_at_every_length(features: tuple[Feature, ...], row: dict[str, Any]) -> None:
-    codec = RowCodec(view_of(features))
-    (whole,) = packed(features, row)
-    for wrong in [whole[:n] for n in range(len(whole))] + [whole + b"\0", whole + whole]:
-        for values in ([wrong], [whole, wrong], [wrong, None, whole]):
-            with pytest.raises(OnlineStoreError, match="publish"):
-                codec.decode(values)
-        with pytest.raises(OnlineStoreError, match="publish"):
-            codec.decode_one(wrong)
+# ---- rows that do not vouch for themselves
 
 
-@pytest.mark.parametrize(("features", "row"), [(MIXED, MIXED_ROW), (FIXED, FIXED_ROW)], ids=["mixed", "fixed"])
-def test_rows_of_wrong_lengths_that_make_up_for_each_other_are_refused(
-    features: tuple[Feature, ...], row: dict[str, Any]
-) -> None:
-    codec = RowCodec(view_of(features))
-    first, second = packed(features, row, row)
-    for cut in range(len(first)):
-        for values in ([first[:cut], first[cut:] + second], [first + second[cut:], second[:cut]]):
-            with pytest.raises(OnlineStoreError):
-                codec.decode(values)
+@pytest.mark.parametrize(
+    ("features", "row"), [(MIXED, MIXED_ROW), (FIXED, FIXED_ROW), (VECTOR, VECTOR_ROW)], ids=["mixed", "fixed", "vector"]
+)
+def test_every_flipped_bit_of_a_row_is_seen(features: tuple[Feature, ...], row: dict[str, Any]) -> None:
+    (right,) = packed(features, row)
+    wrong = flipped(right)
+    assert len({*wrong, right}) == 8 * len(right) + 1
+    assert verified(codec_of(features), [right, *wrong], [KEY] * (len(wrong) + 1)) == [whole()] + [DAMAGED] * len(wrong)
+
+
+@both_kinds
+def test_a_row_cut_short_or_too_long_is_seen_at_every_length(features: tuple[Feature, ...], row: dict[str, Any]) -> None:
+    (right,) = packed(features, row)
+    longer = [right + more for more in (b"\0", b"\0" * 8, right[-1:], right)]
+    wrong = [right[:n] for n in range(len(right))] + [right[n:] for n in range(1, len(right))] + longer
+    assert verified(codec_of(features), wrong, [KEY] * len(wrong)) == [DAMAGED] * len(wrong)
+
+
+@both_kinds
+def test_a_row_is_whole_under_its_own_key_alone(features: tuple[Feature, ...], row: dict[str, Any]) -> None:
+    codec = codec_of(features)
+    first, second, third = packed(features, row, row, row)
+    assert len({first, second, third}) == 3
+    assert verified(codec, [first, second, third]) == [whole()] * 3
+    assert verified(codec, [second, first, third]) == [DAMAGED, DAMAGED, whole()]
+    keys = [KEY[:-1], KEY + b"\0", b"", KEY.upper(), bytes(reversed(KEY)), KEY]
+    assert verified(codec, [first] * len(keys), keys) == [DAMAGED] * 5 + [whole()]
+
+
+@both_kinds
+def test_a_row_of_another_snapshot_is_damaged(features: tuple[Feature, ...], row: dict[str, Any]) -> None:
+    codec = codec_of(features)
+    rows = [packed(features, row, snapshot=number)[0] for number in (0, 1, 2, 3, MAX_SNAPSHOT)]
+    keys = [KEY] * len(rows)
+    assert verified(codec, rows, keys, {1, 3}) == [DAMAGED, whole(), DAMAGED, whole(), DAMAGED]
+    assert verified(codec, rows, keys, frozenset((2,))) == [DAMAGED, DAMAGED, whole(), DAMAGED, DAMAGED]
+    assert verified(codec, rows, keys, [MAX_SNAPSHOT, 0]) == [whole(), DAMAGED, DAMAGED, DAMAGED, whole()]
+    assert verified(codec, rows, keys, []) == [DAMAGED] * 5
+
+
+def test_a_row_put_together_of_two_whole_ones_is_damaged() -> None:
+    """Values computed then under a time of now, and the like: no header goes with another row's values."""
+    codec = codec_of(FIXED)
+    (old,) = packed(FIXED, FIXED_ROW, computed_at=1)
+    (new,) = packed(FIXED, {"a": 2.5, "b": 8}, computed_at=2)
+    mixed = [old[:cut] + new[cut:] for cut in range(1, len(old))] + [new[:cut] + old[cut:] for cut in range(1, len(old))]
+    expected = [whole({old: 1, new: 2}[row]) if row in (old, new) else DAMAGED for row in mixed]
+    assert verified(codec, mixed, [KEY] * len(mixed)) == expected
+    assert expected.count(DAMAGED) > len(mixed) // 2
 
 
 @pytest.mark.parametrize(
@@ -220,46 +381,227 @@ def test_rows_of_wrong_lengths_that_make_up_for_each_other_are_refused(
         (Feature("a", "float32"), Feature("b", "int32"), Feature("c", "int8")),
         (Feature("a", "float32"),),
         (Feature("a", "float32", dim=1), Feature("b", "int32")),
+        (Feature("a", "int32"), Feature("b", "float32")),
         (Feature("a", "string"), Feature("b", "int32")),
+        (Feature("a", "float32"), Feature("b", "int32", max_items=4)),
     ],
     ids=repr,
 )
-def test_a_row_of_another_schema_is_refused(other: tuple[Feature, ...]) -> None:
-    codec = RowCodec(view_of(FIXED))
-    row = {f.name: "abc" if f.dtype == "string" else [1] if f.dim else 1 for f in other}
+def test_a_row_of_another_schema_is_damaged(other: tuple[Feature, ...]) -> None:
+    row = {f.name: "abc" if f.dtype == "string" else [1] if f.dim or f.max_items else 1 for f in other}
     (foreign,) = packed(other, row)
     (own,) = packed(FIXED, FIXED_ROW)
-    for values in ([foreign], [own, foreign], [None, foreign]):
-        with pytest.raises(OnlineStoreError):
-            codec.decode(values)
-    with pytest.raises(OnlineStoreError):
-        codec.decode_one(foreign)
+    assert verified(codec_of(FIXED), [own, foreign, None], [KEY] * 3) == [whole(), DAMAGED, ABSENT]
+    assert verified(codec_of(other), [own, foreign, None], [KEY] * 3) == [DAMAGED, whole(), ABSENT]
+    assert verified(codec_of(FIXED), tombstones(codec_of(other), KEY), [KEY]) == [DAMAGED]
 
 
 def test_another_limit_on_a_list_is_another_schema() -> None:
     (foreign,) = packed((Feature("l", "int32", max_items=2),), {"l": [1]})
-    codec = RowCodec(view_of((Feature("l", "int32", max_items=3),)))
-    with pytest.raises(OnlineStoreError):
-        codec.decode([foreign])
-    with pytest.raises(OnlineStoreError):
-        codec.decode_one(foreign)
+    assert verified(codec_of((Feature("l", "int32", max_items=3),)), [foreign], [KEY]) == [DAMAGED]
 
 
 @pytest.mark.parametrize(
-    "value", [b"", b"\0" * 8, b"\0" * 300, b"\xff" * 300, b"{}", bytes(range(256))], ids=lambda v: f"{len(v)}"
+    "value",
+    [b"", b"\0", b"\0" * 8, b"\0" * 23, b"\0" * 24, b"\0" * 25, b"\0" * 33, b"\0" * 300, b"\xff" * 300, b"{}", bytes(range(256))],
+    ids=lambda v: f"{len(v)} bytes {v[:1].hex()}",
 )
-def test_what_is_no_row_at_all_is_refused(value: bytes) -> None:
+def test_what_is_no_row_at_all_is_damaged(value: bytes) -> None:
+    for features, row in ((MIXED, MIXED_ROW), (FIXED, FIXED_ROW)):
+        codec = codec_of(features)
+        (own,) = packed(features, row)
+        assert verified(codec, [value]) == [DAMAGED]
+        assert verified(codec, [own, value, None, memoryview(value)]) == [whole(), DAMAGED, ABSENT, DAMAGED]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from([(MIXED, MIXED_ROW), (FIXED, FIXED_ROW)]),
+    st.lists(st.tuples(st.integers(0, 90), st.integers(0, 20), st.binary(max_size=20)), min_size=1, max_size=3),
+)
+def test_a_row_edited_anyhow_is_damaged_or_itself(kind: Any, edits: list[tuple[int, int, bytes]]) -> None:
+    """Bytes put in, taken out and written over, anywhere."""
+    features, row = kind
+    (right,) = packed(features, row)
+    edited = right
+    for start, length, put in edits:
+        edited = edited[:start] + put + edited[start + length :]
+    assert verified(codec_of(features), [edited, right], [KEY] * 2) == [whole() if edited == right else DAMAGED, whole()]
+
+
+def test_a_tombstone_is_a_header_alone_and_tells_that_there_is_no_row() -> None:
+    codec = codec_of(FIXED)
+    loaded = codec.tombstones(pa.array(["skipped", "k0", "é"]).slice(1), -7, MAX_SNAPSHOT)
+    keys = [b"k0", "é".encode()]
+    assert ([bytes(key) for key in loaded.keys.strings()], loaded.hashes.tolist()) == (keys, hashes_of(keys).tolist())
+    rows = [bytes(row) for row in loaded.rows.strings()]
+    behind = struct.pack("<qII", -7, MAX_SNAPSHOT, codec.schema_tag)
+    for key, row in zip(keys, rows, strict=True):
+        assert row == (xxhash.xxh3_64_intdigest(behind) ^ xxhash.xxh3_64_intdigest(key)).to_bytes(8, "little") + behind
+    assert verified(codec, rows, keys, [1, MAX_SNAPSHOT]) == [ABSENT] * 2
+    assert verified(codec, rows, keys, [1]) == [DAMAGED] * 2
+    assert verified(codec, rows, keys[::-1], [MAX_SNAPSHOT]) == [DAMAGED] * 2
+    assert len(codec.tombstones(pa.array([], pa.string()), 0, 1)) == 0
+
+
+@both_kinds
+def test_a_tombstone_that_is_damaged_is_not_taken_for_one(features: tuple[Feature, ...], row: dict[str, Any]) -> None:
+    codec = codec_of(features)
+    (right,) = tombstones(codec, KEY)
+    (of_row,) = packed(features, row)
+    headless = (xxhash.xxh3_64_intdigest(b"") ^ xxhash.xxh3_64_intdigest(KEY)).to_bytes(8, "little")
+    wrong = [*flipped(right), *(right[:n] for n in range(24)), right + b"\0", right + right, of_row[:24], headless]
+    assert verified(codec, [right, *wrong], [KEY] * (len(wrong) + 1)) == [ABSENT] + [DAMAGED] * len(wrong)
+
+
+@both_kinds
+def test_what_a_store_could_not_tell_is_damaged_whatever_it_gave(features: tuple[Feature, ...], row: dict[str, Any]) -> None:
+    codec = codec_of(features)
+    (right,) = packed(features, row)
+    values = [right, None, right, None, *tombstones(codec, KEY)]
+    marks = [True, True, False, False, True]
+    expected = [DAMAGED, DAMAGED, whole(), ABSENT, DAMAGED]
+    assert verified(codec, values, [KEY] * 5, damaged=marks) == expected
+    assert verified(codec, values, [KEY] * 5, damaged=[False] * 5) == [whole(), ABSENT, whole(), ABSENT, ABSENT]
+
+
+def test_no_rows_are_nothing() -> None:
     for features in (MIXED, FIXED):
-        codec = RowCodec(view_of(features))
-        with pytest.raises(OnlineStoreError):
-            codec.decode([value])
-        with pytest.raises(OnlineStoreError):
-            codec.decode_one(value)
+        assert verified(codec_of(features), []) == []
+        assert verified(codec_of(features), [None, None]) == [ABSENT] * 2
+        assert read_both_ways(codec_of(features), []) == []
 
 
-MIXED_FIXED_BYTES = RowCodec(view_of(MIXED)).fixed_bytes
-SIZE_FIELDS = {"text": 17, "tags:lengths": 25, "tags": 29, "ids": 41}
-"""Where the sizes of the variable part stand in a row of :data:`MIXED`: header 16, null bits 1, then the fields in order."""
+WAYS: dict[str, Callable[[bytes], bytes | None]] = {
+    "a bit": lambda row: row[:-1] + bytes([row[-1] ^ 1]),
+    "a bit of the checksum": lambda row: bytes([row[0] ^ 128]) + row[1:],
+    "cut to nothing": lambda row: b"",
+    "cut to a header": lambda row: row[:24],
+    "cut in the header": lambda row: row[:9],
+    "a byte short": lambda row: row[:-1],
+    "a byte long": lambda row: row + b"\0",
+    "far too long": lambda row: row * 9,
+    "no row": lambda row: b"noise" * 60,
+}
+
+
+@both_kinds
+@pytest.mark.parametrize("way", WAYS)
+def test_one_damaged_row_among_many_leaves_the_others(features: tuple[Feature, ...], row: dict[str, Any], way: str) -> None:
+    codec, count = codec_of(features), 9
+    names = list(row)
+    rows = [row | {names[0]: None if i % 4 == 3 else row[names[0]]} for i in range(count)]
+    right = packed(features, *rows)
+    for at in range(count):
+        values: list[Buffer | None] = list(right)
+        values[at] = WAYS[way](right[at])
+        assert verified(codec, values) == [DAMAGED if i == at else whole() for i in range(count)]
+        found = FoundRows(keys_of(count), values)
+        states, times = codec.verify(found, [SNAPSHOT])
+        decoded = codec.decode(found.packed, states == State.WHOLE)
+        for column in decoded.columns:
+            column.validate(full=True)
+        assert decoded.computed_at_us.tolist() == times.tolist()
+        expected = [dict.fromkeys(row) if i == at else rows[i] for i in range(count)]
+        assert [
+            dict(zip(names, one, strict=True)) for one in zip(*map(pa.Array.to_pylist, decoded.columns), strict=True)
+        ] == expected
+
+
+def test_rows_that_are_not_looked_at_may_be_anything() -> None:
+    for features, row in ((MIXED, MIXED_ROW), (FIXED, FIXED_ROW)):
+        codec = codec_of(features)
+        first, second = packed(features, row, row | {next(iter(row)): None})
+        noise = [b"", b"\xff" * 7, b"\xff" * codec.fixed_bytes, b"\xff" * 999, first[:-1], second + b"\0"]
+        rows: list[Buffer] = [noise[0], first, *noise[1:4], second, *noise[4:]]
+        present = np.array([value in (first, second) for value in rows])
+        for names in (list(row), [*row][::-1], []):
+            decoded = codec.decode(Packed.of(rows), present, names)
+            expected = [row if r == first else row | {next(iter(row)): None} if r == second else dict.fromkeys(row) for r in rows]
+            assert [column.to_pylist() for column in decoded.columns] == [[one[name] for one in expected] for name in names]
+            assert decoded.computed_at_us.tolist() == [AT if shown else 0 for shown in present]
+        decoded = codec.decode(Packed.of(rows), np.zeros(len(rows), np.bool_))
+        assert [column.null_count for column in decoded.columns] == [len(rows)] * len(row)
+
+
+# ---- an overlay over a base
+
+
+def test_what_an_overlay_has_stands_and_the_base_where_it_has_nothing() -> None:
+    codec = codec_of(FIXED)
+    (base,), (over,) = packed(FIXED, FIXED_ROW), packed(FIXED, FIXED_ROW, computed_at=9, snapshot=2)
+    (gone,), damaged = tombstones(codec, KEY, snapshot=2), over[:-1]
+    pairs: list[tuple[bytes | None, bytes | None, tuple[State, int]]] = [
+        (base, None, whole()),
+        (base, over, whole(9)),
+        (None, over, whole(9)),
+        (None, None, ABSENT),
+        (base, gone, ABSENT),
+        (None, gone, ABSENT),
+        (base, damaged, DAMAGED),
+        (None, damaged, DAMAGED),
+        (damaged, over, whole(9)),
+        (damaged, gone, ABSENT),
+        (damaged, None, DAMAGED),
+    ]
+    keys = [KEY] * len(pairs)
+    under, upper = FoundRows(keys, [p[0] for p in pairs]), FoundRows(keys, [p[1] for p in pairs])
+    expected = [state for _, _, state in pairs]
+    assert verified(codec, overlaid(under, upper).values, keys, {1, 2}) == expected
+    under, upper = (FoundRows(keys, packed=found.packed) for found in (under, upper))
+    assert verified(codec, overlaid(under, upper).values, keys, {1, 2}) == expected
+
+
+@pytest.mark.parametrize("told_by", ["base", "overlay", "both"])
+def test_what_one_of_two_generations_cannot_tell_is_damaged_where_it_would_stand(told_by: str) -> None:
+    """The base's damage is of no account where the overlay has a row; the overlay's always is."""
+    codec = codec_of(FIXED)
+    (base,), (over,) = packed(FIXED, FIXED_ROW), packed(FIXED, FIXED_ROW, computed_at=9, snapshot=2)
+    values: list[tuple[bytes | None, bytes | None]] = [(base, None), (base, over), (None, over), (None, None)]
+    keys, marks = [KEY] * 4, np.ones(4, np.bool_)
+    none = [None if told_by != "overlay" else under for under, _ in values]
+    under = FoundRows(keys, list(none), damaged=None if told_by == "overlay" else marks)
+    upper = FoundRows(
+        keys, [None if told_by != "base" else over for _, over in values], damaged=None if told_by == "base" else marks
+    )
+    found = overlaid(under, upper)
+    states = [State(state) for state in codec.verify(found, {1, 2})[0]]
+    if told_by == "base":
+        assert states == [State.DAMAGED, State.WHOLE, State.WHOLE, State.DAMAGED]
+    else:
+        assert states == [State.DAMAGED] * 4
+
+
+# ---- what a row tells of itself, were it vouched for
+
+
+@both_kinds
+def test_a_row_cut_short_or_too_long_is_refused_at_every_length(features: tuple[Feature, ...], row: dict[str, Any]) -> None:
+    codec = codec_of(features)
+    (right,) = packed(features, row)
+    for wrong in [right[:n] for n in range(len(right))] + [right + b"\0", right + right]:
+        for values in ([wrong], [right, wrong], [wrong, None, right]):
+            with pytest.raises(OnlineStoreError, match="publish"):
+                decode(codec, values)
+        with pytest.raises(OnlineStoreError, match="publish"):
+            codec.decode_one(wrong)
+
+
+@both_kinds
+def test_rows_of_wrong_lengths_that_make_up_for_each_other_are_refused(
+    features: tuple[Feature, ...], row: dict[str, Any]
+) -> None:
+    codec = codec_of(features)
+    first, second = packed(features, row, row)
+    for cut in range(len(first)):
+        for values in ([first[:cut], first[cut:] + second], [first + second[cut:], second[:cut]]):
+            with pytest.raises(OnlineStoreError):
+                decode(codec, values)
+
+
+MIXED_FIXED_BYTES = codec_of(MIXED).fixed_bytes
+SIZE_FIELDS = {"text": 25, "tags:lengths": 33, "tags": 37, "ids": 49}
+"""Where the sizes of the variable part stand in a row of :data:`MIXED`: header 24, null bits 1, then the fields in order."""
 
 
 @pytest.mark.parametrize(
@@ -276,52 +618,52 @@ SIZE_FIELDS = {"text": 17, "tags:lengths": 25, "tags": 29, "ids": 41}
     ],
 )
 def test_sizes_that_add_up_but_do_not_fit_their_content_are_refused(move: dict[str, int]) -> None:
-    (whole,) = packed(MIXED, MIXED_ROW)
-    damaged = bytearray(whole)
+    (right,) = packed(MIXED, MIXED_ROW)
+    damaged = bytearray(right)
     for name, by in move.items():
         at = SIZE_FIELDS[name]
         (size,) = struct.unpack_from("<I", damaged, at)
         struct.pack_into("<I", damaged, at, size + by)
-    codec = RowCodec(view_of(MIXED))
+    codec = codec_of(MIXED)
     with pytest.raises(OnlineStoreError):
         codec.decode_one(bytes(damaged))
-    for values in ([bytes(damaged)], [whole, bytes(damaged), bytes(damaged)]):
+    for values in ([bytes(damaged)], [right, bytes(damaged), bytes(damaged)]):
         with pytest.raises(OnlineStoreError):
-            codec.decode(values)
+            decode(codec, values)
 
 
 def test_two_halves_of_a_number_in_two_rows_do_not_make_a_number() -> None:
     """Both rows tell half an int32 too little and too much: together the bytes divide by four again."""
     features = (Feature("text", "string"), Feature("ids", "int32", max_items=4))
-    (whole,) = packed(features, {"text": "aa", "ids": [7, 8]})
+    (right,) = packed(features, {"text": "aa", "ids": [7, 8]})
     damaged = []
     for by in (2, -2):
-        row = bytearray(whole)
-        for at, sign in ((17, -1), (21, 1)):
+        row = bytearray(right)
+        for at, sign in ((25, -1), (29, 1)):
             (size,) = struct.unpack_from("<I", row, at)
             struct.pack_into("<I", row, at, size + sign * by)
         damaged.append(bytes(row))
-    codec = RowCodec(view_of(features))
+    codec = codec_of(features)
     for values in (damaged, [damaged[0]], [damaged[1]]):
         with pytest.raises(OnlineStoreError):
-            codec.decode(values)
+            decode(codec, values)
     for one in damaged:
         with pytest.raises(OnlineStoreError):
             codec.decode_one(one)
 
 
 def test_a_flipped_byte_anywhere_is_refused_or_read_alike_both_ways() -> None:
-    """A row carries no checksum, so a flipped number is a number; but its structure must hold or be refused."""
-    codec = RowCodec(view_of(MIXED))
-    (whole,) = packed(MIXED, MIXED_ROW)
+    """Rows are verified before they are read; were they not, a flipped number is a number, but the structure must hold or be refused."""
+    codec = codec_of(MIXED)
+    (right,) = packed(MIXED, MIXED_ROW)
     wrong = []
-    for at in range(len(whole)):
+    for at in range(len(right)):
         for bit in range(8):
-            damaged = bytearray(whole)
+            damaged = bytearray(right)
             damaged[at] ^= 1 << bit
             where = f"byte {at} (variable part from {MIXED_FIXED_BYTES}), bit {bit}"
             try:
-                decoded = codec.decode([bytes(damaged)])
+                decoded = decode(codec, [bytes(damaged)])
                 for column in decoded.columns:
                     column.validate(full=True)
                 many: Any = repr({f.name: c[0].as_py() for f, c in zip(MIXED, decoded.columns, strict=True)})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -22,9 +22,12 @@ from store.feature_view import Feature, FeatureView, IndexSpec
 from store.freshness import Reason
 from store.lookup import ANSWER_FIELDS, MAX_KEYS, MAX_NEIGHBOURS, Computed, Lookup, Miss
 from store.lookup_options import LookupOptions
-from store.online.codec import Buffer, RowCodec
-from store.online.online_store import MemoryStore, OnlineStore, Pointer
+from store.online import kernels
+from store.online.codec import RowCodec
+from store.online.found_rows import FoundRows
+from store.online.online_store import Generation, MemoryStore, OnlineStore, Pointer
 from store.online.online_url import open_online_store
+from store.online.packed import Packed, RowBatch
 from store.online.vector_index import build_index
 from store.record import replace
 from tests.conftest import free_port
@@ -79,28 +82,102 @@ class House:
         return Lookup(self.online, self.root, fallback, clock=lambda: NOW, monotonic=lambda: 0.0)
 
     def publish(
-        self, rows: Mapping[Any, Row], number: int = 1, *, name: str = "things", metric: str | None = None, at: str = "now"
+        self,
+        rows: Mapping[Any, Row],
+        number: int = 1,
+        *,
+        name: str = "things",
+        metric: str | None = None,
+        at: str = "now",
+        over: Pointer | None = None,
+        removed: Iterable[Any] = (),
+        damage: Mapping[Any, Callable[[bytes], bytes]] | None = None,
+        lossy: bool = False,
+        indexed: Mapping[Any, Row] | None = None,
     ) -> Pointer:
+        """Load rows as the generation of this number and flip to it.
+
+        Args:
+            rows: of the generation.
+            number: of snapshot and generation.
+            name: of the view.
+            metric: of a vector index over the rows, or over those ``indexed``.
+            at: when, as the pointer tells.
+            over: what was live: the rows are an overlay over its base.
+            removed: keys that left.
+            damage: key → what becomes of its packed row.
+            lossy: the store may drop rows by itself.
+            indexed: the rows of the whole snapshot.
+        """
         view = FeatureView(
             name, self.entity, FEATURES, TTL, STALE_FOR, IndexSpec("vector", metric) if metric else None, **self.changes
         )
-        keys = [key_text(key, self.entity) for key in rows]
-        batch = batch_of(FEATURES, [features_of(row.x, row.null) for row in rows.values()])
-        packed = RowCodec(view).encode(batch, np.array([row.at_us for row in rows.values()], np.int64), number)
-        self.online.load(name, number, [([key.encode() for key in keys], list(packed.rows()))])
+        batches = [
+            packed_rows(view, [key_text(key, self.entity) for key in rows], list(rows.values()), number, self.entity, damage)
+        ]
+        gone = pa.array([key_text(key, self.entity) for key in removed], pa.string())
+        batches.append(damaged_rows(RowCodec(view).tombstones(gone, NOW_US, number), self.entity, damage))
+        base = number if over is None else over.generation
+        loaded = self.online.load(name, Generation(number, number, None if over is None else base), iter(batches))
+        assert loaded == len(rows) + len(gone)
         index = f"{name}/index/{number}" if metric else None
         if index:
-            build_index(self.root / index, [(pa.array(keys), batch.column("vector"))], 2, metric or "")
-        oldest = min((row.at_us for row in rows.values()), default=None)
-        inputs = {"x": "double", "y": "string"}
-        pointer = Pointer(view, number, number, f"model {number}", len(keys), 2 * len(keys), at, oldest, inputs, {}, index)
+            all_rows = rows if indexed is None else indexed
+            vectors = batch_of(FEATURES, [features_of(row.x, row.null) for row in all_rows.values()]).column("vector")
+            build_index(
+                self.root / index, [(pa.array([key_text(key, self.entity) for key in all_rows]), vectors)], 2, metric or ""
+            )
+        pointer = Pointer(
+            view,
+            number,
+            number,
+            f"model {number}",
+            len(rows),
+            2 * len(rows),
+            at,
+            min((row.at_us for row in rows.values()), default=None),
+            {"x": "double", "y": "string"},
+            {},
+            index,
+            generation=base,
+            base_snapshot=number if over is None else over.base_snapshot,
+            overlay=None if over is None else number,
+            lossy=lossy,
+        )
         self.online.flip(pointer)
         return pointer
 
 
-@pytest.fixture(params=["memory", "lmdb", "redis"])
+def packed_rows(
+    view: FeatureView,
+    keys: Sequence[str],
+    rows: Sequence[Row],
+    number: int,
+    entity: Sequence[str] = ("id",),
+    damage: Mapping[Any, Callable[[bytes], bytes]] | None = None,
+) -> RowBatch:
+    """Rows of a snapshot as they are loaded."""
+    packed_keys = Packed.of([key.encode() for key in keys])
+    hashes = kernels.hashes(packed_keys)
+    batch = batch_of(FEATURES, [features_of(row.x, row.null) for row in rows])
+    times = np.array([row.at_us for row in rows], np.int64)
+    return damaged_rows(RowBatch(packed_keys, RowCodec(view).encode(batch, hashes, times, number), hashes), entity, damage)
+
+
+def damaged_rows(batch: RowBatch, entity: Sequence[str], damage: Mapping[Any, Callable[[bytes], bytes]] | None) -> RowBatch:
+    """The batch with some of its rows damaged."""
+    by_key = {key_text(key, entity).encode(): change for key, change in (damage or {}).items()}
+    rows = [
+        by_key.get(bytes(key), bytes)(bytes(row)) for key, row in zip(batch.keys.strings(), batch.rows.strings(), strict=True)
+    ]
+    return RowBatch(batch.keys, Packed.of(rows), batch.hashes)
+
+
+@pytest.fixture(params=["memory", "table", "redis"])
 def house(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[House]:
-    url = {"memory": "memory:", "lmdb": f"lmdb:{tmp_path / 'online'}"}.get(request.param) or request.getfixturevalue("redis_url")
+    url = {"memory": "memory:", "table": f"table:{tmp_path / 'online'}"}.get(request.param) or request.getfixturevalue(
+        "redis_url"
+    )
     online = open_online_store(url)
     yield House(online, tmp_path / "root")
     online.close()
@@ -352,8 +429,10 @@ def test_a_view_with_other_features_is_read_by_its_own_schema(house: House) -> N
     lookup = house.lookup()
     lookup.get("things", ["new"], features=["label"])
     view = FeatureView("things", ("id",), (Feature("label", "int8"), Feature("added", "bool")), TTL, STALE_FOR)
-    packed = RowCodec(view).encode(batch_of(view.features, [{"label": 5, "added": True}]), np.array([NOW_US]), 2)
-    house.online.load("things", 2, [([b"new"], list(packed.rows()))])
+    keys = Packed.of([b"new"])
+    hashes = kernels.hashes(keys)
+    rows = RowCodec(view).encode(batch_of(view.features, [{"label": 5, "added": True}]), hashes, np.array([NOW_US]), 2)
+    house.online.load("things", Generation(2, 2), iter([RowBatch(keys, rows, hashes)]))
     house.online.flip(Pointer(view, 2, 2, "model 2", 1, 1, "now", NOW_US))
     assert lookup.row("things", "new")["features"] == {"label": 5, "added": True}
     assert lookup.row("things", "new", features=["label"])["features"] == {"label": 5}
@@ -381,22 +460,6 @@ def test_a_limit_that_is_no_span_of_time_is_refused(memory: House, name: str, li
     assert refused(lambda: memory.lookup().get("things", ["new"], **{name: limit})) == (400, "bad_request")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("damaged", [b"", b"\0", b"short", b"\0" * 15, b"\0" * 16, b"\0" * 500], ids=len)
-@pytest.mark.parametrize("keys", [["new"], ["new", "nobody"], ["expired", "new"]], ids=str)
-def test_a_damaged_row_is_the_stores_error_and_no_other(memory: House, keys: list[str], damaged: bytes) -> None:
-    pointer = memory.publish(ROWS)
-    codec = RowCodec(pointer.view)
-    old = codec.encode(batch_of(FEATURES, [features_of(1.0)]), np.array([ROWS["expired"].at_us]), 2)
-    fresh_header = NOW_US.to_bytes(8, "little")
-    memory.online.load("things", 2, [([b"new", b"expired"], [(fresh_header + damaged[8:])[: len(damaged)], *old.rows()])])
-    memory.online.flip(Pointer(pointer.view, 2, 2, "model 2", 2, 2, "now", NOW_US))
-    lookup = memory.lookup()
-    with pytest.raises(OnlineStoreError):
-        lookup.get("things", keys)
-    with pytest.raises(OnlineStoreError):
-        lookup.row("things", "new")
-
-
 def test_a_store_that_does_not_answer_is_its_own_error(tmp_path: Path) -> None:
     lookup = Lookup.open(f"redis://127.0.0.1:{free_port()}/0", tmp_path)
     for call in (
@@ -414,9 +477,9 @@ def test_a_store_that_does_not_answer_is_its_own_error(tmp_path: Path) -> None:
 
 
 def test_a_lookup_opened_by_url_answers_by_the_wall_clock(tmp_path: Path) -> None:
-    house = House(open_online_store(f"lmdb:{tmp_path / 'online'}"), tmp_path)
+    house = House(open_online_store(f"table:{tmp_path / 'online'}"), tmp_path)
     house.publish({"new": Row(1.0, NOW - time.time())})
-    lookup = Lookup.open(f"lmdb:{tmp_path / 'online'}")
+    lookup = Lookup.open(f"table:{tmp_path / 'online'}")
     row = lookup.row("things", "new")
     assert (row["status"], row["features"]["double"]) == ("fresh", 2.0)
     assert 0 <= row["age_s"] < TTL
@@ -508,6 +571,183 @@ def test_what_went_back_to_an_older_generation_answers_from_it(house: House) -> 
     assert ask(lookup, ["a", "b"]) == [there("a", Row(1.0), "fresh"), there("b", Row(2.0), "fresh")]
 
 
+# ---- rows that do not vouch for themselves
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "a bit of a value": lambda row: row[:30] + bytes([row[30] ^ 1]) + row[31:],
+    "a bit of its time": lambda row: row[:12] + bytes([row[12] ^ 4]) + row[13:],
+    "a bit of its checksum": lambda row: bytes([row[0] ^ 1]) + row[1:],
+    "another snapshot's number": lambda row: row[:16] + (7).to_bytes(4, "little") + row[20:],
+    "another schema's tag": lambda row: row[:20] + bytes(4) + row[24:],
+    "a byte short": lambda row: row[:-1],
+    "a byte long": lambda row: row + b"\0",
+    "a header alone": lambda row: row[:24],
+    "a byte": lambda row: row[:1],
+    "zeros": lambda row: bytes(len(row)),
+    "far too long": lambda row: row * 20,
+    "no row at all": lambda row: b"WRONGTYPE" * 40,
+}
+OTHER_ROWS: dict[str, Callable[[FeatureView], RowBatch]] = {
+    "another key's row": lambda view: packed_rows(view, ["null"], [ROWS["null"]], 1),
+    "another snapshot's row": lambda view: packed_rows(view, ["new"], [Row(9.0)], 2),
+}
+
+
+@pytest.mark.parametrize("way", [*DAMAGE, *OTHER_ROWS])
+def test_a_damaged_row_is_missing_and_leaves_the_others(house: House, way: str) -> None:
+    plain = FeatureView("things", ("id",), FEATURES, TTL, STALE_FOR)
+    wrong = DAMAGE.get(way) or (lambda _: bytes(next(OTHER_ROWS[way](plain).rows.strings())))
+    house.publish(ROWS, damage={"new": wrong})
+    lookup = house.lookup()
+    damaged = gone("new", "damaged")
+    assert ask(lookup, list(ANSWERS)) == [damaged if key == "new" else answer for key, answer in ANSWERS.items()]
+    assert ask(lookup, ["new"]) == from_rows([lookup.row("things", "new")]) == [damaged]
+    assert ask(lookup, ["new", "new"]) == [damaged] * 2
+    assert ask(lookup, ["nobody", "new"], features=["tags"]) == [ANSWERS["nobody"], damaged]
+    assert ask(lookup, ["new", "null"], max_age_s=0.0) == [damaged, gone("null", "expired")]
+
+
+def test_damaged_rows_are_counted_each_time_they_are_asked_for(house: House) -> None:
+    house.publish(ROWS, damage=dict.fromkeys(["new", "expired"], DAMAGE["a byte short"]))
+    lookup = house.lookup()
+    for keys, damaged in (
+        (["new"], 1),
+        (["null"], 0),
+        (["nobody"], 0),
+        (list(ANSWERS), 2),
+        (["null", "new", "new", "nobody", "expired"], 3),
+        (["null", "still stale"], 0),
+    ):
+        assert lookup.begin("things", keys).damaged == damaged
+    metrics = Metrics(lookup)
+    for keys in (["null"], ["new", "expired", "null"], ["new"]):
+        metrics.answered("lookup", lookup.begin("things", keys), 0.1)
+    text = metrics.render().decode()
+    assert 'precompute_damaged_rows_total{view="things"} 3.0' in text
+    assert 'precompute_lookup_rows_total{status="missing",view="things"} 3.0' in text
+
+
+def test_all_rows_damaged_is_an_answer_too(house: House) -> None:
+    house.publish(ROWS, damage=dict.fromkeys(ROWS, DAMAGE["zeros"]))
+    assert ask(house.lookup(), list(ROWS)) == [gone(key, "damaged") for key in ROWS]
+
+
+def test_what_is_live_of_another_schema_is_damaged_and_no_noise(memory: House) -> None:
+    """As after an operator moved a pointer by hand."""
+    pointer = memory.publish(ROWS)
+    other = FeatureView("things", ("id",), (*FEATURES[1:], Feature("double", "int64")), TTL, STALE_FOR)
+    memory.online.flip(replace(pointer, view=other, epoch=2))
+    table = memory.lookup().get("things", ["new", "null", "nobody"])
+    assert table["reason"].to_pylist() == ["damaged", "damaged", "unknown_entity"]
+    assert [table[f.name].null_count for f in FEATURES] == [3] * len(FEATURES)
+
+
+def test_a_row_that_was_lost_is_told_from_an_unknown_entity_where_the_store_may_lose_rows(house: House) -> None:
+    house.publish(ROWS, damage={"null": DAMAGE["a byte"]}, lossy=True)
+    expected = [ANSWERS["new"], gone("nobody", "not_in_store"), ANSWERS["expired"], gone("null", "damaged")]
+    assert ask(house.lookup(), ["new", "nobody", "expired", "null"]) == expected
+    assert ask(house.lookup(), ["nobody"]) == from_rows([house.lookup().row("things", "nobody")]) == expected[1:2]
+    assert house.lookup().begin("things", ["nobody", "new"]).damaged == 0
+    house.publish(ROWS, 2)
+    assert ask(house.lookup(), ["nobody"]) == [gone("nobody", "unknown_entity", 2)]
+
+
+# ---- an overlay over a base
+
+BASE = {"kept": Row(1.0, 3.0), "changed": Row(2.0, 3.0), "left": Row(3.0, 3.0), "old": Row(4.0, TTL + STALE_FOR + 1)}
+OVER = {"changed": Row(5.0, 1.0), "added": Row(6.0, 1.0), "old": Row(7.0, 1.0)}
+OVERLAID = {
+    "kept": there("kept", BASE["kept"], "fresh", number=2),
+    "changed": there("changed", OVER["changed"], "fresh", number=2),
+    "left": gone("left", "unknown_entity", 2),
+    "old": there("old", OVER["old"], "fresh", number=2),
+    "added": there("added", OVER["added"], "fresh", number=2),
+    "never": gone("never", "unknown_entity", 2),
+    "nobody": gone("nobody", "unknown_entity", 2),
+}
+
+
+def test_an_overlays_rows_stand_over_those_of_its_base(house: House) -> None:
+    base = house.publish(BASE)
+    lookup = house.lookup()
+    before = lookup.begin("things", list(OVERLAID))
+    house.publish(OVER, 2, over=base, removed=["left", "never"])
+    assert ask(lookup, list(OVERLAID)) == list(OVERLAID.values())
+    assert ask(lookup, [*OVERLAID][::-1] * 2) == [*OVERLAID.values()][::-1] * 2
+    for key, answer in OVERLAID.items():
+        assert ask(lookup, [key]) == from_rows([lookup.row("things", key)]) == [answer]
+    assert lookup.begin("things", list(OVERLAID)).damaged == 0
+    names = ["tags", "double"]
+    assert ask(lookup, ["changed", "left"], features=names) == [
+        there("changed", OVER["changed"], "fresh", number=2, features=names),
+        OVERLAID["left"],
+    ]
+    assert [answer["reason"] for answer in from_rows(before.rows())] == [None, None, None, "expired"] + ["unknown_entity"] * 3
+
+
+def test_overlays_follow_each_other_and_are_gone_back_from(house: House) -> None:
+    base = house.publish(BASE)
+    second = house.publish(OVER, 2, over=base, removed=["left"])
+    lookup = house.lookup()
+    assert ask(lookup, ["left", "changed"]) == [OVERLAID["left"], OVERLAID["changed"]]
+    # all that changed since the base: one came back, one is as it was, one left
+    house.publish({"left": Row(8.0), "old": OVER["old"]}, 3, over=base, removed=["added", "kept"])
+    assert ask(lookup, ["kept", "changed", "left", "old", "added"]) == [
+        gone("kept", "unknown_entity", 3),
+        there("changed", BASE["changed"], "fresh", number=3),
+        there("left", Row(8.0), "fresh", number=3),
+        there("old", OVER["old"], "fresh", number=3),
+        gone("added", "unknown_entity", 3),
+    ]
+    house.online.flip(replace(second, epoch=4))
+    assert ask(lookup, list(OVERLAID)) == list(OVERLAID.values())
+    house.online.flip(replace(base, epoch=5))
+    assert ask(lookup, ["left", "added", "old"]) == [
+        there("left", BASE["left"], "fresh"),
+        gone("added", "unknown_entity"),
+        gone("old", "expired"),
+    ]
+    house.publish({"new": Row(1.0)}, 6)
+    assert ask(lookup, ["new", "kept"]) == [there("new", Row(1.0), "fresh", number=6), gone("kept", "unknown_entity", 6)]
+
+
+@pytest.mark.parametrize("way", ["a bit of its time", "a bit of its checksum", "a byte short", "a byte long", "a byte"])
+def test_a_damaged_row_of_an_overlay_never_lets_the_bases_through(house: House, way: str) -> None:
+    """The base's row is whole, and was replaced or removed: it is not what the entity has."""
+    base = house.publish(BASE)
+    house.publish(OVER, 2, over=base, removed=["left", "never"], damage=dict.fromkeys(["changed", "left", "added"], DAMAGE[way]))
+    lookup = house.lookup()
+    expected = OVERLAID | {key: gone(key, "damaged", 2) for key in ("changed", "left", "added")}
+    assert ask(lookup, list(expected)) == list(expected.values())
+    for key, answer in expected.items():
+        assert ask(lookup, [key]) == [answer]
+    assert lookup.begin("things", list(expected)).damaged == 3
+
+
+def test_a_damaged_row_of_a_base_is_of_no_account_where_the_overlay_has_one(house: House) -> None:
+    base = house.publish(BASE, damage=dict.fromkeys(BASE, DAMAGE["a bit of its time"]))
+    house.publish(OVER, 2, over=base, removed=["left"])
+    lookup = house.lookup()
+    expected = OVERLAID | {"kept": gone("kept", "damaged", 2)}
+    assert ask(lookup, list(expected)) == list(expected.values())
+    for key, answer in expected.items():
+        assert ask(lookup, [key]) == [answer]
+
+
+def test_a_row_of_neither_snapshot_is_damaged(memory: House) -> None:
+    """What an older overlay had, found in place of the base's or the newer one's."""
+    base = memory.publish(BASE)
+    older = packed_rows(base.view, ["kept", "changed"], [Row(8.0), Row(9.0)], 2)
+    stray = dict(zip(["kept", "changed"], map(bytes, older.rows.strings()), strict=True))
+    base = memory.publish(BASE, 3, damage={"kept": lambda _: stray["kept"]})
+    memory.publish(OVER, 4, over=base, damage={"changed": lambda _: stray["changed"]})
+    assert ask(memory.lookup(), ["kept", "changed", "added"]) == [
+        gone("kept", "damaged", 4),
+        gone("changed", "damaged", 4),
+        there("added", OVER["added"], "fresh", number=4),
+    ]
+
+
 # ---- search
 
 NEIGHBOURS = {f"k{i}": Row(float(i)) for i in range(6)}
@@ -589,6 +829,35 @@ def test_a_search_after_a_view_began_anew_is_in_its_own_index(house: House) -> N
     assert (answer["snapshot"], answer["metric"], found(answer)) == (1, "dot", [("new", 1.0)])
 
 
+def test_a_search_leaves_out_the_damaged_and_finds_the_others(house: House) -> None:
+    house.publish(NEIGHBOURS, metric="l2", damage={"k3": DAMAGE["a bit of a value"], "k5": DAMAGE["a byte"]})
+    lookup = house.lookup()
+    answer = lookup.search("things", key="k2", k=3, features=["double"])
+    assert found(answer) == [("k1", 1.0), ("k0", 4.0)]
+    assert from_rows([{k: v for k, v in row.items() if k != "score"} for row in answer["rows"]]) == [
+        there(key, NEIGHBOURS[key], "fresh", features=["double"]) for key in ("k1", "k0")
+    ]
+    assert found(lookup.search("things", vector=[3.0, 1.0], k=6)) == [("k2", 1.0), ("k4", 1.0), ("k1", 4.0), ("k0", 9.0)]
+    assert found(lookup.search("things", vector=[3.0, 1.0], k=1)) == []
+    assert refused(lambda: lookup.search("things", key="k3")) == (404, "damaged")
+
+
+def test_a_search_over_an_overlay_answers_with_its_rows(house: House) -> None:
+    base = house.publish(NEIGHBOURS, metric="l2")
+    lookup = house.lookup()
+    assert found(lookup.search("things", key="k5", k=1)) == [("k4", 1.0)]
+    changed = {"k4": Row(40.0), "k6": Row(6.5)}
+    rest = {key: row for key, row in NEIGHBOURS.items() if key != "k3"} | changed
+    house.publish(changed, 2, metric="l2", over=base, removed=["k3"], indexed=rest)
+    answer = lookup.search("things", key="k5", k=2, features=["double"])
+    assert (answer["snapshot"], found(answer)) == (2, [("k6", 2.25), ("k2", 9.0)])
+    assert from_rows([{k: v for k, v in row.items() if k != "score"} for row in answer["rows"]]) == [
+        there(key, rest[key], "fresh", number=2, features=["double"]) for key in ("k6", "k2")
+    ]
+    assert found(lookup.search("things", key="k4", k=1)) == [("k6", 33.5**2)]
+    assert refused(lambda: lookup.search("things", key="k3")) == (404, "unknown_entity")
+
+
 class Racing(MemoryStore):
     """Somebody publishes just before a read: ``before_read`` says what, one for each read."""
 
@@ -596,7 +865,7 @@ class Racing(MemoryStore):
         super().__init__()
         self.before_read: list[Callable[[], Any]] = []
 
-    def read(self, view: str, keys: Sequence[bytes]) -> tuple[Pointer, list[Buffer | None]] | None:
+    def read(self, view: str, keys: Sequence[bytes]) -> tuple[Pointer, FoundRows] | None:
         if self.before_read:
             self.before_read.pop(0)()
         return super().read(view, keys)
@@ -737,6 +1006,46 @@ def test_a_row_the_caller_finds_too_old_is_computed(behind: House) -> None:
     fallback = Scripted({"null": Row(13.0)})
     answer = ask(behind.lookup(fallback), ["new", "null"], max_age_s=1.0)
     assert answer == [ANSWERS["new"], there("null", Row(13.0), "computed", "fallback")]
+
+
+def test_a_damaged_row_is_computed_and_counted_all_the_same(house: House) -> None:
+    house.changes = {"fallback": True, "fallback_deadline_s": 0.02}
+    house.publish(ROWS, damage=dict.fromkeys(["new", "null", "expired"], DAMAGE["a bit of a value"]))
+    fallback = Scripted({"new": Row(21.0), "null": Miss(Reason.MODEL_ERROR), "expired": None})
+    lookup = house.lookup(fallback)
+    keys = ["just fresh", "new", "null", "expired"]
+    expected = [
+        ANSWERS["just fresh"],
+        there("new", Row(21.0), "computed", "fallback"),
+        gone("null", "model_error"),
+        gone("expired", "deadline"),
+    ]
+    assert ask(lookup, keys) == expected
+    assert [wanted for _, wanted, _ in fallback.calls] == [["new", "null", "expired"]] * 2
+    assert from_rows([lookup.row("things", "new")]) == expected[1:2]
+    assert ask(lookup, keys, fallback=False) == [ANSWERS["just fresh"], *(gone(key, "damaged") for key in keys[1:])]
+    answer = lookup.begin("things", keys)
+    answer.wait()
+    assert answer.damaged == 3
+
+
+def test_what_left_by_an_overlay_is_computed_as_any_other_miss(house: House) -> None:
+    house.changes = {"fallback": True}
+    base = house.publish(BASE)
+    house.publish(OVER, 2, over=base, removed=["left"])
+    fallback = Scripted({"left": Row(31.0)})
+    assert ask(house.lookup(fallback), ["changed", "left"]) == [
+        OVERLAID["changed"],
+        there("left", Row(31.0), "computed", "fallback", number=2),
+    ]
+
+
+def test_what_a_store_lost_is_computed(house: House) -> None:
+    house.changes = {"fallback": True}
+    house.publish(ROWS, lossy=True)
+    fallback = Scripted({"nobody": Row(32.0)})
+    assert ask(house.lookup(fallback), ["nobody", "new"]) == [there("nobody", Row(32.0), "computed", "fallback"), ANSWERS["new"]]
+    assert ask(house.lookup(), ["nobody"], fallback=False) == [gone("nobody", "not_in_store")]
 
 
 @pytest.mark.parametrize("reason", list(Reason))

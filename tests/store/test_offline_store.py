@@ -30,7 +30,7 @@ from store.errors import ConflictError, FencedError, SnapshotError
 from store.feature_view import Feature, FeatureView
 from store.offline.journal import Finished
 from store.offline.layers import Layers
-from store.offline.refs import LiveRef, run_lease
+from store.offline.refs import LiveRef, Place, run_lease
 from store.offline.row_figures import RowFigures, VectorFigures
 from store.offline.runs import Report
 from store.offline.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot
@@ -671,28 +671,74 @@ def test_the_live_pointer_tells_where_it_is_and_was(store: ViewStore) -> None:
     assert list(tree(store.offline.root)) == ["numbers/refs/live.json"]
 
 
-def test_the_live_pointer_tells_generations_renewal_and_why_it_is_held(store: ViewStore) -> None:
-    first = store.refs.move_live(4, expected_epoch=0, epoch=3, reason="run")
-    assert first == LiveRef(3, 4, None, "run", first.at, generation=3, previous_generation=None, renewed_at=None, held=None)
-    second = store.refs.move_live(5, expected_epoch=3, epoch=7, reason="run")
-    renewed = store.refs.renew_live(second, 2**53 + 1)
-    assert renewed == replace(second, renewed_at=2**53 + 1) == store.refs.live()
+def test_the_live_pointer_tells_places_renewal_and_why_it_is_held(store: ViewStore) -> None:
+    refs = store.refs
+    first = refs.move_live(4, expected_epoch=0, epoch=3, reason="run")
+    assert first == LiveRef(3, 4, None, "run", first.at, place=Place(3, 4), previous_place=None, renewed_at=None, held=None)
+    over = Place(3, 4, 7, lossy=True)
+    second = refs.move_live(5, expected_epoch=3, epoch=7, reason="run", place=over)
+    assert second == LiveRef(7, 5, 4, "run", second.at, place=over, previous_place=Place(3, 4)) == refs.live()
+    renewed = refs.renew_live(second, 2**53 + 1)
+    assert renewed == replace(second, renewed_at=2**53 + 1) == refs.live()
     with pytest.raises(ConflictError, match="moved meanwhile; nothing was renewed"):
-        store.refs.renew_live(second, 9)
-    back = store.refs.move_live(4, expected_epoch=7, epoch=8, reason="rollback", generation=3, held="held")
-    assert back == LiveRef(8, 4, 5, "rollback", back.at, generation=3, previous_generation=7, renewed_at=None, held="held")
-    assert store.refs.resume_live() == replace(back, held=None) == store.refs.live()
-    assert store.refs.resume_live() == store.refs.live()
+        refs.renew_live(second, 9)
+    back = refs.move_live(4, expected_epoch=7, epoch=8, reason="rollback", place=Place(3, 4), held="held")
+    assert back == LiveRef(8, 4, 5, "rollback", back.at, place=Place(3, 4), previous_place=over, renewed_at=None, held="held")
+    assert refs.resume_live() == replace(back, held=None) == refs.live()
+    assert refs.resume_live() == refs.live()
     with pytest.raises(SnapshotError, match="never published"):
         store.offline.view("others").refs.resume_live()
 
 
-def test_a_live_pointer_of_the_first_version_is_read(store: ViewStore) -> None:
+def test_loaded_anew_a_snapshot_goes_back_to_what_was_before_it(store: ViewStore) -> None:
+    refs, over = store.refs, Place(1, 4, 2)
+    refs.move_live(4, expected_epoch=0, epoch=1, reason="run")
+    refs.move_live(5, expected_epoch=1, epoch=2, reason="run", place=over)
+    again = refs.move_live(5, expected_epoch=2, epoch=3, reason="reload")
+    assert again == LiveRef(3, 5, 4, "reload", again.at, place=Place(3, 5), previous_place=Place(1, 4)) == refs.live()
+    back = refs.move_live(4, expected_epoch=3, epoch=4, reason="rollback", place=Place(1, 4))
+    assert (back.place, back.previous, back.previous_place) == (Place(1, 4), 5, Place(3, 5))
+
+
+def test_a_place_tells_the_generations_that_are_read_there() -> None:
+    assert (Place(3, 4).generations, Place(3, 4, 7).generations) == ({3}, {3, 7})
+
+
+def test_a_live_pointer_tells_versions_without_overlays_which_generation_its_base_is(store: ViewStore) -> None:
+    store.refs.move_live(4, expected_epoch=0, epoch=3, reason="run")
+    store.refs.move_live(5, expected_epoch=3, epoch=7, reason="run", place=Place(3, 4, 7))
+    store.refs.move_live(6, expected_epoch=7, epoch=9, reason="run")
+    told = json.loads((store.folder / "refs" / "live.json").read_bytes())
+    assert (told["generation"], told["previous_generation"], told["previous"]) == (9, 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("more", "place", "before"),
+    [
+        ({}, Place(0, 2), None),
+        ({"generation": 3, "previous_generation": None}, Place(3, 2), None),
+        ({"generation": 3, "previous_generation": 2}, Place(3, 2), Place(2, 1)),
+        ({"generation": 1, "previous_generation": 2, "renewed_at": 5, "held": None}, Place(1, 2), Place(2, 1)),
+    ],
+    ids=["the first", "with generations", "with both", "gone back"],
+)
+def test_a_live_pointer_of_an_older_version_is_read_and_moved_on_from(
+    store: ViewStore, more: dict[str, Any], place: Place, before: Place | None
+) -> None:
     path = store.folder / "refs" / "live.json"
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"epoch": 3, "snapshot": 2, "previous": 1, "reason": "run", "at": "now", "from_the_future": 1}))
-    assert store.refs.live() == LiveRef(3, 2, 1, "run", "now")
-    assert store.refs.move_live(3, expected_epoch=3, epoch=4, reason="run").previous == 2
+    path.write_text(
+        json.dumps({"epoch": 3, "snapshot": 2, "previous": 1, "reason": "run", "at": "now", "from_the_future": 1} | more)
+    )
+    ref = store.refs.live()
+    assert ref is not None
+    assert (ref.epoch, ref.snapshot, ref.previous, ref.reason, ref.at) == (3, 2, 1, "run", "now")
+    assert (ref.place, ref.previous_place, ref.renewed_at) == (place, before, more.get("renewed_at"))
+    renewed = store.refs.renew_live(ref, 6)
+    assert (renewed.place, renewed.previous_place) == (place, before)
+    assert store.refs.live() == renewed
+    moved = store.refs.move_live(3, expected_epoch=3, epoch=4, reason="run")
+    assert moved == LiveRef(4, 3, 2, "run", moved.at, place=Place(4, 3), previous_place=place) == store.refs.live()
 
 
 @pytest.mark.parametrize(("expected", "epoch"), [(0, 3), (1, 3), (3, 4), (2, 2), (2, 1), (2, 0)])

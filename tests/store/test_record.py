@@ -13,7 +13,7 @@ import pytest
 from jobs.schedule.backfill_state import Backfill, Item, Options
 from store.disk.lease import Holder
 from store.offline.journal import Finished
-from store.offline.refs import BadMark, LiveRef
+from store.offline.refs import BadMark, LiveRef, Place
 from store.offline.row_figures import RowFigures, VectorFigures
 from store.offline.runs import Report
 from store.offline.snapshot import Part, Verdict
@@ -46,7 +46,27 @@ SHAPES: list[tuple[type[Any], dict[str, Any], Any]] = [
     (
         LiveRef,
         {"epoch": 3, "snapshot": 2, "previous": None, "reason": "run", "at": "now", "generation": 2, "renewed_at": 5},
-        LiveRef(3, 2, None, "run", "now", 2, None, 5),
+        LiveRef(3, 2, None, "run", "now", renewed_at=5, place=Place(2, 2)),
+    ),
+    (
+        LiveRef,
+        {"epoch": 3, "snapshot": 2, "previous": 1, "reason": "run", "at": "now", "generation": 3, "previous_generation": 2},
+        LiveRef(3, 2, 1, "run", "now", place=Place(3, 2), previous_place=Place(2, 1)),
+    ),
+    (
+        LiveRef,
+        {
+            "epoch": 3,
+            "snapshot": 2,
+            "previous": 1,
+            "reason": "run",
+            "at": "now",
+            "generation": 2,
+            "previous_generation": 2,
+            "place": {"generation": 2, "base_snapshot": 1, "overlay": 3, "lossy": True},
+            "previous_place": {"generation": 2, "base_snapshot": 1},
+        },
+        LiveRef(3, 2, 1, "run", "now", place=Place(2, 1, 3, True), previous_place=Place(2, 1)),
     ),
     (BadMark, {"reason": "rolled back from"}, BadMark("rolled back from")),
     (BadMark, {"reason": "x", "at": "now", "content": "c", "rows": False}, BadMark("x", "now", "c", False)),

@@ -1,0 +1,153 @@
+"""Load: one generation on its way into the online store – rows in large batches, some read back, and the vector index beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+from jobs.process.progress import Progress
+from precompute.engine.ahead import Ahead, StageTime
+from store.disk.crashpoint import crashpoint
+from store.entity_key import key_column
+from store.errors import OnlineStoreError
+from store.history.changes import Changes
+from store.offline.runs import Report
+from store.offline.snapshot import Snapshot
+from store.offline.view_store import ViewStore
+from store.online.codec import RowCodec
+from store.online.online_store import Generation, OnlineStore, Terms
+from store.online.packed import RowBatch, Rows
+from store.online.vector_index import build_index
+
+BATCH_ROWS = 8192
+SAMPLE_ROWS = 2048
+"""Of all rows, about: read back from the online store and compared byte by byte before the flip."""
+AHEAD_BYTES = 64 * 2**20
+"""Encoded rows that may lie ready while the store takes those before them."""
+
+
+class Loader:
+    """Loads generations of one view.
+
+    Args:
+        store: of the view; the snapshots are there.
+        online: where they go.
+        report: stage times are added to it.
+        progress: told of every batch.
+        owner: of the project.
+    """
+
+    def __init__(self, store: ViewStore, online: OnlineStore, report: Report, progress: Progress, owner: str) -> None:
+        self._store, self._online, self._report, self._progress, self._owner = store, online, report, progress, owner
+
+    def prepare(self, generation: Generation, snapshot: Snapshot, rows: int) -> Terms:
+        """Ask the store for its terms before anything moves.
+
+        Raises:
+            OnlineStoreError, ConflictError: as :meth:`OnlineStore.prepare`.
+        """
+        key_bytes = 16
+        size_bytes = rows * (RowCodec(snapshot.view).fixed_bytes + key_bytes)
+        return self._online.prepare(self._store.name, generation, rows, size_bytes, self._owner)
+
+    def load(self, generation: Generation, snapshot: Snapshot, changes: Changes | None, rows_done: int = 0) -> None:
+        """Rows and index of a base, or with ``changes``, whose files were checked, of an overlay; beside what is live, and read back.
+
+        Raises:
+            SnapshotError: a file is damaged.
+            OnlineStoreError: the store refused, or gave back other bytes than were loaded.
+        """
+        report, store = self._report, self._store
+        if changes is None:
+            with report.stage("check"):
+                store.check_parts(snapshot)
+        with report.stage("load"):
+            sample = self._load_rows(generation, snapshot, changes, rows_done)
+            crashpoint("online.load")
+        with report.stage("verify"):
+            self._verify(generation, sample)
+            crashpoint("online.verify")
+        if snapshot.view.index is not None:
+            with report.stage("index"):
+                self._build(generation, snapshot)
+                crashpoint("index.build")
+
+    def _load_rows(
+        self, generation: Generation, snapshot: Snapshot, changes: Changes | None, rows_done: int
+    ) -> list[tuple[bytes, bytes]]:
+        """Load all rows; returns some of them, (key, row), to be read back."""
+        name, online = self._store.name, self._online
+        total = snapshot.rows if changes is None else changes.rows + len(changes.removed)
+        sample: list[tuple[bytes, bytes]] = []
+        batches = _from_row(self._row_batches(snapshot, changes), rows_done)
+        ahead = Ahead("publish", batches, StageTime(), lambda batch: batch.keys.size_bytes + batch.rows.size_bytes, AHEAD_BYTES)
+
+        def told() -> Rows:
+            for batch in ahead:
+                step = max(1, total // SAMPLE_ROWS)
+                keys, rows = list(batch.keys.strings()), list(batch.rows.strings())
+                sample.extend((bytes(keys[i]), bytes(rows[i])) for i in range(0, len(batch), step))
+                yield batch
+                self._progress.advance(len(batch))
+
+        self._progress.begin(f"publish {name}", total)
+        try:
+            count = online.load(name, generation, told(), rows_done)
+        finally:
+            ahead.close()
+            self._progress.end()
+        if count != total:
+            with contextlib.suppress(OnlineStoreError):
+                online.drop(name, generation.number)
+            raise OnlineStoreError(
+                f"the online store holds {count} of {total} rows of view {name!r} after loading; is it evicting keys? Nothing was published"
+            )
+        return sample
+
+    def _row_batches(self, snapshot: Snapshot, changes: Changes | None) -> Iterator[RowBatch]:
+        view, codec = snapshot.view, RowCodec(snapshot.view)
+        if changes is not None and len(changes.removed):
+            yield codec.tombstones(changes.removed, time.time_ns() // 1000, snapshot.number)
+        source = self._store.batches(snapshot, batch_rows=BATCH_ROWS) if changes is None else changes.batches(None, BATCH_ROWS)
+        for batch in source:
+            yield codec.row_batch(batch, view.entity, snapshot.number)
+
+    def _verify(self, generation: Generation, sample: list[tuple[bytes, bytes]]) -> None:
+        view = self._store.name
+        for start in range(0, len(sample), 1000):
+            part = sample[start : start + 1000]
+            found = self._online.read_generation(view, generation.number, [key for key, _ in part])
+            for (key, row), got in zip(part, found.values, strict=True):
+                if got is None or bytes(got) != row:
+                    what = "is missing" if got is None else "has other bytes"
+                    raise OnlineStoreError(
+                        f"read back from the online store, key {key.decode()!r} of view {view!r} {what}; nothing was published"
+                    )
+
+    def _build(self, generation: Generation, snapshot: Snapshot) -> None:
+        view = snapshot.view
+        assert view.index is not None
+        on, dim = view.index.on, view.feature(view.index.on).dim
+        # The configuration refuses an index on anything but a vector.
+        assert dim is not None
+        batches = self._store.batches(snapshot, columns=[*view.entity, on], batch_rows=BATCH_ROWS)
+        build_index(
+            self._store.index_folder(generation.number),
+            ((key_column(b, view.entity), b.column(on)) for b in batches),
+            dim,
+            view.index.metric,
+        )
+
+
+def _from_row(batches: Iterator[RowBatch], first: int) -> Iterator[RowBatch]:
+    """Without the first ``first`` rows."""
+    for batch in batches:
+        if first >= len(batch):
+            first -= len(batch)
+        elif first:
+            rest = slice(first, None)
+            yield RowBatch(batch.keys.slice(first, len(batch)), batch.rows.slice(first, len(batch)), batch.hashes[rest])
+            first = 0
+        else:
+            yield batch

@@ -1,0 +1,301 @@
+"""Publish: load a snapshot into the online store and the vector index, verify, then move the live pointer.
+
+Order: generation and index beside what is live → read back → live.json by compare-and-swap → the online pointer. A reader follows only the online pointer, so it
+sees rows and index of one snapshot. A snapshot that is little else than what the store holds a base of is an overlay over that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+
+from jobs.process.progress import Progress
+from jobs.publish.loader import Loader
+from jobs.publish.served import check_served
+from store.disk.crashpoint import crashpoint
+from store.disk.identity import identity_of
+from store.disk.lease import Lease
+from store.errors import ConflictError, DamagedPointerError, OnlineStoreError, SnapshotError, VectorIndexError
+from store.history.changes import Changes
+from store.offline.refs import LiveRef, Place
+from store.offline.runs import Report
+from store.offline.snapshot import Snapshot
+from store.offline.standing import Standing
+from store.offline.view_store import ViewStore
+from store.online.online_store import Generation, OnlineStore, Pointer
+from store.online.vector_index import VectorIndex, is_there
+from store.record import replace
+
+log = logging.getLogger(__name__)
+
+MOST_CHANGED = 0.1
+"""Of a base's rows: an overlay of more is a base of its own. Readers ask both, and what the overlay replaces lies in the store twice."""
+
+
+class Publisher:
+    """Makes snapshots of one view live; the caller holds the view's publishing lease.
+
+    Args:
+        store: of the view; the snapshots are there.
+        online: where they go.
+        report: stage times, snapshot, epoch and status are added to it.
+        progress: told of every batch.
+        lease: checked when the pointer moves.
+        take_over: publish the view though another project does.
+    """
+
+    def __init__(
+        self,
+        store: ViewStore,
+        online: OnlineStore,
+        report: Report,
+        progress: Progress,
+        lease: Lease | None = None,
+        *,
+        take_over: bool = False,
+    ) -> None:
+        self._store, self._online, self._report, self._lease = store, online, report, lease
+        self._owner, self._take_over = identity_of(store.offline.root), take_over
+        self._loader = Loader(store, online, report, progress, "" if take_over else self._owner)
+
+    def publish(
+        self, number: int | None = None, *, reason: str = "publish", held: str | None = None, reload: bool = False
+    ) -> Pointer:
+        """Make a snapshot live.
+
+        Args:
+            number: which snapshot; by default the newest of the newest partition that no gate refused and nobody rolled back from.
+            reason: kept in the live pointer.
+            held: why scheduled runs are to publish nothing after this.
+            reload: load it again, though the online store seems to hold it.
+
+        Returns:
+            the pointer that is live now; nothing is loaded when it was live already.
+
+        Raises:
+            SnapshotError: there is no such snapshot, or it is damaged.
+            GateError: a gate refused it and nobody accepted that, or it was rolled back from.
+            OnlineStoreError: the store refused, or gave back other bytes than were loaded; the old generation stays live.
+            ConflictError: somebody else published meanwhile; FencedError, if that took this one's lease.
+        """
+        store, online, report, view = self._store, self._online, self._report, self._store.name
+        standing = Standing(store)
+        number = standing.newest_publishable() if number is None else number
+        snapshot = store.snapshot(number)
+        report.snapshot, report.model = number, snapshot.model
+        mended = self.mend()
+        ref, current = store.refs.readable_live(), self._current()
+        epoch = 0 if current is None else current.epoch
+        if ref is not None and ref.snapshot == number and not reload and ref.epoch >= epoch:
+            pointer = self._pointer(snapshot, ref)
+            if self._can_be_read(pointer, snapshot):
+                if current != pointer:
+                    online.flip(pointer)
+                self._drop_old(ref, current)
+                report.status, report.epoch = "published" if mended or current != pointer else "current", ref.epoch
+                return pointer
+        standing.check_publishable(snapshot)
+        # Past both pointers: the root may have been restored, or the online store emptied, behind each other's back.
+        expected = 0 if ref is None else ref.epoch
+        epoch = store.refs.claim_epoch(max(epoch, *(g.number for g in online.generations(view)), 0))
+        place = (None if reload else self._retained(snapshot)) or self._loaded(snapshot, ref, epoch, reload)
+        ref = self._flip(snapshot, expected, epoch, place, reason, held)
+        self._drop_old(ref, current)
+        report.status, report.epoch = "published", epoch
+        return self._pointer(snapshot, ref)
+
+    def mend(self) -> bool:
+        """Flip the online pointer to what ``live.json`` says, where a crash between the two left it behind; whether there was need."""
+        ref, current = self._store.refs.readable_live(), self._current()
+        if ref is None or (current is not None and current.epoch >= ref.epoch):
+            return False
+        try:
+            snapshot = self._store.snapshot(ref.snapshot)
+        except SnapshotError as exc:
+            log.warning("%s", exc)
+            return False
+        pointer = self._pointer(snapshot, ref)
+        if not self._can_be_read(pointer, snapshot):
+            return False
+        self._online.flip(pointer)
+        return True
+
+    def renew(self, renewed_at_us: int) -> None:
+        """Tell readers that a run found nothing changed since what is live.
+
+        Raises:
+            SnapshotError, OnlineStoreError, ConflictError: as :meth:`publish`.
+        """
+        ref = self._store.refs.live()
+        # The caller just published it.
+        assert ref is not None
+        ref = self._store.refs.renew_live(ref, renewed_at_us, self._lease)
+        self._online.flip(self._pointer(self._store.snapshot(ref.snapshot), ref))
+
+    def _loaded(self, snapshot: Snapshot, ref: LiveRef | None, epoch: int, reload: bool) -> Place:
+        """Load a snapshot: as an overlay over the base that is live, where it builds on that and little changed since; or as a base.
+
+        Raises:
+            SnapshotError, OnlineStoreError: as :meth:`publish`.
+        """
+        under = None if reload or ref is None else self._base_under(snapshot, ref)
+        if under is not None:
+            base, changes = under
+            generation = Generation(epoch, snapshot.number, base.number, snapshot.run)
+            terms = self._loader.prepare(generation, snapshot, changes.rows + len(changes.removed))
+            # What an overlay replaces would be served again, were its rows dropped.
+            if not terms.lossy:
+                generation = generation if terms.number is None else replace(generation, number=terms.number)
+                self._loader.load(generation, snapshot, changes, terms.rows_done)
+                return Place(base.number, base.snapshot, generation.number)
+        generation = Generation(epoch, snapshot.number, None, snapshot.run)
+        terms = self._loader.prepare(generation, snapshot, snapshot.rows)
+        generation = generation if terms.number is None else replace(generation, number=terms.number)
+        self._loader.load(generation, snapshot, None, terms.rows_done)
+        return Place(generation.number, snapshot.number, None, terms.lossy)
+
+    def _base_under(self, snapshot: Snapshot, ref: LiveRef) -> tuple[Generation, Changes] | None:
+        """The live base and what a snapshot has other than it, where that is little and the base is whole."""
+        store, online = self._store, self._online
+        base = {g.number: g for g in online.generations(store.name)}.get(ref.place.generation)
+        if base is None or base.base is not None or ref.place.lossy:
+            return None
+        since = {layer.number: layer for layer in store.chain(snapshot)[:-1]}.get(base.snapshot)
+        if since is None or since.run != base.run or since.view.features != snapshot.view.features:
+            return None
+        changes = Changes(store, since, snapshot)
+        with self._report.stage("check"):
+            changes.check_parts()
+        if changes.rows > MOST_CHANGED * since.rows or changes.rows + len(changes.removed) > MOST_CHANGED * since.rows:
+            return None
+        alone = replace(ref, snapshot=since.number, place=Place(base.number, since.number))
+        return (base, changes) if self._can_be_read(self._pointer(since, alone), since, unread=False) else None
+
+    def _flip(self, snapshot: Snapshot, expected: int, epoch: int, place: Place, reason: str, held: str | None) -> LiveRef:
+        refs, lease = self._store.refs, self._lease
+        with self._report.stage("flip"):
+            try:
+                ref = refs.move_live(
+                    snapshot.number, expected_epoch=expected, epoch=epoch, reason=reason, place=place, held=held, lease=lease
+                )
+            except ConflictError:
+                # Somebody else won: what was loaded here will never be read.
+                if epoch in place.generations:
+                    with contextlib.suppress(OnlineStoreError):
+                        self._online.drop(self._store.name, epoch)
+                    shutil.rmtree(self._store.index_folder(epoch), ignore_errors=True)
+                raise
+            self._online.flip(self._pointer(snapshot, ref))
+            crashpoint("online.flip")
+        return ref
+
+    def _retained(self, snapshot: Snapshot) -> Place | None:
+        """Where the online store still holds a snapshot, from before the last publishing: going back to it loads nothing."""
+        loaded = {g.number: g for g in self._online.generations(self._store.name)}
+        for generation in reversed(loaded.values()):
+            base = generation if generation.base is None else loaded.get(generation.base)
+            if (generation.snapshot, generation.run) != (snapshot.number, snapshot.run) or base is None:
+                continue
+            place = Place(base.number, base.snapshot, None if base is generation else generation.number)
+            pointer = self._pointer(snapshot, LiveRef(1, snapshot.number, None, "", "", place=place))
+            if self._can_be_read(pointer, snapshot) and self._index_opens(pointer):
+                return place
+        return None
+
+    def _index_opens(self, pointer: Pointer) -> bool:
+        if pointer.index is not None:
+            try:
+                VectorIndex(self._store.offline.root / pointer.index)
+            except VectorIndexError as exc:
+                log.warning("%s; it is built again", exc)
+                return False
+        return True
+
+    def _current(self) -> Pointer | None:
+        """The online pointer; None when there is none, or it is damaged and about to be written anew."""
+        try:
+            return self._online.live(self._store.name)
+        except DamagedPointerError as exc:
+            log.warning("%s; it is written anew", exc)
+            return None
+
+    def _can_be_read(self, pointer: Pointer, snapshot: Snapshot, *, unread: bool = True) -> bool:
+        """Whether generations and index are there and rows are what they were loaded as; what is gone or damaged is loaded again.
+
+        Args:
+            pointer: need not be live.
+            snapshot: what the pointer names.
+            unread: the answer where the snapshot's own files cannot be read, to compare: rows in the store vouch for themselves.
+        """
+        if pointer.index is not None and not is_there(self._store.offline.root / pointer.index):
+            log.warning("view %r: the vector index %s is gone; it is built again", pointer.view.name, pointer.index)
+            return False
+        try:
+            check_served(self._store, self._online, pointer, snapshot)
+        except OnlineStoreError as exc:
+            log.warning("%s; it is loaded again", exc)
+            return False
+        except SnapshotError as exc:
+            log.warning("%s", exc)
+            return unread
+        return True
+
+    def _drop_old(self, ref: LiveRef, current: Pointer | None) -> None:
+        """Remove generations and indexes but the live and the last: a request that began before the flip still reads the last.
+
+        Raises:
+            FencedError: the lease was lost, and what is there may be what somebody else is loading.
+        """
+        store, online = self._store, self._online
+        if self._lease is not None:
+            self._lease.check()
+        view, keep = store.name, set(ref.place.generations)
+        if ref.previous_place is not None:
+            keep |= ref.previous_place.generations
+        elif current is not None:
+            # The offline pointer was lost.
+            keep |= set(current.generations)
+        try:
+            for generation in online.generations(view):
+                if generation.number not in keep:
+                    online.drop(view, generation.number)
+        except OnlineStoreError as exc:
+            # What is live is whole: what is left over is dropped by the next publishing.
+            log.warning("view %r: old generations stay for now: %s", view, exc)
+        for path in store.indexes.glob("*") if store.indexes.is_dir() else ():
+            if not path.name.isdigit() or int(path.name) not in keep:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _pointer(self, snapshot: Snapshot, ref: LiveRef) -> Pointer:
+        """What readers are told: a function of manifest and live pointer alone, so that it can be mended at any time."""
+        renewed, place = [us for us in (snapshot.renewed_at, ref.renewed_at) if us is not None], ref.place
+        index = None if snapshot.view.index is None else f"{snapshot.view.name}/index/{place.overlay or place.generation:020d}"
+        return Pointer(
+            view=snapshot.view,
+            snapshot=snapshot.number,
+            epoch=ref.epoch,
+            model=snapshot.model,
+            rows=snapshot.rows,
+            source_rows=snapshot.counts.source,
+            at=ref.at,
+            computed_at_min=snapshot.computed_at_min,
+            input_columns=dict(snapshot.input_columns),
+            inputs=dict(snapshot.inputs),
+            index=index,
+            generation=place.generation,
+            partition=snapshot.partition,
+            renewed_at_us=max(renewed, default=0),
+            base_snapshot=place.base_snapshot,
+            overlay=place.overlay,
+            owner=self._owner,
+            lossy=place.lossy,
+            took_over=self._owner_before(),
+        )
+
+    def _owner_before(self) -> str:
+        """Of the view in the online store: whom it was taken over from, or is to be now."""
+        current = self._current()
+        if current is None or current.owner == self._owner:
+            return "" if current is None else current.took_over
+        return current.owner if self._take_over else ""

@@ -1,0 +1,75 @@
+"""Changes: what a snapshot has other than one it builds on: rows written since, and keys that left. What an overlay is loaded from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from store.entity_key import key_column
+from store.errors import SnapshotError
+from store.offline.snapshot import Snapshot
+from store.offline.view_store import ViewStore
+
+
+class Changes:
+    """The rows of ``snapshot`` that are not ``since``'s, and the keys of ``since`` that ``snapshot`` has not.
+
+    Args:
+        store: of the view.
+        since: a snapshot of ``snapshot``'s chain.
+        snapshot: the later one.
+
+    Raises:
+        SnapshotError: a file is missing or has another size.
+    """
+
+    def __init__(self, store: ViewStore, since: Snapshot, snapshot: Snapshot) -> None:
+        self._store, self._snapshot = store, snapshot
+        chain = store.chain(snapshot)
+        position = [layer.number for layer in chain].index(since.number)
+        self.layers: Sequence[Snapshot] = chain[position + 1 :]
+        """The snapshots after ``since``, the oldest first."""
+        self._first = len({part.path for layer in chain[: position + 1] for part in layer.parts})
+        """Number of the first file that ``since`` has not, among those of the chain."""
+
+    @cached_property
+    def rows(self) -> int:
+        """Rows written since that ``snapshot`` still has."""
+        layers = self._store.layers(self._snapshot)
+        return sum(layers.rows[self._first :]) - sum(len(dead) for file, dead in layers.dead.items() if file >= self._first)
+
+    @cached_property
+    def removed(self) -> pa.Array:
+        """Key texts of the entities that left since and did not come back, string [n]; some may never have been in ``since``."""
+        gone = [self._gone(layer) for layer in self.layers if layer.deletes is not None]
+        keys = pa.concat_arrays([pa.array([], pa.string()), *gone])
+        # within one layer a key either left or was written
+        if len(keys) and len(self.layers) > 1:
+            keys = pc.unique(keys)
+            for batch in self.batches(list(self._snapshot.view.entity), 65536):
+                keys = keys.filter(pc.invert(pc.is_in(keys, key_column(batch, self._snapshot.view.entity))))
+        return keys
+
+    def batches(self, columns: Sequence[str] | None = None, batch_rows: int = 8192) -> Iterator[pa.RecordBatch]:
+        """The rows written since that ``snapshot`` still has, as :meth:`ViewStore.batches` gives them."""
+        return self._store.batches(self._snapshot, columns, batch_rows, first=self._first)
+
+    def check_parts(self) -> None:
+        """As :meth:`ViewStore.check_parts`, of what came since alone."""
+        self._store.check_parts(self._snapshot, self.layers)
+
+    def _gone(self, layer: Snapshot) -> pa.Array:
+        assert layer.deletes is not None
+        path: Path = self._store.checked_path(layer, layer.deletes)
+        entity = layer.view.entity
+        try:
+            table = pq.read_table(path, columns=["removed", *(f"key_{name}" for name in entity)])
+        except (pa.ArrowException, OSError) as exc:
+            raise SnapshotError(f"{path} cannot be read ({exc}); publish another snapshot") from exc
+        table = table.filter(table.column("removed")).drop_columns("removed").rename_columns(list(entity))
+        return key_column(table, entity)

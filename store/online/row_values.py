@@ -1,0 +1,145 @@
+"""Row values: strings, lists and vectors of Arrow as the bytes of packed rows, and back; the parts of the codec that know types."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from store.errors import OnlineStoreError
+from store.feature_view import Feature
+from store.online.packed import I8, U1, Packed
+
+NUMPY_TYPES = {
+    "float16": "<f2",
+    "float32": "<f4",
+    "float64": "<f8",
+    "int8": "i1",
+    "int16": "<i2",
+    "int32": "<i4",
+    "int64": "<i8",
+    "bool": "?",
+}
+"""Scalar type → how numpy writes it."""
+STRUCT_TYPES = {
+    "float16": "e",
+    "float32": "f",
+    "float64": "d",
+    "int8": "b",
+    "int16": "h",
+    "int32": "i",
+    "int64": "q",
+    "bool": "?",
+}
+"""Scalar type → how struct writes it."""
+
+
+def one_value(f: Feature, data: bytes, sizes: Sequence[int]) -> Any:
+    """One string or list from its bytes."""
+    if f.max_items is None:
+        return data.decode()
+    if not is_string_list(f):
+        count, rest = divmod(len(data), np.dtype(NUMPY_TYPES[f.dtype]).itemsize)
+        if rest:
+            raise damaged_row("has a list that is no whole number of items")
+        return struct.unpack(f"<{count}{STRUCT_TYPES[f.dtype]}", data)
+    lengths = struct.unpack(f"<{sizes[0] // 4}I", data[: sizes[0]])
+    if sum(lengths) != sizes[1]:
+        raise damaged_row("has a list whose items do not add up")
+    items, start = [], sizes[0]
+    for length in lengths:
+        items.append(data[start : start + length].decode())
+        start += length
+    return items
+
+
+def damaged_row(what: str) -> OnlineStoreError:
+    return OnlineStoreError(f"a packed row {what}; publish the view again")
+
+
+def is_variable(f: Feature) -> bool:
+    return f.max_items is not None or f.dtype == "string"
+
+
+def is_string_list(f: Feature) -> bool:
+    return f.max_items is not None and f.dtype == "string"
+
+
+def fixed_values(f: Feature, column: pa.Array) -> npt.NDArray[Any]:
+    """[rows] or [rows, dim] values of a scalar or vector column; nulls become zeros."""
+    if f.dim is None:
+        filled = pc.fill_null(column, pa.scalar(0, pa.int8()).cast(column.type)) if column.null_count else column
+        return np.asarray(filled)
+    if column.null_count:
+        values = np.zeros((len(column), f.dim), NUMPY_TYPES[f.dtype])
+        values[np.asarray(column.is_valid())] = np.asarray(column.flatten()).reshape(-1, f.dim)
+        return values
+    return np.asarray(column.flatten()).reshape(-1, f.dim)
+
+
+def variable_parts(f: Feature, column: pa.Array) -> list[tuple[U1, I8]]:
+    """(bytes of all rows in a row, bytes per row) for each slot of a string or list column."""
+    if f.max_items is None:
+        return [_string_bytes(pc.fill_null(column, ""))]
+    counts = np.asarray(pc.fill_null(pc.list_value_length(column), 0)).astype(np.int64)
+    items = column.flatten()
+    if f.dtype != "string":
+        values = np.ascontiguousarray(np.asarray(items).astype(NUMPY_TYPES[f.dtype]))
+        return [(values.view(np.uint8), counts * values.itemsize)]
+    text, lengths = _string_bytes(items)
+    ends = np.concatenate(([0], np.cumsum(lengths)))
+    row_ends = np.concatenate(([0], np.cumsum(counts)))
+    return [(lengths.astype("<u4").view(np.uint8), counts * 4), (text, np.diff(ends[row_ends]))]
+
+
+def _string_bytes(column: pa.Array) -> tuple[U1, I8]:
+    """(UTF-8 of all strings in a row, bytes per string) of a string column without nulls."""
+    packed = packed_strings(column)
+    return packed.data[packed.offsets[0] : packed.offsets[-1]], packed.sizes
+
+
+def packed_strings(column: pa.Array) -> Packed:
+    """A string column without nulls, its text as it lies there."""
+    _, offsets_buffer, data_buffer = column.buffers()
+    if len(column) == 0:
+        return Packed.of([])
+    offsets = np.frombuffer(offsets_buffer, np.int32, len(column) + 1, column.offset * 4).astype(np.int64)
+    return Packed(np.frombuffer(data_buffer, np.uint8) if data_buffer is not None else np.empty(0, np.uint8), offsets)
+
+
+def strings(blob: U1, lengths: I8, mask: pa.Array | None) -> pa.Array:
+    validity = None if mask is None else pc.invert(mask).buffers()[1]
+    strings = pa.Array.from_buffers(
+        pa.string(), len(lengths), [validity, pa.py_buffer(list_offsets(lengths)), pa.py_buffer(np.ascontiguousarray(blob))]
+    )
+    try:
+        # UTF-8 and all: Arrow takes on trust what is built from buffers
+        strings.validate(full=True)
+    except pa.ArrowInvalid as exc:
+        raise damaged_row(f"has text that cannot be read ({exc})") from exc
+    return strings
+
+
+def list_offsets(lengths: I8) -> npt.NDArray[np.int32]:
+    return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+
+
+def ragged(starts: I8, lengths: I8) -> I8:
+    """Indices of the bytes [starts[i], starts[i] + lengths[i]) for all i, one after the other."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.repeat(starts - (ends - lengths), lengths) + np.arange(total)
+
+
+def scattered(values: npt.NDArray[Any], present: npt.NDArray[np.bool_]) -> npt.NDArray[Any]:
+    """``values`` at the rows where ``present`` is true, zeros elsewhere."""
+    if len(values) == len(present):
+        return values
+    full = np.zeros((len(present), *values.shape[1:]), values.dtype)
+    full[present] = values
+    return full

@@ -1,0 +1,248 @@
+"""Table store: one immutable, mapped table file per generation, one small pointer file per view. The embedded default."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from store.disk.durable_file import disk_message, locked, make_folder, replace_durably, sync_folder
+from store.errors import DamagedPointerError, OnlineStoreError
+from store.feature_view import NAME
+from store.online import kernels
+from store.online.found_rows import FoundRows, overlaid
+from store.online.online_store import Generation, OnlineStore, Pointer, check_epoch, check_loaded, check_not_live, check_taken
+from store.online.packed import U1, U8, Packed, Rows
+from store.online.table_file import TableFile
+from store.online.table_writer import TableWriter
+from store.record import plain, record_of
+
+WARM_BYTES = 2**30
+"""Of a generation that goes live: read into memory before readers come, at most."""
+
+_open: weakref.WeakValueDictionary[tuple[int, int], TableFile] = weakref.WeakValueDictionary()
+# A file is mapped once in a process, whatever number of stores read it; it goes with the last request that reads it.
+_open_lock = threading.Lock()
+
+
+def _table(path: Path) -> TableFile:
+    with _open_lock:
+        status = path.stat()
+        identity = (status.st_dev, status.st_ino)
+        table = _open.get(identity)
+        if table is None:
+            table = _open[identity] = TableFile(path)
+        return table
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    identity: tuple[int, int]
+    pointer: Pointer
+    tables: tuple[TableFile, ...]
+    """The overlay first, where there is one."""
+
+
+class TableStore(OnlineStore):
+    """The online store of one machine, in table files.
+
+        <folder>/<view>/<generation:020d>.table   built aside, fsynced, renamed; mapped by every reader, since nothing writes it again
+        <folder>/<view>/live.json                 the pointer, replaced atomically
+
+    A reader looks at the pointer file's inode and mtime once per request (1.5 µs) and maps the new generations when they changed.
+
+    Args:
+        folder: created on the first load.
+        memory_bytes: what a load may hold of the index it builds.
+    """
+
+    def __init__(self, folder: str | Path, memory_bytes: int = 2**30) -> None:
+        self.folder, self._memory_bytes = Path(folder), memory_bytes
+        self._live: dict[str, _Live] = {}
+
+    # ---- reading
+
+    def read(self, view: str, keys: Sequence[bytes]) -> tuple[Pointer, FoundRows] | None:
+        live = self._current(view)
+        return None if live is None else (live.pointer, _found(live.tables, keys))
+
+    def live(self, view: str) -> Pointer | None:
+        # the generations themselves are not opened, so a publish can mend one that is gone
+        if not NAME.match(view):
+            return None
+        seen = self._live.get(view)
+        if seen is not None and seen.identity == self._identity(view):
+            return seen.pointer
+        return self._pointer(view)
+
+    def _current(self, view: str) -> _Live | None:
+        seen = self._live.get(view)
+        if seen is None and not NAME.match(view):
+            return None
+        for attempt in (1, 2):
+            identity = self._identity(view)
+            if identity is None:
+                # The view was ended: its files go with the last request that reads them.
+                self._live.pop(view, None)
+                return None
+            if seen is not None and seen.identity == identity:
+                return seen
+            pointer = self._pointer(view)
+            if pointer is None:
+                return None
+            try:
+                tables = tuple(_table(self._path(view, number)) for number in reversed(pointer.generations))
+            except (OSError, OnlineStoreError) as exc:
+                # The pointer moved twice between the two reads and the old generation is gone.
+                if attempt == 1:
+                    continue
+                raise OnlineStoreError(f"cannot open what is live of view {view!r}: {exc}; publish the view again") from exc
+            seen = self._live[view] = _Live(identity, pointer, tables)
+            return seen
+        return None
+
+    def _identity(self, view: str) -> tuple[int, int] | None:
+        """What changes whenever the pointer file is replaced; None when there is none."""
+        path = f"{self.folder}/{view}/live.json"
+        try:
+            status = os.stat(path)
+        except FileNotFoundError:
+            return None
+        except OSError as exc:
+            raise OnlineStoreError(f"{path} cannot be read: {exc.strerror or exc}") from exc
+        return status.st_ino, status.st_mtime_ns
+
+    def _pointer(self, view: str) -> Pointer | None:
+        path = self.folder / view / "live.json"
+        try:
+            return Pointer.from_bytes(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except OSError as exc:
+            raise OnlineStoreError(f"{path} cannot be read: {exc.strerror or exc}") from exc
+        except (ValueError, KeyError, TypeError) as exc:
+            raise DamagedPointerError(f"{path} is damaged ({exc}); publish the view again") from exc
+
+    def _readable(self, view: str) -> Pointer | None:
+        """The pointer, or None when there is none or it is damaged: what a writer needs, who will replace it."""
+        try:
+            return self._pointer(view)
+        except DamagedPointerError:
+            return None
+
+    def read_generation(self, view: str, number: int, keys: Sequence[bytes]) -> FoundRows:
+        path = self._path(view, number)
+        try:
+            return _found((_table(path),), keys)
+        except FileNotFoundError:
+            return FoundRows(keys, [None] * len(keys))
+        except OSError as exc:
+            raise OnlineStoreError(f"cannot read {path}: {exc.strerror or exc}; publish the view again") from exc
+
+    def generations(self, view: str) -> list[Generation]:
+        numbers = sorted(int(p.stem) for p in (self.folder / view).glob("*.table") if p.stem.isdigit())
+        return [self._generation(view, number) for number in numbers]
+
+    def _generation(self, view: str, number: int) -> Generation:
+        """What a file says it is; of a damaged one no more than its number, so that it can be dropped and is never taken for a snapshot."""
+        try:
+            return record_of(Generation, _table(self._path(view, number)).meta)
+        except (OSError, OnlineStoreError, ValueError):
+            return Generation(number, 0)
+
+    def views(self) -> list[str]:
+        return sorted(p.parent.name for p in self.folder.glob("*/live.json"))
+
+    # ---- writing
+
+    def load(self, view: str, generation: Generation, rows: Rows, rows_done: int = 0) -> int:
+        check_not_live(self._readable(view), view, generation.number)
+        path = self._path(view, generation.number)
+        try:
+            make_folder(path.parent)
+            # By processes that were killed while loading: only one loads at a time.
+            for left in path.parent.glob(".*.table.*"):
+                left.unlink(missing_ok=True)
+        except OSError as exc:
+            raise OnlineStoreError(disk_message(path, exc)) from exc
+        with TableWriter(path, plain(generation), self._memory_bytes) as writer:
+            for batch in rows:
+                writer.add(batch)
+            return writer.finish().rows
+
+    def flip(self, pointer: Pointer) -> None:
+        view, folder = pointer.view.name, self.folder / pointer.view.name
+        check_loaded(pointer, [generation.number for generation in self.generations(view)])
+        try:
+            for number in pointer.generations:
+                _table(self._path(view, number)).warm(WARM_BYTES)
+            with locked(folder / ".lock"):
+                before = self._readable(view)
+                check_taken(before, pointer)
+                check_epoch(before, pointer)
+                replace_durably(folder / "live.json", pointer.to_bytes())
+                # Of processes that died: whoever lives and writes one holds the lock.
+                for left in folder.glob(".live.json.*.tmp"):
+                    left.unlink(missing_ok=True)
+        except OSError as exc:
+            raise OnlineStoreError(disk_message(folder / "live.json", exc)) from exc
+
+    def drop(self, view: str, number: int) -> None:
+        check_not_live(self._readable(view), view, number)
+        path = self._path(view, number)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as exc:
+            raise OnlineStoreError(f"cannot remove {path}: {exc.strerror or exc}") from exc
+
+    def forget(self, view: str) -> None:
+        folder = self.folder / view
+        if not NAME.match(view) or not folder.is_dir():
+            return
+        try:
+            with locked(folder / ".lock"):
+                (folder / "live.json").unlink(missing_ok=True)
+                sync_folder(folder)
+            shutil.rmtree(folder)
+        except OSError as exc:
+            raise OnlineStoreError(f"cannot remove {folder}: {exc.strerror or exc}; do it once more") from exc
+        self._live.pop(view, None)
+
+    def close(self) -> None:
+        self._live.clear()
+
+    def _path(self, view: str, number: int) -> Path:
+        return self.folder / view / f"{number:020d}.table"
+
+
+def _found(tables: Sequence[TableFile], keys: Sequence[bytes]) -> FoundRows:
+    """The rows of the first table that has each key."""
+    if len(keys) == 1:
+        row = next((row for row in (table.find(keys[0]) for table in tables) if row is not None), None)
+        return FoundRows(keys, [row])
+    packed = Packed.of(keys)
+    hashes = kernels.hashes(packed)
+    found = [
+        FoundRows(keys, hashes=hashes, packed=rows, damaged=_damaged(state)) for rows, state in _read(tables, packed, hashes)
+    ]
+    return found[0] if len(found) == 1 else overlaid(found[1], found[0])
+
+
+def _read(tables: Sequence[TableFile], keys: Packed, hashes: U8) -> Iterator[tuple[Packed, U1]]:
+    for table in tables:
+        rows, state = table.read(keys, hashes)
+        # an overlay has few keys: most requests ask for none of them
+        if table is tables[-1] or state.any():
+            yield rows, state
+
+
+def _damaged(state: U1) -> npt.NDArray[np.bool_] | None:
+    damaged = state == kernels.DAMAGED
+    return damaged if damaged.any() else None

@@ -1,0 +1,213 @@
+"""Overlays: publishing costs what changed, and what is served is the snapshot, whole, whichever way it got there."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from typing import Any
+
+import pytest
+import redis
+
+from store.offline.refs import Place
+from store.online.online_store import Generation, Terms
+from store.online.table_store import TableStore
+from tests.conftest import MakeProject
+from tests.scene import Scene
+
+ROWS = 40
+UNJUDGED = {"gates": {"rows": None, "norm": None, "duplicates": None, "drift": None, "moved": None}}
+
+
+@pytest.fixture
+def published(make_project: MakeProject, online: str) -> Any:
+    """Publishes a table of key → x, as a delta of what was before."""
+
+    def publish(table: dict[int, float], **view: Any) -> Scene:
+        project = make_project(sorted(table.items()), project={"online": online}, view=UNJUDGED | view)
+        project.run()
+        check(project, table)
+        return project
+
+    return publish
+
+
+def check(project: Scene, table: dict[int, float]) -> None:
+    """Every row that is served is that of the table, and nothing else is."""
+    keys = list(range(-1, 2 * ROWS))
+    snapshot, doubles = project.served(keys)
+    assert snapshot == project.live().snapshot
+    assert dict(zip(keys, doubles, strict=True)) == {key: 2 * table[key] if key in table else None for key in keys}
+    with project.lookup() as lookup:
+        assert [lookup.row("numbers", key)["status"] for key in keys] == ["fresh" if key in table else "missing" for key in keys]
+    assert project.faults() == []
+
+
+def loaded(project: Scene) -> list[Generation]:
+    with project.online_store() as store:
+        return store.generations("numbers")
+
+
+BASE = {i: float(i) for i in range(ROWS)}
+
+
+def test_a_delta_loads_what_changed_alone(published: Any) -> None:
+    project = published(BASE)
+    assert project.live().place == Place(1, 1)
+    table = BASE | {3: 33.0, 77: 1.0}
+    del table[5]
+    project = published(table)
+    assert (project.live().place, project.live().previous_place) == (Place(1, 1, 2), Place(1, 1))
+    run = project.snapshot(2).run
+    assert loaded(project) == [Generation(1, 1, None, project.snapshot(1).run), Generation(2, 2, 1, run)]
+    with project.online_store() as store:
+        found = store.read_generation("numbers", 2, [b"3", b"77", b"5", b"4"]).values
+    # two rows, a tombstone, and nothing of what stayed
+    assert [None if row is None else len(row) for row in found][2:] == [24, None]
+
+
+def test_overlays_are_cumulative_and_the_last_two_are_kept(published: Any) -> None:
+    table = dict(BASE)
+    published(table)
+    for step in range(2, 5):
+        table[step] = 100.0 + step
+        project = published(table)
+        assert project.live().place == Place(1, 1, step)
+    assert [g.number for g in loaded(project)] == [1, 3, 4]
+    # a key that left, came back, and left again
+    for gone in (True, False, True):
+        if gone:
+            del table[9]
+        else:
+            table[9] = 9.5
+        project = published(table)
+        assert project.live().place.generation == 1
+
+
+def test_past_a_tenth_of_the_base_a_new_one_is_loaded(published: Any) -> None:
+    project = published(BASE)
+    table = BASE | dict.fromkeys(range(4), -1.0)
+    project = published(table)
+    assert project.live().place == Place(1, 1, 2)
+    table[4] = -1.0
+    project = published(table)
+    assert project.live().place == Place(3, 3)
+    # and the next overlay lies over that
+    table[5] = -1.0
+    assert published(table).live().place == Place(3, 3, 4)
+
+
+def test_going_back_and_forth_between_overlays_and_base_loads_nothing(published: Any) -> None:
+    published(BASE)
+    second, third = BASE | {1: -1.0}, BASE | {1: -2.0, 2: -3.0}
+    del third[30]
+    published(second)
+    project = published(third)
+    for number, table, place in ((2, second, Place(1, 1, 2)), (3, third, Place(1, 1, 3)), (1, BASE, Place(1, 1))):
+        report = project.publish(number=number)
+        assert "load" not in report.stages_s
+        assert project.live().place == place
+        check(project, table)
+    # the overlay that was neither live nor before is gone by now, and is loaded again
+    report = project.publish(number=2)
+    assert ("load" in report.stages_s, project.live().place.generation) == (True, 1)
+    check(project, second)
+
+
+def test_rolling_back_from_an_overlay(published: Any) -> None:
+    published(BASE)
+    project = published(BASE | {1: -1.0})
+    report = project.rollback()
+    assert (report.snapshot, "load" in report.stages_s) == (1, False)
+    check(project, BASE)
+
+
+def test_many_deltas_end_where_one_full_run_does(published: Any) -> None:
+    """Every kind of change, in any order, over bases that come and go."""
+    random_number = random.Random(7)
+    table = dict(BASE)
+    published(table)
+    bases = set()
+    for _ in range(12):
+        for _ in range(random_number.choice((1, 1, 2, 5))):
+            key = random_number.randrange(ROWS + 10)
+            if key in table and random_number.random() < 0.4:
+                del table[key]
+            else:
+                table[key] = random_number.random()
+        project = published(table)
+        bases.add(project.live().place.generation)
+    assert len(bases) > 1
+    assert project.publish(reload=True).status == "published"
+    assert project.live().place.overlay is None
+    check(project, table)
+
+
+def test_a_reader_meets_one_version_while_deltas_are_published(make_project: MakeProject, online: str) -> None:
+    """Each delta changes the rows 0 to 3 together, as one."""
+
+    def make(x: float) -> Scene:
+        rows = [(i, x if i < 4 else 0.0) for i in range(ROWS)]
+        return make_project(rows, project={"online": online}, view=UNJUDGED)
+
+    project = make(1.0)
+    project.run()
+    failures: list[Any] = []
+    seen: set[int] = set()
+    stop = threading.Event()
+
+    def read() -> None:
+        with project.lookup() as lookup:
+            while not stop.is_set():
+                table = lookup.get("numbers", [*range(8), *range(8)])
+                (snapshot,) = set(table["snapshot"].to_pylist())
+                seen.add(snapshot)
+                if table["double"].to_pylist() != ([2.0 * snapshot] * 4 + [0.0] * 4) * 2:
+                    failures.append((snapshot, table["double"].to_pylist()))
+                    return
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for x in range(2, 9):
+            make(float(x)).run()
+    finally:
+        stop.set()
+        reader.join()
+    assert failures == []
+    assert len(seen) > 1
+    assert project.live().place.overlay is not None
+
+
+def test_a_store_that_may_drop_rows_gets_no_overlay(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an overlay replaces would be served again, were its row dropped."""
+    monkeypatch.setattr(TableStore, "prepare", lambda *_: Terms(lossy=True))
+    for x in (1.0, -1.0):
+        project = make_project([(i, x if i == 1 else float(i)) for i in range(ROWS)], view=UNJUDGED)
+        project.run()
+    assert project.live().place == Place(2, 2, None, True)
+    with project.lookup() as lookup:
+        assert lookup.row("numbers", 999)["reason"] == "not_in_store"
+
+
+def test_an_overlay_of_a_view_with_other_features_is_a_base(published: Any) -> None:
+    published(BASE)
+    features = {"double": {"dtype": "float64"}, "vector": {"dtype": "float64", "dim": 4}}
+    project = published(BASE | {1: -1.0}, features=features)
+    assert project.live().place == Place(2, 2)
+
+
+def test_a_base_that_is_gone_under_an_overlay_is_loaded_again(published: Any, online: str) -> None:
+    published(BASE)
+    table = BASE | {1: -1.0}
+    project = published(table)
+    if online.startswith("table"):
+        (project.folder / "online" / "numbers" / f"{1:020d}.table").unlink()
+    else:
+        with contextlib.closing(redis.Redis.from_url(online)) as client:
+            client.delete(*client.scan_iter("precompute:numbers:1:*"))
+    assert project.faults() != []
+    assert project.publish().status == "published"
+    assert project.live().place == Place(3, 2)
+    check(project, table)

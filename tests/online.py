@@ -1,0 +1,95 @@
+"""Online stores in tests: rows as opaque bytes, pointers that tell their epoch, and the steps of a publishing."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from store.feature_view import Feature, FeatureView, IndexSpec
+from store.online import kernels
+from store.online.found_rows import FoundRows
+from store.online.online_store import Generation, OnlineStore, Pointer
+from store.online.packed import Packed, RowBatch, Rows
+from store.record import replace
+
+
+def pointer(epoch: int, view: str = "numbers", snapshot: int | None = None) -> Pointer:
+    """A pointer whose every field tells its epoch."""
+    return Pointer(
+        view=FeatureView(view, ("id",), (Feature(f"f{epoch}", "float64"),), ttl_s=epoch, stale_for_s=1.5, index=IndexSpec("v")),
+        snapshot=snapshot or epoch,
+        epoch=epoch,
+        model=f"model {epoch}",
+        rows=epoch,
+        source_rows=epoch + 1,
+        at=f"at {epoch}",
+        computed_at_min=None if epoch % 2 else epoch,
+        input_columns={"x": "double"},
+        inputs={"other": epoch},
+        index=f"{view}/index/{epoch}",
+    )
+
+
+def batch_of(table: dict[bytes, bytes]) -> RowBatch:
+    keys = Packed.of(list(table))
+    return RowBatch(keys, Packed.of(list(table.values())), kernels.hashes(keys))
+
+
+def rows_of(table: dict[bytes, bytes], batch: int = 3) -> Rows:
+    items = iter(table.items())
+    while part := list(itertools.islice(items, batch)):
+        yield batch_of(dict(part))
+
+
+def load(store: OnlineStore, number: int, table: dict[bytes, bytes], view: str = "numbers", base: int | None = None) -> int:
+    return store.load(view, Generation(number, number, base, f"run-{number}"), rows_of(table))
+
+
+def publish(store: OnlineStore, epoch: int, table: dict[bytes, bytes], view: str = "numbers") -> None:
+    assert load(store, epoch, table, view) == len(table)
+    store.flip(pointer(epoch, view))
+
+
+def overlay(store: OnlineStore, epoch: int, base: int, table: dict[bytes, bytes], view: str = "numbers") -> None:
+    assert load(store, epoch, table, view, base) == len(table)
+    store.flip(over(base, epoch, view))
+
+
+def over(base: int, epoch: int, view: str = "numbers") -> Pointer:
+    return replace(pointer(epoch, view), generation=base, base_snapshot=base, overlay=epoch)
+
+
+def numbers(store: OnlineStore, view: str = "numbers") -> list[int]:
+    return [generation.number for generation in store.generations(view)]
+
+
+def values(found: tuple[Pointer, FoundRows] | None) -> list[bytes | None]:
+    assert found is not None
+    return plain(found[1])
+
+
+def plain(found: FoundRows) -> list[bytes | None]:
+    """The rows; both faces of what was found tell the same."""
+    rows = [None if value is None else bytes(value) for value in found.values]
+    assert [bytes(string) or None for string in found.packed.strings()] == rows
+    return rows
+
+
+TABLE = {b"a": b"1", b"b": b"22", b"c": b"3", b"d": b"\0\xff" * 300}
+
+
+def back_to(generation: int, epoch: int, **changes: Any) -> Pointer:
+    """A pointer of a later publishing that goes back to an older generation."""
+    return replace(pointer(epoch), generation=generation, **changes)
+
+
+class Stopped(Exception):
+    """A load that does not come to its end."""
+
+
+def torn(table: dict[bytes, bytes], error: Exception) -> Rows:
+    yield from rows_of(table)
+    raise error
+
+
+DAMAGED_POINTERS = [b"", b"{", b"null", b"[]", b"{}", b"7", b'"x"', b"\xff\xfe", b"\0" * 50, pointer(1).to_bytes()[:-1]]

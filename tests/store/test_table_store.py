@@ -1,0 +1,213 @@
+"""What only table files have to stand, beside the contract."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from store.errors import OnlineStoreError, PrecomputeError
+from store.online.online_store import Generation
+from store.online.table_store import TableStore
+from tests.conftest import MakeProject
+from tests.online import (
+    DAMAGED_POINTERS,
+    TABLE,
+    Stopped,
+    batch_of,
+    load,
+    numbers,
+    plain,
+    pointer,
+    publish,
+    torn,
+    values,
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "online"
+
+
+def generation_file(folder: Path, generation: int, view: str = "numbers") -> Path:
+    return folder / view / f"{generation:020d}.table"
+
+
+def test_two_table_stores_of_one_process_share_their_files(folder: Path) -> None:
+    one, other = TableStore(folder), TableStore(folder)
+    publish(one, 1, TABLE)
+    assert values(one.read("numbers", [b"a"])) == values(other.read("numbers", [b"a"])) == [b"1"]
+    one.close()
+    assert values(other.read("numbers", [b"b"])) == [b"22"]
+    publish(other, 2, {b"a": b"2"})
+    assert plain(TableStore(folder).read_generation("numbers", 1, [b"a"])) == [b"1"]
+    assert values(TableStore(folder).read("numbers", [b"a"])) == [b"2"]
+    other.close()
+
+
+def test_a_table_folder_holds_generations_pointer_and_lock_and_nothing_half_done(folder: Path) -> None:
+    store = TableStore(folder)
+    assert (store.views(), numbers(store), folder.exists()) == ([], [], False)
+    publish(store, 1, TABLE)
+    with pytest.raises(Stopped):
+        store.load("numbers", Generation(2, 2), torn(TABLE, Stopped()))
+    expected = {"numbers", "numbers/.lock", "numbers/live.json", f"numbers/{1:020d}.table"}
+    assert {str(p.relative_to(folder)) for p in folder.rglob("*")} == expected
+    assert json.loads((folder / "numbers" / "live.json").read_bytes())["epoch"] == 1
+
+
+def test_a_load_whose_index_does_not_fit_in_memory_is_whole(folder: Path) -> None:
+    store = TableStore(folder, memory_bytes=1)
+    table = {b"%d" % (i * 7919 % 30_000): b"%d" % i + b"x" * (i % 40) for i in range(30_000)}
+    publish(store, 1, table)
+    assert values(store.read("numbers", list(table))) == list(table.values())
+    assert {p.name for p in (folder / "numbers").iterdir()} == {".lock", "live.json", f"{1:020d}.table"}
+
+
+def test_a_key_loaded_twice_is_no_load(folder: Path) -> None:
+    """Which of its rows were to be served, nobody could tell."""
+    store = TableStore(folder)
+    for rows in ([batch_of({b"a": b"1"}), batch_of({b"b": b"1", b"a": b"2"})], [batch_of({b"a": b"1"})] * 2):
+        with pytest.raises(OnlineStoreError, match=r"'a'.*twice"):
+            store.load("numbers", Generation(1, 1), rows)
+    assert (numbers(store), list((folder / "numbers").iterdir())) == ([], [])
+
+
+@pytest.mark.parametrize("damage", ["removed", "emptied", "garbage", "zeros", "a folder"])
+def test_a_live_generation_that_is_gone_or_damaged_is_told(folder: Path, damage: str) -> None:
+    publish(TableStore(folder), 1, TABLE)
+    path = generation_file(folder, 1)
+    size = path.stat().st_size
+    path.unlink()
+    if damage == "a folder":
+        path.mkdir()
+    elif damage != "removed":
+        path.write_bytes({"emptied": b"", "garbage": b"garbage!" * (size // 8), "zeros": b"\0" * size}[damage])
+    with pytest.raises(OnlineStoreError, match="publish the view again"):
+        TableStore(folder).read("numbers", [b"a"])
+
+
+def test_publishing_again_mends_a_generation_that_is_gone(folder: Path) -> None:
+    """It is the remedy that the error names; a publish asks first what is live."""
+    publish(TableStore(folder), 1, TABLE)
+    generation_file(folder, 1).unlink()
+    store = TableStore(folder)
+    assert store.live("numbers") == pointer(1)
+    publish(store, 2, {b"a": b"again"})
+    assert values(TableStore(folder).read("numbers", [b"a"])) == [b"again"]
+
+
+def test_publishing_the_live_snapshot_again_mends_its_generation(make_project: MakeProject) -> None:
+    """The same remedy by the same words, from one end to the other: nothing newer to publish is needed."""
+    project = make_project([(1, 1.0), (2, 2.0)])
+    project.run()
+    path = generation_file(Path(project.online.removeprefix("table:")), 1)
+    path.unlink()
+    with pytest.raises(OnlineStoreError, match="publish the view again"):
+        project.open_online().read("numbers", [b"1"])
+    project.publish()
+    found = project.open_online().read("numbers", [b"1", b"2", b"3"])
+    assert found is not None
+    assert [row is None for row in found[1].values] == [False, False, True]
+
+
+CUT = """
+import os, sys
+from store.errors import OnlineStoreError
+from store.online.table_store import TableStore
+folder, path, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
+os.truncate(path, size)
+keys = [b"%05d" % i for i in range(3000)]
+for read in (lambda s: s.read("numbers", keys), lambda s: s.read_generation("numbers", 1, keys)):
+    try:
+        read(TableStore(folder))
+        print("read")
+    except OnlineStoreError:
+        print("refused")
+"""
+
+
+@pytest.mark.parametrize("part", [0.02, 0.5, 0.99], ids=["the first pages", "half", "all but the last page"])
+def test_a_generation_cut_short_is_told_and_does_not_kill_the_process(folder: Path, part: float) -> None:
+    """In a process of its own: reading a map past the end of its file is a bus error."""
+    publish(TableStore(folder), 1, {b"%05d" % i: b"x" * 200 for i in range(3000)})
+    path = generation_file(folder, 1)
+    size = int(path.stat().st_size * part) // 4096 * 4096
+    command = [sys.executable, "-c", CUT, str(folder), str(path), str(size)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.split()) == (0, ["refused", "refused"]), done.stderr
+
+
+@pytest.mark.parametrize("damaged", DAMAGED_POINTERS, ids=lambda d: repr(d[:9]))
+def test_a_damaged_pointer_file_is_refused(folder: Path, damaged: bytes) -> None:
+    store = TableStore(folder)
+    publish(store, 1, TABLE)
+    (folder / "numbers" / "live.json").write_bytes(damaged)
+    for reader in (store, TableStore(folder)):
+        for use in (reader.live, lambda view, s=reader: s.read(view, [b"a"])):
+            with pytest.raises(OnlineStoreError, match=r"damaged.*publish the view again"):
+                use("numbers")
+
+
+def test_publishing_again_mends_a_damaged_pointer_file(folder: Path) -> None:
+    """It is the remedy that the error names."""
+    store = TableStore(folder)
+    publish(store, 1, TABLE)
+    (folder / "numbers" / "live.json").write_bytes(b"{")
+    publish(store, 2, {b"a": b"again"})
+    assert values(TableStore(folder).read("numbers", [b"a"])) == [b"again"]
+
+
+FULL_DISK = """
+import resource, sys
+from store.errors import PrecomputeError
+from store.online.table_store import TableStore
+from store.online.online_store import Generation
+from tests.online import batch_of, pointer
+store = TableStore(sys.argv[1])
+rows = [batch_of({b"%05d" % i: b"x" * 200 for i in range(3000)})]
+for size in (0, 10, 4096, 100_000):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    for action in [lambda: store.load("numbers", Generation(2, 2), rows)] + ([lambda: store.flip(pointer(1))] if size < 100 else []):
+        try:
+            action()
+            print("done")
+        except PrecomputeError as exc:
+            print(f"{type(exc).__name__}: {exc}")
+"""
+
+
+def test_a_full_disk_leaves_the_live_generation_and_no_files(folder: Path) -> None:
+    store = TableStore(folder)
+    publish(store, 1, TABLE)
+    before = sorted(folder.rglob("*"))
+    command = [sys.executable, "-c", FULL_DISK, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    outcomes = done.stdout.splitlines()
+    assert len(outcomes) == 6
+    for outcome in outcomes:
+        assert outcome.startswith("OnlineStoreError: ")
+        assert "live" in outcome
+        assert "untouched" in outcome
+    assert sorted(folder.rglob("*")) == before
+    for reader in (store, TableStore(folder)):
+        assert (reader.live("numbers"), values(reader.read("numbers", list(TABLE)))) == (pointer(1), list(TABLE.values()))
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    store = TableStore(tmp_path / "file" / "online")
+    uses: list[Callable[[], Any]] = [lambda: load(store, 1, TABLE), lambda: store.flip(pointer(1))]
+    for use in uses:
+        with pytest.raises(PrecomputeError):
+            use()
+    for read in (store.live, lambda view: store.read(view, [b"a"])):
+        with pytest.raises(OnlineStoreError):
+            read("numbers")
