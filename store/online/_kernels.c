@@ -287,6 +287,42 @@ static PyObject *hashes(PyObject *Py_UNUSED(module), PyObject *arguments) {
     return right ? Py_NewRef(Py_None) : NULL;
 }
 
+/* (data, offsets int64, hashes uint64) of a sequence of bytes, each as bytes. */
+static PyObject *pack(PyObject *Py_UNUSED(module), PyObject *sequence) {
+    PyObject *strings = PySequence_Fast(sequence, "a sequence of bytes is needed");
+    if (strings == NULL)
+        return NULL;
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(strings), size = 0;
+    PyObject *packed[3] = {NULL, PyBytes_FromStringAndSize(NULL, 8 * (count + 1)), PyBytes_FromStringAndSize(NULL, 8 * count)};
+    char *to = NULL;
+    int right = packed[1] != NULL && packed[2] != NULL;
+    for (Py_ssize_t i = 0; right && i <= count; i++) {
+        memcpy(PyBytes_AsString(packed[1]) + 8 * i, &size, 8);
+        if (i < count) {
+            Py_ssize_t length = PyBytes_Size(PySequence_Fast_GET_ITEM(strings, i));
+            right = length >= 0;
+            size += length;
+        }
+    }
+    if (right)
+        packed[0] = PyBytes_FromStringAndSize(NULL, size);
+    if (packed[0] != NULL)
+        to = PyBytes_AsString(packed[0]);
+    for (Py_ssize_t i = 0; to != NULL && i < count; i++) {
+        PyObject *item = PySequence_Fast_GET_ITEM(strings, i);
+        Py_ssize_t length = PyBytes_Size(item);
+        uint64_t hash = xxh3((uint8_t *)PyBytes_AsString(item), (size_t)length);
+        memcpy(PyBytes_AsString(packed[2]) + 8 * i, &hash, 8);
+        memcpy(to, PyBytes_AsString(item), (size_t)length);
+        to += length;
+    }
+    PyObject *all = to != NULL ? PyTuple_Pack(3, packed[0], packed[1], packed[2]) : NULL;
+    for (int i = 0; i < 3; i++)
+        Py_XDECREF(packed[i]);
+    Py_DECREF(strings);
+    return all;
+}
+
 enum { CHECKSUM_BYTES = 8, ROW_HEADER_BYTES = 24 };
 
 static inline int is_vouched(const uint8_t *row, uint64_t size, uint64_t key_hash) {
@@ -422,16 +458,18 @@ static int search(const Records *records, const uint8_t *key, uint64_t key_size,
         const uint8_t *line = line_at(records, number);
         if (!is_whole(line, number))
             return DAMAGED;
+        int room = 0;
         for (int i = 0; i < LINE_SLOTS; i++) {
             uint64_t slot = load64(line + 8 * i);
-            if (slot == 0)
-                return ABSENT;
-            if (slot >> 40 != tag)
+            room |= slot == 0;
+            if (slot == 0 || slot >> 40 != tag)
                 continue;
             int verdict = compared(records, (slot & POSITION) * 8, key, key_size, tag, place);
             if (verdict != ANOTHERS)
                 return verdict;
         }
+        if (room)
+            return ABSENT;
     }
     return DAMAGED;
 }
@@ -666,6 +704,7 @@ static int executed(PyObject *module) {
 
 static PyMethodDef METHODS[] = {
     {"hashes", hashes, METH_VARARGS, "hashes(data, offsets, skip, out)"},
+    {"pack", pack, METH_O, "pack(strings) -> (data, offsets, hashes)"},
     {"vouched", vouched, METH_VARARGS, "vouched(rows, offsets, key_hashes, out)"},
     {"lay_out", lay_out, METH_VARARGS, "lay_out(keys, key_offsets, rows, row_offsets, out)"},
     {"send", send, METH_VARARGS, "send(file, start, size): have it written to the disk from now on"},

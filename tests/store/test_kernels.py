@@ -11,7 +11,7 @@ import pytest
 import xxhash
 
 from store.online import kernels
-from store.online.kernels import LARGEST_KEY, hashes, lay_out, vouched
+from store.online.kernels import LARGEST_KEY, hashes, lay_out, pack, vouched
 from store.online.packed import Packed
 
 pytestmark = pytest.mark.usefixtures("kernel")
@@ -26,6 +26,27 @@ def test_hashes_are_xxh3_64_of_every_length() -> None:
         assert hashes(packed, skip).tolist() == [xxhash.xxh3_64_intdigest(s[skip:]) for s in strings]
     assert hashes(packed.slice(1000, 1003)).tolist() == [xxhash.xxh3_64_intdigest(s) for s in strings[1000:1003]]
     assert hashes(Packed.of([])).dtype == np.uint64
+
+
+def test_strings_are_packed_and_hashed() -> None:
+    for strings in ([], [b""], [b"a\0b", b"", b"c" * 300], [b"%d" % i for i in range(100)]):
+        packed, found = pack(strings)
+        assert [bytes(s) for s in packed.strings()] == strings
+        assert found.tolist() == [xxhash.xxh3_64_intdigest(s) for s in strings]
+        assert (str(packed.offsets.dtype), str(found.dtype)) == ("int64", "uint64")
+        assert pack(tuple(strings))[1].tolist() == found.tolist()
+    with pytest.raises(TypeError):
+        pack([b"a", "b"])  # type: ignore[list-item]
+
+
+def test_hashes_of_strings_of_one_size() -> None:
+    for size in (1, 8, 9, 300, 1561):
+        strings = [bytes([i]) * size for i in range(20)]
+        packed = Packed.of([b"before", *strings, b"after"]).slice(1, 21)
+        for skip in (0, 8):
+            assert hashes(packed, skip).tolist() == [xxhash.xxh3_64_intdigest(s[skip:]) for s in strings]
+    # the first and the last make up for each other
+    assert hashes(Packed.of([b"ab", b"abc", b"a"])).tolist() == [xxhash.xxh3_64_intdigest(s) for s in (b"ab", b"abc", b"a")]
 
 
 def test_hashes_of_many_megabytes() -> None:
