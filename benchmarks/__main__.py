@@ -7,6 +7,7 @@ import sys
 
 SCRIPTS = (
     "lookup_http",
+    "online_table",
     "engine_text",
     "engine_mlp",
     "engine_top_k",

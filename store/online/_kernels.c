@@ -22,6 +22,9 @@
 #include <immintrin.h>
 #endif
 
+/* As kernels.py has it: raised with every change of what they say to each other, so that one that was built for another is not used. */
+enum { VERSION = 1 };
+
 /* Strings fewer than this are done before another thread could have the GIL. */
 enum { MANY = 32 };
 
@@ -699,7 +702,7 @@ static int executed(PyObject *module) {
     PyObject *type = PyType_FromModuleAndSpec(module, &RECORDS_SPEC, NULL);
     int failed = PyModule_AddObjectRef(module, "Records", type);
     Py_XDECREF(type);
-    return failed;
+    return failed < 0 ? failed : PyModule_AddIntConstant(module, "VERSION", VERSION);
 }
 
 static PyMethodDef METHODS[] = {

@@ -19,15 +19,20 @@ import xxhash
 
 from store.online.packed import I8, U1, U8, Buffer, Packed
 
+_VERSION = 1
+"""Of what this file and the extension say to each other; _kernels.c has it too."""
+
 
 def _extension() -> ModuleType | None:
     if os.environ.get("PRECOMPUTE_KERNELS") == "python":
         return None
     try:
-        return importlib.import_module("store.online._kernels")
+        built = importlib.import_module("store.online._kernels")
     except ImportError:
         # it is built where a compiler is; without it only time is lost
         return None
+    # one that was built before the sources changed is as good as none: `make setup` builds it anew
+    return built if getattr(built, "VERSION", 0) == _VERSION else None
 
 
 native = _extension()
