@@ -1,4 +1,4 @@
-"""Changes: what a snapshot has other than one it builds on: rows written since, and keys that left. What an overlay is loaded from."""
+"""Changes: what a snapshot has other than one it builds on: rows written since, and keys without a row now. What an overlay is loaded from."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class Changes:
 
     @cached_property
     def removed(self) -> pa.Array:
-        """Key texts of the entities that left since and did not come back, string [n]; some may never have been in ``since``."""
-        gone = [self._gone(layer) for layer in self.layers if layer.deletes is not None]
-        keys = pa.concat_arrays([pa.array([], pa.string()), *gone])
-        # within one layer a key either left or was written
-        if len(keys) and len(self.layers) > 1:
-            keys = pc.unique(keys)
-            for batch in self.batches(list(self._snapshot.view.entity), 65536):
-                keys = keys.filter(pc.invert(pc.is_in(keys, key_column(batch, self._snapshot.view.entity))))
+        """Key texts of the entities that had a row and have none any more, string [n]: they left since, or what they are now was rejected. Some may never
+        have been in ``since``."""
+        dead = [self._dead(layer) for layer in self.layers if layer.deletes is not None]
+        keys = pc.unique(pa.concat_arrays([pa.array([], pa.string()), *dead]))
+        if len(keys):
+            entity = self._snapshot.view.entity
+            for batch in self.batches(list(entity), 65536):
+                keys = keys.filter(pc.invert(pc.is_in(keys, key_column(batch, entity))))
         return keys
 
     def batches(self, columns: Sequence[str] | None = None, batch_rows: int = 8192) -> Iterator[pa.RecordBatch]:
@@ -63,13 +63,13 @@ class Changes:
         """As :meth:`ViewStore.check_parts`, of what came since alone."""
         self._store.check_parts(self._snapshot, self.layers)
 
-    def _gone(self, layer: Snapshot) -> pa.Array:
+    def _dead(self, layer: Snapshot) -> pa.Array:
+        """Key texts of the rows that are none of a snapshot any more; those replaced, too."""
         assert layer.deletes is not None
         path: Path = self._store.checked_path(layer, layer.deletes)
         entity = layer.view.entity
         try:
-            table = pq.read_table(path, columns=["removed", *(f"key_{name}" for name in entity)])
+            table = pq.read_table(path, columns=[f"key_{name}" for name in entity])
         except (pa.ArrowException, OSError) as exc:
             raise SnapshotError(f"{path} cannot be read ({exc}); publish another snapshot") from exc
-        table = table.filter(table.column("removed")).drop_columns("removed").rename_columns(list(entity))
-        return key_column(table, entity)
+        return key_column(table.rename_columns(list(entity)), entity)
