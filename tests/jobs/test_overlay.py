@@ -67,6 +67,16 @@ def test_a_delta_loads_what_changed_alone(published: Any) -> None:
     assert [None if row is None else len(row) for row in found][2:] == [24, None]
 
 
+def test_a_row_that_is_rejected_now_is_not_served_from_the_base(make_project: MakeProject, online: str) -> None:
+    """It is in the source still, so it did not leave; but what it was is not what it is."""
+    view = UNJUDGED | {"model": {"use": "tests.arithmetic:Doubler", "args": {"nan_on": -1.0}}}
+    for table, overlay in ((BASE, None), (BASE | {3: -1.0}, 2), (BASE | {3: -1.0, 4: -1.0, 5: 50.0}, 3), (BASE | {4: -1.0}, 4)):
+        project = make_project(sorted(table.items()), project={"online": online}, view=view)
+        project.run()
+        check(project, {key: x for key, x in table.items() if x != -1.0})
+        assert project.live().place == Place(1, 1, overlay)
+
+
 def test_overlays_are_cumulative_and_the_last_two_are_kept(published: Any) -> None:
     table = dict(BASE)
     published(table)
