@@ -190,7 +190,8 @@ def partial_read(path: Path, native: Any) -> Callable[[list[str]], Any]:
         before, kernels.native = kernels.native, native
         packed_keys, hashed = kernels.pack([key.encode() for key in keys])
         rows, _ = file.read(packed_keys, hashed)
-        assert kernels.vouched(rows, hashed).all()
+        states, _ = kernels.verified(rows, hashed, CODEC.schema_tag, [1], CODEC.fixed_bytes, exact=True)
+        assert (states == kernels.FOUND).all()
         kernels.native = before
         return rows
 

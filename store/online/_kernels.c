@@ -23,7 +23,7 @@
 #endif
 
 /* As kernels.py has it: raised with every change of what they say to each other, so that one that was built for another is not used. */
-enum { VERSION = 1 };
+enum { VERSION = 2 };
 
 /* Strings fewer than this are done before another thread could have the GIL. */
 enum { MANY = 32 };
@@ -332,22 +332,53 @@ static inline int is_vouched(const uint8_t *row, uint64_t size, uint64_t key_has
     return size >= ROW_HEADER_BYTES && load64(row) == (xxh3(row + CHECKSUM_BYTES, size - CHECKSUM_BYTES) ^ key_hash);
 }
 
-static PyObject *vouched(PyObject *Py_UNUSED(module), PyObject *arguments) {
+enum { ABSENT = 0, FOUND = 1, DAMAGED = 2, ANOTHERS = 3 };
+
+/* What a row is expected to be. */
+typedef struct {
+    uint32_t tag;
+    uint64_t fixed_bytes;
+    int exact;
+    Py_buffer snapshots;
+} Expected;
+
+static int worth(const Expected *expected, const uint8_t *row, uint64_t size, uint64_t key_hash) {
+    if (size == 0)
+        return ABSENT;
+    if (!is_vouched(row, size, key_hash) || load32(row + 20) != expected->tag)
+        return DAMAGED;
+    int known = 0;
+    for (Py_ssize_t i = 0; i < expected->snapshots.len / 4; i++)
+        known |= load32(row + 16) == load32((const uint8_t *)expected->snapshots.buf + 4 * i);
+    if (known && size == ROW_HEADER_BYTES)
+        return ABSENT;
+    return known && (expected->exact ? size == expected->fixed_bytes : size >= expected->fixed_bytes) ? FOUND : DAMAGED;
+}
+
+static PyObject *verified(PyObject *Py_UNUSED(module), PyObject *arguments) {
     Strings rows;
-    Py_buffer key_hashes, out;
-    if (!PyArg_ParseTuple(arguments, "y*y*y*w*", &rows.data, &rows.offsets, &key_hashes, &out))
+    Expected expected;
+    Py_buffer key_hashes, states, times;
+    unsigned long long fixed_bytes;
+    if (!PyArg_ParseTuple(arguments, "y*y*y*Iy*Kpw*w*", &rows.data, &rows.offsets, &key_hashes, &expected.tag, &expected.snapshots, &fixed_bytes,
+                          &expected.exact, &states, &times))
         return NULL;
-    int right = are_strings(&rows) && has_items(&key_hashes, rows.count, 8) && has_items(&out, rows.count, 1);
+    expected.fixed_bytes = fixed_bytes;
+    int right = are_strings(&rows) && has_items(&key_hashes, rows.count, 8) && has_items(&states, rows.count, 1) && has_items(&times, rows.count, 8);
     if (right) {
         PyThreadState *state = let_go(rows.count);
         for (Py_ssize_t i = 0; i < rows.count; i++) {
             uint64_t size;
             const uint8_t *row = string_of(&rows, i, &size);
-            ((uint8_t *)out.buf)[i] = (uint8_t)is_vouched(row, size, load64((const uint8_t *)key_hashes.buf + 8 * i));
+            int found = worth(&expected, row, size, load64((const uint8_t *)key_hashes.buf + 8 * i));
+            uint64_t computed_at = found == FOUND ? load64(row + 8) : 0;
+            ((uint8_t *)states.buf)[i] = (uint8_t)found;
+            memcpy((uint8_t *)times.buf + 8 * i, &computed_at, 8);
         }
         take_back(state);
     }
-    release(&rows.data, &rows.offsets, &key_hashes, &out, NULL);
+    PyBuffer_Release(&expected.snapshots);
+    release(&rows.data, &rows.offsets, &key_hashes, &states, &times);
     return right ? Py_NewRef(Py_None) : NULL;
 }
 
@@ -400,7 +431,6 @@ static PyObject *lay_out(PyObject *Py_UNUSED(module), PyObject *arguments) {
 
 /* ---- the index, and what it points to */
 
-enum { ABSENT = 0, FOUND = 1, DAMAGED = 2, ANOTHERS = 3 };
 enum { LINE_BYTES = 64, LINE_SLOTS = 7, PROBED = 4 };
 
 #define TAG 0xFFFFFFu
@@ -708,7 +738,7 @@ static int executed(PyObject *module) {
 static PyMethodDef METHODS[] = {
     {"hashes", hashes, METH_VARARGS, "hashes(data, offsets, skip, out)"},
     {"pack", pack, METH_O, "pack(strings) -> (data, offsets, hashes)"},
-    {"vouched", vouched, METH_VARARGS, "vouched(rows, offsets, key_hashes, out)"},
+    {"verified", verified, METH_VARARGS, "verified(rows, offsets, key_hashes, tag, snapshots, fixed_bytes, exact, states_out, times_out)"},
     {"lay_out", lay_out, METH_VARARGS, "lay_out(keys, key_offsets, rows, row_offsets, out)"},
     {"send", send, METH_VARARGS, "send(file, start, size): have it written to the disk from now on"},
     {"widths", widths, METH_NOARGS, "widths() -> the kinds of registers that this CPU has, widest first"},

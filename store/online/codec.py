@@ -35,11 +35,10 @@ from store.online.row_values import (
 )
 
 FORMAT_VERSION = 2
-HEADER_BYTES = 24
-CHECKSUM_BYTES = 8
+HEADER_BYTES = kernels.ROW_HEADER.itemsize
+CHECKSUM_BYTES = kernels.CHECKSUM_BYTES
 MAX_SNAPSHOT = 2**32 - 1
 
-_HEADER = np.dtype([("checksum", "<u8"), ("computed_at", "<i8"), ("snapshot", "<u4"), ("tag", "<u4")])
 _HEADER_STRUCT = struct.Struct("<QqII")
 _NO_STARTS: I8 = np.empty(0, np.int64)
 
@@ -47,10 +46,10 @@ _NO_STARTS: I8 = np.empty(0, np.int64)
 class State(IntEnum):
     """What a store has for a key."""
 
-    ABSENT = 0
+    ABSENT = kernels.ABSENT
     """Nothing, or a tombstone."""
-    DAMAGED = 1
-    WHOLE = 2
+    WHOLE = kernels.FOUND
+    DAMAGED = kernels.DAMAGED
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +175,7 @@ class RowCodec:
         """A tombstone for each key text that left: what an overlay has in place of a row."""
         packed_keys = packed_strings(keys)
         key_hashes = kernels.hashes(packed_keys)
-        header = np.zeros(len(key_hashes), _HEADER)
+        header = np.zeros(len(key_hashes), kernels.ROW_HEADER)
         header["computed_at"], header["snapshot"], header["tag"] = removed_at_us, snapshot, self.schema_tag
         packed = Packed(header.view(np.uint8), np.arange(len(header) + 1) * HEADER_BYTES)
         header["checksum"] = kernels.hashes(packed, CHECKSUM_BYTES) ^ key_hashes
@@ -212,27 +211,11 @@ class RowCodec:
             found: as a store returned it.
             snapshots: numbers of those whose rows are read; a row of another one is damaged.
         """
-        packed = found.packed
-        sizes, starts = packed.sizes, packed.offsets[:-1]
-        whole = kernels.vouched(packed, found.hashes)
-        if whole.all():
-            header = _windows(packed.data, HEADER_BYTES, starts).view(_HEADER).reshape(-1)
-        else:
-            header = np.zeros(len(sizes), _HEADER)
-            header[whole] = _windows(packed.data, HEADER_BYTES, starts[whole]).view(_HEADER).reshape(-1)
-        whole &= header["tag"] == self.schema_tag
-        known = np.zeros(len(sizes), np.bool_)
-        for snapshot in snapshots:
-            known |= header["snapshot"] == snapshot
-        whole &= known
-        tombstones = whole & (sizes == HEADER_BYTES)
-        whole &= (sizes >= self.fixed_bytes) if self._slots else (sizes == self.fixed_bytes)
-        states = np.where(whole, np.uint8(State.WHOLE), np.uint8(State.DAMAGED))
-        states[tombstones | (sizes == 0)] = State.ABSENT
+        states, computed_at = kernels.verified(
+            found.packed, found.hashes, self.schema_tag, snapshots, self.fixed_bytes, exact=not self._slots
+        )
         if found.damaged is not None:
-            states[found.damaged] = State.DAMAGED
-        computed_at = header["computed_at"].astype(np.int64)
-        computed_at[states != State.WHOLE] = 0
+            states[found.damaged], computed_at[found.damaged] = State.DAMAGED, 0
         return states, computed_at
 
     def verify_one(self, found: FoundRows, snapshots: Collection[int]) -> tuple[State, int]:

@@ -9,9 +9,10 @@ import mmap
 import os
 import resource
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ import xxhash
 
 from store.online.packed import I8, U1, U8, Buffer, Packed
 
-_VERSION = 1
+_VERSION = 2
 """Of what this file and the extension say to each other; _kernels.c has it too."""
 
 
@@ -44,6 +45,15 @@ COMPILED = native is not None
 LARGEST_KEY, LARGEST_ROW = 2**16 - 1, 2**32 - 1
 """Bytes that a record has room to tell the size of."""
 
+ABSENT, FOUND, DAMAGED = 0, 1, 2
+"""What reading a key came to."""
+
+ROW_HEADER = np.dtype([("checksum", "<u8"), ("computed_at", "<i8"), ("snapshot", "<u4"), ("tag", "<u4")])
+"""The first bytes of every packed row; a tombstone has no others."""
+
+CHECKSUM_BYTES = 8
+"""Of the header: ``hashes(rows, CHECKSUM_BYTES) ^ hashes(keys)``, so that a row under another key does not pass."""
+
 _PADDING = tuple(bytes(-size % 8) for size in range(8))
 
 hash_of = xxhash.xxh3_64_intdigest
@@ -51,10 +61,7 @@ hash_of = xxhash.xxh3_64_intdigest
 
 
 def hashes(packed: Packed, skip: int = 0) -> U8:
-    """xxh3_64 (seed 0) of each string without its first ``skip`` bytes, uint64 [n]; of a shorter string, that of nothing.
-
-    A row's checksum is ``hashes(rows, 8) ^ hashes(keys)``: a row that is whole, and under another key, does not pass.
-    """
+    """xxh3_64 (seed 0) of each string without its first ``skip`` bytes, uint64 [n]; of a shorter string, that of nothing."""
     if native is not None:
         found = np.empty(len(packed), np.uint64)
         native.hashes(packed.data, packed.offsets, skip, found)
@@ -77,24 +84,46 @@ def pack(strings: Sequence[bytes]) -> tuple[Packed, U8]:
     return Packed.of(strings), np.fromiter(map(hash_of, strings), np.uint64, len(strings))
 
 
-def vouched(rows: Packed, key_hashes: U8) -> npt.NDArray[np.bool_]:
-    """Whether each row is whole and under its own key, bool [n]: the checksum in its first 8 bytes is that of the others and of the key.
+def verified(rows: Packed, key_hashes: U8, tag: int, snapshots: Collection[int], fixed_bytes: int, exact: bool) -> tuple[U1, I8]:
+    """What packed rows are worth, uint8 [n], and when those that are whole were computed, int64 [n] µs, 0 for the others.
+
+    :data:`FOUND`: it is whole and under its own key, by the checksum in its header, and of the tag, the snapshots and the size that are expected.
+    :data:`ABSENT`: an empty row, or a tombstone that is whole. :data:`DAMAGED`: any other.
 
     Args:
-        rows: packed rows; one that has no room for a header is not whole.
-        key_hashes: ``hashes`` of the keys they were asked for by, uint64 [n].
+        rows: as a store returned them.
+        key_hashes: ``hashes`` of the keys that they were asked for by, uint64 [n].
+        tag: the schema's.
+        snapshots: numbers of those whose rows are read.
+        fixed_bytes: size of a row, or, of one with a variable part, the least.
+        exact: whether it has none.
     """
-    found: npt.NDArray[np.bool_] = np.empty(len(rows), np.bool_)
     if native is not None:
-        native.vouched(rows.data, rows.offsets, key_hashes, found)
-        return found
-    whole = rows.sizes >= 24
-    starts = np.where(whole, rows.offsets[:-1], 0)
-    # eight bytes at any position, aligned or not
-    words: U8 = np.ndarray((max(0, rows.data.size - 7),), "<u8", rows.data.data, strides=(1,))
-    stored = words[starts] if words.size else np.zeros(len(rows), np.uint64)
-    found = whole & (stored == hashes(rows, 8) ^ key_hashes)
-    return found
+        states, computed_at = np.empty(len(rows), np.uint8), np.empty(len(rows), np.int64)
+        numbers = np.fromiter(snapshots, np.uint32, len(snapshots))
+        native.verified(rows.data, rows.offsets, key_hashes, tag, numbers, fixed_bytes, exact, states, computed_at)
+        return states, computed_at
+    sizes = rows.sizes
+    header = np.zeros(len(rows), ROW_HEADER)
+    if (sizes >= ROW_HEADER.itemsize).all() and len(rows):
+        header = _headers(rows.data)[rows.offsets[:-1]]
+    else:
+        long = np.flatnonzero(sizes >= ROW_HEADER.itemsize)
+        header[long] = _headers(rows.data)[rows.offsets[long]]
+    whole = (sizes >= ROW_HEADER.itemsize) & (header["checksum"] == hashes(rows, CHECKSUM_BYTES) ^ key_hashes)
+    known = np.zeros(len(rows), np.bool_)
+    for snapshot in snapshots:
+        known |= header["snapshot"] == snapshot
+    whole &= known & (header["tag"] == tag)
+    fits = whole & ((sizes == fixed_bytes) if exact else (sizes >= fixed_bytes))
+    states = np.where(fits, np.uint8(FOUND), np.uint8(DAMAGED))
+    states[(sizes == 0) | whole & (sizes == ROW_HEADER.itemsize)] = ABSENT
+    return states, np.where(states == FOUND, header["computed_at"], 0)
+
+
+def _headers(data: U1) -> npt.NDArray[Any]:
+    """The row header that would begin at each byte, without a copy."""
+    return np.ndarray((max(0, len(data) - ROW_HEADER.itemsize + 1),), ROW_HEADER, data.data, strides=(1,))
 
 
 def lay_out(keys: Packed, rows: Packed) -> tuple[U1, I8]:
@@ -130,9 +159,6 @@ def send(file: int, start: int, end: int) -> None:
     if native is not None:
         native.send(file, start, end - start)
 
-
-ABSENT, FOUND, DAMAGED = 0, 1, 2
-"""What reading a key of a table came to."""
 
 LINE_BYTES, LINE_SLOTS = 64, 7
 """A line of the index is a cache line: seven slots and a check word."""
@@ -228,7 +254,7 @@ class Records:
     def read(self, keys: Packed, key_hashes: U8) -> tuple[Packed, U1]:
         """The keys' packed rows, copied into one buffer, and of each key uint8 [n]: :data:`ABSENT`, :data:`FOUND` or :data:`DAMAGED`.
 
-        A key without a row has an empty one. A row that was found is under its key; whether it is whole its own checksum tells (:func:`vouched`).
+        A key without a row has an empty one. A row that was found is under its key; whether it is whole its own checksum tells (:func:`verified`).
 
         Args:
             keys: any number, repeated ones too.
@@ -283,7 +309,11 @@ class Records:
         if stored == key:
             return FOUND, start, row_size
         stored_hash, row = hash_of(stored), self._view[start : start + row_size]
-        if row_size < 24 or int.from_bytes(row[:8], "little") != hash_of(row[8:]) ^ stored_hash or stored_hash & _TAG != tag:
+        if (
+            row_size < ROW_HEADER.itemsize
+            or int.from_bytes(row[:CHECKSUM_BYTES], "little") != hash_of(row[CHECKSUM_BYTES:]) ^ stored_hash
+            or stored_hash & _TAG != tag
+        ):
             return DAMAGED, 0, 0
         return None
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import struct
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import xxhash
 
 from store.online import kernels
-from store.online.kernels import LARGEST_KEY, hashes, lay_out, pack, vouched
+from store.online.kernels import ABSENT, DAMAGED, FOUND, LARGEST_KEY, hashes, lay_out, pack, verified
 from store.online.packed import Packed
 
 pytestmark = pytest.mark.usefixtures("kernel")
@@ -80,11 +82,12 @@ def test_the_extension_refuses_what_does_not_fit() -> None:
     native = kernels.native
     if native is None:
         pytest.skip("numpy checks its arrays itself")
-    data, out = np.zeros(100, np.uint8), np.zeros(2, np.uint64)
+    data, out, snapshots = np.zeros(100, np.uint8), np.zeros(2, np.uint64), np.zeros(1, np.uint32)
+    states, times = np.zeros(2, np.uint8), np.zeros(2, np.int64)
     for offsets in ([0, 50, 101], [0, 60, 50], [-8, 0, 50], [0, 50, -1], [0, 2**62, 50]):
         for call in (
             lambda o: native.hashes(data, o, 0, out),
-            lambda o: native.vouched(data, o, out, np.zeros(2, np.bool_)),
+            lambda o: native.verified(data, o, out, 0, snapshots, 24, True, states, times),
             lambda o: native.lay_out(data, o, data, np.array([0, 0, 0]), np.zeros(16, np.uint8)),
             lambda o: native.lay_out(data, np.array([0, 0, 0]), data, o, np.zeros(16, np.uint8)),
         ):
@@ -93,8 +96,9 @@ def test_the_extension_refuses_what_does_not_fit() -> None:
     two = np.array([0, 1, 2])
     for short in (
         lambda: native.hashes(data, two, 0, out[:1]),
-        lambda: native.vouched(data, two, out[:1], np.zeros(2, np.bool_)),
-        lambda: native.vouched(data, two, out, np.zeros(1, np.bool_)),
+        lambda: native.verified(data, two, out[:1], 0, snapshots, 24, True, states, times),
+        lambda: native.verified(data, two, out, 0, snapshots, 24, True, states[:1], times),
+        lambda: native.verified(data, two, out, 0, snapshots, 24, True, states, times[:1]),
         lambda: native.lay_out(data, two, data, two[:2], np.zeros(48, np.uint8)),
     ):
         with pytest.raises(ValueError, match="an array of"):
@@ -115,31 +119,65 @@ def test_the_extension_refuses_what_does_not_fit() -> None:
             native.Records(data, *layout)
 
 
-def row_of(key: bytes, values: bytes) -> bytes:
-    """A row that vouches for itself: its checksum, sixteen more bytes of header, the values."""
-    rest = b"header" + bytes(10) + values
+COMPUTED_AT, SNAPSHOT, TAG = 1_700_000_000_000_000, 3, 2**32 - 7
+
+
+def row_of(key: bytes, values: bytes, computed_at: int = COMPUTED_AT, snapshot: int = SNAPSHOT, tag: int = TAG) -> bytes:
+    """A row that vouches for itself."""
+    rest = struct.pack("<qII", computed_at, snapshot, tag) + values
     return (xxhash.xxh3_64_intdigest(rest) ^ xxhash.xxh3_64_intdigest(key)).to_bytes(8, "little") + rest
 
 
+def states_of(rows: Sequence[bytes], keys: Sequence[bytes], size: int = 24, exact: bool = False) -> list[int]:
+    """What rows are worth under keys; and that only those that are found have a time."""
+    states, times = verified(Packed.of(rows), hashes(Packed.of(keys)), TAG, [SNAPSHOT, 5], size, exact)
+    assert times.tolist() == [COMPUTED_AT if state == FOUND else 0 for state in states.tolist()]
+    return states.tolist()
+
+
 def test_a_row_vouches_for_itself_and_its_key() -> None:
-    keys = [b"a", b"b", b"c", b"d", b"e", b"f"]
-    rows = [row_of(key, bytes(i)) for i, key in enumerate(keys)]
-    rows[1] = row_of(b"a", bytes(1))
-    rows[2] = rows[2][:-1]
-    rows[3] = rows[3][:23]
-    rows[4] = b""
-    assert vouched(Packed.of(rows), hashes(Packed.of(keys))).tolist() == [True, False, False, False, False, True]
-    assert vouched(Packed.of(rows).slice(5, 6), hashes(Packed.of(keys[5:]))).tolist() == [True]
-    assert vouched(Packed.of([]), hashes(Packed.of([]))).tolist() == []
-    assert vouched(Packed.of([b""]), hashes(Packed.of([b""]))).tolist() == [False]
+    rows = {
+        row_of(b"a", bytes(9)): FOUND,
+        row_of(b"a", bytes(9), snapshot=5): FOUND,
+        row_of(b"a", bytes(9), snapshot=4): DAMAGED,
+        row_of(b"a", bytes(9), tag=TAG + 1): DAMAGED,
+        row_of(b"b", bytes(9)): DAMAGED,
+        row_of(b"a", bytes(9))[:-1]: DAMAGED,
+        row_of(b"a", bytes(9)) + b"\0": DAMAGED,
+        row_of(b"a", b"")[:23]: DAMAGED,
+        b"1": DAMAGED,
+        b"": ABSENT,
+        row_of(b"a", b""): ABSENT,
+        row_of(b"b", b""): DAMAGED,
+        row_of(b"a", b"", snapshot=4): DAMAGED,
+        row_of(b"a", bytes(10)): FOUND,
+        row_of(b"a", bytes(8)): DAMAGED,
+    }
+    expected = list(rows.values())
+    assert states_of(list(rows), [b"a"] * len(rows), size=33) == expected
+    expected[-2] = DAMAGED
+    assert states_of(list(rows), [b"a"] * len(rows), size=33, exact=True) == expected
+    # rows in the middle of a buffer, of one size, few and many
+    alike = [row_of(b"%d" % i, bytes(9)) for i in range(100)]
+    packed, key_hashes = Packed.of([b"before", *alike, b"after"]), hashes(Packed.of([b"%d" % i for i in range(100)]))
+    for count in (1, 100):
+        states, times = verified(packed.slice(1, count + 1), key_hashes[:count], TAG, {SNAPSHOT}, 33, True)
+        assert (states.tolist(), times.tolist()) == ([FOUND] * count, [COMPUTED_AT] * count)
+    assert verified(packed.slice(1, 3), key_hashes[:2], TAG, (), 33, True)[0].tolist() == [DAMAGED] * 2
+    assert states_of([], []) == []
+    assert states_of([b""], [b""]) == [ABSENT]
+
+
+def test_a_time_before_1970() -> None:
+    found = verified(Packed.of([row_of(b"k", b"v", computed_at=-5)]), hashes(Packed.of([b"k"])), TAG, [SNAPSHOT], 25, True)
+    assert [values.tolist() for values in found] == [[FOUND], [-5]]
 
 
 def test_every_flipped_bit_of_a_row_is_seen() -> None:
     row = row_of(b"key", bytes(range(40)))
     flipped = [(int.from_bytes(row, "big") ^ 1 << bit).to_bytes(len(row), "big") for bit in range(8 * len(row))]
-    key_hashes = np.repeat(hashes(Packed.of([b"key"])), len(flipped))
-    assert not vouched(Packed.of(flipped), key_hashes).any()
-    assert vouched(Packed.of([row]), key_hashes[:1]).all()
+    assert states_of(flipped, [b"key"] * len(flipped)) == [DAMAGED] * len(flipped)
+    assert states_of([row], [b"key"]) == [FOUND]
 
 
 def test_records_are_laid_out_on_words() -> None:

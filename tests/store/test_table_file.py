@@ -17,11 +17,11 @@ import pytest
 import xxhash
 
 from store.errors import OnlineStoreError
-from store.online.kernels import ABSENT, DAMAGED, FOUND, hash_of, hashes, homes, line_checks, vouched
+from store.online.kernels import ABSENT, DAMAGED, FOUND, hash_of, hashes, homes, line_checks, verified
 from store.online.packed import Packed, RowBatch
 from store.online.table_file import BLOCK_BYTES, TableFile, header_of
 from store.online.table_writer import TableWriter
-from tests.store.test_kernels import row_of
+from tests.store.test_kernels import SNAPSHOT, TAG, row_of
 
 MEMORY_BYTES = 2**20
 
@@ -46,13 +46,15 @@ def read(file: TableFile, keys: Sequence[bytes]) -> dict[bytes, bytes | int]:
     packed = Packed.of(keys)
     rows, states = file.read(packed, hashes(packed))
     assert len(rows) == len(states) == len(keys)
-    whole = vouched(rows, hashes(packed))
+    worth, _ = verified(rows, hashes(packed), TAG, [SNAPSHOT], 24, exact=False)
     found: dict[bytes, bytes | int] = {}
-    for key, row, state, is_whole in zip(keys, rows.strings(), states.tolist(), whole.tolist(), strict=True):
+    for key, row, state, whole in zip(keys, rows.strings(), states.tolist(), worth.tolist(), strict=True):
         single = file.find(key)
         assert single == {ABSENT: None, FOUND: row.tobytes(), DAMAGED: b""}[state]
         assert state == FOUND or not len(row)
-        found[key] = row.tobytes() if is_whole else ABSENT if state == ABSENT else DAMAGED
+        found[key] = (
+            row.tobytes() if whole == FOUND or (len(row) == 24 and whole == ABSENT) else ABSENT if state == ABSENT else DAMAGED
+        )
     return found
 
 
@@ -413,7 +415,7 @@ def test_other_versions_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def relined(data: bytes, slots: Sequence[int]) -> bytes:
-    """The file with its first line of the index replaced, and vouched for: what no flipped bit makes."""
+    """The file with its first line of the index replaced, and verified for: what no flipped bit makes."""
     file = bytearray(data)
     at = len(data) - 16 - 2 * 64
     words = np.array([slots], np.uint64)
