@@ -260,7 +260,12 @@ def check_not_live(pointer: Pointer | None, view: str, number: int) -> None:
     ConflictError: the generation is what readers are using.
     """
     if pointer is not None and number in pointer.generations:
-        raise ConflictError(f"generation {number} of view {view!r} is live in the online store and cannot be replaced or dropped")
+        raise still_live(view, number)
+
+
+def still_live(view: str, number: int) -> ConflictError:
+    """The error of replacing or dropping what readers are using."""
+    return ConflictError(f"generation {number} of view {view!r} is live in the online store and cannot be replaced or dropped")
 
 
 def check_loaded(pointer: Pointer, numbers: Sequence[int]) -> None:
@@ -280,10 +285,15 @@ def check_owner(pointer: Pointer | None, view: str, owner: str) -> None:
     ConflictError: the view is another project's.
     """
     if pointer is not None and pointer.owner and owner and pointer.owner != owner:
-        raise ConflictError(
-            f"view {view!r} in the online store is published by another project ({pointer.owner}, this one is {owner}): give this one an online store or a "
-            f"prefix of its own; where that project is gone, or its root was lost, `precompute publish {view} --take-over`"
-        )
+        raise foreign_view(view, pointer.owner, owner)
+
+
+def foreign_view(view: str, theirs: str, ours: str) -> ConflictError:
+    """The error of publishing a view that is another project's."""
+    return ConflictError(
+        f"view {view!r} in the online store is published by another project ({theirs}, this one is {ours}): give this one an online store or a "
+        f"prefix of its own; where that project is gone, or its root was lost, `precompute publish {view} --take-over`"
+    )
 
 
 def check_taken(current: Pointer | None, pointer: Pointer) -> None:

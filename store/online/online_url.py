@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from store.errors import ConfigError
@@ -30,9 +31,10 @@ def open_online_store(url: str, base: Path | None = None, memory_mb: int = 1024)
             f"online: {url!r} is the embedded store of older versions: write table:{rest or './folder'}, and publish each view"
         )
     if scheme in ("redis", "rediss", "unix"):
-        from store.online.redis_store import RedisStore
+        from store.redis.redis_store import RedisStore
 
         return RedisStore(url)
     if url == "memory:":
         return MemoryStore()
-    raise ConfigError(f"online: {url!r} names no online store; write table:./folder or redis://host:6379/0")
+    shown = re.sub(r"//.*@", "//…@", url)
+    raise ConfigError(f"online: {shown!r} names no online store; write table:./folder or redis://host:6379/0")

@@ -508,10 +508,10 @@ def check_online_is_tidy(scene: FaultScene) -> None:
     else:
         client = redis.Redis.from_url(scene.online)
         try:
-            of = {key.decode().split(":")[2] for key in client.scan_iter(match=f"precompute:{VIEW}:*", count=5000)}
+            of = {key.decode().split(":")[2] for key in client.scan_iter(match=f"precompute:{{}}{VIEW}:*", count=5000)}
             assert of <= {str(number) for number in generations}, f"left in Redis: generations {sorted(of)}"
             fields: list[Any] = client.hkeys(f"precompute:{{{VIEW}}}:meta")
-            loading = [field for field in fields if field.startswith(b"loading:")]
+            loading = [field for field in fields if field.startswith((b"loading:", b"dropping:"))]
             assert loading == []
         finally:
             client.close()

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-import store.online.redis_store
 import store.online.table_store
+import store.redis.bulk
 from precompute.engine.runner import AHEAD_WINDOWS
 from store.disk import crashpoint
 from store.disk.crashpoint import POINTS
@@ -292,10 +292,11 @@ def kill_in_table_load() -> None:
 
 
 def kill_in_redis_load() -> None:
-    send = store.online.redis_store.RedisStore._send
+    send = store.redis.bulk.Pipe.send
 
-    def killed(self, keys, found):  # type: ignore[no-untyped-def]
-        send(self, keys, found)
+    def killed(self, block, number):  # type: ignore[no-untyped-def]
+        send(self, block, number)
+        self.settle()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    store.online.redis_store.RedisStore._send = killed  # type: ignore[method-assign]
+    store.redis.bulk.Pipe.send = killed  # type: ignore[method-assign]

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-import store.online.redis_store
+import store.redis.bulk
 from store.disk import durable_file
 from store.errors import ConflictError
 from store.record import replace
@@ -76,14 +76,14 @@ def test_a_zombie_changes_nothing_that_is_live_in_redis(point: str, delta_to_com
 
 
 def stop_in_redis_load() -> None:
-    send = store.online.redis_store.RedisStore._send
+    send = store.redis.bulk.Pipe.send
 
-    def stopped(self, keys, found):  # type: ignore[no-untyped-def]
-        store.online.redis_store.RedisStore._send = send  # type: ignore[method-assign]
+    def stopped(self, block, number):  # type: ignore[no-untyped-def]
+        store.redis.bulk.Pipe.send = send  # type: ignore[method-assign]
         os.kill(os.getpid(), signal.SIGSTOP)
-        return send(self, keys, found)
+        return send(self, block, number)
 
-    store.online.redis_store.RedisStore._send = stopped  # type: ignore[method-assign]
+    store.redis.bulk.Pipe.send = stopped  # type: ignore[method-assign]
 
 
 def test_late_writes_of_a_zombie_go_into_a_generation_of_its_own(delta_to_come_redis: MakeScene) -> None:
@@ -95,7 +95,7 @@ def test_late_writes_of_a_zombie_go_into_a_generation_of_its_own(delta_to_come_r
     recover(scene)
     ended = zombie.go_on()
     assert ended.error is not None
-    assert ended.error.startswith("FencedError: ")
+    assert ended.error.startswith("ConflictError: ")
     assert check_readers(scene) == scene.history[-1]
     scene.write(changed(scene.rows, [4]))
     recover(scene)

@@ -17,6 +17,7 @@ from store.disk.lease import take
 from store.errors import ConflictError, RequestError
 from store.offline.refs import Refs, run_lease
 from store.offline.view_store import ViewStore
+from store.redis import redis_store
 from tests.conftest import MakeProject
 from tests.scene import Scene
 
@@ -109,13 +110,13 @@ def test_a_drop_that_was_stopped_on_the_way_is_finished_by_the_next(
     def stopped(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    where = ((redis.Redis, "unlink"), (shutil, "rmtree"), (Refs, "end_live"), (ViewStore, "remove"), (Path, "rename"))
+    where = ((redis_store, "sweep"), (shutil, "rmtree"), (Refs, "end_live"), (ViewStore, "remove"), (Path, "rename"))
     project = published()
     for owner, name in where:
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, stopped)
             if project.cli("drop", "numbers", "--data", "--yes") == 0:
-                assert (owner, project.online[:5]) == (redis.Redis, "table:"), "the one step it does not take"
+                assert (owner, project.online[:5]) == (redis_store, "table"), "the one step it does not take"
             assert served(project) == ["others"]
         if not (project.root / "numbers").exists():
             project.run()

@@ -216,7 +216,7 @@ def test_a_base_that_is_gone_under_an_overlay_is_loaded_again(published: Any, on
         (project.folder / "online" / "numbers" / f"{1:020d}.table").unlink()
     else:
         with contextlib.closing(redis.Redis.from_url(online)) as client:
-            client.delete(*client.scan_iter("precompute:numbers:1:*"))
+            client.delete(*client.scan_iter("precompute:{}numbers:1:*"))
     assert project.faults() != []
     assert project.publish().status == "published"
     assert project.live().place == Place(3, 2)

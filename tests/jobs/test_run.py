@@ -89,7 +89,7 @@ def killed(project: Scene, where: str, when: str) -> None:
 
 # ---- kill -9
 
-TABLE, REDIS = "store.online.table_store:", "store.online.redis_store:RedisStore."
+TABLE, REDIS = "store.online.table_store:", "store.redis.redis_store:RedisStore."
 
 KILLS = [  # with the number of snapshots there are afterwards
     ("table", "store.offline.view_store:ViewStore.write_part", "after", 1, OLD),  # between two parts
@@ -101,7 +101,7 @@ KILLS = [  # with the number of snapshots there are afterwards
     ("table", "jobs.publish.loader:build_index", "after", 2, OLD),
     ("table", "store.offline.refs:Refs.move_live", "after", 2, OLD),  # between the two pointers
     ("table", TABLE + "TableStore.flip", "after", 2, NEW),
-    ("redis", REDIS + "_send", "after", 2, OLD),  # inside a load
+    ("redis", "store.redis.bulk:Pipe.send", "after", 2, OLD),  # inside a load
     ("redis", REDIS + "flip", "before", 2, OLD),
 ]
 

@@ -184,7 +184,7 @@ def put(project: Scene, key: bytes, value: bytes | None) -> None:
             writer.finish()
     else:
         client = redis.Redis.from_url(project.online)
-        name = b"precompute:numbers:%d:" % number + key
+        name = b"precompute:{}numbers:%d:" % number + key
         assert client.delete(name) if value is None else client.set(name, value)
         client.close()
 

@@ -1,0 +1,165 @@
+"""Bulk: blocks of commands on their way to a server, several at a time, each reply read; a cut connection is made again and what was not answered is sent again."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from store.redis.link import Connection, Link
+from store.redis.replies import PASSING, Lost, Refused, no_answer, refusal
+from store.redis.resp import Block
+
+IN_FLIGHT_BYTES = 8 * 2**20
+"""Sent and not answered, at most: what is sent again when a connection is cut."""
+STALL_S = 30.0
+"""How long a server may take for one block, and how long it may be gone."""
+
+
+NOTE_EVERY_S = 1.0
+"""How often it is noted how far a load is: what a killed one does again."""
+
+
+@dataclass(slots=True)
+class _Sent:
+    block: Block
+    number: int
+    at: float
+
+
+class Pipe:
+    """One connection to one server, with the blocks that are on their way. Not safe to share between threads.
+
+    Args:
+        link: to the server.
+        doing: what for, as an infinitive: for messages.
+        same: raises when the server that answers now is not the one that answered before: what it acknowledged may be gone.
+        refused: what becomes of a command's error reply (the block, the command's number, the reply); by default it ends the load.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        doing: str,
+        same: Callable[[], None],
+        refused: Callable[[Block, int, Refused], None] | None = None,
+    ) -> None:
+        self._link, self._doing, self._same, self._refused = link, doing, same, refused
+        self._connection: Connection | None = None
+        self._sent: deque[_Sent] = deque()
+        self._in_flight_bytes = 0
+
+    @property
+    def oldest(self) -> int | None:
+        """Number of the oldest block that is not answered; None when all are."""
+        return self._sent[0].number if self._sent else None
+
+    def send(self, block: Block, number: int) -> None:
+        """Send a block, when there is room for it among those that are on their way.
+
+        Raises:
+            OnlineStoreError: the server refused a command, or is gone for longer than :data:`STALL_S`.
+        """
+        while self._sent and self._in_flight_bytes + len(block.data) > IN_FLIGHT_BYTES:
+            self._take()
+        now = time.monotonic()
+        while self._sent and self._sent[0].at < now - NOTE_EVERY_S / 2:
+            # answered since, most likely: a small load, or a slow source, never fills the room there is
+            self._take()
+        self._sent.append(_Sent(block, number, now))
+        self._in_flight_bytes += len(block.data)
+        self._mended(lambda connection: connection.send(block.data, time.monotonic() + STALL_S), already_sent=True)
+
+    def settle(self) -> None:
+        """Wait until all is answered. Raises as :meth:`send`."""
+        while self._sent:
+            self._take()
+
+    def close(self) -> None:
+        """Close the connection; replies that are still on their way are lost."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _take(self) -> None:
+        sent = self._sent[0]
+        replies: list[object] = []
+
+        def receive(connection: Connection) -> None:
+            replies[:] = connection.receive(sent.block.replies, time.monotonic() + STALL_S)
+
+        self._mended(receive)
+        self._sent.popleft()
+        self._in_flight_bytes -= len(sent.block.data)
+        for command, reply in enumerate(replies):
+            if isinstance(reply, Refused):
+                if self._refused is None:
+                    raise refusal(self._link.where, self._doing, reply)
+                self._refused(sent.block, command, reply)
+
+    def _mended(self, use: Callable[[Connection], None], already_sent: bool = False) -> None:
+        """Use the connection; when it is cut, make it again, send all that is not answered, and use that."""
+        until: float | None = None
+        while True:
+            try:
+                if self._connection is None:
+                    self._connection = self._link.connect(time.monotonic() + STALL_S)
+                    if until is not None:
+                        self._same()
+                        for sent in self._sent:
+                            self._connection.send(sent.block.data, time.monotonic() + STALL_S)
+                        if already_sent:
+                            return
+                use(self._connection)
+            except Refused as refused:
+                if refused.code not in PASSING:
+                    raise refusal(self._link.where, self._doing, refused) from refused
+                lost: Exception = refused
+            except Lost as exc:
+                lost = exc
+            else:
+                return
+            self.close()
+            until = time.monotonic() + STALL_S if until is None else until
+            if time.monotonic() > until:
+                raise no_answer(self._link.where, self._doing, str(lost)) from lost
+            time.sleep(0.1)
+
+
+class Throttle:
+    """Bytes a second, at most."""
+
+    def __init__(self, mb_s: float | None) -> None:
+        self._bytes_s = None if mb_s is None else mb_s * 1e6
+        self._free_at = time.monotonic()
+
+    def wait(self, size_bytes: int) -> None:
+        """Until so many may be sent; what was not used before is not saved up."""
+        if self._bytes_s is None:
+            return
+        now = time.monotonic()
+        if self._free_at > now:
+            time.sleep(self._free_at - now)
+        self._free_at = max(now, self._free_at) + size_bytes / self._bytes_s
+
+
+class Acknowledged:
+    """How many rows of a load, from its first on, are in the store for sure."""
+
+    def __init__(self, done: int, note: Callable[[int], None]) -> None:
+        self.done, self._note = done, note
+        self._noted, self._noted_at = done, time.monotonic()
+        self._marks: deque[tuple[int, int]] = deque()
+
+    def mark(self, number: int, done: int) -> None:
+        """With block ``number`` and all before, ``done`` rows are in."""
+        self._marks.append((number, done))
+
+    def settled(self, oldest: int | None) -> None:
+        """All blocks before ``oldest`` are answered; all there are when None. What that makes of the rows is noted once in a while."""
+        while self._marks and (oldest is None or self._marks[0][0] < oldest):
+            self.done = self._marks.popleft()[1]
+        if self.done > self._noted and time.monotonic() >= self._noted_at + NOTE_EVERY_S:
+            self._note(self.done)
+            self._noted, self._noted_at = self.done, time.monotonic()

@@ -1,0 +1,218 @@
+"""Meta: what Redis holds about a view beside its rows: one hash, whose fields are changed by small scripts, whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from store.errors import DamagedPointerError, OnlineStoreError
+from store.online.online_store import Generation, Pointer, check_loaded, foreign_view, stale_epoch
+from store.record import Record, plain, read_record
+
+_FLIP = """
+for number in string.gmatch(ARGV[6], '%d+') do
+  if redis.call('HEXISTS', KEYS[1], 'rows:' .. number) == 0 then return {'missing', number} end
+end
+local owner = redis.call('HGET', KEYS[1], 'owner')
+if owner and owner ~= '' and ARGV[4] ~= '' and owner ~= ARGV[4] and owner ~= ARGV[7] then return {'owner', owner} end
+local epoch = redis.call('HGET', KEYS[1], 'epoch')
+if epoch and tonumber(epoch) > tonumber(ARGV[1]) then return {'epoch', epoch} end
+redis.call('HDEL', KEYS[1], '-')
+redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'version', ARGV[2], 'pointer', ARGV[3], 'owner', ARGV[4], 'at', ARGV[5], 'live', ARGV[6])
+return {'done', ''}
+"""
+_MARK = """
+local live = ',' .. (redis.call('HGET', KEYS[1], 'live') or '') .. ','
+if string.find(live, ',' .. ARGV[1] .. ',', 1, true) then return {'live', live} end
+redis.call('HDEL', KEYS[1], '-', 'rows:' .. ARGV[1], 'loading:' .. ARGV[1], 'dropping:' .. ARGV[1])
+redis.call('HSET', KEYS[1], ARGV[2], ARGV[3])
+return {'done', ''}
+"""
+_CHANGE = """
+local now = redis.call('HGET', KEYS[1], ARGV[1])
+if now == ARGV[2] then
+  redis.call('HDEL', KEYS[1], '-', ARGV[1])
+  redis.call('HSET', KEYS[1], ARGV[3], ARGV[4])
+  return {'done', ''}
+end
+if redis.call('HGET', KEYS[1], ARGV[3]) == ARGV[4] then return {'done', ''} end
+return {'changed', now or ''}
+"""
+_END = """
+redis.call('UNLINK', KEYS[1])
+redis.call('HSET', KEYS[1], 'dropping:all', '1')
+return {'done', ''}
+"""
+# At maxmemory Redis >= 7 refuses a script whole unless it is flagged; before 7 it lets a script go on once a command that needs
+# no memory has written, hence the HDELs. So that an operator can go back to an older version, or drop one, when Redis is full.
+_ALLOW_OOM = "#!lua flags=allow-oom\n"
+EVERYTHING = "all"
+
+
+class Loading(Record, frozen=True):
+    """A load that is on its way, or was: ``done`` of its rows, from the first on, are in the store. ``layout`` is that of rows and keys, ``token`` the
+    process's that loads."""
+
+    generation: Generation
+    layout: int
+    owner: str
+    token: str
+    done: int = 0
+    server: str = ""
+
+
+class Loaded(Record, frozen=True):
+    """A generation that is whole, and how its server was then: ``server`` names the process and its data (empty: not known), ``evicted`` is its count of keys
+    that were evicted."""
+
+    generation: Generation
+    rows: int
+    server: str = ""
+    evicted: int = 0
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names of keys in Redis.
+
+    <prefix>:{}<view>:<generation>:<entity key>    one packed row
+    <prefix>:{<view>}:meta                         the view's hash
+    <prefix>:views                                 set of view names
+
+    In a cluster the text between the first braces decides a key's slot, all of the key where that is empty: so an entity key may hold braces, and a view's
+    rows are spread over all slots whatever they hold.
+    """
+
+    prefix: str
+
+    def meta(self, view: str) -> str:
+        """The view's hash."""
+        return f"{self.prefix}:{{{view}}}:meta"
+
+    @property
+    def views(self) -> str:
+        """The set of views."""
+        return f"{self.prefix}:views"
+
+    def rows_of(self, view: str) -> bytes:
+        """What the keys of all rows of a view begin with."""
+        return f"{self.prefix}:{{}}{view}:".encode()
+
+    def rows(self, view: str, number: int) -> bytes:
+        """What the keys of a generation's rows begin with."""
+        return self.rows_of(view) + b"%d:" % number
+
+
+@dataclass(frozen=True)
+class Meta:
+    """A view's hash, read."""
+
+    loaded: Mapping[int, Loaded] = field(default_factory=dict)
+    loading: Mapping[int, Loading] = field(default_factory=dict)
+    dropping: frozenset[str] = frozenset()
+    unreadable: frozenset[int] = frozenset()
+    owner: str = ""
+    live: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, reply: Sequence[bytes]) -> Meta:
+        """From the reply of HGETALL. What cannot be read of a generation makes it one that is to be dropped."""
+        fields = dict(zip(reply[::2], reply[1::2], strict=True))
+        loaded: dict[int, Loaded] = {}
+        loading: dict[int, Loading] = {}
+        dropping, unreadable = set(), set()
+        for name, value in fields.items():
+            kind, _, rest = name.decode().partition(":")
+            if kind == "dropping":
+                dropping.add(rest)
+            try:
+                if kind == "rows":
+                    loaded[int(rest)] = read_record(Loaded, value)
+                elif kind == "loading":
+                    loading[int(rest)] = read_record(Loading, value)
+            except ValueError:
+                unreadable.add(int(rest))
+        live = tuple(int(number) for number in fields.get(b"live", b"").split(b",") if number)
+        return cls(loaded, loading, frozenset(dropping), frozenset(unreadable), fields.get(b"owner", b"").decode(), live)
+
+    @property
+    def generations(self) -> list[Generation]:
+        """Those loaded whole, in the order of their numbers."""
+        return [loaded.generation for _, loaded in sorted(self.loaded.items())]
+
+
+def written(record: Record) -> bytes:
+    """A record as a field holds it: the same bytes for the same record."""
+    return json.dumps(plain(record), sort_keys=True).encode()
+
+
+def version_of(pointer: bytes) -> bytes:
+    """What tells one pointer's bytes from another's, and whether they are whole."""
+    return hashlib.blake2b(pointer, digest_size=12).hexdigest().encode()
+
+
+def read_pointer(version: bytes, body: bytes, view: str, where: str) -> Pointer:
+    """Raises:
+    DamagedPointerError: the bytes are not those that were written.
+    """
+    try:
+        if version != version_of(body):
+            raise ValueError("its bytes are not those that were written")
+        return Pointer.from_bytes(body)
+    except (ValueError, KeyError, TypeError) as exc:
+        raise DamagedPointerError(f"the pointer of {view!r} in {where} is damaged ({exc}); publish the view again") from exc
+
+
+def script(text: str, allows_oom: bool, meta: str, *arguments: bytes | str | int) -> tuple[bytes | str | int, ...]:
+    """The command that runs a script on a view's hash."""
+    return "EVAL", (_ALLOW_OOM if allows_oom else "") + text, 1, meta, *arguments
+
+
+def flip(pointer: Pointer) -> tuple[str, tuple[bytes | str | int, ...]]:
+    """Script and arguments that make a pointer live."""
+    body = pointer.to_bytes()
+    numbers = ",".join(map(str, pointer.generations))
+    return _FLIP, (pointer.epoch, version_of(body), body, pointer.owner, pointer.at, numbers, pointer.took_over)
+
+
+def check_flipped(answer: Sequence[bytes], pointer: Pointer, loaded: Sequence[int]) -> None:
+    """Raises:
+    ConflictError, OnlineStoreError: the flip was refused.
+    """
+    said, what = answer[0].decode(), answer[1].decode()
+    view = pointer.view.name
+    if said == "missing":
+        check_loaded(pointer, [number for number in loaded if number != int(what)])
+    if said == "owner":
+        raise foreign_view(view, what, pointer.owner)
+    if said == "epoch":
+        raise stale_epoch(view, int(what), pointer.epoch)
+    if said != "done":
+        raise OnlineStoreError(f"the flip of {view!r} was answered with {said!r}")
+
+
+def begin_loading(number: int, loading: Loading) -> tuple[str, tuple[bytes | str | int, ...]]:
+    """Script and arguments that note a load, and that take over one of the same number; refused ("live") when readers use it."""
+    return _MARK, (number, f"loading:{number}", written(loading))
+
+
+def begin_dropping(number: int) -> tuple[str, tuple[bytes | str | int, ...]]:
+    """Script and arguments that make a generation one that is to be dropped; refused ("live") when readers use it."""
+    return _MARK, (number, f"dropping:{number}", "1")
+
+
+def note_loading(number: int, before: Loading, after: Loading) -> tuple[str, tuple[bytes | str | int, ...]]:
+    """Script and arguments that note how far a load is; refused ("changed") when it is not this process's any more."""
+    return _CHANGE, (f"loading:{number}", written(before), f"loading:{number}", written(after))
+
+
+def end_loading(number: int, before: Loading, loaded: Loaded) -> tuple[str, tuple[bytes | str | int, ...]]:
+    """Script and arguments that make a generation one that is loaded whole; refused ("changed") as :func:`note_loading`."""
+    return _CHANGE, (f"loading:{number}", written(before), f"rows:{number}", written(loaded))
+
+
+def end_view() -> tuple[str, tuple[bytes | str | int, ...]]:
+    """Script and arguments that take a view from its readers, and make all of it one that is to be dropped."""
+    return _END, ()
