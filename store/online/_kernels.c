@@ -23,7 +23,7 @@
 #endif
 
 /* As kernels.py has it: raised with every change of what they say to each other, so that one that was built for another is not used. */
-enum { VERSION = 2 };
+enum { VERSION = 3 };
 
 /* Strings fewer than this are done before another thread could have the GIL. */
 enum { MANY = 32 };
@@ -449,7 +449,8 @@ typedef struct {
 } Records;
 
 typedef struct {
-    uint64_t start, size;
+    const uint8_t *start;
+    uint64_t size;
 } Place;
 
 static inline uint64_t home_of(const Records *records, uint64_t hash) { return (hash >> 32) * records->home_lines >> 32; }
@@ -472,12 +473,11 @@ static int compared(const Records *records, uint64_t at, const uint8_t *key, uin
         return DAMAGED;
     uint64_t head = load64(records->base + at), row_size = head & UINT32_MAX, stored_size = head >> 32 & UINT16_MAX;
     uint64_t start = at + HEAD_BYTES + padded(stored_size);
-    if (start + row_size > records->records_end)
+    if (row_size == 0 || start + row_size > records->records_end)
         return DAMAGED;
     const uint8_t *stored = records->base + at + HEAD_BYTES;
     if (stored_size == key_size && memcmp(stored, key, key_size) == 0) {
-        place->start = start;
-        place->size = row_size;
+        *place = (Place){records->base + start, row_size};
         return FOUND;
     }
     uint64_t hash = xxh3(stored, stored_size);
@@ -486,7 +486,7 @@ static int compared(const Records *records, uint64_t at, const uint8_t *key, uin
 
 static int search(const Records *records, const uint8_t *key, uint64_t key_size, uint64_t hash, Place *place) {
     uint64_t tag = hash & TAG;
-    place->start = place->size = 0;
+    *place = (Place){records->base, 0};
     for (uint64_t number = home_of(records, hash); number < records->lines; number++) {
         const uint8_t *line = line_at(records, number);
         if (!is_whole(line, number))
@@ -517,86 +517,136 @@ static long disk_faults(void) {
     return usage.ru_majflt;
 }
 
+/* Keys on their way through one table after the other: `left` are the numbers of those that no table had so far. */
+typedef struct {
+    const Strings *keys;
+    const uint8_t *hashes;
+    uint8_t *states;
+    Place *places;
+    Py_ssize_t *left, left_count;
+} Search;
+
+static inline uint64_t hash_of(const Search *all, Py_ssize_t i) { return load64(all->hashes + 8 * i); }
+
 /* Ask for places all at once, if touching the first few shows that they are not in memory. */
-static void await(const Records *records, const Place *places, Py_ssize_t count) {
-    uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE), length = (uint64_t)records->mapping.len;
+static void await(const Records *records, const Search *all) {
+    uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
+    const uint8_t *end = records->base + records->mapping.len;
     long before = disk_faults();
-    for (Py_ssize_t i = 0; i < count && i < PROBED; i++)
-        (void)*(const volatile uint8_t *)(records->base + places[i].start);
+    for (Py_ssize_t k = 0; k < all->left_count && k < PROBED; k++)
+        (void)*(const volatile uint8_t *)all->places[all->left[k]].start;
     if (disk_faults() == before)
         return;
-    for (Py_ssize_t i = PROBED; i < count; i++) {
-        uint64_t start = places[i].start / page * page, end = places[i].start + places[i].size;
-        madvise((void *)(records->base + start), (end < length ? end : length) - start, MADV_WILLNEED);
+    for (Py_ssize_t k = PROBED; k < all->left_count; k++) {
+        Place place = all->places[all->left[k]];
+        const uint8_t *start = records->base + (uint64_t)(place.start - records->base) / page * page;
+        uint64_t size = (uint64_t)(place.start - start) + place.size;
+        madvise((void *)start, size < (uint64_t)(end - start) ? size : (uint64_t)(end - start), MADV_WILLNEED);
     }
 }
 
-/* Find all keys: `places` and `states` of each, `offsets` of the rows one after the other. */
-static uint64_t locate(const Records *records, const Strings *keys, const uint8_t *hashes, Place *places, uint8_t *states, uint8_t *offsets) {
-    for (Py_ssize_t i = 0; i < keys->count; i++) {
-        const uint8_t *line = line_at(records, home_of(records, load64(hashes + 8 * i)));
+/* Search one table for the keys that are left; those that it has nothing of stay left. */
+static void locate(const Records *records, Search *all) {
+    for (Py_ssize_t k = 0; k < all->left_count; k++) {
+        const uint8_t *line = line_at(records, home_of(records, hash_of(all, all->left[k])));
         __builtin_prefetch(line);
-        places[i] = (Place){(uint64_t)(line - records->base), LINE_BYTES};
+        all->places[all->left[k]] = (Place){line, LINE_BYTES};
     }
-    await(records, places, keys->count);
-    for (Py_ssize_t i = 0; i < keys->count; i++) {
-        const uint8_t *line = records->base + places[i].start;
-        uint64_t tag = load64(hashes + 8 * i) & TAG;
-        for (int k = 0; k < LINE_SLOTS; k++) {
-            uint64_t slot = load64(line + 8 * k), at = (slot & POSITION) * 8;
-            if (slot >> 40 == tag && is_inside(records, at)) {
+    await(records, all);
+    for (Py_ssize_t k = 0; k < all->left_count; k++) {
+        Place *place = &all->places[all->left[k]];
+        const uint8_t *line = place->start;
+        for (int i = 0; i < LINE_SLOTS; i++) {
+            uint64_t slot = load64(line + 8 * i), at = (slot & POSITION) * 8;
+            if (slot >> 40 == (hash_of(all, all->left[k]) & TAG) && is_inside(records, at)) {
                 __builtin_prefetch(records->base + at);
-                places[i] = (Place){at, records->record_bytes};
+                *place = (Place){records->base + at, records->record_bytes};
                 break;
             }
         }
     }
-    await(records, places, keys->count);
+    await(records, all);
+    Py_ssize_t left_count = 0;
+    for (Py_ssize_t k = 0; k < all->left_count; k++) {
+        Py_ssize_t i = all->left[k];
+        uint64_t size;
+        const uint8_t *key = string_of(all->keys, i, &size);
+        all->states[i] = (uint8_t)search(records, key, size, hash_of(all, i), &all->places[i]);
+        all->left[left_count] = i;
+        left_count += all->states[i] == ABSENT;
+    }
+    all->left_count = left_count;
+}
+
+/* Where each row goes when they lie one after the other, uint64 [n + 1]; their size. */
+static uint64_t sum_sizes(const Place *places, Py_ssize_t count, uint8_t *offsets) {
     uint64_t total = 0;
     memcpy(offsets, &total, 8);
-    for (Py_ssize_t i = 0; i < keys->count; i++) {
-        uint64_t size;
-        const uint8_t *key = string_of(keys, i, &size);
-        states[i] = (uint8_t)search(records, key, size, load64(hashes + 8 * i), &places[i]);
-        __builtin_prefetch(records->base + places[i].start + 64);
+    for (Py_ssize_t i = 0; i < count; i++) {
         total += places[i].size;
         memcpy(offsets + 8 * (i + 1), &total, 8);
     }
     return total;
 }
 
-static PyObject *rows_of(const Records *records, const Strings *keys, const Py_buffer *hashes, Py_buffer *offsets, Py_buffer *states) {
-    Place *places = PyMem_RawMalloc(sizeof(Place) * (size_t)(keys->count + 1));
-    if (places == NULL)
-        return PyErr_NoMemory();
-    PyThreadState *state = let_go(keys->count);
-    uint64_t total = locate(records, keys, hashes->buf, places, states->buf, offsets->buf);
+static void gather(const Place *places, Py_ssize_t count, uint8_t *to) {
+    for (Py_ssize_t i = 0; i < count; to += places[i++].size) {
+        /* a row lies on pages of its own, and waiting for them is most of the time: a fifth less so */
+        const Place soon = i + AHEAD < count ? places[i + AHEAD] : (Place){NULL, 0};
+        for (uint64_t at = 0; at < soon.size && at < AHEAD_BYTES; at += LINE_BYTES)
+            __builtin_prefetch(soon.start + at);
+        memcpy(to, places[i].start, places[i].size);
+    }
+}
+
+/* The rows of the first table that has something of each key: of `records`, then of those `below`. */
+static PyObject *rows_of(const Records *records, PyObject *below, Search *all, uint8_t *offsets) {
+    Py_ssize_t count = all->keys->count;
+    PyThreadState *state = let_go(count);
+    for (Py_ssize_t i = 0; i < count; i++)
+        all->left[i] = i;
+    all->left_count = count;
+    locate(records, all);
+    for (Py_ssize_t i = 0; all->left_count > 0 && i < PyTuple_GET_SIZE(below); i++)
+        locate((const Records *)PyTuple_GET_ITEM(below, i), all);
+    uint64_t total = sum_sizes(all->places, count, offsets);
     take_back(state);
     PyObject *rows = total > PY_SSIZE_T_MAX ? PyErr_NoMemory() : PyBytes_FromStringAndSize(NULL, (Py_ssize_t)total);
     if (rows != NULL) {
         uint8_t *to = (uint8_t *)PyBytes_AsString(rows);
-        state = let_go(keys->count);
-        for (Py_ssize_t i = 0; i < keys->count; to += places[i++].size) {
-            /* a row lies on pages of its own, and waiting for them is most of the time: a fifth less so */
-            const Place soon = i + AHEAD < keys->count ? places[i + AHEAD] : (Place){0, 0};
-            for (uint64_t at = 0; at < soon.size && at < AHEAD_BYTES; at += 64)
-                __builtin_prefetch(records->base + soon.start + at);
-            memcpy(to, records->base + places[i].start, places[i].size);
-        }
+        state = let_go(count);
+        gather(all->places, count, to);
         take_back(state);
     }
-    PyMem_RawFree(places);
     return rows;
+}
+
+/* Whether all are tables too; an exception otherwise. */
+static int are_tables(const Records *records, PyObject *below) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(below); i++)
+        if (Py_TYPE(PyTuple_GET_ITEM(below, i)) != Py_TYPE((PyObject *)records)) {
+            PyErr_SetString(PyExc_TypeError, "tables of records are needed");
+            return 0;
+        }
+    return 1;
 }
 
 static PyObject *records_read(Records *records, PyObject *arguments) {
     Strings keys;
     Py_buffer hashes, offsets, states;
-    if (!PyArg_ParseTuple(arguments, "y*y*y*w*w*", &keys.data, &keys.offsets, &hashes, &offsets, &states))
+    PyObject *below, *rows = NULL;
+    if (!PyArg_ParseTuple(arguments, "O!y*y*y*w*w*", &PyTuple_Type, &below, &keys.data, &keys.offsets, &hashes, &offsets, &states))
         return NULL;
-    PyObject *rows = NULL;
-    if (are_strings(&keys) && has_items(&hashes, keys.count, 8) && has_items(&offsets, keys.count + 1, 8) && has_items(&states, keys.count, 1))
-        rows = rows_of(records, &keys, &hashes, &offsets, &states);
+    if (are_tables(records, below) && are_strings(&keys) && has_items(&hashes, keys.count, 8) && has_items(&offsets, keys.count + 1, 8) &&
+        has_items(&states, keys.count, 1)) {
+        size_t count = (size_t)keys.count + 1;
+        Search all = {.keys = &keys, .hashes = hashes.buf, .states = states.buf};
+        all.places = PyMem_RawMalloc(count * sizeof(Place));
+        all.left = PyMem_RawMalloc(count * sizeof(Py_ssize_t));
+        rows = all.places != NULL && all.left != NULL ? rows_of(records, below, &all, offsets.buf) : PyErr_NoMemory();
+        PyMem_RawFree(all.places);
+        PyMem_RawFree(all.left);
+    }
     release(&keys.data, &keys.offsets, &hashes, &offsets, &states);
     return rows;
 }
@@ -610,7 +660,7 @@ static PyObject *records_find(Records *records, PyObject *key) {
     int state = search(records, (uint8_t *)data, (uint64_t)size, xxh3((uint8_t *)data, (size_t)size), &place);
     if (state == ABSENT)
         Py_RETURN_NONE;
-    return PyBytes_FromStringAndSize((const char *)records->base + place.start, (Py_ssize_t)place.size);
+    return PyBytes_FromStringAndSize((const char *)place.start, (Py_ssize_t)place.size);
 }
 
 static int is_layout(const Records *records) {
@@ -649,7 +699,7 @@ static void records_dealloc(Records *records) {
 
 static PyMethodDef RECORDS_METHODS[] = {
     {"find", (PyCFunction)records_find, METH_O, "find(key) -> its row, empty where that cannot be told for damage, or None"},
-    {"read", (PyCFunction)records_read, METH_VARARGS, "read(keys, key_offsets, hashes, offsets_out, states_out) -> the rows"},
+    {"read", (PyCFunction)records_read, METH_VARARGS, "read(below, keys, key_offsets, hashes, offsets_out, states_out) -> the rows"},
     {NULL, NULL, 0, NULL},
 };
 

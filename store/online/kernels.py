@@ -20,7 +20,7 @@ import xxhash
 
 from store.online.packed import I8, U1, U8, Buffer, Packed
 
-_VERSION = 2
+_VERSION = 3
 """Of what this file and the extension say to each other; _kernels.c has it too."""
 
 
@@ -251,7 +251,7 @@ class Records:
             return self._mapping[start : start + size]
         return None if state == ABSENT else b""
 
-    def read(self, keys: Packed, key_hashes: U8) -> tuple[Packed, U1]:
+    def read(self, keys: Packed, key_hashes: U8, below: Sequence[Records] = ()) -> tuple[Packed, U1]:
         """The keys' packed rows, copied into one buffer, and of each key uint8 [n]: :data:`ABSENT`, :data:`FOUND` or :data:`DAMAGED`.
 
         A key without a row has an empty one. A row that was found is under its key; whether it is whole its own checksum tells (:func:`verified`).
@@ -259,21 +259,25 @@ class Records:
         Args:
             keys: any number, repeated ones too.
             key_hashes: ``hashes(keys)``.
+            below: asked in turn for what this has nothing of.
         """
-        state = np.empty(len(keys), np.uint8)
         if self._native is not None:
-            offsets = np.empty(len(keys) + 1, np.int64)
-            data = self._native.read(keys.data, keys.offsets, key_hashes, offsets, state)
-            return Packed(np.frombuffer(data, np.uint8), offsets), state
-        starts, sizes = np.zeros(len(keys), np.int64), np.zeros(len(keys), np.int64)
-        if len(keys) <= _FEW:
-            left: Iterable[int] = range(len(keys))
-        else:
-            left = self._locate(keys, key_hashes, starts, sizes, state)
-        for i in left:
-            key = keys.data[keys.offsets[i] : keys.offsets[i + 1]].tobytes()
-            state[i], starts[i], sizes[i] = self._search(key, int(key_hashes[i]))
-        return self._gather(starts, sizes), state
+            states, offsets = np.empty(len(keys), np.uint8), np.empty(len(keys) + 1, np.int64)
+            natives = tuple(other._native for other in below)
+            data = self._native.read(natives, keys.data, keys.offsets, key_hashes, offsets, states)
+            return Packed(np.frombuffer(data, np.uint8), offsets), states
+        starts, sizes, states = self._places(keys, key_hashes)
+        owners = np.zeros(len(keys), np.intp)
+        for number, other in enumerate(below, 1):
+            absent = states == ABSENT
+            if not absent.any():
+                break
+            other_starts, other_sizes, other_states = other._places(keys, key_hashes)
+            np.copyto(starts, other_starts, where=absent)
+            np.copyto(sizes, other_sizes, where=absent)
+            np.copyto(states, other_states, where=absent)
+            owners[absent] = number
+        return _gathered([self, *below], owners, starts, sizes), states
 
     # ---- one key
 
@@ -303,7 +307,7 @@ class Records:
             return DAMAGED, 0, 0
         row_size, key_size = _HEAD.unpack_from(self._view, at)
         start = at + 8 + (key_size + 7 & -8)
-        if start + row_size > layout.records_end:
+        if not row_size or start + row_size > layout.records_end:
             return DAMAGED, 0, 0
         stored = self._view[at + 8 : at + 8 + key_size]
         if stored == key:
@@ -318,6 +322,17 @@ class Records:
         return None
 
     # ---- many keys
+
+    def _places(self, keys: Packed, key_hashes: U8) -> tuple[I8, I8, U1]:
+        """Where each key's row starts, its bytes, and its state; the first two 0 without a row."""
+        starts, sizes, states = np.zeros(len(keys), np.int64), np.zeros(len(keys), np.int64), np.zeros(len(keys), np.uint8)
+        left: Iterable[int] = range(len(keys))
+        if len(keys) > _FEW:
+            left = self._locate(keys, key_hashes, starts, sizes, states)
+        for i in left:
+            key = keys.data[keys.offsets[i] : keys.offsets[i + 1]].tobytes()
+            states[i], starts[i], sizes[i] = self._search(key, int(key_hashes[i]))
+        return starts, sizes, states
 
     def _locate(self, keys: Packed, key_hashes: U8, starts: I8, sizes: I8, state: U1) -> list[int]:
         """Find what the home line tells, into ``starts``, ``sizes`` and ``state``; the others' numbers, to be searched for one by one."""
@@ -342,7 +357,7 @@ class Records:
         key_words = key_words + 7 >> 3
         row_sizes = (heads & LARGEST_ROW).astype(np.int64)
         row_starts = (at + 1 + key_words) * 8
-        same &= row_starts + row_sizes <= layout.records_end
+        same &= (row_sizes != 0) & (row_starts + row_sizes <= layout.records_end)
         self._compare_keys(keys, at + 1, same)
         np.copyto(starts, row_starts, where=same)
         np.copyto(sizes, row_sizes, where=same)
@@ -363,20 +378,6 @@ class Records:
             beyond = np.maximum(0, 64 * (word + 1) - bits[some]).astype(np.uint64)
             same[some] &= (self._words[at[some] + word] ^ anywhere[asked[some] + 8 * word]) << beyond == 0
 
-    def _gather(self, starts: I8, sizes: I8) -> Packed:
-        offsets = np.zeros(len(sizes) + 1, np.int64)
-        np.cumsum(sizes, out=offsets[1:])
-        chosen = np.flatnonzero(sizes)
-        if not len(chosen):
-            return Packed(np.empty(0, np.uint8), offsets)
-        size = int(sizes[chosen[0]])
-        if offsets[-1] == size * len(chosen) and (sizes[chosen] == size).all():
-            # windows of a row's size, one at each word: choosing one copies a whole row
-            windows = np.ndarray(((len(self._view) - size) // 8 + 1,), f"V{size}", self._view, strides=(8,))
-            return Packed(windows[starts[chosen] >> 3].view(np.uint8), offsets)
-        pieces = [self._view[a : a + n] for a, n in zip(starts.tolist(), sizes.tolist(), strict=True)]
-        return Packed(np.frombuffer(b"".join(pieces), np.uint8), offsets)
-
     def _awaited(self, positions: I8, size_bytes: int) -> None:
         """Have what lies at ``positions`` read all at once if it is not in memory: 100 rows one page fault after the other took 73 ms, so 11."""
         before = _disk_faults()
@@ -387,6 +388,34 @@ class Records:
         for position in positions[_PROBED:].tolist():
             start = position - position % mmap.PAGESIZE
             self._mapping.madvise(mmap.MADV_WILLNEED, start, min(position + size_bytes, len(self._mapping)) - start)
+
+    def windows(self, size: int) -> npt.NDArray[np.void]:
+        """``size`` bytes from each word on, without a copy: choosing one copies a whole row."""
+        return np.ndarray(((len(self._view) - size) // 8 + 1,), f"V{size}", self._view, strides=(8,))
+
+    def row(self, start: int, size: int) -> memoryview:
+        """Some bytes, without a copy."""
+        return self._view[start : start + size]
+
+
+def _gathered(tables: Sequence[Records], owners: npt.NDArray[np.intp], starts: I8, sizes: I8) -> Packed:
+    """Rows, each of one of the tables, one after the other."""
+    offsets = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    chosen = np.flatnonzero(sizes)
+    if not len(chosen):
+        return Packed(np.empty(0, np.uint8), offsets)
+    size = int(sizes[chosen[0]])
+    if (sizes[chosen] == size).all():
+        if not owners.any():
+            return Packed(tables[0].windows(size)[starts[chosen] >> 3].view(np.uint8), offsets)
+        rows = np.empty(len(chosen), f"V{size}")
+        for number, table in enumerate(tables):
+            own = np.flatnonzero(owners[chosen] == number)
+            rows[own] = table.windows(size)[starts[chosen[own]] >> 3]
+        return Packed(rows.view(np.uint8), offsets)
+    places = zip(owners.tolist(), starts.tolist(), sizes.tolist(), strict=True)
+    return Packed(np.frombuffer(b"".join([tables[owner].row(start, n) for owner, start, n in places]), np.uint8), offsets)
 
 
 def _disk_faults() -> int:

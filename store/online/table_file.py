@@ -6,7 +6,7 @@ import contextlib
 import json
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from store.errors import OnlineStoreError
 from store.online.kernels import LINE_BYTES, LINE_SLOTS, Layout, Records, hash_of
-from store.online.packed import U8
+from store.online.packed import U1, U8, Packed
 
 FORMAT_VERSION = 1
 
@@ -85,7 +85,6 @@ class TableFile:
         mapping.madvise(mmap.MADV_RANDOM)
         self._records = Records(mapping, self._layout)
         self.find = self._records.find
-        self.read = self._records.read
 
     def _read_header(self, mapping: mmap.mmap) -> None:
         if mapping[: len(MAGIC)] != MAGIC:
@@ -112,6 +111,10 @@ class TableFile:
         if not isinstance(meta, dict):
             raise ValueError("its header tells what cannot be")
         self.meta: dict[str, Any] = meta
+
+    def read(self, keys: Packed, key_hashes: U8, below: Sequence[TableFile] = ()) -> tuple[Packed, U1]:
+        """As :meth:`store.online.kernels.Records.read`: what this has nothing of is looked for in those ``below``, in turn."""
+        return self._records.read(keys, key_hashes, [table._records for table in below])
 
     def check(self) -> list[str]:
         """Read all of it, by its checksums: what is damaged, in words; nothing when it is whole. Takes as long as the disk does."""

@@ -6,20 +6,17 @@ import os
 import shutil
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
-import numpy.typing as npt
 
 from store.disk.durable_file import disk_message, locked, make_folder, replace_durably, sync_folder
 from store.errors import DamagedPointerError, OnlineStoreError
 from store.feature_view import NAME
 from store.online import kernels
-from store.online.found_rows import FoundRows, overlaid
+from store.online.found_rows import FoundRows
 from store.online.online_store import Generation, OnlineStore, Pointer, check_epoch, check_loaded, check_not_live, check_taken
-from store.online.packed import U1, U8, Packed, Rows
+from store.online.packed import Rows
 from store.online.table_file import TableFile
 from store.online.table_writer import TableWriter
 from store.record import plain, record_of
@@ -227,22 +224,7 @@ def _found(tables: Sequence[TableFile], keys: Sequence[bytes]) -> FoundRows:
     if len(keys) == 1:
         row = next((row for row in (table.find(keys[0]) for table in tables) if row is not None), None)
         return FoundRows(keys, [row])
-    packed = Packed.of(keys)
-    hashes = kernels.hashes(packed)
-    found = [
-        FoundRows(keys, hashes=hashes, packed=rows, damaged=_damaged(state)) for rows, state in _read(tables, packed, hashes)
-    ]
-    return found[0] if len(found) == 1 else overlaid(found[1], found[0])
-
-
-def _read(tables: Sequence[TableFile], keys: Packed, hashes: U8) -> Iterator[tuple[Packed, U1]]:
-    for table in tables:
-        rows, state = table.read(keys, hashes)
-        # an overlay has few keys: most requests ask for none of them
-        if table is tables[-1] or state.any():
-            yield rows, state
-
-
-def _damaged(state: U1) -> npt.NDArray[np.bool_] | None:
-    damaged = state == kernels.DAMAGED
-    return damaged if damaged.any() else None
+    packed, hashes = kernels.pack(keys)
+    rows, states = tables[0].read(packed, hashes, tables[1:])
+    damaged = states == kernels.DAMAGED
+    return FoundRows(keys, hashes=hashes, packed=rows, damaged=damaged if damaged.any() else None)

@@ -107,6 +107,12 @@ def test_the_extension_refuses_what_does_not_fit() -> None:
         native.lay_out(data, two, data, two, np.zeros(47, np.uint8))
     with pytest.raises(ValueError, match="offsets must ascend"):
         native.hashes(data, np.zeros(0, np.int64), 0, np.zeros(0, np.uint64))
+    tables = [native.Records(np.zeros(64, np.uint8), 0, 0, 0, 1, 1, 0)]
+    for below in ((None,), (object(),), (tables,)):
+        with pytest.raises(TypeError, match="tables of records"):
+            tables[0].read(below, data, two, out, np.zeros(3, np.int64), states)
+    with pytest.raises(ValueError, match="an array of"):
+        tables[0].read((), data, two, out, two[:2], states)
     for layout in (
         (8, 0, 8, 1, 2, 0),
         (0, 64, 0, 1, 1, 0),

@@ -17,7 +17,7 @@ import pytest
 import xxhash
 
 from store.errors import OnlineStoreError
-from store.online.kernels import ABSENT, DAMAGED, FOUND, hash_of, hashes, homes, line_checks, verified
+from store.online.kernels import ABSENT, DAMAGED, FOUND, hash_of, hashes, homes, line_checks, pack, verified
 from store.online.packed import Packed, RowBatch
 from store.online.table_file import BLOCK_BYTES, TableFile, header_of
 from store.online.table_writer import TableWriter
@@ -48,13 +48,12 @@ def read(file: TableFile, keys: Sequence[bytes]) -> dict[bytes, bytes | int]:
     assert len(rows) == len(states) == len(keys)
     worth, _ = verified(rows, hashes(packed), TAG, [SNAPSHOT], 24, exact=False)
     found: dict[bytes, bytes | int] = {}
+    assert all(len(row) for row, state in zip(rows.strings(), states.tolist(), strict=True) if state == FOUND)
     for key, row, state, whole in zip(keys, rows.strings(), states.tolist(), worth.tolist(), strict=True):
         single = file.find(key)
         assert single == {ABSENT: None, FOUND: row.tobytes(), DAMAGED: b""}[state]
         assert state == FOUND or not len(row)
-        found[key] = (
-            row.tobytes() if whole == FOUND or (len(row) == 24 and whole == ABSENT) else ABSENT if state == ABSENT else DAMAGED
-        )
+        found[key] = ABSENT if state == ABSENT else DAMAGED if DAMAGED in (state, whole) else row.tobytes()
     return found
 
 
@@ -98,6 +97,29 @@ def test_the_answer_keeps_the_order_and_repeats(tmp_path: Path) -> None:
         middle = packed.slice(1, 3)
         found, states = file.read(middle, hashes(middle))
         assert [bytes(row) for row in found.strings()] == [rows.get(key, b"") for key in keys[1:3]]
+
+
+def test_the_first_table_that_has_something_answers(tmp_path: Path) -> None:
+    """Rows of one size and of several, in one table over the other; a tombstone stands, and so does damage."""
+    for size in (40, 60):
+        base, newer = numbered(0, 200), numbered(0, 60, size=size)
+        newer = {key: row for key, row in newer.items() if int(key) % 3 == 0}
+        newest = {b"7": row_of(b"7", b"newest"), b"9": row_of(b"9", b"")}
+        files = [TableFile(write(tmp_path / f"{i}", rows)) for i, rows in enumerate([newest, newer, base])]
+        for tables, above in ((files[1:], newer), (files, newer | newest)):
+            for keys in (list(base), [b"0", b"1", b"none"], [b"199", b"none", b"9", b"7", b"7"] * 9, [b"none"] * 30):
+                packed, key_hashes = pack(keys)
+                rows, states = tables[0].read(packed, key_hashes, tables[1:])
+                assert [row.tobytes() for row in rows.strings()] == [above.get(key, base.get(key, b"")) for key in keys]
+                assert states.tolist() == [FOUND if key in base else ABSENT for key in keys]
+    data = bytearray((tmp_path / "1").read_bytes())
+    lines = -(-len(newer) * 2 // 7) + 1
+    data[-16 - 64 * lines : -16] = bytes(64 * lines)
+    (tmp_path / "1").write_bytes(data)
+    packed, key_hashes = pack([b"0", b"1"] * 20)
+    for count in (2, 40):
+        some = packed.slice(0, count)
+        assert (TableFile(tmp_path / "1").read(some, key_hashes[:count], files[2:])[1] == DAMAGED).all()
 
 
 def test_an_empty_table(tmp_path: Path) -> None:
@@ -331,11 +353,15 @@ def test_a_file_is_read_after_it_was_removed(tmp_path: Path) -> None:
 
 
 def small_rows() -> dict[bytes, bytes]:
-    """Some that fill lines: of every kind of record, and with two of one tag."""
-    rows = numbered(0, 6, size=3) | {
-        b"gone": row_of(b"gone", b""),
-        b"a key of 20 bytes...": row_of(b"a key of 20 bytes...", bytes(9)),
-    }
+    """Some that fill lines: of every kind of record, one whose size a flipped bit makes 0, and two of one tag."""
+    rows = (
+        numbered(0, 5, size=3)
+        | numbered(5, 6, size=40)
+        | {
+            b"gone": row_of(b"gone", b""),
+            b"a key of 20 bytes...": row_of(b"a key of 20 bytes...", bytes(9)),
+        }
+    )
     return rows | {key: row_of(key, b"tag") for key in same_tag(1)[0]}
 
 
