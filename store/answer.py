@@ -52,7 +52,7 @@ class AnswerPlan:
         self.view = view
         self.codec = RowCodec(view)
         self.snapshots = frozenset((pointer.base_snapshot, pointer.snapshot))
-        self.absent = Reason.NOT_IN_STORE if pointer.lossy else Reason.UNKNOWN_ENTITY
+        self.absent = Reason.NOT_IN_STORE if pointer.lossy or pointer.degraded else Reason.UNKNOWN_ENTITY
         self.features = features
         wanted = view.features if features is None else [view.feature(name) for name in features]
         self.schema = pa.schema(

@@ -31,7 +31,7 @@ class Reason(StrEnum):
 
     UNKNOWN_ENTITY = "unknown_entity"
     NOT_IN_STORE = "not_in_store"
-    """The store drops rows by itself when it is full, so that nobody can tell an unknown entity from a lost row."""
+    """The store drops rows by itself when it is full, or was seen to have lost some: nobody can tell an unknown entity from a lost row."""
     DAMAGED = "damaged"
     """What the store holds for the key does not vouch for itself."""
     EXPIRED = "expired"

@@ -98,7 +98,7 @@ WINGS = {
     "jobs/publish": {"jobs/process"},
     "jobs/pipeline": {"jobs/config", "jobs/process", "jobs/publish", "jobs/rows"},
     "jobs/service": {"jobs/config", "jobs/process", "jobs/rows"},
-    "jobs/schedule": {"jobs/config", "jobs/pipeline", "jobs/process", "jobs/rows"},
+    "jobs/schedule": {"jobs/config", "jobs/pipeline", "jobs/process", "jobs/publish", "jobs/rows"},
     "jobs/ops": {"jobs/config", "jobs/pipeline", "jobs/process", "jobs/publish", "jobs/rows", "jobs/schedule"},
     "jobs/commands": {"jobs/config", "jobs/ops", "jobs/pipeline", "jobs/process", "jobs/rows", "jobs/schedule", "jobs/service"},
 }

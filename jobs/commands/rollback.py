@@ -1,4 +1,4 @@
-"""Rollback, snapshots, resume: back to what was good, and on from there."""
+"""Rollback, snapshots, resume, reconcile: back to what was good, and on from there."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from jobs.process.progress import progress_for
 
 
 def add(commands: Commands) -> None:
-    """The commands ``rollback``, ``snapshots`` and ``resume``."""
+    """The commands ``rollback``, ``snapshots``, ``resume`` and ``reconcile``."""
     rollback = commands.add("rollback", _rollback, "make an earlier snapshot live and mark the present one bad", view=True)
     rollback.add_argument("--to", type=int, metavar="N", help="which one (default: the one that was live before)")
     rollback.add_argument("--hold", action="store_true", help="runs publish nothing until `publish` or `resume`")
     commands.add("snapshots", _snapshots, "a view's snapshots: when, how many rows, which model, live, bad, pinned", view=True)
     commands.add("resume", _resume, "let runs publish again after `rollback --hold`", view=True)
+    commands.add("reconcile", _reconcile, "load again what the online store lost of what is live", view=True)
 
 
 def _rollback(arguments: argparse.Namespace) -> int:
@@ -48,6 +49,17 @@ def _resume(arguments: argparse.Namespace) -> int:
     ref = store.refs.resume_live()
     line = {"view": store.name, "snapshot": ref.snapshot, "held": ref.held}
     print(json.dumps(line) if arguments.json else f"{store.name}: runs publish again")
+    return DONE
+
+
+def _reconcile(arguments: argparse.Namespace) -> int:
+    from jobs.pipeline.reconcile import reconcile
+
+    project, view = project_of(arguments), arguments.view
+    report = reconcile(project, view, progress_for(arguments.json), finished=tell_report(arguments))
+    if report is None:
+        line = {"view": project.stored(view).name, "status": "current"}
+        print(json.dumps(line) if arguments.json else f"{line['view']}: the online store serves what is live")
     return DONE
 
 

@@ -77,6 +77,9 @@ class ProjectConfig(Section):
     lease: Duration = Field(
         default=60.0, ge=1, description="how long a run or the scheduler may be silent before another one takes over"
     )
+    reconcile: Duration = Field(
+        default=60.0, ge=1, description="how often the scheduler looks whether the online store serves what is live"
+    )
     timezone: str = Field(default="UTC", description="of the cron lines")
     retention: RetentionConfig = RetentionConfig()
     notify: list[str] = Field(

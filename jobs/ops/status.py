@@ -11,6 +11,7 @@ from typing import Any
 from jobs.config.project import Project
 from jobs.ops.behind import in_words, inputs_behind, is_late
 from jobs.process.report import LEASED, PUBLISHING
+from jobs.publish.served import lost
 from jobs.rows.source_age import REPORTS, known_source_at
 from jobs.schedule.due import outlook
 from store.clock import duration
@@ -70,6 +71,8 @@ def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict
         line |= _live(snapshot, ref) | {"online": pointer is not None and pointer.epoch == ref.epoch}
         line |= _source(known_source_at(snapshot, reports))
         attention += _too_old(project, name, line["source_age_s"])
+        wrong = lost(store, online) if line["online"] else None
+        attention += [] if wrong is None else [wrong]
         line["behind"] = inputs_behind(store, snapshot, reports)
         attention += [in_words(behind) for behind in line["behind"] if is_late(project, snapshot, behind)]
     attention += [str(broken)] if broken else []

@@ -26,7 +26,7 @@ from store.offline.view_store import ViewStore
 LEASED = ("run", "materialize")
 """Commands that hold the lease of their partition while they go on."""
 
-PUBLISHING = ("publish", "rollback")
+PUBLISHING = ("publish", "rollback", "reconcile")
 """Commands that hold the publishing lease, and no other."""
 
 VERSIONED = ("precompute", "torch", "pyarrow", "duckdb", "transformers", "faiss-cpu", "numpy")

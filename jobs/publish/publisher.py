@@ -121,6 +121,16 @@ class Publisher:
         self._online.flip(pointer)
         return True
 
+    def degrade(self) -> None:
+        """Tell readers that rows of what is live may be gone, so that none of them takes a lost row for an unknown entity; until the next flip."""
+        current = self._current()
+        if current is not None and not current.degraded:
+            try:
+                self._online.flip(replace(current, degraded=True))
+            except OnlineStoreError as exc:
+                # not even its generations are whole: readers see as much
+                log.warning("%s", exc)
+
     def renew(self, renewed_at_us: int) -> None:
         """Tell readers that a run found nothing changed since what is live.
 

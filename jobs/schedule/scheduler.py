@@ -24,6 +24,7 @@ from apscheduler.triggers.base import BaseTrigger
 from jobs.config.project import Project
 from jobs.process.report import close_dead
 from jobs.schedule.due import LEADER, RETRIED, Decision, Ledger
+from jobs.schedule.reconciler import Reconciler
 from precompute.workers.process import AdoptedProcess, ChildProcess, ProcessGroup, end_all
 from store.clock import duration, parsed_time, utc_now
 from store.disk.lease import Lease, holder, take
@@ -96,6 +97,7 @@ class Scheduler:
     command: Callable[[Project, str, str], Sequence[str]] = run_command
     announce: Callable[[str], None] = log.info
     clock: Callable[[], datetime] = utc_clock
+    _reconciler: Reconciler = field(init=False)
     _store: OfflineStore = field(init=False)
     _ledger: Ledger = field(init=False)
     _lease: Lease | None = None
@@ -109,6 +111,7 @@ class Scheduler:
     """View → when it may start again, by the monotonic clock, after a failure that could not be written down."""
 
     def __post_init__(self) -> None:
+        self._reconciler = Reconciler(self.project, self.announce)
         self._store = self.project.offline
         self._ledger = Ledger(self.project, self._store)
 
@@ -120,6 +123,7 @@ class Scheduler:
         )
         ticker.add_listener(_trouble, EVENT_JOB_ERROR | EVENT_JOB_MISSED)
         job = ticker.add_job(self.tick, _Ticks(), id="tick")
+        ticker.add_job(self._reconcile, "interval", seconds=self.project.settings.reconcile, id="reconcile")
         previous = (
             {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
             if threading.current_thread() is threading.main_thread()
@@ -146,6 +150,11 @@ class Scheduler:
     def stop(self) -> None:
         """Make :meth:`run` return; safe to call from a signal handler or another thread."""
         self._stopping.set()
+        self._reconciler.stop()
+
+    def _reconcile(self) -> None:
+        if self._lease is not None:
+            self._reconciler.look()
 
     def tick(self) -> None:
         """Start what is due now, if this is the scheduler that acts."""

@@ -207,9 +207,11 @@ class Api:
             body |= {"status": "not ready", "why": "no view is published"}
         elif self._warming():
             body |= {"status": "not ready", "why": "models are being loaded"}
-        elif "not ready" in fallbacks.values():
+        elif "not ready" in fallbacks.values() or any(p.degraded for p in pointers):
             # hits are served all the same, so this is no reason to take the server out
             body["status"] = "degraded"
+        if lost := [p.view.name for p in pointers if p.degraded]:
+            body["why"] = f"the online store lost rows of {', '.join(lost)}; they are being loaded again"
         return Response(wire.encode(body), 503 if body["status"] == "not ready" else 200, media_type=wire.JSON)
 
     async def _render_metrics(self, request: Request) -> Response:

@@ -46,7 +46,7 @@ class Pointer(Record, frozen=True):
     model's inputs to Arrow type names, ``inputs`` the views the snapshot was computed from to their snapshot's number, ``index`` and ``overlay_index`` are the
     vector indexes' folders relative to the offline store's root, ``partition`` the interval of data time, ``renewed_at_us`` (µs since 1970) when all rows were
     last found to be what the model would answer: no row's age counts from earlier. ``owner`` is the project that publishes the view, and ``took_over`` the one
-    that did before, if it was taken from it; ``lossy`` says that the store may have dropped rows by itself.
+    that did before, if it was taken from it; ``lossy`` says that the store may drop rows by itself, ``degraded`` that it was seen to have lost some.
     """
 
     view: FeatureView
@@ -69,6 +69,7 @@ class Pointer(Record, frozen=True):
     owner: str = ""
     lossy: bool = False
     took_over: str = ""
+    degraded: bool = False
 
     def __post_init__(self) -> None:
         if self.generation == 0:

@@ -1,0 +1,182 @@
+"""Reconcile: what the online store lost of what is live is seen, told, and brought back, by hand and by the scheduler."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import redis
+
+from jobs.pipeline.reconcile import reconcile
+from jobs.process.progress import Silent
+from jobs.publish.served import lost
+from jobs.schedule.reconciler import Reconciler
+from jobs.schedule.scheduler import Scheduler
+from store.disk.lease import take
+from store.offline.refs import PUBLISH_LEASE
+from store.online.online_store import OnlineStore
+from store.record import replace
+from tests.conftest import MakeProject
+from tests.scene import Scene
+
+ROWS = [(i, float(i)) for i in range(40)]
+DOUBLES = [2.0 * i for i in range(40)]
+
+
+@pytest.fixture
+def project(make_project: MakeProject, online: str) -> Scene:
+    """A view that is live as a base with an overlay."""
+    make_project(ROWS[1:], project={"online": online}).run()
+    project = make_project(ROWS, project={"online": online})
+    project.run()
+    assert project.live().place.overlay == 2
+    return project
+
+
+def said(project: Scene) -> str | None:
+    with project.online_store() as online:
+        return lost(project.store, online)
+
+
+def lose(project: Scene, number: int) -> None:
+    """A generation's rows are gone, and its pointer is not."""
+    if project.online.startswith("table"):
+        path = Path(project.online.removeprefix("table:")) / "numbers" / f"{number:020d}.table"
+        data = bytearray(path.read_bytes())
+        # rows and index: not the header, which would not open
+        data[4096:-16] = bytes(len(data) - 4112)
+        path.write_bytes(data)
+    else:
+        with contextlib.closing(redis.Redis.from_url(project.online)) as client:
+            client.delete(*client.scan_iter(f"precompute:{{}}numbers:{number}:*"))
+
+
+def lose_all(project: Scene) -> None:
+    if project.online.startswith("table"):
+        shutil.rmtree(project.online.removeprefix("table:"))
+    else:
+        with contextlib.closing(redis.Redis.from_url(project.online)) as client:
+            client.flushall()
+
+
+LOSSES: dict[str, Callable[[Scene], None]] = {
+    "the base": lambda project: lose(project, 1),
+    "the overlay": lambda project: lose(project, 2),
+    "everything": lose_all,
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_what_was_lost_is_told_and_brought_back(project: Scene, loss: str) -> None:
+    assert (said(project), reconcile(project, "numbers", Silent())) == (None, None)
+    reports = len(project.store.runs.reports())
+    LOSSES[loss](project)
+    wrong = said(project)
+    assert wrong is not None
+    assert "numbers" in wrong
+    line = project.status()
+    assert line["attention"] == [wrong if line["online"] else "the online store does not serve what is live"]
+    report = reconcile(project, "numbers", Silent())
+    assert report is not None
+    assert (report.command, report.status, report.snapshot, report.attention) == ("reconcile", "published", 2, [wrong])
+    assert project.served(range(40)) == (2, DOUBLES)
+    assert (said(project), project.status()["attention"]) == (None, [])
+    assert len(project.store.runs.reports()) == reports + 1
+    # going back is still possible, and nobody's hold was lifted
+    assert project.rollback().snapshot == 1
+
+
+def test_a_pointer_left_behind_is_moved_and_nothing_loaded(project: Scene) -> None:
+    with project.online_store() as online:
+        behind = online.live("numbers")
+        assert behind is not None
+    store = project.store
+    store.refs.move_live(2, expected_epoch=2, epoch=3, reason="a crash between the two pointers", place=store.refs.live().place)  # type: ignore[union-attr]
+    assert said(project) is not None or project.pointer().epoch == 2
+    report = reconcile(project, "numbers", Silent())
+    assert report is None or report.status == "current"
+
+
+def test_a_hold_outlives_what_was_lost(project: Scene) -> None:
+    project.rollback(hold=True)
+    held = project.live().held
+    assert held is not None
+    lose_all(project)
+    assert reconcile(project, "numbers", Silent()) is not None
+    assert (project.live().held, project.live().snapshot) == (held, 1)
+
+
+def test_until_it_is_back_a_row_that_is_not_there_is_no_unknown_entity(project: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    lose(project, 1)
+    seen: list[str] = []
+    load = type(project.open_online()).load
+
+    def watched(self: OnlineStore, *args: object) -> int:
+        with project.lookup() as lookup:
+            seen.extend(lookup.row("numbers", key)["reason"] for key in (17, 999))
+        return load(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(type(project.open_online()), "load", watched)
+    assert reconcile(project, "numbers", Silent()) is not None
+    # of a table file, the index is gone too
+    assert seen == (["damaged"] if project.online.startswith("table") else ["not_in_store"]) * 2
+    with project.lookup() as lookup:
+        assert lookup.row("numbers", 999)["reason"] == "unknown_entity"
+
+
+def test_while_somebody_publishes_nothing_is_lost(project: Scene) -> None:
+    lose_all(project)
+    with take(project.store.leases, PUBLISH_LEASE, "a publishing", ttl_s=60):
+        assert said(project) is None
+        assert reconcile(project, "numbers", Silent()) is None
+
+
+def test_a_root_that_is_older_than_what_is_served_lost_nothing(project: Scene) -> None:
+    with project.online_store() as online:
+        online.flip(replace(project.pointer(), epoch=9))
+        assert lost(project.store, online) is None
+
+
+def test_the_command_says_what_it_did(project: Scene, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert project.cli("reconcile", "numbers") == 0
+    assert capsys.readouterr().out == "numbers: the online store serves what is live\n"
+    lose_all(project)
+    assert project.cli("reconcile", "numbers") == 0
+    assert "numbers: published, snapshot 2" in capsys.readouterr().out
+
+
+def test_the_scheduler_brings_back_what_was_lost(make_project: MakeProject, online: str) -> None:
+    make_project(ROWS, project={"online": online}).run()
+    project = make_project(ROWS, project={"online": online, "reconcile": "1s"})
+    said: list[str] = []
+    scheduler = Scheduler(project, announce=said.append)
+    thread = threading.Thread(target=scheduler.run)
+    thread.start()
+    try:
+        lose_all(project)
+        ends = time.monotonic() + 60
+        while not (said and said[-1] == "numbers: the online store serves what is live") and time.monotonic() < ends:
+            time.sleep(0.05)
+    finally:
+        scheduler.stop()
+        thread.join()
+    assert said[-1] == "numbers: the online store serves what is live"
+    assert project.served(range(40)) == (1, DOUBLES)
+
+
+def test_what_cannot_be_brought_back_is_tried_again_later_and_later(make_project: MakeProject) -> None:
+    project = make_project(ROWS)
+    project.run()
+    lose_all(project)
+    announced: list[str] = []
+    reconciler = Reconciler(project, announced.append, lambda *_: ["false"])
+    reconciler.look()
+    reconciler.look()
+    assert len(announced) == 2
+    assert announced[1] == "numbers: it could not be brought back (exit status 1); its output tells more; once more in 2 min"
