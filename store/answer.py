@@ -19,10 +19,6 @@ from store.online.found_rows import FoundRows
 from store.online.online_store import Pointer
 from store.online.packed import Buffer, Packed
 
-MAX_KEYS = 1000
-"""Keys in one request."""
-MAX_NEIGHBOURS = 1000
-"""Neighbours in one search."""
 MAX_DEADLINE_S = 60.0
 """Longest a request waits for the fallback, whatever deadline it names."""
 

@@ -94,10 +94,8 @@ class Client:
             return _with_datetime(row)
 
     def search(self, view: str, **arguments: Any) -> dict[str, Any]:
-        """As :meth:`store.lookup.Lookup.search`; ``exclude=[keys]`` leaves rows out."""
-        exclude = arguments.pop("exclude", None)
-        body = {**arguments, "filter": {"exclude": list(exclude)}} if exclude else arguments
-        answer = self._json("POST", f"/v1/views/{quote(view, safe='')}/search", body)
+        """As :meth:`store.lookup.Lookup.search`."""
+        answer = self._json("POST", f"/v1/views/{quote(view, safe='')}/search", arguments)
         with self._understood():
             return answer | {"rows": [_with_datetime(row) for row in answer["rows"]]}
 

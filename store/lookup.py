@@ -13,16 +13,16 @@ from typing import Any
 
 import pyarrow as pa
 
-from store.answer import ANSWER_FIELDS, MAX_DEADLINE_S, MAX_KEYS, MAX_NEIGHBOURS, Answer, AnswerPlan
+from store.answer import ANSWER_FIELDS, MAX_DEADLINE_S, Answer, AnswerPlan
 from store.entity_key import check_key, join_key, key_text
-from store.errors import RequestError, VectorIndexError
+from store.errors import RequestError
 from store.fallback import Computed, Fallback, Miss, check_inputs
-from store.feature_view import MAX_KEY_BYTES, FeatureView
-from store.freshness import Sighting, Status, microseconds, status_of
-from store.lookup_options import LookupOptions, check_limits
+from store.feature_view import MAX_KEY_BYTES
+from store.freshness import Sighting, microseconds, status_of
+from store.lookup_options import MAX_KEYS, MAX_NEIGHBOURS, LookupOptions, SearchOptions, check_features
 from store.online.online_store import OnlineStore, Pointer
 from store.online.online_url import open_online_store
-from store.search import Indexes, embedded, searched_vector
+from store.search import Searches
 
 IMPOSSIBLE = b"\0"
 """Looked up in place of a key no entity can have, and never found: keys with a NUL are not stored."""
@@ -57,7 +57,7 @@ class Lookup:
         self._plans: dict[tuple[str, tuple[str, ...] | None], AnswerPlan] = {}
         self._seen: dict[str, tuple[tuple[int, str, int], int | None, float]] = {}
         """View → its pointer's version, when that was published (µs), and when it was first seen here, by the monotonic clock (s)."""
-        self._indexes = Indexes(None if root is None else Path(root))
+        self._searches = Searches(None if root is None else Path(root), self._live, self.begin, self._age_of)
 
     @classmethod
     def open(cls, online: str, root: str | Path | None = None) -> Lookup:
@@ -165,9 +165,7 @@ class Lookup:
             raise RequestError("a key is not valid UTF-8", code="bad_key") from exc
         except TypeError:
             # integers, or lists for an entity of several columns
-            pointer = self.online.live(view)
-            if pointer is None:
-                raise self._unknown_view(view) from None
+            pointer = self._live(view)
             texts = [join_key(key, pointer.view.entity) for key in keys]
             raw = [text.encode() for text in texts]
         if max(map(len, raw)) > MAX_KEY_BYTES or not all(raw) or b"\0" in b"".join(raw):
@@ -176,6 +174,22 @@ class Lookup:
                 # raises: there is nothing to answer
                 check_key(texts[0])
         return texts, raw
+
+    def _live(self, view: str) -> Pointer:
+        """The view's pointer.
+
+        Raises:
+            RequestError: 404, there is no such view.
+        """
+        pointer = self.online.live(view)
+        if pointer is None:
+            raise self._unknown_view(view)
+        return pointer
+
+    def _age_of(self, pointer: Pointer) -> Callable[[int], float]:
+        """The age now, in seconds, of a row that was computed at so many µs since 1970."""
+        sighting, now_us = self._sighting(pointer), int(self._clock() * 1e6)
+        return lambda computed_at_us: sighting.age_us(computed_at_us, now_us) / 1e6
 
     def _unknown_view(self, view: str) -> RequestError:
         have = ", ".join(self.online.views()) or "none"
@@ -187,7 +201,7 @@ class Lookup:
         plan = self._plans.get(key)
         if plan is None or plan.pointer is not pointer:
             if features is not None:
-                _check_features(pointer.view, features)
+                check_features(pointer.view, features)
             # feature subsets come from requests: keep their number bounded
             if len(self._plans) > 1024:
                 self._plans.clear()
@@ -205,8 +219,7 @@ class Lookup:
         """One element of :meth:`views`."""
         view = pointer.view
         oldest = pointer.computed_at_min
-        now_us = int(self._clock() * 1e6)
-        age = None if oldest is None else self._sighting(pointer).age_us(oldest, now_us) / 1e6
+        age = None if oldest is None else self._age_of(pointer)(oldest)
         return {
             "view": view.name,
             "entity": list(view.entity),
@@ -228,6 +241,7 @@ class Lookup:
             "status": None if age is None else str(status_of(view, age)),
             "coverage": pointer.rows / pointer.source_rows if pointer.source_rows else None,
             "searchable": pointer.index is not None,
+            "index": self._searches.figures(pointer),
             "fallback": view.fallback,
         }
 
@@ -241,9 +255,12 @@ class Lookup:
         vector: Sequence[float] | None = None,
         inputs: Mapping[str, Any] | None = None,
         k: int = 10,
+        filter: Mapping[str, Any] | None = None,
+        only: Sequence[Any] | None = None,
         exclude: Sequence[Any] = (),
         features: Sequence[str] = (),
         deadline_ms: float | None = None,
+        model: str | None = None,
     ) -> dict[str, Any]:
         """The ``k`` nearest rows of a view's vector index, best first, each with its score and freshness.
 
@@ -256,9 +273,12 @@ class Lookup:
             vector: [dim] numbers.
             inputs: input column → value; an encoder with a prompt for queries puts it before them.
             k: 1 to :data:`MAX_NEIGHBOURS`.
+            filter: scalar feature → a value it must have, a list of values it may have, or bounds (``gte``, ``gt``, ``lte``, ``lt``); all must hold.
+            only: the only keys that may be found.
             exclude: keys to leave out.
-            features: features to return with each neighbour.
+            features: features to return with each neighbour; without any, the online store is not read.
             deadline_ms: for the model, when ``inputs`` are given.
+            model: fingerprint of the model that made ``vector``: where another one made the rows, the search is refused.
 
         Returns:
             ``view``, ``snapshot``, ``model``, ``metric``, ``rows``; rows that have expired are left out.
@@ -267,52 +287,8 @@ class Lookup:
             RequestError: not searchable, or a bad argument; 504 when the model was too slow.
             VectorIndexError: the index is missing or damaged.
         """
-        if (key is not None) + (vector is not None) + (inputs is not None) != 1:
-            raise RequestError("a search takes exactly one of key, vector and inputs")
-        if not 0 < k <= MAX_NEIGHBOURS:
-            raise RequestError(f"k is 1 to {MAX_NEIGHBOURS}, got {k}")
-        if len(exclude) > MAX_KEYS:
-            raise RequestError(f"exclude takes at most {MAX_KEYS} keys, got {len(exclude)}", status=413, code="too_many_keys")
-        check_limits(deadline_ms=deadline_ms)
-        for _ in range(5):
-            pointer = self.online.live(view)
-            if pointer is None:
-                raise self._unknown_view(view)
-            index = self._indexes.of(pointer)
-            _check_features(pointer.view, features)
-            omitted = {key_text(e, pointer.view.entity) for e in exclude}
-            if key is not None:
-                omitted.add(key_text(key, pointer.view.entity))
-            query = vector if vector is not None else self._query(pointer, key, inputs, deadline_ms)
-            keys, scores = index.search(query, k, frozenset(omitted))
-            rows = self._neighbours(pointer, keys, scores, features)
-            if rows is not None:
-                told = {"view": view, "snapshot": pointer.snapshot, "model": pointer.model, "metric": index.metric}
-                return told | {"rows": rows}
-        # five publishes within one search
-        raise VectorIndexError(f"view {view!r} is being published over and over; search again")
-
-    def _query(self, pointer: Pointer, key: Any, inputs: Mapping[str, Any] | None, deadline_ms: float | None) -> Sequence[float]:
-        view = pointer.view
-        assert view.index is not None
-        if inputs is not None:
-            return embedded(self.fallback, pointer, inputs, deadline_ms)
-        return searched_vector(self.row(view.name, key, features=[view.index.on], fallback=False), pointer, key)
-
-    def _neighbours(
-        self, pointer: Pointer, keys: Sequence[str], scores: Sequence[float], features: Sequence[str]
-    ) -> list[dict[str, Any]] | None:
-        """The rows that an index found, with their scores; None when another snapshot was published meanwhile."""
-        if not keys:
-            return []
-        answer = self.begin(pointer.view.name, keys, LookupOptions(features, fallback=False))
-        if answer.pointer.publishing != pointer.publishing:
-            return None
-        return [
-            {"key": row.pop("key"), "score": score, **row}
-            for row, score in zip(answer.rows(), scores, strict=True)
-            if row["status"] != Status.MISSING
-        ]
+        options = SearchOptions(key, vector, inputs, k, filter, only, exclude, features, deadline_ms, model)
+        return self._searches.search(view, options, self.fallback)
 
     def warm(self, pointer: Pointer) -> None:
         """Open what the first search of a new snapshot would have to open.
@@ -320,19 +296,8 @@ class Lookup:
         Raises:
             VectorIndexError: the index is missing or damaged.
         """
-        if pointer.index is not None and self._indexes.root is not None:
-            self._indexes.of(pointer)
-
-
-def _check_features(view: FeatureView, features: Sequence[str]) -> None:
-    unknown = [name for name in features if name not in view.feature_names]
-    if unknown:
-        raise RequestError(
-            f"view {view.name!r} has no feature {str(unknown[0])[:80]!r} (it has: {', '.join(view.feature_names)})",
-            code="unknown_feature",
-        )
-    if len(set(features)) != len(features):
-        raise RequestError("a feature is named twice", code="bad_request")
+        if pointer.index is not None and self._searches.root is not None:
+            self._searches.index_of(pointer)
 
 
 __all__ = ["ANSWER_FIELDS", "MAX_KEYS", "MAX_NEIGHBOURS", "Answer", "Computed", "Fallback", "Lookup", "Miss"]

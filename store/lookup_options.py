@@ -1,4 +1,4 @@
-"""Lookup options: what a lookup may ask for beside its keys; one value on its way from the command line, the wire or Python to the answer."""
+"""Options: what a lookup may ask for beside its keys, and what a search may; one value on its way from the command line, the wire or Python to the answer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from store.errors import RequestError
+from store.feature_view import FeatureView
+
+MAX_KEYS = 1000
+"""Keys in one request."""
+MAX_NEIGHBOURS = 1000
+"""Neighbours in one search."""
 
 
 class LookupOptions(NamedTuple):
@@ -33,6 +39,41 @@ class LookupOptions(NamedTuple):
             check_limits(deadline_ms=self.deadline_ms, max_age_s=self.max_age_s)
 
 
+class SearchOptions(NamedTuple):
+    """As :meth:`store.lookup.Lookup.search` has them: exactly one of ``key``, ``vector`` and ``inputs`` is searched by."""
+
+    key: Any = None
+    vector: Sequence[float] | None = None
+    inputs: Mapping[str, Any] | None = None
+    k: int = 10
+    filter: Mapping[str, Any] | None = None
+    """Scalar feature → a value, a list of values, or bounds: ``gte``, ``gt``, ``lte``, ``lt``."""
+    only: Sequence[Any] | None = None
+    """Keys that alone may be found."""
+    exclude: Sequence[Any] = ()
+    """Keys that are left out."""
+    features: Sequence[str] = ()
+    deadline_ms: float | None = None
+    """Of the model, for ``inputs``."""
+    model: str | None = None
+    """Fingerprint of the model that made ``vector``."""
+
+    def check(self) -> None:
+        """Refuse what no view could answer.
+
+        Raises:
+            RequestError: names it.
+        """
+        if (self.key is not None) + (self.vector is not None) + (self.inputs is not None) != 1:
+            raise RequestError("a search takes exactly one of key, vector and inputs")
+        if not 0 < self.k <= MAX_NEIGHBOURS:
+            raise RequestError(f"k is 1 to {MAX_NEIGHBOURS}, got {self.k}")
+        for name, keys in (("only", self.only or ()), ("exclude", self.exclude)):
+            if len(keys) > MAX_KEYS:
+                raise RequestError(f"{name} takes at most {MAX_KEYS} keys, got {len(keys)}", status=413, code="too_many_keys")
+        check_limits(deadline_ms=self.deadline_ms)
+
+
 def check_limits(**limits: float | None) -> None:
     """Refuse a deadline or an age that is negative, infinite or no number.
 
@@ -42,3 +83,19 @@ def check_limits(**limits: float | None) -> None:
     for name, value in limits.items():
         if value is not None and not 0 <= value < float("inf"):
             raise RequestError(f"{name} is a number from 0, got {value}")
+
+
+def check_features(view: FeatureView, features: Sequence[str]) -> None:
+    """Refuse names of features that a view has not, and one that is there twice.
+
+    Raises:
+        RequestError: names it.
+    """
+    unknown = [name for name in features if name not in view.feature_names]
+    if unknown:
+        raise RequestError(
+            f"view {view.name!r} has no feature {str(unknown[0])[:80]!r} (it has: {', '.join(view.feature_names)})",
+            code="unknown_feature",
+        )
+    if len(set(features)) != len(features):
+        raise RequestError("a feature is named twice", code="bad_request")

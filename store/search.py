@@ -1,39 +1,87 @@
-"""Search: the vector indexes of what is live, and what is searched by."""
+"""Search: the nearest rows of a view by key, vector or inputs, with their freshness; and the vector indexes of what is live."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from store.answer import MAX_DEADLINE_S
+import numpy.typing as npt
+
+from store.answer import MAX_DEADLINE_S, Answer
+from store.entity_key import key_text
 from store.errors import RequestError, VectorIndexError
 from store.fallback import Fallback, Miss, check_inputs
-from store.freshness import Reason
+from store.freshness import AnswerSource, Reason, Status, as_datetime, status_of
+from store.lookup_options import LookupOptions, SearchOptions, check_features
 from store.online.online_store import Pointer
-from store.online.vector_index import VectorIndex
+from store.record import plain
+from store.vectors.row_filter import RowFilter
+from store.vectors.vector_index import Neighbours, VectorIndex, index_figures
 
 
-class Indexes:
-    """The index of each view's live snapshot, opened when it is first searched.
+class _Begin(Protocol):
+    """:meth:`store.lookup.Lookup.begin`."""
+
+    def __call__(self, view: str, keys: Sequence[Any], options: LookupOptions = ...) -> Answer: ...
+
+
+class Searches:
+    """Searches the views that are live, each by its own index, opened when it is first searched.
 
     Args:
-        root: the offline store's root, where the files are; None where nothing is searched.
+        root: the offline store's root, where the indexes are; None where nothing is searched.
+        live: a view's pointer; raises where there is none.
+        begin: looks rows up.
+        age_of: under a pointer, the age now (s) of a row that was computed at so many µs since 1970.
     """
 
-    def __init__(self, root: Path | None) -> None:
+    def __init__(
+        self,
+        root: Path | None,
+        live: Callable[[str], Pointer],
+        begin: _Begin,
+        age_of: Callable[[Pointer], Callable[[int], float]],
+    ) -> None:
         self.root = root
+        self._live, self._begin, self._age_of = live, begin, age_of
         self._opened: dict[str, tuple[tuple[int, str], VectorIndex]] = {}
+        self._told: dict[str, tuple[tuple[int, str], dict[str, Any] | None]] = {}
         self._lock = threading.Lock()
 
-    def of(self, pointer: Pointer) -> VectorIndex:
-        """The index that was published with a pointer.
+    def search(self, view: str, options: SearchOptions, fallback: Fallback | None) -> dict[str, Any]:
+        """As :meth:`store.lookup.Lookup.search`; ``fallback`` embeds inputs."""
+        options.check()
+        for _ in range(5):
+            pointer = self._live(view)
+            index = self.index_of(pointer)
+            check_features(pointer.view, options.features)
+            _check_model(pointer, options.model)
+            entity = pointer.view.entity
+            exclude = {key_text(key, entity) for key in options.exclude}
+            only = None if options.only is None else {key_text(key, entity) for key in options.only}
+            where = None if options.filter is None else RowFilter(pointer.view, options.filter)
+            if options.key is not None:
+                exclude.add(key_text(options.key, entity))
+            query = self._query(pointer, index, options, fallback)
+            if query is None:
+                continue
+            found = index.search(query, options.k, exclude=exclude, only=only, where=where)
+            rows = self._rows(pointer, found, options.features)
+            if rows is not None:
+                told = {"view": view, "snapshot": pointer.snapshot, "model": pointer.model, "metric": index.metric}
+                return told | {"rows": rows}
+        # five publishes within one search
+        raise VectorIndexError(f"view {view!r} is being published over and over; search again")
+
+    def index_of(self, pointer: Pointer) -> VectorIndex:
+        """The index that was published with a pointer. A base that stays under a new overlay is not opened again.
 
         Raises:
             RequestError: the view has none.
-            VectorIndexError: it is missing or damaged.
+            VectorIndexError: it is missing, damaged, or of another model than the rows.
         """
         if pointer.index is None:
             raise RequestError(
@@ -44,33 +92,110 @@ class Indexes:
         with self._lock:
             publishing, index = self._opened.get(pointer.view.name, (None, None))
             if index is None or publishing != pointer.publishing:
-                index = VectorIndex(self.root / pointer.index)
+                overlay = pointer.overlay_index
+                index = VectorIndex(self.root / pointer.index, None if overlay is None else self.root / overlay, index)
+                if index.model != pointer.model:
+                    raise VectorIndexError(
+                        f"the vector index {pointer.index} is of model {index.model[:12]}, the rows of {pointer.model[:12]}: "
+                        f"`precompute publish {pointer.view.name} --reload` builds it again"
+                    )
                 self._opened[pointer.view.name] = (pointer.publishing, index)
             return index
 
+    def figures(self, pointer: Pointer) -> dict[str, Any] | None:
+        """What was measured of a pointer's index, for people; None where there is none, or none that can be read."""
+        if pointer.index is None or self.root is None:
+            return None
+        publishing, told = self._told.get(pointer.view.name, (None, None))
+        if publishing != pointer.publishing or told is None:
+            found = index_figures(self.root / pointer.index)
+            told = None if found is None else plain(found)
+            self._told[pointer.view.name] = (pointer.publishing, told)
+        return told
 
-def searched_vector(row: Mapping[str, Any], pointer: Pointer, key: Any) -> Sequence[float]:
-    """The vector of a row, looked up for its neighbours.
+    def _query(
+        self, pointer: Pointer, index: VectorIndex, options: SearchOptions, fallback: Fallback | None
+    ) -> npt.ArrayLike | None:
+        """What is searched by: the vector given, or that of a row or of inputs; None when another snapshot was published before the row was read."""
+        if options.vector is not None:
+            return options.vector
+        if options.inputs is not None:
+            return _embedded(fallback, pointer, options.inputs, options.deadline_ms)
+        found = index.find(key_text(options.key, pointer.view.entity))
+        if found is not None:
+            if status_of(pointer.view, self._age_of(pointer)(found.computed_at_us)) is Status.MISSING:
+                raise _not_searchable(pointer, options.key, Reason.EXPIRED)
+            return found.vector
+        self._tell_why_not(pointer, options.key)
+        return None
 
-    Raises:
-        RequestError: 404, the row is missing or its vector null.
-    """
-    view = pointer.view
-    assert view.index is not None
-    if row["features"] is None:
-        reason = row.get("reason", Reason.UNKNOWN_ENTITY)
-        raise RequestError(f"key {key!r} of view {view.name!r} has no vector to search by: {reason}", status=404, code=reason)
-    vector: Sequence[float] | None = row["features"][view.index.on]
-    if vector is None:
-        raise RequestError(
-            f"key {key!r} of view {view.name!r} has no vector to search by: it is null, since the model could not take the row's input",
-            status=404,
-            code="null_vector",
+    def _tell_why_not(self, pointer: Pointer, key: Any) -> None:
+        """Say why the index has no vector of a row: there is no such row, or its vector is null; None when another snapshot was published meanwhile.
+
+        Raises:
+            RequestError: 404, one of these.
+            VectorIndexError: the row has a vector, and the index has it not.
+        """
+        view = pointer.view
+        assert view.index is not None
+        answer = self._begin(view.name, [key], LookupOptions([view.index.on], fallback=False))
+        if answer.pointer.publishing != pointer.publishing:
+            return
+        row = answer.rows()[0]
+        if row["features"] is None:
+            raise _not_searchable(pointer, key, row["reason"])
+        if row["features"][view.index.on] is None:
+            raise RequestError(
+                f"key {key!r} of view {view.name!r} has no vector to search by: it is null, since the model could not take the row's input",
+                status=404,
+                code="null_vector",
+            )
+        raise VectorIndexError(
+            f"the vector index {pointer.index} has no vector of key {key!r}: `precompute publish {view.name} --reload` builds it again"
         )
-    return vector
+
+    def _rows(self, pointer: Pointer, found: Neighbours, features: Sequence[str]) -> list[dict[str, Any]] | None:
+        """The rows that an index found, with their scores and freshness, those that have expired left out; None when another snapshot was published
+        before their features were read. Without features nothing is read: the index knows when each row was computed."""
+        if not found.keys:
+            return []
+        if features:
+            answer = self._begin(pointer.view.name, found.keys, LookupOptions(features, fallback=False))
+            if answer.pointer.publishing != pointer.publishing:
+                return None
+            rows = zip(answer.rows(), found.scores, strict=True)
+            return [{"key": row.pop("key"), "score": score, **row} for row, score in rows if row["status"] != Status.MISSING]
+        age_of, view = self._age_of(pointer), pointer.view
+        same: dict[str, Any] = {"ttl_s": view.ttl_s, "snapshot": pointer.snapshot, "model": pointer.model}
+        told = []
+        for key, score, computed_at_us in zip(*found, strict=True):
+            age_s = age_of(computed_at_us)
+            status = status_of(view, age_s)
+            if status is not Status.MISSING:
+                seen = {"status": str(status), "source": str(AnswerSource.STORE), "computed_at": as_datetime(computed_at_us)}
+                told.append({"key": key, "score": score, **seen, "age_s": age_s, **same, "features": {}})
+        return told
 
 
-def embedded(
+def _not_searchable(pointer: Pointer, key: Any, reason: Any) -> RequestError:
+    return RequestError(
+        f"key {key!r} of view {pointer.view.name!r} has no vector to search by: {reason}", status=404, code=reason
+    )
+
+
+def _check_model(pointer: Pointer, model: str | None) -> None:
+    """Raises:
+    RequestError: 409, the vector is of another model than the rows, which is another space.
+    """
+    if model is not None and model != pointer.model:
+        raise RequestError(
+            f"the vector is of model {str(model)[:12]!r}, view {pointer.view.name!r} of {pointer.model[:12]!r}: embed it by the model that is live",
+            status=409,
+            code="other_model",
+        )
+
+
+def _embedded(
     fallback: Fallback | None, pointer: Pointer, inputs: Mapping[str, Any], deadline_ms: float | None
 ) -> Sequence[float]:
     """The vector that the model makes of inputs now.

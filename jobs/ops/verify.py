@@ -17,7 +17,7 @@ from store.offline.snapshot import Snapshot
 from store.offline.view_store import ViewStore
 from store.online.online_store import OnlineStore
 from store.online.online_url import open_online_store
-from store.online.vector_index import VectorIndex
+from store.vectors.vector_index import VectorIndex
 
 SAMPLE_ROWS = 2048
 """Rows compared byte by byte with the online store."""
@@ -120,7 +120,8 @@ def _online_rows(store: ViewStore, online: OnlineStore, snapshot: Snapshot) -> s
 def _index(store: ViewStore, snapshot: Snapshot, ref: LiveRef) -> str:
     view = snapshot.view
     assert view.index is not None
-    index = VectorIndex(store.index_folder(ref.place.overlay or ref.place.generation))
+    overlay = None if ref.place.overlay is None else store.index_folder(ref.place.overlay)
+    index = VectorIndex(store.index_folder(ref.place.generation), overlay)
     vectors = snapshot.rows - int(snapshot.quality.get("nulls", 0))
     if len(index) != vectors:
         raise VectorIndexError(f"it holds {len(index)} vectors, the snapshot {vectors}: precompute publish {view.name} --reload")
@@ -129,26 +130,26 @@ def _index(store: ViewStore, snapshot: Snapshot, ref: LiveRef) -> str:
     sample = sample.filter(sample.column(view.index.on).is_valid())
     keys = key_column(sample, view.entity).to_pylist()
     for key, vector in list(zip(keys, sample.column(view.index.on).to_pylist(), strict=True))[:SEARCHED_ROWS]:
-        _check_found(index, view.index.metric, key, vector, f"precompute publish {view.name} --reload")
+        _check_found(index, key, vector, f"precompute publish {view.name} --reload")
     return f"{len(index):,} vectors; {min(len(keys), SEARCHED_ROWS)} sampled ones find themselves"
 
 
-def _check_found(index: VectorIndex, metric: str, key: str, vector: Sequence[float], remedy: str) -> None:
+def _check_found(index: VectorIndex, key: str, vector: Sequence[float], remedy: str) -> None:
     """Raises:
     VectorIndexError: a key is not found by its own vector.
     """
-    neighbours, scores = index.search(vector, 10, frozenset())
+    neighbours, scores, _ = index.search(vector, 10)
     if not neighbours:
         # vectors that are no numbers any more are near to nothing
         raise VectorIndexError(f"nothing is found by the vector of key {key!r}: {remedy}")
-    if metric == "dot" and key not in neighbours:
+    if index.metric == "dot" and key not in neighbours:
         # a longer one may be nearer by dot
         return
     square = float(np.square(np.asarray(vector, np.float64)).sum())
     # one just like it may stand before it
     score = scores[neighbours.index(key)] if key in neighbours else scores[0]
-    right = {"cosine": 1.0, "l2": 0.0, "dot": square}[metric]
-    # the index computes in float32, of the same vectors
-    allowed = tolerance(None, "float32").limit * (1.0 if metric == "cosine" else square)
+    right = {"cosine": 1.0, "l2": 0.0, "dot": square}[index.metric]
+    # the index computes in float32, of the same vectors or of these in float16
+    allowed = tolerance(None, index.dtype).limit * (1.0 if index.metric == "cosine" else square)
     if abs(score - right) > allowed:
         raise VectorIndexError(f"key {key!r} is not found by its own vector: {remedy}")

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from jobs.process.progress import Progress
 from precompute.engine.ahead import Ahead, StageTime
 from store.disk.crashpoint import crashpoint
-from store.entity_key import key_column
 from store.errors import OnlineStoreError
 from store.history.changes import Changes
 from store.offline.runs import Report
@@ -18,7 +17,9 @@ from store.offline.view_store import ViewStore
 from store.online.codec import RowCodec
 from store.online.online_store import Generation, OnlineStore, Terms
 from store.online.packed import RowBatch, Rows
-from store.online.vector_index import build_index
+from store.record import plain
+from store.vectors.index_build import build_index, build_overlay
+from store.vectors.index_rows import index_columns
 
 BATCH_ROWS = 8192
 SAMPLE_ROWS = 2048
@@ -70,7 +71,7 @@ class Loader:
             crashpoint("online.verify")
         if snapshot.view.index is not None:
             with report.stage("index"):
-                self._build(generation, snapshot)
+                self._build(generation, snapshot, changes)
                 crashpoint("index.build")
 
     def _load_rows(
@@ -125,19 +126,17 @@ class Loader:
                         f"read back from the online store, key {key.decode()!r} of view {view!r} {what}; nothing was published"
                     )
 
-    def _build(self, generation: Generation, snapshot: Snapshot) -> None:
-        view = snapshot.view
-        assert view.index is not None
-        on, dim = view.index.on, view.feature(view.index.on).dim
-        # The configuration refuses an index on anything but a vector.
-        assert dim is not None
-        batches = self._store.batches(snapshot, columns=[*view.entity, on], batch_rows=BATCH_ROWS)
-        build_index(
-            self._store.index_folder(generation.number),
-            ((key_column(b, view.entity), b.column(on)) for b in batches),
-            dim,
-            view.index.metric,
-        )
+    def _build(self, generation: Generation, snapshot: Snapshot, changes: Changes | None) -> None:
+        store, view = self._store, snapshot.view
+        folder, columns = store.index_folder(generation.number), index_columns(view)
+        if changes is None:
+            batches = store.batches(snapshot, columns=columns, batch_rows=BATCH_ROWS)
+            figures = build_index(folder, batches, view, model=snapshot.model)
+        else:
+            assert generation.base is not None
+            base, batches = store.index_folder(generation.base), changes.batches(columns, BATCH_ROWS)
+            figures = build_overlay(folder, base, batches, [changes.removed], view, model=snapshot.model)
+        self._report.index = plain(figures)
 
 
 def _from_row(batches: Iterator[RowBatch], first: int) -> Iterator[RowBatch]:

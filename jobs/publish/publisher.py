@@ -24,8 +24,8 @@ from store.offline.snapshot import Snapshot
 from store.offline.standing import Standing
 from store.offline.view_store import ViewStore
 from store.online.online_store import Generation, OnlineStore, Pointer
-from store.online.vector_index import VectorIndex, is_there
 from store.record import replace
+from store.vectors.vector_index import VectorIndex, is_there
 
 log = logging.getLogger(__name__)
 
@@ -172,7 +172,9 @@ class Publisher:
         if base is None or base.base is not None or ref.place.lossy:
             return None
         since = {layer.number: layer for layer in store.chain(snapshot)[:-1]}.get(base.snapshot)
-        if since is None or since.run != base.run or since.view.features != snapshot.view.features:
+        if since is None or since.run != base.run or since.model != snapshot.model:
+            return None
+        if (since.view.features, since.view.index) != (snapshot.view.features, snapshot.view.index):
             return None
         changes = Changes(store, since, snapshot)
         with self._report.stage("check"):
@@ -216,7 +218,8 @@ class Publisher:
     def _index_opens(self, pointer: Pointer) -> bool:
         if pointer.index is not None:
             try:
-                VectorIndex(self._store.offline.root / pointer.index)
+                root, overlay = self._store.offline.root, pointer.overlay_index
+                VectorIndex(root / pointer.index, None if overlay is None else root / overlay)
             except VectorIndexError as exc:
                 log.warning("%s; it is built again", exc)
                 return False
@@ -238,9 +241,10 @@ class Publisher:
             snapshot: what the pointer names.
             unread: the answer where the snapshot's own files cannot be read, to compare: rows in the store vouch for themselves.
         """
-        if pointer.index is not None and not is_there(self._store.offline.root / pointer.index):
-            log.warning("view %r: the vector index %s is gone; it is built again", pointer.view.name, pointer.index)
-            return False
+        for index in (pointer.index, pointer.overlay_index):
+            if index is not None and not is_there(self._store.offline.root / index):
+                log.warning("view %r: the vector index %s is gone; it is built again", pointer.view.name, index)
+                return False
         try:
             check_served(self._store, self._online, pointer, snapshot)
         except OnlineStoreError as exc:
@@ -280,7 +284,7 @@ class Publisher:
     def _pointer(self, snapshot: Snapshot, ref: LiveRef) -> Pointer:
         """What readers are told: a function of manifest and live pointer alone, so that it can be mended at any time."""
         renewed, place = [us for us in (snapshot.renewed_at, ref.renewed_at) if us is not None], ref.place
-        index = None if snapshot.view.index is None else f"{snapshot.view.name}/index/{place.overlay or place.generation:020d}"
+        folder = None if snapshot.view.index is None else f"{snapshot.view.name}/index"
         return Pointer(
             view=snapshot.view,
             snapshot=snapshot.number,
@@ -292,12 +296,13 @@ class Publisher:
             computed_at_min=snapshot.computed_at_min,
             input_columns=dict(snapshot.input_columns),
             inputs=dict(snapshot.inputs),
-            index=index,
+            index=None if folder is None else f"{folder}/{place.generation:020d}",
             generation=place.generation,
             partition=snapshot.partition,
             renewed_at_us=max(renewed, default=0),
             base_snapshot=place.base_snapshot,
             overlay=place.overlay,
+            overlay_index=None if folder is None or place.overlay is None else f"{folder}/{place.overlay:020d}",
             owner=self._owner,
             lossy=place.lossy,
             took_over=self._owner_before(),

@@ -166,17 +166,7 @@ class Api:
         started = time.perf_counter()
         _, body = await _read_body(request, (wire.JSON,))
         wanted: wire.SearchRequest = wire.decode(wire.decode_search, body)
-        neighbours = await run_in_threadpool(
-            self._lookup.search,
-            request.path_params["view"],
-            key=wanted.key,
-            vector=wanted.vector,
-            inputs=wanted.inputs,
-            k=wanted.k,
-            exclude=wanted.filter.exclude if wanted.filter else (),
-            features=wanted.features,
-            deadline_ms=wanted.deadline_ms,
-        )
+        neighbours = await run_in_threadpool(self._lookup.search, request.path_params["view"], **wanted.options()._asdict())
         self._metrics.timed("search", time.perf_counter() - started)
         return Response(wire.encode(neighbours), media_type=wire.JSON)
 

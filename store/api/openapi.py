@@ -91,7 +91,7 @@ def _lookups() -> dict[str, Any]:
         "summary": "Nearest rows",
         "parameters": [view],
         "requestBody": _body("SearchRequest"),
-        "responses": _responses("SearchAnswer", more={"504": "the model was too slow"}),
+        "responses": _responses("SearchAnswer", more={"409": "the vector is of another model", "504": "the model was too slow"}),
     }
     return {
         "/v1/views/{view}/rows/{key}": {"get": row},

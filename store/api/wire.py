@@ -9,10 +9,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 import pyarrow as pa
 
-from store.answer import MAX_KEYS
 from store.errors import RequestError
 from store.freshness import AnswerSource, Reason, Status
-from store.lookup_options import LookupOptions
+from store.lookup_options import MAX_KEYS, LookupOptions, SearchOptions
 
 JSON = "application/json"
 ARROW = "application/vnd.apache.arrow.stream"
@@ -50,10 +49,20 @@ class MultiLookupRequest(msgspec.Struct, forbid_unknown_fields=True):
     requests: list[ViewLookupRequest]
 
 
-class SearchFilter(msgspec.Struct, forbid_unknown_fields=True):
-    """Which neighbours not to return."""
+Scalar = bool | int | float | str
 
-    exclude: list[Any] = []
+
+class Bounds(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """What a feature must lie between."""
+
+    gte: int | float | str | None = None
+    gt: int | float | str | None = None
+    lte: int | float | str | None = None
+    lt: int | float | str | None = None
+
+
+def _condition(wanted: Scalar | list[Scalar] | Bounds) -> Any:
+    return msgspec.to_builtins(wanted) if isinstance(wanted, Bounds) else wanted
 
 
 class SearchRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -63,9 +72,34 @@ class SearchRequest(msgspec.Struct, forbid_unknown_fields=True):
     vector: list[float] | None = None
     inputs: dict[str, Any] | None = None
     k: int = 10
-    filter: SearchFilter | None = None
+    filter: Annotated[
+        dict[str, Scalar | list[Scalar] | Bounds] | None,
+        msgspec.Meta(description="scalar feature → a value it must have, some that it may have, or bounds; all must hold"),
+    ] = None
+    only: Annotated[list[Any] | None, msgspec.Meta(description="the only keys that may be found")] = None
+    exclude: Annotated[list[Any], msgspec.Meta(description="keys that are left out")] = []
     features: list[str] = []
     deadline_ms: float | None = None
+    model: Annotated[
+        str | None,
+        msgspec.Meta(description="fingerprint of the model that made the vector; refused where it is not the live one"),
+    ] = None
+
+    def options(self) -> SearchOptions:
+        """What is asked for."""
+        conditions = None if self.filter is None else {name: _condition(wanted) for name, wanted in self.filter.items()}
+        return SearchOptions(
+            self.key,
+            self.vector,
+            self.inputs,
+            self.k,
+            conditions,
+            self.only,
+            self.exclude,
+            self.features,
+            self.deadline_ms,
+            self.model,
+        )
 
 
 class Row(msgspec.Struct, kw_only=True):

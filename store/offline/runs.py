@@ -57,6 +57,8 @@ class Report(Record):
     stages_s: dict[str, float] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
     """What computing took, stage by stage, as the engine's meter tells it."""
+    index: dict[str, Any] = field(default_factory=dict)
+    """What was measured of the vector index, where one was built: see :class:`store.vectors.index_record.IndexFigures`."""
     inputs: dict[str, int] = field(default_factory=dict)
     gates: list[Verdict] = field(default_factory=list)
     resumed: int = 0

@@ -35,7 +35,7 @@ from store.offline.gc import collect
 from store.offline.runs import Report
 from store.offline.view_store import OfflineStore, ViewStore
 from store.online.online_store import OnlineStore
-from store.online.vector_index import VectorIndex
+from store.vectors.vector_index import VectorIndex
 from tests.scene import Scene
 
 VIEW = "numbers"
@@ -450,10 +450,11 @@ def check_readers(scene: FaultScene) -> State:
         if pointer.snapshot in scene.store.numbers():
             assert read_snapshot(scene, pointer.snapshot) == found
         assert pointer.index is not None
-        index = VectorIndex(scene.store.offline.root / pointer.index)
+        root, overlay = scene.store.offline.root, pointer.overlay_index
+        index = VectorIndex(root / pointer.index, None if overlay is None else root / overlay)
         assert len(index) == len(found)
         key, (_, vector) = next(iter(found.items()))
-        nearest_key, score = index.search(list(vector), 1, frozenset())
+        nearest_key, score, _ = index.search(list(vector), 1)
         assert (nearest_key, score[0]) == ([str(key)], 0.0)
         return state
 

@@ -23,8 +23,8 @@ from store.offline.runs import Report
 from store.offline.view_store import ViewStore
 from store.online.online_store import Generation, MemoryStore, Pointer
 from store.online.packed import Rows
-from store.online.vector_index import VectorIndex
 from store.record import replace
+from store.vectors.vector_index import VectorIndex
 from tests.conftest import MakeProject
 from tests.online import batch_of
 from tests.scene import Scene
@@ -152,7 +152,8 @@ def test_a_delta_is_served_whole(make_project: MakeProject, online: str) -> None
     assert project.served(range(32)) == (2, [None, 200.0, *(2.0 * i for i in range(2, 31)), None])
     assert project.nearest(100.0) == (2, "1")
     assert project.nearest(0.0) == (2, "2")
-    assert len(VectorIndex(project.root / "numbers" / "index" / f"{2:020d}")) == 30
+    index = project.root / "numbers" / "index"
+    assert len(VectorIndex(index / f"{1:020d}", index / f"{2:020d}")) == 30
 
 
 @pytest.mark.parametrize("damage", ["part", "deletes"])

@@ -28,8 +28,9 @@ from store.online.found_rows import FoundRows
 from store.online.online_store import Generation, MemoryStore, OnlineStore, Pointer
 from store.online.online_url import open_online_store
 from store.online.packed import Packed, RowBatch
-from store.online.vector_index import build_index
-from store.record import replace
+from store.record import plain, replace
+from store.vectors.index_build import build_index
+from store.vectors.vector_index import index_figures
 from tests.conftest import free_port
 
 NOW = 1_700_000_000.0
@@ -67,6 +68,15 @@ class Row:
     @property
     def at_us(self) -> int:
         return NOW_US - round(self.age * 1e6)
+
+
+def indexed_rows(rows: Mapping[Any, Row], entity: Sequence[str]) -> pa.RecordBatch:
+    """Rows as a snapshot gives them to its index."""
+    parts = [key if isinstance(key, (list, tuple)) else [key] for key in rows]
+    columns = {name: pa.array([str(part[n]) for part in parts], pa.string()) for n, name in enumerate(entity)}
+    features = batch_of(FEATURES, [features_of(row.x, row.null) for row in rows.values()])
+    columns |= {name: features.column(name) for name in features.schema.names}
+    return pa.record_batch(columns | {"computed_at": pa.array([row.at_us for row in rows.values()], pa.int64())})
 
 
 @dataclass
@@ -123,10 +133,7 @@ class House:
         index = f"{name}/index/{number}" if metric else None
         if index:
             all_rows = rows if indexed is None else indexed
-            vectors = batch_of(FEATURES, [features_of(row.x, row.null) for row in all_rows.values()]).column("vector")
-            build_index(
-                self.root / index, [(pa.array([key_text(key, self.entity) for key in all_rows]), vectors)], 2, metric or ""
-            )
+            build_index(self.root / index, [indexed_rows(all_rows, self.entity)], view, model=f"model {number}")
         pointer = Pointer(
             view,
             number,
@@ -512,6 +519,7 @@ def test_views_tell_what_is_live_and_how_old_the_oldest_row_is(house: House) -> 
         "status": "stale",
         "coverage": 0.5,
         "searchable": True,
+        "index": plain(index_figures(house.root / "things/index/3")),
         "fallback": False,
     }
     assert [empty[name] for name in ("view", "rows", "age_s", "status", "coverage", "searchable")] == [
@@ -837,9 +845,12 @@ def test_a_search_leaves_out_the_damaged_and_finds_the_others(house: House) -> N
     assert from_rows([{k: v for k, v in row.items() if k != "score"} for row in answer["rows"]]) == [
         there(key, NEIGHBOURS[key], "fresh", features=["double"]) for key in ("k1", "k0")
     ]
-    assert found(lookup.search("things", vector=[3.0, 1.0], k=6)) == [("k2", 1.0), ("k4", 1.0), ("k1", 4.0), ("k0", 9.0)]
-    assert found(lookup.search("things", vector=[3.0, 1.0], k=1)) == []
-    assert refused(lambda: lookup.search("things", key="k3")) == (404, "damaged")
+    left = [("k2", 1.0), ("k4", 1.0), ("k1", 4.0), ("k0", 9.0)]
+    assert found(lookup.search("things", vector=[3.0, 1.0], k=6, features=["double"])) == left
+    # nothing of the rows is asked for: the index, which is whole, tells all
+    assert found(lookup.search("things", vector=[3.0, 1.0], k=6)) == [("k3", 0.0), *left[:2], left[2], ("k5", 4.0), left[3]]
+    assert found(lookup.search("things", vector=[3.0, 1.0], k=1, features=["double"])) == []
+    assert found(lookup.search("things", key="k3", k=2)) == [("k2", 1.0), ("k4", 1.0)]
 
 
 def test_a_search_over_an_overlay_answers_with_its_rows(house: House) -> None:
@@ -871,18 +882,18 @@ class Racing(MemoryStore):
         return super().read(view, keys)
 
 
-@pytest.mark.parametrize("reads_before", [0, 1], ids=["before the key's vector is read", "before the rows are read"])
-def test_a_publish_within_a_search_never_mixes_two_snapshots(tmp_path: Path, reads_before: int) -> None:
+@pytest.mark.parametrize("key", ["k2", "null"], ids=["before the rows are read", "before it is told why the key has no vector"])
+def test_a_publish_within_a_search_never_mixes_two_snapshots(tmp_path: Path, key: str) -> None:
     house = House(Racing(), tmp_path)
-    house.publish(NEIGHBOURS, metric="l2")
+    house.publish(NEIGHBOURS | {"null": Row(0.0, null=True)}, metric="l2")
     lookup = house.lookup()
-    second = {f"k{i}": Row(9.0 - i * i) for i in range(6)}
-    house.online.before_read = [lambda: None] * reads_before + [lambda: house.publish(second, 2, metric="dot")]  # type: ignore[attr-defined]
-    answer = lookup.search("things", key="k2", k=3, features=["double"])
+    second = {f"k{i}": Row(9.0 - i * i) for i in range(6)} | {"null": Row(5.0)}
+    house.online.before_read = [lambda: house.publish(second, 2, metric="dot")]  # type: ignore[attr-defined]
+    answer = lookup.search("things", key=key, k=3, features=["double"], exclude=["k2", "null"])
     assert not house.online.before_read  # type: ignore[attr-defined]
-    assert answer == lookup.search("things", key="k2", k=3, features=["double"])
+    assert answer == lookup.search("things", key=key, k=3, features=["double"], exclude=["k2", "null"])
     assert (answer["snapshot"], {row["snapshot"] for row in answer["rows"]}) == (2, {2})
-    assert found(answer) == [("k0", 46.0), ("k1", 41.0), ("k3", 1.0)]
+    assert [name for name, _ in found(answer)] == ["k0", "k1", "k3"]
 
 
 def test_a_search_among_endless_publishes_gives_up_in_so_many_words(tmp_path: Path) -> None:
@@ -890,7 +901,11 @@ def test_a_search_among_endless_publishes_gives_up_in_so_many_words(tmp_path: Pa
     house.publish(NEIGHBOURS, metric="l2")
     house.online.before_read = [lambda n=n: house.publish(NEIGHBOURS, n, metric="l2") for n in range(2, 40)]  # type: ignore[attr-defined]
     with pytest.raises(VectorIndexError, match="over and over"):
-        house.lookup().search("things", key="k2")
+        house.lookup().search("things", key="k2", features=["double"])
+    reads = len(house.online.before_read)  # type: ignore[attr-defined]
+    assert len(found(house.lookup().search("things", key="k2"))) == 5
+    # without features, the store's rows are not read at all
+    assert len(house.online.before_read) == reads  # type: ignore[attr-defined]
 
 
 def test_a_search_that_cannot_be_answered_as_asked_is_refused(memory: House) -> None:
@@ -933,7 +948,7 @@ def test_an_index_that_is_gone_or_damaged_is_its_own_error(memory: House) -> Non
     with pytest.raises(VectorIndexError, match="root"):
         Lookup(memory.online, clock=lambda: NOW, monotonic=lambda: 0.0).search("things", key="k1")
     assert pointer.index is not None
-    path = memory.root / pointer.index / "keys.arrow"
+    path = memory.root / pointer.index / "rows.arrow"
     path.write_bytes(path.read_bytes()[:-1])
     for call in (lambda: memory.lookup().search("things", key="k1"), lambda: memory.lookup().warm(pointer)):
         with pytest.raises(VectorIndexError, match="--reload"):

@@ -1,0 +1,248 @@
+"""FAISS, as the rest of the wing uses it: a flat file that is written in a stream and mapped, codes that are scanned, and one search over both.
+
+Flat: every vector as it is compared with, float32 or float16. Codes: 4 bits for every 2 or 4 numbers, packed for FAISS's fast scan; the best of them are
+compared again with the flat vectors (André, Kermarrec, Le Scouarnec: Quicker ADC, 2019; Douze and others: The Faiss library, 2024).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import faiss
+import numpy as np
+import numpy.typing as npt
+
+FLOAT = npt.NDArray[np.float32]
+ROWS = npt.NDArray[np.int64]
+BITS = npt.NDArray[np.uint8]
+
+DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2")}
+"""What a flat file may hold."""
+LARGEST_FLOAT16 = 65504.0
+
+MOST_RESCORED = 16_384
+"""Rows of one search that are compared again at most, whatever ``k`` is asked for."""
+
+_TRAINED_ROWS = 16_384
+_ROWS_PER_LIST = 64
+"""Enough for k-means to place a list; FAISS itself warns below 39."""
+_COUNT_AT = 8
+"""Where a flat file's header has its row count (u64): after a word of four letters and the dimension (i32), as FAISS writes every index."""
+
+
+class Codes(NamedTuple):
+    """How vectors are coded and how far a search goes: ``lists`` that rows are dealt into and ``probed`` of them, ``quantizers`` codes of 4 bits for each
+    row, and how many of the best by code are ``rescored`` for 10 neighbours."""
+
+    lists: int
+    quantizers: int
+    probed: int = 1
+    rescored: int = 10
+
+    @property
+    def bytes_a_row(self) -> int:
+        """In memory: the codes and FAISS's own number of the row."""
+        return (self.quantizers + 1) // 2 + 8
+
+    def to_rescore(self, k: int) -> int:
+        """How many rows are compared again for ``k`` neighbours: ``rescored`` for up to 10 and the row that asks, for more in proportion."""
+        return max(k, min(-(-max(k - 1, 10) * self.rescored // 10), MOST_RESCORED))
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """FAISS computes in so many threads within, of the calling thread. A search takes one: a server has its own threads, and two teams of OpenMP
+    on the same cores wait for each other."""
+    before = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(count)
+    try:
+        yield
+    finally:
+        faiss.omp_set_num_threads(before)
+
+
+def cores() -> int:
+    """Threads that FAISS takes by itself here."""
+    return int(faiss.omp_get_max_threads())
+
+
+class FlatFile:
+    """A flat index's file, written in a stream, so that no more than a batch is in memory; FAISS maps it.
+
+    Its bytes are those that FAISS writes of an index of the same vectors: header, row count, size, and then one vector after the other.
+
+    Args:
+        path: of the file.
+        dim: length of the vectors.
+        dtype: one of :data:`DTYPES`.
+        l2: whether nearness is the L2 distance, and not the inner product.
+    """
+
+    def __init__(self, path: Path, dim: int, dtype: str, *, l2: bool) -> None:
+        self.dim, self.rows, self._dtype = dim, 0, DTYPES[dtype]
+        self._header = _flat_header(dim, dtype, l2)
+        self._file: BinaryIO = path.open("wb")
+        self._file.write(self._header)
+
+    def add(self, vectors: FLOAT) -> None:
+        """Append float32 [n, dim]. A float16 that would be infinite is one."""
+        with np.errstate(over="ignore"):
+            self._file.write(np.ascontiguousarray(vectors, self._dtype).data)
+        self.rows += len(vectors)
+
+    def close(self) -> None:
+        """Write how many rows there are. FAISS counts a float16's bytes, and a float32's numbers."""
+        size = self.rows * self.dim * (2 if self._dtype == DTYPES["float16"] else 1)
+        self._file.seek(_COUNT_AT)
+        self._file.write(self.rows.to_bytes(8, "little"))
+        self._file.seek(len(self._header) - 8)
+        self._file.write(size.to_bytes(8, "little"))
+        self._file.close()
+
+    def abandon(self) -> None:
+        """Close the file as it is."""
+        self._file.close()
+
+
+def _flat_header(dim: int, dtype: str, l2: bool) -> bytes:
+    """What FAISS writes before the vectors: of an index of one row, everything but that row."""
+    metric = faiss.METRIC_L2 if l2 else faiss.METRIC_INNER_PRODUCT
+    kinds = {"float32": "Flat", "float16": "SQfp16"}
+    index = faiss.index_factory(dim, kinds[dtype], metric)
+    index.add(np.zeros((1, dim), np.float32))
+    whole: bytes = faiss.serialize_index(index).tobytes()
+    return whole[: -dim * DTYPES[dtype].itemsize]
+
+
+def mapped_vectors(path: Path, dim: int, dtype: str) -> npt.NDArray[Any]:
+    """A flat file's vectors, [n, dim], read from the disk as they are looked at; of no rows, an empty array."""
+    offset = len(_flat_header(dim, dtype, l2=False))
+    rows = (path.stat().st_size - offset) // (dim * DTYPES[dtype].itemsize)
+    if rows == 0:
+        return np.zeros((0, dim), DTYPES[dtype])
+    # as a plain array: every look at a memmap's rows costs 10 µs more
+    return np.asarray(np.memmap(path, DTYPES[dtype], "r", offset, (rows, dim)))
+
+
+def open_flat(path: Path) -> Any:
+    """A flat file as FAISS's index, mapped and not read: 0.5 ms for 300 MB, where reading it takes 150."""
+    return faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
+
+
+def open_codes(path: Path) -> Any:
+    """The codes that :func:`write_codes` wrote. They lie in memory: they are what every search reads."""
+    return faiss.read_index(str(path))
+
+
+def write_codes(index: Any, path: Path) -> None:
+    """Raises:
+    RuntimeError: how FAISS reports a failed write.
+    """
+    faiss.write_index(index, str(path))
+
+
+def trained_codes(vectors: npt.NDArray[Any], held_out: ROWS, codes: Codes, *, l2: bool, seed: int = 0) -> Any:
+    """An index of codes over all ``vectors``, in their order; the same for the same vectors.
+
+    Args:
+        vectors: float32 [n, dim], perhaps mapped.
+        held_out: rows that nothing is learnt from.
+        codes: its lists and quantizers.
+        l2: whether nearness is the L2 distance.
+        seed: of the rows that are learnt from.
+    """
+    rows, dim = vectors.shape
+    index = faiss.index_factory(
+        dim, f"IVF{codes.lists},PQ{codes.quantizers}x4fs", faiss.METRIC_L2 if l2 else faiss.METRIC_INNER_PRODUCT
+    )
+    learnt_from = np.delete(np.arange(rows), held_out)
+    count = min(len(learnt_from), max(_TRAINED_ROWS, _ROWS_PER_LIST * codes.lists))
+    sample = np.sort(np.random.default_rng(seed).permutation(learnt_from)[:count])
+    on_gpu = gpus() > 0 and codes.lists > 1
+    if on_gpu:
+        # k-means of the lists is most of the time; the codes themselves are made on the CPU, whose layout they have
+        index.clustering_index = faiss.index_cpu_to_all_gpus(faiss.IndexFlat(dim, index.metric_type))
+    # many small k-means: two threads take as long as one on idle cores, and 30 times as long on busy ones, waiting for each other
+    with threads(1):
+        index.train(np.ascontiguousarray(vectors[sample]))
+    if on_gpu:
+        index.clustering_index = None
+    for start in range(0, rows, 65536):
+        index.add(np.ascontiguousarray(vectors[start : start + 65536]))
+    return index
+
+
+def nearest_of_all(flat: Any, queries: FLOAT, k: int) -> tuple[FLOAT, ROWS]:
+    """The ``k`` nearest of every query, [queries, k], by comparing with all rows: on a GPU where there is one, else in as many threads as FAISS takes."""
+    if gpus() > 0:
+        flat = faiss.index_cpu_to_all_gpus(flat)
+    scores, rows = flat.search(queries, k)
+    return scores, rows
+
+
+def gpus() -> int:
+    """GPUs that FAISS can compute on: none with faiss-cpu."""
+    return int(faiss.get_num_gpus())
+
+
+def on_gpu(flat: Any) -> Any:
+    """A flat index in a GPU's memory, where there is a GPU; else as it is."""
+    if gpus() == 0:
+        return flat
+    options = faiss.GpuClonerOptions()
+    options.useFloat16 = True
+    return faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), 0, flat, options)
+
+
+def search_flat(flat: Any, query: FLOAT, k: int, bits: BITS | None = None) -> tuple[FLOAT, ROWS]:
+    """The ``k`` nearest of one query, by comparing with every row that is admitted.
+
+    Args:
+        flat: what :func:`open_flat` opened.
+        query: float32 [dim].
+        k: at most as many as there are rows.
+        bits: a bit for each row, lowest first, set where it is admitted; all rows by default.
+
+    Returns:
+        scores and rows, best first, at most [k].
+    """
+    with threads(1):
+        if bits is None:
+            scores, rows = flat.search(query[None], k)
+        else:
+            selector = faiss.IDSelectorBitmap(bits)
+            scores, rows = flat.search(query[None], k, params=faiss.SearchParameters(sel=selector))
+    found = rows[0] >= 0
+    return scores[0][found], rows[0][found]
+
+
+def search_codes(refined: Any, codes: Codes, query: FLOAT, k: int, bits: BITS | None = None) -> tuple[FLOAT, ROWS]:
+    """As :func:`search_flat`, by code first: the best of the lists that are probed are compared again.
+
+    Args:
+        refined: what :func:`refined` put together.
+        codes: how far the search goes.
+        query, k, bits: as for :func:`search_flat`.
+    """
+    inner = faiss.IVFSearchParameters(nprobe=codes.probed)
+    if bits is not None:
+        selector = faiss.IDSelectorBitmap(bits)
+        inner = faiss.IVFSearchParameters(nprobe=codes.probed, sel=selector)
+    parameters = faiss.IndexRefineSearchParameters(k_factor=codes.to_rescore(k) / k, base_index_params=inner)
+    with threads(1):
+        scores, rows = refined.search(query[None], k, params=parameters)
+    found = rows[0] >= 0
+    return scores[0][found], rows[0][found]
+
+
+def refined(coded: Any, flat: Any) -> Any:
+    """Codes, and the flat vectors that their best are compared with again."""
+    return faiss.IndexRefine(coded, flat)
+
+
+def batches_of(vectors: npt.NDArray[Any], rows: int = 65536) -> Iterable[npt.NDArray[Any]]:
+    """``vectors`` in parts of so many rows."""
+    return (vectors[start : start + rows] for start in range(0, len(vectors), rows))

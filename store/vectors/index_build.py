@@ -1,0 +1,260 @@
+"""Building a vector index's folder, whole or not at all: of a snapshot's rows (a base), or of those that changed since (an overlay)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from store.disk.durable_file import disk_message, make_folder, sync_file, sync_folder
+from store.entity_key import key_column
+from store.errors import SnapshotError, VectorIndexError
+from store.feature_view import FeatureView
+from store.record import replace
+from store.vectors.faiss_index import FLOAT, LARGEST_FLOAT16, FlatFile, batches_of, mapped_vectors, open_flat, write_codes
+from store.vectors.index_choice import Choice, Chooser, Limits
+from store.vectors.index_record import (
+    CODES,
+    HASHES,
+    REPLACED,
+    ROWS,
+    VECTORS,
+    FileMark,
+    IndexFigures,
+    IndexRecord,
+    mark_of,
+    read_index_record,
+    write_index_record,
+)
+from store.vectors.index_rows import IndexRows, RowsWriter, hashes_of
+
+_EXACT_VECTORS = "exact.faiss"
+"""The float32 vectors, until it is known that another file takes their place."""
+
+
+def build_index(
+    folder: Path, rows: Iterable[pa.RecordBatch], view: FeatureView, *, model: str, limits: Limits | None = None
+) -> IndexFigures:
+    """Build the index of a snapshot; one that is there already is replaced. Memory holds a batch, the keys' hashes, and of an index with codes these.
+
+    Args:
+        folder: where; its parent is created.
+        rows: with the columns of :func:`store.vectors.index_rows.index_columns`; those with a null vector are left out.
+        view: which feature is indexed, by which metric, and what recall is promised.
+        model: fingerprint of the model that made the vectors.
+        limits: what the index may cost.
+
+    Returns:
+        what was chosen and measured.
+
+    Raises:
+        SnapshotError: the disk is full or refuses.
+    """
+    with _built_aside(folder) as temporary:
+        began = time.monotonic()
+        dim, dtype, _ = _write_rows(temporary, rows, view)
+        choice = _chosen(temporary, view, dim, dtype, limits or Limits())
+        spec = view.index
+        assert spec is not None
+        codes = choice.codes
+        figures = IndexFigures(
+            kind=choice.kind,
+            promised=spec.recall_at_10,
+            recall_at_10=choice.recall,
+            recall_bound=choice.bound,
+            queries=choice.queries,
+            query_us=choice.query_us,
+            exact_us=choice.exact_us,
+            build_s=round(time.monotonic() - began, 3),
+            why=choice.why,
+            **({} if codes is None else codes._asdict()),
+        )
+        return _sealed(temporary, IndexRecord(spec.metric, dim, 0, choice.dtype, model, {}, figures))
+
+
+def build_overlay(
+    folder: Path, base_folder: Path, rows: Iterable[pa.RecordBatch], removed: Iterable[pa.Array], view: FeatureView, *, model: str
+) -> IndexFigures:
+    """Build the index of an overlay: an exact one of the rows that changed since the base, and which of the base's rows count no more.
+
+    It costs what changed: nothing of the base is read but its record and where its keys are.
+
+    Args:
+        folder: where; one that is there already is replaced.
+        base_folder: of the index that it lies over.
+        rows: all that changed since the base, as for :func:`build_index`; a null vector takes the base's away.
+        removed: key texts of rows that are no more.
+        view, model: as for :func:`build_index`; both the base's.
+
+    Returns:
+        figures of an exact index, its size and time those of the overlay alone.
+
+    Raises:
+        SnapshotError: the disk is full or refuses.
+        VectorIndexError: the base is not there, damaged, or of another model, metric or dimension.
+    """
+    try:
+        base, mark = read_index_record(base_folder)
+        base_rows = IndexRows(base_folder)
+    except (OSError, ValueError, KeyError) as exc:
+        raise VectorIndexError(f"the vector index {base_folder} cannot be built on ({exc}): publish with --reload") from exc
+    spec = view.index
+    if base.base is not None or spec is None or (base.model, base.metric) != (model, spec.metric):
+        raise VectorIndexError(f"the vector index {base_folder} is of another model or metric: publish with --reload")
+    with _built_aside(folder) as temporary:
+        began = time.monotonic()
+        dim, dtype, keys = _write_rows(temporary, rows, view)
+        if dim != base.dim:
+            raise VectorIndexError(f"the vector index {base_folder} is of {base.dim} numbers a vector, these have {dim}")
+        _keep_flat(temporary, dim, base.dtype if dtype == "float16" else "float32", l2=spec.metric == "l2")
+        replaced = [base_rows.find_all(hashes_of(part), part) for part in (*keys, *removed)]
+        _write_replaced(temporary, np.unique(np.concatenate(replaced)) if replaced else np.zeros(0, np.int64))
+        figures = replace_figures(base.figures, round(time.monotonic() - began, 3))
+        kept = base.dtype if dtype == "float16" else "float32"
+        return _sealed(temporary, IndexRecord(base.metric, dim, 0, kept, model, {}, figures, mark))
+
+
+def replace_figures(base: IndexFigures, build_s: float) -> IndexFigures:
+    """An overlay's own figures: nothing is approximate in it, and what was promised is the base's."""
+    return IndexFigures(
+        promised=base.promised, build_s=build_s, why="the rows that changed since the base, compared with one by one"
+    )
+
+
+def _write_rows(folder: Path, rows: Iterable[pa.RecordBatch], view: FeatureView) -> tuple[int, str, list[pa.Array]]:
+    """Vectors and rows of an index, in the order they come.
+
+    Returns:
+        the dimension, whether float16 could hold every number (``float16``) or not (``float32``), and the keys of all rows, null vectors or not.
+    """
+    spec = view.index
+    assert spec is not None
+    dim = view.feature(spec.on).dim
+    # The configuration refuses an index on anything but a vector.
+    assert dim is not None
+    flat = FlatFile(folder / _EXACT_VECTORS, dim, "float32", l2=spec.metric == "l2")
+    writer = RowsWriter(folder, view)
+    keys: list[pa.Array] = []
+    largest = 0.0
+    try:
+        for batch in rows:
+            keys.append(key_column(batch, view.entity))
+            vectors = batch.column(spec.on)
+            if vectors.null_count:
+                batch = batch.filter(vectors.is_valid())
+                vectors = batch.column(spec.on)
+            values = np.asarray(vectors.flatten()).astype(np.float32).reshape(-1, dim)
+            values = _normalised(values) if spec.metric == "cosine" else values
+            largest = max(largest, float(np.abs(values).max(initial=0.0)))
+            flat.add(values)
+            writer.add(batch)
+        flat.close()
+        writer.close()
+    finally:
+        flat.abandon()
+        writer.abandon()
+    return dim, "float16" if largest <= LARGEST_FLOAT16 else "float32", keys
+
+
+def _chosen(folder: Path, view: FeatureView, dim: int, dtype: str, limits: Limits) -> Choice:
+    """Choose, and leave in the folder the files of what was chosen."""
+    spec = view.index
+    assert spec is not None
+    l2 = spec.metric == "l2"
+    exact = folder / _EXACT_VECTORS
+
+    def halved() -> object:
+        _write_float16(folder, dim, l2=l2)
+        return open_flat(folder / VECTORS)
+
+    vectors = mapped_vectors(exact, dim, "float32")
+    if dtype == "float32":
+        limits = dataclasses.replace(limits, small_rows=len(vectors) + 1)
+    choice = Chooser(vectors, open_flat(exact), halved, spec.recall_at_10, l2=l2, limits=limits).choose()
+    if dtype == "float32":
+        choice = dataclasses.replace(
+            choice, why="the vectors hold numbers that float16 cannot, so that all are compared with as they are"
+        )
+    if choice.coded is not None:
+        write_codes(choice.coded, folder / CODES)
+    if choice.dtype == "float32":
+        os.replace(exact, folder / VECTORS)
+    exact.unlink(missing_ok=True)
+    return choice
+
+
+def _keep_flat(folder: Path, dim: int, dtype: str, *, l2: bool) -> None:
+    if dtype == "float16":
+        _write_float16(folder, dim, l2=l2)
+        (folder / _EXACT_VECTORS).unlink()
+    else:
+        os.replace(folder / _EXACT_VECTORS, folder / VECTORS)
+
+
+def _write_float16(folder: Path, dim: int, *, l2: bool) -> None:
+    flat = FlatFile(folder / VECTORS, dim, "float16", l2=l2)
+    try:
+        for part in batches_of(mapped_vectors(folder / _EXACT_VECTORS, dim, "float32")):
+            flat.add(part)
+        flat.close()
+    finally:
+        flat.abandon()
+
+
+def _write_replaced(folder: Path, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
+    table = pa.table({"row": rows})
+    with pa.OSFile(str(folder / REPLACED), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+
+
+def _sealed(folder: Path, record: IndexRecord) -> IndexFigures:
+    """Sync every file, and write the record that vouches for them."""
+    files: dict[str, FileMark] = {}
+    for name in (VECTORS, CODES, ROWS, HASHES, REPLACED):
+        if (folder / name).is_file():
+            sync_file(folder / name)
+            files[name] = mark_of(folder / name)
+    with pa.memory_map(str(folder / HASHES)) as source, pa.ipc.open_file(source) as reader:
+        rows = reader.read_all().num_rows
+    figures = replace(record.figures, size_bytes=sum(file.size_bytes for file in files.values()))
+    write_index_record(folder, replace(record, rows=rows, files=files, figures=figures))
+    sync_folder(folder)
+    return figures
+
+
+@contextlib.contextmanager
+def _built_aside(folder: Path) -> Iterator[Path]:
+    """A folder to build in, which takes the place of ``folder`` at the end, or goes.
+
+    Raises:
+        SnapshotError: the disk is full or refuses.
+    """
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        make_folder(folder.parent)
+        temporary.mkdir()
+        yield temporary
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(temporary, folder)
+        sync_folder(folder.parent)
+    except OSError as exc:
+        raise SnapshotError(disk_message(folder, exc)) from exc
+    except RuntimeError as exc:
+        # How FAISS reports a failed write.
+        raise SnapshotError(f"cannot write the vector index {folder}: {exc} (the live snapshot is untouched)") from exc
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _normalised(vectors: FLOAT) -> FLOAT:
+    scaled = vectors / np.maximum(np.abs(vectors).max(axis=1, keepdims=True), np.finfo(np.float32).tiny)
+    norms = np.linalg.norm(scaled, axis=1, keepdims=True)
+    return np.asarray(scaled / np.maximum(norms, np.finfo(np.float32).tiny), np.float32)

@@ -1,0 +1,128 @@
+"""The record beside a vector index: what it is, what was measured of it, and a checksum of every file, its own included."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from pathlib import Path
+
+import xxhash
+
+from store.disk.durable_file import write_durably
+from store.record import Record, field, plain, record_of
+from store.vectors.faiss_index import DTYPES, Codes
+
+NAME = "meta.json"
+VECTORS, CODES, ROWS, HASHES, REPLACED = "vectors.faiss", "codes.faiss", "rows.arrow", "hashes.arrow", "replaced.arrow"
+METRICS = ("cosine", "dot", "l2")
+FORMAT = 2
+
+
+class IndexFigures(Record, frozen=True):
+    """What was measured when an index was built; what operators are told of it.
+
+    ``kind`` is ``exact`` (every float32 vector is compared with), ``float16`` (every vector, rounded), or ``codes`` (the best by a code of 4 bits for some
+    numbers are compared again). ``recall_at_10`` is the share of the 10 nearest that was found for ``queries`` rows that nothing was chosen by, and
+    ``recall_bound`` what it is at least, with 99 % confidence; both 1 of an exact one. ``query_us`` is a search by one thread, ``exact_us`` what comparing with
+    every float32 vector takes: None where nothing was measured. ``why`` says what the choice came down to.
+    """
+
+    kind: str = "exact"
+    promised: float = 1.0
+    recall_at_10: float = 1.0
+    recall_bound: float = 1.0
+    queries: int = 0
+    query_us: float | None = None
+    exact_us: float | None = None
+    build_s: float = 0.0
+    size_bytes: int = 0
+    lists: int = 0
+    probed: int = 0
+    quantizers: int = 0
+    rescored: int = 0
+    why: str = ""
+
+    @property
+    def codes(self) -> Codes | None:
+        """How its codes are searched; None without codes."""
+        return Codes(self.lists, self.quantizers, self.probed, self.rescored) if self.lists else None
+
+
+class FileMark(Record, frozen=True):
+    """A file's size, and xxh3_128 (hex) of its bytes."""
+
+    size_bytes: int
+    xxh3: str
+
+
+class IndexRecord(Record, frozen=True):
+    """What an index folder holds. ``model`` is the fingerprint of the model that made the vectors. ``base`` is, of an overlay, the mark of its base's record:
+    with any other index it answers nothing."""
+
+    metric: str
+    dim: int
+    rows: int
+    dtype: str
+    model: str
+    files: dict[str, FileMark]
+    figures: IndexFigures = field(default_factory=IndexFigures)
+    base: str | None = None
+    format: int = FORMAT
+
+
+def mark_of(path: Path) -> FileMark:
+    """A file's mark. xxh3 reads a mapped file at 17 GB/s where SHA-256 makes 1.6 (EPYC, 293 MB in the page cache): so a whole index is checked
+    whenever it is opened.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        if size == 0:
+            return FileMark(0, xxhash.xxh3_128_hexdigest(b""))
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return FileMark(size, xxhash.xxh3_128_hexdigest(data))
+
+
+def write_index_record(folder: Path, record: IndexRecord) -> str:
+    """Write it durably; returns its mark."""
+    body = json.dumps(plain(record), sort_keys=True)
+    mark = xxhash.xxh3_128_hexdigest(body.encode())
+    write_durably(folder / NAME, f'{{"xxh3": "{mark}", "index": {body}}}'.encode())
+    return mark
+
+
+def read_index_record(folder: Path) -> tuple[IndexRecord, str]:
+    """The record of an index folder, and its mark; the files are not looked at, but for their sizes.
+
+    Raises:
+        OSError: it, or a file that it names, is not there.
+        ValueError: it is damaged or of another version, or a file is of another size.
+    """
+    data = json.loads((folder / NAME).read_bytes())
+    if not isinstance(data, dict) or set(data) != {"xxh3", "index"}:
+        raise ValueError(f"{NAME} is not of this version")
+    mark = xxhash.xxh3_128_hexdigest(json.dumps(data["index"], sort_keys=True).encode())
+    if mark != data["xxh3"]:
+        raise ValueError(f"{NAME} differs from its checksum")
+    record = record_of(IndexRecord, data["index"])
+    wanted = {VECTORS, ROWS, HASHES} | ({CODES} if record.figures.lists else set()) | ({REPLACED} if record.base else set())
+    if record.format != FORMAT or record.metric not in METRICS or record.dtype not in DTYPES or set(record.files) != wanted:
+        raise ValueError(f"{NAME} is not of this version")
+    for name, file in record.files.items():
+        if (folder / name).stat().st_size != file.size_bytes:
+            raise ValueError(f"{name} has another size")
+    return record, mark
+
+
+def check_files(folder: Path, record: IndexRecord) -> None:
+    """Compare every file with its checksum.
+
+    Raises:
+        OSError: one cannot be read.
+        ValueError: one differs.
+    """
+    for name, file in record.files.items():
+        if mark_of(folder / name) != file:
+            raise ValueError(f"{name} differs from its checksum")

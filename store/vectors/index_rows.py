@@ -1,0 +1,164 @@
+"""The rows of a vector index: keys, when each was computed, and the scalar features that a search may filter by; Arrow files, mapped."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from store.entity_key import key_column
+from store.feature_view import FeatureView
+from store.online.kernels import pack
+from store.vectors.faiss_index import ROWS as RowNumbers
+from store.vectors.index_record import HASHES, ROWS
+
+BATCH_ROWS = 2**20
+"""Rows of one record batch of the file: what building holds in memory."""
+
+
+def filterable(view: FeatureView) -> dict[str, pa.DataType]:
+    """Scalar features of a view → the type they are kept in. Arrow does not compare float16, so that is kept as float32."""
+    scalars = (f for f in view.features if f.dim is None and f.max_items is None)
+    return {f.name: pa.float32() if f.arrow_type == pa.float16() else f.arrow_type for f in scalars}
+
+
+def index_columns(view: FeatureView) -> list[str]:
+    """The columns of a snapshot that an index is built from."""
+    assert view.index is not None
+    return [*view.entity, view.index.on, *filterable(view), "computed_at"]
+
+
+class RowsWriter:
+    """Writes the rows beside an index, in the order they are added.
+
+    Args:
+        folder: of the index.
+        view: whose rows they are.
+    """
+
+    def __init__(self, folder: Path, view: FeatureView) -> None:
+        self._folder, self._view, self._types = folder, view, filterable(view)
+        kept = [pa.field(name, kind) for name, kind in self._types.items()]
+        self._schema = pa.schema([pa.field("key", pa.large_string()), pa.field("computed_at", pa.int64()), *kept])
+        self._sink = pa.OSFile(str(folder / ROWS), "wb")
+        self._writer = pa.ipc.new_file(self._sink, self._schema)
+        self._waiting: list[pa.RecordBatch] = []
+        self._hashes: list[npt.NDArray[np.uint64]] = []
+        self.rows = 0
+
+    def add(self, rows: pa.RecordBatch) -> None:
+        """Append rows with the columns of :func:`index_columns`."""
+        keys = key_column(rows, self._view.entity)
+        columns = [pc.cast(keys, pa.large_string()), rows.column("computed_at").cast(pa.int64())]
+        columns += [rows.column(name).cast(kind) for name, kind in self._types.items()]
+        self._hashes.append(hashes_of(keys))
+        self._waiting.append(pa.RecordBatch.from_arrays(columns, schema=self._schema))
+        self.rows += rows.num_rows
+        if sum(batch.num_rows for batch in self._waiting) >= BATCH_ROWS:
+            self._write()
+
+    def _write(self) -> None:
+        if self._waiting:
+            table = pa.Table.from_batches(self._waiting, self._schema)
+            self._writer.write_table(table.combine_chunks())
+        self._waiting = []
+
+    def close(self) -> None:
+        """Write the rest, and the hashes of the keys, ascending, each with its row.
+
+        Raises:
+            OSError: the disk is full or refuses.
+        """
+        self._write()
+        self._writer.close()
+        self._sink.close()
+        every = np.concatenate(self._hashes) if self._hashes else np.zeros(0, np.uint64)
+        order = np.argsort(every, kind="stable")
+        table = pa.table({"hash": every[order], "row": order.astype(np.int64)})
+        with pa.OSFile(str(self._folder / HASHES), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+
+    def abandon(self) -> None:
+        """Close the file as it is."""
+        self._sink.close()
+
+
+class IndexRows:
+    """The rows of an index, read where they lie.
+
+    Args:
+        folder: of the index.
+
+    Raises:
+        OSError, ValueError, KeyError: the files cannot be read as such.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        with pa.ipc.open_file(pa.memory_map(str(folder / ROWS))) as reader:
+            self.table: pa.Table = reader.read_all()
+        with pa.ipc.open_file(pa.memory_map(str(folder / HASHES))) as reader:
+            found = reader.read_all()
+        self._hashes = found.column("hash").to_numpy()
+        self._row_of = found.column("row").to_numpy()
+        self._keys = _whole(self.table.column("key"))
+        self.computed_at_us: npt.NDArray[np.int64] = self.table.column("computed_at").to_numpy()
+        if len(self._hashes) != len(self.table):
+            raise ValueError(f"{HASHES} is not of these rows")
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def keys(self, rows: RowNumbers) -> list[str]:
+        """The key texts of some rows."""
+        found: list[str] = self._keys.take(pa.array(rows)).to_pylist()
+        return found
+
+    def find(self, keys: Collection[str]) -> RowNumbers:
+        """The rows of those ``keys`` that are here, each once, in no order that matters."""
+        if not keys or not len(self):
+            return np.zeros(0, np.int64)
+        texts = list(keys)
+        wanted = pack([text.encode() for text in texts])[1]
+        at = np.searchsorted(self._hashes, wanted)
+        found = []
+        for text, hash_, place in zip(texts, wanted, at.tolist(), strict=True):
+            # two keys of one hash are next to each other
+            while place < len(self._hashes) and self._hashes[place] == hash_:
+                row = int(self._row_of[place])
+                if self._keys[row].as_py() == text:
+                    found.append(row)
+                    break
+                place += 1
+        return np.array(found, np.int64)
+
+    def find_all(self, hashed: npt.NDArray[np.uint64], keys: pa.Array) -> RowNumbers:
+        """As :meth:`find` for very many keys at once, vectorised.
+
+        Args:
+            hashed: xxh3_64 of each key, uint64 [n].
+            keys: their texts [n].
+        """
+        if not len(self) or not len(keys):
+            return np.zeros(0, np.int64)
+        at = np.minimum(np.searchsorted(self._hashes, hashed), len(self._hashes) - 1)
+        here = np.flatnonzero(self._hashes[at] == hashed)
+        rows = self._row_of[at[here]]
+        same = pc.equal(_whole(self._keys.take(pa.array(rows))), keys.take(pa.array(here)).cast(pa.large_string()))
+        whole = np.asarray(same)
+        # a hash that two keys have: those few are looked for one by one
+        others = keys.take(pa.array(here[~whole])).to_pylist()
+        return np.concatenate([rows[whole], self.find(others)])
+
+
+def hashes_of(keys: pa.Array) -> npt.NDArray[np.uint64]:
+    """xxh3_64 of each key text, uint64 [n]."""
+    return pack(keys.cast(pa.binary()).to_pylist())[1]
+
+
+def _whole(column: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
+    """The one array that most are; of many rows, the column as it is."""
+    return column.chunk(0) if isinstance(column, pa.ChunkedArray) and column.num_chunks == 1 else column

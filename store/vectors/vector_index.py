@@ -1,0 +1,160 @@
+"""Vector index: the nearest rows of a vector feature. Built from a snapshot, immutable, found through the live pointer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from store.errors import RequestError, VectorIndexError
+from store.vectors.faiss_index import FLOAT
+from store.vectors.index_part import IndexPart, Wanted
+from store.vectors.index_record import IndexFigures, read_index_record
+from store.vectors.row_filter import RowFilter
+
+
+class Neighbours(NamedTuple):
+    """What a search found, best first: key texts, for each the cosine or dot product (larger is nearer) or the squared L2 distance (smaller is nearer),
+    and when the row was computed, µs since 1970."""
+
+    keys: list[str]
+    scores: list[float]
+    computed_at_us: list[int]
+
+
+class Found(NamedTuple):
+    """A row of the index by its key: its vector, float32 [dim], of length 1 for cosine; and when it was computed, µs since 1970."""
+
+    vector: FLOAT
+    computed_at_us: int
+
+
+class VectorIndex:
+    """Nearest neighbours over one snapshot's vectors; safe to search from several threads.
+
+        <root>/<view>/index/<generation:020d>/   vectors.faiss · codes.faiss where that pays · rows.arrow · hashes.arrow · meta.json
+                                                 of an overlay: replaced.arrow as well
+
+    Which kind it is and what it was measured to find stands in its figures. Everything is mapped but the codes; every file's checksum is compared once, here.
+
+    Args:
+        folder: what :func:`store.vectors.index_build.build_index` wrote.
+        overlay: what :func:`store.vectors.index_build.build_overlay` wrote over it, or None.
+
+        opened: an index that is open already: where it is of the very same base, that is not opened again.
+
+    Raises:
+        VectorIndexError: missing, damaged, or an overlay of another base.
+    """
+
+    def __init__(self, folder: Path, overlay: Path | None = None, opened: VectorIndex | None = None) -> None:
+        base = IndexPart(folder) if opened is None or opened.base.mark != _mark(folder) else opened.base
+        if base.record.base is not None:
+            raise VectorIndexError(f"the vector index {folder} is an overlay, and nothing by itself")
+        self.base: IndexPart = base
+        self._parts = [base]
+        if overlay is not None:
+            over = IndexPart(overlay)
+            if over.record.base != base.mark or over.replaced is None:
+                raise VectorIndexError(f"the vector index {overlay} lies over another base than {folder}: publish with --reload")
+            self._parts = [base.without(over.replaced), over]
+        self.metric: str = base.record.metric
+        self.dim: int = base.record.dim
+        self.dtype: str = base.record.dtype
+        self.model: str = base.record.model
+        self.figures: IndexFigures = base.record.figures
+
+    def __len__(self) -> int:
+        return sum(part.living for part in self._parts)
+
+    def find(self, key: str) -> Found | None:
+        """The row of a key; None when it is not here, or its vector is null."""
+        for part in reversed(self._parts):
+            rows = part.alive(part.rows.find([key]))
+            if len(rows):
+                return Found(part.vectors(rows)[0], int(part.rows.computed_at_us[rows[0]]))
+        return None
+
+    def search(
+        self,
+        vector: npt.ArrayLike,
+        k: int,
+        *,
+        exclude: Collection[str] = (),
+        only: Collection[str] | None = None,
+        where: RowFilter | None = None,
+    ) -> Neighbours:
+        """The ``k`` nearest rows.
+
+        Args:
+            vector: [dim] numbers.
+            k: how many; fewer come back where fewer are admitted.
+            exclude: keys left out of the answer.
+            only: the only keys that may be in it; all by default.
+            where: what rows must be like.
+
+        Raises:
+            RequestError: another length than ``dim``, or not finite.
+        """
+        query = self._checked(vector)
+        wanted = Wanted(exclude, only, where)
+        found = [(part, *part.nearest(query, k, wanted)) for part in self._parts if part.living]
+        if not found:
+            return Neighbours([], [], [])
+        if len(found) == 1:
+            part, scores, rows = found[0]
+            return Neighbours(part.rows.keys(rows), scores.tolist(), part.rows.computed_at_us[rows].tolist())
+        keys = [key for part, _, rows in found for key in part.rows.keys(rows)]
+        every = np.concatenate([scores for _, scores, _ in found])
+        times = np.concatenate([part.rows.computed_at_us[rows] for part, _, rows in found])
+        best = np.argsort(every if self.metric == "l2" else -every, kind="stable")[:k]
+        return Neighbours([keys[i] for i in best.tolist()], every[best].tolist(), times[best].tolist())
+
+    def _checked(self, vector: npt.ArrayLike) -> FLOAT:
+        """A query as float32 [dim], of length 1 for cosine.
+
+        Raises:
+            RequestError: it is none.
+        """
+        try:
+            wide = np.asarray(vector, np.float64)
+        except (ValueError, TypeError) as exc:
+            raise RequestError("the vector is not a list of numbers", code="bad_vector") from exc
+        if isinstance(vector, str) or wide.ndim != 1:
+            raise RequestError("the vector is not a list of numbers", code="bad_vector")
+        if len(wide) != self.dim:
+            raise RequestError(f"the vector has {len(wide)} numbers, this index takes {self.dim}", code="bad_vector")
+        largest = np.abs(wide).max(initial=0.0)
+        # NaN is not, either.
+        if not largest <= np.finfo(np.float32).max:
+            raise RequestError("the vector has a number that is not a finite float32", code="bad_vector")
+        if self.metric == "cosine":
+            if largest == 0:
+                raise RequestError("the vector is all zeros, which has no direction for cosine", code="bad_vector")
+            # So that squares neither overflow nor vanish.
+            wide = wide / largest
+            wide /= np.linalg.norm(wide)
+        return wide.astype(np.float32)
+
+
+def is_there(folder: Path) -> bool:
+    """Whether an index's files are there, each of its size; opening it tells whether they are whole."""
+    return _mark(folder) is not None
+
+
+def index_figures(folder: Path) -> IndexFigures | None:
+    """What was measured of an index; None when it is not there."""
+    try:
+        return read_index_record(folder)[0].figures
+    except (OSError, ValueError):
+        return None
+
+
+def _mark(folder: Path) -> str | None:
+    try:
+        return read_index_record(folder)[1]
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,176 @@
+"""A filter admits the rows it says and no other, whatever the index; and few of them are all found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from store.errors import RequestError
+from store.feature_view import SCALAR_TYPES, Feature
+from store.vectors import index_choice
+from store.vectors.index_build import build_index, build_overlay
+from store.vectors.index_choice import Limits
+from store.vectors.row_filter import RowFilter
+from store.vectors.vector_index import VectorIndex
+from tests.vectors import nearest, overlapping, rows_of, view_of
+
+ROWS = 2000
+FEATURES = (
+    Feature("price", "float64"),
+    Feature("stock", "int8"),
+    Feature("lang", "string"),
+    Feature("new", "bool"),
+    Feature("weight", "float16"),
+)
+VIEW = view_of(32, "l2", recall=0.9, scalars=(*FEATURES, Feature("tags", "string", max_items=3)))
+
+
+def scalars_of(start: int, stop: int) -> dict[str, Any]:
+    rows = range(start, stop)
+    return {
+        "price": pa.array([None if i % 10 == 0 else i / 4 for i in rows], pa.float64()),
+        "stock": pa.array([i % 100 - 50 for i in rows], pa.int8()),
+        "lang": pa.array([["de", "en", None, "é"][i % 4] for i in rows], pa.string()),
+        "new": pa.array([i % 2 == 0 for i in rows], pa.bool_()),
+        "weight": pa.array(np.array([i % 7 / 10 for i in rows], np.float16)),
+    }
+
+
+def truth(row: int) -> dict[str, Any]:
+    return {name: column[0].as_py() for name, column in scalars_of(row, row + 1).items()}
+
+
+CASES: list[tuple[dict[str, Any], Any]] = [
+    ({}, lambda r: True),
+    ({"lang": "de"}, lambda r: r["lang"] == "de"),
+    ({"lang": "é"}, lambda r: r["lang"] == "é"),
+    ({"lang": ["en", "é", "xx"]}, lambda r: r["lang"] in ("en", "é")),
+    ({"lang": {"gte": "e"}}, lambda r: r["lang"] in ("en", "é")),
+    ({"new": True}, lambda r: r["new"]),
+    ({"new": [False]}, lambda r: not r["new"]),
+    ({"stock": 7}, lambda r: r["stock"] == 7),
+    ({"stock": 7.0}, lambda r: r["stock"] == 7),
+    ({"stock": 7.5}, lambda r: False),
+    ({"stock": 300}, lambda r: False),
+    ({"stock": [7, 7.5, 300, -50]}, lambda r: r["stock"] in (7, -50)),
+    ({"stock": {"gt": -1000, "lt": -48}}, lambda r: r["stock"] < -48),
+    ({"stock": {"gte": 48.5}}, lambda r: r["stock"] >= 49),
+    ({"price": {"gte": 10, "lt": 12.5}}, lambda r: r["price"] is not None and 10 <= r["price"] < 12.5),
+    ({"price": {"lte": 1e300}}, lambda r: r["price"] is not None),
+    ({"price": 2.75}, lambda r: r["price"] == 2.75),
+    ({"weight": 0.3}, lambda r: r["weight"] == np.float16(0.3)),
+    ({"weight": {"lt": 1e300}}, lambda r: True),
+    ({"weight": {"lte": 0.1}}, lambda r: r["weight"] <= np.float16(0.1)),
+    ({"lang": "de", "new": False}, lambda r: False),
+    (
+        {"lang": "en", "stock": {"gt": 0}, "price": {"lt": 400}},
+        lambda r: r["lang"] == "en" and r["stock"] > 0 and r["price"] is not None and r["price"] < 400,
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=["exact", "codes"])
+def index(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> VectorIndex:
+    """1,800 rows; then the last hundred of these changed, and 200 came."""
+    folder = tmp_path_factory.mktemp("filtered")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index_choice, "_WORTH", 1e9)
+        small = 1000 if request.param == "codes" else ROWS
+        build_index(folder / "1", rows(0, 1800, seed=0), VIEW, model="m", limits=Limits(small_rows=small))
+    build_overlay(folder / "2", folder / "1", rows(1700, ROWS, seed=1), [], VIEW, model="m")
+    found = VectorIndex(folder / "1", folder / "2")
+    assert found.figures.kind == request.param
+    return found
+
+
+def rows(start: int, stop: int, seed: int) -> list[pa.RecordBatch]:
+    return [rows_of([f"k{i}" for i in range(start, stop)], overlapping(ROWS, seed=seed)[start:stop], (), scalars_of(start, stop))]
+
+
+VECTORS = np.concatenate([overlapping(ROWS, seed=0)[:1700], overlapping(ROWS, seed=1)[1700:]])
+
+
+@pytest.mark.parametrize("few_rows", [4096, 10], ids=["one by one", "by bitmap"])
+@pytest.mark.parametrize(("wanted", "admits"), CASES, ids=[str(wanted) for wanted, _ in CASES])
+def test_a_search_answers_with_what_the_filter_admits(
+    index: VectorIndex, monkeypatch: pytest.MonkeyPatch, few_rows: int, wanted: dict[str, Any], admits: Any
+) -> None:
+    monkeypatch.setattr("store.vectors.index_part.FEW_ROWS", few_rows)
+    admitted = [f"k{row}" for row in range(ROWS) if admits(truth(row))]
+    where, shares = RowFilter(VIEW, wanted), []
+    for query in overlapping(10, seed=3):
+        true = [key for key in (f"k{row}" for row in nearest(VECTORS, query, "l2")) if key in set(admitted)]
+        found = index.search(query, 10, where=where, exclude=true[:1]).keys
+        assert set(found) <= set(admitted) - set(true[:1])
+        assert len(set(found)) == min(10, max(0, len(admitted) - 1))
+        shares.append(len(set(found) & set(true[1:11])) / max(1, len(found)) if found else 1.0)
+        only = [*admitted[:30], "k0", "k1", "k2", "k3", "stranger"]
+        assert set(index.search(query, 100, where=where, only=only).keys) == set(only) & set(admitted)
+    assert len(index.search(VECTORS[0], ROWS, where=where).keys) == len(admitted)
+    if admitted:
+        assert np.mean(shares) == 1.0 if few_rows == 4096 or index.figures.kind == "exact" else np.mean(shares) >= 0.85
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"nope": 1},
+        {"vector": 1},
+        {"tags": "a"},
+        {"id": "k1"},
+        {"price": "1"},
+        {"price": True},
+        {"price": None},
+        {"price": float("nan")},
+        {"price": {"gt": float("inf")}},
+        {"price": 10**400},
+        {"stock": 2**70},
+        {"stock": {"lt": 2**70}},
+        {"stock": {}},
+        {"stock": {"above": 1}},
+        {"stock": {"gt": [1]}},
+        {"stock": {"gt": None}},
+        {"stock": []},
+        {"stock": [1, "2"]},
+        {"stock": [[1]]},
+        {"stock": list(range(1001))},
+        {"lang": 1},
+        {"lang": {"gt": 1}},
+        {"lang": "\ud800"},
+        {"new": 1},
+        {"new": "true"},
+        {"new": {"gt": False}},
+        {f"f{n}": 1 for n in range(17)},
+        [],
+        "lang",
+    ],
+    ids=lambda wanted: str(wanted)[:40],
+)
+def test_what_is_no_filter_of_the_view_is_refused(wanted: Any) -> None:
+    with pytest.raises(RequestError) as refused:
+        RowFilter(VIEW, wanted)
+    assert (refused.value.status, refused.value.code) == (400, "bad_filter")
+    assert len(str(refused.value)) < 400
+
+
+def test_every_scalar_type_can_be_filtered_by(tmp_path: Path) -> None:
+    features = [Feature(name, name) for name in SCALAR_TYPES]
+    view = view_of(2, "l2", scalars=features)
+    values: dict[str, Any] = {
+        name: ["b", "a"] if name == "string" else [True, False] if name == "bool" else [1, 0] for name in SCALAR_TYPES
+    }
+    columns = {
+        name: pa.array(np.array(value, np.float16) if name == "float16" else value, SCALAR_TYPES[name])
+        for name, value in values.items()
+    }
+    build_index(tmp_path / "index", [rows_of(["one", "zero"], np.ones((2, 2), np.float32), (), columns)], view, model="m")
+    index = VectorIndex(tmp_path / "index")
+    for name, (wanted, _) in values.items():
+        assert index.search([1, 1], 2, where=RowFilter(view, {name: wanted})).keys == ["one"], name
+        assert index.search([1, 1], 2, where=RowFilter(view, {name: [wanted]})).keys == ["one"], name
+        if name != "bool":
+            assert index.search([1, 1], 2, where=RowFilter(view, {name: {"lt": wanted}})).keys == ["zero"], name
