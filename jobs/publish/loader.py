@@ -87,8 +87,7 @@ class Loader:
         def told() -> Rows:
             for batch in ahead:
                 step = max(1, total // SAMPLE_ROWS)
-                keys, rows = list(batch.keys.strings()), list(batch.rows.strings())
-                sample.extend((bytes(keys[i]), bytes(rows[i])) for i in range(0, len(batch), step))
+                sample.extend((batch.keys.at(i), batch.rows.at(i)) for i in range(0, len(batch), step))
                 yield batch
                 self._progress.advance(len(batch))
 

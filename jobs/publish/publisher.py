@@ -29,6 +29,8 @@ from store.vectors.vector_index import VectorIndex, is_there
 
 log = logging.getLogger(__name__)
 
+BASE_ROWS = 64
+"""Compared with Parquet before they are called live or built on: 40 to 60 ms, which a delta of 3 M rows, 0.4 s in all, can bear."""
 MOST_CHANGED = 0.1
 """Of a base's rows: an overlay of more is a base of its own. Readers ask both, and what the overlay replaces lies in the store twice."""
 
@@ -246,7 +248,7 @@ class Publisher:
                 log.warning("view %r: the vector index %s is gone; it is built again", pointer.view.name, index)
                 return False
         try:
-            check_served(self._store, self._online, pointer, snapshot)
+            check_served(self._store, self._online, pointer, snapshot, BASE_ROWS)
         except OnlineStoreError as exc:
             log.warning("%s; it is loaded again", exc)
             return False

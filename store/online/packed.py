@@ -49,6 +49,10 @@ class Packed:
         view = memoryview(self.data.data)
         return (view[a:b] for a, b in itertools.pairwise(self.offsets.tolist()))
 
+    def at(self, i: int) -> bytes:
+        """String ``i``, copied."""
+        return self.data[self.offsets[i] : self.offsets[i + 1]].tobytes()
+
     def slice(self, start: int, stop: int) -> Packed:
         """Strings ``start`` to ``stop``, without a copy."""
         return Packed(self.data, self.offsets[start : stop + 1])

@@ -178,7 +178,8 @@ class TableStore(OnlineStore):
         view, folder = pointer.view.name, self.folder / pointer.view.name
         check_loaded(pointer, [generation.number for generation in self.generations(view)])
         try:
-            for number in pointer.generations:
+            warm = self._readable(view)
+            for number in set(pointer.generations).difference(() if warm is None else warm.generations):
                 _table(self._path(view, number)).warm(WARM_BYTES)
             with locked(folder / ".lock"):
                 before = self._readable(view)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import store.online.table_store
+import store.online.table_writer
 import store.redis.bulk
 from precompute.engine.runner import AHEAD_WINDOWS
 from store.disk import crashpoint
@@ -288,7 +288,7 @@ def test_nothing_is_left_in_redis_by_a_load_that_was_killed(delta_to_come_redis:
 
 
 def kill_in_table_load() -> None:
-    store.online.table_store.sync_file = lambda path: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[attr-defined]
+    store.online.table_writer.TableWriter.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment,return-value]
 
 
 def kill_in_redis_load() -> None:
