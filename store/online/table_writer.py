@@ -24,7 +24,7 @@ from store.online.table_file import BLOCK_BYTES, header_of, index_start
 HOME_ROWS = 3.5
 """Rows to a line of the index, of the seven it has room for: one key of a hundred is found in a second line, and a row costs 18 bytes."""
 
-_ENTRY_BYTES = 64
+_ENTRY_BYTES = 72
 """Memory for one row's hash and position: as they came, put together, their order, in order, and some of numpy's own."""
 
 PIECE_BYTES = 2**22

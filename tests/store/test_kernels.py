@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -204,6 +205,14 @@ def test_a_key_that_a_record_cannot_tell_the_size_of() -> None:
     assert lay_out(Packed.of([largest]), Packed.of([b""]))[0].tobytes() == b"\0\0\0\0\xff\xff\0\0" + largest + b"\0"
     with pytest.raises(ValueError, match="keys of 65536 and rows of 0 bytes; at most 65535"):
         lay_out(Packed.of([bytes(LARGEST_KEY + 1)]), Packed.of([b""]))
+
+
+def test_an_extension_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "store.online._kernels", SimpleNamespace(VERSION=kernels._VERSION - 1))
+    monkeypatch.delenv("PRECOMPUTE_KERNELS", raising=False)
+    assert kernels._extension() is None
+    monkeypatch.setitem(sys.modules, "store.online._kernels", SimpleNamespace(VERSION=kernels._VERSION))
+    assert kernels._extension() is not None
 
 
 def test_the_environment_has_a_say_in_which_kernels_run() -> None:

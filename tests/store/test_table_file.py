@@ -19,7 +19,7 @@ import xxhash
 from store.errors import OnlineStoreError
 from store.online.kernels import ABSENT, DAMAGED, FOUND, hash_of, hashes, homes, line_checks, pack, verified
 from store.online.packed import Packed, RowBatch
-from store.online.table_file import BLOCK_BYTES, TableFile, header_of
+from store.online.table_file import BLOCK_BYTES, TableFile, header_of, index_start
 from store.online.table_writer import TableWriter
 from tests.store.test_kernels import SNAPSHOT, TAG, row_of
 
@@ -42,18 +42,19 @@ def write(path: Path, *batches: Mapping[bytes, bytes], memory_bytes: int = MEMOR
 
 
 def read(file: TableFile, keys: Sequence[bytes]) -> dict[bytes, bytes | int]:
-    """Of each key its row, or the state without one: by a batch, and by one key after the other, which agree."""
-    packed = Packed.of(keys)
-    rows, states = file.read(packed, hashes(packed))
-    assert len(rows) == len(states) == len(keys)
-    worth, _ = verified(rows, hashes(packed), TAG, [SNAPSHOT], 24, exact=False)
+    """Of each key its row, or the state without one: one after the other, few at once and many at once, which agree."""
     found: dict[bytes, bytes | int] = {}
-    assert all(len(row) for row, state in zip(rows.strings(), states.tolist(), strict=True) if state == FOUND)
-    for key, row, state, whole in zip(keys, rows.strings(), states.tolist(), worth.tolist(), strict=True):
-        single = file.find(key)
-        assert single == {ABSENT: None, FOUND: row.tobytes(), DAMAGED: b""}[state]
-        assert state == FOUND or not len(row)
-        found[key] = ABSENT if state == ABSENT else DAMAGED if DAMAGED in (state, whole) else row.tobytes()
+    for many in (list(keys), [*keys] * 13) if len(keys) < 13 else (list(keys),):
+        packed, key_hashes = pack(many)
+        rows, states = file.read(packed, key_hashes)
+        assert len(rows) == len(states) == len(many)
+        worth, _ = verified(rows, key_hashes, TAG, [SNAPSHOT], 24, exact=False)
+        before, found = found, {}
+        for key, row, state, whole in zip(many, rows.strings(), states.tolist(), worth.tolist(), strict=True):
+            assert bool(len(row)) == (state == FOUND)
+            assert file.find(key) == {ABSENT: None, FOUND: row.tobytes(), DAMAGED: b""}[state]
+            found[key] = ABSENT if state == ABSENT else DAMAGED if DAMAGED in (state, whole) else row.tobytes()
+        assert before in ({}, found)
     return found
 
 
@@ -411,24 +412,43 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
         TableFile(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("rows", "records_bytes", "home_lines", "lines"),
-    [
-        (2**63, 800, 3, 5),
-        (10, 2**63 + 800, 3, 5),
-        (10, 804, 3, 5),
-        (10, 800, 0, 5),
-        (10, 800, 5, 5),
-        (10, 800, 2**63, 2**63 + 1),
-        (10, 800, 3, 2**58),
-        (10, 800, 3, 2**64 - 1),
-        (10, 2**64 - 8, 3, 5),
-    ],
-)
+ABSURD = [
+    (2**63, 800, 3, 5),
+    (36, 800, 3, 5),
+    (10, 804, 3, 5),
+    (10, 800, 0, 5),
+    (10, 800, 5, 5),
+    (10, 800, 2**63, 2**63 + 1),
+    (10, 800, 3, 2**58),
+    (10, 800, 3, 2**64 - 1),
+    (10, 2**63 + 800, 3, 5),
+    (10, 2**64 - 8, 3, 5),
+]
+
+
+@pytest.mark.parametrize(("rows", "records_bytes", "home_lines", "lines"), ABSURD)
 def test_a_header_that_tells_what_cannot_be(rows: int, records_bytes: int, home_lines: int, lines: int, tmp_path: Path) -> None:
-    data = write(tmp_path / "t", numbered(0, 10)).read_bytes()
-    (tmp_path / "t").write_bytes(header_of({}, rows, records_bytes, home_lines, lines) + data[4096:])
-    with pytest.raises(OnlineStoreError, match=r"t: it has|tells what cannot be"):
+    header = header_of({}, rows, records_bytes, home_lines, lines)
+    size_bytes = index_start(len(header) + records_bytes) + 64 * lines + 16
+    feasible = size_bytes < 10_000
+    (tmp_path / "t").write_bytes(header.ljust(size_bytes if feasible else 10_000, b"\0"))
+    with pytest.raises(
+        OnlineStoreError, match="tells what cannot be" if feasible else r"tells what cannot be|t: it has 10,000 bytes"
+    ):
+        TableFile(tmp_path / "t")
+
+
+def test_an_index_of_more_lines_than_a_hash_can_tell(tmp_path: Path) -> None:
+    """Of 256 GB, most of it a hole."""
+    header = header_of({}, 10, 800, 2**32, 2**32 + 1)
+    with (tmp_path / "t").open("wb") as file:
+        file.write(header)
+        size_bytes = index_start(len(header) + 800) + 64 * (2**32 + 1)
+        try:
+            file.truncate(size_bytes + 8 * -(-(size_bytes - len(header)) // BLOCK_BYTES) + 8)
+        except OSError as exc:
+            pytest.skip(f"this file system has no such holes: {exc}")
+    with pytest.raises(OnlineStoreError, match="tells what cannot be"):
         TableFile(tmp_path / "t")
 
 
@@ -481,6 +501,14 @@ def test_lines_that_are_all_full_end_the_search(tmp_path: Path) -> None:
         file[at : at + 64] = words.tobytes() + check.to_bytes(8, "little")
     path.write_bytes(file)
     assert read(TableFile(path), [b"0", b"x"]) == {b"0": DAMAGED, b"x": DAMAGED}
+
+
+def test_a_file_of_whole_blocks_has_no_checksum_too_many(tmp_path: Path) -> None:
+    # one record, and an index of two lines
+    row = row_of(b"k", bytes(BLOCK_BYTES - 2 * 64 - 8 - 8 - 24))
+    file = TableFile(write(tmp_path / "t", {b"k": row}))
+    assert file.size_bytes == 4096 + BLOCK_BYTES + 16
+    assert (file.find(b"k"), file.check()) == (row, [])
 
 
 def test_check_names_the_block(tmp_path: Path) -> None:
