@@ -8,6 +8,7 @@ import sys
 SCRIPTS = (
     "lookup_http",
     "online_table",
+    "online_faiss",
     "engine_text",
     "engine_mlp",
     "engine_top_k",

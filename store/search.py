@@ -18,8 +18,9 @@ from store.freshness import AnswerSource, Reason, Status, as_datetime, status_of
 from store.lookup_options import LookupOptions, SearchOptions, check_features
 from store.online.online_store import Pointer
 from store.record import plain
+from store.vectors.index_record import index_figures
 from store.vectors.row_filter import RowFilter
-from store.vectors.vector_index import Neighbours, VectorIndex, index_figures
+from store.vectors.vector_index import Neighbours, VectorIndex
 
 
 class _Begin(Protocol):

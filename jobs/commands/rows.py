@@ -37,6 +37,11 @@ def add(commands: Commands) -> None:
     what.add_argument("--key", help="neighbours of this row")
     what.add_argument("--text", help="neighbours of this text, embedded now by the view's model")
     search.add_argument("-k", type=int, default=10, help="how many (default: 10)")
+    search.add_argument(
+        "--filter", type=_conditions, metavar="JSON", help='which rows: \'{"lang": ["de", "en"], "price": {"lt": 10}}\''
+    )
+    search.add_argument("--only", action="append", metavar="KEY", help="a key that alone may be found; may be given again")
+    search.add_argument("--exclude", action="append", metavar="KEY", default=[], help="a key to leave out; may be given again")
     explain = commands.add(
         "explain", _explain, "which run, snapshot, input and model made a row, and what it was before", view=True
     )
@@ -72,7 +77,17 @@ def _search(arguments: argparse.Namespace) -> int:
     if arguments.text is not None:
         wanted = {"inputs": {_text_column(pointer): arguments.text}}
     with _opened(project, online, fallback=arguments.text is not None) as lookup:
-        neighbours = lookup.search(pointer.view.name, **wanted, k=arguments.k, deadline_ms=DEADLINE_MS)
+        only, exclude = arguments.only, arguments.exclude
+        entity = pointer.view.entity
+        neighbours = lookup.search(
+            pointer.view.name,
+            **wanted,
+            k=arguments.k,
+            filter=arguments.filter,
+            only=None if only is None else [_key(text, entity) for text in only],
+            exclude=[_key(text, entity) for text in exclude],
+            deadline_ms=DEADLINE_MS,
+        )
     if arguments.json:
         print(json.dumps(neighbours, default=_plain_text))
     else:
@@ -129,6 +144,14 @@ def _opened(project: Project, online: OnlineStore, *, fallback: bool) -> Iterato
         if behind is not None:
             opened.callback(behind.close)
         yield lookup
+
+
+def _conditions(text: str) -> Any:
+    """The JSON of ``--filter``; whether it fits the view is found out by the search."""
+    try:
+        return json.loads(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(f"not JSON: {exc}") from exc
 
 
 def _key(text: str, entity: tuple[str, ...]) -> Any:

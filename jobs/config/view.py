@@ -87,7 +87,7 @@ class IndexConfig(Section):
         default=0.95,
         gt=0,
         le=1,
-        description="least share of the 10 nearest that a search must find; the index is exact and finds all, 1.0, whatever is asked",
+        description="least share of the 10 nearest that a search must find: measured while the index is built, on rows that nothing was chosen by; 1.0 compares with every row",
     )
 
 

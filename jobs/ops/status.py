@@ -25,7 +25,8 @@ from store.offline.snapshot import Snapshot
 from store.offline.view_store import ViewStore
 from store.online.online_store import OnlineStore
 from store.online.online_url import open_online_store
-from store.record import replace
+from store.record import plain, replace
+from store.vectors.index_record import index_figures
 
 _ENDED_BADLY = ("failed", "killed", "rejected", "refused")
 
@@ -55,6 +56,7 @@ def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict
         "coverage": None,
         "rejected": None,
         "online": None,
+        "index": None,
         "held": None if ref is None else ref.held,
         "last_run": None if last is None else {field: getattr(last, field) for field in _LAST_RUN},
         "schedule": None if schedule is None else schedule.when,
@@ -69,6 +71,7 @@ def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict
         dated = {"its newest row was computed": snapshot.computed_at_max, "it was published": microseconds(ref.at)}
         attention += _ahead(dated | {"it was found unchanged": ref.renewed_at})
         line |= _live(snapshot, ref) | {"online": pointer is not None and pointer.epoch == ref.epoch}
+        line["index"] = _index(store, snapshot, ref)
         line |= _source(known_source_at(snapshot, reports))
         attention += _too_old(project, name, line["source_age_s"])
         wrong = lost(store, online) if line["online"] else None
@@ -132,6 +135,12 @@ def notes(line: Mapping[str, Any]) -> list[str]:
     """What of a view's line is worth knowing and needs nobody: inputs that its next run will catch up with."""
     told = [in_words(behind) for behind in line["behind"] or ()]
     return [text for text in told if text not in line["attention"]]
+
+
+def _index(store: ViewStore, snapshot: Snapshot, ref: LiveRef) -> dict[str, Any] | None:
+    """What was measured of the vector index that is searched."""
+    found = None if snapshot.view.index is None else index_figures(store.index_folder(ref.place.generation))
+    return None if found is None else plain(found)
 
 
 def _live(snapshot: Snapshot, ref: LiveRef) -> dict[str, Any]:
@@ -212,6 +221,7 @@ _UNREADABLE: dict[str, Any] = dict.fromkeys(
         "coverage",
         "rejected",
         "online",
+        "index",
         "held",
         "last_run",
         "schedule",

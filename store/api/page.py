@@ -52,12 +52,22 @@ def _row(view: dict[str, Any]) -> str:
         f'<td class="n">{view["rows"]:,}</td>',
         f'<td class="n">{coverage}</td>',
         f"<td>{escape(', '.join(view['entity']))}</td>",
-        f"<td>{'yes' if view['searchable'] else '–'}</td>",
+        f"<td>{_search(view)}</td>",
         f"<td>{'yes' if view['fallback'] else '–'}</td>",
         f"<td><code>{escape(view['model'][:12])}</code></td>",
         f'<td class="f">{escape(shown)}</td>',
     ]
     return f"<tr>{''.join(cells)}</tr>"
+
+
+def _search(view: dict[str, Any]) -> str:
+    """How much of the nearest a search finds, at least, and how: ``≥ 97.1 % by codes``."""
+    if not view["searchable"]:
+        return "–"
+    index = view["index"]
+    if index is None:
+        return "yes"
+    return "exact" if index["kind"] == "exact" else f"≥ {index['recall_bound']:.1%} by {escape(index['kind'])}"
 
 
 def _feature(feature: dict[str, Any]) -> str:

@@ -9,47 +9,25 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import faiss
 import numpy as np
 import numpy.typing as npt
 
+from store.vectors.index_record import DTYPES, Codes
+
 FLOAT = npt.NDArray[np.float32]
 ROWS = npt.NDArray[np.int64]
 BITS = npt.NDArray[np.uint8]
 
-DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2")}
-"""What a flat file may hold."""
 LARGEST_FLOAT16 = 65504.0
-
-MOST_RESCORED = 16_384
-"""Rows of one search that are compared again at most, whatever ``k`` is asked for."""
 
 _TRAINED_ROWS = 16_384
 _ROWS_PER_LIST = 64
 """Enough for k-means to place a list; FAISS itself warns below 39."""
 _COUNT_AT = 8
 """Where a flat file's header has its row count (u64): after a word of four letters and the dimension (i32), as FAISS writes every index."""
-
-
-class Codes(NamedTuple):
-    """How vectors are coded and how far a search goes: ``lists`` that rows are dealt into and ``probed`` of them, ``quantizers`` codes of 4 bits for each
-    row, and how many of the best by code are ``rescored`` for 10 neighbours."""
-
-    lists: int
-    quantizers: int
-    probed: int = 1
-    rescored: int = 10
-
-    @property
-    def bytes_a_row(self) -> int:
-        """In memory: the codes and FAISS's own number of the row."""
-        return (self.quantizers + 1) // 2 + 8
-
-    def to_rescore(self, k: int) -> int:
-        """How many rows are compared again for ``k`` neighbours: ``rescored`` for up to 10 and the row that asks, for more in proportion."""
-        return max(k, min(-(-max(k - 1, 10) * self.rescored // 10), MOST_RESCORED))
 
 
 @contextlib.contextmanager

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from store.vectors.faiss_index import FLOAT, ROWS, Codes, refined, search_codes, search_flat, trained_codes
+from store.vectors.faiss_index import FLOAT, ROWS, refined, search_codes, search_flat, trained_codes
+from store.vectors.index_record import Codes
 from store.vectors.recall import NEIGHBOURS, Queries, Recall, lower_bound
 
 _TUNING_QUERIES, _HELD_OUT_QUERIES, _LOOKS = 512, 1024, 3

@@ -15,7 +15,6 @@ from store.vectors.faiss_index import (
     BITS,
     FLOAT,
     ROWS,
-    Codes,
     mapped_vectors,
     on_gpu,
     open_codes,
@@ -24,7 +23,7 @@ from store.vectors.faiss_index import (
     search_codes,
     search_flat,
 )
-from store.vectors.index_record import CODES, REPLACED, VECTORS, check_files, read_index_record
+from store.vectors.index_record import CODES, REPLACED, VECTORS, Codes, check_files, read_index_record
 from store.vectors.index_rows import IndexRows
 from store.vectors.row_filter import RowFilter
 

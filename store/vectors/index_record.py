@@ -5,17 +5,43 @@ from __future__ import annotations
 import json
 import mmap
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import xxhash
 
 from store.disk.durable_file import write_durably
 from store.record import Record, field, plain, record_of
-from store.vectors.faiss_index import DTYPES, Codes
 
 NAME = "meta.json"
 VECTORS, CODES, ROWS, HASHES, REPLACED = "vectors.faiss", "codes.faiss", "rows.arrow", "hashes.arrow", "replaced.arrow"
 METRICS = ("cosine", "dot", "l2")
 FORMAT = 2
+
+DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2")}
+"""What a flat file may hold."""
+
+MOST_RESCORED = 16_384
+"""Rows of one search that are compared again at most, whatever ``k`` is asked for."""
+
+
+class Codes(NamedTuple):
+    """How vectors are coded and how far a search goes: ``lists`` that rows are dealt into and ``probed`` of them, ``quantizers`` codes of 4 bits for each
+    row, and how many of the best by code are ``rescored`` for 10 neighbours."""
+
+    lists: int
+    quantizers: int
+    probed: int = 1
+    rescored: int = 10
+
+    @property
+    def bytes_a_row(self) -> int:
+        """In memory: the codes and FAISS's own number of the row."""
+        return (self.quantizers + 1) // 2 + 8
+
+    def to_rescore(self, k: int) -> int:
+        """How many rows are compared again for ``k`` neighbours: ``rescored`` for up to 10 and the row that asks, for more in proportion."""
+        return max(k, min(-(-max(k - 1, 10) * self.rescored // 10), MOST_RESCORED))
 
 
 class IndexFigures(Record, frozen=True):
@@ -126,3 +152,11 @@ def check_files(folder: Path, record: IndexRecord) -> None:
     for name, file in record.files.items():
         if mark_of(folder / name) != file:
             raise ValueError(f"{name} differs from its checksum")
+
+
+def index_figures(folder: Path) -> IndexFigures | None:
+    """What was measured of an index; None when it is not there, or its record is damaged."""
+    try:
+        return read_index_record(folder)[0].figures
+    except (OSError, ValueError):
+        return None

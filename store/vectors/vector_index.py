@@ -145,14 +145,6 @@ def is_there(folder: Path) -> bool:
     return _mark(folder) is not None
 
 
-def index_figures(folder: Path) -> IndexFigures | None:
-    """What was measured of an index; None when it is not there."""
-    try:
-        return read_index_record(folder)[0].figures
-    except (OSError, ValueError):
-        return None
-
-
 def _mark(folder: Path) -> str | None:
     try:
         return read_index_record(folder)[1]

@@ -238,6 +238,22 @@ def test_search_by_key_leaves_the_key_out(published: Scene, capsys: Captured) ->
     assert capsys.readouterr().out == "3136.0000  2  (fresh, 0 s old)\n"
 
 
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        (["--filter", '{"double": {"gt": 4}}'], ["3"]),
+        (["--filter", '{"double": 4}', "--exclude", "2"], []),
+        (["--only", "3", "--only", "7"], ["3"]),
+        (["--exclude", "2"], ["3"]),
+    ],
+)
+def test_a_search_on_the_command_line_is_narrowed(
+    published: Scene, capsys: Captured, options: list[str], found: list[str]
+) -> None:
+    assert published.cli("search", "numbers", "--key", "1", "--json", *options) == 0
+    assert [row["key"] for row in report_of(capsys)["rows"]] == found
+
+
 class Letters:
     """``text`` → its numbers of a, b and c."""
 
@@ -331,6 +347,9 @@ def test_schema_is_json_for_people_and_programs(published: Scene, capsys: Captur
         (["publish", "numbers", "--snapshot", "7"], 1, "no snapshot 7"),
         (["search", "numbrs", "--key", "1"], 2, "did you mean 'numbers'"),
         (["search", "numbers", "--key", "1", "-k", "0"], 2, "k is 1 to 1000"),
+        (["search", "numbers", "--key", "1", "--filter", '{"nope": 1}'], 2, "no scalar feature 'nope'"),
+        (["search", "numbers", "--key", "1", "--filter", "[1]"], 2, "a filter is a mapping"),
+        (["search", "numbers", "--key", "1", "--exclude", ""], 2, "a key has 1 to 511 bytes"),
         (["search", "numbers", "--key", ""], 2, "a key has 1 to 511 bytes"),
         (["search", "numbers", "--text", "x"], 2, "one text input column"),
         (["schedule"], 2, "schedule: empty"),
@@ -361,6 +380,7 @@ def test_a_view_that_was_never_run_says_what_to_do(make_project: MakeProject, ca
         ["search", "numbers"],
         ["search", "numbers", "--key", "1", "--text", "x"],
         ["search", "numbers", "--key", "1", "-k", "x"],
+        ["search", "numbers", "--key", "1", "--filter", "{"],
         ["publish", "numbers", "--snapshot", "x"],
         ["run", "numbers", "--snapshot", "1"],
     ],

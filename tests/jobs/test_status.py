@@ -43,6 +43,7 @@ def test_a_view_that_was_never_run(make_project: MakeProject) -> None:
         "coverage": None,
         "rejected": None,
         "online": None,
+        "index": None,
         "held": None,
         "last_run": None,
         "schedule": None,
@@ -83,6 +84,7 @@ def test_a_view_that_is_live(make_project: MakeProject) -> None:
         "coverage": 0.75,
         "rejected": 1,
         "online": True,
+        "index": None,
         "held": None,
         "last_run": {
             "run": run.run,
@@ -431,3 +433,12 @@ def test_a_run_under_a_fast_clock_is_told_and_hides_no_later_run(
     assert (line["last_run"]["status"], line["attention"][0]) == ("failed", "the last run failed")
     reports = project.store.runs.reports()
     assert [report.status for report in reports] == ["failed", "published"]
+
+
+def test_what_was_measured_of_the_vector_index_is_told(make_project: MakeProject) -> None:
+    project = make_project([(i, float(i)) for i in range(30)], view={"index": {"on": "vector", "recall_at_10": 0.9}})
+    run = project.run()
+    index = project.status()["index"]
+    assert index == run.index
+    assert (index["kind"], index["promised"], index["recall_at_10"], index["recall_bound"]) == ("exact", 0.9, 1.0, 1.0)
+    assert index["why"].startswith("30 rows")

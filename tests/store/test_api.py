@@ -579,6 +579,7 @@ def test_the_page_shows_each_view(api: Server) -> None:
     page = api.get("/")
     assert (page.status, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
     text = page.body.decode()
+    assert "<td>exact</td>" in text
     for shown in (
         "<code>numbers</code>",
         "shop, item",

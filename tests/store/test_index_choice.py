@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from store.vectors import index_choice
-from store.vectors.faiss_index import Codes, cores, nearest_of_all, on_gpu, search_flat, threads, trained_codes
+from store.vectors.faiss_index import cores, nearest_of_all, on_gpu, search_flat, threads, trained_codes
 from store.vectors.index_build import build_index
 from store.vectors.index_choice import Limits, candidates
-from store.vectors.index_record import METRICS, IndexFigures
+from store.vectors.index_record import METRICS, Codes, IndexFigures
 from store.vectors.recall import Queries, lower_bound
 from store.vectors.vector_index import VectorIndex
 from tests.vectors import Vectors, nearest, overlapping, rows_of, view_of

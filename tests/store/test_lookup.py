@@ -30,7 +30,7 @@ from store.online.online_url import open_online_store
 from store.online.packed import Packed, RowBatch
 from store.record import plain, replace
 from store.vectors.index_build import build_index
-from store.vectors.vector_index import index_figures
+from store.vectors.index_record import index_figures
 from tests.conftest import free_port
 
 NOW = 1_700_000_000.0
@@ -906,6 +906,41 @@ def test_a_search_among_endless_publishes_gives_up_in_so_many_words(tmp_path: Pa
     assert len(found(house.lookup().search("things", key="k2"))) == 5
     # without features, the store's rows are not read at all
     assert len(house.online.before_read) == reads  # type: ignore[attr-defined]
+
+
+def test_an_index_of_another_model_than_the_rows_is_refused(memory: House) -> None:
+    pointer = memory.publish(NEIGHBOURS, metric="l2")
+    assert pointer.index is not None
+    build_index(memory.root / pointer.index, [indexed_rows(NEIGHBOURS, ("id",))], pointer.view, model="another")
+    with pytest.raises(VectorIndexError, match="is of model another, the rows of model 1"):
+        memory.lookup().search("things", key="k1")
+
+
+def test_a_vector_of_another_model_is_refused(memory: House) -> None:
+    memory.publish(NEIGHBOURS, metric="l2")
+    lookup = memory.lookup()
+    assert found(lookup.search("things", vector=[2.0, 1.0], k=1, model="model 1")) == [("k2", 0.0)]
+    assert refused(lambda: lookup.search("things", vector=[2.0, 1.0], model="model 2")) == (409, "other_model")
+
+
+def test_a_search_is_narrowed_by_features_and_by_keys(house: House) -> None:
+    base = house.publish(NEIGHBOURS, metric="l2")
+    lookup = house.lookup()
+
+    def near(**options: Any) -> list[str]:
+        return [key for key, _ in found(lookup.search("things", vector=[0.0, 1.0], **options))]
+
+    assert near(filter={"double": {"gte": 4, "lt": 10}}) == ["k2", "k3", "k4"]
+    assert near(filter={"label": ["é1.0", "é5.0"]}, exclude=["k1"]) == ["k5"]
+    assert near(only=["k5", "k1", "k1", "stranger"], k=1) == ["k1"]
+    assert near(only=["k5", "k1"], filter={"double": {"gt": 2}}) == ["k5"]
+    assert near(only=[]) == []
+    house.publish({"k2": Row(20.0)}, 2, metric="l2", over=base, removed=["k3"], indexed={"k2": Row(20.0), "k4": Row(4.0)})
+    assert near(filter={"double": {"gte": 4}}) == ["k4", "k2"]
+    for options in ({"filter": {"nope": 1}}, {"filter": {"vector": 1}}, {"filter": {"double": "4"}}):
+        assert refused(partial(near, **options)) == (400, "bad_filter")
+    assert refused(lambda: near(only=[["a", "b"]])) == (400, "bad_key")
+    assert refused(lambda: near(only=["k"] * (MAX_KEYS + 1))) == (413, "too_many_keys")
 
 
 def test_a_search_that_cannot_be_answered_as_asked_is_refused(memory: House) -> None:

@@ -15,8 +15,8 @@ import pytest
 
 from store.errors import RequestError, SnapshotError, VectorIndexError
 from store.vectors.index_build import build_index, build_overlay
-from store.vectors.index_record import METRICS
-from store.vectors.vector_index import Neighbours, VectorIndex, index_figures, is_there
+from store.vectors.index_record import METRICS, index_figures
+from store.vectors.vector_index import Neighbours, VectorIndex, is_there
 from tests.vectors import Vectors, rows_of, view_of
 
 DIM = 8
