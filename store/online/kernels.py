@@ -286,15 +286,16 @@ class Records:
         layout, tag = self._layout, key_hash & _TAG
         for number in range((key_hash >> 32) * layout.home_lines >> 32, layout.lines):
             *slots, check = _LINE.unpack_from(self._view, layout.index_start + LINE_BYTES * number)
-            mixed = sum((slot ^ slot >> 32) * mix for slot, mix in zip(slots, _MIX, strict=False))
-            if mixed + (number + 1) * _MIX[7] & _WORD != check:
-                break
             for slot in slots:
                 if not slot or slot >> 40 != tag:
                     continue
                 found = self._compared((slot & _POSITION) * 8, key, tag)
                 if found is not None:
                     return found
+            # a row that is found vouches for itself; that there is none the line has to vouch for
+            mixed = sum((slot ^ slot >> 32) * mix for slot, mix in zip(slots, _MIX, strict=False))
+            if mixed + (number + 1) * _MIX[7] & _WORD != check:
+                break
             if 0 in slots:
                 return ABSENT, 0, 0
         # a line was damaged, or none had room: the last one always has
@@ -342,13 +343,12 @@ class Records:
         self._awaited(layout.index_start + LINE_BYTES * line_numbers, LINE_BYTES)
         lines = self._lines.take(line_numbers, 0)
         slots = lines[:, :LINE_SLOTS]
-        whole = line_checks(slots, numbers) == lines[:, LINE_SLOTS]
         tags, forty = key_hashes & np.uint64(_TAG), np.uint64(40)
         # an empty slot has the tag 0 too, and points outside of the records
         chosen = slots[np.arange(len(keys)), (slots >> forty == tags[:, None]).argmax(1)]
         matched = chosen >> forty == tags
         at = (chosen & np.uint64(_POSITION)).astype(np.int64)
-        inside = whole & matched & (at >= layout.records_start // 8) & (at < layout.records_end // 8)
+        inside = matched & (at >= layout.records_start // 8) & (at < layout.records_end // 8)
         at[~inside] = layout.records_start // 8
         self._awaited(at[inside] * 8, layout.record_bytes)
         heads = self._words[at]
@@ -362,10 +362,13 @@ class Records:
         np.copyto(starts, row_starts, where=same)
         np.copyto(sizes, row_sizes, where=same)
         state[:] = same
-        if same.all():
-            return []
-        none = whole & ~matched & (slots == 0).any(1)
-        return np.flatnonzero(~(same | none)).tolist()
+        left = np.flatnonzero(~same)
+        if len(left) > _FEW:
+            # that there is no row the line has to vouch for
+            none = ~matched[left] & (slots[left] == 0).any(1)
+            none &= line_checks(slots[left], numbers[left]) == lines[left, LINE_SLOTS]
+            left = left[~none]
+        return list(left.tolist())
 
     def _compare_keys(self, keys: Packed, at: I8, same: npt.NDArray[np.bool_]) -> None:
         """Clear ``same`` where the words from ``at`` on are not those of the key."""

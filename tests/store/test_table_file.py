@@ -388,7 +388,7 @@ def test_every_flipped_bit_is_seen_or_changes_nothing(tmp_path: Path) -> None:
         assert all(state in (ABSENT, DAMAGED) for state in read(file, strangers).values()), bit
         seen += found != rows
         unseen += found == rows
-    assert seen > 2 * unseen > 0
+    assert seen > unseen > 0
 
 
 def test_every_truncation_is_refused(tmp_path: Path) -> None:
