@@ -9,6 +9,7 @@ SCRIPTS = (
     "lookup_http",
     "online_table",
     "online_faiss",
+    "online_delta",
     "engine_text",
     "engine_mlp",
     "engine_top_k",

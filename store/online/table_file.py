@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import mmap
 import struct
@@ -27,8 +26,6 @@ _PAGE_BYTES = 4096
 
 _HEAD = struct.Struct("<8sIIQQQQI")
 
-_POPULATE_READ = 22
-"""MADV_POPULATE_READ of Linux 5.14: reads pages and maps them."""
 
 _WARM_BYTES = 2**24
 """Asked for at once when a file is warmed."""
@@ -133,16 +130,14 @@ class TableFile:
         return found
 
     def warm(self, limit_bytes: int) -> int:
-        """Have the index, and then the records, read and mapped before the first request asks, up to ``limit_bytes``; how many bytes were."""
+        """Have the index, and then the records, read into memory before the first request asks, up to ``limit_bytes``; how many bytes were."""
         layout, left = self._layout, limit_bytes
         for start, end in ((layout.index_start, self._checks_start), (layout.records_start, layout.records_end)):
             end = min(end, start + left)
             left -= end - start
             for at in range(start, end, _WARM_BYTES):
+                # not mapped as well: who publishes is not who reads, and would be as large as the file
                 self._advise(mmap.MADV_WILLNEED, at, min(at + _WARM_BYTES, end))
-                # an older kernel has read ahead, and maps when asked
-                with contextlib.suppress(OSError):
-                    self._advise(_POPULATE_READ, at, min(at + _WARM_BYTES, end))
         return limit_bytes - left
 
     def _advise(self, advice: int, start: int, end: int) -> None:
