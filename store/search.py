@@ -166,15 +166,24 @@ class Searches:
                 return None
             rows = zip(answer.rows(), found.scores, strict=True)
             return [{"key": row.pop("key"), "score": score, **row} for row, score in rows if row["status"] != Status.MISSING]
-        age_of, view = self._age_of(pointer), pointer.view
-        same: dict[str, Any] = {"ttl_s": view.ttl_s, "snapshot": pointer.snapshot, "model": pointer.model}
-        told = []
+        age_of, view, told = self._age_of(pointer), pointer.view, []
         for key, score, computed_at_us in zip(*found, strict=True):
             age_s = age_of(computed_at_us)
             status = status_of(view, age_s)
             if status is not Status.MISSING:
-                seen = {"status": str(status), "source": str(AnswerSource.STORE), "computed_at": as_datetime(computed_at_us)}
-                told.append({"key": key, "score": score, **seen, "age_s": age_s, **same, "features": {}})
+                row = {
+                    "key": key,
+                    "score": score,
+                    "status": str(status),
+                    "source": str(AnswerSource.STORE),
+                    "computed_at": as_datetime(computed_at_us),
+                    "age_s": age_s,
+                    "ttl_s": view.ttl_s,
+                    "snapshot": pointer.snapshot,
+                    "model": pointer.model,
+                    "features": {},
+                }
+                told.append(row)
         return told
 
 
