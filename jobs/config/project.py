@@ -85,7 +85,11 @@ class ProjectConfig(Section):
     notify: list[str] = Field(
         default_factory=list, description="a command and its arguments, run after every publishing, refusal, failure and rollback"
     )
-    memory_mb: int = Field(default=1024, ge=64, description="DuckDB's memory; it spills to disk beyond")
+    memory_mb: int = Field(
+        default=1024,
+        ge=64,
+        description="DuckDB's memory; it spills to disk beyond; and the most that a vector index's codes may take",
+    )
 
     @field_validator("timezone")
     @classmethod

@@ -44,7 +44,8 @@ def reconcile(
             recorded(store, "reconcile", finished) as report,
         ):
             close_dead(store, None, commands=PUBLISHING, own=report.run)
-            ref, publisher = store.refs.live(), Publisher(store, online, report, progress, lease)
+            ref = store.refs.live()
+            publisher = Publisher(store, online, report, progress, lease, memory_mb=project.settings.memory_mb)
             # somebody may have published, or ended the view, before the lease was taken
             wrong = lost_now(store, online)
             if ref is None or wrong is None or publisher.mend():

@@ -69,7 +69,7 @@ def rollback(
             raise SnapshotError(f"view {name!r} was never published: there is nothing to go back from")
         close_dead(store, None, commands=PUBLISHING, own=report.run)
         online = held.enter_context(contextlib.closing(open_online_store(project.online)))
-        publisher = Publisher(store, online, report, progress, lease)
+        publisher = Publisher(store, online, report, progress, lease, memory_mb=project.settings.memory_mb)
         if publisher.mend() and ref.reason.startswith("rollback") and to in (None, ref.snapshot):
             # The last one, killed half-way.
             report.snapshot, report.epoch, report.status = ref.snapshot, ref.epoch, "published"

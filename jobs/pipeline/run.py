@@ -182,7 +182,8 @@ def _publish(job: Job, snapshot: Snapshot) -> None:
             # Once the publishing lease is held, nobody else can publish what a later run computed.
             job.lease.check()
         with contextlib.closing(open_online_store(project.online, memory_mb=job.memory_mb)) as online:
-            publisher = Publisher(store, online, report, job.progress, lease, take_over=job.options.take_over)
+            take_over, memory_mb = job.options.take_over, job.memory_mb
+            publisher = Publisher(store, online, report, job.progress, lease, take_over=take_over, memory_mb=memory_mb)
             _go_live(job, snapshot, publisher, nothing_new)
         if report.status == "published":
             notify(project.settings.notify, report, project.home)

@@ -19,6 +19,7 @@ from store.online.online_store import Generation, OnlineStore, Terms
 from store.online.packed import RowBatch, Rows
 from store.record import plain
 from store.vectors.index_build import build_index, build_overlay
+from store.vectors.index_choice import Limits
 from store.vectors.index_rows import index_columns
 
 BATCH_ROWS = 8192
@@ -37,10 +38,14 @@ class Loader:
         report: stage times are added to it.
         progress: told of every batch.
         owner: of the project.
+        memory_mb: what the vector index may keep in memory.
     """
 
-    def __init__(self, store: ViewStore, online: OnlineStore, report: Report, progress: Progress, owner: str) -> None:
+    def __init__(
+        self, store: ViewStore, online: OnlineStore, report: Report, progress: Progress, owner: str, memory_mb: int = 1024
+    ) -> None:
         self._store, self._online, self._report, self._progress, self._owner = store, online, report, progress, owner
+        self._limits = Limits(memory_mb=memory_mb)
 
     def prepare(self, generation: Generation, snapshot: Snapshot, rows: int) -> Terms:
         """Ask the store for its terms before anything moves.
@@ -130,7 +135,7 @@ class Loader:
         folder, columns = store.index_folder(generation.number), index_columns(view)
         if changes is None:
             batches = store.batches(snapshot, columns=columns, batch_rows=BATCH_ROWS)
-            figures = build_index(folder, batches, view, model=snapshot.model)
+            figures = build_index(folder, batches, view, model=snapshot.model, limits=self._limits)
         else:
             assert generation.base is not None
             base, batches = store.index_folder(generation.base), changes.batches(columns, BATCH_ROWS)

@@ -45,6 +45,7 @@ class Publisher:
         progress: told of every batch.
         lease: checked when the pointer moves.
         take_over: publish the view though another project does.
+        memory_mb: what the vector index may keep in memory.
     """
 
     def __init__(
@@ -56,10 +57,11 @@ class Publisher:
         lease: Lease | None = None,
         *,
         take_over: bool = False,
+        memory_mb: int = 1024,
     ) -> None:
         self._store, self._online, self._report, self._lease = store, online, report, lease
         self._owner, self._take_over = identity_of(store.offline.root), take_over
-        self._loader = Loader(store, online, report, progress, "" if take_over else self._owner)
+        self._loader = Loader(store, online, report, progress, "" if take_over else self._owner, memory_mb)
 
     def publish(
         self, number: int | None = None, *, reason: str = "publish", held: str | None = None, reload: bool = False
