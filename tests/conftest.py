@@ -110,6 +110,25 @@ def redis_url(redis_server: str) -> Iterator[str]:
     client.close()
 
 
+@pytest.fixture(scope="session")
+def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """``redis+cluster://…`` of three masters without replicas that live as long as the tests."""
+    # here, since it takes from this file
+    from tests.redis_process import RedisCluster
+
+    with RedisCluster(redis_binary(), tmp_path_factory.mktemp("cluster"), replicas=False) as cluster:
+        yield cluster.url()
+
+
+@pytest.fixture
+def cluster_url(redis_cluster: str) -> Iterator[str]:
+    """The cluster's URL, its servers empty afterwards."""
+    yield redis_cluster
+    host, _, port = redis_cluster.rpartition("/")[2].partition(",")[0].partition(":")
+    with redis.RedisCluster(host, int(port)) as client:
+        client.flushall(target_nodes=redis.RedisCluster.PRIMARIES)
+
+
 @pytest.fixture(params=["table", "redis"])
 def online(request: pytest.FixtureRequest) -> str:
     """The value of ``online``: beside the root, not inside, so that either can be lost alone."""

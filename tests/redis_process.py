@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
@@ -69,6 +70,11 @@ class RedisProcess:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+    @property
+    def running(self) -> bool:
+        """Whether it was not killed."""
+        return self._process is not None
 
     def stop(self) -> None:
         """Let it hang: connections are made, and nothing is answered."""
@@ -178,3 +184,114 @@ def eventually(holds: Callable[[], Any], within_s: float = 10.0) -> None:
     while not holds():
         assert time.monotonic() < until, "it never came about"
         time.sleep(0.02)
+
+
+SLOTS = 16384
+_NODE_OPTIONS: tuple[str, ...] = (
+    "--cluster-enabled",
+    "yes",
+    "--cluster-node-timeout",
+    "500",
+    "--cluster-replica-validity-factor",
+    "0",
+)
+_NODE_OPTIONS += ("--repl-diskless-sync", "yes", "--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1")
+
+
+class RedisCluster:
+    """Masters of a real cluster, each with a replica, and quick to notice that one is gone."""
+
+    def __init__(self, binary: str, folder: Path, masters: int = 3, *, replicas: bool = True) -> None:
+        self.nodes: list[RedisProcess] = []
+        try:
+            for number in range(masters * (2 if replicas else 1)):
+                (folder / str(number)).mkdir()
+                self.nodes.append(RedisProcess(binary, folder / str(number), *_NODE_OPTIONS, port=_bus_port()))
+            self.masters, self.replicas = self.nodes[:masters], self.nodes[masters:]
+            self._join()
+        except BaseException:
+            self.kill()
+            raise
+
+    def _join(self) -> None:
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(node.client()) for node in self.nodes]
+            for number, client in enumerate(clients):
+                client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+            for client in clients:
+                for node in self.nodes:
+                    client.execute_command("CLUSTER", "MEET", "127.0.0.1", node.port)
+            for number in range(len(self.masters)):
+                count = len(self.masters)
+                clients[number].execute_command(
+                    "CLUSTER", "ADDSLOTS", *range(SLOTS * number // count, SLOTS * (number + 1) // count)
+                )
+            eventually(lambda: all(_info(client)["cluster_known_nodes"] == str(len(clients)) for client in clients))
+            for master, replica in zip(clients, clients[len(self.masters) :], strict=False):
+                name = master.execute_command("CLUSTER", "MYID")
+                eventually(partial(_done, replica, "CLUSTER", "REPLICATE", name))
+            replicas = clients[len(self.masters) :]
+            eventually(lambda: all(of.info("replication").get("master_link_status") == "up" for of in replicas), 20.0)
+            eventually(lambda: all(_info(client)["cluster_state"] == "ok" for client in clients), 20.0)
+            eventually(lambda: all(_slots_seen(client) == len(self.masters) for client in clients), 20.0)
+
+    def url(self, query: str = "", credentials: str = "", nodes: int = 2) -> str:
+        """What the store is opened with: it is told of some nodes."""
+        return f"redis+cluster://{credentials}{','.join(f'127.0.0.1:{node.port}' for node in self.masters[:nodes])}{query}"
+
+    def master_of(self, key: str) -> RedisProcess:
+        """Who has a key, as the cluster sees it."""
+        with self.alive()[0].client() as client:
+            slot = client.execute_command("CLUSTER", "KEYSLOT", key)
+            for first, last, (_, port, *_), *_ in _ranges(client):
+                if first <= slot <= last:
+                    return next(node for node in self.nodes if node.port == port)
+        raise AssertionError(f"nobody has slot {slot}")
+
+    def alive(self) -> list[RedisProcess]:
+        """The nodes that were not killed."""
+        return [node for node in self.nodes if node.running]
+
+    def kill(self) -> None:
+        """As kill -9, all of them."""
+        for node in self.nodes:
+            node.kill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+def _bus_port() -> int:
+    """A free port whose bus port, 10,000 above, is free too."""
+    while True:
+        port = free_port()
+        with contextlib.suppress(OSError, OverflowError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port + 10_000))
+            return port
+
+
+def _info(client: redis.Redis) -> dict[str, str]:
+    said = client.execute_command("CLUSTER", "INFO")
+    if isinstance(said, dict):
+        return {str(name): str(value) for name, value in said.items()}
+    return dict(line.split(":", 1) for line in said.decode().split())
+
+
+def _ranges(client: redis.Redis) -> list[Any]:
+    """CLUSTER SLOTS as it comes."""
+    return list(client.execute_command("CLUSTER", "SLOTS"))
+
+
+def _slots_seen(client: redis.Redis) -> int:
+    return len(_ranges(client))
+
+
+def _done(client: redis.Redis, *command: Any) -> bool:
+    try:
+        client.execute_command(*command)
+    except redis.ResponseError:
+        return False
+    return True

@@ -64,7 +64,9 @@ class ProjectConfig(Section):
     """``project.yaml``: where and when."""
 
     root: str = Field(description="folder of the offline store")
-    online: str = Field(description="table:./folder, redis://host:6379/0, rediss://… or unix:///socket")
+    online: str = Field(
+        description="table:./folder, redis://host:6379/0, rediss://…, unix:///socket or redis+cluster://host:6379,host:6379"
+    )
     vars: dict[str, str] = Field(
         default_factory=dict, description="values for ${name} in the views; relative paths start with ./ or ../"
     )
@@ -111,7 +113,10 @@ class ProjectConfig(Section):
             raise ValueError(
                 f"the embedded store is table files now: write table:{online[5:] or './folder'}, and publish each view"
             )
-        if not online.startswith(("table:", "redis://", "rediss://", "unix://")) or online == "table:":
+        if (
+            not online.startswith(("table:", "redis://", "rediss://", "unix://", "redis+cluster://", "rediss+cluster://"))
+            or online == "table:"
+        ):
             raise ValueError("write table:./folder or redis://host:6379/0")
         return online
 

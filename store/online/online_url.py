@@ -1,4 +1,5 @@
-"""Which online store a URL names: ``table:./folder``, ``redis://…``, ``rediss://…``, ``unix://…`` or ``memory:``."""
+"""Which online store a URL names: ``table:./folder``, ``redis://…``, ``rediss://…``, ``unix://…``,
+``redis+cluster://…`` or ``memory:``."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def open_online_store(url: str, base: Path | None = None, memory_mb: int = 1024)
         raise ConfigError(
             f"online: {url!r} is the embedded store of older versions: write table:{rest or './folder'}, and publish each view"
         )
-    if scheme in ("redis", "rediss", "unix"):
+    if scheme in ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster"):
         from store.redis.redis_store import RedisStore
 
         return RedisStore(url)

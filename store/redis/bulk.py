@@ -34,7 +34,8 @@ class Pipe:
     Args:
         link: to the server.
         doing: what for, as an infinitive: for messages.
-        same: raises when the server that answers now is not the one that answered before: what it acknowledged may be gone.
+        same: raises when the server that answers now is not the one that answered before: what it acknowledged may be gone. None: a cut connection is the
+            caller's, as :class:`Lost`, with what is :attr:`unanswered`.
         refused: what becomes of a command's error reply (the block, the command's number, the reply); by default it ends the load.
     """
 
@@ -42,7 +43,7 @@ class Pipe:
         self,
         link: Link,
         doing: str,
-        same: Callable[[], None],
+        same: Callable[[], None] | None,
         refused: Callable[[Block, int, Refused], None] | None = None,
     ) -> None:
         self._link, self._doing, self._same, self._refused = link, doing, same, refused
@@ -54,6 +55,11 @@ class Pipe:
     def oldest(self) -> int | None:
         """Number of the oldest block that is not answered; None when all are."""
         return self._sent[0].number if self._sent else None
+
+    @property
+    def unanswered(self) -> list[Block]:
+        """What is on its way."""
+        return [sent.block for sent in self._sent]
 
     def send(self, block: Block, number: int) -> None:
         """Send a block, when there is room for it among those that are on their way.
@@ -105,7 +111,7 @@ class Pipe:
             try:
                 if self._connection is None:
                     self._connection = self._link.connect(time.monotonic() + STALL_S)
-                    if until is not None:
+                    if until is not None and self._same is not None:
                         self._same()
                         for sent in self._sent:
                             self._connection.send(sent.block.data, time.monotonic() + STALL_S)
@@ -121,6 +127,8 @@ class Pipe:
             else:
                 return
             self.close()
+            if self._same is None:
+                raise Lost(str(lost)) from lost
             until = time.monotonic() + STALL_S if until is None else until
             if time.monotonic() > until:
                 raise no_answer(self._link.where, self._doing, str(lost)) from lost
@@ -157,9 +165,10 @@ class Acknowledged:
         self._marks.append((number, done))
 
     def settled(self, oldest: int | None) -> None:
-        """All blocks before ``oldest`` are answered; all there are when None. What that makes of the rows is noted once in a while."""
+        """All blocks before ``oldest`` are answered; all there are when None. What that makes of the rows is noted once in a while, and at the end."""
         while self._marks and (oldest is None or self._marks[0][0] < oldest):
             self.done = self._marks.popleft()[1]
-        if self.done > self._noted and time.monotonic() >= self._noted_at + NOTE_EVERY_S:
+        due = oldest is None or time.monotonic() >= self._noted_at + NOTE_EVERY_S
+        if due and self.done > self._noted:
             self._note(self.done)
             self._noted, self._noted_at = self.done, time.monotonic()

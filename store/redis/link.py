@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import hiredis
@@ -15,7 +15,6 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from store.errors import ConfigError, OnlineStoreError
-from store.redis.breaker import Breaker
 from store.redis.options import FORMS, RedisOptions
 from store.redis.replies import PASSING, Lost, Refused, no_answer, refusal, words
 
@@ -145,6 +144,52 @@ class Connection:
 _PART: Any = object()
 
 
+class Breaker:
+    """Opens when a call spent its whole budget without an answer; lets one call through after a pause that grows from ``first_s`` to ``most_s``.
+
+    Safe to share between threads.
+    """
+
+    def __init__(self, first_s: float = 0.1, most_s: float = 2.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._first_s, self._most_s, self._clock = first_s, most_s, clock
+        self._lock = threading.Lock()
+        self._pause_s = 0.0
+        self._until_s = self._failed_s = 0.0
+        self.words: str | None = None
+        """What the server's last silence looked like; None while it answers."""
+
+    def opened(self) -> str | None:
+        """None when the call may be made; else why not, in words. Whoever got None while the breaker is open is the probe: it must tell
+        :meth:`failed` or :meth:`succeeded`, and the others wait for another pause if it does neither."""
+        if self.words is None:
+            return None
+        with self._lock:
+            now_s, said = self._clock(), self.words
+            if now_s < self._until_s:
+                return f"{said}; asked again in {self._until_s - now_s:.1f} s"
+            self._until_s = now_s + self._pause_s
+            return None
+
+    def failed(self, words: str) -> None:
+        """The server did not answer."""
+        with self._lock:
+            now_s = self._clock()
+            if self.words is None:
+                self._pause_s = self._first_s
+            elif now_s < self._failed_s + self._pause_s:
+                # one of many that were on their way when the first one failed
+                return
+            else:
+                self._pause_s = min(self._most_s, 2 * self._pause_s)
+            self._failed_s, self._until_s, self.words = now_s, now_s + self._pause_s, words
+
+    def succeeded(self) -> None:
+        """The server answered, be it with a refusal."""
+        if self.words is not None:
+            with self._lock:
+                self.words = None
+
+
 class Link:
     """One server. Safe to share between threads, and to be carried over a fork.
 
@@ -194,9 +239,7 @@ class Link:
         tried = 0
         while True:
             try:
-                with self.connection(deadline) as connection:
-                    connection.send(commands, deadline)
-                    replies = connection.receive(count, deadline)
+                replies = self._once(commands, count, deadline)
             except Refused as refused:
                 raise refusal(self.where, doing, refused) from refused
             except Lost as lost:
@@ -211,32 +254,44 @@ class Link:
             self.breaker.succeeded()
             return replies
 
-    @contextmanager
-    def connection(self, deadline: float) -> Iterator[Connection]:
-        """A connection that is open. It is closed when what is done with it fails.
+    def _once(self, commands: bytes, count: int, deadline: float) -> list[Any]:
+        connection = self.take(deadline)
+        try:
+            connection.send(commands, deadline)
+            replies = connection.receive(count, deadline)
+        except BaseException:
+            self.drop(connection)
+            raise
+        self.give(connection)
+        return replies
+
+    def take(self, deadline: float) -> Connection:
+        """A connection that is open, for :meth:`give` or :meth:`drop` when done.
 
         Raises:
-            Lost, Refused: it could not be made; Lost too when one that was kept turned out to be cut, and then the others are not kept either.
+            Lost, Refused: it could not be made.
         """
         if self._process != os.getpid():
             # the parent's: whatever is read from them is lost to it
             self._idle, self._process = [], os.getpid()
         try:
-            connection = self._idle.pop()
+            return self._idle.pop()
         except IndexError:
-            connection = self.connect(deadline)
-        try:
-            yield connection
-        except BaseException:
-            connection.close()
-            if connection.used:
-                self.close()
-            raise
+            return self.connect(deadline)
+
+    def give(self, connection: Connection) -> None:
+        """Back, with nothing on its way, to be used again."""
         connection.used = True
         if len(self._idle) < IDLE_CONNECTIONS:
             self._idle.append(connection)
         else:
             connection.close()
+
+    def drop(self, connection: Connection) -> None:
+        """Close one that failed; where it had been kept, the others that are kept are closed too: the server was started anew, most likely."""
+        connection.close()
+        if connection.used:
+            self.close()
 
     def connect(self, deadline: float) -> Connection:
         """A connection that the caller keeps, and closes.

@@ -53,7 +53,7 @@ EVERYTHING = "all"
 
 class Loading(Record, frozen=True):
     """A load that is on its way, or was: ``done`` of its rows, from the first on, are in the store. ``layout`` is that of rows and keys, ``token`` the
-    process's that loads."""
+    process's that loads, ``server`` as in :class:`Loaded`."""
 
     generation: Generation
     layout: int

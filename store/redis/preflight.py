@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from store.errors import OnlineStoreError
-from store.redis.link import Command, Link, packed
+from store.redis.link import Link, packed
 from store.redis.replies import Refused, refusal
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,11 @@ class ServerState:
     def evicts(self) -> bool | None:
         """Whether it drops keys without expiry, which are all of ours, when it is full; None when that is not known."""
         return None if self.policy is None else self.policy.startswith("allkeys-")
+
+
+def identity_of(states: Sequence[ServerState]) -> str:
+    """Who all of these servers are; empty when one does not say."""
+    return ",".join(sorted(state.identity for state in states)) if all(state.identity for state in states) else ""
 
 
 def server_state(link: Link, doing: str, budget_s: float | None = None) -> ServerState:
@@ -151,21 +156,6 @@ def size_class(size_bytes: float) -> int:
     size = max(1, int(size_bytes))
     step = 16 if size <= 128 else 1 << ((size - 1).bit_length() - 3)
     return -(-size // step) * step
-
-
-def try_all(link: Link, commands: Sequence[Command], doing: str, budget_s: float = 10.0) -> None:
-    """Use commands, to see whether they may be used.
-
-    Raises:
-        OnlineStoreError: a command was refused; where several lack rights, names them all.
-    """
-    replies = link.replies(packed(*commands), len(commands), doing, budget_s)
-    refused = [(command[0], reply) for command, reply in zip(commands, replies, strict=True) if isinstance(reply, Refused)]
-    lacking = [str(name) for name, reply in refused if reply.code == "NOPERM"]
-    if lacking:
-        raise refusal(link.where, f"{doing}: {', '.join(lacking)}", Refused("NOPERM"))
-    if refused:
-        raise refusal(link.where, doing, refused[0][1])
 
 
 def _mb(size_bytes: int) -> str:

@@ -17,10 +17,11 @@ from store.online.packed import Rows
 from store.record import replace
 from store.redis import meta as records
 from store.redis.bulk import Acknowledged, Throttle
+from store.redis.cluster import Cluster
 from store.redis.link import Command
 from store.redis.meta import EVERYTHING, Loaded, Loading, Meta, Names, read_pointer, script
 from store.redis.options import RedisOptions
-from store.redis.preflight import ServerState, check_room, check_server, key_cost_bytes, server_state, try_all
+from store.redis.preflight import ServerState, check_room, check_server, identity_of, key_cost_bytes, server_state
 from store.redis.servers import ADMIN_S, Servers, SingleServer, replicated
 from store.redis.sweep import sweep
 
@@ -50,7 +51,7 @@ class RedisStore(OnlineStore):
     def __init__(self, url: str) -> None:
         self._options = RedisOptions.of(url)
         self._names = Names(self._options.prefix)
-        self._servers: Servers = SingleServer(self._options)
+        self._servers: Servers = Cluster(self._options) if self._options.nodes else SingleServer(self._options)
         self._seen: dict[str, tuple[bytes, Pointer]] = {}
         self._owners: dict[tuple[str, int], str] = {}
         self._flags_scripts: bool | None = None
@@ -110,7 +111,11 @@ class RedisStore(OnlineStore):
     def doubts(self, view: str) -> list[str]:
         meta = self._meta(view)
         states = self._servers.states(f"look after {view!r}")
-        server, evicted, keys = _server(states), _sum([state.evicted for state in states]), _sum([state.keys for state in states])
+        server, evicted, keys = (
+            identity_of(states),
+            _sum([state.evicted for state in states]),
+            _sum([state.keys for state in states]),
+        )
         doubts = []
         for number in meta.live:
             loaded = meta.loaded.get(number)
@@ -144,7 +149,10 @@ class RedisStore(OnlineStore):
         started = {
             n: loading
             for n, loading in meta.loading.items()
-            if loading.layout == FORMAT_VERSION and loading.generation == replace(generation, number=n)
+            if loading.layout == FORMAT_VERSION
+            and loading.generation == replace(generation, number=n)
+            # one server holds the note behind the rows it counts; in a cluster another one may have lost them since
+            and (not self._servers.cluster or loading.server == identity_of(states) != "")
         }
         number = max(started, key=lambda n: started[n].done, default=None)
         unwanted = {str(n) for n in (*meta.loading, *meta.unreadable) if n != number} | meta.dropping
@@ -168,17 +176,17 @@ class RedisStore(OnlineStore):
         # what takes away is tried first, so that nothing stays of what is put there
         away: list[Command] = [("HDEL", meta, "-", "dropping:0")]
         look: list[Command] = [("HGET", meta, "-"), ("HMGET", meta, "-"), ("HGETALL", meta), ("HEXISTS", meta, "-")]
-        try_all(servers.at(meta), away + look, doing)
-        try_all(servers.at(meta), on_meta + away, doing)
-        try_all(servers.at(views), [("SREM", views, "-"), ("SMEMBERS", views)], doing)
-        try_all(servers.at(views), [("SADD", views, "-"), ("SREM", views, "-")], doing)
+        servers.try_all(meta, away + look, doing)
+        servers.try_all(meta, on_meta + away, doing)
+        servers.try_all(views, [("SREM", views, "-"), ("SMEMBERS", views)], doing)
+        servers.try_all(views, [("SADD", views, "-"), ("SREM", views, "-")], doing)
         for link in servers.masters():
             key = servers.scratch(link, names.prefix)
             read: Command = ("GET", key) if servers.cluster else ("MGET", key)
             scan: Command = ("SCAN", 0, "MATCH", names.rows_of(view) + b"*", "COUNT", 1)
-            try_all(link, [("UNLINK", key), read, ("WAIT", 0, 1), scan], doing)
+            servers.try_all(key, [("UNLINK", key), read, ("WAIT", 0, 1), scan], doing)
             writes: list[Command] = [("SET", key, b"1")] if servers.cluster else [("SET", key, b"1"), ("MSET", key, b"1")]
-            try_all(link, [*writes, ("UNLINK", key)], doing)
+            servers.try_all(key, [*writes, ("UNLINK", key)], doing)
 
     def _check_room(self, view: str, rows: int, of: int, size_bytes: int, dropped: bool) -> None:
         prefix_bytes = len(self._names.rows(view, 1))
@@ -202,7 +210,8 @@ class RedisStore(OnlineStore):
         if not rows_done and (number in meta.loaded or number in meta.loading or str(number) in meta.dropping):
             self._drop_all(view, {str(number)})
         owner = self._owners.pop((view, number), meta.owner)
-        loading = Loading(generation, FORMAT_VERSION, owner, secrets.token_hex(8), rows_done)
+        server = identity_of(self._servers.states(doing, ADMIN_S))
+        loading = Loading(generation, FORMAT_VERSION, owner, secrets.token_hex(8), rows_done, server)
         self._servers.ask(self._names.views, [("SADD", self._names.views, view)], doing, ADMIN_S)
         if self._run(view, *records.begin_loading(number, loading))[0] == b"live":
             raise still_live(view, number)
@@ -226,7 +235,7 @@ class RedisStore(OnlineStore):
             raise
         states = self._servers.states(doing, ADMIN_S)
         self._replicated(view, states, doing)
-        loaded = Loaded(generation, acknowledged.done, _server(states), _sum([s.evicted for s in states]) or 0)
+        loaded = Loaded(generation, acknowledged.done, identity_of(states), _sum([s.evicted for s in states]) or 0)
         if self._run(view, *records.end_loading(number, loading, loaded))[0] != b"done":
             self._clean_up(view, number, loading.token)
             raise _taken_over(view, number)
@@ -321,11 +330,6 @@ def _taken_over(view: str, number: int) -> ConflictError:
     return ConflictError(
         f"generation {number} of view {view!r} was dropped, or is loaded by another process: nothing of it went live"
     )
-
-
-def _server(states: Sequence[ServerState]) -> str:
-    """Who all servers are; empty when one does not say."""
-    return ",".join(sorted(state.identity for state in states)) if all(state.identity for state in states) else ""
 
 
 def _sum(numbers: Sequence[int | None]) -> int | None:

@@ -39,9 +39,13 @@ def words(error: BaseException) -> str:
     return shown if len(shown) <= 200 else shown[:197] + "..."
 
 
-def no_answer(where: str, doing: str, said: str) -> OnlineStoreError:
+class NoAnswer(OnlineStoreError):
+    """A server that cannot be reached."""
+
+
+def no_answer(where: str, doing: str, said: str) -> NoAnswer:
     """The error of a server that cannot be reached."""
-    return OnlineStoreError(f"Redis at {where} does not answer, could not {doing}: is it running? ({said})")
+    return NoAnswer(f"Redis at {where} does not answer, could not {doing}: is it running? ({said})")
 
 
 def refusal(where: str, doing: str, refused: Refused) -> OnlineStoreError:

@@ -23,13 +23,15 @@ JOINED_BELOW = 32
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Commands ready to be sent, and how many they are. ``positions`` are those of their rows in the batch, in the commands' order, ``together`` rows in
+    """Commands ready to be sent, and how many they are. ``positions`` are those of their rows among ``keys`` and ``rows``, in the commands' order, ``together`` in
     each command (the last may have fewer)."""
 
     data: memoryview | bytes
     replies: int
     positions: I8
     together: int
+    keys: Packed
+    rows: Packed
 
     def rows_of(self, command: int) -> I8:
         """Positions of one command's rows."""
@@ -87,7 +89,7 @@ def _matrices(keys: Packed, rows: Packed, positions: I8, prefix: bytes, together
             if strings is not None:
                 cells[..., at : at + size] = _gathered(strings, part, size).reshape(count, together, size)
                 at += size
-        yield Block(memoryview(block.reshape(-1).data), count, part, together)
+        yield Block(memoryview(block.reshape(-1).data), count, part, together, keys, rows)
 
 
 def _gathered(strings: Packed, positions: I8, size: int) -> U1:
@@ -117,5 +119,5 @@ def _joined(keys: Packed, rows: Packed, positions: I8, prefix: bytes, together: 
         stop = start + len(part)
         if size >= BLOCK_BYTES or stop == len(positions):
             meant = positions[first:stop]
-            yield Block(b"".join(pieces), -(-len(meant) // together), meant, together)
+            yield Block(b"".join(pieces), -(-len(meant) // together), meant, together, keys, rows)
             pieces, size, first = [], 0, stop

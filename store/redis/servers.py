@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from store.errors import OnlineStoreError
 from store.online.packed import Buffer, RowBatch, Rows
-from store.redis.ahead import Ahead
 from store.redis.bulk import Acknowledged, Pipe, Throttle
 from store.redis.link import Command, Link, opener, packed
 from store.redis.options import RedisOptions
 from store.redis.preflight import ServerState, server_state
+from store.redis.replies import Refused, refusal
 from store.redis.resp import SLICE_ROWS, Block, blocks
 
-BLOCKS_AHEAD = 16
-"""Laid out and not sent, at most: 16 MB."""
 ADMIN_S = 10.0
 """For a command that is no read: flip, drop, count."""
 REPLICATED_S = 60.0
@@ -29,12 +28,36 @@ class Servers(ABC):
     where: str
 
     @abstractmethod
-    def ask(self, key: bytes | str, commands: Sequence[Command], doing: str, budget_s: float | None = None) -> list[object]:
-        """Replies to commands on keys of one slot, that of ``key``.
+    def replies(self, key: bytes | str, commands: Sequence[Command], doing: str, budget_s: float | None = None) -> list[Any]:
+        """Replies to commands on keys of one slot, that of ``key``, errors among them as :class:`Refused`.
 
         Raises:
-            OnlineStoreError: no answer in time (of a read's budget, if none is named), or an error among the replies.
+            OnlineStoreError: no answer in time (of a read's budget, if none is named).
         """
+
+    def ask(self, key: bytes | str, commands: Sequence[Command], doing: str, budget_s: float | None = None) -> list[Any]:
+        """As :meth:`replies`; raises OnlineStoreError too when one of them is an error."""
+        replies = self.replies(key, commands, doing, budget_s)
+        for reply in replies:
+            if isinstance(reply, Refused):
+                raise refusal(self.where, doing, reply)
+        return replies
+
+    def try_all(self, key: bytes | str, commands: Sequence[Command], doing: str) -> None:
+        """Use commands, to see whether they may be used.
+
+        Raises:
+            OnlineStoreError: a command was refused; where several lack rights, names them all.
+        """
+        replies = self.replies(key, commands, doing, ADMIN_S)
+        refused = [
+            (str(command[0]), reply) for command, reply in zip(commands, replies, strict=True) if isinstance(reply, Refused)
+        ]
+        lacking = [name for name, reply in refused if reply.code == "NOPERM"]
+        if lacking:
+            raise refusal(self.where, f"{doing}: {', '.join(lacking)}", Refused("NOPERM"))
+        if refused:
+            raise refusal(self.where, doing, refused[0][1])
 
     @abstractmethod
     def at(self, key: bytes | str) -> Link:
@@ -63,10 +86,9 @@ class Servers(ABC):
         """Of each master."""
         return [server_state(link, doing, budget_s) for link in self.masters()]
 
+    @abstractmethod
     def close(self) -> None:
         """Close all connections that nobody uses."""
-        for link in self.masters():
-            link.close()
 
 
 class SingleServer(Servers):
@@ -82,8 +104,8 @@ class SingleServer(Servers):
         self.where = options.where
         self._link = Link(opener(options), options.where, options.budget_s)
 
-    def ask(self, key: bytes | str, commands: Sequence[Command], doing: str, budget_s: float | None = None) -> list[object]:
-        return self._link.ask(packed(*commands), len(commands), doing, budget_s)
+    def replies(self, key: bytes | str, commands: Sequence[Command], doing: str, budget_s: float | None = None) -> list[Any]:
+        return self._link.replies(packed(*commands), len(commands), doing, budget_s)
 
     def at(self, key: bytes | str) -> Link:
         return self._link
@@ -93,6 +115,9 @@ class SingleServer(Servers):
 
     def masters(self) -> list[Link]:
         return [self._link]
+
+    def close(self) -> None:
+        self._link.close()
 
     def read(
         self, meta: str | None, prefixes: Sequence[bytes], keys: Sequence[bytes], doing: str, budget_s: float | None = None
@@ -107,9 +132,8 @@ class SingleServer(Servers):
     def load(self, rows: Rows, prefix: bytes, acknowledged: Acknowledged, throttle: Throttle, doing: str) -> None:
         identity = server_state(self._link, doing, ADMIN_S).identity
         pipe = Pipe(self._link, doing, lambda: check_same(self._link, identity, doing))
-        sent = Ahead(_laid_out(rows, prefix, acknowledged.done), BLOCKS_AHEAD)
         try:
-            for number, (block, done) in enumerate(sent):
+            for number, (block, done) in enumerate(_laid_out(rows, prefix, acknowledged.done)):
                 throttle.wait(len(block.data))
                 pipe.send(block, number)
                 if done is not None:
@@ -118,7 +142,6 @@ class SingleServer(Servers):
             pipe.settle()
             acknowledged.settled(None)
         finally:
-            sent.close()
             pipe.close()
 
 
@@ -136,17 +159,11 @@ def _laid_out(rows: Rows, prefix: bytes, done: int) -> Iterator[tuple[Block, int
 
 
 def slices(rows: Rows) -> Iterator[RowBatch]:
-    """Batches of at most :data:`SLICE_ROWS` rows; the iterator they come from is closed with this one."""
-    source = iter(rows)
-    try:
-        for batch in source:
-            for start in range(0, len(batch), SLICE_ROWS):
-                stop = min(start + SLICE_ROWS, len(batch))
-                yield RowBatch(batch.keys.slice(start, stop), batch.rows.slice(start, stop), batch.hashes[start:stop])
-    finally:
-        close: Callable[[], None] | None = getattr(source, "close", None)
-        if close is not None:
-            close()
+    """Batches of at most :data:`SLICE_ROWS` rows."""
+    for batch in rows:
+        for start in range(0, len(batch), SLICE_ROWS):
+            stop = min(start + SLICE_ROWS, len(batch))
+            yield RowBatch(batch.keys.slice(start, stop), batch.rows.slice(start, stop), batch.hashes[start:stop])
 
 
 def check_same(link: Link, identity: str, doing: str) -> None:

@@ -206,7 +206,7 @@ def test_all_mistakes_of_a_file_are_told_at_once(make_project: MakeProject) -> N
 
 
 def test_a_password_in_a_refused_url_is_not_repeated(make_project: MakeProject) -> None:
-    message = refusal(make_project, environment={"PRECOMPUTE_ONLINE": "redis+cluster://:hunter2@host:6379/0"})
+    message = refusal(make_project, environment={"PRECOMPUTE_ONLINE": "redis+sentinel://:hunter2@host:6379/0"})
     assert "online" in message
     assert "hunter2" not in message
 

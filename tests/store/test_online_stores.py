@@ -36,7 +36,7 @@ from tests.online import (
 OpenStore = Callable[[], OnlineStore]
 
 
-@pytest.fixture(params=["memory", "table", "redis"])
+@pytest.fixture(params=["memory", "table", "redis", "cluster"])
 def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OpenStore]:
     """Opens the same store once more, as another reader would; memory has only one."""
     opened: list[OnlineStore] = []
@@ -45,7 +45,8 @@ def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OpenS
         if request.param == "memory":
             opened[:] = opened or [MemoryStore()]
         else:
-            url = f"table:{tmp_path / 'online'}" if request.param == "table" else request.getfixturevalue("redis_url")
+            urls = {"table": lambda: f"table:{tmp_path / 'online'}", "redis": lambda: request.getfixturevalue("redis_url")}
+            url = urls.get(request.param, lambda: request.getfixturevalue("cluster_url"))()
             opened.append(open_online_store(url))
         return opened[-1]
 

@@ -24,8 +24,7 @@ from store.online.online_store import Generation, Pointer, Terms
 from store.online.online_url import open_online_store
 from store.online.packed import Packed, RowBatch, Rows
 from store.redis import bulk, redis_store
-from store.redis.ahead import Ahead
-from store.redis.breaker import Breaker
+from store.redis.link import Breaker
 from store.redis.preflight import key_cost_bytes
 from store.redis.redis_store import RedisStore
 from store.redis.resp import MSET_KEYS, blocks
@@ -204,38 +203,6 @@ def test_only_those_rows_are_laid_out_that_are_meant() -> None:
         for c in commands_in(bytes(block.data))
     ]
     assert sorted(found) == [[b"SET", b"%04d" % i, b"%07d" % i] for i in meant]
-
-
-# ---- a thread ahead
-
-
-def test_what_is_made_ahead_comes_in_order_and_its_error_after_it() -> None:
-    def items() -> Iterator[int]:
-        yield from range(100)
-        raise KeyError("the end")
-
-    ahead = Ahead(items(), 3)
-    assert list(itertools.islice(ahead, 100)) == list(range(100))
-    for _ in range(2):
-        with pytest.raises(KeyError, match="the end"):
-            next(ahead)
-    ahead.close()
-
-
-def test_closing_early_ends_the_thread_and_closes_the_iterator() -> None:
-    closed_in: list[str] = []
-
-    def items() -> Iterator[int]:
-        try:
-            yield from itertools.count()
-        finally:
-            closed_in.append(threading.current_thread().name)
-
-    ahead = Ahead(items(), 3)
-    assert [next(ahead), next(ahead)] == [0, 1]
-    ahead.close()
-    assert closed_in == ["redis-load"]
-    assert "redis-load" not in [thread.name for thread in threading.enumerate()]
 
 
 # ---- loading
