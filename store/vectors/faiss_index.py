@@ -7,6 +7,8 @@ compared again with the flat vectors (André, Kermarrec, Le Scouarnec: Quicker A
 from __future__ import annotations
 
 import contextlib
+import logging
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from store.vectors.index_record import DTYPES, Codes
+
+log = logging.getLogger(__name__)
 
 FLOAT = npt.NDArray[np.float32]
 ROWS = npt.NDArray[np.int64]
@@ -166,13 +170,28 @@ def gpus() -> int:
     return int(faiss.get_num_gpus())
 
 
+class _OnGpu:
+    """A flat index in a GPU's memory, float16 or float32 as it is in its file. FAISS answers one search at a time there."""
+
+    def __init__(self, flat: Any) -> None:
+        self._index = faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), 0, flat)
+        self._lock = threading.Lock()
+
+    def search(self, queries: FLOAT, k: int) -> tuple[FLOAT, ROWS]:
+        with self._lock:
+            scores, rows = self._index.search(queries, k)
+        return scores, rows
+
+
 def on_gpu(flat: Any) -> Any:
-    """A flat index in a GPU's memory, where there is a GPU; else as it is."""
+    """A flat index in a GPU's memory, where there is a GPU with room for it; else as it is."""
     if gpus() == 0:
         return flat
-    options = faiss.GpuClonerOptions()
-    options.useFloat16 = True
-    return faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), 0, flat, options)
+    try:
+        return _OnGpu(flat)
+    except RuntimeError as exc:
+        log.warning("the vector index is searched on the CPU: %s", exc)
+        return flat
 
 
 def search_flat(flat: Any, query: FLOAT, k: int, bits: BITS | None = None) -> tuple[FLOAT, ROWS]:

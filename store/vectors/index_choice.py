@@ -104,7 +104,8 @@ class Chooser:
             return _exact(
                 f"a promise above {reachable:.4f} is kept by comparing with every row: {_HELD_OUT_QUERIES:,} queries cannot show more"
             )
-        tuning, *held_out = self._drawn(rows)
+        tuning_rows, *held_out = self._drawn(rows)
+        tuning = self._queries(tuning_rows)
         exact_us = _median_us(
             [_timed(lambda q: search_flat(self._flat, q, NEIGHBOURS + 1), q)[0] for q in tuning.asked[:_TIMED_EXACT]]
         )
@@ -119,18 +120,20 @@ class Chooser:
                 best = candidate
         return self._kept(best, half, half_us, held_out, exact_us)
 
-    def _drawn(self, rows: int) -> list[Queries]:
-        """Queries to tune by, and those of every look at what came of it: no row is in two of them."""
+    def _drawn(self, rows: int) -> list[ROWS]:
+        """Rows that ask: those to tune by, and those of every look at what came of it. None is in two of them."""
         share = min(1.0, rows / 2 / (_TUNING_QUERIES + _LOOKS * _HELD_OUT_QUERIES))
         sizes = [int(_TUNING_QUERIES * share), *[int(_HELD_OUT_QUERIES * share)] * _LOOKS]
         drawn = np.random.default_rng(1).permutation(rows)[: sum(sizes)]
-        every = Queries(self._vectors, drawn, self._flat, l2=self._l2)
-        ends = np.cumsum(sizes)
-        return [every.part(end - size, end) for end, size in zip(ends.tolist(), sizes, strict=True)]
+        return np.split(drawn, np.cumsum(sizes)[:-1])
 
-    def _coded(self, half: Any, tuning: Queries, held_out: list[Queries]) -> Iterator[_Candidate]:
+    def _queries(self, rows: ROWS) -> Queries:
+        """The truth costs as much as the building: 1 s for 1,000 queries of 200,000 rows; so only for those that are looked at."""
+        return Queries(self._vectors, rows, self._flat, l2=self._l2)
+
+    def _coded(self, half: Any, tuning: Queries, held_out: list[ROWS]) -> Iterator[_Candidate]:
         """Candidates by code that are good enough on the queries to tune by, the simplest first."""
-        asking = np.concatenate([queries.rows for queries in (tuning, *held_out)])
+        asking = np.concatenate([tuning.rows, *held_out])
         spent_s = 0.0
         for codes in candidates(len(self._vectors), self._vectors.shape[1], self._limits):
             # those that follow take longer than those before
@@ -163,10 +166,10 @@ class Chooser:
             enough = fewer or probed
         return _Candidate("codes", _measured(both, enough, tuning)[1], enough, coded)
 
-    def _kept(self, best: _Candidate, half: Any, half_us: float, held_out: list[Queries], exact_us: float) -> Choice:
+    def _kept(self, best: _Candidate, half: Any, half_us: float, held_out: list[ROWS], exact_us: float) -> Choice:
         """The candidate, if held-out queries agree; else it goes further, then float16, and at last the exact index. Each look has queries of its own."""
         said = []
-        looks = iter(held_out)
+        looks = map(self._queries, held_out)
         codes = best.codes
         for widened in (False, True):
             if codes is None or best.coded is None:

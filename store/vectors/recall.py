@@ -63,13 +63,6 @@ class Queries:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def part(self, start: int, stop: int) -> Queries:
-        """Some of them."""
-        some = object.__new__(Queries)
-        some.rows, some.asked, some._worst = self.rows[start:stop], self.asked[start:stop], self._worst[start:stop]
-        some._vectors, some._l2, some._possible = self._vectors, self._l2, self._possible
-        return some
-
     def recall(self, found: list[ROWS]) -> Recall:
         """The share of the nearest that was found.
 
