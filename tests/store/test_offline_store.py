@@ -30,6 +30,7 @@ from store.errors import ConflictError, FencedError, SnapshotError
 from store.feature_view import Feature, FeatureView
 from store.offline.journal import Finished
 from store.offline.layers import Layers
+from store.offline.part_file import write_part_file
 from store.offline.refs import LiveRef, Place, run_lease
 from store.offline.row_figures import RowFigures, VectorFigures
 from store.offline.runs import Report
@@ -1013,3 +1014,13 @@ def test_vectors_and_text_come_back_from_a_part_as_they_went_in(store: ViewStore
     vectors = pa.FixedSizeListArray.from_arrays(pa.array(np.arange(6, dtype=np.float16)), 2)
     table = pa.table({"id": ["a", "é", "a"], "vector": vectors, "top": [["x"], [], None]})
     assert pa.Table.from_batches(store.batches(committed(store, table))).equals(table)
+
+
+def test_vectors_are_compressed_by_what_is_read_fastest_and_the_rest_by_what_is_smallest(tmp_path: Path) -> None:
+    columns = {"id": pa.array([1]), "text": ["a"], "top": pa.array([[1, 2]]), "tags": pa.array([["x"]])}
+    vector = pa.FixedSizeListArray.from_arrays(pa.array([0.5, 1.5], pa.float32()), 2)
+    write_part_file(tmp_path / "part.parquet", pa.table(columns | {"vector": vector}))
+    group = pq.read_metadata(tmp_path / "part.parquet").row_group(0)
+    codecs = {group.column(i).path_in_schema.partition(".")[0]: group.column(i).compression for i in range(group.num_columns)}
+    assert codecs == dict.fromkeys(columns, "ZSTD") | {"vector": "LZ4"}
+    assert pq.read_table(tmp_path / "part.parquet").column("vector").to_pylist() == [[0.5, 1.5]]
