@@ -53,6 +53,8 @@ class Lookup:
     ) -> None:
         self.online = online
         self.fallback = fallback
+        self.on_damaged: Callable[[str, int], None] = lambda view, rows: None
+        """Told of rows that do not vouch for themselves, by lookups and searches: the view, and how many."""
         self._clock, self._monotonic = clock, monotonic
         self._plans: dict[tuple[str, tuple[str, ...] | None], AnswerPlan] = {}
         self._seen: dict[str, tuple[tuple[int, str, int], int | None, float]] = {}
@@ -135,6 +137,8 @@ class Lookup:
         now_us = int(self._clock() * 1e6)
         answer = Answer(plan, texts, found, now_us, self._sighting(pointer))
         missing = [i for i in answer.judge(options.max_age_s) if raw[i] is not IMPOSSIBLE]
+        if answer.damaged:
+            self.on_damaged(view, answer.damaged)
         if missing and options.fallback and self.fallback is not None and pointer.view.fallback:
             wait_s = pointer.view.fallback_deadline_s if options.deadline_ms is None else options.deadline_ms / 1000
             answer.deadline = time.monotonic() + min(wait_s, MAX_DEADLINE_S)

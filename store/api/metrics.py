@@ -30,6 +30,7 @@ class Metrics:
             ["view"],
             registry=self._registry,
         )
+        lookup.on_damaged = lambda view, rows: self._damaged.labels(view).inc(rows)
         self._seconds = Histogram(
             "precompute_request_seconds", "Time to answer", ["route"], buckets=_BUCKETS, registry=self._registry
         )
@@ -51,8 +52,6 @@ class Metrics:
             if counter is None:
                 counter = self._row_counters[view, status] = self._rows.labels(view, status)
             counter.inc(rows)
-        if answer.damaged:
-            self._damaged.labels(view).inc(answer.damaged)
         future = answer.future_rows()
         if future:
             self._future.labels(view).inc(future)

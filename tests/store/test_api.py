@@ -285,9 +285,11 @@ def test_a_damaged_row_is_a_problem_of_its_own_and_no_others(api: Server) -> Non
     assert ("precompute_damaged_rows_total", (("view", "numbers"),)) not in grown
 
 
-def test_a_search_leaves_a_damaged_row_out(api: Server) -> None:
+def test_a_search_leaves_a_damaged_row_out_and_counts_it(api: Server) -> None:
+    before, key = _metrics(api), ("precompute_damaged_rows_total", (("view", "spoilt"),))
     reply = api.post("/v1/views/spoilt/search", {"vector": [2, 3, 4, 5], "k": 3, "features": ["double"]})
     assert (reply.status, [row["key"] for row in reply.json["rows"]]) == (200, ["1", "3"])
+    assert _metrics(api)[key] - before.get(key, 0) == 1
     # the index is whole, and searched by what it has of the row
     assert [row["key"] for row in api.post("/v1/views/spoilt/search", {"key": 2}).json["rows"]] == ["1", "3"]
 
