@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from store.vectors import index_choice
-from store.vectors.faiss_index import cores, nearest_of_all, on_gpu, search_flat, threads, trained_codes
+from store.vectors.faiss_index import cores, nearest_of_all, on_gpu, search_codes, search_flat, threads, trained_codes
 from store.vectors.index_build import build_index
 from store.vectors.index_choice import Limits, candidates
 from store.vectors.index_record import METRICS, Codes, IndexFigures
@@ -70,7 +70,16 @@ def test_rows_dealt_into_lists_keep_it_too_and_a_filter_reaches_all_of_them(
     # every row of one corner is left out: those that remain lie in other lists than the ones probed first
     order = nearest(vectors, vectors[7], "l2")
     near, rest = order[:5900], order[5900:]
+    probed = []
+
+    def spied(both: Any, codes: Codes, *wanted: Any) -> Any:
+        probed.append(codes.probed)
+        return search_codes(both, codes, *wanted)
+
+    monkeypatch.setattr("store.vectors.index_part.search_codes", spied)
     found = index.search(vectors[7], 20, exclude=[f"k{i}" for i in near])
+    # 1 row of 60 is admitted
+    assert probed[0] == min(32, 60 * index.figures.probed)
     assert {int(key[1:]) for key in found.keys} <= set(rest)
     assert len(found.keys) == 20
     assert len(index.search(vectors[7], ROWS).keys) == ROWS
@@ -151,6 +160,17 @@ def test_the_same_rows_give_the_same_codes() -> None:
     codes = [trained_codes(vectors, np.arange(100), Codes(4, 8), l2=False) for _ in range(2)]
     first, second = (faiss.serialize_index(coded).tobytes() for coded in codes)
     assert first == second
+
+
+def test_nothing_is_learnt_from_rows_that_are_held_out() -> None:
+    vectors, held_out = overlapping(3000), np.arange(0, 1000, 2)
+    changed = vectors.copy()
+    changed[held_out] *= 50
+    learnt = []
+    for rows in (vectors, changed):
+        coded = trained_codes(rows, held_out, Codes(4, 8), l2=True)
+        learnt.append((faiss.vector_to_array(coded.pq.centroids).tolist(), coded.quantizer.reconstruct_n(0, 4).tolist()))
+    assert learnt[0] == learnt[1]
 
 
 def test_a_search_goes_further_the_more_it_is_asked_for_and_never_without_end() -> None:
