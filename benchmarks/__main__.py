@@ -8,6 +8,7 @@ import sys
 SCRIPTS = (
     "lookup_http",
     "online_table",
+    "online_redis",
     "online_faiss",
     "online_delta",
     "engine_text",

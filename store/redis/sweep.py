@@ -7,25 +7,43 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from store.redis.link import Link, packed
+from store.redis.link import Command, Link, packed
 from store.redis.replies import Refused, refusal
 
 SCANNED_KEYS = 1000
-"""Looked at between two pauses: a third of a millisecond of the server's time."""
+"""Looked at between two pauses: a third of a millisecond of the server's time, and half of one for removing them."""
 SWEEP_S = 10.0
 """For one such step."""
 
 
-def scanned(link: Link, prefix: bytes, doing: str) -> Iterator[list[bytes]]:
-    """The keys that begin with a prefix, a few at a time, some of them twice; the server has as long for others as it takes for this."""
-    cursor = b"0"
-    while True:
+def scanned(link: Link, prefix: bytes, doing: str, gone: list[Command] | None = None) -> Iterator[list[bytes]]:
+    """The keys that begin with a prefix, a few at a time, some of them twice; the server has half as long for others as it takes for this.
+
+    Args:
+        link: to the server.
+        prefix: of the keys.
+        doing: what for.
+        gone: commands that are to be sent with the next look, and are taken from the list; what MOVED is found on the server that has it now.
+
+    Raises:
+        OnlineStoreError: no answer, or a command was refused.
+    """
+    cursor: bytes | None = b"0"
+    gone = [] if gone is None else gone
+    while cursor is not None or gone:
+        look: list[Command] = [] if cursor is None else [("SCAN", cursor, "MATCH", prefix + b"*", "COUNT", SCANNED_KEYS)]
         started = time.monotonic()
-        ((cursor, keys),) = link.ask(packed(("SCAN", cursor, "MATCH", prefix + b"*", "COUNT", SCANNED_KEYS)), 1, doing, SWEEP_S)
-        yield keys
-        if cursor == b"0":
-            return
-        time.sleep(time.monotonic() - started)
+        replies = link.replies(packed(*gone, *look), len(gone) + len(look), doing, SWEEP_S)
+        taken_s = time.monotonic() - started
+        for reply in replies:
+            if isinstance(reply, Refused) and ((look and reply is replies[-1]) or reply.code not in ("MOVED", "ASK")):
+                raise refusal(link.where, doing, reply)
+        gone.clear()
+        if cursor is not None:
+            cursor, keys = replies[-1]
+            cursor = None if cursor == b"0" else cursor
+            yield keys
+        time.sleep(taken_s / 2)
 
 
 def counted(links: Iterable[Link], prefix: bytes, doing: str) -> int:
@@ -47,13 +65,10 @@ def sweep(link: Link, prefix: bytes, unwanted: Callable[[int], bool], doing: str
     Raises:
         OnlineStoreError: no answer, or a command was refused. What is gone is gone; do it again.
     """
-    for keys in scanned(link, prefix, doing):
+    gone: list[Command] = []
+    for keys in scanned(link, prefix, doing, gone):
         numbers = {number for key in keys if (number := key[len(prefix) :].partition(b":")[0]).isdigit()}
         going = {number for number in numbers if unwanted(int(number))}
-        gone = [key for key in keys if key[len(prefix) :].partition(b":")[0] in going] if going else []
-        if gone:
-            commands = [("UNLINK", key) for key in gone] if cluster else [("UNLINK", *gone)]
-            for reply in link.replies(packed(*commands), len(commands), doing, SWEEP_S):
-                if isinstance(reply, Refused) and reply.code not in ("MOVED", "ASK"):
-                    # a key that has moved is found on the server that has it now
-                    raise refusal(link.where, doing, reply)
+        keys = [key for key in keys if key[len(prefix) :].partition(b":")[0] in going] if going else []
+        if keys:
+            gone += [("UNLINK", key) for key in keys] if cluster else [("UNLINK", *keys)]
