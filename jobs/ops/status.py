@@ -74,12 +74,20 @@ def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict
         line["index"] = _index(store, snapshot, ref)
         line |= _source(known_source_at(snapshot, reports))
         attention += _too_old(project, name, line["source_age_s"])
-        wrong = lost(store, online) if line["online"] else None
-        attention += [] if wrong is None else [wrong]
+        attention += _lost(store, online) if line["online"] else []
         line["behind"] = inputs_behind(store, snapshot, reports)
         attention += [in_words(behind) for behind in line["behind"] if is_late(project, snapshot, behind)]
     attention += [str(broken)] if broken else []
     return line | {"attention": _attention(line) + attention + damage(store)}
+
+
+def _lost(store: ViewStore, online: OnlineStore) -> list[str]:
+    """What the online store lost of what is live, in words; or why that is not known."""
+    try:
+        wrong = lost(store, online)
+    except PrecomputeError as exc:
+        return [str(exc)]
+    return [] if wrong is None else [wrong]
 
 
 def _ttl_s(project: Project, name: str) -> float | None:
