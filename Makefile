@@ -57,4 +57,4 @@ bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf var $(VENV)
+	rm -rf var $(VENV) .venv-feast

@@ -11,6 +11,7 @@ SCRIPTS = (
     "online_redis",
     "online_faiss",
     "online_delta",
+    "online_feast",
     "engine_text",
     "engine_mlp",
     "engine_top_k",
