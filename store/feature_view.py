@@ -49,12 +49,16 @@ class Feature:
 
     A scalar (``dim`` and ``max_items`` unset), a vector of exactly ``dim`` numbers (Arrow FixedSizeList), or a list of at most
     ``max_items`` values (Arrow List), which is how a top-k list is kept.
+
+    ``packed`` is how the online store keeps a vector of float16 or float32: ``int8`` or ``binary`` with a scale a row, None as it is. Parquet and the vector
+    index have the full values whatever it says, and readers get the declared dtype.
     """
 
     name: str
     dtype: str
     dim: int | None = None
     max_items: int | None = None
+    packed: str | None = None
 
     @property
     def arrow_type(self) -> pa.DataType:
@@ -142,6 +146,9 @@ class FeatureView:
         for record, name, before in later:
             if record[name] == before:
                 del record[name]
+        for feature in body["features"]:
+            if feature["packed"] is None:
+                del feature["packed"]
         return body
 
     @classmethod

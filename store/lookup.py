@@ -22,6 +22,7 @@ from store.freshness import Sighting, microseconds, status_of
 from store.lookup_options import MAX_KEYS, MAX_NEIGHBOURS, LookupOptions, SearchOptions, check_features
 from store.online.online_store import OnlineStore, Pointer
 from store.online.online_url import open_online_store
+from store.record import plain
 from store.search import Searches
 
 IMPOSSIBLE = b"\0"
@@ -227,14 +228,7 @@ class Lookup:
         return {
             "view": view.name,
             "entity": list(view.entity),
-            "features": [
-                {
-                    k: v
-                    for k, v in (("name", f.name), ("dtype", f.dtype), ("dim", f.dim), ("max_items", f.max_items))
-                    if v is not None
-                }
-                for f in view.features
-            ],
+            "features": [{k: v for k, v in plain(f).items() if v is not None} for f in view.features],
             "snapshot": pointer.snapshot,
             "published_at": pointer.at,
             "model": pointer.model,

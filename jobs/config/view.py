@@ -66,6 +66,10 @@ class FeatureConfig(Section):
     dtype: Literal["float16", "float32", "float64", "int8", "int16", "int32", "int64", "bool", "string"]
     dim: int | None = Field(default=None, ge=1, le=65536, description="length of a vector")
     max_items: int | None = Field(default=None, ge=1, le=65536, description="longest list, for a top-k list")
+    packed: Literal["int8", "binary"] | None = Field(
+        default=None,
+        description="of a vector of float16 or float32: what the online store keeps of it, with a scale a row; readers get the dtype",
+    )
 
     @model_validator(mode="after")
     def _one_shape(self) -> FeatureConfig:
@@ -75,6 +79,8 @@ class FeatureConfig(Section):
             raise ValueError("a vector holds numbers; use max_items for a list of strings")
         if self.dtype == "bool" and (self.dim is not None or self.max_items is not None):
             raise ValueError("a vector or list of bool is not supported; use int8")
+        if self.packed is not None and (self.dim is None or self.dtype not in ("float16", "float32")):
+            raise ValueError(f"packed: {self.packed} is for vectors (dim) of float16 or float32")
         return self
 
 
@@ -165,6 +171,12 @@ class GatesConfig(Section):
         gt=0,
         le=2,
         description="a distance, as a share of the longer vector's length: 0.45 is a cosine of 0.9 between vectors of one length",
+    )
+    packed: float | None = Field(
+        default=0.95,
+        ge=0,
+        le=1,
+        description="of a vector with `packed`: least share of each sampled row's 10 nearest that stay the same as the online store keeps them",
     )
     rolled_back: float | None = Field(
         default=0.1,
@@ -279,7 +291,7 @@ class ViewConfig(Section):
         return FeatureView(
             name=self.name,
             entity=tuple(self.entity),
-            features=tuple(Feature(n, f.dtype, f.dim, f.max_items) for n, f in self.features.items()),
+            features=tuple(Feature(n, f.dtype, f.dim, f.max_items, f.packed) for n, f in self.features.items()),
             ttl_s=self.ttl,
             stale_for_s=self.stale_for,
             index=None if self.index is None else IndexSpec(self.index.on, self.index.metric, self.index.recall_at_10),

@@ -11,7 +11,7 @@ import logging
 from jobs.config.view import ViewConfig
 from jobs.pipeline.parity import judge_parity
 from jobs.pipeline.rolled_back import judge_rolled_back
-from jobs.pipeline.vector_gates import SAMPLE_ROWS, judge_duplicates, judge_lengths, judge_moves, moves_of
+from jobs.pipeline.vector_gates import SAMPLE_ROWS, judge_duplicates, judge_lengths, judge_moves, judge_packed, moves_of
 from jobs.pipeline.verdicts import JUDGED_ROWS, Verdicts
 from jobs.rows.open_view import OpenView
 from jobs.rows.replaced import Replaced
@@ -62,6 +62,7 @@ def judge(
         if feature.dim is not None and feature.dtype.startswith("float"):
             judge_lengths(feature, figures, before, gates, verdicts)
             judge_duplicates(feature, sample, gates, verdicts)
+            judge_packed(feature, sample, snapshot.view, gates, verdicts)
             if moves is not None:
                 judge_moves(feature, moves, gates, verdicts)
     judge_rolled_back(opened, store, snapshot, gates.rolled_back, verdicts)

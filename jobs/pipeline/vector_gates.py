@@ -1,4 +1,4 @@
-"""Vector gates: how long the vectors of a snapshot are, which repeat another one, and how far they moved from the live ones.
+"""Vector gates: how long the vectors of a snapshot are, which repeat another one, how far they moved from the live ones, and what packing leaves of them.
 
 Lengths and zeros are counted of all rows while they are written; repetitions and moves are told by rows drawn at random.
 """
@@ -6,7 +6,7 @@ Lengths and zeros are counted of all rows while they are written; repetitions an
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -16,14 +16,15 @@ import pyarrow.compute as pc
 from jobs.config.view import GatesConfig
 from jobs.pipeline.verdicts import Verdicts
 from jobs.rows.replaced import Replaced
-from precompute.precision.accuracy import row_cosines
+from precompute.precision.accuracy import FeatureAccuracy, compare, row_cosines
 from store.entity_key import key_column
 from store.errors import SnapshotError
-from store.feature_view import Feature
+from store.feature_view import Feature, FeatureView
 from store.offline.row_figures import RowFigures, VectorFigures
 from store.offline.selection import all_rows, rows_beside, seed_of
 from store.offline.snapshot import Snapshot
 from store.offline.view_store import ViewStore
+from store.online.codec import RowCodec
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +86,38 @@ def judge_duplicates(feature: Feature, sample: pa.Table, gates: GatesConfig, ver
     doubled = 1 - len(np.unique(vectors, axis=0)) / len(vectors)
     message = f"{doubled:.1%} of sampled {feature.name} repeat another one"
     verdicts.at_most("duplicates", doubled, gates.duplicates, message)
+
+
+def judge_packed(feature: Feature, sample: pa.Table, view: FeatureView, gates: GatesConfig, verdicts: Verdicts) -> None:
+    """The gate ``packed``, on some rows: how far a vector is from itself once the online store kept it. Nothing of a feature without ``packed``."""
+    if feature.packed is None:
+        return
+    rows = sample.select([feature.name]).filter(sample.column(feature.name).is_valid())
+    # What is not finite comes back as NaN, and is the gate ``finite``'s.
+    rows = rows.filter(pa.array(np.isfinite(_matrix(rows, feature)).all(axis=1))) if rows.num_rows else rows
+    if not rows.num_rows:
+        return
+    full = rows.combine_chunks().to_batches()[0]
+    now = _as_packed(feature, full, view)
+    for name, value in (("mean_cosine", now.mean_cosine), ("min_cosine", now.min_cosine), ("recall_at_10", now.recall_at_10)):
+        if value is not None:
+            verdicts.quality[f"{feature.name}.packed.{name}"] = value
+    if now.recall_at_10 is None:
+        return
+    message = f"packed as {feature.packed}, sampled {feature.name} keep {now.recall_at_10:.1%} of their 10 nearest"
+    message += f", mean cosine {now.mean_cosine:.4f}"
+    if gates.packed is not None and now.recall_at_10 < gates.packed and feature.packed == "binary":
+        finer = _as_packed(replace(feature, packed="int8"), full, view)
+        message += f"; as int8 they would keep {finer.recall_at_10:.1%}"
+    verdicts.at_least("packed", now.recall_at_10, gates.packed, message)
+
+
+def _as_packed(feature: Feature, full: pa.RecordBatch, view: FeatureView) -> FeatureAccuracy:
+    """Figures of what the codec gives back against what it was given."""
+    alone = replace(view, features=(feature,))
+    codec, none = RowCodec(alone), np.zeros(full.num_rows, np.int64)
+    columns = codec.decode(codec.encode(full, none.astype(np.uint64), none, 0)).columns
+    return compare(full, pa.RecordBatch.from_arrays(columns, [feature.name]), alone).features[feature.name]
 
 
 def judge_moves(feature: Feature, moves: Moves, gates: GatesConfig, verdicts: Verdicts) -> None:

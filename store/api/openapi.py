@@ -42,6 +42,12 @@ def _body(name: str, *, arrow: bool = False) -> dict[str, Any]:
     return {"required": True, "content": _content(name, arrow)}
 
 
+_VIEWS = (
+    "Of each feature its name, dtype, dim of a vector or max_items of a list, and packed where the store keeps a vector as int8 or binary: "
+    "rows have the dtype then, and numbers that are near the model's."
+)
+
+
 def openapi_document() -> dict[str, Any]:
     """The document served at ``/openapi.json``."""
     plain = {"200": {"description": "answered"}}
@@ -50,7 +56,7 @@ def openapi_document() -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "Precompute", "version": "1", "description": "Pre-computed features by key, with their freshness."},
         "paths": {
-            "/v1/views": {"get": {"summary": "The published views", "responses": plain}},
+            "/v1/views": {"get": {"summary": "The published views", "description": _VIEWS, "responses": plain}},
             **_lookups(),
             "/livez": {"get": {"summary": "The process lives", "responses": plain}},
             "/readyz": {"get": ready},

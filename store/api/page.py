@@ -72,4 +72,5 @@ def _search(view: dict[str, Any]) -> str:
 
 def _feature(feature: dict[str, Any]) -> str:
     shape = f"[{feature['dim']}]" if "dim" in feature else f"[≤{feature['max_items']}]" if "max_items" in feature else ""
-    return f"{feature['name']}: {feature['dtype']}{shape}"
+    packed = f" as {feature['packed']}" if "packed" in feature else ""
+    return f"{feature['name']}: {feature['dtype']}{shape}{packed}"

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from store.entity_key import key_column
-from store.feature_view import FeatureView
+from store.feature_view import Feature, FeatureView
 from store.online import kernels
 from store.online.found_rows import FoundRows
 from store.online.packed import I8, U1, U8, Buffer, Packed, RowBatch
@@ -33,6 +33,7 @@ from store.online.row_values import (
     strings,
     variable_parts,
 )
+from store.online.vector_packing import packed_vectors, stored_layout, unpacked_vectors
 
 FORMAT_VERSION = 2
 HEADER_BYTES = kernels.ROW_HEADER.itemsize
@@ -66,7 +67,8 @@ class RowCodec:
         row    = header · null bits · fixed part · variable part
         header = checksum uint64 · computed_at int64 (µs since 1970, UTC) · snapshot uint32 · schema tag uint32            24 bytes
         null bits  = one bit a feature, lowest first, rounded up to bytes
-        fixed part = scalars and vectors in declared order; for a string or list its size in bytes as uint32
+        fixed part = scalars and vectors in declared order, a vector that is ``packed`` as its scale (float32) and its int8 or bits;
+                     for a string or list its size in bytes as uint32
         variable part = the bytes of strings and lists, in declared order; a list of strings is its lengths, then its text
 
     A row vouches for itself: the checksum is xxh3_64 of all behind it, XOR xxh3_64 of its key, so that a flipped bit and another key's row are seen. The schema
@@ -80,9 +82,7 @@ class RowCodec:
 
     def __init__(self, view: FeatureView) -> None:
         self.features = view.features
-        self.schema_tag = zlib.crc32(
-            repr([FORMAT_VERSION, [(f.name, f.dtype, f.dim, f.max_items) for f in self.features]]).encode()
-        )
+        self.schema_tag = zlib.crc32(repr([FORMAT_VERSION, [_layout_of(f) for f in self.features]]).encode())
         self._arrow_types = [f.arrow_type for f in self.features]
         self._null_bytes = (len(self.features) + 7) // 8
         fields: list[tuple[str, str] | tuple[str, str, tuple[int]]] = [
@@ -107,6 +107,11 @@ class RowCodec:
                     self._slots.append((i, name))
                 fmt += "I" * len(names)
                 position += len(names)
+            elif f.packed is not None:
+                kind, width = stored_layout(f)
+                fields += [(f"{i}:scale", "<f4"), (f"{i}", kind, (width,))]
+                fmt += f"f{width}s"
+                position += 2
             elif f.dim is not None:
                 fields.append((f"{i}", NUMPY_TYPES[f.dtype], (f.dim,)))
                 fmt += f"{f.dim}{STRUCT_TYPES[f.dtype]}"
@@ -159,6 +164,8 @@ class RowCodec:
                 blobs.extend(parts)
                 for name, (_, sizes) in zip(self._slot_names(i), parts, strict=True):
                     record[name] = sizes
+            elif f.packed is not None:
+                record[f"{i}:scale"], record[f"{i}"] = packed_vectors(f, fixed_values(f, column))
             else:
                 record[f"{i}"] = fixed_values(f, column)
         packed = self._assembled(record, blobs)
@@ -289,7 +296,8 @@ class RowCodec:
         valid = None if complete else scattered((null_byte >> (i % 8)) & 1 == 0, present)
         if is_variable(f):
             return self._variable_column(i, data, starts, record, present, valid)
-        values = record[f"{i}"] if valid is None else scattered(record[f"{i}"], present)
+        values = record[f"{i}"] if f.packed is None else unpacked_vectors(f, record[f"{i}:scale"], record[f"{i}"])
+        values = values if valid is None else scattered(values, present)
         if f.dim is None:
             return pa.array(np.ascontiguousarray(values), kind, mask=None if valid is None else ~valid)
         flat = pa.array(np.ascontiguousarray(values).reshape(-1))
@@ -354,6 +362,9 @@ class RowCodec:
                 row[f.name] = None
             elif i in variable:
                 row[f.name] = variable[i]
+            elif f.packed is not None:
+                stored = np.frombuffer(unpacked[at + 1], stored_layout(f)[0])
+                row[f.name] = tuple(unpacked_vectors(f, np.array([unpacked[at]], np.float32), stored[None])[0].tolist())
             else:
                 row[f.name] = unpacked[at] if f.dim is None else unpacked[at : at + f.dim]
         return unpacked[1], row
@@ -384,6 +395,12 @@ class RowCodec:
             if f.name == name:
                 return i
         raise KeyError(name)
+
+
+def _layout_of(f: Feature) -> tuple[Any, ...]:
+    """What a feature's values are laid out by. As it ever was without ``packed``: rows of before are of the same schema."""
+    layout = (f.name, f.dtype, f.dim, f.max_items)
+    return layout if f.packed is None else (*layout, f.packed)
 
 
 def _windows(data: U1, width: int, starts: I8) -> U1:

@@ -165,7 +165,8 @@ A, B = 2 * np.arcsin(0.225) - 1e-3, 2 * np.arcsin(0.225) + 1e-3
 
 
 def test_every_gate_that_is_measured_is_one_that_is_configured(make_project: MakeProject) -> None:
-    project = make_project(list(GOOD.items()), view=view(fallback=True))
+    features = FEATURES | {"vector": {"dtype": "float32", "dim": 2, "packed": "int8"}}
+    project = make_project(list(GOOD.items()), view=view(fallback=True) | {"features": features})
     project.run()
     project.run(full=True)
     measured = {verdict.gate for verdict in project.snapshot().gates}

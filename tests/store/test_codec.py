@@ -27,10 +27,11 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "string": st.text(max_size=12),
 }
 
+SHAPES: tuple[tuple[str, dict[str, Any]], ...] = (("scalar", {}), ("vector", {"dim": 3}), ("list", {"max_items": 4}))
 EVERY_KIND = tuple(
     Feature(f"{dtype}_{shape}", dtype, **size)
     for dtype in SCALAR_TYPES
-    for shape, size in (("scalar", {}), ("vector", {"dim": 3}), ("list", {"max_items": 4}))
+    for shape, size in SHAPES
     if (dtype, shape) != ("string", "vector")  # a vector is of numbers
 )
 

@@ -43,6 +43,7 @@ CHANGES: dict[str, list[Any]] = {
         (Feature("vector", "float16", dim=4), *FULL.features[1:]),
         (Feature("vector", "float16", max_items=3), *FULL.features[1:]),
         (*FULL.features[:2], Feature("top", "int64", max_items=6)),
+        (Feature("vector", "float16", dim=3, packed="int8"), *FULL.features[1:]),
     ],
     "ttl_s": [60.6],
     "stale_for_s": [3601],
@@ -85,6 +86,7 @@ def test_what_is_as_it_was_before_there_was_a_choice_is_not_written() -> None:
     plain = dataclasses.replace(FULL, definition=Definition("SELECT 1", ModelUse("mine:Model")))
     body = plain.to_json()
     assert body["definition"] == {"source": "SELECT 1", "model": {"use": "mine:Model", "args": {}, "precision": "auto"}}
+    assert body["features"][0] == {"name": "vector", "dtype": "float16", "dim": 3, "max_items": None}
     chosen = Definition("SELECT 1", ModelUse("mine:Model", {}, "bf16", "onnx"), "null", "publish")
     model = {"use": "mine:Model", "args": {}, "precision": "bf16", "backend": "onnx"}
     told = dataclasses.replace(FULL, definition=chosen).to_json()["definition"]
