@@ -53,7 +53,7 @@ def packed_vectors(feature: Feature, vectors: npt.NDArray[Any]) -> tuple[F4, npt
         np.rint(steps, out=steps)
         steps[np.isnan(scales)] = 0
         return scales, steps.astype(np.int8)
-    # float64 first: a sum over numbers that are converted on the way is cut by numpy's buffer, which lies elsewhere among other rows
+    # float64 first: where numpy converts on the way, its buffer cuts the sum of a row (told by 9,000 numbers), and how is no promise of numpy's
     means = np.abs(vectors.astype(np.float64)).mean(axis=1)
     means[means < _SMALLEST] = 0
     scales = np.where(np.isfinite(means), means, np.nan).astype(np.float32)
