@@ -40,6 +40,11 @@ def redis_binaries() -> dict[str, str]:
     return found
 
 
+def newest_redis() -> str:
+    """Path of the newest of them."""
+    return max(redis_binaries().items(), key=lambda found: tuple(map(int, found[0].split("."))))[1]
+
+
 class RedisProcess:
     """One server, on a port of its own, that keeps nothing. ``options`` are those of its command line."""
 
@@ -105,7 +110,7 @@ class Proxy:
     """Stands between a client and a server, and hands on bytes both ways, until a test makes it worse.
 
     ``delay_s``: before each piece; ``piece_bytes``: the most that is handed on at once; ``cut_after``: bytes towards the server after which the connection is cut, once; ``silent``:
-    nothing that the server says is handed on.
+    nothing that the server says is handed on. ``requests``: how often something came for the server; a request of a few keys comes at once.
     """
 
     def __init__(self, port: int) -> None:
@@ -114,7 +119,7 @@ class Proxy:
         self.piece_bytes = 65536
         self.cut_after: int | None = None
         self.silent = False
-        self.connections = self.cuts = 0
+        self.connections = self.cuts = self.requests = 0
         self._passed = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
@@ -142,6 +147,7 @@ class Proxy:
     def _hand_on(self, source: socket.socket, target: socket.socket, up: bool) -> None:
         try:
             while data := source.recv(65536):
+                self.requests += up
                 if up and self.cut_after is not None:
                     self._passed += len(data)
                     if self._passed >= self.cut_after:

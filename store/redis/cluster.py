@@ -172,9 +172,13 @@ class Cluster(Servers):
         commands = [
             b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(prefix) + len(key), prefix + key) for prefix in prefixes for key in keys
         ]
+        started = time.monotonic()
         values = self._gathered(of_slots, commands, doing, budget_s) if commands else []
-        # only now: what it names was there while all rows were read
-        version = None if meta is None else self.ask(meta, [("HGET", meta, "version")], doing, budget_s)[0]
+        version = None
+        if meta is not None:
+            left_s = (self._options.budget_s if budget_s is None else budget_s) - (time.monotonic() - started)
+            # only now: what it names was there while all rows were read
+            (version,) = self.ask(meta, [("HGET", meta, "version")], doing, max(0.01, left_s) if commands else budget_s)
         return version, [values[i * len(keys) : (i + 1) * len(keys)] for i in range(len(prefixes))]
 
     def _gathered(self, of_slots: I8, commands: Sequence[bytes], doing: str, budget_s: float | None) -> list[Any]:

@@ -330,12 +330,10 @@ def opener(options: RedisOptions) -> Callable[[tuple[str, int] | None], Connecti
         ConfigError: the URL cannot be read.
     """
     try:
-        # RESP 2: no HELLO, and no CLIENT SETINFO either, which are two round trips and need rights
-        settings = redis.ConnectionPool.from_url(options.url, protocol=2, driver_info=None, retry=Retry(NoBackoff(), 0))
-        kind, arguments = (
-            settings.connection_class,
-            {k: v for k, v in settings.connection_kwargs.items() if k != "retry_on_error"},
-        )
+        settings = redis.ConnectionPool.from_url(options.url, retry=Retry(NoBackoff(), 0))
+        # RESP 2 whatever the URL says: no HELLO, and no CLIENT SETINFO either, which are two round trips and need rights
+        kind, arguments = settings.connection_class, settings.connection_kwargs | {"protocol": 2, "driver_info": None}
+        arguments.pop("retry_on_error", None)
 
         def connection(node: tuple[str, int] | None = None) -> Connection:
             return Connection(kind(**arguments | ({} if node is None else {"host": node[0], "port": node[1]})))

@@ -207,6 +207,8 @@ class RedisStore(OnlineStore):
     def load(self, view: str, generation: Generation, rows: Rows, rows_done: int = 0) -> int:
         number, doing = generation.number, f"load generation {generation.number} of {view!r}"
         meta = self._meta(view)
+        if EVERYTHING in meta.dropping:
+            self._drop_all(view, {EVERYTHING})
         if not rows_done and (number in meta.loaded or number in meta.loading or str(number) in meta.dropping):
             self._drop_all(view, {str(number)})
         owner = self._owners.pop((view, number), meta.owner)
@@ -265,7 +267,7 @@ class RedisStore(OnlineStore):
         meta = self._meta(view)
         if number in meta.live:
             raise still_live(view, number)
-        self._drop_all(view, {str(number)} | meta.dropping)
+        self._drop_all(view, {str(number)} | meta.dropping - {EVERYTHING})
 
     def forget(self, view: str) -> None:
         if not NAME.match(view):

@@ -21,10 +21,10 @@ from store.redis.replies import Refused
 from store.redis.slots import SLOTS, SlotMap, row_slots, slot_of, target
 from store.redis.sweep import SCANNED_KEYS
 from tests.online import TABLE, Stopped, numbers, over, plain, pointer, rows_of, values
-from tests.redis_process import RedisCluster, RedisProcess, redis_binaries
+from tests.redis_process import RedisCluster, RedisProcess, newest_redis, redis_binaries
 
 BINARIES = redis_binaries()
-NEWEST = BINARIES[max(BINARIES)]
+NEWEST = newest_redis()
 
 
 @pytest.fixture(scope="module", params=sorted(BINARIES))
@@ -373,7 +373,7 @@ def test_a_master_killed_in_mid_read_is_an_error_until_its_replica_has_taken_ove
         for thread in threads:
             thread.join()
     assert wrong == []
-    assert slowest_s[0] < 2.0
+    assert slowest_s[0] < 5.0
     assert any("the server was started anew, or another one took its place" in doubt for doubt in store.doubts("numbers"))
 
 

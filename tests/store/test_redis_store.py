@@ -30,7 +30,7 @@ from store.redis.redis_store import RedisStore
 from store.redis.resp import MSET_KEYS, blocks
 from tests.conftest import free_port
 from tests.online import DAMAGED_POINTERS, TABLE, Stopped, plain, rows_of
-from tests.redis_process import Proxy, RedisProcess, eventually, redis_binaries
+from tests.redis_process import Proxy, RedisProcess, eventually, newest_redis, redis_binaries
 
 VIEW = FeatureView("numbers", ("id",), (Feature("x", "float32", 4),), ttl_s=60, stale_for_s=0)
 BINARIES = redis_binaries()
@@ -67,7 +67,7 @@ def raw(server: RedisProcess) -> Iterator[redis.Redis]:
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[RedisProcess]:
     """A server that the test may kill."""
-    with RedisProcess(BINARIES[max(BINARIES)], tmp_path) as process:
+    with RedisProcess(newest_redis(), tmp_path) as process:
         yield process
 
 
@@ -233,10 +233,9 @@ def test_an_overlay_is_read_with_its_base_in_one_round_trip(
     with Proxy(server.port) as proxy:
         reader = open_store(f"redis://127.0.0.1:{proxy.port}/0")
         assert read(reader, [b"a", b"b", b"new", b"x"]) == [b"1", b"changed", b"row", None]
-        proxy.delay_s = 0.05
-        started = time.monotonic()
+        before = proxy.requests
         assert read(reader, [b"b", b"c"]) == [b"changed", b"3"]
-        assert time.monotonic() - started < 0.19, "one way there and one back"
+        assert proxy.requests == before + 1
     assert store.generations("numbers") == [Generation(1, 1), overlay]
     for number in (1, 2):
         with pytest.raises(ConflictError, match=f"generation {number} of view 'numbers' is live"):
@@ -455,14 +454,13 @@ def test_a_read_takes_no_longer_than_its_budget_and_the_next_ones_no_time(
         started = time.monotonic()
         with pytest.raises(OnlineStoreError, match="does not answer, could not read 1 keys of 'numbers'"):
             store.read("numbers", [b"d"])
-        assert time.monotonic() - started < 1.5
-        started = time.monotonic()
-        refused = 0
-        while time.monotonic() - started < 0.05:
-            with pytest.raises(OnlineStoreError, match="asked again in 0"):
+        assert time.monotonic() - started < 5.0
+        said = []
+        for _ in range(20):
+            with pytest.raises(OnlineStoreError, match="does not answer") as refused:
                 store.read("numbers", [b"a"])
-            refused += 1
-        assert refused > 20, "at once"
+            said.append(str(refused.value))
+        assert any("asked again in 0." in words for words in said)
         if how != "refuses":
             own_server.go_on()
             proxy.silent, proxy.delay_s, proxy.piece_bytes = False, 0.0, 65536
@@ -717,8 +715,17 @@ def test_an_end_of_a_view_that_was_interrupted_is_finished_by_the_next(
         with pytest.raises(Stopped):
             store.forget("numbers")
     assert (store.read("numbers", [b"1"]), store.views(), store.generations("numbers")) == (None, [], [])
-    store.forget("numbers")
-    assert list(raw.scan_iter()) == []
+    load(store, 1, TABLE)
+    assert len(data_keys(raw, 1)) == len(TABLE), "a load ends it too, and begins anew"
+    store.flip(pointer(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(redis_store, "sweep", _interrupted)
+        with pytest.raises(Stopped):
+            store.forget("numbers")
+    assert store.load("numbers", Generation(2, 2), rows_of(TABLE)) == len(TABLE)
+    store.flip(pointer(2))
+    store.drop("numbers", 7)
+    assert (len(data_keys(raw)), read(store, [b"a"])) == (len(TABLE), [b"1"])
 
 
 def _interrupted(*_: object, **__: object) -> None:
@@ -826,7 +833,7 @@ def test_what_a_key_costs_is_estimated(raw: redis.Redis, row_bytes: int, key_byt
     [
         "redis://:hunter2@127.0.0.1:{port}/0",
         "redis://user:hunter2@127.0.0.1:{port}/0?prefix=movielens",
-        "redis://127.0.0.1:{port}/0?password=hunter2",
+        "redis://127.0.0.1:{port}/0?password=hunter2&protocol=3&decode_responses=yes",
         "rediss://:hunter2@127.0.0.1:{port}/0",
         "unix:///nowhere/redis.sock?db=1&password=hunter2",
         "unix://user:hunter2@/nowhere/redis.sock",
@@ -872,7 +879,9 @@ def test_a_redis_url_that_cannot_be_read_is_refused_without_the_password(url: st
 
 
 @pytest.mark.parametrize(
-    "form", ["redis://:{}@127.0.0.1:{}/0", "redis://127.0.0.1:{1}/0?password={0}&prefix=one"], ids=["authority", "query"]
+    "form",
+    ["redis://:{}@127.0.0.1:{}/0", "redis://127.0.0.1:{1}/0?password={0}&prefix=one&protocol=3&decode_responses=yes"],
+    ids=["authority", "query"],
 )
 def test_a_password_of_any_characters_opens_redis_and_a_wrong_one_is_told(
     server: RedisProcess, raw: redis.Redis, open_store: OpenStore, form: str, request: pytest.FixtureRequest
@@ -895,7 +904,7 @@ def test_a_password_of_any_characters_opens_redis_and_a_wrong_one_is_told(
 def test_redis_answers_over_a_unix_socket(query: str, tmp_path_factory: pytest.TempPathFactory, open_store: OpenStore) -> None:
     folder = tmp_path_factory.mktemp("r")  # a socket's path has at most 107 bytes
     path = str(folder / "s")
-    with RedisProcess(BINARIES[max(BINARIES)], folder, "--unixsocket", path):
+    with RedisProcess(newest_redis(), folder, "--unixsocket", path):
         store = open_store(f"unix://{path}{query}")
         publish(store, 1, TABLE)
         assert read(store, [b"b"]) == [b"22"]

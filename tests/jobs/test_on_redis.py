@@ -1,0 +1,65 @@
+"""A whole project by one changed line: on one Redis, and on a cluster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import redis
+
+from store.offline.refs import Place
+from tests.conftest import MakeProject
+from tests.scene import Scene
+
+UNJUDGED: dict[str, Any] = {"gates": {"duplicates": None, "drift": None, "moved": None}, "index": {"on": "vector"}}
+
+
+@pytest.fixture(params=["redis", "cluster"])
+def online(request: pytest.FixtureRequest) -> str:
+    return str(request.getfixturevalue("redis_url" if request.param == "redis" else "cluster_url"))
+
+
+def emptied(online: str) -> None:
+    """As an operator's FLUSHALL."""
+    if online.startswith("redis+cluster:"):
+        host, _, port = online.rpartition("/")[2].partition(",")[0].partition(":")
+        with redis.RedisCluster(host, int(port)) as client:
+            client.flushall(target_nodes=redis.RedisCluster.PRIMARIES)
+    else:
+        with redis.Redis.from_url(online) as client:
+            client.flushall()
+
+
+def served(project: Scene, keys: list[int]) -> list[float | None]:
+    with project.lookup() as lookup:
+        return list(lookup.get("numbers", keys)["double"].to_pylist())
+
+
+def test_runs_deltas_rollback_loss_and_end(make_project: MakeProject, online: str) -> None:
+    table = {key: float(key) for key in range(300)}
+
+    def published() -> Scene:
+        project = make_project(sorted(table.items()), project={"online": online}, view=UNJUDGED)
+        assert project.run().status == "published"
+        return project
+
+    project = published()
+    assert served(project, [0, 7, 299, 300]) == [0.0, 14.0, 598.0, None]
+    table[7] = 70.0
+    del table[299]
+    project = published()
+    assert project.live().place == Place(1, 1, 2)
+    assert served(project, [0, 7, 299]) == [0.0, 140.0, None]
+    with project.lookup() as lookup:
+        assert len(lookup.search("numbers", key=7, k=2)["rows"]) == 2
+    project.rollback()
+    assert served(project, [0, 7, 299]) == [0.0, 14.0, 598.0]
+    emptied(online)
+    with project.online_store() as store:
+        assert store.views() == []
+    assert project.cli("reconcile", "numbers") == 0
+    assert served(project, [0, 7, 299]) == [0.0, 14.0, 598.0]
+    assert project.faults() == []
+    assert project.cli("drop", "numbers", "--yes") == 0
+    with project.online_store() as store:
+        assert (store.views(), store.generations("numbers")) == ([], [])
