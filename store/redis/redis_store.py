@@ -22,6 +22,7 @@ from store.redis.link import Command
 from store.redis.meta import EVERYTHING, Loaded, Loading, Meta, Names, read_pointer, script
 from store.redis.options import RedisOptions
 from store.redis.preflight import ServerState, check_room, check_server, identity_of, key_cost_bytes, server_state
+from store.redis.replies import Full
 from store.redis.servers import ADMIN_S, Servers, SingleServer, replicated
 from store.redis.sweep import sweep
 
@@ -228,12 +229,8 @@ class RedisStore(OnlineStore):
         acknowledged = Acknowledged(rows_done, note)
         try:
             self._servers.load(rows, self._names.rows(view, number), acknowledged, Throttle(self._options.max_load_mb_s), doing)
-        except ConflictError:
+        except (ConflictError, Full):
             self._clean_up(view, number, loading.token)
-            raise
-        except OnlineStoreError as exc:
-            if "is full" in str(exc):
-                self._clean_up(view, number, loading.token)
             raise
         states = self._servers.states(doing, ADMIN_S)
         self._replicated(view, states, doing)

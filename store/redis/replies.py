@@ -43,6 +43,10 @@ class NoAnswer(OnlineStoreError):
     """A server that cannot be reached."""
 
 
+class Full(OnlineStoreError):
+    """A server without room."""
+
+
 def no_answer(where: str, doing: str, said: str) -> NoAnswer:
     """The error of a server that cannot be reached."""
     return NoAnswer(f"Redis at {where} does not answer, could not {doing}: is it running? ({said})")
@@ -53,7 +57,7 @@ def refusal(where: str, doing: str, refused: Refused) -> OnlineStoreError:
     said = words(refused)
     match refused.code:
         case "OOM":
-            text = f"Redis at {where} is full, could not {doing}: raise maxmemory or drop data ({said})"
+            return Full(f"Redis at {where} is full, could not {doing}: raise maxmemory or drop data ({said})")
         case "WRONGPASS" | "NOAUTH":
             text = (
                 f"Redis at {where} refuses this user or password, could not {doing}: set the right one, as in "
