@@ -29,7 +29,7 @@ from precompute.precision.variants import has_bf16
 from store.errors import PrecomputeError
 from store.lookup import Lookup
 from store.lookup_options import LookupOptions
-from store.online.online_url import open_online_store
+from store.online_url import open_online_store
 
 VIEWS = ("item_embedding", "item_labels", "user_vector", "item_vector", "user_recommendations", "doc_embedding")
 TUNED_ROWS = 128

@@ -21,7 +21,7 @@ from store.feature_view import MAX_KEY_BYTES
 from store.freshness import Sighting, microseconds, status_of
 from store.lookup_options import MAX_KEYS, MAX_NEIGHBOURS, LookupOptions, SearchOptions, check_features
 from store.online.online_store import OnlineStore, Pointer
-from store.online.online_url import open_online_store
+from store.online_url import open_online_store
 from store.record import plain
 from store.search import Searches
 

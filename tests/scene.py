@@ -22,7 +22,7 @@ from store.offline.runs import Report
 from store.offline.snapshot import Snapshot
 from store.offline.view_store import ViewStore
 from store.online.online_store import OnlineStore, Pointer
-from store.online.online_url import open_online_store
+from store.online_url import open_online_store
 
 
 class Scene(Project):

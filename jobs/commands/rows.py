@@ -109,7 +109,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _online(project: Project) -> OnlineStore:
-    from store.online.online_url import open_online_store
+    from store.online_url import open_online_store
 
     return open_online_store(project.online)
 

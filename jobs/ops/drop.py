@@ -15,7 +15,7 @@ from store.errors import ConfigError, ConflictError, SnapshotError
 from store.feature_view import NAME
 from store.offline.refs import DROP_LEASE, PUBLISH_LEASE
 from store.offline.view_store import ViewStore
-from store.online.online_url import open_online_store
+from store.online_url import open_online_store
 
 log = logging.getLogger(__name__)
 

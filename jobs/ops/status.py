@@ -24,7 +24,7 @@ from store.offline.runs import Report
 from store.offline.snapshot import Snapshot
 from store.offline.view_store import ViewStore
 from store.online.online_store import OnlineStore
-from store.online.online_url import open_online_store
+from store.online_url import open_online_store
 from store.record import plain, replace
 from store.vectors.index_record import index_figures
 

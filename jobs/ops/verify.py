@@ -16,7 +16,7 @@ from store.offline.refs import LiveRef
 from store.offline.snapshot import Snapshot
 from store.offline.view_store import ViewStore
 from store.online.online_store import OnlineStore
-from store.online.online_url import open_online_store
+from store.online_url import open_online_store
 from store.vectors.vector_index import VectorIndex
 
 SAMPLE_ROWS = 2048

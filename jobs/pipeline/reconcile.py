@@ -15,7 +15,7 @@ from jobs.publish.served import lost, lost_now
 from store.disk.lease import take
 from store.offline.refs import PUBLISH_LEASE
 from store.offline.runs import Report
-from store.online.online_url import open_online_store
+from store.online_url import open_online_store
 
 
 def reconcile(

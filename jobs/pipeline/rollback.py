@@ -19,7 +19,7 @@ from store.offline.refs import PUBLISH_LEASE, LiveRef
 from store.offline.runs import Report
 from store.offline.standing import Standing
 from store.offline.view_store import ViewStore
-from store.online.online_url import open_online_store
+from store.online_url import open_online_store
 
 log = logging.getLogger(__name__)
 

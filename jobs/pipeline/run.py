@@ -31,7 +31,7 @@ from store.offline.runs import AHEAD_S, Report
 from store.offline.snapshot import Snapshot
 from store.offline.standing import Standing
 from store.offline.view_store import ViewStore
-from store.online.online_url import open_online_store
+from store.online_url import open_online_store
 from store.partition import Partition
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from jobs.publish.served import lost
 from precompute.workers.process import ChildProcess, end_all
 from store.clock import duration
 from store.errors import PrecomputeError
-from store.online.online_url import open_online_store
+from store.online_url import open_online_store
 
 POLL_S = 0.05
 STOP_GRACE_S = 10.0

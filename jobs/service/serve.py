@@ -21,7 +21,7 @@ from store.api.app import create_app
 from store.errors import ConfigError, PrecomputeError
 from store.lookup import Lookup
 from store.online.online_store import Pointer
-from store.online.online_url import open_online_store
+from store.online_url import open_online_store
 
 log = logging.getLogger(__name__)
 

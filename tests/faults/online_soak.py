@@ -29,8 +29,8 @@ from store.feature_view import Feature, FeatureView
 from store.lookup import Lookup
 from store.online.codec import RowCodec
 from store.online.online_store import Generation, OnlineStore, Pointer
-from store.online.online_url import open_online_store
 from store.online.packed import RowBatch
+from store.online_url import open_online_store
 
 KEYS = 20_000
 BATCH_KEYS = 100

@@ -21,7 +21,7 @@ from typing import Any
 
 from store.disk.crashpoint import POINTS
 from store.errors import PrecomputeError
-from store.online.online_url import open_online_store
+from store.online_url import open_online_store
 from tests.faults.harness import (
     VIEW,
     Child,

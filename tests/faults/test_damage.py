@@ -19,7 +19,7 @@ from store.errors import PrecomputeError, SnapshotError
 from store.feature_view import FeatureView
 from store.offline.snapshot import FORMAT_VERSION, Snapshot
 from store.offline.standing import Standing
-from store.online.online_url import open_online_store
+from store.online_url import open_online_store
 from tests.faults.conftest import MakeScene
 from tests.faults.harness import (
     VIEW,

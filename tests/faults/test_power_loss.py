@@ -10,7 +10,7 @@ import pytest
 
 from store.errors import PrecomputeError
 from store.offline.standing import Standing
-from store.online.online_url import open_online_store
+from store.online_url import open_online_store
 from tests.faults.conftest import MakeScene
 from tests.faults.harness import (
     VIEW,

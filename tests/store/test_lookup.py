@@ -26,8 +26,8 @@ from store.online import kernels
 from store.online.codec import RowCodec
 from store.online.found_rows import FoundRows
 from store.online.online_store import Generation, MemoryStore, OnlineStore, Pointer
-from store.online.online_url import open_online_store
 from store.online.packed import Packed, RowBatch
+from store.online_url import open_online_store
 from store.record import plain, replace
 from store.vectors.index_build import build_index
 from store.vectors.index_record import index_figures

@@ -14,8 +14,8 @@ import pytest
 from store.errors import ConfigError, ConflictError, OnlineStoreError
 from store.online import kernels
 from store.online.online_store import Generation, MemoryStore, OnlineStore, Pointer
-from store.online.online_url import open_online_store
 from store.online.packed import Rows
+from store.online_url import open_online_store
 from store.record import replace
 from tests.online import (
     TABLE,

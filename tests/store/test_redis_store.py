@@ -21,8 +21,8 @@ from store.feature_view import Feature, FeatureView
 from store.online import kernels
 from store.online.codec import RowCodec, State
 from store.online.online_store import Generation, Pointer, Terms
-from store.online.online_url import open_online_store
 from store.online.packed import Packed, RowBatch, Rows
+from store.online_url import open_online_store
 from store.redis import bulk, redis_store
 from store.redis.link import Breaker
 from store.redis.preflight import key_cost_bytes
