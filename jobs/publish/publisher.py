@@ -103,7 +103,7 @@ class Publisher:
         # Past both pointers: the root may have been restored, or the online store emptied, behind each other's back.
         expected = 0 if ref is None else ref.epoch
         epoch = store.refs.claim_epoch(max(epoch, *(g.number for g in online.generations(view)), 0))
-        place = (None if reload else self._retained(snapshot)) or self._loaded(snapshot, ref, epoch, reload)
+        place = (None if reload else self._retained(snapshot, ref)) or self._loaded(snapshot, ref, epoch, reload)
         ref = self._flip(snapshot, expected, epoch, place, reason, held)
         self._drop_old(ref, current)
         report.status, report.epoch = "published", epoch
@@ -206,14 +206,16 @@ class Publisher:
             crashpoint("online.flip")
         return ref
 
-    def _retained(self, snapshot: Snapshot) -> Place | None:
+    def _retained(self, snapshot: Snapshot, ref: LiveRef | None) -> Place | None:
         """Where the online store still holds a snapshot, from before the last publishing: going back to it loads nothing."""
+        # on what terms it was loaded
+        lossy = ref is not None and any(place.lossy for place in (ref.place, ref.previous_place) if place is not None)
         loaded = {g.number: g for g in self._online.generations(self._store.name)}
         for generation in reversed(loaded.values()):
             base = generation if generation.base is None else loaded.get(generation.base)
             if (generation.snapshot, generation.run) != (snapshot.number, snapshot.run) or base is None:
                 continue
-            place = Place(base.number, base.snapshot, None if base is generation else generation.number)
+            place = Place(base.number, base.snapshot, None if base is generation else generation.number, lossy)
             pointer = self._pointer(snapshot, LiveRef(1, snapshot.number, None, "", "", place=place))
             if self._can_be_read(pointer, snapshot) and self._index_opens(pointer):
                 return place

@@ -197,6 +197,7 @@ def test_a_store_that_may_drop_rows_gets_no_overlay(make_project: MakeProject, m
         project = make_project([(i, x if i == 1 else float(i)) for i in range(ROWS)], view=UNJUDGED)
         project.run()
     assert project.live().place == Place(2, 2, None, True)
+    assert ("load" in project.publish(number=1).stages_s, project.live().place) == (False, Place(1, 1, None, True))
     with project.lookup() as lookup:
         assert lookup.row("numbers", 999)["reason"] == "not_in_store"
 
