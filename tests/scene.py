@@ -113,7 +113,8 @@ class Scene(Project):
 
     def status(self, view: str = "numbers") -> dict[str, Any]:
         """Its line of ``status``."""
-        return view_status(self, self.offline.view(view), self.open_online())
+        with self.online_store() as store:
+            return view_status(self, self.offline.view(view), store)
 
     def faults(self, view: str = "numbers") -> list[Check]:
         """What ``verify`` finds wrong."""

@@ -114,14 +114,16 @@ def test_a_hold_outlives_what_was_lost(project: Scene) -> None:
 def test_until_it_is_back_a_row_that_is_not_there_is_no_unknown_entity(project: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     lose(project, 1)
     seen: list[str] = []
-    load = type(project.open_online()).load
+    with project.online_store() as online:
+        kind = type(online)
+    load = kind.load
 
     def watched(self: OnlineStore, *args: object) -> int:
         with project.lookup() as lookup:
             seen.extend(lookup.row("numbers", key)["reason"] for key in (17, 999))
         return load(self, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(type(project.open_online()), "load", watched)
+    monkeypatch.setattr(kind, "load", watched)
     assert reconcile(project, "numbers", Silent()) is not None
     # of a table file, the index is gone too
     assert seen == (["damaged"] if project.online.startswith("table") else ["not_in_store"]) * 2
