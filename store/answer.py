@@ -35,6 +35,10 @@ ANSWER_FIELDS: tuple[tuple[str, pa.DataType], ...] = (
 )
 """Columns of every answer, before the features."""
 
+_WHOLE = int(State.WHOLE)
+"""An enumeration's member takes longer to get at than to compare with."""
+_WHOLE_BYTE = bytes([_WHOLE])
+
 _TIMESTAMP = pa.timestamp("us", tz="UTC")
 _FLOAT64 = pa.float64()
 
@@ -103,17 +107,20 @@ class Answer:
     def judge(self, max_age_s: float | None) -> list[int]:
         """Verify every row, give it its status and drop what has expired; returns the numbers of the missing rows."""
         plan, view = self.plan, self.plan.view
+        states: Sequence[int]
         if len(self.keys) == 1:
             state, computed_at = plan.codec.verify_one(self.found, plan.snapshots)
             states, self._computed_at = [state], [computed_at]
-            whole, oldest = state is State.WHOLE, computed_at
+            whole, oldest = state == _WHOLE, computed_at
         else:
             checked, times = plan.codec.verify(self.found, plan.snapshots)
-            whole, oldest = bool((checked == State.WHOLE).all()), int(times.min())
-            states, self._computed_at = checked.tolist(), times.tolist()
+            whole, oldest = checked.tobytes() == _WHOLE_BYTE * len(checked), int(times.min())
+            self._computed_at = times.tolist()
+            states = [] if whole else checked.tolist()
         limit_s = view.ttl_s if max_age_s is None else min(view.ttl_s, max_age_s)
         if whole and self.sighting.age_us(oldest, self.now_us) <= limit_s * 1e6:
             return []
+        states = states or [_WHOLE] * len(self.keys)
         self._statuses = [
             self._judged(i, state, computed_at, max_age_s)
             for i, (state, computed_at) in enumerate(zip(states, self._computed_at, strict=True))
@@ -121,7 +128,7 @@ class Answer:
         return list(self._reasons)
 
     def _judged(self, i: int, state: int, computed_at_us: int, max_age_s: float | None) -> Status:
-        if state == State.WHOLE:
+        if state == _WHOLE:
             status = status_of(self.plan.view, self._age_s(computed_at_us), max_age_s)
             if status is Status.MISSING:
                 self._reasons[i] = Reason.EXPIRED

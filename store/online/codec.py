@@ -41,6 +41,7 @@ CHECKSUM_BYTES = kernels.CHECKSUM_BYTES
 MAX_SNAPSHOT = 2**32 - 1
 
 _HEADER_STRUCT = struct.Struct("<QqII")
+_INT64 = struct.Struct("<q")
 _NO_STARTS: I8 = np.empty(0, np.int64)
 
 
@@ -273,7 +274,7 @@ class RowCodec:
         if present is not None:
             starts, sizes = starts[present], sizes[present]
         if not self._slots and present is None and packed.size_bytes == width * len(sizes):
-            if (sizes != width).any():
+            if sizes.tobytes() != _INT64.pack(width) * len(sizes):
                 raise damaged_row("does not have the size of its view's rows")
             first = int(packed.offsets[0])
             record = data[first : first + width * len(sizes)].view(self._dtype)
