@@ -81,6 +81,9 @@ def publish(store: OnlineStore, snapshot: int, pause_s: float) -> None:
     """Load, flip, and drop what is neither live nor was."""
     base = base_of(snapshot)
     before = store.live(VIEW.name)
+    if before is not None and before.epoch == snapshot:
+        # the one before was killed after its flip
+        return
     generation = Generation(snapshot, snapshot, None if snapshot == base else base, f"run-{snapshot}")
     terms = store.prepare(VIEW.name, generation, KEYS, KEYS * 300, "soak")
 
