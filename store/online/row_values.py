@@ -59,14 +59,17 @@ def one_value(f: Feature, data: bytes, sizes: Sequence[int]) -> Any:
 
 
 def damaged_row(what: str) -> OnlineStoreError:
+    """The error of a row that vouches for itself and yet cannot be read: what wrote it was wrong."""
     return OnlineStoreError(f"a packed row {what}; publish the view again")
 
 
 def is_variable(f: Feature) -> bool:
+    """Whether a feature's values, strings or lists, lie in the variable part of a row."""
     return f.max_items is not None or f.dtype == "string"
 
 
 def is_string_list(f: Feature) -> bool:
+    """Whether a feature is a list of strings, which has two sizes in a row: that of its lengths and that of its text."""
     return f.max_items is not None and f.dtype == "string"
 
 
@@ -113,19 +116,25 @@ def packed_strings(column: pa.Array) -> Packed:
 
 
 def strings(blob: U1, lengths: I8, mask: pa.Array | None) -> pa.Array:
+    """A string array [n] of the UTF-8 of all strings in a row and the bytes of each; null where ``mask`` is true.
+
+    Raises:
+        OnlineStoreError: it is no UTF-8.
+    """
     validity = None if mask is None else pc.invert(mask).buffers()[1]
-    strings = pa.Array.from_buffers(
+    column = pa.Array.from_buffers(
         pa.string(), len(lengths), [validity, pa.py_buffer(list_offsets(lengths)), pa.py_buffer(np.ascontiguousarray(blob))]
     )
     try:
         # UTF-8 and all: Arrow takes on trust what is built from buffers
-        strings.validate(full=True)
+        column.validate(full=True)
     except pa.ArrowInvalid as exc:
         raise damaged_row(f"has text that cannot be read ({exc})") from exc
-    return strings
+    return column
 
 
 def list_offsets(lengths: I8) -> npt.NDArray[np.int32]:
+    """Where each of n lists or strings starts and the last one ends, int32 [n + 1], from how long each is."""
     return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
 
 
