@@ -18,7 +18,8 @@ class PrecomputeError(Exception):
     ├── ConflictError               somebody else moved the pointer, or holds the lease
     │   └── FencedError             this process's lease was taken over while it slept
     ├── OnlineStoreError            the online store cannot be reached, or refused a command
-    │   └── DamagedPointerError     its pointer cannot be read; publishing mends it
+    │   ├── DamagedPointerError     its pointer cannot be read; publishing mends it
+    │   └── RowsLostError           it answers, and has not what was loaded
     ├── VectorIndexError            the vector index is missing, damaged or does not fit
     └── RequestError                a lookup or search that cannot be answered as asked     (HTTP 4xx)
     """
@@ -62,6 +63,10 @@ class OnlineStoreError(PrecomputeError):
 
 class DamagedPointerError(OnlineStoreError):
     """What the online store holds as a view's pointer cannot be read; publishing the view writes it anew."""
+
+
+class RowsLostError(OnlineStoreError):
+    """The online store answers, and does not have what was loaded into it: rows, or a generation, are gone or damaged."""
 
 
 class VectorIndexError(PrecomputeError):

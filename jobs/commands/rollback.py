@@ -59,7 +59,7 @@ def _reconcile(arguments: argparse.Namespace) -> int:
     report = reconcile(project, view, progress_for(arguments.json), finished=tell_report(arguments))
     if report is None:
         line = {"view": project.stored(view).name, "status": "current"}
-        print(json.dumps(line) if arguments.json else f"{line['view']}: the online store serves what is live")
+        print(json.dumps(line) if arguments.json else f"{line['view']}: nothing that is live is missing from the online store")
     return DONE
 
 

@@ -113,7 +113,8 @@ def _pointer(online: OnlineStore, name: str, ref: LiveRef) -> str:
 
 def _online_rows(store: ViewStore, online: OnlineStore, snapshot: Snapshot) -> str:
     pointer = online.live(store.name)
-    assert pointer is not None
+    if pointer is None:
+        raise OnlineStoreError(f"view {store.name!r} was taken out of the online store meanwhile")
     return f"{check_served(store, online, pointer, snapshot, SAMPLE_ROWS):,} sampled rows equal those in Parquet"
 
 

@@ -11,7 +11,7 @@ from jobs.process.notify import notify
 from jobs.process.progress import Progress
 from jobs.process.report import PUBLISHING, close_dead, recorded
 from jobs.publish.publisher import Publisher
-from jobs.publish.served import lost, lost_now
+from jobs.publish.served import HEALED, lost, lost_now
 from store.disk.lease import take
 from store.offline.refs import PUBLISH_LEASE
 from store.offline.runs import Report
@@ -48,11 +48,14 @@ def reconcile(
             publisher = Publisher(store, online, report, progress, lease, memory_mb=project.settings.memory_mb)
             # somebody may have published, or ended the view, before the lease was taken
             wrong = lost_now(store, online)
-            if ref is None or wrong is None or publisher.mend():
+            if ref is None or wrong is None:
                 report.status = "current"
                 return report
             report.attention.append(wrong)
-            publisher.degrade()
-            publisher.publish(ref.snapshot, reason="reconcile", held=ref.held, reload=True)
+            if publisher.mend():
+                report.snapshot, report.epoch, report.status = ref.snapshot, ref.epoch, "published"
+            else:
+                publisher.degrade()
+                publisher.publish(ref.snapshot, reason="reconcile", held=ref.held, reload=wrong != HEALED)
         notify(project.settings.notify, report, project.home)
     return report

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
+
+import pyarrow.parquet as pq
 
 from jobs.process.progress import Progress
 from precompute.engine.ahead import Ahead, StageTime
 from store.disk.crashpoint import crashpoint
-from store.errors import OnlineStoreError
+from store.errors import OnlineStoreError, PrecomputeError
+from store.freshness import microseconds
 from store.history.changes import Changes
 from store.offline.runs import Report
 from store.offline.snapshot import Snapshot
@@ -17,6 +19,7 @@ from store.offline.view_store import ViewStore
 from store.online.codec import RowCodec
 from store.online.online_store import Generation, OnlineStore, Terms
 from store.online.packed import RowBatch, Rows
+from store.online.row_values import is_variable
 from store.record import plain
 from store.vectors.index_build import build_index, build_overlay
 from store.vectors.index_choice import Limits
@@ -25,6 +28,8 @@ from store.vectors.index_rows import index_columns
 BATCH_ROWS = 8192
 SAMPLE_ROWS = 2048
 """Of all rows, about: read back from the online store and compared byte by byte before the flip."""
+KEY_BYTES = 16
+"""Of an entity key, about."""
 AHEAD_BYTES = 64 * 2**20
 """Encoded rows that may lie ready while the store takes those before them."""
 
@@ -53,9 +58,20 @@ class Loader:
         Raises:
             OnlineStoreError, ConflictError: as :meth:`OnlineStore.prepare`.
         """
-        key_bytes = 16
-        size_bytes = rows * (RowCodec(snapshot.view).fixed_bytes + key_bytes)
+        size_bytes = int(rows * (RowCodec(snapshot.view).fixed_bytes + KEY_BYTES + self._variable_bytes(snapshot)))
         return self._online.prepare(self._store.name, generation, rows, size_bytes, self._owner)
+
+    def _variable_bytes(self, snapshot: Snapshot) -> float:
+        """Bytes a row of strings and lists, about, by the footers of the parts."""
+        names = {f.name for f in snapshot.view.features if is_variable(f)}
+        size_bytes = rows = 0
+        for path in self._store.part_paths(snapshot) if names else ():
+            metadata = pq.read_metadata(path)
+            rows += metadata.num_rows
+            for group in map(metadata.row_group, range(metadata.num_row_groups)):
+                columns = map(group.column, range(group.num_columns))
+                size_bytes += sum(c.total_uncompressed_size for c in columns if c.path_in_schema.partition(".")[0] in names)
+        return size_bytes / max(1, rows)
 
     def load(self, generation: Generation, snapshot: Snapshot, changes: Changes | None, rows_done: int = 0) -> None:
         """Rows and index of a base, or with ``changes``, whose files were checked, of an overlay; beside what is live, and read back.
@@ -71,13 +87,19 @@ class Loader:
         with report.stage("load"):
             sample = self._load_rows(generation, snapshot, changes, rows_done)
             crashpoint("online.load")
-        with report.stage("verify"):
-            self._verify(generation, sample)
-            crashpoint("online.verify")
-        if snapshot.view.index is not None:
-            with report.stage("index"):
-                self._build(generation, snapshot, changes)
-                crashpoint("index.build")
+        try:
+            with report.stage("verify"):
+                self._verify(generation, sample)
+                crashpoint("online.verify")
+            if snapshot.view.index is not None:
+                with report.stage("index"):
+                    self._build(generation, snapshot, changes)
+                    crashpoint("index.build")
+        except PrecomputeError:
+            # what was not read back is never to be taken for a generation that was
+            with contextlib.suppress(PrecomputeError):
+                self._online.drop(store.name, generation.number)
+            raise
 
     def _load_rows(
         self, generation: Generation, snapshot: Snapshot, changes: Changes | None, rows_done: int
@@ -86,13 +108,19 @@ class Loader:
         name, online = self._store.name, self._online
         total = snapshot.rows if changes is None else changes.rows + len(changes.removed)
         sample: list[tuple[bytes, bytes]] = []
-        batches = _from_row(self._row_batches(snapshot, changes), rows_done)
+        step = max(1, total // SAMPLE_ROWS)
+
+        def sampled() -> Iterator[RowBatch]:
+            # of the rows that were loaded before, too
+            for batch in self._row_batches(snapshot, changes):
+                sample.extend((batch.keys.at(i), batch.rows.at(i)) for i in range(0, len(batch), step))
+                yield batch
+
+        batches = _from_row(sampled(), rows_done)
         ahead = Ahead("publish", batches, StageTime(), lambda batch: batch.keys.size_bytes + batch.rows.size_bytes, AHEAD_BYTES)
 
         def told() -> Rows:
             for batch in ahead:
-                step = max(1, total // SAMPLE_ROWS)
-                sample.extend((batch.keys.at(i), batch.rows.at(i)) for i in range(0, len(batch), step))
                 yield batch
                 self._progress.advance(len(batch))
 
@@ -113,7 +141,8 @@ class Loader:
     def _row_batches(self, snapshot: Snapshot, changes: Changes | None) -> Iterator[RowBatch]:
         view, codec = snapshot.view, RowCodec(snapshot.view)
         if changes is not None and len(changes.removed):
-            yield codec.tombstones(changes.removed, time.time_ns() // 1000, snapshot.number)
+            # not now: a load that is gone on with sends the same bytes
+            yield codec.tombstones(changes.removed, microseconds(snapshot.created_at) or 0, snapshot.number)
         source = self._store.batches(snapshot, batch_rows=BATCH_ROWS) if changes is None else changes.batches(None, BATCH_ROWS)
         for batch in source:
             yield codec.row_batch(batch, view.entity, snapshot.number)

@@ -12,11 +12,11 @@ import shutil
 
 from jobs.process.progress import Progress
 from jobs.publish.loader import Loader
-from jobs.publish.served import check_served
+from jobs.publish.served import DOUBTED_ROWS, check_served
 from store.disk.crashpoint import crashpoint
 from store.disk.identity import identity_of
 from store.disk.lease import Lease
-from store.errors import ConflictError, DamagedPointerError, OnlineStoreError, SnapshotError, VectorIndexError
+from store.errors import ConflictError, DamagedPointerError, OnlineStoreError, RowsLostError, SnapshotError, VectorIndexError
 from store.history.changes import Changes
 from store.offline.refs import LiveRef, Place
 from store.offline.runs import Report
@@ -93,7 +93,8 @@ class Publisher:
         epoch = 0 if current is None else current.epoch
         if ref is not None and ref.snapshot == number and not reload and ref.epoch >= epoch:
             pointer = self._pointer(snapshot, ref)
-            if self._can_be_read(pointer, snapshot):
+            if self._can_be_read(pointer, snapshot, rows=DOUBTED_ROWS if pointer.degraded else BASE_ROWS):
+                pointer = replace(pointer, degraded=False)
                 if current != pointer:
                     online.flip(pointer)
                 self._drop_old(ref, current)
@@ -103,7 +104,11 @@ class Publisher:
         # Past both pointers: the root may have been restored, or the online store emptied, behind each other's back.
         expected = 0 if ref is None else ref.epoch
         epoch = store.refs.claim_epoch(max(epoch, *(g.number for g in online.generations(view)), 0))
-        place = (None if reload else self._retained(snapshot, ref)) or self._loaded(snapshot, ref, epoch, reload)
+        place = None if reload else self._retained(snapshot, ref)
+        if place is None:
+            # what publishings that failed had loaded
+            self._drop_all_but(self._kept(ref, current))
+            place = self._loaded(snapshot, ref, epoch, reload)
         ref = self._flip(snapshot, expected, epoch, place, reason, held)
         self._drop_old(ref, current)
         report.status, report.epoch = "published", epoch
@@ -128,7 +133,7 @@ class Publisher:
     def degrade(self) -> None:
         """Tell readers that rows of what is live may be gone, so that none of them takes a lost row for an unknown entity; until the next flip."""
         current = self._current()
-        if current is not None and not current.degraded:
+        if current is not None and not current.degraded and current.owner in ("", self._owner):
             try:
                 self._online.flip(replace(current, degraded=True))
             except OnlineStoreError as exc:
@@ -161,19 +166,21 @@ class Publisher:
             # What an overlay replaces would be served again, were its rows dropped.
             if not terms.lossy:
                 generation = generation if terms.number is None else replace(generation, number=terms.number)
+                self._check_lease()
                 self._loader.load(generation, snapshot, changes, terms.rows_done)
                 return Place(base.number, base.snapshot, generation.number)
         generation = Generation(epoch, snapshot.number, None, snapshot.run)
         terms = self._loader.prepare(generation, snapshot, snapshot.rows)
         generation = generation if terms.number is None else replace(generation, number=terms.number)
+        self._check_lease()
         self._loader.load(generation, snapshot, None, terms.rows_done)
         return Place(generation.number, snapshot.number, None, terms.lossy)
 
     def _base_under(self, snapshot: Snapshot, ref: LiveRef) -> tuple[Generation, Changes] | None:
         """The live base and what a snapshot has other than it, where that is little and the base is whole."""
         store, online = self._store, self._online
-        base = {g.number: g for g in online.generations(store.name)}.get(ref.place.generation)
-        if base is None or base.base is not None or ref.place.lossy:
+        base, current = {g.number: g for g in online.generations(store.name)}.get(ref.place.generation), self._current()
+        if base is None or base.base is not None or ref.place.lossy or (current is not None and current.degraded):
             return None
         since = {layer.number: layer for layer in store.chain(snapshot)[:-1]}.get(base.snapshot)
         if since is None or since.run != base.run or since.model != snapshot.model:
@@ -208,9 +215,12 @@ class Publisher:
 
     def _retained(self, snapshot: Snapshot, ref: LiveRef | None) -> Place | None:
         """Where the online store still holds a snapshot, from before the last publishing: going back to it loads nothing."""
-        # on what terms it was loaded
-        lossy = ref is not None and any(place.lossy for place in (ref.place, ref.previous_place) if place is not None)
-        loaded = {g.number: g for g in self._online.generations(self._store.name)}
+        places = [place for place in (() if ref is None else (ref.place, ref.previous_place)) if place is not None]
+        # others are of publishings that did not come to their end, and may never have been read back
+        numbers = {number for place in places for number in place.generations}
+        # on what terms they were loaded
+        lossy = any(place.lossy for place in places)
+        loaded = {g.number: g for g in self._online.generations(self._store.name) if g.number in numbers}
         for generation in reversed(loaded.values()):
             base = generation if generation.base is None else loaded.get(generation.base)
             if (generation.snapshot, generation.run) != (snapshot.number, snapshot.run) or base is None:
@@ -239,21 +249,25 @@ class Publisher:
             log.warning("%s; it is written anew", exc)
             return None
 
-    def _can_be_read(self, pointer: Pointer, snapshot: Snapshot, *, unread: bool = True) -> bool:
+    def _can_be_read(self, pointer: Pointer, snapshot: Snapshot, *, unread: bool = True, rows: int = BASE_ROWS) -> bool:
         """Whether generations and index are there and rows are what they were loaded as; what is gone or damaged is loaded again.
 
         Args:
             pointer: need not be live.
             snapshot: what the pointer names.
             unread: the answer where the snapshot's own files cannot be read, to compare: rows in the store vouch for themselves.
+            rows: how many are compared.
+
+        Raises:
+            OnlineStoreError: the store does not answer.
         """
         for index in (pointer.index, pointer.overlay_index):
             if index is not None and not is_there(self._store.offline.root / index):
                 log.warning("view %r: the vector index %s is gone; it is built again", pointer.view.name, index)
                 return False
         try:
-            check_served(self._store, self._online, pointer, snapshot, BASE_ROWS)
-        except OnlineStoreError as exc:
+            check_served(self._store, self._online, pointer, snapshot, rows)
+        except RowsLostError as exc:
             log.warning("%s; it is loaded again", exc)
             return False
         except SnapshotError as exc:
@@ -267,15 +281,31 @@ class Publisher:
         Raises:
             FencedError: the lease was lost, and what is there may be what somebody else is loading.
         """
-        store, online = self._store, self._online
-        if self._lease is not None:
-            self._lease.check()
-        view, keep = store.name, set(ref.place.generations)
+        self._check_lease()
+        keep = set(ref.place.generations)
         if ref.previous_place is not None:
             keep |= ref.previous_place.generations
         elif current is not None:
             # The offline pointer was lost.
             keep |= set(current.generations)
+        self._drop_all_but(keep)
+
+    def _check_lease(self) -> None:
+        """Raises:
+        FencedError: the lease was lost.
+        """
+        if self._lease is not None:
+            self._lease.check()
+
+    @staticmethod
+    def _kept(ref: LiveRef | None, current: Pointer | None) -> set[int]:
+        """Generations that a publishing leaves alone until it has come to its end."""
+        places = [place for place in (() if ref is None else (ref.place, ref.previous_place)) if place is not None]
+        return {n for place in places for n in place.generations} | set(() if current is None else current.generations)
+
+    def _drop_all_but(self, keep: set[int]) -> None:
+        self._check_lease()
+        store, online, view = self._store, self._online, self._store.name
         try:
             for generation in online.generations(view):
                 if generation.number not in keep:
@@ -288,7 +318,8 @@ class Publisher:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _pointer(self, snapshot: Snapshot, ref: LiveRef) -> Pointer:
-        """What readers are told: a function of manifest and live pointer alone, so that it can be mended at any time."""
+        """What readers are told: a function of manifest, live pointer and what they are told now, so that it can be mended at any time."""
+        current = self._current()
         renewed, place = [us for us in (snapshot.renewed_at, ref.renewed_at) if us is not None], ref.place
         folder = None if snapshot.view.index is None else f"{snapshot.view.name}/index"
         return Pointer(
@@ -311,12 +342,13 @@ class Publisher:
             overlay_index=None if folder is None or place.overlay is None else f"{folder}/{place.overlay:020d}",
             owner=self._owner,
             lossy=place.lossy,
-            took_over=self._owner_before(),
+            took_over=self._owner_before(current),
+            # known to have lost rows, until they are loaded again
+            degraded=current is not None and current.degraded and not place.generations.isdisjoint(current.generations),
         )
 
-    def _owner_before(self) -> str:
+    def _owner_before(self, current: Pointer | None) -> str:
         """Of the view in the online store: whom it was taken over from, or is to be now."""
-        current = self._current()
         if current is None or current.owner == self._owner:
             return "" if current is None else current.took_over
         return current.owner if self._take_over else ""

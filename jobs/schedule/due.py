@@ -19,6 +19,7 @@ from zoneinfo import ZoneInfo
 from jobs.config.cron import fire_times, last_fire
 from jobs.config.project import Project
 from jobs.config.schedule import Schedule
+from jobs.process.report import PUBLISHING
 from store.clock import parsed_time
 from store.disk.durable_file import disk_message, make_folder, replace_durably
 from store.disk.lease import holder, is_held
@@ -284,7 +285,7 @@ class Ledger:
         """
         reports, dead = self._look(view)
         reports = [replace(r, status="killed") if r.run in dead else r for r in reports]
-        goes_on = any(r.status == "running" and r.command != "publish" and not r.backfill for r in reports)
+        goes_on = any(r.status == "running" and r.command not in PUBLISHING and not r.backfill for r in reports)
         return reports, goes_on or self._offline.view(view).running()
 
     def dead(self, view: str) -> set[str | None]:
@@ -310,7 +311,7 @@ class Ledger:
         return {
             r.run
             for r in reports
-            if r.status == "running" and r.command != "publish" and not self._offline.view(view).running(r.partition)
+            if r.status == "running" and r.command not in PUBLISHING and not self._offline.view(view).running(r.partition)
         }
 
     def _read(self, view: str, fresh: bool = False) -> list[Report]:

@@ -45,7 +45,7 @@ class Reconciler:
         self._project, self._announce, self._command = project, announce, command
         self._stopping = threading.Event()
         self._told: dict[str, str] = {}
-        self._failures: dict[str, int] = {}
+        self._attempts: dict[str, int] = {}
         self._not_before: dict[str, float] = {}
 
     def stop(self) -> None:
@@ -67,37 +67,39 @@ class Reconciler:
             if wrong is None:
                 if self._told.pop(view, None) is not None:
                     self._announce(f"{view}: the online store serves what is live")
-                self._failures.pop(view, None)
+                self._attempts.pop(view, None)
                 continue
-            self._tell(view, f"{wrong}; it is brought back")
-            self._mend(view)
+            self._tell(view, f"{wrong}; it is brought back", always=True)
+            self._attempts[view] = self._attempts.get(view, 0) + 1
+            failure = self._mend(view)
+            # what was brought back need not stay, in a store that drops rows: each attempt waits longer, until a look finds nothing lost
+            doublings = self._attempts[view] - (2 if failure is None else 0)
+            wait_s = min(LONGEST_WAIT_S, self._project.settings.reconcile * 2.0**doublings)
+            self._not_before[view] = time.monotonic() + wait_s
+            if failure is not None:
+                self._tell(view, f"{failure}; once more in {duration(wait_s)}", always=True)
 
     def _lost(self, view: str) -> str | None:
         with contextlib.closing(open_online_store(self._project.online)) as online:
             return lost(self._project.offline.view(view), online)
 
-    def _mend(self, view: str) -> None:
+    def _mend(self, view: str) -> str | None:
+        """Have it brought back; why that failed, None when it did not."""
         deadline_s = self._project.settings.runs.deadline
         try:
             process = ChildProcess(self._command(self._project, view))
         except OSError as exc:
-            self._failed(view, f"cannot be started: {exc}")
-            return
+            return f"cannot be started: {exc}"
         began = time.monotonic()
         while not process.ended():
             if self._stopping.wait(POLL_S) or time.monotonic() >= began + deadline_s:
                 end_all([process], STOP_GRACE_S)
         if process.status:
-            self._failed(view, f"it could not be brought back (exit status {process.status}); its output tells more")
+            return f"it could not be brought back (exit status {process.status}); its output tells more"
+        return None
 
-    def _failed(self, view: str, text: str) -> None:
-        failures = self._failures[view] = self._failures.get(view, 0) + 1
-        wait_s = min(LONGEST_WAIT_S, self._project.settings.reconcile * 2**failures)
-        self._not_before[view] = time.monotonic() + wait_s
-        self._tell(view, f"{text}; once more in {duration(wait_s)}")
-
-    def _tell(self, view: str, text: str) -> None:
+    def _tell(self, view: str, text: str, always: bool = False) -> None:
         """Announce a text, unless it is what was told last."""
-        if self._told.get(view) != text:
+        if always or self._told.get(view) != text:
             self._told[view] = text
             self._announce(f"{view}: {text}")

@@ -12,9 +12,21 @@ from store.disk.record_file import read_record_file
 from store.errors import SnapshotError
 from store.record import Record, written
 
+_REMEDY = "remove it to give the store a new one, and publish each view once with --take-over"
+
 
 class _Identity(Record, frozen=True):
     id: str
+
+
+def known_identity(folder: Path) -> str:
+    """As :func:`identity_of`; empty where none was given yet. Writes nothing.
+
+    Raises:
+        SnapshotError: it is damaged.
+    """
+    known = read_record_file(_Identity, folder / ".identity.json", _REMEDY)
+    return "" if known is None else known.id
 
 
 def identity_of(folder: Path) -> str:
@@ -24,14 +36,13 @@ def identity_of(folder: Path) -> str:
         SnapshotError: it is damaged, or the file system failed.
     """
     path = folder / ".identity.json"
-    known = read_record_file(_Identity, path, f"remove {path.name} to give the store a new one")
-    if known is None:
+    known = known_identity(folder)
+    if not known:
         try:
             make_folder(folder)
             with contextlib.suppress(FileExistsError):
                 create_once(path, written(_Identity(uuid.uuid4().hex[:12])), folder / f".identity.{os.getpid()}.tmp")
         except OSError as exc:
             raise SnapshotError(disk_message(path, exc)) from exc
-        known = read_record_file(_Identity, path, f"remove {path.name} to give the store a new one")
-    assert known is not None
-    return known.id
+        known = known_identity(folder)
+    return known

@@ -173,11 +173,15 @@ class Refs:
                     f"the live pointer of {self._view!r} moved from epoch {expected_epoch} to {last} meanwhile; look at `status` and publish again if still wanted"
                 )
             previous, before = (None, None) if current is None else (current.snapshot, current.place)
-            # Loaded anew: what was before it is still what to go back to.
+            renewed_at = None
+            # Loaded anew: what was before it is still what to go back to, and its rows are as they were found to be.
             if current is not None and current.snapshot == snapshot:
-                previous, before = current.previous, current.previous_place
+                previous, before, renewed_at = current.previous, current.previous_place, current.renewed_at
             new = Place(epoch, snapshot) if place is None else place
-            return LiveRef(epoch, snapshot, previous, reason, utc_now(), held=held, place=new, previous_place=before)
+            at = utc_now()
+            return LiveRef(
+                epoch, snapshot, previous, reason, at, renewed_at=renewed_at, held=held, place=new, previous_place=before
+            )
 
         return self._swap_live(moved, lease)
 

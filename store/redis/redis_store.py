@@ -156,7 +156,7 @@ class RedisStore(OnlineStore):
             and (not self._servers.cluster or loading.server == identity_of(states) != "")
         }
         number = max(started, key=lambda n: started[n].done, default=None)
-        unwanted = {str(n) for n in (*meta.loading, *meta.unreadable) if n != number} | meta.dropping
+        unwanted = {str(n) for n in (*meta.loading, *meta.unreadable) if n != number and n not in meta.live} | meta.dropping
         if unwanted:
             self._drop_all(view, unwanted)
         done = 0 if number is None else started[number].done

@@ -14,6 +14,7 @@ import redis
 
 from jobs.process.progress import Silent
 from jobs.process.report import recorded
+from jobs.publish.loader import Loader
 from jobs.publish.publisher import Publisher
 from store.disk.lease import take
 from store.errors import ConflictError, GateError, OnlineStoreError, PrecomputeError, SnapshotError
@@ -648,3 +649,34 @@ def test_an_index_that_cannot_be_written_keeps_rows_and_index_as_they_were(make_
     assert project.served([1, 2]) == (2, [None, 10.0])
     assert project.nearest(5.0) == (2, "2")
     assert VectorIndex(project.root / "numbers" / "index" / f"{epochs(project)[1]:020d}").dim == 4
+
+
+def test_what_was_not_read_back_is_never_published(
+    make_project: MakeProject, online: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor kept: a publishing that fails leaves no generation behind, and the next one loads anew."""
+
+    def fails(*_: Any) -> None:
+        raise OnlineStoreError("other bytes")
+
+    project = make_project([(1, 1.0), (2, 2.0)], project={"online": online})
+    project.run()
+    with monkeypatch.context() as failing:
+        failing.setattr(Loader, "_verify", fails)
+        for _ in range(3):
+            with pytest.raises(OnlineStoreError, match="other bytes"):
+                project.publish(reload=True)
+    assert generations(project) == [1]
+    report = project.publish(reload=True)
+    assert "load" in report.stages_s
+    assert project.served([1, 2]) == (1, [2.0, 4.0])
+
+
+def test_a_damaged_pointer_over_a_generation_that_is_gone_is_published_anew(make_project: MakeProject) -> None:
+    project = make_project([(1, 1.0)], project={"online": "table:./online"})
+    project.run()
+    folder = project.folder / "online" / "numbers"
+    (folder / "live.json").write_bytes(b"{")
+    (folder / f"{1:020d}.table").unlink()
+    assert project.publish().status == "published"
+    assert project.served([1]) == (1, [2.0])

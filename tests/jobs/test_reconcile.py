@@ -14,10 +14,12 @@ import redis
 
 from jobs.pipeline.reconcile import reconcile
 from jobs.process.progress import Silent
-from jobs.publish.served import lost
+from jobs.publish.publisher import Publisher
+from jobs.publish.served import HEALED, lost
 from jobs.schedule.reconciler import Reconciler
 from jobs.schedule.scheduler import Scheduler
 from store.disk.lease import take
+from store.errors import ConflictError, OnlineStoreError
 from store.offline.refs import PUBLISH_LEASE
 from store.online.online_store import OnlineStore
 from store.record import replace
@@ -97,9 +99,11 @@ def test_a_pointer_left_behind_is_moved_and_nothing_loaded(project: Scene) -> No
         assert behind is not None
     store = project.store
     store.refs.move_live(2, expected_epoch=2, epoch=3, reason="a crash between the two pointers", place=store.refs.live().place)  # type: ignore[union-attr]
-    assert said(project) is not None or project.pointer().epoch == 2
+    assert said(project) == "the online store serves snapshot 2 of view 'numbers', and 2 is live"
     report = reconcile(project, "numbers", Silent())
-    assert report is None or report.status == "current"
+    assert report is not None
+    assert (report.status, report.epoch, "load" in report.stages_s) == ("published", 3, False)
+    assert (project.pointer(), said(project)) == (replace(behind, epoch=3, at=project.live().at), None)
 
 
 def test_a_hold_outlives_what_was_lost(project: Scene) -> None:
@@ -131,6 +135,67 @@ def test_until_it_is_back_a_row_that_is_not_there_is_no_unknown_entity(project: 
         assert lookup.row("numbers", 999)["reason"] == "unknown_entity"
 
 
+def test_rows_that_are_known_to_be_lost_stay_so_until_they_are_loaded_again(
+    project: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose(project, 1)
+    with monkeypatch.context() as refusing:
+        refusing.setattr(Publisher, "_loaded", refuse)
+        with pytest.raises(OnlineStoreError, match="no room"):
+            reconcile(project, "numbers", Silent())
+        assert project.pointer().degraded
+        # a run that finds nothing new must not say that all is well
+        with pytest.raises(OnlineStoreError, match="no room"):
+            project.run()
+    assert project.pointer().degraded
+    assert project.run().status == "published"
+    assert not project.pointer().degraded
+    assert (said(project), project.served(range(40))) == (None, (2, DOUBLES))
+
+
+def refuse(*_: object) -> None:
+    raise OnlineStoreError("no room")
+
+
+def test_what_is_said_to_be_degraded_and_is_whole_is_told_so_and_nothing_loaded(project: Scene) -> None:
+    with project.online_store() as online:
+        online.flip(replace(project.pointer(), degraded=True))
+    assert said(project) == HEALED
+    report = reconcile(project, "numbers", Silent())
+    assert report is not None
+    assert "load" not in report.stages_s
+    assert (project.pointer().degraded, said(project)) == (False, None)
+
+
+def test_a_renewal_outlives_what_was_lost(project: Scene) -> None:
+    project.run()
+    renewed = project.pointer().renewed_at_us
+    assert renewed > 0
+    lose_all(project)
+    assert reconcile(project, "numbers", Silent()) is not None
+    assert project.pointer().renewed_at_us == renewed
+
+
+def test_another_projects_view_is_left_alone(project: Scene) -> None:
+    foreign = replace(project.pointer(), owner="somebody", took_over=project.pointer().owner)
+    with project.online_store() as online:
+        online.flip(foreign)
+    with pytest.raises(ConflictError, match="published by another project"):
+        reconcile(project, "numbers", Silent())
+    assert project.pointer() == foreign
+
+
+def test_a_store_that_does_not_answer_has_lost_nothing(project: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    with project.online_store() as online:
+        kind = type(online)
+    monkeypatch.setattr(kind, "blocking", True)
+    monkeypatch.setattr(kind, "read_generation", refuse)
+    with pytest.raises(OnlineStoreError, match="no room"):
+        reconcile(project, "numbers", Silent())
+    monkeypatch.undo()
+    assert (project.pointer().degraded, project.live().epoch) == (False, 2)
+
+
 def test_while_somebody_publishes_nothing_is_lost(project: Scene) -> None:
     lose_all(project)
     with take(project.store.leases, PUBLISH_LEASE, "a publishing", ttl_s=60):
@@ -147,7 +212,7 @@ def test_a_root_that_is_older_than_what_is_served_lost_nothing(project: Scene) -
 def test_the_command_says_what_it_did(project: Scene, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert project.cli("reconcile", "numbers") == 0
-    assert capsys.readouterr().out == "numbers: the online store serves what is live\n"
+    assert capsys.readouterr().out == "numbers: nothing that is live is missing from the online store\n"
     lose_all(project)
     assert project.cli("reconcile", "numbers") == 0
     assert "numbers: published, snapshot 2" in capsys.readouterr().out
@@ -182,3 +247,15 @@ def test_what_cannot_be_brought_back_is_tried_again_later_and_later(make_project
     reconciler.look()
     assert len(announced) == 2
     assert announced[1] == "numbers: it could not be brought back (exit status 1); its output tells more; once more in 2 min"
+
+
+def test_what_is_brought_back_and_lost_again_is_brought_back_later_and_later(make_project: MakeProject) -> None:
+    """A store that drops rows would be loaded every minute, and be fuller each time."""
+    project = make_project(ROWS, project={"reconcile": "1h"})
+    project.run()
+    lose_all(project)
+    announced: list[str] = []
+    reconciler = Reconciler(project, announced.append, lambda *_: ["true"])
+    for _ in range(5):
+        reconciler.look()
+    assert len(announced) == 1
