@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,10 @@ class Cluster(Servers):
         self._connection: Callable[[Node | None], Connection] = opener(options)
         self._links: dict[Node, Link] = {}
         self._map: SlotMap | None = None
-        self._looked_at = 0.0
+        self._looked_at = self._failed_at = 0.0
+        """When the map was made, and when something last failed by it: of the two the later one decides whether it is believed."""
+        self._silent: Node | None = None
+        """Who did not answer last: asked last about the map."""
         self._lock = threading.Lock()
         self._breaker = Breaker()
 
@@ -77,9 +81,9 @@ class Cluster(Servers):
             self._lock.release()
 
     def _looked(self, deadline: float, doing: str) -> SlotMap:
-        known = [*(self._map.masters if self._map is not None else ()), *self._options.nodes]
+        known = dict.fromkeys([*(self._map.masters if self._map is not None else ()), *self._options.nodes])
         error: OnlineStoreError | None = None
-        for node in dict.fromkeys(known):
+        for node in sorted(known, key=lambda node: node == self._silent):
             left_s = deadline - time.monotonic()
             try:
                 # a third each, so that one that hangs does not take it all
@@ -117,7 +121,9 @@ class Cluster(Servers):
 
     # ---- small commands
 
-    def replies(self, key: bytes | str, commands: Sequence[Command], doing: str, budget_s: float | None = None) -> list[Any]:
+    def replies(
+        self, key: bytes | str, commands: Sequence[Command], doing: str, budget_s: float | None = None, *, guarded: bool = False
+    ) -> list[Any]:
         sent, count = packed(*commands), len(commands)
         asking = b"".join([_ASKING + packed(command) for command in commands])
 
@@ -135,15 +141,17 @@ class Cluster(Servers):
                     raise _Moved(link, reply)
             return replies
 
-        return self._followed(once, doing, budget_s)
+        return self._followed(once, doing, budget_s, guarded=guarded)
 
-    def _followed(self, once: Callable[[float, float], list[Any]], doing: str, budget_s: float | None) -> list[Any]:
-        """Do something until nothing moves, or the budget is spent."""
-        breaker = self._breaker if budget_s is None else None
+    def _followed(
+        self, once: Callable[[float, float], list[Any]], doing: str, budget_s: float | None, *, guarded: bool = False
+    ) -> list[Any]:
+        """Do something until nothing moves, or the budget is spent; without a budget of its own, or ``guarded``, behind the breaker."""
+        breaker = self._breaker if budget_s is None or guarded else None
         if breaker is not None and (opened := breaker.opened()) is not None:
             raise no_answer(self.where, doing, opened)
         deadline = time.monotonic() + (self._options.budget_s if budget_s is None else budget_s)
-        looked = 0.0
+        looked = self._failed_at
         while True:
             try:
                 answer = once(deadline, looked)
@@ -157,6 +165,8 @@ class Cluster(Servers):
                 time.sleep(PAUSE_S)
             looked = time.monotonic()
             if looked >= deadline:
+                # who comes next looks at the cluster anew: what hung may have been replaced
+                self._failed_at = looked
                 if breaker is not None:
                     breaker.failed(str(error))
                 if isinstance(error, _Moved):
@@ -178,7 +188,10 @@ class Cluster(Servers):
         if meta is not None:
             left_s = (self._options.budget_s if budget_s is None else budget_s) - (time.monotonic() - started)
             # only now: what it names was there while all rows were read
-            (version,) = self.ask(meta, [("HGET", meta, "version")], doing, max(0.01, left_s) if commands else budget_s)
+            ask = partial(self.replies, meta, [("HGET", meta, "version")], doing)
+            (version,) = ask(max(0.01, left_s), guarded=budget_s is None) if commands else ask(budget_s)
+            if isinstance(version, Refused):
+                raise refusal(self.at(meta).where, doing, version)
         return version, [values[i * len(keys) : (i + 1) * len(keys)] for i in range(len(prefixes))]
 
     def _gathered(self, of_slots: I8, commands: Sequence[bytes], doing: str, budget_s: float | None) -> list[Any]:
@@ -192,7 +205,9 @@ class Cluster(Servers):
             parts: dict[Node, list[int]] = {}
             for i in left:
                 parts.setdefault(elsewhere.get(i) or slots.masters[slots.owners[of_slots[i]]], []).append(i)
-            failed = self._scattered(parts, commands, elsewhere, values, deadline, doing)
+            # half of what is left: a node that hangs must not take the time to ask who has its slots by now
+            now = time.monotonic()
+            failed = self._scattered(parts, commands, elsewhere, values, now + max(0.01, (deadline - now) / 2), doing)
             left[:] = sorted(failed)
             elsewhere.clear()
             for i, (node, refused) in failed.items():
@@ -200,6 +215,7 @@ class Cluster(Servers):
                     elsewhere[i] = target(refused, node)
             for node, refused in failed.values():
                 if refused is None:
+                    self._silent = node
                     raise no_answer(self.link(node).where, doing, "no answer, or the connection was cut")
                 raise _Moved(self.link(node), refused)
             return values
@@ -230,6 +246,11 @@ class Cluster(Servers):
                     taken[node].send(b"".join(asked), deadline)
                 except Lost:
                     failed |= dict.fromkeys(part, (node, None))
+                except Refused as exc:
+                    # as it connects: a password that was changed, a server that starts
+                    if exc.code not in MOVING:
+                        raise refusal(self.link(node).where, doing, exc) from exc
+                    failed |= dict.fromkeys(part, (node, exc))
             for node, part in parts.items():
                 if part[0] in failed:
                     continue
@@ -316,7 +337,7 @@ class _Load:
 
     def send(self, node: Node, block: Block, number: int) -> None:
         """Send a block, as :meth:`Pipe.send`."""
-        self._through(node, lambda pipe: pipe.send(block, number))
+        self._through(node, lambda pipe: pipe.send(block, number), block)
 
     def settle(self) -> None:
         """Wait until all is answered."""
@@ -328,7 +349,7 @@ class _Load:
         for pipe in self._pipes.values():
             pipe.close()
 
-    def _through(self, node: Node, use: Callable[[Pipe], None]) -> None:
+    def _through(self, node: Node, use: Callable[[Pipe], None], block: Block | None = None) -> None:
         pipe = self._pipes.get(node)
         if pipe is None:
             pipe = self._pipes[node] = Pipe(self._cluster.link(node), self._doing, None, self._refused)
@@ -337,7 +358,11 @@ class _Load:
         except Lost:
             pipe.close()
             del self._pipes[node]
-            for block in pipe.unanswered:
+            lost = pipe.unanswered
+            if block is not None and not any(block is other for other in lost):
+                # the connection was cut while it made room for this one
+                lost.append(block)
+            for block in lost:
                 self._cluster.put(block.keys, block.rows, self._prefix, block.positions, self._doing)
 
     def _refused(self, block: Block, command: int, reply: Refused) -> None:

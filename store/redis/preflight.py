@@ -77,7 +77,8 @@ def server_state(link: Link, doing: str, budget_s: float | None = None) -> Serve
         for name, value in info.items()
         if name[:2] == "db" and "keys=" in value
     ]
-    names = [info.get(name, "") for name in ("run_id", "master_replid")]
+    # the second one changes where a replica took over, and the first where a replica is attached, too
+    names = [info.get(name, "") for name in ("run_id", "master_replid2")]
     return ServerState(
         version,
         role,

@@ -259,6 +259,27 @@ class RedisStore(OnlineStore):
         answer = self._run(view, *records.flip(pointer))
         loaded = self._meta(view).loaded if answer[0] == b"missing" else {}
         records.check_flipped(answer, pointer, sorted(loaded))
+        if self._servers.cluster:
+            self._handed_on(view)
+
+    def _handed_on(self, view: str) -> None:
+        """Wait until the replicas have the pointer, before anything that the one before it names is dropped: a failover would bring that one back, and other
+        masters have dropped its rows.
+
+        Raises:
+            OnlineStoreError: they do not keep up.
+        """
+        meta, doing = self._names.meta(view), f"hand on what is live of {view!r}"
+        replicas = server_state(self._servers.at(meta), doing, ADMIN_S).replicas
+        if not replicas:
+            return
+        # on the connection that has written last
+        commands: list[Command] = [("HDEL", meta, "-"), ("WAIT", replicas, int(ADMIN_S * 1000 / 2))]
+        _, have = self._servers.ask(meta, commands, doing, ADMIN_S)
+        if not isinstance(have, int) or have < replicas:
+            raise OnlineStoreError(
+                f"of {replicas} replicas only {have} have the new pointer of {view!r}: nothing older is dropped; publish it again"
+            )
 
     def drop(self, view: str, number: int) -> None:
         meta = self._meta(view)

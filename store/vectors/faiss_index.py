@@ -121,9 +121,11 @@ def open_codes(path: Path) -> Any:
 
 def write_codes(index: Any, path: Path) -> None:
     """Raises:
-    RuntimeError: how FAISS reports a failed write.
+    OSError, RuntimeError: the disk is full or refuses.
     """
-    faiss.write_index(index, str(path))
+    # by Python: FAISS's own writer says nothing of what it could not flush at the end
+    with path.open("wb") as file:
+        faiss.write_index(index, faiss.PyCallbackIOWriter(file.write))
 
 
 def trained_codes(vectors: npt.NDArray[Any], held_out: ROWS, codes: Codes, *, l2: bool, seed: int = 0) -> Any:

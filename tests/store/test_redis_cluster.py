@@ -16,12 +16,14 @@ import redis
 from store.errors import ConflictError, OnlineStoreError
 from store.online.online_store import Generation, Terms
 from store.online.packed import Packed, Rows
+from store.redis import bulk
+from store.redis.bulk import Pipe
 from store.redis.redis_store import RedisStore
-from store.redis.replies import Refused
+from store.redis.replies import Lost, Refused
 from store.redis.slots import SLOTS, SlotMap, row_slots, slot_of, target
 from store.redis.sweep import SCANNED_KEYS
 from tests.online import TABLE, Stopped, numbers, over, plain, pointer, rows_of, values
-from tests.redis_process import RedisCluster, RedisProcess, newest_redis, redis_binaries
+from tests.redis_process import RedisCluster, RedisProcess, eventually, newest_redis, redis_binaries
 
 BINARIES = redis_binaries()
 NEWEST = newest_redis()
@@ -375,6 +377,47 @@ def test_a_master_killed_in_mid_read_is_an_error_until_its_replica_has_taken_ove
     assert wrong == []
     assert slowest_s[0] < 5.0
     assert any("the server was started anew, or another one took its place" in doubt for doubt in store.doubts("numbers"))
+
+
+def test_a_block_that_waits_for_room_when_the_connection_is_cut_is_sent_all_the_same(
+    cluster: RedisCluster, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, table = open_store(cluster.url()), many(8000)
+    take, cut = Pipe._take, list[int]()
+
+    def cut_off(self: Pipe) -> None:
+        if len(cut) < 3 and self.oldest is not None and self.oldest > 4 * len(cut):
+            cut.append(1)
+            self.close()
+            raise Lost("cut")
+        take(self)
+
+    monkeypatch.setattr(bulk, "IN_FLIGHT_BYTES", 50_000)
+    monkeypatch.setattr(Pipe, "_take", cut_off)
+    publish(store, 1, table)
+    assert len(cut) == 3
+    assert read_all(store, table) == list(table.values())
+
+
+def test_a_master_that_hangs_is_given_up_once_its_replica_has_taken_over(
+    own_cluster: RedisCluster, open_store: OpenStore
+) -> None:
+    """Power loss and a dropped network look like this: nobody says that the connection is gone."""
+    store, table = open_store(own_cluster.url("?budget_ms=400")), many(300)
+    publish(store, 1, table)
+    victim = own_cluster.master_of("precompute:{}numbers:1:0")
+    victim.stop()
+    try:
+        eventually(lambda: answers(store, table), within_s=20)
+    finally:
+        victim.go_on()
+
+
+def answers(store: RedisStore, table: dict[bytes, bytes]) -> bool:
+    try:
+        return read_all(store, table) == list(table.values())
+    except OnlineStoreError:
+        return False
 
 
 def test_a_cluster_whose_replicas_lag_is_not_made_live(

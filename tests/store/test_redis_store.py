@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import subprocess
@@ -964,3 +965,18 @@ def _has_tls(path: str) -> bool:
         [path, "--port", "0", "--tls-port", "0", "--tls-cert-file", "x"], capture_output=True, text=True, timeout=10
     )
     return "tls-port" not in done.stdout + done.stderr
+
+
+def test_a_server_that_gets_its_first_replica_is_the_same_server(tmp_path: Path) -> None:
+    for name in ("master", "replica"):
+        (tmp_path / name).mkdir()
+    with (
+        RedisProcess(newest_redis(), tmp_path / "master") as master,
+        RedisProcess(newest_redis(), tmp_path / "replica") as replica,
+        contextlib.closing(RedisStore(master.url())) as store,
+    ):
+        publish(store, 1, TABLE)
+        with replica.client() as client, master.client() as at:
+            client.replicaof("127.0.0.1", master.port)
+            eventually(lambda: at.info("replication")["connected_slaves"] == 1)
+        assert store.doubts("numbers") == []
