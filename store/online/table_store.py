@@ -164,9 +164,10 @@ class TableStore(OnlineStore):
         path = self._path(view, generation.number)
         try:
             make_folder(path.parent)
-            # By processes that were killed while loading: only one loads at a time.
+            # By processes that were killed while loading. One that lives may be a rollback that took this one's lease.
             for left in path.parent.glob(".*.table.*"):
-                left.unlink(missing_ok=True)
+                if not _alive(left, path.name):
+                    left.unlink(missing_ok=True)
         except OSError as exc:
             raise OnlineStoreError(disk_message(path, exc)) from exc
         with TableWriter(path, plain(generation), self._memory_bytes) as writer:
@@ -229,3 +230,18 @@ def _found(tables: Sequence[TableFile], keys: Sequence[bytes]) -> FoundRows:
     rows, states = tables[0].read(packed, hashes, tables[1:])
     damaged = states == kernels.DAMAGED
     return FoundRows(keys, hashes=hashes, packed=rows, damaged=damaged if damaged.any() else None)
+
+
+def _alive(left: Path, name: str) -> bool:
+    """Whether a temporary file, of another generation than ``name``, is that of a process that is at work: ``.<generation>.table.<pid>.tmp``."""
+    pid = left.name.partition(".table.")[2].partition(".")[0]
+    if left.name.startswith(f".{name}.") or not pid.isdigit():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        # it is another user's
+        return True
+    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -211,3 +212,17 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     for read in (store.live, lambda view: store.read(view, [b"a"])):
         with pytest.raises(OnlineStoreError):
             read("numbers")
+
+
+def test_a_load_leaves_alone_what_another_process_is_writing(folder: Path) -> None:
+    """A publishing that a rollback has fenced begins its own load, and finds the rollback's."""
+    store = TableStore(folder)
+    publish(store, 1, TABLE)
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    theirs = folder / "numbers" / f".{8:020d}.table.{os.getppid()}.tmp"
+    left = folder / "numbers" / f".{6:020d}.table.{dead.pid}.tmp"
+    for path in (theirs, left):
+        path.write_bytes(b"half")
+    load(store, 7, TABLE)
+    assert (theirs.exists(), left.exists(), numbers(store)) == (True, False, [1, 7])
