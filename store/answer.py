@@ -12,12 +12,13 @@ import numpy as np
 import pyarrow as pa
 
 from store.fallback import Computed, Miss
-from store.freshness import AHEAD_US, AnswerSource, Reason, Sighting, Status, age_s, as_datetime, status_of
+from store.freshness import AHEAD_US, Sighting, age_s, as_datetime, status_of
 from store.online import kernels
 from store.online.codec import RowCodec, State
 from store.online.found_rows import FoundRows
 from store.online.online_store import Pointer
 from store.online.packed import Buffer, Packed
+from store.status import AnswerSource, Reason, Status
 
 MAX_DEADLINE_S = 60.0
 """Longest a request waits for the fallback, whatever deadline it names."""

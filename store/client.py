@@ -15,9 +15,9 @@ from urllib.parse import quote, urlencode, urlsplit
 import httpcore2
 import pyarrow as pa
 
-from store.api import wire
-from store.entity_key import join_key
+from store.api import arrow, wire
 from store.errors import OnlineStoreError, RequestError
+from store.key_text import join_key
 from store.lookup_options import LookupOptions
 
 
@@ -73,7 +73,7 @@ class Client:
         body = {"keys": list(keys), **options._asdict()}
         content = self._send("POST", f"/v1/views/{quote(view, safe='')}/lookup", body, accept=wire.ARROW)
         with self._understood():
-            return wire.decode_arrow(content)
+            return arrow.decode_arrow(content)
 
     def row(self, view: str, key: Any, *, features: Sequence[str] | None = None, fallback: bool = True) -> dict[str, Any]:
         """One row as a dict, with ``features`` inside.

@@ -1,20 +1,13 @@
-"""Entity keys: from columns, URLs and JSON to the one text every store uses.
-
-A key of one column is that column's text as it stands (``42``, ``a/b``). One of several columns is its parts joined with ``/``, with ``%`` and ``/`` inside a
-part written ``%25`` and ``%2F``. The UTF-8 of that text is the key in the stores, the ``key`` of every answer, and, percent-encoded, the end of a row's URL.
-"""
+"""Entity keys: of whole columns, vectorised, to the texts that :mod:`store.key_text` tells of."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-from urllib.parse import unquote_to_bytes
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from store.errors import RequestError
-from store.feature_view import MAX_KEY_BYTES
+from store.key_text import MAX_KEY_BYTES
 
 
 def key_column(batch: pa.RecordBatch | pa.Table, entity: Sequence[str]) -> pa.Array:
@@ -47,86 +40,6 @@ def bad_keys(keys: pa.Array) -> dict[int, str]:
         for row in pc.indices_nonzero(pc.fill_null(mask, False)).to_pylist():
             reasons.setdefault(row, reason)
     return reasons
-
-
-def key_text(value: Any, entity: Sequence[str]) -> str:
-    """The key text of one key as a program gives it: a string, an integer, or a list of these for several columns.
-
-    Raises:
-        RequestError: another type, the wrong number of parts, empty, too long, or with a NUL.
-    """
-    return check_key(join_key(value, entity))
-
-
-def join_key(value: Any, entity: Sequence[str]) -> str:
-    """As :func:`key_text`, without a look at whether a store could hold it.
-
-    Raises:
-        RequestError: another type, the wrong number of parts, or a lone surrogate.
-    """
-    if isinstance(value, (list, tuple)):
-        if len(value) != len(entity):
-            raise RequestError(
-                f"a key of this view has {len(entity)} part(s) ({', '.join(entity)}), got {len(value)}: {_short(value)}",
-                code="bad_key",
-            )
-        parts = [_part(part) for part in value]
-        return parts[0] if len(parts) == 1 else "/".join(p.replace("%", "%25").replace("/", "%2F") for p in parts)
-    return _part(value)
-
-
-def split_key(text: str, entity: Sequence[str]) -> list[str]:
-    """The parts of a key text, as :func:`join_key` joins them; of a key that is none of this entity, another number of parts."""
-    return [text] if len(entity) == 1 else [part.replace("%2F", "/").replace("%25", "%") for part in text.split("/")]
-
-
-def key_from_path(raw: bytes, entity: Sequence[str]) -> str:
-    """The key text from the undecoded tail of a URL path, percent-decoded exactly once.
-
-    Raises:
-        RequestError: not UTF-8, or a key :func:`check_key` refuses.
-    """
-    try:
-        if len(entity) == 1:
-            return check_key(unquote_to_bytes(raw).decode())
-        parts = [unquote_to_bytes(part).decode() for part in raw.split(b"/")]
-    except UnicodeDecodeError as exc:
-        raise RequestError("the key in the URL is not UTF-8 after percent-decoding", code="bad_key") from exc
-    return key_text(parts, entity)
-
-
-def check_key(text: str) -> str:
-    """``text`` itself, if a store could hold it as a key.
-
-    Raises:
-        RequestError: empty, longer than :data:`MAX_KEY_BYTES`, a NUL inside, or a lone surrogate.
-    """
-    try:
-        size = len(text.encode())
-    except UnicodeEncodeError as exc:
-        raise RequestError("a key is not valid UTF-8", code="bad_key") from exc
-    if size == 0 or size > MAX_KEY_BYTES or "\0" in text:
-        raise RequestError(
-            f"a key has 1 to {MAX_KEY_BYTES} bytes of UTF-8 without NUL, got {size} bytes: {_short(text)}", code="bad_key"
-        )
-    return text
-
-
-def _part(value: Any) -> str:
-    if isinstance(value, str):
-        if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
-            raise RequestError("a key is not valid UTF-8", code="bad_key")
-        return value
-    if isinstance(value, int) and not isinstance(value, bool):
-        if not -(2**63) <= value < 2**64:
-            raise RequestError("an integer key has at most 64 bits", code="bad_key")
-        return str(value)
-    raise RequestError(f"a key is a string or an integer, got {type(value).__name__}: {_short(value)}", code="bad_key")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _one_chunk(column: pa.Array | pa.ChunkedArray) -> pa.Array:

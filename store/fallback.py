@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from store.errors import RequestError
-from store.freshness import Reason
 from store.online.online_store import Pointer
+from store.status import Reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,9 +39,6 @@ SCALAR_TYPES: dict[str, pa.DataType] = {
     "string": pa.string(),
 }
 
-MAX_KEY_BYTES = 511
-"""Longest entity key, in UTF-8 bytes: LMDB's compiled-in limit, kept for every store so that a view can move."""
-
 
 @dataclass(frozen=True, slots=True)
 class Feature:

@@ -4,47 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from enum import StrEnum
 
 import numpy as np
 import numpy.typing as npt
 
 from store.feature_view import FeatureView
+from store.status import Status
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 AHEAD_US = 60_000_000
 """A time that lies further ahead than this was written by a clock that is wrong, or is read by one: two machines differ by less."""
-
-
-class Status(StrEnum):
-    """What one row of an answer is."""
-
-    FRESH = "fresh"
-    STALE = "stale"
-    COMPUTED = "computed"
-    MISSING = "missing"
-
-
-class Reason(StrEnum):
-    """Why a row is missing."""
-
-    UNKNOWN_ENTITY = "unknown_entity"
-    NOT_IN_STORE = "not_in_store"
-    """The store drops rows by itself when it is full, or was seen to have lost some: nobody can tell an unknown entity from a lost row."""
-    DAMAGED = "damaged"
-    """What the store holds for the key does not vouch for itself."""
-    EXPIRED = "expired"
-    DEADLINE = "deadline"
-    SHED = "shed"
-    MODEL_ERROR = "model_error"
-
-
-class AnswerSource(StrEnum):
-    """Where a row's features came from."""
-
-    STORE = "store"
-    FALLBACK = "fallback"
 
 
 def age_s(computed_at_us: int, now_us: int) -> float:

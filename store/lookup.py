@@ -14,11 +14,10 @@ from typing import Any
 import pyarrow as pa
 
 from store.answer import ANSWER_FIELDS, MAX_DEADLINE_S, Answer, AnswerPlan
-from store.entity_key import check_key, join_key, key_text
 from store.errors import RequestError
 from store.fallback import Computed, Fallback, Miss, check_inputs
-from store.feature_view import MAX_KEY_BYTES
 from store.freshness import Sighting, microseconds, status_of
+from store.key_text import MAX_KEY_BYTES, check_key, join_key, key_text
 from store.lookup_options import MAX_KEYS, MAX_NEIGHBOURS, LookupOptions, SearchOptions, check_features
 from store.online.online_store import OnlineStore, Pointer
 from store.online_url import open_online_store

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from store.errors import RequestError
-from store.feature_view import FeatureView
+
+if TYPE_CHECKING:
+    # it brings Arrow along, which who only asks over HTTP can do without
+    from store.feature_view import FeatureView
 
 MAX_KEYS = 1000
 """Keys in one request."""

@@ -11,13 +11,14 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from store.answer import MAX_DEADLINE_S, Answer
-from store.entity_key import key_text
 from store.errors import RequestError, VectorIndexError
 from store.fallback import Fallback, Miss, check_inputs
-from store.freshness import AnswerSource, Reason, Status, as_datetime, status_of
+from store.freshness import as_datetime, status_of
+from store.key_text import key_text
 from store.lookup_options import LookupOptions, SearchOptions, check_features
 from store.online.online_store import Pointer
 from store.record import plain
+from store.status import AnswerSource, Reason, Status
 from store.vectors.index_record import index_figures
 from store.vectors.row_filter import RowFilter
 from store.vectors.vector_index import Neighbours, VectorIndex

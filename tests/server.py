@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from store.api import wire
+from store.api import arrow, wire
 from tests import REPOSITORY
 from tests.scene import Scene
 
@@ -84,7 +84,7 @@ class Reply:
 
     @property
     def arrow(self) -> pa.Table:
-        return wire.decode_arrow(self.body)
+        return arrow.decode_arrow(self.body)
 
     def check_problem(self, status: int, code: str | None = None) -> None:
         """RFC 9457: the content type, and the fields with the status inside."""

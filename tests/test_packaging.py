@@ -21,9 +21,9 @@ PROJECT: dict[str, Any] = tomllib.loads((REPOSITORY / "pyproject.toml").read_tex
 EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
 USES = {
     "store": ["cpu"],
-    "precompute": ["onnx"],
-    "jobs": [],
-    "demo": ["demo"],
+    "precompute": ["engine", "onnx"],
+    "jobs": ["engine"],
+    "demo": ["engine", "demo"],
     "tests": ["cpu", "demo", "dev"],
     "benchmarks": ["cpu", "demo", "bench"],
 }

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from jobs.commands.command import DONE, FAILED, Commands, project_of
 from jobs.config.project import Project
 from store.clock import duration
-from store.entity_key import key_from_path
 from store.errors import OnlineStoreError, RequestError
 from store.freshness import iso
+from store.key_text import key_from_path
 from store.lookup_options import LookupOptions
 from store.online.online_store import OnlineStore, Pointer
 

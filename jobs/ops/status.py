@@ -17,7 +17,7 @@ from jobs.schedule.due import outlook
 from store.clock import duration
 from store.disk.lease import is_held
 from store.errors import OnlineStoreError, PrecomputeError
-from store.freshness import AHEAD_US, Sighting, Status, age_s, as_datetime, iso, microseconds, status_of
+from store.freshness import AHEAD_US, Sighting, age_s, as_datetime, iso, microseconds, status_of
 from store.offline.gc import damage
 from store.offline.refs import PUBLISH_LEASE, LiveRef
 from store.offline.runs import Report
@@ -26,6 +26,7 @@ from store.offline.view_store import ViewStore
 from store.online.online_store import OnlineStore
 from store.online_url import open_online_store
 from store.record import plain, replace
+from store.status import Status
 from store.vectors.index_record import index_figures
 
 _ENDED_BADLY = ("failed", "killed", "rejected", "refused")

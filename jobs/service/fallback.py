@@ -23,13 +23,13 @@ from precompute.engine.runner import compute
 from precompute.model import Model, QueryModel
 from precompute.project_path import starting_from
 from precompute.registry import LoadedModel, load_with_fingerprint
-from store.entity_key import split_key
 from store.errors import PrecomputeError
 from store.fallback import Computed, Fallback, Miss
-from store.freshness import Reason
+from store.key_text import split_key
 from store.offline.view_store import OfflineStore
 from store.online.online_store import Pointer
 from store.partition import Partition
+from store.status import Reason
 
 log = logging.getLogger(__name__)
 

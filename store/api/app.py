@@ -26,17 +26,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from store.api import wire
+from store.api import arrow, wire
 from store.api.metrics import CONTENT_TYPE, Metrics
 from store.api.openapi import openapi_document
 from store.api.page import status_page
-from store.entity_key import key_from_path
 from store.errors import OnlineStoreError, PrecomputeError, RequestError, VectorIndexError
-from store.freshness import Reason, Status
+from store.key_text import key_from_path
 from store.lookup import Answer, Lookup
 from store.lookup_options import LookupOptions
 from store.online.codec import CHECKSUM_BYTES
 from store.online.online_store import Pointer
+from store.status import Reason, Status
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class Api:
         if etags is not None and _matches(etags, headers["ETag"]):
             return Response(status_code=304, headers=headers)
         if _wants_arrow(request):
-            return Response(wire.encode_arrow(answer.table()), headers=headers, media_type=wire.ARROW)
+            return Response(arrow.encode_arrow(answer.table()), headers=headers, media_type=wire.ARROW)
         row = answer.rows()[0]
         return Response(wire.encode({"view": answer.pointer.view.name, **row}), headers=headers, media_type=wire.JSON)
 
@@ -119,14 +119,14 @@ class Api:
         view = request.path_params["view"]
         kind, body = await _read_body(request, (wire.JSON, wire.ARROW))
         if kind == wire.ARROW:
-            keys: list[Any] = wire.decode_arrow_keys(body)
+            keys: list[Any] = arrow.decode_arrow_keys(body)
             options = _options(request)
         else:
             wanted: wire.LookupRequest = wire.decode(wire.decode_lookup, body)
             keys, options = wanted.keys, wanted.options()
         answer = await self._answer(view, keys, options)
         if _wants_arrow(request):
-            response = Response(wire.encode_arrow(answer.table()), headers=_VARY, media_type=wire.ARROW)
+            response = Response(arrow.encode_arrow(answer.table()), headers=_VARY, media_type=wire.ARROW)
         else:
             response = Response(wire.encode(_lookup_body(answer)), headers=_VARY, media_type=wire.JSON)
         self._metrics.answered("lookup", answer, time.perf_counter() - started)

@@ -13,12 +13,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from store.entity_key import key_text, split_key
 from store.errors import RequestError, SnapshotError
 from store.freshness import as_datetime, iso, microseconds
 from store.history.as_of import manifests_of
 from store.history.part_rows import reading, rows_at
 from store.history.versions import Span, Versions, key_names
+from store.key_text import key_text, split_key
 from store.offline.snapshot import Snapshot
 from store.offline.standing import Standing
 from store.offline.view_store import ViewStore

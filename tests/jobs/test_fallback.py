@@ -21,9 +21,9 @@ from jobs.ops.drop import drop
 from jobs.service.fallback import ViewFallback
 from jobs.service.serve import Warmer
 from precompute.model import digest
-from store.freshness import Reason
 from store.lookup import Computed, Lookup, Miss
 from store.online.online_store import Pointer
+from store.status import Reason
 from tests.arithmetic import Doubler
 from tests.conftest import MakeProject
 from tests.scene import Scene

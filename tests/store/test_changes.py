@@ -11,9 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from store.entity_key import key_column, key_text
+from store.entity_key import key_column
 from store.errors import SnapshotError
 from store.history.changes import Changes
+from store.key_text import key_text
 from tests.conftest import MakeProject
 from tests.scene import Scene
 

@@ -13,9 +13,9 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from store.entity_key import key_text
 from store.errors import OnlineStoreError
 from store.feature_view import SCALAR_TYPES, Feature, FeatureView
+from store.key_text import key_text
 from store.online.codec import CHECKSUM_BYTES, HEADER_BYTES, MAX_SNAPSHOT, RowCodec, State
 from store.online.found_rows import FoundRows, overlaid
 from store.online.packed import Buffer, Packed

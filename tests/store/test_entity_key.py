@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from store.entity_key import bad_keys, check_key, key_column, key_from_path, key_text
+from store.entity_key import bad_keys, key_column
 from store.errors import RequestError
-from store.feature_view import MAX_KEY_BYTES
+from store.key_text import MAX_KEY_BYTES, check_key, key_from_path, key_text
 
 PARTS = [
     "a",

@@ -16,10 +16,9 @@ import pyarrow as pa
 import pytest
 
 from store.api.metrics import Metrics
-from store.entity_key import key_text
 from store.errors import ConfigError, OnlineStoreError, RequestError, VectorIndexError
 from store.feature_view import Feature, FeatureView, IndexSpec
-from store.freshness import Reason
+from store.key_text import key_text
 from store.lookup import ANSWER_FIELDS, MAX_KEYS, MAX_NEIGHBOURS, Computed, Lookup, Miss
 from store.lookup_options import LookupOptions
 from store.online import kernels
@@ -29,6 +28,7 @@ from store.online.online_store import Generation, MemoryStore, OnlineStore, Poin
 from store.online.packed import Packed, RowBatch
 from store.online_url import open_online_store
 from store.record import plain, replace
+from store.status import Reason
 from store.vectors.index_build import build_index
 from store.vectors.index_record import index_figures
 from tests.conftest import free_port
