@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -165,11 +166,12 @@ class Answer:
             del self._reasons[i]
         self.pending = {}
 
-    def status_counts(self) -> dict[str, int]:
-        """Status → rows."""
+    def row_counts(self) -> dict[tuple[str, str, str], int] | None:
+        """(status, source, reason) → rows; None where all are fresh rows of the store."""
         if self._statuses is None:
-            return {"fresh": len(self.keys)}
-        return {str(status): self._statuses.count(status) for status in set(self._statuses)}
+            return None
+        labels = ((str(status), self._source(i) or "", str(self._reasons.get(i, ""))) for i, status in enumerate(self._statuses))
+        return dict(Counter(labels))
 
     def status(self, i: int) -> Status:
         """Status of row ``i``."""

@@ -219,11 +219,15 @@ class Lookup:
         pointers = [self.online.live(name) for name in self.online.views()]
         return [self.describe(pointer) for pointer in pointers if pointer is not None]
 
+    def oldest_age_s(self, pointer: Pointer) -> float | None:
+        """Age in seconds of the oldest row; None where there is no row."""
+        oldest = pointer.computed_at_min
+        return None if oldest is None else self._age_of(pointer)(oldest)
+
     def describe(self, pointer: Pointer) -> dict[str, Any]:
         """One element of :meth:`views`."""
         view = pointer.view
-        oldest = pointer.computed_at_min
-        age = None if oldest is None else self._age_of(pointer)(oldest)
+        age = self.oldest_age_s(pointer)
         return {
             "view": view.name,
             "entity": list(view.entity),

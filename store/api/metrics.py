@@ -1,79 +1,93 @@
-"""Metrics: what the API counts, for Prometheus. Labels come from closed sets; never a key, never an unknown view's name."""
+"""Metrics: what the API counts, and the exposition of all that a server's processes counted."""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-
+from store.api.live_views import LiveViews
 from store.lookup import Answer, Lookup
+from store.telemetry import instruments as counted
+from store.telemetry.exposition import CONTENT_TYPE, exposition
+from store.telemetry.instruments import Instrument, Meter, Number, Timer
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 2.5)
+__all__ = ["CONTENT_TYPE", "Metrics"]
 
 
 class Metrics:
-    """One registry per application, so that two in a process (as in tests) count apart."""
+    """What an application counts.
 
-    def __init__(self, lookup: Lookup) -> None:
+    Args:
+        lookup: whose views are told of.
+        meter: what is counted with; by default one of this application's own, so that two in a process (as in tests) count apart.
+        views: what is known of the lookup's views; shared with the page, if there is one.
+    """
+
+    def __init__(self, lookup: Lookup, meter: Meter | None = None, views: LiveViews | None = None) -> None:
+        self.meter = Meter() if meter is None else meter
         self._lookup = lookup
-        self._registry = CollectorRegistry()
-        self._rows = Counter("precompute_lookup_rows", "Rows answered", ["view", "status"], registry=self._registry)
-        self._future = Counter(
-            "precompute_future_rows",
-            "Rows answered whose computed_at lies in the future: a clock was wrong, and their age is what is known",
-            ["view"],
-            registry=self._registry,
-        )
-        self._damaged = Counter(
-            "precompute_damaged_rows",
-            "Rows the online store has that fail their checksum: missing to who asked, or computed anew",
-            ["view"],
-            registry=self._registry,
-        )
-        lookup.on_damaged = lambda view, rows: self._damaged.labels(view).inc(rows)
-        self._seconds = Histogram(
-            "precompute_request_seconds", "Time to answer", ["route"], buckets=_BUCKETS, registry=self._registry
-        )
-        self._problems = Counter("precompute_problems", "Refused or failed requests", ["code"], registry=self._registry)
-        self._age = Gauge(
-            "precompute_view_oldest_row_age_seconds", "Age of the view's oldest row", ["view"], registry=self._registry
-        )
-        self._snapshot = Gauge("precompute_view_live_snapshot", "Number of the live snapshot", ["view"], registry=self._registry)
-        self._coverage = Gauge("precompute_view_coverage", "Rows served / rows of the source", ["view"], registry=self._registry)
-        self._row_counters: dict[tuple[str, str], Counter] = {}
-        self._timers: dict[str, Histogram] = {}
+        self._views = LiveViews(lookup) if views is None else views
+        lookup.on_damaged = lambda view, rows: self.meter.counter(counted.DAMAGED_ROWS, view).add(rows)
+        self._whole: dict[str, Number] = {}
+        self._routes: dict[str, Timer] = {}
+        self._stages: dict[str, Timer] = {}
 
     def answered(self, route: str, answer: Answer, seconds: float) -> None:
-        """Count a lookup's rows by status, and its time."""
+        """Count a lookup's rows by status, source and reason, and its time."""
         view = answer.pointer.view.name
-        statuses = answer.status_counts()
-        for status, rows in statuses.items():
-            counter = self._row_counters.get((view, status))
-            if counter is None:
-                counter = self._row_counters[view, status] = self._rows.labels(view, status)
-            counter.inc(rows)
+        counts = answer.row_counts()
+        if counts is None:
+            whole = self._whole.get(view)
+            if whole is None:
+                whole = self._whole[view] = self.meter.counter(counted.ROWS, view, "fresh", "store", "")
+            whole.add(len(answer.keys))
+        else:
+            for labels, rows in counts.items():
+                self.meter.counter(counted.ROWS, view, *labels).add(rows)
         future = answer.future_rows()
         if future:
-            self._future.labels(view).inc(future)
+            self.meter.counter(counted.FUTURE_ROWS, view).add(future)
         self.timed(route, seconds)
 
     def timed(self, route: str, seconds: float) -> None:
         """Observe a request's time."""
-        timer = self._timers.get(route)
+        timer = self._routes.get(route)
         if timer is None:
-            timer = self._timers[route] = self._seconds.labels(route)
+            timer = self._routes[route] = self.meter.timer(counted.REQUEST_SECONDS, route)
+        timer.observe(seconds)
+
+    def stage(self, stage: str, seconds: float) -> None:
+        """Observe the time of one stage of a request: ``read``, ``verify``, ``wait``, ``search`` or ``encode``."""
+        timer = self._stages.get(stage)
+        if timer is None:
+            timer = self._stages[stage] = self.meter.timer(counted.STAGE_SECONDS, stage)
         timer.observe(seconds)
 
     def refused(self, code: str) -> None:
         """Count a problem."""
-        self._problems.labels(code).inc()
+        self.meter.counter(counted.PROBLEMS, code).add()
 
     def render(self) -> bytes:
-        """The exposition, with the views' freshness as it is now."""
-        for view in self._lookup.views():
-            self._snapshot.labels(view["view"]).set(view["snapshot"])
-            if view["age_s"] is not None:
-                self._age.labels(view["view"]).set(view["age_s"])
-            if view["coverage"] is not None:
-                self._coverage.labels(view["view"]).set(view["coverage"])
-        return generate_latest(self._registry)
+        """The exposition, with the views' freshness as it is now, or as it was last known where the store does not answer.
+
+        Raises:
+            OSError: what the processes counted cannot be read.
+        """
+        seen = self._views.look()
+        now: dict[Instrument, dict[tuple[str, ...], float]] = {counted.STORE_UP: {(): float(seen.store_answers)}}
+
+        def tell(instrument: Instrument, view: str, value: float | None) -> None:
+            if value is not None:
+                now.setdefault(instrument, {})[(view,)] = value
+
+        for pointer in seen.pointers:
+            name = pointer.view.name
+            tell(counted.VIEW_UP, name, float(name not in seen.unreadable))
+            tell(counted.LIVE_SNAPSHOT, name, pointer.snapshot)
+            tell(counted.EPOCH, name, pointer.epoch)
+            tell(counted.OLDEST_AGE, name, self._lookup.oldest_age_s(pointer))
+            tell(counted.TTL, name, pointer.view.ttl_s)
+            tell(counted.STALE_FOR, name, pointer.view.stale_for_s)
+            tell(counted.VIEW_ROWS, name, pointer.rows)
+            tell(counted.COVERAGE, name, pointer.rows / pointer.source_rows if pointer.source_rows else None)
+            tell(counted.DEGRADED, name, float(pointer.degraded))
+        for name in seen.unreadable:
+            tell(counted.VIEW_UP, name, 0.0)
+        return exposition(self.meter, now)

@@ -523,15 +523,23 @@ def test_metrics_count_rows_by_status_requests_by_route_and_refusals_by_code(api
     after = _metrics(api)
     grown = {key: value - before.get(key, 0) for key, value in after.items() if value != before.get(key, 0)}
 
-    def rows(view: str, status: str) -> float:
-        return grown.get(("precompute_lookup_rows_total", (("status", status), ("view", view))), 0)
-
-    assert (rows("numbers", "fresh"), rows("numbers", "missing"), rows("numbers", "computed")) == (2, 1, 1)
-    assert (rows("stale", "stale"), rows("expired", "missing")) == (1, 1)
+    rows = {
+        tuple(value for _, value in labels): n for (name, labels), n in grown.items() if name == "precompute_lookup_rows_total"
+    }
+    assert rows == {
+        ("", "store", "fresh", "numbers"): 2,
+        ("", "fallback", "computed", "numbers"): 1,
+        ("unknown_entity", "", "missing", "numbers"): 1,
+        ("", "store", "stale", "stale"): 1,
+        ("expired", "", "missing", "expired"): 1,
+    }
     for route in ("row", "lookup", "multi_lookup", "search"):
         assert grown["precompute_request_seconds_count", (("route", route),)] == 1
     assert grown["precompute_problems_total", (("code", "unknown_view"),)] == 1
     assert after["precompute_view_live_snapshot", (("view", "numbers"),)] == 1
+    assert after["precompute_view_epoch", (("view", "numbers"),)] == 1
+    assert after["precompute_view_ttl_seconds", (("view", "numbers"),)] == 3600
+    assert after["precompute_view_up", (("view", "numbers"),)] == after["precompute_store_up", ()] == 1
     assert after["precompute_view_coverage", (("view", "numbers"),)] == 1
     assert 0 < after["precompute_view_oldest_row_age_seconds", (("view", "numbers"),)] < 3600
     assert "never-heard-of" not in api.get("/metrics").body.decode()
