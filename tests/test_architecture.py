@@ -52,7 +52,13 @@ SEAMS = {
     "starlette": {"store/api/app.py"},
     "msgspec": {"store/api/wire.py", "store/record.py"},
     "prometheus_client": {"store/telemetry/exposition.py"},
-    "pydantic": {"jobs/config/project.py", "jobs/config/schedule.py", "jobs/config/section.py", "jobs/config/view.py"},
+    "pydantic": {
+        "jobs/config/project.py",
+        "jobs/config/schedule.py",
+        "jobs/config/section.py",
+        "jobs/config/serve.py",
+        "jobs/config/view.py",
+    },
     "yaml": {"jobs/config/files.py"},
     "rich": {"jobs/process/progress.py"},
 }
@@ -88,6 +94,7 @@ WINGS = {
     "store/vectors": {"store/disk", "store/online"},
     "store/api": {"store/online", "store/telemetry"},
     "store/telemetry": set[str](),
+    "store/guard": {"store/telemetry", "store/disk"},
     "precompute/engine": set[str](),
     "precompute/models": {"precompute/engine", "precompute/text"},
     "precompute/precision": {"precompute/engine", "precompute/models"},

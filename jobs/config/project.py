@@ -7,7 +7,6 @@ is that view's: the others go on. Secrets, such as the password in a Redis URL, 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +17,7 @@ from jobs.config.cron import check_timezone
 from jobs.config.files import PREFIX, merged, overrides, read_yaml, substituted
 from jobs.config.schedule import RunsConfig, Schedule, When, check_schedules, spelled_out
 from jobs.config.section import Duration, Name, Section, checked, did_you_mean
+from jobs.config.serve import ServeConfig
 from jobs.config.tuning_file import read_tuning, tuning_path
 from jobs.config.view import ModelConfig, ViewConfig
 from store.errors import ConfigError
@@ -45,19 +45,6 @@ class RetentionConfig(Section):
 
     keep: int = Field(default=3, ge=1, description="the newest, of each view; of a partitioned one, the newest of each partition")
     grace: Duration = Field(default=86400.0, description="nothing younger is removed")
-
-
-class ServeConfig(Section):
-    """The HTTP API."""
-
-    bind: str = Field(default="127.0.0.1:8080", description="host:port, or unix:./api.sock")
-
-    @field_validator("bind")
-    @classmethod
-    def _address(cls, bind: str) -> str:
-        if not re.match(r"\A(unix:.+|\[?[0-9A-Za-z.:_-]+\]?:\d{1,5})\Z", bind):
-            raise ValueError("write host:port, such as 127.0.0.1:8080, or unix:./api.sock")
-        return bind
 
 
 class ProjectConfig(Section):

@@ -1,0 +1,122 @@
+"""The section ``serve`` of ``project.yaml``: where the HTTP API listens, who may ask, and how much."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from pydantic import Field, field_validator
+
+from jobs.config.section import Duration, Section
+from store.guard.limits import Limits
+
+_DEFAULT = Limits()
+_ADDRESS = re.compile(r"\A(unix:.+|\[?[0-9A-Za-z.:_-]+\]?:\d{1,5})\Z")
+
+
+class TlsConfig(Section):
+    """TLS by files in PEM; new ones are taken up within a second, without a restart."""
+
+    cert: str = Field(description="the server's certificate, and those between it and its root")
+    key: str = Field(description="its private key, without a password")
+    client_ca: str | None = Field(
+        default=None, description="certificates that sign clients': who has none is not let in (mTLS); a change needs a restart"
+    )
+
+
+class LimitsConfig(Section):
+    """What one client may ask, and how long it may take; of each worker where numbers and bytes of all clients together are meant."""
+
+    headers_bytes: int = Field(default=_DEFAULT.headers_bytes, ge=256, description="of a request's head (431)")
+    url_bytes: int = Field(default=_DEFAULT.url_bytes, ge=64, description="of its path and query (414)")
+    body_bytes: int = Field(default=_DEFAULT.body_bytes, ge=64, description="of its body (413)")
+    answer_bytes: int = Field(default=_DEFAULT.answer_bytes, ge=1024, description="of an answer, judged before it is made (413)")
+    unsent_bytes: int = Field(
+        default=_DEFAULT.unsent_bytes,
+        ge=2**16,
+        description="of all answers that wait for their clients; who holds the most is cut",
+    )
+    connections: int = Field(
+        default=_DEFAULT.connections, ge=1, le=100_000, description="open at once; beyond, an idle one makes room, or 503"
+    )
+    connections_per_client: int | None = Field(
+        default=_DEFAULT.connections_per_client, ge=1, description="of one address; none: not counted, as behind a proxy"
+    )
+    pipelined: int = Field(
+        default=_DEFAULT.pipelined, ge=1, le=1000, description="requests of a connection that wait for the one before"
+    )
+    header_time: Duration = Field(default=_DEFAULT.header_s, gt=0, description="for a request's head")
+    body_time: Duration = Field(default=_DEFAULT.body_s, gt=0, description="for its body")
+    idle_time: Duration = Field(default=_DEFAULT.idle_s, gt=0, description="between an answer and the next request")
+    write_time: Duration = Field(
+        default=_DEFAULT.write_s, gt=0, description="for a client to take an answer, and 1 s for each MiB"
+    )
+
+    def limits(self) -> Limits:
+        """The same as a value."""
+        return Limits(
+            self.headers_bytes,
+            self.url_bytes,
+            self.body_bytes,
+            self.answer_bytes,
+            self.unsent_bytes,
+            self.connections,
+            self.connections_per_client,
+            self.pipelined,
+            self.header_time,
+            self.body_time,
+            self.idle_time,
+            self.write_time,
+        )
+
+
+class TracingConfig(Section):
+    """OpenTelemetry; needs the extra ``[otel]``."""
+
+    endpoint: str = Field(description="a collector's OTLP over HTTP, such as http://127.0.0.1:4318")
+    sample: float = Field(
+        default=0.01, ge=0, le=1, description="share of the requests that are traced, of those whose caller did not decide"
+    )
+
+    @field_validator("endpoint")
+    @classmethod
+    def _url(cls, endpoint: str) -> str:
+        if not endpoint.startswith(("http://", "https://")):
+            raise ValueError("write a URL, such as http://127.0.0.1:4318")
+        return endpoint
+
+
+class ServeConfig(Section):
+    """The HTTP API."""
+
+    bind: str = Field(
+        default="127.0.0.1:8080",
+        description="host:port, or unix:./api.sock; others than this machine reach it only with `tokens` or `tls.client_ca`",
+    )
+    workers: int = Field(default=1, ge=1, le=64, description="processes that answer, over one socket")
+    admin: str | None = Field(
+        default=None,
+        description="an address of its own for /metrics and the page, as `bind`; none: they are served beside the rest, to `admin` tokens",
+    )
+    tokens: str | None = Field(
+        default=None,
+        description="file of the tokens that open the API, made by `precompute token`; none: whoever reaches it may ask",
+    )
+    tls: TlsConfig | None = Field(default=None, description="TLS; none: plain HTTP")
+    limits: LimitsConfig = LimitsConfig()
+    access_log: str | None = Field(
+        default=None, description="file that gets a line of JSON for each request, or - for the standard output"
+    )
+    server_timing: bool = Field(default=False, description="answers say what took how long (Server-Timing)")
+    tracing: TracingConfig | None = Field(default=None, description="traces for OpenTelemetry; none: no spans")
+
+    @field_validator("bind", "admin")
+    @classmethod
+    def _address(cls, bind: str | None) -> str | None:
+        if bind is not None and not _ADDRESS.match(bind):
+            raise ValueError("write host:port, such as 127.0.0.1:8080, or unix:./api.sock")
+        return bind
+
+    def tokens_file(self, home: Path) -> Path | None:
+        """The file of tokens, from the project's folder."""
+        return None if self.tokens is None else home / self.tokens
