@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from store.fallback import Computed, Miss
 from store.freshness import AHEAD_US, Sighting, age_s, as_datetime, status_of
+from store.lookup_options import MAX_KEYS
 from store.online import kernels
 from store.online.codec import RowCodec, State
 from store.online.found_rows import FoundRows
@@ -46,13 +47,19 @@ _FLOAT64 = pa.float64()
 
 
 class AnswerPlan:
-    """What every request for the same pointer and features shares: codec, schema, and columns that hold one value throughout."""
+    """What every request for the same pointer and features shares: codec, schema, and columns that hold one value throughout.
 
-    def __init__(self, pointer: Pointer, features: tuple[str, ...] | None) -> None:
+    Args:
+        pointer: what is live.
+        features: which, in which order; all by default.
+        alike: a plan for the same pointer, whose codec and columns this one shares.
+    """
+
+    def __init__(self, pointer: Pointer, features: tuple[str, ...] | None, alike: AnswerPlan | None = None) -> None:
         view = pointer.view
         self.pointer = pointer
         self.view = view
-        self.codec = RowCodec(view)
+        self.codec: RowCodec = RowCodec(view) if alike is None else alike.codec
         self.snapshots = frozenset((pointer.base_snapshot, pointer.snapshot))
         self.absent = Reason.NOT_IN_STORE if pointer.lossy or pointer.degraded else Reason.UNKNOWN_ENTITY
         self.features = features
@@ -60,21 +67,28 @@ class AnswerPlan:
         self.schema = pa.schema(
             [pa.field(name, kind) for name, kind in ANSWER_FIELDS] + [pa.field(f.name, f.arrow_type) for f in wanted]
         )
-        self._constants: dict[int, list[pa.Array]] = {}
+        self._longest: list[pa.Array] = _constants(pointer) if alike is None else alike._longest
+        self._cut: tuple[int, list[pa.Array]] = MAX_KEYS, self._longest
 
     def constants(self, rows: int) -> list[pa.Array]:
         """Columns of one value, for an answer of ``rows`` rows: fresh, store, no reason, TTL, snapshot, model."""
-        columns = self._constants.get(rows)
-        if columns is None:
-            columns = self._constants[rows] = [
-                pa.repeat(str(Status.FRESH), rows),
-                pa.repeat(str(AnswerSource.STORE), rows),
-                pa.nulls(rows, pa.string()),
-                pa.repeat(pa.scalar(float(self.view.ttl_s)), rows),
-                pa.repeat(pa.scalar(self.pointer.snapshot, pa.int64()), rows),
-                pa.repeat(self.pointer.model, rows),
-            ]
-        return columns
+        cut = self._cut
+        if cut[0] != rows:
+            # of the last row count alone: all that is kept is as long as one answer
+            cut = self._cut = rows, [column.slice(0, rows) for column in self._longest]
+        return cut[1]
+
+
+def _constants(pointer: Pointer) -> list[pa.Array]:
+    """What :meth:`AnswerPlan.constants` gives, of the longest answer: 0.1 MB a view."""
+    return [
+        pa.repeat(str(Status.FRESH), MAX_KEYS),
+        pa.repeat(str(AnswerSource.STORE), MAX_KEYS),
+        pa.nulls(MAX_KEYS, pa.string()),
+        pa.repeat(pa.scalar(float(pointer.view.ttl_s)), MAX_KEYS),
+        pa.repeat(pa.scalar(pointer.snapshot, pa.int64()), MAX_KEYS),
+        pa.repeat(pointer.model, MAX_KEYS),
+    ]
 
 
 @dataclass(slots=True)

@@ -209,7 +209,8 @@ class Lookup:
             # feature subsets come from requests: keep their number bounded
             if len(self._plans) > 1024:
                 self._plans.clear()
-            plan = self._plans[key] = AnswerPlan(pointer, key[1])
+            alike = None if features is None else self._plan(pointer, None)
+            plan = self._plans[key] = AnswerPlan(pointer, key[1], alike)
         return plan
 
     # ---- views
