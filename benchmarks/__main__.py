@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 SCRIPTS = (
-    "lookup_http",
+    "serve_rows",
     "online_table",
     "online_redis",
     "online_faiss",

@@ -184,7 +184,10 @@ class Answer:
         """(status, source, reason) → rows; None where all are fresh rows of the store."""
         if self._statuses is None:
             return None
-        labels = ((str(status), self._source(i) or "", str(self._reasons.get(i, ""))) for i, status in enumerate(self._statuses))
+        labels = (
+            (str(status), "" if i in self._reasons else str(self.source(i)), str(self._reasons.get(i, "")))
+            for i, status in enumerate(self._statuses)
+        )
         return dict(Counter(labels))
 
     def status(self, i: int) -> Status:
@@ -194,6 +197,10 @@ class Answer:
     def reason(self, i: int) -> Reason | None:
         """Why row ``i`` is missing; None when it is not."""
         return self._reasons.get(i)
+
+    def source(self, i: int) -> AnswerSource:
+        """Where row ``i``, which is not missing, came from."""
+        return AnswerSource.FALLBACK if self.status(i) is Status.COMPUTED else AnswerSource.STORE
 
     def packed_row(self, i: int) -> Buffer | None:
         """Row ``i`` as it is packed, its checksum first; None for a missing one."""
@@ -239,7 +246,7 @@ class Answer:
         status, source, reason, ttl, snapshot, model = plan.constants(rows)
         if self._statuses is not None:
             status = pa.array([str(s) for s in self._statuses], pa.string())
-            source = pa.array([self._source(i) for i in range(rows)], pa.string())
+            source = pa.array([None if i in self._reasons else str(self.source(i)) for i in range(rows)], pa.string())
             reason = pa.array([self._reasons.get(i) for i in range(rows)], pa.string())
         return pa.Table.from_arrays(
             [
@@ -264,7 +271,11 @@ class Answer:
 
     def _row(self, i: int) -> dict[str, Any]:
         plan = self.plan
-        row: dict[str, Any] = {"key": self.keys[i], "status": str(self.status(i)), "source": self._source(i)}
+        row: dict[str, Any] = {
+            "key": self.keys[i],
+            "status": str(self.status(i)),
+            "source": None if i in self._reasons else str(self.source(i)),
+        }
         if i in self._reasons:
             row |= {"reason": str(self._reasons[i]), "computed_at": None, "age_s": None}
             features: dict[str, Any] | None = None
@@ -275,8 +286,3 @@ class Answer:
             row |= {"computed_at": as_datetime(us), "age_s": self.age_s(i)}
         row |= {"ttl_s": plan.view.ttl_s, "snapshot": plan.pointer.snapshot, "model": plan.pointer.model, "features": features}
         return row
-
-    def _source(self, i: int) -> str | None:
-        if i in self._reasons:
-            return None
-        return str(AnswerSource.FALLBACK if self.status(i) is Status.COMPUTED else AnswerSource.STORE)

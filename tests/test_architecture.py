@@ -49,7 +49,7 @@ SEAMS = {
     "apscheduler": {"jobs/schedule/scheduler.py"},
     "cronsim": {"jobs/config/cron.py"},
     "uvicorn": {"jobs/service/serve.py"},
-    "starlette": {"store/api/app.py"},
+    "orjson": {"store/encoding/json_rows.py"},
     "msgspec": {"store/api/wire.py", "store/record.py"},
     "prometheus_client": {"store/telemetry/exposition.py"},
     "pydantic": {
@@ -92,7 +92,8 @@ WINGS = {
     "store/redis": {"store/online"},
     "store/history": {"store/disk", "store/offline"},
     "store/vectors": {"store/disk", "store/online"},
-    "store/api": {"store/online", "store/telemetry"},
+    "store/encoding": {"store/online"},
+    "store/api": {"store/encoding", "store/online", "store/telemetry"},
     "store/telemetry": set[str](),
     "store/guard": {"store/telemetry", "store/disk"},
     "precompute/engine": set[str](),

@@ -42,6 +42,7 @@ MAX_SNAPSHOT = 2**32 - 1
 
 _HEADER_STRUCT = struct.Struct("<QqII")
 _INT64 = struct.Struct("<q")
+_NARROW = {"float16": np.float16, "float32": np.float32}
 _NO_STARTS: I8 = np.empty(0, np.int64)
 
 
@@ -97,7 +98,7 @@ class RowCodec:
         self._slots: list[tuple[int, str]] = []
         """(Feature, field holding the byte size), in the order of the variable part."""
         self._positions: list[int] = []
-        """Per feature: where its first value stands in the unpacked tuple."""
+        """Per feature: where it stands in the unpacked tuple, a vector as its bytes."""
         position = 5
         for i, f in enumerate(self.features):
             self._positions.append(position)
@@ -115,8 +116,8 @@ class RowCodec:
                 position += 2
             elif f.dim is not None:
                 fields.append((f"{i}", NUMPY_TYPES[f.dtype], (f.dim,)))
-                fmt += f"{f.dim}{STRUCT_TYPES[f.dtype]}"
-                position += f.dim
+                fmt += f"{np.dtype(NUMPY_TYPES[f.dtype]).itemsize * f.dim}s"
+                position += 1
             else:
                 fields.append((f"{i}", NUMPY_TYPES[f.dtype]))
                 fmt += STRUCT_TYPES[f.dtype]
@@ -344,7 +345,22 @@ class RowCodec:
     # ---- bytes → Python, one row
 
     def decode_one(self, value: Buffer, features: Sequence[str] | None = None) -> tuple[int, dict[str, Any]]:
-        """One row as plain Python: (computed_at in µs, feature name → value). 8 µs for 384 float32; Arrow costs 30.
+        """One row as plain Python: (computed_at in µs, feature name → value).
+
+        Raises:
+            OnlineStoreError: as :meth:`decode`.
+        """
+        computed_at_us, row = self.arrays_one(value, features)
+        for name, found in row.items():
+            if isinstance(found, np.ndarray):
+                row[name] = tuple(found.tolist())
+            elif isinstance(found, np.generic):
+                row[name] = found.item()
+        return computed_at_us, row
+
+    def arrays_one(self, value: Buffer, features: Sequence[str] | None = None) -> tuple[int, dict[str, Any]]:
+        """As :meth:`decode_one`, a vector as an array of its own and a float narrower than Python's as a numpy scalar: for who writes both
+        with the digits of their own type. 2 µs for 384 float32; as a tuple 10, by Arrow 30.
 
         Raises:
             OnlineStoreError: as :meth:`decode`.
@@ -365,9 +381,12 @@ class RowCodec:
                 row[f.name] = variable[i]
             elif f.packed is not None:
                 stored = np.frombuffer(unpacked[at + 1], stored_layout(f)[0])
-                row[f.name] = tuple(unpacked_vectors(f, np.array([unpacked[at]], np.float32), stored[None])[0].tolist())
+                row[f.name] = unpacked_vectors(f, np.array([unpacked[at]], np.float32), stored[None])[0]
+            elif f.dim is not None:
+                row[f.name] = np.frombuffer(unpacked[at], NUMPY_TYPES[f.dtype])
             else:
-                row[f.name] = unpacked[at] if f.dim is None else unpacked[at : at + f.dim]
+                narrow = _NARROW.get(f.dtype)
+                row[f.name] = unpacked[at] if narrow is None else narrow(unpacked[at])
         return unpacked[1], row
 
     def _variable_values(self, value: Buffer, unpacked: tuple[Any, ...]) -> dict[int, Any]:

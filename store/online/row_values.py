@@ -40,14 +40,13 @@ STRUCT_TYPES = {
 
 
 def one_value(f: Feature, data: bytes, sizes: Sequence[int]) -> Any:
-    """One string or list from its bytes."""
+    """One string or list from its bytes; a list of numbers as an array."""
     if f.max_items is None:
         return data.decode()
     if not is_string_list(f):
-        count, rest = divmod(len(data), np.dtype(NUMPY_TYPES[f.dtype]).itemsize)
-        if rest:
+        if len(data) % np.dtype(NUMPY_TYPES[f.dtype]).itemsize:
             raise damaged_row("has a list that is no whole number of items")
-        return struct.unpack(f"<{count}{STRUCT_TYPES[f.dtype]}", data)
+        return np.frombuffer(data, NUMPY_TYPES[f.dtype])
     lengths = struct.unpack(f"<{sizes[0] // 4}I", data[: sizes[0]])
     if sum(lengths) != sizes[1]:
         raise damaged_row("has a list whose items do not add up")

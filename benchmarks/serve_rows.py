@@ -1,0 +1,204 @@
+"""Rows over HTTP from table files, server on one core and client on another, against a bare ASGI constant of the same size under the same server.
+
+One connection gives latency, sixteen the rate. The client writes prepared requests to raw sockets, so that the server is what is measured; an
+answer and its constant take turns, so that what else the machine does falls on both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import ROWS, VIEW, fill, report
+
+REQUESTS = int(os.environ.get("SERVE_ROWS_REQUESTS", "20000"))
+"""Of each answer, at sixteen connections; a fifth of it at one."""
+ROUNDS = 5
+_ARROW, _JSON = "application/vnd.apache.arrow.stream", "application/json"
+_PATH = f"/v1/views/{VIEW.name}"
+
+
+def serve(folder: str) -> None:
+    """The server process: the API, and beside it a route that answers a constant."""
+    import uvicorn
+
+    from store.api.app import create_app
+    from store.lookup import Lookup
+    from store.online.table_store import TableStore
+
+    app = create_app(Lookup(TableStore(folder)))
+    bodies: dict[bytes, bytes] = {}
+
+    async def beside(scope: Any, receive: Any, send: Any) -> None:
+        path = scope["raw_path"]
+        if not path.startswith(b"/constant/"):
+            return await app(scope, receive, send)
+        body = bodies.setdefault(path, b"x" * int(path[len(b"/constant/") :]))
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    os.sched_setaffinity(0, {0})
+    sock = socket.create_server(("127.0.0.1", 0), backlog=2048)
+    config = uvicorn.Config(beside, loop="uvloop", http="httptools", lifespan="off", access_log=False, log_config=None)
+    print(sock.getsockname()[1], flush=True)
+    uvicorn.Server(config).run(sockets=[sock])
+
+
+class _Caller(asyncio.Protocol):
+    """Sends the next request when the last answer is complete."""
+
+    def __init__(self, requests: list[bytes], offset: int, count: int, times: list[float]) -> None:
+        self.requests, self.n, self.left, self.times = requests, offset, count, times
+        self.buffer, self.missing, self.size = bytearray(), -1, 0
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport: Any = transport
+        self.send()
+
+    def send(self) -> None:
+        self.started = time.perf_counter()
+        self.transport.write(self.requests[self.n % len(self.requests)])
+        self.n += 1
+
+    def data_received(self, data: bytes) -> None:
+        if self.missing < 0:
+            self.buffer += data
+            end = self.buffer.find(b"\r\n\r\n")
+            if end < 0:
+                return
+            head = bytes(self.buffer[:end]).lower()
+            assert head.startswith(b"http/1.1 200"), head
+            self.size = int(head.split(b"content-length: ")[1].split(b"\r\n")[0])
+            self.missing = end + 4 + self.size - len(self.buffer)
+            self.buffer.clear()
+        else:
+            self.missing -= len(data)
+        if self.missing == 0:
+            self.missing = -1
+            self.times.append(time.perf_counter() - self.started)
+            self.left -= 1
+            if self.left > 0:
+                self.send()
+            elif not self.done.done():
+                self.done.set_result(None)
+                self.transport.close()
+
+
+async def _load(port: int, requests: list[bytes], connections: int, count: int) -> tuple[list[float], float, int]:
+    """(time of each request in s, of all in s, bytes of a body)."""
+    times: list[float] = []
+    loop, started = asyncio.get_running_loop(), time.perf_counter()
+    callers = [
+        (await loop.create_connection(partial(_Caller, requests, i * 37, count // connections, times), "127.0.0.1", port))[1]
+        for i in range(connections)
+    ]
+    await asyncio.gather(*(c.done for c in callers))
+    return times, time.perf_counter() - started, callers[0].size
+
+
+@dataclass
+class Figures:
+    """Of one kind of request, over the rounds: times at one connection, requests per second at sixteen."""
+
+    times: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+
+    def take(self, port: int, requests: list[bytes], count: int) -> None:
+        import uvloop
+
+        self.times += uvloop.run(_load(port, requests, 1, count // 5))[0]
+        times, seconds, _ = uvloop.run(_load(port, requests, 16, count))
+        self.rates.append(len(times) / seconds)
+
+    def told(self) -> dict[str, float]:
+        p50, p99 = np.percentile(self.times, [50, 99]) * 1e3
+        return {"p50_ms": float(p50), "p99_ms": float(p99), "requests_per_s": statistics.median(self.rates)}
+
+
+def compare(port: int, requests: list[bytes], total: int) -> Mapping[str, Any]:
+    """The answer's figures, those of a constant of its size, and what the first are of the second."""
+    import uvloop
+
+    _, _, size = uvloop.run(_load(port, requests, 1, len(requests)))
+    constant, ours, theirs = [_get(f"/constant/{size}")], Figures(), Figures()
+    for _ in range(ROUNDS):
+        theirs.take(port, constant, total // ROUNDS)
+        ours.take(port, requests, total // ROUNDS)
+    answer, floor = ours.told(), theirs.told()
+    return {
+        "bytes": size,
+        "answer": answer,
+        "constant": floor,
+        "rate_ratio": statistics.median(a / b for a, b in zip(ours.rates, theirs.rates, strict=True)),
+        "p50_ratio": answer["p50_ms"] / floor["p50_ms"],
+        "p99_ratio": answer["p99_ms"] / floor["p99_ms"],
+    }
+
+
+def _get(path: str) -> bytes:
+    return f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+
+
+def _post(path: str, body: bytes, accept: str) -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAccept: {accept}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def cases() -> dict[str, tuple[list[bytes], int]]:
+    """Name → prepared requests, and how many of them are sent."""
+    rng = np.random.default_rng(1)
+
+    def lookups(keys: int, accept: str) -> list[bytes]:
+        drawn = ([str(i) for i in rng.integers(0, ROWS, keys)] for _ in range(100))
+        return [_post(f"{_PATH}/lookup", json.dumps({"keys": k}).encode(), accept) for k in drawn]
+
+    return {
+        "one key, JSON": ([_get(f"{_PATH}/rows/{i}") for i in rng.permutation(ROWS)[: 2 * REQUESTS]], REQUESTS),
+        "one of 1,000 keys, JSON": ([_get(f"{_PATH}/rows/{i}") for i in rng.integers(0, ROWS, 1000)], REQUESTS),
+        "100 keys, Arrow": (lookups(100, _ARROW), REQUESTS),
+        "500 keys, Arrow": (lookups(500, _ARROW), REQUESTS),
+        "100 keys, JSON": (lookups(100, _JSON), REQUESTS // 10),
+    }
+
+
+def main() -> None:
+    """Measure and report."""
+    from store.online.table_store import TableStore
+
+    with tempfile.TemporaryDirectory() as folder:
+        fill(TableStore(folder))
+        process = subprocess.Popen([sys.executable, "-m", "benchmarks.serve_rows", folder], stdout=subprocess.PIPE, text=True)
+        try:
+            assert process.stdout is not None
+            port = int(process.stdout.readline())
+            os.sched_setaffinity(0, {1 % (os.cpu_count() or 1)})
+            figures = {name: compare(port, requests, total) for name, (requests, total) in cases().items()}
+        finally:
+            process.terminate()
+            process.wait()
+            os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    lines = [
+        f"{name:<24} {f['bytes']:>8,} B  {f['answer']['requests_per_s']:>8,.0f}/s, {f['rate_ratio']:.2f} of the constant's; "
+        f"p50 {f['answer']['p50_ms']:.3f} ms, {f['p50_ratio']:.2f} × its; p99 {f['answer']['p99_ms']:.3f} ms, {f['p99_ratio']:.2f} ×"
+        for name, f in figures.items()
+    ]
+    report("serve_rows", lines, {"requests": REQUESTS, "cases": figures})
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1]) if len(sys.argv) > 1 else main()

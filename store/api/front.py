@@ -1,0 +1,100 @@
+"""Front: the ASGI application. Every request passes the gate, then goes to its route by method and undecoded path; every error is a problem."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from http import HTTPStatus
+from urllib.parse import unquote_to_bytes
+
+from store.api.reply import Reply, problem, refusal
+from store.api.request import Disconnected, Receive, Scope, Send
+from store.errors import RequestError
+
+Handler = Callable[[Scope, Receive], Awaitable[Reply]]
+"""A route that stands for itself: ``/livez``."""
+ViewHandler = Callable[[Scope, Receive, str, bytes], Awaitable[Reply]]
+"""A route of a view: of its name and, of a row's, the undecoded key."""
+Gate = Callable[[Scope], Reply | None]
+"""Asked before anything else is done for a request, whatever its route: the refusal, or None to let it pass."""
+
+_VIEWS = b"/v1/views/"
+_ROWS = b"rows/"
+
+
+def open_gate(scope: Scope) -> Reply | None:
+    """Lets every request pass."""
+    return None
+
+
+class Front:
+    """Routes requests without a framework: a router and middleware took 35 of the 140 µs of a single row.
+
+    Args:
+        row: ``GET /v1/views/{view}/rows/{key}``.
+        view_posts: what is posted to a view, by the word behind it: ``lookup``, ``search``.
+        fixed: path → method → handler.
+        refused: told the code of each refusal.
+        gate: who may pass; all by default.
+    """
+
+    def __init__(
+        self,
+        row: ViewHandler,
+        view_posts: Mapping[bytes, ViewHandler],
+        fixed: Mapping[bytes, Mapping[str, Handler]],
+        refused: Callable[[str], None],
+        gate: Gate = open_gate,
+    ) -> None:
+        self._row, self._view_posts, self._fixed, self._refused, self._gate = row, view_posts, fixed, refused, gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, as ASGI hands it over."""
+        if scope["type"] != "http":
+            # WebSockets; and `lifespan`, whose protocol takes an exception for "not supported"
+            raise NotImplementedError(f"no {scope['type']} here")
+        reply = self._gate(scope)
+        if reply is None:
+            try:
+                reply = await self._routed(scope, receive)
+            except Disconnected:
+                return
+            except Exception as exc:
+                reply, code = refusal(exc, f"{scope['method']} {scope['path']}")
+                self._refused(code)
+        status, headers, body = reply
+        if status != HTTPStatus.NOT_MODIFIED:
+            headers = [*headers, (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    def _routed(self, scope: Scope, receive: Receive) -> Awaitable[Reply]:
+        # By the undecoded path: an encoded slash in a view's name or a key is no separator.
+        path: bytes = scope["raw_path"]
+        method: str = scope["method"]
+        if path.startswith(_VIEWS):
+            view, _, rest = path[len(_VIEWS) :].partition(b"/")
+            if rest.startswith(_ROWS):
+                if method in _READING:
+                    return self._row(scope, receive, _name(view), rest[len(_ROWS) :])
+                return self._not_allowed(method, ("GET",))
+            posted = self._view_posts.get(rest)
+            if posted is not None:
+                return posted(scope, receive, _name(view), b"") if method == "POST" else self._not_allowed(method, ("POST",))
+        methods = self._fixed.get(path)
+        if methods is None:
+            raise RequestError("there is no such route: see /openapi.json", status=404, code="no_such_route")
+        handler = methods.get("GET" if method == "HEAD" else method)
+        return self._not_allowed(method, tuple(methods)) if handler is None else handler(scope, receive)
+
+    async def _not_allowed(self, method: str, methods: tuple[str, ...]) -> Reply:
+        self._refused("method_not_allowed")
+        allowed = ", ".join(methods + ("HEAD",) * ("GET" in methods))
+        detail = f"{method[:20]} is not for this route, which takes {allowed}"
+        return problem(405, "method_not_allowed", detail, [(b"allow", allowed.encode())])
+
+
+_READING = frozenset({"GET", "HEAD"})
+
+
+def _name(raw: bytes) -> str:
+    return (unquote_to_bytes(raw) if b"%" in raw else raw).decode(errors="replace")

@@ -1,0 +1,135 @@
+"""Request: what a caller sent, read from ASGI's own messages: headers, query, body."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from functools import lru_cache
+from typing import Any
+from urllib.parse import parse_qsl
+
+from store.api import wire
+from store.errors import RequestError
+from store.lookup_options import LookupOptions
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+_LONGEST_KEPT_QUERY = 256
+"""Bytes of a query string whose options are kept: those of services are short and few."""
+
+
+class Disconnected(Exception):
+    """The caller hung up before its request was complete."""
+
+
+def headers_of(scope: Scope) -> dict[bytes, bytes]:
+    """A request's headers by name; a field of several lines is one list (RFC 9110 §5.3)."""
+    lines = scope["headers"]
+    headers: dict[bytes, bytes] = dict(lines)
+    if len(headers) != len(lines):
+        headers = {}
+        for name, value in lines:
+            headers[name] = headers[name] + b", " + value if name in headers else value
+    return headers
+
+
+def query_options(scope: Scope) -> LookupOptions:
+    """Lookup options from the query string.
+
+    Raises:
+        RequestError: a name that is none, one that is there twice, or a value of the wrong kind.
+    """
+    query: bytes = scope["query_string"]
+    if not query:
+        return _DEFAULT
+    return _kept_options(query) if len(query) <= _LONGEST_KEPT_QUERY else _options(query)
+
+
+_DEFAULT = LookupOptions()
+_OPTIONS = ("features", "fallback", "deadline_ms", "max_age_s")
+
+
+def _options(query: bytes) -> LookupOptions:
+    try:
+        pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True, max_num_fields=len(_OPTIONS))
+    except ValueError as exc:
+        raise RequestError(f"a query has at most {len(_OPTIONS)} parameters: {', '.join(_OPTIONS)}") from exc
+    given = dict(pairs)
+    for name in given:
+        if name not in _OPTIONS:
+            raise RequestError(f"there is no query parameter {name[:80]!r} (there are: {', '.join(_OPTIONS)})")
+    if len(given) != len(pairs):
+        raise RequestError("a query parameter is named twice")
+    fallback = given.get("fallback", "true")
+    if fallback not in ("true", "false"):
+        raise RequestError(f"fallback is true or false, got {fallback[:80]!r}")
+    features = given.get("features")
+    return LookupOptions(
+        features=None if features is None else tuple(name for name in features.split(",") if name),
+        fallback=fallback == "true",
+        deadline_ms=_number(given, "deadline_ms"),
+        max_age_s=_number(given, "max_age_s"),
+    )
+
+
+_kept_options = lru_cache(256)(_options)
+
+
+def _number(given: dict[str, str], name: str) -> float | None:
+    if name not in given:
+        return None
+    try:
+        return float(given[name])
+    except ValueError as exc:
+        raise RequestError(f"{name} is a number, got {given[name][:80]!r}") from exc
+
+
+def wants_arrow(headers: dict[bytes, bytes]) -> bool:
+    """Whether the caller accepts an Arrow stream."""
+    accept = headers.get(b"accept")
+    return accept is not None and _ARROW in accept
+
+
+_ARROW = wire.ARROW.encode()
+
+
+async def read_body(receive: Receive, headers: dict[bytes, bytes], kinds: tuple[str, ...]) -> tuple[str, bytes]:
+    """(media type, body), refused before it is buffered when it is of another type or too large.
+
+    Raises:
+        RequestError: 415 or 413.
+        Disconnected: the caller hung up.
+    """
+    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
+    if kind not in kinds:
+        raise RequestError(
+            f"send Content-Type {' or '.join(kinds)}, got {kind[:80] or 'none'!r}", status=415, code="unsupported_media_type"
+        )
+    encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
+    if encoding != "identity":
+        raise RequestError(
+            f"compressed bodies are refused (Content-Encoding: {encoding[:40]})", status=415, code="unsupported_encoding"
+        )
+    length = headers.get(b"content-length", b"0")
+    if length.isdigit() and int(length) > wire.MAX_BODY_BYTES:
+        raise _too_large()
+    body, more = bytearray(), True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Disconnected
+        part: bytes = message.get("body", b"")
+        more = message.get("more_body", False)
+        if not more and not body and len(part) <= wire.MAX_BODY_BYTES:
+            # most come in one piece
+            return kind, part
+        body += part
+        if len(body) > wire.MAX_BODY_BYTES:
+            raise _too_large()
+    return kind, bytes(body)
+
+
+def _too_large() -> RequestError:
+    return RequestError(f"a body has at most {wire.MAX_BODY_BYTES} bytes", status=413, code="body_too_large")
