@@ -19,9 +19,14 @@ class PrecomputeError(Exception):
     │   └── FencedError             this process's lease was taken over while it slept
     ├── OnlineStoreError            the online store cannot be reached, or refused a command
     │   ├── DamagedPointerError     its pointer cannot be read; publishing mends it
-    │   └── RowsLostError           it answers, and has not what was loaded
+    │   ├── RowsLostError           it answers, and has not what was loaded
+    │   └── NoAnswerError           of the client: no answer from the service, or none that can be read
+    │       ├── DeadlineError       none in the time that was given
+    │       └── OverloadedError     it refuses for now; says for how long                       (HTTP 429, 503)
     ├── VectorIndexError            the vector index is missing, damaged or does not fit
     └── RequestError                a lookup or search that cannot be answered as asked     (HTTP 4xx)
+        ├── DeniedError             of the client: no token, or not one for this            (HTTP 401, 403)
+        └── MissingRowError         of the client: the one row that was asked for is missing
     """
 
 
@@ -69,6 +74,22 @@ class RowsLostError(OnlineStoreError):
     """The online store answers, and does not have what was loaded into it: rows, or a generation, are gone or damaged."""
 
 
+class NoAnswerError(OnlineStoreError):
+    """The client: no answer came from the lookup service, or none that can be read. The message names the server."""
+
+
+class DeadlineError(NoAnswerError):
+    """The client: no answer within the time given for the whole call, asking again included."""
+
+
+class OverloadedError(NoAnswerError):
+    """The client: the service refuses for now. ``retry_after_s`` is what it asks to wait; None where it does not say."""
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class VectorIndexError(PrecomputeError):
     """The vector index is missing, damaged or cannot take this query."""
 
@@ -84,3 +105,11 @@ class RequestError(PrecomputeError):
         super().__init__(message)
         self.status = status
         self.code = code
+
+
+class DeniedError(RequestError):
+    """The client: the service wants a token, or the one that was shown does not allow this."""
+
+
+class MissingRowError(RequestError):
+    """The client: the one row that was asked for is missing; ``code`` is the reason, as in a row of a batch."""

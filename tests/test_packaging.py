@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shutil
+import subprocess
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
@@ -12,9 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
+from store.api.arrow import encode_arrow
 from tests import REPOSITORY, conftest
+from tests.hostile import Hostile, Visit
 
 ROOMS = ("store", "precompute", "jobs")
 PROJECT: dict[str, Any] = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
@@ -72,6 +77,67 @@ def test_what_is_imported_is_declared(folder: str) -> None:
     assert imported
     missing = {name for name in imported if have.isdisjoint(map(normalised, known.get(name, [name])))}
     assert missing == set(), f"{folder} imports them; add them to the dependencies, or to an extra of {USES[folder]}"
+
+
+LEAN = """
+import sys
+from importlib.metadata import packages_distributions
+allowed, known = set(sys.argv[1].split()), packages_distributions()
+
+class Absent:
+    # what is not installed with the client, is not there
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        ours = top in sys.stdlib_module_names or top in ("store", "sitecustomize") or not allowed.isdisjoint(d.lower() for d in known.get(top, []))
+        if not ours:
+            raise ModuleNotFoundError(f"no {top} here", name=top)
+
+sys.meta_path.insert(0, Absent())
+from store.client import AsyncClient, Client
+from store.errors import ConfigError
+with Client(sys.argv[2]) as client:
+    print(client.views(), client.rows("numbers", [1]).rows[0].features)
+    try:
+        print(client.get("numbers", [1])["double"].to_pylist())
+    except ConfigError as exc:
+        print(exc)
+print(sorted({name.partition(".")[0] for name in sys.modules} & {"numpy", "pyarrow", "torch", "duckdb", "pydantic", "asyncio"}))
+"""
+
+
+@pytest.mark.parametrize("extras", [(), ("client",)])
+def test_the_client_needs_what_it_says_and_no_more(extras: tuple[str, ...]) -> None:
+    """Run where nothing else can be imported; what httpcore2 and numpy need by themselves is there too."""
+    needed = declared(*extras) | {"h11", "anyio", "idna", "truststore", "typing-extensions"}
+    features: dict[str, Any] = {"double": 2.0}
+    row = {
+        "key": "1",
+        "status": "fresh",
+        "source": "store",
+        "computed_at": None,
+        "age_s": 1,
+        "ttl_s": 2,
+        "snapshot": 3,
+        "model": "m",
+    }
+    answer = {"view": "numbers", "snapshot": 3, "model": "m", "rows": [row | {"features": features}]}
+
+    def answers(visit: Visit) -> None:
+        if visit.request.startswith(b"GET"):
+            visit.answer()
+        elif b"arrow" in visit.request.partition(b"\r\n\r\n")[0]:
+            visit.answer(200, bytes(encode_arrow(pa.table(features | {"double": [2.0]}))))
+        else:
+            visit.answer(200, json.dumps(answer).encode())
+
+    with Hostile(answers) as server:
+        command = [sys.executable, "-c", LEAN, " ".join(needed), server.url]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    if extras:
+        expected = ["[] {'double': 2.0}", "[2.0]", "['asyncio', 'numpy', 'pyarrow']"]
+    else:
+        expected = ["[] {'double': 2.0}", "an answer as Arrow needs numpy: pip install 'precompute[client]'", "['asyncio']"]
+    assert (done.stdout.splitlines(), done.stderr) == (expected, "")
 
 
 def test_what_is_declared_is_pinned() -> None:

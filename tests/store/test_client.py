@@ -19,6 +19,8 @@ import pytest
 from store.client import Client
 from store.errors import OnlineStoreError, PrecomputeError, RequestError
 from store.lookup import ANSWER_FIELDS, Lookup
+from store.record import plain
+from tests.asking import features_of, opened
 from tests.conftest import free_port
 from tests.scene import Scene
 from tests.server import Server, damage_row, make_folder, slow, write_numbers
@@ -56,9 +58,9 @@ def server(project: Scene) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[Client]:
-    with Client(server.url) as client:
+@pytest.fixture(scope="module", params=["blocking", "async"])
+def client(request: pytest.FixtureRequest, server: Server) -> Iterator[Client]:
+    with opened(request.param, server.url) as client:
         yield client
 
 
@@ -204,7 +206,8 @@ def test_a_row_is_the_same_dict_in_process_and_from_the_client(
 
     rows = []
     for path in (lookup, client):
-        row = path.row(view, key, **options)
+        row = plain(path.row(view, key, **options))
+        row.pop("view", None)
         row["features"] = {name: listed(value) for name, value in row["features"].items()}
         rows.append(row)
     assert rows[0].pop("age_s") <= rows[1].pop("age_s")
@@ -220,7 +223,7 @@ def test_a_missing_row_is_an_error_of_the_client_with_status_and_reason(client: 
         with pytest.raises(RequestError) as caught:
             client.row("numbers", key, fallback=fallback)
         assert (caught.value.status, caught.value.code) == (status, code)
-    assert client.row("numbers", 9)["features"]["double"] == 18.0
+    assert features_of(client.row("numbers", 9))["double"] == 18.0
     with pytest.raises(RequestError) as caught:
         client.row("spoilt", 2)
     assert (caught.value.status, caught.value.code) == (500, "damaged")
@@ -241,7 +244,7 @@ def test_a_search_finds_the_same_in_process_and_from_the_client(
 ) -> None:
     answers = []
     for path in (lookup, client):
-        found = path.search("numbers", **arguments)
+        found = plain(path.search("numbers", **arguments))
         for row in found["rows"]:
             row.pop("age_s")
         answers.append(json.loads(json.dumps(found, default=lambda at: at.isoformat().replace("+00:00", "Z"))))
@@ -272,8 +275,11 @@ def test_a_search_that_is_refused_is_refused_alike(lookup: Lookup, client: Clien
 
 def test_a_damaged_row_is_left_out_of_a_search_alike(lookup: Lookup, client: Client) -> None:
     for path in (lookup, client):
-        assert [row["key"] for row in path.search("spoilt", vector=[2, 3, 4, 5], features=["double"])["rows"]] == ["1", "3"]
-        assert [row["key"] for row in path.search("spoilt", key=2)["rows"]] == ["1", "3"]
+        assert [row["key"] for row in plain(path.search("spoilt", vector=[2, 3, 4, 5], features=["double"]))["rows"]] == [
+            "1",
+            "3",
+        ]
+        assert [row["key"] for row in plain(path.search("spoilt", key=2))["rows"]] == ["1", "3"]
 
 
 def test_views_are_the_same_in_process_and_from_the_client(lookup: Lookup, client: Client) -> None:
@@ -310,7 +316,7 @@ def test_it_reconnects_after_the_server_was_restarted(tmp_path: Path, where: str
 
         def two_answers(_: int) -> list[float]:
             hold.wait()  # four connections at once, all of them idle when the server goes
-            return [client.row("numbers", 1)["features"]["double"] for _ in range(2)]
+            return [features_of(client.row("numbers", 1))["double"] for _ in range(2)]
 
         with ThreadPoolExecutor(4) as threads:
             assert list(threads.map(two_answers, range(4))) == [[2.0, 2.0]] * 4
@@ -404,7 +410,8 @@ def test_nobody_there_is_an_error_that_names_the_address(tmp_path: Path, url: st
     [
         "",
         "127.0.0.1:8080",
-        "https://127.0.0.1",
+        "http://user:word@127.0.0.1",
+        "http://127.0.0.1?x=1",
         "redis://x",
         "unix:",
         "http://",

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from store import errors
-from store.errors import ConflictError, OnlineStoreError, PrecomputeError, RequestError
+from store.errors import ConflictError, NoAnswerError, OnlineStoreError, PrecomputeError, RequestError
 
 ALL = {name: kind for name, kind in vars(errors).items() if inspect.isclass(kind)}
 
@@ -23,7 +23,13 @@ def test_the_picture_of_the_tree_names_every_error() -> None:
     assert errors.PrecomputeError.__doc__ is not None
     drawn = re.findall(r"[├└]── (\w+)", errors.PrecomputeError.__doc__)
     assert sorted([*drawn, "PrecomputeError"]) == sorted(ALL)
-    assert {kind.__base__ for name, kind in ALL.items() if name in drawn} == {PrecomputeError, ConflictError, OnlineStoreError}
+    assert {kind.__base__ for name, kind in ALL.items() if name in drawn} == {
+        PrecomputeError,
+        ConflictError,
+        OnlineStoreError,
+        NoAnswerError,
+        RequestError,
+    }
 
 
 def test_a_request_error_carries_a_status_and_a_word_for_programs() -> None:

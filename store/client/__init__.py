@@ -1,0 +1,21 @@
+"""Client: the HTTP API from Python, blocking and async, over TCP, TLS or a Unix socket. It brings no torch, FAISS or DuckDB, and Arrow only where asked."""
+
+from typing import TYPE_CHECKING, Any
+
+from store.client.address import Tls
+from store.client.blocking_client import Client
+from store.client.calls import LookupWords, RowWords, SearchWords
+
+if TYPE_CHECKING:
+    from store.client.async_client import AsyncClient
+
+__all__ = ["AsyncClient", "Client", "LookupWords", "RowWords", "SearchWords", "Tls"]
+
+
+def __getattr__(name: str) -> Any:
+    """The async client, once it is asked for: asyncio takes a third of the time that importing all the rest does."""
+    if name == "AsyncClient":
+        from store.client.async_client import AsyncClient
+
+        return AsyncClient
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,157 @@
+"""Attempts: when one call asks again, and when it asks a second time beside the first; no connection and no clock's wait here.
+
+A generator says what to do next, a client does it and sends back what came of it: so the blocking and the async one decide alike.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import NamedTuple
+
+from store.client.calls import Reply, retry_after_s
+from store.errors import PrecomputeError
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
+"""Of asking again: at random up to the first, then up to twice as much each time ("full jitter", M. Brooker, Exponential Backoff And Jitter, 2015)."""
+
+MOST_TOKENS = 10.0
+"""Asking again that a client may save up; as in gRPC's example of retry throttling (proposal A6: maxTokens 10, tokenRatio 0.1)."""
+
+MOST_SAMPLES, LEAST_SAMPLES = 200, 20
+"""Durations remembered of a kind of call, and how many it takes to know which are slow."""
+
+SLOW_QUANTILE = 0.95
+"""A call that takes longer than so many of its kind is asked a second time: about 5 % more requests (J. Dean, L. A. Barroso, The Tail at Scale, 2013)."""
+
+
+class Failure(NamedTuple):
+    """No answer came. ``lost``: the connection ended before there was one, as an idle one does that the server closed meanwhile."""
+
+    error: PrecomputeError
+    lost: bool = False
+    final: bool = False
+    """Asking again would not help: the time is over."""
+
+
+class Send(NamedTuple):
+    """Ask now; if ``hedge_after_s`` passes without an answer, and ``may_hedge()``, ask a second time, and take the first good answer."""
+
+    hedge_after_s: float | None = None
+
+
+class Pause(NamedTuple):
+    """Wait so long."""
+
+    seconds: float
+
+
+Outcome = Reply | Failure
+
+
+def passing(outcome: Outcome) -> bool:
+    """Whether asking again may help: no answer, 429, 503, or a proxy's word that it has none from the server."""
+    if isinstance(outcome, Failure):
+        return not outcome.final
+    return outcome.status in (429, 503) or (
+        outcome.status in (502, 504) and b"problem" not in (outcome.header(b"content-type") or b"")
+    )
+
+
+class Budget:
+    """What may be asked beyond one request a call: every call brings ``share`` of one more, saved up to :data:`MOST_TOKENS`.
+
+    So a server that fails is asked ``1 + share`` times as often as before, and not ``1 + retries``.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share, self._tokens, self._lock = share, MOST_TOKENS if share > 0 else 0.0, threading.Lock()
+
+    def earn(self) -> None:
+        """A call begins."""
+        with self._lock:
+            self._tokens = min(MOST_TOKENS, self._tokens + self._share)
+
+    def take(self) -> bool:
+        """Whether one more request may be sent now, which it is then."""
+        with self._lock:
+            if self._tokens < 1:
+                return False
+            self._tokens -= 1
+            return True
+
+
+class Durations:
+    """How long good answers took of late, by kind of call."""
+
+    def __init__(self) -> None:
+        self._samples: dict[str, deque[float]] = {}
+        self._slow_s: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, kind: str, seconds: float) -> None:
+        """One more; every :data:`LEAST_SAMPLES` of them it is told anew which are slow."""
+        samples = self._samples.setdefault(kind, deque(maxlen=MOST_SAMPLES))
+        samples.append(seconds)
+        count = self._counts[kind] = self._counts.get(kind, 0) + 1
+        if count % LEAST_SAMPLES == 0:
+            ranked = sorted(samples)
+            self._slow_s[kind] = ranked[int(SLOW_QUANTILE * len(ranked))]
+
+    def slow_s(self, kind: str) -> float | None:
+        """Longer than this took one call of twenty; None: not known yet."""
+        return self._slow_s.get(kind)
+
+
+class Attempts:
+    """What all calls of a client have in common about asking more than once.
+
+    Args:
+        retries: how often a call asks again, at most.
+        retry_share: requests that all calls together may add by asking again, as a share of the calls.
+        hedge_share: the same of asking a second time beside a slow request; 0 never does.
+    """
+
+    def __init__(
+        self, retries: int, retry_share: float, hedge_share: float, uniform: Callable[[float, float], float] = random.uniform
+    ) -> None:
+        self._retries, self._uniform = retries, uniform
+        self._again, self._beside = Budget(retry_share), Budget(hedge_share)
+        self._hedges = hedge_share > 0
+        self.durations = Durations()
+
+    def may_hedge(self) -> bool:
+        """Whether a second request may be sent beside a slow one."""
+        return self._beside.take()
+
+    def ask(self, kind: str, deadline: float) -> Generator[Send | Pause, Outcome | None, Outcome]:
+        """What to do for one call, until its outcome stands; ``deadline`` by ``time.monotonic``, which no pause goes past."""
+        self._again.earn()
+        self._beside.earn()
+        again, lost_before = 0, False
+        while True:
+            began = time.monotonic()
+            outcome = yield Send(self.durations.slow_s(kind) if self._hedges else None)
+            assert outcome is not None
+            if isinstance(outcome, Reply) and outcome.status < 300:
+                self.durations.add(kind, time.monotonic() - began)
+            if not passing(outcome):
+                return outcome
+            if isinstance(outcome, Failure) and outcome.lost and not lost_before:
+                # the server closed a connection that was idle, most likely: no sign that it has too much to do
+                lost_before = True
+                continue
+            pause_s = self._pause_s(outcome, again)
+            again += 1
+            if again > self._retries or time.monotonic() + pause_s >= deadline or not self._again.take():
+                return outcome
+            yield Pause(pause_s)
+
+    def _pause_s(self, outcome: Outcome, again: int) -> float:
+        longest = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**again)
+        asked_for = retry_after_s(outcome) if isinstance(outcome, Reply) else None
+        # what is asked for is the least; on top of it, clients that were refused together come back apart
+        return self._uniform(0, longest) if asked_for is None else asked_for + self._uniform(0, longest)

@@ -1,0 +1,257 @@
+"""Calls: what is asked of the server, as bytes, and how its answer is read; no connection here. Both clients send these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, TypedDict, TypeVar
+from urllib.parse import quote, urlencode
+
+import msgspec
+
+from store.api import wire
+from store.errors import (
+    ConfigError,
+    DeniedError,
+    MissingRowError,
+    NoAnswerError,
+    OnlineStoreError,
+    OverloadedError,
+    PrecomputeError,
+    RequestError,
+)
+from store.key_text import join_key
+from store.lookup_options import LookupOptions, SearchOptions
+
+T = TypeVar("T")
+
+
+class RowWords(TypedDict, total=False):
+    """What a lookup may say beside its key, as :meth:`store.lookup.Lookup.get` has it, and how long the whole call may take."""
+
+    features: Sequence[str] | None
+    fallback: bool
+    deadline_ms: float | None
+    max_age_s: float | None
+    timeout_s: float | None
+
+
+class LookupWords(RowWords, total=False):
+    """The same of a lookup of several."""
+
+    inputs: Mapping[Any, Mapping[str, Any]] | None
+
+
+class SearchWords(TypedDict, total=False):
+    """What a search may say, as :meth:`store.lookup.Lookup.search` has it, and how long the whole call may take."""
+
+    key: Any
+    vector: Sequence[float] | None
+    inputs: Mapping[str, Any] | None
+    k: int
+    filter: Mapping[str, Any] | None
+    only: Sequence[Any] | None
+    exclude: Sequence[Any]
+    features: Sequence[str]
+    deadline_ms: float | None
+    model: str | None
+    timeout_s: float | None
+
+
+class Reply(NamedTuple):
+    """What came back."""
+
+    status: int
+    headers: Sequence[tuple[bytes, bytes]]
+    content: bytes
+
+    def header(self, name: bytes) -> bytes | None:
+        """The first header of that name, in lower case."""
+        return next((value for named, value in self.headers if named.lower() == name), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """One question. ``kind`` tells calls apart that take as long as each other; ``read`` makes of a good answer's bytes what the caller gets."""
+
+    kind: str
+    path: str
+    read: Callable[[bytes], T]
+    body: bytes | None = None
+    accept: str = wire.JSON
+    timeout_s: float | None = None
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+    @property
+    def method(self) -> bytes:
+        """POST with a body, else GET; either only reads, so asking twice is safe."""
+        return b"GET" if self.body is None else b"POST"
+
+    def answer(self, reply: Reply, asked: str) -> T:
+        """What the caller gets.
+
+        Raises:
+            PrecomputeError: the server refused, or what came is no answer of this API; ``asked`` names the server.
+        """
+        if not 200 <= reply.status < 300:
+            raise refusal(reply, asked)
+        try:
+            return self.read(reply.content)
+        except ModuleNotFoundError as exc:
+            raise ConfigError(f"an answer as Arrow needs {exc.name}: pip install 'precompute[client]'") from exc
+        except (msgspec.MsgspecError, ValueError, KeyError, TypeError) as exc:
+            raise NoAnswerError(f"{asked} answered something else than this API: {exc}; is that address right?") from exc
+
+
+# ---- what can be asked
+
+
+def table(view: str, keys: Any, words: LookupWords) -> Call[Any]:
+    """A lookup, answered as a ``pyarrow.Table``."""
+    return _lookup(view, keys, words, wire.ARROW, _read_table)
+
+
+def rows(view: str, keys: Any, words: LookupWords) -> Call[wire.LookupAnswer]:
+    """A lookup, answered as rows."""
+    return _lookup(view, keys, words, wire.JSON, _decode_lookup)
+
+
+def _lookup(view: str, keys: Any, words: LookupWords, accept: str, read: Callable[[bytes], T]) -> Call[T]:
+    timeout_s, options = _options(words)
+    body = {"keys": key_list(keys), **options._asdict()}
+    return Call(f"lookup {view}", f"/v1/views/{quote(view, safe='')}/lookup", read, encoded(body), accept, timeout_s)
+
+
+def row(view: str, key: Any, words: RowWords) -> Call[wire.ViewRow]:
+    """One row; that it is missing is an error."""
+    timeout_s, options = _options(words)
+    parts = [join_key(part, ("key",)) for part in (key if isinstance(key, (list, tuple)) else [key])]
+    query = {name: f"{value:g}" for name in ("deadline_ms", "max_age_s") if (value := getattr(options, name)) is not None}
+    if options.features is not None:
+        query["features"] = ",".join(options.features)
+    if not options.fallback:
+        query["fallback"] = "false"
+    path = f"/v1/views/{quote(view, safe='')}/rows/{'/'.join(quote(part, safe='') for part in parts)}"
+    return Call(f"row {view}", path + (f"?{urlencode(query)}" if query else ""), _decode_row, timeout_s=timeout_s)
+
+
+def search(view: str, words: SearchWords) -> Call[wire.SearchAnswer]:
+    """The nearest rows."""
+    timeout_s = words.get("timeout_s")
+    asked = {name: value for name, value in words.items() if name != "timeout_s"}
+    if unknown := asked.keys() - set(SearchOptions._fields):
+        raise TypeError(f"a search takes no {', '.join(sorted(unknown))}")
+    for name in ("only", "exclude"):
+        if asked.get(name) is not None:
+            asked[name] = key_list(asked[name])
+    return Call(f"search {view}", f"/v1/views/{quote(view, safe='')}/search", _decode_search, encoded(asked), timeout_s=timeout_s)
+
+
+def views(timeout_s: float | None) -> Call[list[dict[str, Any]]]:
+    """The live views."""
+    return Call("views", "/v1/views", lambda content: list(msgspec.json.decode(content)["views"]), timeout_s=timeout_s)
+
+
+def _options(words: RowWords) -> tuple[float | None, LookupOptions]:
+    asked = {name: value for name, value in words.items() if name != "timeout_s"}
+    options = LookupOptions(**asked)  # type: ignore[arg-type]  # a TypedDict of these very fields
+    # JSON has no NaN or infinity: they would arrive as null
+    options.check()
+    return words.get("timeout_s"), options if options.features is None else options._replace(features=list(options.features))
+
+
+def key_list(keys: Any) -> list[Any]:
+    """Keys as JSON takes them: of a list, or of what numpy, pandas, pyarrow or polars hold.
+
+    Raises:
+        RequestError: one key, where a list of keys belongs.
+    """
+    if isinstance(keys, (str, bytes)):
+        raise RequestError(f"keys is a list of keys, got {type(keys).__name__}: write [{keys!r}]", code="bad_key")
+    for convert in ("to_pylist", "tolist", "to_list"):
+        if hasattr(keys, convert):
+            keys = getattr(keys, convert)()
+            break
+    try:
+        return list(keys)
+    except TypeError as exc:
+        raise RequestError(f"keys is a list of keys, got {type(keys).__name__}: write [{keys!r}]", code="bad_key") from exc
+
+
+def encoded(body: Any) -> bytes:
+    """A request's body as JSON; a number of numpy as the number it is.
+
+    Raises:
+        RequestError: not something JSON can carry.
+    """
+    try:
+        return _encoder.encode(body)
+    except UnicodeEncodeError as exc:
+        raise RequestError("a key is not valid UTF-8", code="bad_key") from exc
+    except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as exc:
+        raise RequestError(f"not something JSON can carry: {exc}") from exc
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise NotImplementedError(f"a value of type {type(value).__name__}")
+
+
+_encoder = msgspec.json.Encoder(enc_hook=_plain)
+
+# ---- what comes back
+
+_decode_lookup = msgspec.json.Decoder(wire.LookupAnswer).decode
+_decode_row = msgspec.json.Decoder(wire.ViewRow).decode
+_decode_search = msgspec.json.Decoder(wire.SearchAnswer).decode
+_decode_problem = msgspec.json.Decoder(wire.Problem).decode
+
+
+def _read_table(content: bytes) -> Any:
+    # loads Arrow, which takes longer than all else here together
+    from store.client.tables import read_table
+
+    return read_table(content)
+
+
+def refusal(reply: Reply, asked: str) -> PrecomputeError:
+    """The error that an answer of another status than 2xx stands for; ``asked`` names the server."""
+    try:
+        problem = _decode_problem(reply.content)
+    except (msgspec.MsgspecError, ValueError):
+        text = reply.content[:200].decode(errors="replace")
+        if 400 <= reply.status < 500 and reply.status not in (401, 403, 429):
+            return RequestError(text, status=reply.status, code="http_error")
+        problem = wire.Problem(
+            "", "", reply.status, f"{asked} answered {reply.status}, and something else than this API: {text!r}"
+        )
+    code, detail = problem.type.rpartition(":")[2] or "http_error", problem.detail
+    if problem.model is not msgspec.UNSET:
+        return MissingRowError(detail, status=reply.status, code=code)
+    if reply.status in (401, 403):
+        return DeniedError(detail, status=reply.status, code=code)
+    if code == "store_unavailable":
+        return OnlineStoreError(detail)
+    if reply.status in (429, 503):
+        return OverloadedError(detail, retry_after_s=retry_after_s(reply))
+    if code in ("internal_error", "http_error"):
+        return NoAnswerError(detail)
+    return RequestError(detail, status=reply.status, code=code)
+
+
+def retry_after_s(reply: Reply) -> float | None:
+    """``Retry-After`` (RFC 9110 §10.2.3) in seconds, from now; None where there is none, or none that can be read."""
+    value = reply.header(b"retry-after")
+    if value is None:
+        return None
+    if value.strip().isdigit():
+        return float(value)
+    # an HTTP date, which this server sends none of; a proxy may
+    import time
+    from email.utils import parsedate_to_datetime
+
+    try:
+        return max(0.0, parsedate_to_datetime(value.decode("latin-1")).timestamp() - time.time())
+    except (ValueError, TypeError, OverflowError):
+        return None

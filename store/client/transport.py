@@ -1,0 +1,286 @@
+"""Transport: one request over a pool of connections, within one deadline for all of it; with ``async_transport`` the seam of httpcore2."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any
+
+import httpcore2
+
+from store.client.address import Address
+from store.client.attempts import Failure, Outcome
+from store.client.calls import Call, Reply
+from store.errors import DeadlineError, NoAnswerError
+
+IDLE_S = 30.0
+"""A connection that was idle for longer is not used again: what lies between may have forgotten it without a word."""
+
+MOST_ANSWER_BYTES = 256 * 2**20
+"""Of one answer: beyond, it is none of this API."""
+
+
+_MUCH_BYTES = 64 * 1024
+
+
+class Exchange:
+    """One request on its way: when it must be over, and how to end it before.
+
+    It travels through httpcore2 in place of a timeout, which would count anew for each read: a server that sends a byte now and then could hold a caller for ever.
+    """
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+        self._cancelled = False
+        self._socket: socket.socket | None = None
+
+    def left_s(self) -> float:
+        """Seconds until the deadline, by ``time.monotonic``.
+
+        Raises:
+            httpcore2.TimeoutException: none, or it was cancelled.
+        """
+        left = self.deadline - time.monotonic()
+        if left <= 0 or self._cancelled:
+            raise httpcore2.TimeoutException("cancelled" if self._cancelled else "the time is over")
+        return left
+
+    def on(self, connection: socket.socket) -> float:
+        """Use this connection now, for at most so many seconds; set down before the look at the flag, so that :meth:`cancel` misses neither."""
+        self._socket = connection
+        left = self.left_s()
+        connection.settimeout(left)
+        return left
+
+    def cancel(self) -> None:
+        """End it, from another thread: what waits for its connection returns."""
+        self._cancelled = True
+        if self._socket is not None:
+            # of a TLS socket its own shutdown would drop the TLS state under the thread that reads
+            try:
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+            except OSError:
+                # closed already, and so ended
+                return
+
+
+class _Stream(httpcore2.NetworkStream):
+    """A connected socket; every ``timeout`` is an :class:`Exchange`.
+
+    What is written waits until it is much or something is read: httpcore2 hands over head and body apart, and the server would be woken for each.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._unsent = bytearray()
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+
+    def read(self, max_bytes: int, timeout: Any = None) -> bytes:
+        self._flush(timeout)
+        try:
+            timeout.on(self._socket)
+            return self._socket.recv(max_bytes)
+        except TimeoutError as exc:
+            raise httpcore2.ReadTimeout("while waiting for the answer") from exc
+        except OSError as exc:
+            raise httpcore2.ReadError(str(exc)) from exc
+
+    def write(self, buffer: bytes, timeout: Any = None) -> None:
+        self._unsent += buffer
+        if len(self._unsent) > _MUCH_BYTES:
+            self._flush(timeout)
+
+    def _flush(self, timeout: Any) -> None:
+        unsent, self._unsent = memoryview(bytes(self._unsent)), bytearray()
+        try:
+            while unsent:
+                timeout.on(self._socket)
+                unsent = unsent[self._socket.send(unsent) :]
+        except TimeoutError as exc:
+            raise httpcore2.WriteTimeout("while sending the request") from exc
+        except OSError as exc:
+            raise httpcore2.WriteError(str(exc)) from exc
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def start_tls(self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: Any = None) -> _Stream:
+        try:
+            # it takes the socket over; the handshake has one timeout as a whole
+            self._socket = over = ssl_context.wrap_socket(
+                self._socket, server_hostname=server_hostname, do_handshake_on_connect=False
+            )
+            timeout.on(over)
+            over.do_handshake()
+            return _Stream(over)
+        except BaseException as exc:
+            self._socket.close()
+            if isinstance(exc, TimeoutError):
+                raise httpcore2.ConnectTimeout("during the TLS handshake") from exc
+            if isinstance(exc, (OSError, ValueError)):
+                raise httpcore2.ConnectError(str(exc)) from exc
+            raise
+
+    def get_extra_info(self, info: str) -> Any:
+        if info == "ssl_object":
+            return self._socket if isinstance(self._socket, ssl.SSLSocket) else None
+        if info == "is_readable":
+            # an idle connection on which there is something was closed by the other side
+            return self._socket.fileno() < 0 or bool(self._poll.poll(0))
+        return None
+
+
+class _Network(httpcore2.NetworkBackend):
+    """Connects within an :class:`Exchange`, finding the host's address included, which has no timeout of its own."""
+
+    def __init__(self) -> None:
+        self._resolving: dict[tuple[str, int], Future[list[Any]]] = {}
+        self._lock = threading.Lock()
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: Any = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> _Stream:
+        addresses = self._addresses(host, port, timeout)
+        for i, (family, address) in enumerate(addresses):
+            connection = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                # one that never answers leaves the others their share of the time
+                connection.settimeout(timeout.on(connection) / (len(addresses) - i))
+                connection.connect(address)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return _Stream(connection)
+            except BaseException as exc:
+                connection.close()
+                if not isinstance(exc, OSError):
+                    raise
+                if i + 1 == len(addresses):
+                    raise httpcore2.ConnectError(str(exc) or "timed out") from exc
+        raise httpcore2.ConnectError(f"{host} has no address")
+
+    def connect_unix_socket(self, path: str, timeout: Any = None, socket_options: Iterable[Any] | None = None) -> _Stream:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            timeout.on(connection)
+            connection.connect(path)
+        except BaseException as exc:
+            connection.close()
+            if isinstance(exc, OSError):
+                raise httpcore2.ConnectError(str(exc) or "timed out") from exc
+            raise
+        return _Stream(connection)
+
+    def _addresses(self, host: str, port: int, exchange: Exchange) -> list[tuple[socket.AddressFamily, Any]]:
+        """Where a host listens. Asked in a thread of its own, one for all who want to know: the system's resolver cannot be told a deadline."""
+        with self._lock:
+            asked = self._resolving.get((host, port))
+            if asked is None:
+                asked = self._resolving[host, port] = Future()
+                threading.Thread(target=self._resolve, args=(host, port, asked), daemon=True, name="precompute-resolve").start()
+        try:
+            found = asked.result(exchange.left_s())
+        except TimeoutError as exc:
+            raise httpcore2.ConnectTimeout(f"while looking up {host}") from exc
+        except OSError as exc:
+            raise httpcore2.ConnectError(str(exc)) from exc
+        return [(family, address) for family, _, _, _, address in found]
+
+    def _resolve(self, host: str, port: int, asked: Future[list[Any]]) -> None:
+        try:
+            asked.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except BaseException as exc:
+            asked.set_exception(exc)
+        finally:
+            with self._lock:
+                del self._resolving[host, port]
+
+
+class Pooled:
+    """What the blocking transport and the async one have in common: how a request is written, and what an error means."""
+
+    def __init__(self, address: Address, token: str | Callable[[], str] | None, connections: int) -> None:
+        self._address, self._token, self._connections = address, token, connections
+
+    def request(self, call: Call[Any]) -> tuple[bytes, httpcore2.URL, list[tuple[bytes, bytes]]]:
+        to = self._address
+        url = httpcore2.URL(scheme=to.scheme, host=to.host, port=to.port, target=to.prefix + call.path)
+        headers = [(b"Host", to.host_header), (b"Accept", call.accept.encode()), *call.headers]
+        if self._token is not None:
+            token = self._token if isinstance(self._token, str) else self._token()
+            headers.append((b"Authorization", f"Bearer {token}".encode()))
+        if call.body is not None:
+            headers.append((b"Content-Type", b"application/json"))
+        return call.method, url, headers
+
+    def failure(self, exc: Exception) -> Failure:
+        where = self._address.text
+        reason = str(exc) or ("the time is over" if isinstance(exc, TimeoutError) else type(exc).__name__)
+        if isinstance(exc, httpcore2.PoolTimeout):
+            reason = f"all {self._connections} connections were busy"
+        if isinstance(exc, (httpcore2.TimeoutException, TimeoutError)):
+            return Failure(DeadlineError(f"no answer from {where} in time: timed out ({reason})"), final=True)
+        error = NoAnswerError(f"no answer from {where}: {reason}; is `precompute serve` running?")
+        return Failure(error, lost=isinstance(exc, (httpcore2.RemoteProtocolError, httpcore2.ReadError, httpcore2.WriteError)))
+
+    def too_large(self) -> Failure:
+        return Failure(NoAnswerError(f"{self._address.text} answered more than {MOST_ANSWER_BYTES} bytes"), final=True)
+
+
+ERRORS = (httpcore2.NetworkError, httpcore2.TimeoutException, httpcore2.ProtocolError)
+"""What :meth:`Pooled.failure` tells of."""
+
+
+class BlockingTransport(Pooled):
+    """Sends from any thread; what a process forked with it opens are connections of its own."""
+
+    def __init__(
+        self, address: Address, token: str | Callable[[], str] | None, connections: int, tls: ssl.SSLContext | None
+    ) -> None:
+        super().__init__(address, token, connections)
+        self._tls = tls
+        self._lock = threading.Lock()
+        self._open()
+
+    def _open(self) -> None:
+        self._pid = os.getpid()
+        self._pool = httpcore2.ConnectionPool(
+            ssl_context=self._tls,
+            max_connections=self._connections,
+            keepalive_expiry=IDLE_S,
+            uds=self._address.socket_path,
+            network_backend=_Network(),
+        )
+
+    def send(self, call: Call[Any], exchange: Exchange) -> Outcome:
+        """One request; what goes wrong is the outcome, and nothing is raised."""
+        if self._pid != os.getpid():
+            # two processes on one connection would read each other's answers
+            self._open()
+        method, url, headers = self.request(call)
+        try:
+            timeout = {"pool": exchange.left_s(), "connect": exchange, "read": exchange, "write": exchange}
+            with self._pool.stream(method, url, headers=headers, content=call.body, extensions={"timeout": timeout}) as response:
+                content, size = list[bytes](), 0
+                for part in response.iter_stream():
+                    content.append(part)
+                    size += len(part)
+                    if size > MOST_ANSWER_BYTES:
+                        return self.too_large()
+            return Reply(response.status, response.headers, b"".join(content))
+        except ERRORS as exc:
+            return self.failure(exc)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._pool.close()

@@ -1,0 +1,392 @@
+"""The client against servers that answer late, wrongly, not at all, or not now."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from store.client import AsyncClient, Client
+from store.client.attempts import FIRST_PAUSE_S, LEAST_SAMPLES, MOST_TOKENS, Attempts, Budget, Durations, Failure, Pause, Send
+from store.client.calls import Reply, retry_after_s
+from store.errors import (
+    DeadlineError,
+    DeniedError,
+    NoAnswerError,
+    OnlineStoreError,
+    OverloadedError,
+    PrecomputeError,
+    RequestError,
+)
+from tests.asking import Awaited, opened
+from tests.hostile import Hostile, Visit
+from tests.server import eventually
+
+KINDS = pytest.mark.parametrize("kind", ["blocking", "async"])
+
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 13\r\n\r\n"
+
+
+def good(visit: Visit) -> None:
+    visit.answer()
+
+
+def held(visit: Visit) -> None:
+    visit.hold()
+
+
+def closed(visit: Visit) -> None:
+    visit.close()
+
+
+def refusing(visit: Visit) -> None:
+    visit.answer(503, b"{}", b"Retry-After: 1")
+
+
+def problem(status: int, code: str, **more: Any) -> bytes:
+    fields = {"type": f"urn:precompute:problem:{code}", "title": code, "status": status, "detail": f"it is {code}"} | more
+    return repr(fields).replace("'", '"').encode()
+
+
+# ---- one deadline for all of it
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "behaviour",
+    [
+        held,
+        lambda visit: visit.drip(b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 10_000, 0.01),
+        lambda visit: visit.drip(ANSWER, 0) or visit.drip(b" " * 13, 0.1),
+        lambda visit: visit.drip(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 1000, 0.01),
+    ],
+    ids=["silent", "head in drops", "body in drops", "chunks in drops"],
+)
+def test_the_deadline_is_of_the_whole_call(kind: str, behaviour: Callable[[Visit], None]) -> None:
+    with Hostile(behaviour) as server, opened(kind, server.url) as client:
+        began = time.monotonic()
+        with pytest.raises(DeadlineError, match=r"timed out"):
+            client.views(timeout_s=0.3)
+        assert time.monotonic() - began >= 0.3
+        assert len(server.requests) == 1
+
+
+@KINDS
+def test_a_server_that_reads_nothing_is_given_up_at_the_deadline(kind: str) -> None:
+    """Its listener's queue takes the connection, and buffers the request's beginning."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with opened(kind, url) as client, pytest.raises(DeadlineError):
+            client.rows("numbers", ["k" * 100_000] * 200, timeout_s=0.3)
+
+
+@KINDS
+def test_a_pause_never_goes_past_the_deadline(kind: str) -> None:
+    """Who must not come back before the deadline is told so at once."""
+    with Hostile(refusing) as server, opened(kind, server.url) as client:
+        with pytest.raises(OverloadedError) as caught:
+            client.views(timeout_s=0.9)
+        assert caught.value.retry_after_s == 1
+        assert len(server.requests) == 1
+
+
+@KINDS
+def test_waiting_for_a_connection_counts_too_and_there_are_never_more_than_allowed(kind: str) -> None:
+    with Hostile(held) as server, opened(kind, server.url, connections=3) as client, ThreadPoolExecutor(12) as threads:
+        holding = [threads.submit(client.views, timeout_s=2) for _ in range(3)]
+        eventually(lambda: len(server.requests) == 3)
+        waiting = [threads.submit(client.views, timeout_s=0.2) for _ in range(9)]
+        for one in waiting:
+            with pytest.raises(DeadlineError):
+                one.result()
+        assert not any(one.done() for one in holding)
+        assert server.most_open == len(server.requests) == 3
+        for one in holding:
+            with pytest.raises(DeadlineError):
+                one.result()
+
+
+@pytest.mark.parametrize("behaviour", [held, closed, refusing, good])
+def test_nothing_is_left_open(behaviour: Callable[[Visit], None]) -> None:
+    """A ResourceWarning would be an error; the server sees every connection end."""
+    for kind in ("blocking", "async"):
+        with Hostile(behaviour) as server:
+            with opened(kind, server.url, connections=4) as client, ThreadPoolExecutor(8) as threads:
+                for done in [threads.submit(client.views, timeout_s=0.2) for _ in range(24)]:
+                    with contextlib.suppress(PrecomputeError):
+                        done.result()
+            limit = time.monotonic() + 10
+            while server.open and behaviour is not held:
+                assert time.monotonic() < limit
+                time.sleep(0.01)
+
+
+# ---- asking again
+
+
+@KINDS
+def test_a_connection_that_ends_is_replaced_at_once(kind: str) -> None:
+    with Hostile(lambda visit: closed(visit) if visit.number == 0 else good(visit)) as server:
+        with opened(kind, server.url, retries=0) as client:
+            assert client.views() == []
+        assert len(server.requests) == 2
+
+
+@KINDS
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+def test_who_is_refused_for_now_asks_again(kind: str, status: int) -> None:
+    with Hostile(lambda visit: visit.answer(status, b"busy") if visit.number < 2 else good(visit)) as server:
+        with opened(kind, server.url) as client:
+            assert client.views() == []
+        assert len(server.requests) == 3
+
+
+@KINDS
+def test_it_comes_back_not_before_retry_after(kind: str) -> None:
+    at = list[float]()
+
+    def behaviour(visit: Visit) -> None:
+        at.append(time.monotonic())
+        refusing(visit) if visit.number == 0 else good(visit)
+
+    with Hostile(behaviour) as server, opened(kind, server.url) as client:
+        assert client.views(timeout_s=20) == []
+    assert at[1] - at[0] >= 1
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("status", "body", "error", "code"),
+    [
+        (400, problem(400, "bad_request"), RequestError, "bad_request"),
+        (401, problem(401, "no_token"), DeniedError, "no_token"),
+        (403, b"<html>", DeniedError, "http_error"),
+        (404, b"<html>", RequestError, "http_error"),
+        (404, problem(404, "unknown_entity", snapshot=1, model="m"), RequestError, "unknown_entity"),
+        (500, problem(500, "internal_error"), NoAnswerError, None),
+        (504, problem(504, "deadline"), RequestError, "deadline"),
+        (307, b"", NoAnswerError, None),
+    ],
+)
+def test_what_would_be_refused_again_is_asked_once(
+    kind: str, status: int, body: bytes, error: type[Exception], code: str | None
+) -> None:
+    headers = [b"Content-Type: application/problem+json", b"Location: /elsewhere"]
+    with Hostile(lambda visit: visit.answer(status, body, *headers)) as server, opened(kind, server.url) as client:
+        with pytest.raises(error) as caught:
+            client.views()
+        assert getattr(caught.value, "code", None) == code
+        assert len(server.requests) == 1
+
+
+@KINDS
+def test_a_store_that_does_not_answer_is_told_as_that(kind: str) -> None:
+    told = problem(503, "store_unavailable")
+    with Hostile(lambda visit: visit.answer(503, told)) as server, opened(kind, server.url, retries=0) as client:
+        # not "no answer": the server answered
+        with pytest.raises(PrecomputeError) as asked:
+            client.views()
+        assert (type(asked.value), str(asked.value)) == (OnlineStoreError, "it is store_unavailable")
+
+
+@KINDS
+def test_a_server_that_refuses_everybody_is_asked_little_more_often(kind: str) -> None:
+    """The budget: what was saved up, and then a tenth; without it, 100 calls were 300 requests."""
+    with Hostile(lambda visit: visit.answer(503, b"{}")) as server, opened(kind, server.url) as client:
+        for _ in range(100):
+            with pytest.raises(OverloadedError):
+                client.views()
+        assert 100 < len(server.requests) <= 100 + MOST_TOKENS + 0.1 * 100
+
+
+# ---- a second request beside a slow one
+
+
+def warmed_up(client: Client) -> None:
+    for _ in range(LEAST_SAMPLES):
+        assert client.views() == []
+
+
+@KINDS
+def test_a_slow_request_is_overtaken_by_a_second_one(kind: str) -> None:
+    with Hostile(lambda visit: held(visit) if visit.number == LEAST_SAMPLES else good(visit)) as server:
+        with opened(kind, server.url, hedge_share=0.05, connections=2) as client:
+            warmed_up(client)
+            for _ in range(3):
+                # the connection that waits was given back: two are all there are
+                assert client.views(timeout_s=20) == []
+        assert LEAST_SAMPLES + 4 <= len(server.requests) <= LEAST_SAMPLES + 4 + 2
+
+
+@KINDS
+def test_a_second_request_that_fails_does_not_spoil_the_first(kind: str) -> None:
+    refused = threading.Event()
+
+    def behaviour(visit: Visit) -> None:
+        if visit.number < LEAST_SAMPLES:
+            good(visit)
+        elif visit.number == LEAST_SAMPLES:
+            refused.wait(20)
+            good(visit)
+        else:
+            visit.answer(503, b"{}")
+            refused.set()
+
+    with Hostile(behaviour) as server, opened(kind, server.url, hedge_share=0.05, retries=0) as client:
+        warmed_up(client)
+        assert client.views() == []
+        assert len(server.requests) == LEAST_SAMPLES + 2
+
+
+@KINDS
+def test_when_all_is_slow_no_more_than_the_share_is_asked_twice(kind: str) -> None:
+    with Hostile(lambda visit: good(visit) if visit.number < LEAST_SAMPLES else held(visit)) as server:
+        with opened(kind, server.url, hedge_share=0.05, retries=0) as client:
+            warmed_up(client)
+            with ThreadPoolExecutor(40) as threads:
+                waiting = [threads.submit(client.views, timeout_s=0.5) for _ in range(40)]
+                for one in waiting:
+                    with pytest.raises(DeadlineError):
+                        one.result()
+        assert len(server.requests) <= LEAST_SAMPLES + 40 + MOST_TOKENS + 0.05 * 40
+
+
+# ---- cancelling, forking, closing
+
+
+def test_a_cancelled_task_gives_its_connection_back() -> None:
+    async def scene(server: Hostile) -> None:
+        async with AsyncClient(server.url, connections=2, hedge_share=0.05) as client:
+            for after_s in (0.0, 0.001, 0.01, 0.05) * 6:
+                tasks = [asyncio.create_task(client.views()) for _ in range(4)]
+                await asyncio.sleep(after_s)
+                for task in tasks:
+                    task.cancel()
+                ended = await asyncio.gather(*tasks, return_exceptions=True)
+                assert all(isinstance(end, asyncio.CancelledError) or end == [] for end in ended)
+            answering.set()
+            assert await asyncio.gather(*(client.views() for _ in range(20))) == [[]] * 20
+        assert len(asyncio.all_tasks()) == 1
+
+    answering = threading.Event()
+
+    def behaviour(visit: Visit) -> None:
+        good(visit) if answering.is_set() else held(visit)
+
+    with Hostile(behaviour) as server:
+        asyncio.run(scene(server))
+        assert server.most_open < 4 * 24
+
+
+def test_a_caller_that_gives_up_itself_is_told_so() -> None:
+    async def scene(server: Hostile) -> None:
+        async with AsyncClient(server.url) as client:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await client.views()
+
+    with Hostile(held) as server:
+        asyncio.run(scene(server))
+
+
+def _ask_in_child(client: Client, told: Any) -> None:
+    told.put([client.views() for _ in range(20)])
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_process_has_connections_of_its_own() -> None:
+    """As servers do that load a service once and fork workers: two processes on one connection would read each other's answers."""
+    fork = multiprocessing.get_context("fork")
+    with Hostile(good) as server, Client(server.url, connections=1) as client:
+        assert client.views() == []
+        told = fork.SimpleQueue()
+        child = fork.Process(target=_ask_in_child, args=(client, told))
+        child.start()
+        assert [client.views() for _ in range(20)] == [[]] * 20
+        assert told.get() == [[]] * 20
+        child.join()
+        assert server.most_open == 2
+
+
+@KINDS
+def test_the_token_is_shown_each_time_as_it_is_then(kind: str) -> None:
+    tokens = iter(["first", "second"])
+    with Hostile(good) as server:
+        with opened(kind, server.url, token=lambda: next(tokens)) as client:
+            assert client.views() == client.views() == []
+        with opened(kind, server.url + "/below/", token="word") as client:
+            assert client.views() == []
+    shown = [next(line for line in request.split(b"\r\n") if line.startswith(b"Authorization")) for request in server.requests]
+    assert shown == [b"Authorization: Bearer first", b"Authorization: Bearer second", b"Authorization: Bearer word"]
+    assert server.requests[2].startswith(b"GET /below/v1/views HTTP/1.1\r\n")
+
+
+# ---- what it decides by, alone
+
+
+def test_a_budget_is_earned_by_calls() -> None:
+    budget = Budget(0.25)
+    assert [budget.take() for _ in range(11)] == [True] * 10 + [False]
+    taken = 0
+    for _ in range(40):
+        budget.earn()
+        taken += budget.take()
+    assert taken == 10
+    assert not Budget(0.0).take()
+
+
+def test_what_is_slow_is_known_after_some_calls() -> None:
+    durations = Durations()
+    for i in range(LEAST_SAMPLES):
+        assert durations.slow_s("row") is None
+        durations.add("row", float(i))
+    assert durations.slow_s("row") == 19.0
+    for _ in range(300):
+        durations.add("row", 1.0)
+    assert durations.slow_s("row") == 1.0
+
+
+def test_pauses_grow_and_are_at_random() -> None:
+    bounds = list[tuple[float, float]]()
+
+    def uniform(low: float, high: float) -> float:
+        bounds.append((low, high))
+        return high
+
+    steps = Attempts(4, 1.0, 0.0, uniform).ask("row", time.monotonic() + 1e6)
+    unreachable = Failure(NoAnswerError("nobody"))
+    assert steps.send(None) == Send()
+    pauses = list[float]()
+    for _ in range(4):
+        step = steps.send(unreachable)
+        assert isinstance(step, Pause)
+        pauses.append(step.seconds)
+        assert steps.send(None) == Send()
+    with pytest.raises(StopIteration) as ended:
+        steps.send(unreachable)
+    assert ended.value.value is unreachable
+    assert pauses == [FIRST_PAUSE_S * 2**i for i in range(4)]
+    assert all(low == 0 for low, _ in bounds)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [(b"7", 7.0), (b"Wed, 21 Oct 2015 07:28:00 GMT", 0.0), (b"soon", None), (b"-1", None), (b"\xb2", None)]
+)
+def test_retry_after_is_seconds_or_a_date(text: bytes, seconds: float | None) -> None:
+    assert retry_after_s(Reply(503, [(b"Retry-After", text)], b"")) == seconds
+
+
+def test_the_async_client_is_closed_with_its_loop() -> None:
+    with Hostile(good) as server:
+        client = Awaited(server.url)
+        assert client.views() == []
+        client.close()
+        assert client.loop.is_closed()
