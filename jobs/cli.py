@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -18,15 +17,14 @@ from jobs.commands import backfill, measure, retention, rollback, rows, run, sch
 from jobs.commands.command import BAD_USAGE, FAILED, REJECTED, Commands
 from jobs.process.termination import asked, described, terminable
 from store.errors import ConfigError, GateError, PrecomputeError, RejectedError, RequestError
+from store.log import log_to_stderr
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. Never a traceback for a user's mistake."""
     parser = _parser()
     arguments = parser.parse_args(argv)
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    for room in ("jobs", "precompute", "store"):
-        logging.getLogger(room).setLevel(logging.INFO)
+    log_to_stderr()
     try:
         with contextlib.nullcontext() if arguments.command in service.SERVICES else terminable():
             ended: int = arguments.call(arguments)

@@ -15,7 +15,6 @@ import pyarrow as pa
 from store.fallback import Computed, Miss
 from store.freshness import AHEAD_US, Sighting, age_s, as_datetime, status_of
 from store.lookup_options import MAX_KEYS
-from store.online import kernels
 from store.online.codec import RowCodec, State
 from store.online.found_rows import FoundRows
 from store.online.online_store import Pointer
@@ -173,8 +172,7 @@ class Answer:
                 self._reasons[i] = error.reason
                 continue
             computed = future.result()
-            at_us, hashed = np.array([computed.computed_at_us]), kernels.hashes(Packed.of([self.found.keys[i]]))
-            self._computed[i] = self.plan.codec.encode(computed.features, hashed, at_us, self.pointer.snapshot).data.tobytes()
+            self._computed[i] = computed.row
             self._computed_at[i] = computed.computed_at_us  # type: ignore[index]
             self._statuses[i] = Status.COMPUTED  # type: ignore[index]
             del self._reasons[i]

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import pyarrow as pa
-
 from store.errors import RequestError
+from store.feature_view import FeatureView
 from store.online.online_store import Pointer
 from store.status import Reason
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """One row the model made now: a record batch of one row with the view's features, and when (µs since 1970)."""
+    """One row the model made now, packed as the online store would hold it, and when (µs since 1970); what a view is searched by is packed as a row of
+    :func:`unpacked_view`."""
 
-    features: pa.RecordBatch
+    row: bytes
     computed_at_us: int
 
 
@@ -54,6 +54,11 @@ class Fallback(Protocol):
         Returns:
             a future per key: a :class:`Computed`, or :class:`Miss` raised.
         """
+
+
+def unpacked_view(view: FeatureView) -> FeatureView:
+    """The view with all of its vectors kept as they are."""
+    return replace(view, features=tuple(replace(feature, packed=None) for feature in view.features))
 
 
 def check_inputs(pointer: Pointer, inputs: Any) -> None:

@@ -12,10 +12,11 @@ import numpy.typing as npt
 
 from store.answer import MAX_DEADLINE_S, Answer
 from store.errors import RequestError, VectorIndexError
-from store.fallback import Fallback, Miss, check_inputs
+from store.fallback import Fallback, Miss, check_inputs, unpacked_view
 from store.freshness import as_datetime, status_of
 from store.key_text import key_text
 from store.lookup_options import LookupOptions, SearchOptions, check_features
+from store.online.codec import RowCodec
 from store.online.online_store import Pointer
 from store.record import plain
 from store.status import AnswerSource, Reason, Status
@@ -225,13 +226,13 @@ def _embedded(
     deadline = time.monotonic() + wait_s
     future = fallback.submit(pointer, ["query"], {"query": inputs}, deadline, query=True)[0]
     try:
-        features = future.result(timeout=wait_s).features
+        row = future.result(timeout=wait_s).row
     except TimeoutError as exc:
         raise RequestError(f"the model did not answer within {wait_s * 1000:.0f} ms", status=504, code=Reason.DEADLINE) from exc
     except Miss as exc:
         status = {Reason.DEADLINE: 504, Reason.SHED: 503}.get(exc.reason, 422)
         raise RequestError(f"the inputs could not be embedded: {exc}", status=status, code=exc.reason) from exc
-    vector: Sequence[float] | None = features.column(view.index.on)[0].as_py()
+    vector: Sequence[float] | None = RowCodec(unpacked_view(view)).decode_one(row, [view.index.on])[1][view.index.on]
     if vector is None:
         raise RequestError(
             "the inputs could not be embedded: the model cannot take them, so that their vector is null",

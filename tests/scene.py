@@ -16,13 +16,22 @@ from jobs.process.job import RunOptions
 from jobs.process.progress import Silent
 from jobs.rows.plan import Plan
 from jobs.service.fallback import ViewFallback
+from store.fallback import Computed
 from store.lookup import Lookup
 from store.offline.refs import LiveRef
 from store.offline.runs import Report
 from store.offline.snapshot import Snapshot
 from store.offline.view_store import ViewStore
+from store.online.codec import RowCodec
 from store.online.online_store import OnlineStore, Pointer
+from store.online.packed import Packed
 from store.online_url import open_online_store
+
+
+def values_of(pointer: Pointer, computed: Computed) -> dict[str, Any]:
+    """The features of a row that a fallback made of no query."""
+    columns = RowCodec(pointer.view).decode(Packed.of([computed.row])).columns
+    return {name: column.to_pylist()[0] for name, column in zip(pointer.view.feature_names, columns, strict=True)}
 
 
 class Scene(Project):

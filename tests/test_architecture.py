@@ -48,7 +48,7 @@ SEAMS = {
     "faiss": {"store/vectors/faiss_index.py"},
     "apscheduler": {"jobs/schedule/scheduler.py"},
     "cronsim": {"jobs/config/cron.py"},
-    "uvicorn": {"jobs/service/serve.py"},
+    "uvicorn": {"jobs/service/lookup_worker.py"},
     "orjson": {"store/encoding/json_rows.py"},
     # the client writes what it asks, and reads what the API answered
     "msgspec": {"store/api/wire.py", "store/client/calls.py", "store/record.py"},

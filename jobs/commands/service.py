@@ -14,7 +14,8 @@ SERVICES = ("serve", "schedule")
 def add(commands: Commands) -> None:
     """The commands ``schedule`` and ``serve``."""
     commands.add("schedule", _schedule, "run the views by their cron lines until SIGTERM")
-    commands.add("serve", _serve, "serve the HTTP API until SIGTERM")
+    serve = commands.add("serve", _serve, "serve the HTTP API until SIGTERM")
+    serve.add_argument("--workers", type=int, metavar="N", help="processes that answer (default: the project's serve.workers)")
 
 
 def _schedule(arguments: argparse.Namespace) -> int:
@@ -30,7 +31,10 @@ def _schedule(arguments: argparse.Namespace) -> int:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
+    from jobs.config.serve import MOST_WORKERS
     from jobs.service.serve import serve
 
-    serve(project_of(arguments), lambda address: print(f"serving on {address}", flush=True))
+    if arguments.workers is not None and not 1 <= arguments.workers <= MOST_WORKERS:
+        raise ConfigError(f"--workers: {arguments.workers} is not from 1 to {MOST_WORKERS}")
+    serve(project_of(arguments), lambda address: print(f"serving on {address}", flush=True), arguments.workers)
     return DONE

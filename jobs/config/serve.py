@@ -11,6 +11,8 @@ from jobs.config.section import Duration, Section
 from store.guard.limits import Limits
 
 _DEFAULT = Limits()
+MOST_WORKERS = 64
+"""Processes that answer."""
 _ADDRESS = re.compile(r"\A(unix:.+|\[?[0-9A-Za-z.:_-]+\]?:\d{1,5})\Z")
 
 
@@ -86,6 +88,19 @@ class TracingConfig(Section):
         return endpoint
 
 
+class ModelsConfig(Section):
+    """The processes that compute misses, one for each model that is live."""
+
+    grace: Duration = Field(
+        default=5.0,
+        gt=0,
+        description="how much longer than its most patient request waits a model may be at one batch, before its process is replaced",
+    )
+    memory_mb: int | None = Field(
+        default=None, ge=64, description="of such a process, past which it is replaced; by default half of the machine's"
+    )
+
+
 class ServeConfig(Section):
     """The HTTP API."""
 
@@ -93,7 +108,7 @@ class ServeConfig(Section):
         default="127.0.0.1:8080",
         description="host:port, or unix:./api.sock; others than this machine reach it only with `tokens` or `tls.client_ca`",
     )
-    workers: int = Field(default=1, ge=1, le=64, description="processes that answer, over one socket")
+    workers: int = Field(default=1, ge=1, le=MOST_WORKERS, description="processes that answer, over one socket")
     admin: str | None = Field(
         default=None,
         description="an address of its own for /metrics and the page, as `bind`; none: they are served beside the rest, to `admin` tokens",
@@ -104,6 +119,7 @@ class ServeConfig(Section):
     )
     tls: TlsConfig | None = Field(default=None, description="TLS; none: plain HTTP")
     limits: LimitsConfig = LimitsConfig()
+    models: ModelsConfig = ModelsConfig()
     access_log: str | None = Field(
         default=None, description="file that gets a line of JSON for each request, or - for the standard output"
     )

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
 from jobs.rows.open_view import REFERENCE, OpenView, open_view
@@ -24,10 +26,13 @@ from precompute.model import Model, QueryModel
 from precompute.project_path import starting_from
 from precompute.registry import LoadedModel, load_with_fingerprint
 from store.errors import PrecomputeError
-from store.fallback import Computed, Fallback, Miss
+from store.fallback import Computed, Fallback, Miss, unpacked_view
 from store.key_text import split_key
 from store.offline.view_store import OfflineStore
+from store.online import kernels
+from store.online.codec import RowCodec
 from store.online.online_store import Pointer
+from store.online.packed import Packed
 from store.partition import Partition
 from store.status import Reason
 
@@ -49,6 +54,21 @@ class _Group(NamedTuple):
     query: bool
 
 
+class _Opened(NamedTuple):
+    """A view as one publishing of it was computed, and how its rows are packed; what it is searched by has a codec of its own."""
+
+    view: OpenView
+    codec: RowCodec
+    query_codec: RowCodec
+
+    @classmethod
+    def of(cls, view: OpenView) -> _Opened:
+        return cls(view, RowCodec(view.view), RowCodec(unpacked_view(view.view)))
+
+
+LOAD_S = 600.0
+"""How long opening a view may take: gigabytes of a model and its libraries may come from a cold disk, and be compiled."""
+
 KEPT_PUBLISHINGS = 2
 """Publishings of a view that are kept open: a request that began before a publishing is still answered by the model it saw."""
 
@@ -66,11 +86,14 @@ class ViewFallback(Fallback):
         store: where the snapshots are that the views read.
         folder: of the project that is served: where the relative paths and the modules of what is live are, wherever it was published.
         memory_mb: DuckDB's memory, for each view.
+        watch: told, before what may hang, by when (:func:`time.monotonic`) it should be done; infinity once nothing goes on.
     """
 
-    def __init__(self, store: OfflineStore, folder: Path, memory_mb: int = 256) -> None:
-        self._store, self._folder, self._memory_mb = store, folder.absolute(), memory_mb
-        self._opened: dict[tuple[str, tuple[int, str]], OpenView] = {}
+    def __init__(
+        self, store: OfflineStore, folder: Path, memory_mb: int = 256, watch: Callable[[float], None] = lambda done_by: None
+    ) -> None:
+        self._store, self._folder, self._memory_mb, self._watch = store, folder.absolute(), memory_mb, watch
+        self._opened: dict[tuple[str, tuple[int, str]], _Opened] = {}
         self._models: dict[str, LoadedModel] = {}
         self._refused: dict[tuple[str, tuple[int, str]], tuple[float, str]] = {}
         """Of a view's publishing: when it was refused, and why."""
@@ -99,31 +122,43 @@ class ViewFallback(Fallback):
 
         Failures are logged and leave :meth:`ready` false; hits can be served all the same.
         """
+        error = self.begin_warm(pointer, time.monotonic() + LOAD_S).exception()
+        # which is what the empty key is, once everything is open
+        if isinstance(error, Miss) and error.reason is not Reason.UNKNOWN_ENTITY:
+            log.error("fallback of view %r is not available: %s", pointer.view.name, error)
+
+    def begin_warm(self, pointer: Pointer, deadline: float) -> Future[Computed]:
+        """As :meth:`warm`, without waiting; the future always ends in an error, once it was tried or the deadline is over."""
         group = _Group(pointer.view.name, pointer.publishing, query=False)
-        try:
-            self._batcher.submit(group, None, (_WARM_UP, None, pointer), time.monotonic() + 600).result()
-        except Miss as exc:
-            # which is what the empty key is, once everything is open
-            if exc.reason is not Reason.UNKNOWN_ENTITY:
-                log.error("fallback of view %r is not available: %s", pointer.view.name, exc)
+        return self._batcher.submit(group, None, (_WARM_UP, None, pointer), deadline)
 
     def ready(self, pointer: Pointer) -> bool:
         """Whether the view is open for the pointer's publishing."""
         return (pointer.view.name, pointer.publishing) in self._opened
 
+    def open_publishings(self) -> list[tuple[str, tuple[int, str]]]:
+        """All for which :meth:`ready` is true: the view's name, and which publishing of it."""
+        return list(self._opened)
+
+    def refused(self) -> bool:
+        """Whether a model was loaded and was not the live snapshot's, and none is open."""
+        return bool(self._refused) and not self._opened
+
     def close(self) -> None:
         """Refuse what waits, then close every source."""
         self._batcher.close()
         for opened in self._opened.values():
-            opened.source.close()
+            opened.view.source.close()
         self._opened.clear()
 
     # ---- in the batcher's thread
 
-    def _run(self, group: Hashable, requests: Sequence[_Request]) -> list[Computed | Exception]:
+    def _run(self, group: Hashable, requests: Sequence[_Request], deadline: float) -> list[Computed | Exception]:
         assert isinstance(group, _Group)
         try:
-            results = self._results(group, requests)
+            opened = self._open(requests[0][2])
+            self._watch(deadline)
+            results = _results(opened, group, requests)
         except PrecomputeError as exc:
             log.error("fallback of view %r: %s", group.view, exc)
             results = [Miss(Reason.MODEL_ERROR, str(exc))] * len(requests)
@@ -131,28 +166,11 @@ class ViewFallback(Fallback):
             # a user's model may raise anything, sys.exit() included
             log.exception("fallback of view %r failed", group.view)
             results = [Miss(Reason.MODEL_ERROR, f"{type(exc).__name__}: {exc}")] * len(requests)
+        finally:
+            self._watch(math.inf)
         for (key, _, _), result in zip(requests, results, strict=True):
             if isinstance(result, Miss) and result.reason is Reason.MODEL_ERROR:
                 self._log_failure(group.view, key, result)
-        return results
-
-    def _results(self, group: _Group, requests: Sequence[_Request]) -> list[Computed | Exception]:
-        results: list[Computed | Exception] = [Miss(Reason.UNKNOWN_ENTITY)] * len(requests)
-        opened = self._open(requests[0][2])
-        if any(key == _WARM_UP for key, _, _ in requests):
-            _warm_up(opened)
-        tables = _source_rows(opened, requests)
-        for i, (key, values, _) in enumerate(requests):
-            if values is not None:
-                try:
-                    tables.append(([i], _input_row(opened, key, values)))
-                except (pa.ArrowException, ValueError, TypeError, OverflowError) as exc:
-                    results[i] = Miss(Reason.MODEL_ERROR, f"the inputs do not fit the source's columns: {exc}")
-        if tables:
-            # where the source had no rows to show it before
-            opened.convert()
-            asked = opened.model.for_queries() if group.query and isinstance(opened.model, QueryModel) else opened.model
-            _compute(opened, asked, tables, results)
         return results
 
     def _log_failure(self, view: str, key: str, miss: Miss) -> None:
@@ -164,16 +182,17 @@ class ViewFallback(Fallback):
             log.error("fallback of view %r, key %r: %s%s", view, key[:80], miss, more)
             self._logged_at, self._unlogged = now, 0
 
-    def _open(self, pointer: Pointer) -> OpenView:
+    def _open(self, pointer: Pointer) -> _Opened:
         name = pointer.view.name
         opened = self._opened.get((name, pointer.publishing))
         if opened is not None:
             return opened
-        opened = self._opened[name, pointer.publishing] = self._open_as_live(pointer)
+        self._watch(time.monotonic() + LOAD_S)
+        opened = self._opened[name, pointer.publishing] = _Opened.of(self._open_as_live(pointer))
         # in the order in which they were opened: epochs may start again
         in_order = [which for other, which in self._opened if other == name]
         for which in in_order[:-KEPT_PUBLISHINGS]:
-            self._opened.pop((name, which)).source.close()
+            self._opened.pop((name, which)).view.source.close()
         return opened
 
     def _open_as_live(self, pointer: Pointer) -> OpenView:
@@ -229,6 +248,26 @@ class ViewFallback(Fallback):
             return model.fingerprint()
 
 
+def _results(live: _Opened, group: _Group, requests: Sequence[_Request]) -> list[Computed | Exception]:
+    """What becomes of each request."""
+    results: list[Computed | Exception] = [Miss(Reason.UNKNOWN_ENTITY)] * len(requests)
+    opened = live.view
+    if any(key == _WARM_UP for key, _, _ in requests):
+        _warm_up(opened)
+    tables = _source_rows(opened, requests)
+    for i, (key, values, _) in enumerate(requests):
+        if values is not None:
+            try:
+                tables.append(([i], _input_row(opened, key, values)))
+            except (pa.ArrowException, ValueError, TypeError, OverflowError) as exc:
+                results[i] = Miss(Reason.MODEL_ERROR, f"the inputs do not fit the source's columns: {exc}")
+    if tables:
+        # where the source had no rows to show it before
+        opened.convert()
+        _compute(live, group, requests, tables, results)
+    return results
+
+
 def _warm_up(opened: OpenView) -> None:
     """Compute a row of the source, unseen by anybody: a model's first call in a thread takes several times as long as the next."""
     for batch in opened.source.head(1).combine_chunks().to_batches():
@@ -261,13 +300,26 @@ def _input_row(opened: OpenView, key: str, inputs: Mapping[str, Any]) -> pa.Tabl
     return pa.Table.from_arrays(columns, schema=schema)
 
 
-def _compute(opened: OpenView, model: Model, tables: Sequence[_Rows], results: list[Computed | Exception]) -> None:
+def _compute(
+    live: _Opened,
+    group: _Group,
+    requests: Sequence[_Request],
+    tables: Sequence[_Rows],
+    results: list[Computed | Exception],
+) -> None:
     """Put what the model makes of ``tables`` into ``results``."""
+    opened = live.view
+    model = opened.model.for_queries() if group.query and isinstance(opened.model, QueryModel) else opened.model
     positions = [i for numbers, _ in tables for i in numbers]
     batch = pa.concat_tables([t for _, t in tables]).combine_chunks().to_batches()[0]
     done = with_null_rows(opened.view, compute(model, opened.view, batch))
     now_us = time.time_ns() // 1000
-    for j, row in enumerate(done.rows.tolist()):
-        results[positions[row]] = Computed(done.features.slice(j, 1), now_us)
+    whose = [positions[row] for row in done.rows.tolist()]
+    if whose:
+        hashes = kernels.hashes(Packed.of([requests[i][0].encode() for i in whose]))
+        codec = live.query_codec if group.query else live.codec
+        rows = codec.encode(done.features, hashes, np.full(len(whose), now_us), requests[0][2].snapshot)
+        for j, i in enumerate(whose):
+            results[i] = Computed(rows.at(j), now_us)
     for rejection in done.rejections:
         results[positions[rejection.row]] = Miss(Reason.MODEL_ERROR, rejection.error)

@@ -1,5 +1,5 @@
-"""Frames: what goes between the pool and its workers. A message is the lengths of a header and a body (uint32 and uint64, big-endian), the header as JSON,
-the body as an Arrow IPC stream or empty."""
+"""Frames: what goes between processes of ours, such as the pool and its workers. A message is the lengths of a header and a body (uint32 and uint64,
+big-endian), the header as JSON, the body as bytes: to and from a worker an Arrow IPC stream, or empty."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ import pyarrow as pa
 _LENGTHS = struct.Struct(">IQ")
 
 
+def framed(header: Mapping[str, Any], body_bytes: int = 0) -> bytes:
+    """All of a message that comes before its body."""
+    text = json.dumps(header, default=dict).encode()
+    return _LENGTHS.pack(len(text), body_bytes) + text
+
+
 def write_frame(file: IO[bytes], header: Mapping[str, Any], body: pa.RecordBatch | pa.Table | None = None) -> None:
     """Write one message.
 
@@ -31,14 +37,13 @@ def write_frame(file: IO[bytes], header: Mapping[str, Any], body: pa.RecordBatch
     Raises:
         OSError: nobody reads the pipe any more.
     """
-    text = json.dumps(header, default=dict).encode()
     data: Any = b""
     if body is not None:
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, body.schema) as writer:
             writer.write(body)
         data = memoryview(sink.getvalue())
-    file.write(_LENGTHS.pack(len(text), len(data)) + text)
+    file.write(framed(header, len(data)))
     file.write(data)
     file.flush()
 
@@ -49,6 +54,15 @@ def read_frame(file: IO[bytes]) -> tuple[dict[str, Any], pa.RecordBatchReader] |
     Returns:
         the header, and a reader of the body's batches (None, where the body is empty).
     """
+    message = read_message(file)
+    if message is None:
+        return None
+    header, body = message
+    return header, pa.ipc.open_stream(body) if body.size else None
+
+
+def read_message(file: IO[bytes]) -> tuple[dict[str, Any], pa.Buffer] | None:
+    """As :func:`read_frame`, the body as it came."""
     lengths = file.read(_LENGTHS.size)
     if len(lengths) < _LENGTHS.size:
         return None
@@ -57,4 +71,4 @@ def read_frame(file: IO[bytes]) -> tuple[dict[str, Any], pa.RecordBatchReader] |
     body = pa.allocate_buffer(body_bytes)
     if len(text) < text_bytes or (body_bytes and file.readinto(memoryview(body)) < body_bytes):  # type: ignore[attr-defined]
         return None
-    return json.loads(text), pa.ipc.open_stream(body) if body_bytes else None
+    return json.loads(text), body

@@ -75,13 +75,19 @@ class ChildProcess(ProcessGroup):
         command: program and arguments.
         output: where what it says goes.
         environment: all of its variables; ours by default.
+        files: descriptors of ours that it has, too, under the same numbers.
 
     Raises:
         OSError: it cannot be started.
     """
 
     def __init__(
-        self, command: Sequence[str], *, output: Output = "inherited", environment: Mapping[str, str] | None = None
+        self,
+        command: Sequence[str],
+        *,
+        output: Output = "inherited",
+        environment: Mapping[str, str] | None = None,
+        files: Collection[int] = (),
     ) -> None:
         self._reaping = threading.Lock()
         self._tail = b""
@@ -95,7 +101,13 @@ class ChildProcess(ProcessGroup):
                 "piped": (pipe, pipe, pipe),
             }[output]
             self._popen = subprocess.Popen(
-                list(command), stdin=stdin, stdout=stdout, stderr=stderr, env=environment, start_new_session=True
+                list(command),
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                env=environment,
+                pass_fds=tuple(files),
+                start_new_session=True,
             )
             unless_started.pop_all()
         self.pid = self._popen.pid
@@ -174,6 +186,21 @@ class ChildProcess(ProcessGroup):
             while data := os.read(file.fileno(), 65536):
                 self._tail = (self._tail + data)[-TAIL_BYTES:]
                 sys.stderr.write(decode(data))
+
+
+def python_module(module: str) -> tuple[list[str], dict[str, str]]:
+    """Command and environment of a module of ours as a program: it finds modules where this process finds them, and nowhere else."""
+    return [sys.executable, "-P", "-m", module], {**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
+
+
+def die_with_parent() -> None:
+    """Have this process killed when the thread that started it ends (Linux), also in the middle of a native call that lets no other thread see the end of
+    its input."""
+    if sys.platform == "linux":
+        import ctypes
+
+        # PR_SET_PDEATHSIG.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 class AdoptedProcess(ProcessGroup):

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import queue
-import signal
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ from precompute.project_module import told
 from precompute.project_path import absolute_arguments, starting_from
 from precompute.registry import load_model
 from precompute.workers.frames import read_frame, write_frame
+from precompute.workers.process import die_with_parent
 from store.errors import ConfigError, ModelError, PrecomputeError
 from store.feature_view import FeatureView
 
@@ -85,7 +85,7 @@ def check_fingerprint(model: Model, spec: Mapping[str, Any], tables: Mapping[str
 
 def main() -> None:
     """Serve until the input ends."""
-    _die_with_parent()
+    die_with_parent()
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -95,15 +95,6 @@ def main() -> None:
     _Worker(source, sink).run()
     # without waiting for threads of the model's
     os._exit(0)
-
-
-def _die_with_parent() -> None:
-    """Also in the middle of a native call that lets no other thread see the end of the input."""
-    if sys.platform == "linux":
-        import ctypes
-
-        # PR_SET_PDEATHSIG.
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 class _Worker:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import queue
 import signal
-import sys
 import threading
 import time
 from collections import deque
@@ -20,7 +19,7 @@ import pyarrow as pa
 from precompute.engine.meter import Meter
 from precompute.engine.window import taken
 from precompute.workers.frames import write_frame
-from precompute.workers.process import ChildProcess
+from precompute.workers.process import ChildProcess, python_module
 from precompute.workers.tasks import Task
 from precompute.workers.worker import FIGURES
 from store.feature_view import FeatureView
@@ -101,9 +100,9 @@ class WorkerProcess(ChildProcess):
     """
 
     def __init__(self, number: int, spec: WorkerSpec, device: str | None, share: Share, listen: Listener) -> None:
-        environment, args = _surroundings(spec, device, share.workers)
-        # -P and the path: modules are found where this process finds them, and nowhere else
-        super().__init__([sys.executable, "-P", "-m", "precompute.workers.worker"], output="piped", environment=environment)
+        command, environment = python_module("precompute.workers.worker")
+        args = _surroundings(spec, device, share.workers, environment)
+        super().__init__(command, output="piped", environment=environment)
         self.number = number
         self.in_flight: deque[Task] = deque()
         self.ready = self.hung_up = self.buried = False
@@ -175,9 +174,8 @@ class WorkerProcess(ChildProcess):
 Listener = Callable[[WorkerProcess, IO[bytes]], None]
 
 
-def _surroundings(spec: WorkerSpec, device: str | None, workers: int) -> tuple[dict[str, str], dict[str, Any]]:
-    """The environment of a worker, and its model's arguments."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
+def _surroundings(spec: WorkerSpec, device: str | None, workers: int, environment: dict[str, str]) -> dict[str, Any]:
+    """Its model's arguments; the worker's share of the machine goes into ``environment``."""
     # or every one of them would take all cores
     if workers > 1:
         for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):
@@ -189,7 +187,7 @@ def _surroundings(spec: WorkerSpec, device: str | None, workers: int) -> tuple[d
             environment["CUDA_VISIBLE_DEVICES"] = _visible(index)
         if "device" in args:
             args["device"] = kind
-    return environment, args
+    return args
 
 
 def _cores() -> int:

@@ -22,6 +22,7 @@ from store.api.rows import RowRoutes
 from store.errors import PrecomputeError
 from store.lookup import Lookup
 from store.online.online_store import Pointer
+from store.telemetry.instruments import Meter
 
 _READERS, _SEARCHERS = 40, 8
 """Threads that wait for a store over a network, or for a search and the model behind it; neither waits behind the other."""
@@ -123,9 +124,11 @@ def create_app(
     warming: Callable[[], bool] = lambda: False,
     fallback_ready: Callable[[Pointer], bool] = lambda _: False,
     gate: Gate = open_gate,
+    meter: Meter | None = None,
 ) -> Front:
-    """The ASGI application; see :class:`Api` for the first arguments, and :class:`Front` for the gate that stands before all routes."""
-    metrics = Metrics(lookup)
+    """The ASGI application; see :class:`Api` for the first arguments, :class:`Front` for the gate that stands before all routes, and :class:`Metrics` for the
+    meter."""
+    metrics = Metrics(lookup, meter)
     readers = Pool("read", _READERS, _WAITING) if lookup.online.blocking else None
     rows, api = RowRoutes(lookup, metrics, readers), Api(lookup, metrics, warming, fallback_ready, readers)
     fixed = {

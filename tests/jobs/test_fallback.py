@@ -19,14 +19,14 @@ import pytest
 
 from jobs.ops.drop import drop
 from jobs.service.fallback import ViewFallback
-from jobs.service.serve import Warmer
+from jobs.service.warmer import Warmer
 from precompute.model import digest
 from store.lookup import Computed, Lookup, Miss
 from store.online.online_store import Pointer
 from store.status import Reason
 from tests.arithmetic import Doubler
 from tests.conftest import MakeProject
-from tests.scene import Scene
+from tests.scene import Scene, values_of
 from tests.server import eventually
 
 FALLBACK = {"fallback": {"enabled": True, "deadline": "20s"}}
@@ -342,7 +342,7 @@ def test_requests_of_the_old_and_the_new_snapshot_side_by_side_are_each_answered
             computed = [future.result(timeout=20) for future in asked]
         finally:
             fallback.close()
-        assert [c.features.column("double").to_pylist() for c in computed] == [[2.0]] * 3
+        assert [values_of(pointers[0], c)["double"] for c in computed] == [2.0] * 3
     assert [p.epoch for p in pointers] == [1, 2]
 
 
@@ -359,7 +359,7 @@ def test_what_is_searched_by_is_never_computed_among_rows(make_project: MakeProj
     try:
         deadline = time.monotonic() + 20
         asked = [fallback.submit(pointer, ["9"], {"9": {"x": 3.0}}, deadline, query=query)[0] for query in (False, True) * 3]
-        found = [future.result(timeout=20).features.column("double")[0].as_py() for future in asked]
+        found = [values_of(pointer, future.result(timeout=20))["double"] for future in asked]
     finally:
         fallback.close()
         online.close()
@@ -385,9 +385,8 @@ def test_it_is_ready_for_the_epoch_it_was_warmed_for(make_project: MakeProject) 
 def test_a_model_that_comes_after_its_snapshot_went_live_is_opened_without_a_miss(
     make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.service.serve.WARM_EVERY_S", 0.01)
-    for where in ("jobs.service.serve", "jobs.service.fallback"):
-        monkeypatch.setattr(f"{where}.REFUSED_S", 0.01)
+    for setting in ("warmer.WARM_EVERY_S", "warmer.AGAIN_S", "fallback.REFUSED_S"):
+        monkeypatch.setattr(f"jobs.service.{setting}", 0.01)
     project, weights = _scaled(make_project, tmp_path, 4.0)
     project.publish_all()
     weights.write_text("3.0")
@@ -410,7 +409,7 @@ def test_a_view_that_began_anew_is_computed_by_its_own_model(
     make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: str
 ) -> None:
     """Its epochs and generations start at 1 again, under a server that goes on."""
-    monkeypatch.setattr("jobs.service.serve.WARM_EVERY_S", 0.01)
+    monkeypatch.setattr("jobs.service.warmer.WARM_EVERY_S", 0.01)
     project, weights = _scaled(make_project, tmp_path, 3.0)
     lookup = open_lookup(project)
     fallback, pointers = lookup.fallback, []
@@ -516,7 +515,7 @@ def test_the_same_key_with_other_inputs_is_another_computation(make_project: Mak
         asked = [_submit(fallback, pointer, "5", **inputs) for inputs in ({}, {"x": 1}, {"x": 2}, {"x": 1}, {})]
         assert asked[0] is asked[4]
         assert asked[1] is asked[3]
-        doubles = [future.result(timeout=20).features.column("double")[0].as_py() for future in asked]
+        doubles = [values_of(pointer, future.result(timeout=20))["double"] for future in asked]
     finally:
         fallback.close()
         online.close()

@@ -35,7 +35,7 @@ from store.offline.snapshot import Verdict
 from store.offline.view_store import OfflineStore
 from store.partition import containing
 from tests.conftest import MakeProject
-from tests.scene import Scene
+from tests.scene import Scene, values_of
 
 HERE = "tests.jobs.test_tune"
 ROWS = [(i, 1 + i / 100) for i in range(120)]
@@ -828,8 +828,7 @@ def computed(project: Scene, fallback: ViewFallback, view: str, key: str) -> dic
         pointer = online.live(view)
         assert pointer is not None
         (answer,) = fallback.submit(pointer, [key], {}, time.monotonic() + 30)
-        done: dict[str, Any] = answer.result(30).features.to_pylist()[0]
-        return done
+        return values_of(pointer, answer.result(30))
 
 
 def test_the_fallback_computes_in_the_precision_of_each_snapshot(make_project: MakeProject) -> None:

@@ -19,6 +19,7 @@ import pytest
 
 from store.api.metrics import Metrics
 from store.errors import ConfigError, OnlineStoreError, RequestError, VectorIndexError
+from store.fallback import unpacked_view
 from store.feature_view import Feature, FeatureView, IndexSpec
 from store.key_text import key_text
 from store.lookup import ANSWER_FIELDS, MAX_KEYS, MAX_NEIGHBOURS, Computed, Lookup, Miss
@@ -648,7 +649,7 @@ def test_damaged_rows_are_counted_each_time_they_are_asked_for(house: House) -> 
         metrics.answered("lookup", lookup.begin("things", keys), 0.1)
     text = metrics.render().decode()
     assert 'precompute_damaged_rows_total{view="things"} 3.0' in text
-    assert 'precompute_lookup_rows_total{status="missing",view="things"} 3.0' in text
+    assert 'precompute_lookup_rows_total{reason="damaged",source="",status="missing",view="things"} 3.0' in text
 
 
 def test_all_rows_damaged_is_an_answer_too(house: House) -> None:
@@ -1010,6 +1011,13 @@ def test_an_index_that_is_gone_or_damaged_is_its_own_error(memory: House) -> Non
 # ---- behind a miss
 
 
+def computed_row(pointer: Pointer, key: str, row: Row, *, query: bool = False) -> Computed:
+    """What a fallback gives for a key."""
+    codec = RowCodec(unpacked_view(pointer.view) if query else pointer.view)
+    batch, hashes = batch_of(FEATURES, [features_of(row.x, row.null)]), kernels.hashes(Packed.of([key.encode()]))
+    return Computed(codec.encode(batch, hashes, np.array([row.at_us]), pointer.snapshot).at(0), row.at_us)
+
+
 class Scripted:
     """A fallback that does for each key what the test wrote down: a row, an exception, or nothing until the end of time."""
 
@@ -1036,7 +1044,7 @@ class Scripted:
             future: Future[Computed] = Future()
             outcome = self.script[key]
             if isinstance(outcome, Row):
-                future.set_result(Computed(batch_of(FEATURES, [features_of(outcome.x, outcome.null)]), outcome.at_us))
+                future.set_result(computed_row(pointer, key, outcome, query=query))
             elif outcome is not None:
                 future.set_exception(outcome)
             futures.append(future)
@@ -1156,7 +1164,7 @@ def test_a_row_that_comes_after_the_answer_does_not_change_it(memory: House) -> 
 
     answer = memory.lookup(Late({})).begin("things", ["nobody"], LookupOptions(deadline_ms=0))
     answer.wait()
-    future.set_result(Computed(batch_of(FEATURES, [features_of(1.0)]), NOW_US))
+    future.set_result(computed_row(answer.pointer, "nobody", Row(1.0)))
     answer.wait()
     assert from_rows(answer.rows()) == from_table(answer.table()) == [gone("nobody", "deadline")]
 

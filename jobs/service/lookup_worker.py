@@ -1,0 +1,49 @@
+"""Lookup worker: a process that answers the HTTP API from the online store and the indexes; misses go to model processes. No model is ever loaded here.
+
+Started by :mod:`jobs.service.supervisor`, and by nobody else. It shares the listening socket with the other workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from pathlib import Path
+
+import uvicorn
+
+from jobs.service.child import DRAIN_S, begin
+from jobs.service.remote_fallback import RemoteFallback
+from jobs.service.warmer import Warmer
+from store.api.app import create_app
+from store.lookup import Lookup
+from store.online_url import open_online_store
+from store.telemetry.instruments import Meter
+
+
+def main() -> None:
+    """Serve until SIGTERM, then finish the requests at hand."""
+    spec = begin()
+    fallback = RemoteFallback(Path(spec["runtime"]))
+    with contextlib.closing(fallback), contextlib.closing(open_online_store(spec["online"])) as online:
+        lookup = Lookup(online, Path(spec["root"]), fallback)
+        warmer = Warmer(lookup, fallback, fallback.want)
+        fallback.on_lost = warmer.look
+        try:
+            meter = Meter(Path(spec["runtime"]), f"worker-{spec['number']}")
+            app = create_app(lookup, lambda: warmer.warming, fallback.ready, meter=meter)
+            config = uvicorn.Config(
+                app,
+                loop="uvloop",
+                http="httptools",
+                lifespan="off",
+                access_log=False,
+                log_config=None,
+                timeout_graceful_shutdown=int(DRAIN_S),
+            )
+            uvicorn.Server(config).run(sockets=[socket.socket(fileno=spec["listener"])])
+        finally:
+            warmer.stop()
+
+
+if __name__ == "__main__":
+    main()

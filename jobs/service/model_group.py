@@ -1,0 +1,122 @@
+"""Model group: the views of one model fingerprint share a process, which the supervisor keeps: it is replaced when it ends, hangs or takes too much memory."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jobs.service.child import started
+from jobs.service.kept_process import KeptProcess
+from precompute.workers.process import ChildProcess
+
+MEMORY_EVERY_S = 1.0
+"""How often a process's memory is looked at."""
+
+SOCKET_NAME = 32
+"""Hexadecimal digits of a fingerprint in a socket's name: a path of a Unix socket has some 100 characters at most."""
+
+_DONE_BY_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """``grace_s``: how much longer than its most patient request waits a call may take. ``memory_mb``: of a process. ``duckdb_mb``: of each view's source."""
+
+    grace_s: float
+    memory_mb: int
+    duckdb_mb: int
+
+
+def socket_path(runtime: Path, model: str) -> Path:
+    """Where the process of a model's fingerprint is reached."""
+    return runtime / f"{model[:SOCKET_NAME]}.sock"
+
+
+class Watch:
+    """By when the process should be done with what it is at (:func:`time.monotonic`; infinity while it is idle), in memory that both it and the supervisor have:
+    a model that keeps Python's lock for itself can tell nobody anything.
+
+    Args:
+        descriptor: of a file of 8 bytes.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._done_by = memoryview(mmap.mmap(descriptor, _DONE_BY_BYTES)).cast("d")
+
+    def set(self, done_by: float) -> None:
+        """Say it."""
+        self._done_by[0] = done_by
+
+    def get(self) -> float:
+        """What was said last."""
+        return self._done_by[0]
+
+
+class ModelGroup(KeptProcess):
+    """The process of one model. Its socket is bound here and outlives it: who asks while it is started anew waits, and is answered when it is there.
+
+    Args:
+        model: the fingerprint.
+        project: where it is and what it keeps, for :mod:`jobs.service.model_server`.
+        runtime: folder for the socket.
+        limits: beyond which it is killed.
+    """
+
+    def __init__(self, model: str, project: dict[str, Any], runtime: Path, limits: ModelLimits) -> None:
+        super().__init__(f"the model process {model[:12]}")
+        self._project, self._limits = project, limits
+        self._path = socket_path(runtime, model)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(self._path))
+        self._listener.listen(128)
+        self._file = os.open(self._path.with_suffix(".watch"), os.O_RDWR | os.O_CREAT, 0o600)
+        os.truncate(self._file, _DONE_BY_BYTES)
+        self._watch = Watch(self._file)
+        self.wanted_at = self._memory_at = time.monotonic()
+        """When a worker last said that it has a view of this model."""
+
+    def start(self) -> ChildProcess:
+        self._watch.set(float("inf"))
+        files = {"listener": self._listener.fileno(), "watch": self._file}
+        spec = self._project | {"duckdb_mb": self._limits.duckdb_mb} | files
+        return started("jobs.service.model_server", spec, files.values())
+
+    def judged(self, now: float) -> str | None:
+        if now > self._watch.get() + self._limits.grace_s:
+            return f"was killed: a call took {self._limits.grace_s:g} s longer than its requests could wait"
+        if now - self._memory_at > MEMORY_EVERY_S:
+            self._memory_at = now
+            assert self.process is not None
+            if (taken_mb := memory_mb(self.process.pid)) > self._limits.memory_mb:
+                return f"was killed: it took {taken_mb} MB of memory, of {self._limits.memory_mb}"
+        return None
+
+    def close(self) -> None:
+        """Nobody reaches it from now on; the process is ended by its keeper."""
+        self._listener.close()
+        os.close(self._file)
+        for path in (self._path, self._path.with_suffix(".watch")):
+            path.unlink(missing_ok=True)
+
+
+def memory_mb(pid: int) -> int:
+    """Memory of a process that is its own or read from files, in MB; 0 where it cannot be told."""
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        pages = Path(f"/proc/{pid}/statm").read_text().split()
+        return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") // 2**20
+    return 0
+
+
+def machine_memory_mb() -> int:
+    """Memory that this process's group may take, or the machine has."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # no number where there is no limit
+    with contextlib.suppress(OSError, ValueError):
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total // 2**20

@@ -1,0 +1,231 @@
+"""Model link: a lookup worker's connection to one model process, made when there is something to ask, and again after it was lost.
+
+Nobody who asks waits here: a thread writes what was asked, another reads what comes. Whatever becomes of the process, each future ends: with its row,
+with why there is none, or when the connection is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from precompute.workers.frames import framed, read_message
+from store.fallback import Computed, Miss
+from store.online.online_store import Pointer
+from store.status import Reason
+
+log = logging.getLogger(__name__)
+
+TRY_EVERY_S = 0.05
+"""How often a process that is not there yet is looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Keys under a pointer, the first of them called ``number``, or, without keys, that it is to be opened."""
+
+    pointer: Pointer
+    keys: Sequence[str]
+    inputs: Mapping[str, Mapping[str, Any]]
+    deadline: float
+    query: bool
+    number: int
+    futures: Sequence[Future[Computed]]
+
+    def header(self, pointer: int) -> dict[str, Any]:
+        if not self.keys:
+            return {"warm": self.number, "pointer": pointer, "deadline": self.deadline}
+        asked = {"ask": self.number, "pointer": pointer, "keys": self.keys, "inputs": self.inputs}
+        return asked | {"deadline": self.deadline, "query": self.query}
+
+
+@dataclass(slots=True)
+class _Connection:
+    """``waiting`` are the futures of what was sent over it, ``pointers`` of each view the publishing that the process knows it by, and its number."""
+
+    socket: socket.socket
+    waiting: dict[int, Future[Computed]] = field(default_factory=dict)
+    pointers: dict[str, tuple[tuple[int, str], int]] = field(default_factory=dict)
+    lost: bool = False
+
+
+class ModelLink:
+    """To the process of one model.
+
+    Args:
+        path: its socket.
+        want: told that the process is wanted, where it is not there.
+        on_lost: told when a connection was lost.
+    """
+
+    def __init__(self, path: Path, want: Callable[[], None], on_lost: Callable[[], None]) -> None:
+        self._path, self._want, self._on_lost = path, want, on_lost
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._connection: _Connection | None = None
+        self._open: frozenset[tuple[str, tuple[int, str]]] = frozenset()
+        self._outbox: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        self._closed = False
+        threading.Thread(target=self._write, name="model link", daemon=True).start()
+
+    def ask(
+        self, pointer: Pointer, keys: Sequence[str], inputs: Mapping[str, Mapping[str, Any]], deadline: float, query: bool = False
+    ) -> list[Future[Computed]]:
+        """As :meth:`store.fallback.Fallback.submit`."""
+        return self._begin(pointer, keys, inputs, deadline, query, len(keys))
+
+    def warm(self, pointer: Pointer, deadline: float) -> Future[Computed]:
+        """Have the process open what a pointer names; the future always ends in an error, once that was tried."""
+        return self._begin(pointer, (), {}, deadline, False, 1)[0]
+
+    def is_open(self, pointer: Pointer) -> bool:
+        """Whether the process has said that it has this publishing open."""
+        return (pointer.view.name, pointer.publishing) in self._open
+
+    def close(self) -> None:
+        """Ask for nothing more; what was asked ends as if the process had ended."""
+        with self._lock:
+            self._closed = True
+            connection = self._connection
+        self._outbox.put(None)
+        if connection is not None:
+            self._lose(connection)
+
+    def _begin(
+        self,
+        pointer: Pointer,
+        keys: Sequence[str],
+        inputs: Mapping[str, Mapping[str, Any]],
+        deadline: float,
+        query: bool,
+        futures: int,
+    ) -> list[Future[Computed]]:
+        with self._lock:
+            number = next(self._numbers)
+            for _ in range(futures - 1):
+                next(self._numbers)
+        made: list[Future[Computed]] = [Future() for _ in range(futures)]
+        for future in made:
+            # none can be cancelled by one of those who wait for it
+            future.set_running_or_notify_cancel()
+        self._outbox.put(_Asked(pointer, keys, inputs, deadline, query, number, made))
+        return made
+
+    # ---- what is asked
+
+    def _write(self) -> None:
+        while (asked := self._outbox.get()) is not None:
+            try:
+                self._send(asked)
+            except (OSError, TypeError, ValueError) as exc:
+                # also inputs that are no JSON, which come from no request over HTTP
+                _fail(asked.futures, Miss(Reason.MODEL_ERROR, f"the model process cannot be asked: {exc}"))
+
+    def _send(self, asked: _Asked) -> None:
+        connection = self._connected(asked.deadline)
+        if connection is None:
+            _fail(asked.futures, Miss(Reason.DEADLINE))
+            return
+        view, publishing = asked.pointer.view.name, asked.pointer.publishing
+        known, number = connection.pointers.get(view, (None, len(connection.pointers)))
+        data = b""
+        if known != publishing:
+            body = asked.pointer.to_bytes()
+            data = framed({"pointer": number}, len(body)) + body
+        data += framed(asked.header(number))
+        with self._lock:
+            lost = connection.lost
+            if not lost:
+                connection.waiting |= dict(enumerate(asked.futures, asked.number))
+        if lost:
+            # between two lines
+            self._send(asked)
+            return
+        connection.pointers[view] = publishing, number
+        try:
+            connection.socket.sendall(data)
+        except OSError:
+            # its process ended before it had all of this, and so began nothing of it
+            with self._lock:
+                for number in range(asked.number, asked.number + len(asked.futures)):
+                    connection.waiting.pop(number, None)
+            self._lose(connection)
+            self._send(asked)
+
+    def _connected(self, deadline: float) -> _Connection | None:
+        """The connection; None where there is none by the deadline."""
+        while not self._closed:
+            with self._lock:
+                if self._connection is not None:
+                    return self._connection
+            opened = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                opened.connect(str(self._path))
+            except OSError:
+                opened.close()
+                self._want()
+                if time.monotonic() + TRY_EVERY_S > deadline:
+                    return None
+                time.sleep(TRY_EVERY_S)
+                continue
+            connection = self._connection = _Connection(opened)
+            threading.Thread(target=self._read, args=(connection,), name="model answers", daemon=True).start()
+        return None
+
+    # ---- what is answered
+
+    def _read(self, connection: _Connection) -> None:
+        with contextlib.suppress(OSError), connection.socket.makefile("rb") as file:
+            while (message := read_message(file)) is not None:
+                header, body = message
+                if "open" in header:
+                    self._open = frozenset((view, (epoch, at)) for view, (epoch, at) in header["open"])
+                self._land(connection, header, body.to_pybytes())
+        self._lose(connection)
+
+    def _land(self, connection: _Connection, header: Mapping[str, Any], body: bytes) -> None:
+        at = 0
+        for number, computed_at_us, size in header["rows"]:
+            with self._lock:
+                future = connection.waiting.pop(number, None)
+            if future is not None:
+                future.set_result(Computed(body[at : at + size], computed_at_us))
+            at += size
+        for number, reason, detail in header["missed"]:
+            with self._lock:
+                future = connection.waiting.pop(number, None)
+            if future is not None:
+                future.set_exception(Miss(Reason(reason), detail))
+
+    def _lose(self, connection: _Connection) -> None:
+        """End what was asked over a connection that is no more."""
+        with self._lock:
+            if connection.lost:
+                return
+            connection.lost = True
+            if self._connection is connection:
+                self._connection, self._open = None, frozenset()
+            waiting, connection.waiting = list(connection.waiting.values()), {}
+        # wakes who reads it
+        with contextlib.suppress(OSError):
+            connection.socket.shutdown(socket.SHUT_RDWR)
+        connection.socket.close()
+        _fail(waiting, Miss(Reason.MODEL_ERROR, "the model process ended"))
+        if not self._closed:
+            self._on_lost()
+
+
+def _fail(futures: Iterable[Future[Computed]], miss: Miss) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_exception(miss)

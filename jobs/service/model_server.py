@@ -1,0 +1,146 @@
+"""Model server: a process that answers lookup workers' misses by a model, over a Unix socket. Started by :mod:`jobs.service.model_group`, and by nobody else.
+
+A conversation is a connection of one worker: pointers come once each, then what is asked under them; rows go back packed, as they are done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jobs.service.child import begin
+from jobs.service.fallback import REFUSED_S, ViewFallback
+from jobs.service.model_group import Watch
+from precompute.workers.frames import framed, read_message
+from store.fallback import Computed, Miss
+from store.offline.view_store import OfflineStore
+from store.online.online_store import Pointer
+from store.status import Reason
+
+# from a worker:  {"pointer": n}                      body: the pointer that is called n from now on, on this connection
+#                 {"ask": i, "pointer": n, "keys": […], "inputs": {…}, "deadline": t, "query": …}       the keys are called i, i + 1, …
+#                 {"warm": i, "pointer": n, "deadline": t}        open it; i is answered as missing once that was tried
+# to a worker:    {"rows": [[i, computed at, bytes], …], "missed": [[i, reason, detail], …], "open": […]}      body: the rows, one after the other;
+#                                                     open: all publishings that are open, where that changed
+
+log = logging.getLogger(__name__)
+
+NICER = 5
+"""How much nicer than a lookup worker this process is: a hit is answered before a model goes on."""
+
+MOST_AT_ONCE = 256
+"""Rows in one message."""
+
+
+class Conversation:
+    """One worker's connection.
+
+    Args:
+        connection: the socket, ours to close.
+        fallback: answers.
+    """
+
+    def __init__(self, connection: socket.socket, fallback: ViewFallback) -> None:
+        self._connection, self._fallback = connection, fallback
+        self._pointers: dict[int, Pointer] = {}
+        self._outbox: queue.SimpleQueue[tuple[int, Future[Computed]] | None] = queue.SimpleQueue()
+        self._told: list[Any] = []
+        for work in (self._read, self._write):
+            threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True).start()
+
+    def _read(self) -> None:
+        # the worker is gone
+        with contextlib.suppress(OSError), self._connection.makefile("rb") as file:
+            while (message := read_message(file)) is not None:
+                header, body = message
+                if "ask" in header:
+                    self._ask(header)
+                elif "warm" in header:
+                    future = self._fallback.begin_warm(self._pointers[header["pointer"]], header["deadline"])
+                    future.add_done_callback(partial(self._done, header["warm"]))
+                else:
+                    self._pointers[header["pointer"]] = Pointer.from_bytes(body.to_pybytes())
+        self._outbox.put(None)
+
+    def _ask(self, header: Mapping[str, Any]) -> None:
+        pointer, query = self._pointers[header["pointer"]], header["query"]
+        futures = self._fallback.submit(pointer, header["keys"], header["inputs"], header["deadline"], query=query)
+        for number, future in enumerate(futures, header["ask"]):
+            future.add_done_callback(partial(self._done, number))
+
+    def _done(self, number: int, future: Future[Computed]) -> None:
+        self._outbox.put((number, future))
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError), self._connection:
+            while (first := self._outbox.get()) is not None:
+                answers = [first]
+                while len(answers) < MOST_AT_ONCE:
+                    try:
+                        more = self._outbox.get_nowait()
+                    except queue.Empty:
+                        break
+                    if more is None:
+                        return
+                    answers.append(more)
+                self._send(answers)
+
+    def _send(self, answers: list[tuple[int, Future[Computed]]]) -> None:
+        rows, missed, data = [], [], []
+        for number, future in answers:
+            error = future.exception()
+            if error is None:
+                computed = future.result()
+                rows.append((number, computed.computed_at_us, len(computed.row)))
+                data.append(computed.row)
+            else:
+                reason = error.reason if isinstance(error, Miss) else Reason.MODEL_ERROR
+                missed.append((number, str(reason), str(error)))
+        header: dict[str, Any] = {"rows": rows, "missed": missed}
+        if (opened := self._fallback.open_publishings()) != self._told:
+            header["open"] = self._told = opened
+        body = b"".join(data)
+        self._connection.sendall(framed(header, len(body)) + body)
+
+
+def _serve(listener: socket.socket, fallback: ViewFallback) -> None:
+    while True:
+        connection, _ = listener.accept()
+        Conversation(connection, fallback)
+
+
+def _end_refused(fallback: ViewFallback) -> None:
+    """End the process when the model that it loaded has not been what is live for a while: what is on disk may be by now, and modules are
+    imported once in a process."""
+    since = math.inf
+    while time.monotonic() - since < REFUSED_S:
+        time.sleep(1.0)
+        since = min(since, time.monotonic()) if fallback.refused() else math.inf
+    log.warning("the model is loaded once more, in a new process: it may be the live snapshot's by now")
+    os._exit(0)
+
+
+def main() -> None:
+    """Serve until the supervisor ends it."""
+    spec = begin()
+    os.nice(NICER)
+    watch = Watch(spec["watch"])
+    store, folder = OfflineStore(Path(spec["root"])), Path(spec["folder"])
+    fallback = ViewFallback(store, folder, spec["duckdb_mb"], watch.set)
+    threading.Thread(target=_end_refused, args=(fallback,), name="refused", daemon=True).start()
+    _serve(socket.socket(fileno=spec["listener"]), fallback)
+
+
+if __name__ == "__main__":
+    main()

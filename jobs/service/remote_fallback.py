@@ -1,0 +1,109 @@
+"""Remote fallback: what stands behind a lookup worker's misses: model processes, one for each model that is live, each behind a link."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jobs.service.model_group import socket_path
+from jobs.service.model_link import ModelLink
+from store.fallback import Computed, Fallback, Miss
+from store.online.online_store import Pointer
+from store.status import Reason
+
+MOST_IN_FLIGHT = 1024
+"""Keys of one view that a worker waits for at once; what is asked beyond is shed."""
+
+CONTROL = "supervisor.sock"
+"""In the runtime folder: where the supervisor is told which models are wanted, a fingerprint a datagram."""
+
+
+class RemoteFallback(Fallback):
+    """The model processes that a supervisor keeps.
+
+    Args:
+        runtime: the folder with their sockets, and the supervisor's.
+    """
+
+    def __init__(self, runtime: Path) -> None:
+        self._runtime = runtime
+        self._control = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._control.setblocking(False)
+        self._lock = threading.Lock()
+        self._links: dict[str, ModelLink] = {}
+        self._in_flight: Counter[str] = Counter()
+        self.on_lost: Callable[[], None] = lambda: None
+        """Told when a model process was lost: what was open in it is open no more."""
+
+    def submit(
+        self,
+        pointer: Pointer,
+        keys: Sequence[str],
+        inputs: Mapping[str, Mapping[str, Any]],
+        deadline: float,
+        *,
+        query: bool = False,
+    ) -> list[Future[Computed]]:
+        view = pointer.view.name
+        with self._lock:
+            taken = max(0, min(len(keys), MOST_IN_FLIGHT - self._in_flight[view]))
+            self._in_flight[view] += taken
+        given = {key: inputs[key] for key in keys[:taken] if key in inputs}
+        futures = self._link(pointer.model).ask(pointer, keys[:taken], given, deadline, query) if taken else []
+        for future in futures:
+            future.add_done_callback(partial(self._landed, view))
+        return futures + [_shed() for _ in keys[taken:]]
+
+    def begin_warm(self, pointer: Pointer, deadline: float) -> Future[Computed]:
+        """Have what a pointer names opened; the future always ends in an error, once that was tried or the deadline is over."""
+        return self._link(pointer.model).warm(pointer, deadline)
+
+    def ready(self, pointer: Pointer) -> bool:
+        """Whether a process has the view open for the pointer's publishing."""
+        link = self._links.get(pointer.model)
+        return link is not None and link.is_open(pointer)
+
+    def want(self, models: Collection[str]) -> None:
+        """Say which models are live: the others' processes may end."""
+        for model in models:
+            self._want(model)
+        with self._lock:
+            idle = [self._links.pop(model) for model in list(self._links) if model not in models]
+        for link in idle:
+            link.close()
+
+    def close(self) -> None:
+        """Ask for nothing more."""
+        self.want(())
+        self._control.close()
+
+    def _link(self, model: str) -> ModelLink:
+        with self._lock:
+            link = self._links.get(model)
+            if link is None:
+                link = self._links[model] = ModelLink(
+                    socket_path(self._runtime, model), partial(self._want, model), lambda: self.on_lost()
+                )
+            return link
+
+    def _want(self, model: str) -> None:
+        # it is gone, and this process with it, or has enough to read
+        with contextlib.suppress(OSError):
+            self._control.sendto(model.encode(), str(self._runtime / CONTROL))
+
+    def _landed(self, view: str, _: Future[Computed]) -> None:
+        with self._lock:
+            self._in_flight[view] -= 1
+
+
+def _shed() -> Future[Computed]:
+    future: Future[Computed] = Future()
+    future.set_exception(Miss(Reason.SHED))
+    return future

@@ -1,0 +1,129 @@
+"""Supervisor: keeps a server's processes: lookup workers, and a model process for each model that one of them wants. It serves nothing itself."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from jobs.service.child import DRAIN_S, started
+from jobs.service.kept_process import KeptProcess
+from jobs.service.model_group import ModelGroup, ModelLimits
+from jobs.service.remote_fallback import CONTROL
+from precompute.workers.process import ChildProcess, end_all
+from store.errors import PrecomputeError
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+"""How often the processes are looked at."""
+
+RETIRE_S = 120.0
+"""A model that no worker has wanted for this long is live no more, and no request waits for it."""
+
+MOST_MODELS = 64
+"""Processes; each wants memory."""
+
+FUTILE = 5
+"""Times in a row that a worker may end as soon as it was started, none having lived long: what is wrong with it is wrong with all of them."""
+
+
+class WorkerKeeper(KeptProcess):
+    """One lookup worker."""
+
+    def __init__(self, number: int, spec: dict[str, Any]) -> None:
+        super().__init__(f"lookup worker {number}")
+        self._spec = spec | {"number": number}
+
+    def start(self) -> ChildProcess:
+        return started("jobs.service.lookup_worker", self._spec, [self._spec["listener"]])
+
+
+class Supervisor:
+    """Runs in the thread that makes it, which must be the main one: the processes end with it.
+
+    Args:
+        worker: what each lookup worker is told; see :mod:`jobs.service.lookup_worker`.
+        project: what each model process is told; see :mod:`jobs.service.model_server`.
+        limits: of each model process.
+        workers: how many lookup workers.
+    """
+
+    def __init__(self, worker: dict[str, Any], project: dict[str, Any], limits: ModelLimits, workers: int = 1) -> None:
+        self._runtime, self._project, self._limits = Path(worker["runtime"]), project, limits
+        self._workers = [WorkerKeeper(number, worker) for number in range(workers)]
+        self._groups: dict[str, ModelGroup] = {}
+        self._control = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._control.setblocking(False)
+        self._control.bind(str(self._runtime / CONTROL))
+        self._stopping = False
+
+    def stop(self) -> None:
+        """Have :meth:`run` finish what is at hand, and end; safe to call in a signal's handler."""
+        self._stopping = True
+
+    def run(self) -> None:
+        """Keep the processes until :meth:`stop`, then have the workers finish their requests, then end the models.
+
+        Raises:
+            PrecomputeError: no worker can be kept alive.
+        """
+        try:
+            while not self._stopping:
+                self._take_wishes()
+                now = time.monotonic()
+                for kept in (*self._workers, *self._groups.values()):
+                    kept.look(now)
+                self._retire(now)
+                if all(worker.ends_quickly >= FUTILE for worker in self._workers):
+                    raise PrecomputeError("no lookup worker stays alive: what ended them is in the log above")
+                select.select([self._control], [], [], TICK_S)
+            self._drain()
+        finally:
+            self._end()
+
+    def _take_wishes(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                model = self._control.recv(1024).decode()
+                if model not in self._groups and len(self._groups) < MOST_MODELS:
+                    self._groups[model] = ModelGroup(model, self._project, self._runtime, self._limits)
+                if model in self._groups:
+                    self._groups[model].wanted_at = time.monotonic()
+
+    def _retire(self, now: float) -> None:
+        for model, group in list(self._groups.items()):
+            if now - group.wanted_at > RETIRE_S:
+                log.info("%s is ended: its model is live no more", group.name)
+                del self._groups[model]
+                _end([group])
+                group.close()
+
+    def _drain(self) -> None:
+        """Have the workers end once their requests are answered; the models go on meanwhile."""
+        processes = [worker.process for worker in self._workers if worker.process is not None]
+        for process in processes:
+            process.signal(signal.SIGTERM)
+        limit = time.monotonic() + DRAIN_S
+        while any(not process.ended() for process in processes) and time.monotonic() < limit:
+            now = time.monotonic()
+            self._take_wishes()
+            for group in self._groups.values():
+                group.look(now)
+            select.select([self._control], [], [], TICK_S)
+
+    def _end(self) -> None:
+        _end([*self._workers, *self._groups.values()])
+        for group in self._groups.values():
+            group.close()
+        self._control.close()
+
+
+def _end(kept: list[Any]) -> None:
+    """Kill what is left of these: they have nothing that must be saved."""
+    end_all([one.process for one in kept if one.process is not None], grace_s=0.2, kill_s=5.0)

@@ -1,0 +1,122 @@
+"""Warmer: keeps the models and the indexes of what is live open, so that no miss and no search pays for loading."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from store.errors import PrecomputeError
+from store.lookup import Lookup
+from store.online.online_store import Pointer
+
+log = logging.getLogger(__name__)
+
+WARM_EVERY_S = 5.0
+"""How often new publishings are looked for."""
+
+AGAIN_S = 30.0
+"""Before what could not be opened is tried once more: loading takes seconds, and weights that are not there yet may come."""
+
+OPEN_S = 600.0
+"""How long opening may take: see :data:`jobs.service.fallback.LOAD_S`."""
+
+
+class Models(Protocol):
+    """The models behind the misses, as :class:`jobs.service.remote_fallback.RemoteFallback` has them."""
+
+    def begin_warm(self, pointer: Pointer, deadline: float) -> Future[Any]:
+        """Have what a pointer names opened."""
+
+    def ready(self, pointer: Pointer) -> bool:
+        """Whether it is open."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A view's publishing, and what is open of it; the times are when to try again, monotonic, infinity once it need not be."""
+
+    publishing: tuple[int, str]
+    index_at: float = 0.0
+    model_at: float = 0.0
+    opening: Future[Any] | None = None
+
+
+class Warmer:
+    """Looks in a thread of its own. ``warming`` is true until all that was live at first is open, or could not be opened.
+
+    Args:
+        lookup: whose indexes are opened.
+        models: behind its misses.
+        want: told again and again which models are live.
+    """
+
+    def __init__(self, lookup: Lookup, models: Models, want: Callable[[set[str]], None] = lambda models: None) -> None:
+        self._lookup, self._models, self._want = lookup, models, want
+        self._seen: dict[str, _Seen] = {}
+        self._stop, self._look = False, threading.Event()
+        self.warming = True
+        self._thread = threading.Thread(target=self._loop, name="warmer", daemon=True)
+        self._thread.start()
+
+    def look(self) -> None:
+        """Look now: what was open may be so no more."""
+        self._look.set()
+
+    def stop(self) -> None:
+        """End after the round in progress."""
+        self._stop = True
+        self._look.set()
+        self._thread.join(timeout=30)
+
+    def _loop(self) -> None:
+        while not self._stop:
+            self._look.clear()
+            try:
+                self._round()
+            except PrecomputeError as exc:
+                log.warning("cannot look for new snapshots: %s", exc)
+            self.warming = self.warming and any(s.opening is not None and not s.opening.done() for s in self._seen.values())
+            self._look.wait(WARM_EVERY_S)
+
+    def _round(self) -> None:
+        names = self._lookup.online.views()
+        pointers = [pointer for name in names if (pointer := self._lookup.online.live(name)) is not None]
+        behind = [pointer for pointer in pointers if pointer.view.fallback]
+        self._want({pointer.model for pointer in behind})
+        # all models first: each is loaded by a process of its own, while the indexes are opened here
+        for pointer in pointers:
+            name = pointer.view.name
+            if name not in self._seen or self._seen[name].publishing != pointer.publishing:
+                self._seen[name] = _Seen(pointer.publishing)
+                log.info("view %r: snapshot %d is live, %d rows", name, pointer.snapshot, pointer.rows)
+            if pointer.view.fallback:
+                self._open_model(pointer, self._seen[name])
+        for pointer in pointers:
+            if not self._stop:
+                self._open_index(pointer, self._seen[pointer.view.name])
+
+    def _open_model(self, pointer: Pointer, seen: _Seen) -> None:
+        now = time.monotonic()
+        if self._models.ready(pointer):
+            # once it is lost it is opened again at once
+            seen.model_at = 0.0
+        elif now >= seen.model_at and (seen.opening is None or seen.opening.done()):
+            seen.model_at = now + AGAIN_S
+            seen.opening = self._models.begin_warm(pointer, now + OPEN_S)
+            seen.opening.add_done_callback(lambda _: self._look.set())
+
+    def _open_index(self, pointer: Pointer, seen: _Seen) -> None:
+        if time.monotonic() < seen.index_at:
+            return
+        try:
+            self._lookup.warm(pointer)
+            seen.index_at = math.inf
+        except PrecomputeError as exc:
+            log.error("view %r is not searchable: %s", pointer.view.name, exc)
+            seen.index_at = time.monotonic() + AGAIN_S

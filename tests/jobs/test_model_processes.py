@@ -1,0 +1,138 @@
+"""The processes behind a server's misses: a model that hangs, ends, grows or spins is replaced, and hits never notice."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from precompute.workers.process import AdoptedProcess
+from tests.arithmetic import Doubler
+from tests.server import Server, View, eventually, make_folder, read_reply, write_numbers
+
+HERE = "tests.jobs.test_model_processes"
+HANG, EXIT, GROW, SPIN = 100, 101, 102, 103
+"""Inputs that a :class:`Faulty` model cannot take."""
+
+GRACE_S = 0.3
+PATIENCE = {"models": {"grace": "300ms", "memory_mb": 600}}
+
+
+class Faulty(Doubler):
+    """Tells its process's number in ``double`` of every x but the bad ones, which it never gets over."""
+
+    def fingerprint(self) -> str:
+        return "faulty"
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, Any]:
+        x = batch.column("x").to_pylist()
+        if HANG in x:
+            # Python's lock is held all the while: no other thread of the process gets to do anything
+            ctypes.PyDLL(None).sleep(3600)
+        if EXIT in x:
+            os._exit(3)
+        if GROW in x:
+            self.kept = bytearray(os.urandom(2**20)) * 700
+        while SPIN in x or GROW in x:
+            pass
+        return super().compute(batch) | {"double": [float(os.getpid())] * len(x)}
+
+
+FAULTY: View = {"model": {"use": f"{HERE}:Faulty"}, "fallback": {"enabled": True, "deadline": "10s"}, "index": None}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A healthy view beside a faulty one."""
+    folder = tmp_path_factory.mktemp("models")
+    make_folder(folder, {"numbers": {}, "faulty": FAULTY}, serve=PATIENCE).publish_all()
+    write_numbers(folder, [1, 2, 3, *range(9, 60), HANG, EXIT, GROW, SPIN])
+    with Server(folder) as server:
+        yield server
+
+
+def process_of(server: Server, key: int) -> int:
+    """The process that computed a row of the faulty view."""
+    reply = server.get(f"/v1/views/faulty/rows/{key}")
+    assert (reply.status, reply.json["status"]) == (200, "computed"), reply
+    return int(reply.json["features"]["double"])
+
+
+def ask(server: Server, path: str) -> Any:
+    """A connection on which something was asked for."""
+    connection = server.connect()
+    connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    return connection
+
+
+@pytest.mark.parametrize(
+    ("bad", "deadline_ms", "code"),
+    [(HANG, 100, "deadline"), (SPIN, 100, "deadline"), (GROW, 9000, "model_error"), (EXIT, 9000, "model_error")],
+    ids=["hangs", "spins", "grows", "ends"],
+)
+def test_a_model_that_is_lost_is_replaced_and_nobody_else_notices(server: Server, bad: int, deadline_ms: int, code: str) -> None:
+    before, other = process_of(server, 10), server.get("/v1/views/numbers/rows/10").json
+    with ask(server, f"/v1/views/faulty/rows/{bad}?deadline_ms={deadline_ms}") as waiting:
+        while True:
+            # hits of the same view, hits and misses of another one
+            assert server.get("/v1/views/faulty/rows/1").json["status"] == "fresh"
+            assert server.get("/v1/views/numbers/rows/1").json["status"] == "fresh"
+            assert server.get("/v1/views/numbers/rows/10").json["status"] == "computed"
+            if not alive(before):
+                break
+        read_reply(waiting).check_problem(504 if code == "deadline" else 502, code)
+    # its last threads may still be ending, and have taken what comes first
+    eventually(lambda: server.get("/v1/views/faulty/rows/11").status == 200)
+    assert process_of(server, 11) != before
+    assert server.get("/v1/views/numbers/rows/10").json["features"] == other["features"]
+    eventually(lambda: server.get("/readyz").json["fallback"] == {"numbers": "ready", "faulty": "ready"})
+
+
+def alive(pid: int) -> bool:
+    try:
+        AdoptedProcess(pid)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_call_is_not_given_up_before_its_most_patient_request(server: Server) -> None:
+    before = process_of(server, 12)
+    with ask(server, f"/v1/views/faulty/rows/{SPIN}?deadline_ms=1000") as waiting:
+        started = time.monotonic()
+        read_reply(waiting).check_problem(504, "deadline")
+        assert time.monotonic() - started >= 1.0
+        assert alive(before)
+        eventually(lambda: not alive(before))
+        assert time.monotonic() - started >= 1.0 + GRACE_S
+
+
+def test_no_model_is_loaded_where_hits_are_answered(server: Server) -> None:
+    """Nor is what models are made of: a worker that is started anew answers soon."""
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    workers = [pid for pid in children if b"lookup_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert len(workers) == 1
+    for pid, unwanted in ((workers[0], ("libtorch", "_duckdb")), (str(server.process.pid), ("libtorch", "faiss"))):
+        libraries = Path(f"/proc/{pid}/maps").read_text()
+        assert not [name for name in unwanted if name in libraries]
+
+
+def test_sigterm_ends_a_server_whose_model_hangs_once_its_requests_are_answered(tmp_path: Path) -> None:
+    make_folder(tmp_path, {"faulty": FAULTY}, serve={"models": {"grace": "30s"}}).publish_all()
+    write_numbers(tmp_path, [1, 2, 3, HANG])
+    with Server(tmp_path) as server, ask(server, f"/v1/views/faulty/rows/{HANG}?deadline_ms=1500") as waiting:
+        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+        time.sleep(0.3)
+        started = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        read_reply(waiting).check_problem(504, "deadline")
+        assert server.end() == 0
+        assert time.monotonic() - started < 10
+        assert not any(alive(int(pid)) for pid in children)
