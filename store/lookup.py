@@ -102,7 +102,7 @@ class Lookup:
             RequestError: unknown view or feature, bad or too many keys.
             OnlineStoreError: the store cannot be reached.
         """
-        answer = self.begin(view, keys, LookupOptions(features, fallback, deadline_ms, max_age_s, inputs))
+        answer = self.begin(view, keys, LookupOptions(features, fallback, deadline_ms, max_age_s, inputs), columnar=True)
         answer.wait()
         return answer.table()
 
@@ -116,8 +116,15 @@ class Lookup:
         answer.wait()
         return answer.rows()[0]
 
-    def begin(self, view: str, keys: Sequence[Any], options: LookupOptions = _DEFAULT) -> Answer:
-        """As :meth:`get`, without waiting: the answer may still have rows in flight, see :meth:`Answer.wait`."""
+    def begin(self, view: str, keys: Sequence[Any], options: LookupOptions = _DEFAULT, *, columnar: bool = False) -> Answer:
+        """As :meth:`get`, without waiting: the answer may still have rows in flight, see :meth:`Answer.wait`.
+
+        Args:
+            view: as :meth:`get`.
+            keys: likewise.
+            options: likewise.
+            columnar: :meth:`Answer.table` is all that will be asked of the answer: a third faster then, and slower for rows.
+        """
         if isinstance(keys, (str, bytes)) or not hasattr(keys, "__len__"):
             raise RequestError(f"keys is a list of keys, got {type(keys).__name__}: write [{keys!r}]", code="bad_key")
         if not 0 < len(keys) <= MAX_KEYS:
@@ -136,7 +143,7 @@ class Lookup:
             check_inputs(pointer, columns)
         now_us = int(self._clock() * 1e6)
         answer = Answer(plan, texts, found, now_us, self._sighting(pointer))
-        missing = [i for i in answer.judge(options.max_age_s) if raw[i] is not IMPOSSIBLE]
+        missing = [i for i in answer.judge(options.max_age_s, columnar) if raw[i] is not IMPOSSIBLE]
         if answer.damaged:
             self.on_damaged(view, answer.damaged)
         if missing and options.fallback and self.fallback is not None and pointer.view.fallback:

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from store.answer import Answer
@@ -86,10 +87,11 @@ class RowRoutes:
         else:
             wanted: wire.LookupRequest = wire.decode(wire.decode_lookup, body)
             keys, options = wanted.keys, wanted.options()
-        answer = await self._begin(view, keys, options)
+        columnar = wants_arrow(headers)
+        answer = await self._begin(view, keys, options, columnar=columnar)
         if answer.pending:
             await _landed(answer)
-        if wants_arrow(headers):
+        if columnar:
             reply = Reply(200, [ARROW_TYPE, VARY], arrow.encode_arrow(answer.table()))
         else:
             reply = Reply(200, [JSON_TYPE, VARY], lookup_json(answer))
@@ -115,10 +117,10 @@ class RowRoutes:
             self._metrics.answered("multi_lookup", answer, time.perf_counter() - started)
         return Reply(200, [JSON_TYPE], b'{"responses":[%b]}' % parts)
 
-    async def _begin(self, view: str, keys: Sequence[Any], options: LookupOptions) -> Answer:
+    async def _begin(self, view: str, keys: Sequence[Any], options: LookupOptions, *, columnar: bool = False) -> Answer:
         if self._readers is not None:
-            return await self._readers.run(self._lookup.begin, view, keys, options)
-        return self._lookup.begin(view, keys, options)
+            return await self._readers.run(partial(self._lookup.begin, view, keys, options, columnar=columnar))
+        return self._lookup.begin(view, keys, options, columnar=columnar)
 
 
 async def _landed(answer: Answer) -> None:

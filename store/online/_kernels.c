@@ -23,7 +23,7 @@
 #endif
 
 /* As kernels.py has it: raised with every change of what they say to each other, so that one that was built for another is not used. */
-enum { VERSION = 3 };
+enum { VERSION = 4 };
 
 /* Strings fewer than this are done before another thread could have the GIL. */
 enum { MANY = 32 };
@@ -590,26 +590,35 @@ static uint64_t sum_sizes(const Place *places, Py_ssize_t count, uint8_t *offset
     return total;
 }
 
+/* A row lies on pages of its own, and waiting for them is most of the time: a fifth less so. */
+static inline void prefetch(const Place *places, Py_ssize_t i, Py_ssize_t count) {
+    const Place soon = i + AHEAD < count ? places[i + AHEAD] : (Place){NULL, 0};
+    for (uint64_t at = 0; at < soon.size && at < AHEAD_BYTES; at += LINE_BYTES)
+        __builtin_prefetch(soon.start + at);
+}
+
 static void gather(const Place *places, Py_ssize_t count, uint8_t *to) {
     for (Py_ssize_t i = 0; i < count; to += places[i++].size) {
-        /* a row lies on pages of its own, and waiting for them is most of the time: a fifth less so */
-        const Place soon = i + AHEAD < count ? places[i + AHEAD] : (Place){NULL, 0};
-        for (uint64_t at = 0; at < soon.size && at < AHEAD_BYTES; at += LINE_BYTES)
-            __builtin_prefetch(soon.start + at);
+        prefetch(places, i, count);
         memcpy(to, places[i].start, places[i].size);
     }
+}
+
+/* Search the tables one after the other, each for what those before have nothing of. */
+static void locate_all(const Records *records, PyObject *below, Search *all) {
+    for (Py_ssize_t i = 0; i < all->keys->count; i++)
+        all->left[i] = i;
+    all->left_count = all->keys->count;
+    locate(records, all);
+    for (Py_ssize_t i = 0; all->left_count > 0 && i < PyTuple_GET_SIZE(below); i++)
+        locate((const Records *)PyTuple_GET_ITEM(below, i), all);
 }
 
 /* The rows of the first table that has something of each key: of `records`, then of those `below`. */
 static PyObject *rows_of(const Records *records, PyObject *below, Search *all, uint8_t *offsets) {
     Py_ssize_t count = all->keys->count;
     PyThreadState *state = let_go(count);
-    for (Py_ssize_t i = 0; i < count; i++)
-        all->left[i] = i;
-    all->left_count = count;
-    locate(records, all);
-    for (Py_ssize_t i = 0; all->left_count > 0 && i < PyTuple_GET_SIZE(below); i++)
-        locate((const Records *)PyTuple_GET_ITEM(below, i), all);
+    locate_all(records, below, all);
     uint64_t total = sum_sizes(all->places, count, offsets);
     take_back(state);
     PyObject *rows = total > PY_SSIZE_T_MAX ? PyErr_NoMemory() : PyBytes_FromStringAndSize(NULL, (Py_ssize_t)total);
@@ -650,6 +659,150 @@ static PyObject *records_read(Records *records, PyObject *arguments) {
     }
     release(&keys.data, &keys.offsets, &hashes, &offsets, &states);
     return rows;
+}
+
+/* ---- columns: rows that are whole, each field's values one after the other */
+
+/* Where in a row each of them lies is pairs of uint64: where it begins, and its bytes. Of each there is room in `out` for all rows' values,
+ * rounded up to whole lines. */
+typedef struct {
+    Expected expected;
+    Py_buffer hashes, fields, out, states, times;
+} Columns;
+
+static inline uint64_t lines_of(uint64_t size) { return (size + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES; }
+
+/* Whether the fields lie within a row, and `out` has their size for so many rows; an exception otherwise. */
+static int fit(const Columns *columns, uint64_t count) {
+    uint64_t fixed = columns->expected.fixed_bytes, left = (uint64_t)columns->out.len;
+    int right = columns->fields.len % 16 == 0;
+    for (const uint8_t *field = columns->fields.buf, *end = field + columns->fields.len; right && field < end; field += 16) {
+        uint64_t offset = load64(field), width = load64(field + 8);
+        right = offset <= fixed && width <= fixed - offset && (width == 0 || count <= left / width) && lines_of(width * count) <= left;
+        left -= right ? lines_of(width * count) : 0;
+    }
+    if (right && left == 0)
+        return 1;
+    PyErr_SetString(PyExc_ValueError, "fields must lie within a row, and their columns fill the room for them");
+    return 0;
+}
+
+static inline void copy_value(uint8_t *to, const uint8_t *from, uint64_t width) {
+    switch (width) {
+    case 1:
+        *to = *from;
+        return;
+    case 4:
+        memcpy(to, from, 4);
+        return;
+    case 8:
+        memcpy(to, from, 8);
+        return;
+    default:
+        memcpy(to, from, width);
+    }
+}
+
+/* One row's values, or zeros. */
+static void put_values(const Columns *columns, const uint8_t *row, uint64_t count, uint64_t i) {
+    uint8_t *to = columns->out.buf;
+    for (const uint8_t *field = columns->fields.buf, *end = field + columns->fields.len; field < end; field += 16) {
+        uint64_t width = load64(field + 8);
+        if (row != NULL)
+            copy_value(to + width * i, row + load64(field), width);
+        else
+            memset(to + width * i, 0, width);
+        to += lines_of(width * count);
+    }
+}
+
+/* Verify each row and copy its values while it is in the cache. States are what finding the rows came to, and become what they are worth. */
+static Py_ssize_t scatter(const Columns *columns, const Place *places, Py_ssize_t count) {
+    Py_ssize_t whole = 0;
+    uint8_t *states = columns->states.buf, *times = columns->times.buf;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        prefetch(places, i, count);
+        Place place = places[i];
+        if (states[i] == FOUND)
+            states[i] = (uint8_t)worth(&columns->expected, place.start, place.size, load64((const uint8_t *)columns->hashes.buf + 8 * i));
+        const uint8_t *row = states[i] == FOUND ? place.start : NULL;
+        uint64_t computed_at = row != NULL ? load64(row + 8) : 0;
+        memcpy(times + 8 * i, &computed_at, 8);
+        put_values(columns, row, (uint64_t)count, (uint64_t)i);
+        whole += row != NULL;
+    }
+    return whole;
+}
+
+#define COLUMNS_FORMAT "y*Iy*Ky*w*w*w*"
+#define COLUMNS_ARGUMENTS(c, fixed) \
+    &(c).hashes, &(c).expected.tag, &(c).expected.snapshots, &(fixed), &(c).fields, &(c).out, &(c).states, &(c).times
+
+static void release_columns(Columns *columns) {
+    PyBuffer_Release(&columns->expected.snapshots);
+    release(&columns->hashes, &columns->fields, &columns->out, &columns->states, &columns->times);
+}
+
+static int have_items(const Columns *columns, Py_ssize_t count) {
+    return has_items(&columns->hashes, count, 8) && has_items(&columns->states, count, 1) && has_items(&columns->times, count, 8) &&
+           fit(columns, (uint64_t)count);
+}
+
+static PyObject *columns_of_rows(PyObject *Py_UNUSED(module), PyObject *arguments) {
+    Strings rows;
+    Columns columns = {.expected.exact = 1};
+    unsigned long long fixed_bytes;
+    PyObject *done = NULL;
+    if (!PyArg_ParseTuple(arguments, "y*y*" COLUMNS_FORMAT, &rows.data, &rows.offsets, COLUMNS_ARGUMENTS(columns, fixed_bytes)))
+        return NULL;
+    columns.expected.fixed_bytes = fixed_bytes;
+    if (are_strings(&rows) && have_items(&columns, rows.count)) {
+        Place *places = PyMem_RawMalloc(((size_t)rows.count + 1) * sizeof(Place));
+        if (places != NULL) {
+            PyThreadState *state = let_go(rows.count);
+            memset(columns.states.buf, FOUND, (size_t)rows.count);
+            for (Py_ssize_t i = 0; i < rows.count; i++)
+                places[i].start = string_of(&rows, i, &places[i].size);
+            Py_ssize_t whole = scatter(&columns, places, rows.count);
+            take_back(state);
+            done = PyLong_FromSsize_t(whole);
+            PyMem_RawFree(places);
+        } else
+            PyErr_NoMemory();
+    }
+    release(&rows.data, &rows.offsets, NULL, NULL, NULL);
+    release_columns(&columns);
+    return done;
+}
+
+static PyObject *records_columns(Records *records, PyObject *arguments) {
+    Strings keys;
+    Columns columns = {.expected.exact = 1};
+    unsigned long long fixed_bytes;
+    PyObject *below, *done = NULL;
+    if (!PyArg_ParseTuple(arguments, "O!y*y*" COLUMNS_FORMAT, &PyTuple_Type, &below, &keys.data, &keys.offsets,
+                          COLUMNS_ARGUMENTS(columns, fixed_bytes)))
+        return NULL;
+    columns.expected.fixed_bytes = fixed_bytes;
+    if (are_tables(records, below) && are_strings(&keys) && have_items(&columns, keys.count)) {
+        size_t count = (size_t)keys.count + 1;
+        Search all = {.keys = &keys, .hashes = columns.hashes.buf, .states = columns.states.buf};
+        all.places = PyMem_RawMalloc(count * sizeof(Place));
+        all.left = PyMem_RawMalloc(count * sizeof(Py_ssize_t));
+        if (all.places != NULL && all.left != NULL) {
+            PyThreadState *state = let_go(keys.count);
+            locate_all(records, below, &all);
+            Py_ssize_t whole = scatter(&columns, all.places, keys.count);
+            take_back(state);
+            done = PyLong_FromSsize_t(whole);
+        } else
+            PyErr_NoMemory();
+        PyMem_RawFree(all.places);
+        PyMem_RawFree(all.left);
+    }
+    release(&keys.data, &keys.offsets, NULL, NULL, NULL);
+    release_columns(&columns);
+    return done;
 }
 
 static PyObject *records_find(Records *records, PyObject *key) {
@@ -700,6 +853,8 @@ static void records_dealloc(Records *records) {
 
 static PyMethodDef RECORDS_METHODS[] = {
     {"find", (PyCFunction)records_find, METH_O, "find(key) -> its row, empty where that cannot be told for damage, or None"},
+    {"columns", (PyCFunction)records_columns, METH_VARARGS,
+     "columns(below, keys, key_offsets, key_hashes, tag, snapshots, fixed_bytes, fields, out, states_out, times_out) -> rows that are whole"},
     {"read", (PyCFunction)records_read, METH_VARARGS, "read(below, keys, key_offsets, hashes, offsets_out, states_out) -> the rows"},
     {NULL, NULL, 0, NULL},
 };
@@ -795,6 +950,8 @@ static PyMethodDef METHODS[] = {
     {"hashes", hashes, METH_VARARGS, "hashes(data, offsets, skip, out)"},
     {"pack", pack, METH_O, "pack(strings) -> (data, offsets, hashes)"},
     {"verified", verified, METH_VARARGS, "verified(rows, offsets, key_hashes, tag, snapshots, fixed_bytes, exact, states_out, times_out)"},
+    {"columns", columns_of_rows, METH_VARARGS,
+     "columns(rows, offsets, key_hashes, tag, snapshots, fixed_bytes, fields, out, states_out, times_out) -> rows that are whole"},
     {"lay_out", lay_out, METH_VARARGS, "lay_out(keys, key_offsets, rows, row_offsets, out)"},
     {"send", send, METH_VARARGS, "send(file, start, size): have it written to the disk from now on"},
     {"widths", widths, METH_NOARGS, "widths() -> the kinds of registers that this CPU has, widest first"},

@@ -22,6 +22,7 @@ from store.online.row_values import (
     NUMPY_TYPES,
     STRUCT_TYPES,
     damaged_row,
+    fixed_array,
     fixed_values,
     is_string_list,
     is_variable,
@@ -85,7 +86,8 @@ class RowCodec:
     def __init__(self, view: FeatureView) -> None:
         self.features = view.features
         self.schema_tag = zlib.crc32(repr([FORMAT_VERSION, [_layout_of(f) for f in self.features]]).encode())
-        self._arrow_types = [f.arrow_type for f in self.features]
+        self.arrow_types = [f.arrow_type for f in self.features]
+        """Of each feature; making one takes 2 µs."""
         self._null_bytes = (len(self.features) + 7) // 8
         fields: list[tuple[str, str] | tuple[str, str, tuple[int]]] = [
             ("checksum", "<u8"),
@@ -122,9 +124,15 @@ class RowCodec:
                 fields.append((f"{i}", NUMPY_TYPES[f.dtype]))
                 fmt += STRUCT_TYPES[f.dtype]
                 position += 1
-        self._dtype = np.dtype(fields)
+        self.record_type = np.dtype(fields)
+        """The fixed part of a row, header and all: ``nulls``; by its number each scalar, vector or size in bytes; ``3:scale`` of a packed vector 3."""
         self._struct = struct.Struct(fmt)
-        self.fixed_bytes = self._dtype.itemsize
+        self.fixed_bytes = self.record_type.itemsize
+
+    @property
+    def exact(self) -> bool:
+        """Whether all rows are of one size, ``fixed_bytes``: no feature is a string or a list."""
+        return not self._slots
 
     # ---- Arrow → bytes
 
@@ -151,7 +159,7 @@ class RowCodec:
             snapshot: number of the snapshot, at most 2³² − 1.
         """
         rows = batch.num_rows
-        record = np.zeros(rows, self._dtype)
+        record = np.zeros(rows, self.record_type)
         record["computed_at"] = computed_at_us
         record["snapshot"] = snapshot
         record["tag"] = self.schema_tag
@@ -264,7 +272,7 @@ class RowCodec:
         count = len(packed)
         shown = np.ones(count, np.bool_) if present is None else present
         data, starts, record = self._records(packed, present)
-        wanted = range(len(self.features)) if features is None else [self._index(name) for name in features]
+        wanted = range(len(self.features)) if features is None else [self.number_of(name) for name in features]
         computed_at = np.ascontiguousarray(scattered(record["computed_at"], shown))
         return DecodedRows(computed_at, [self._column(i, data, starts, record, shown) for i in wanted])
 
@@ -278,11 +286,11 @@ class RowCodec:
             if sizes.tobytes() != _INT64.pack(width) * len(sizes):
                 raise damaged_row("does not have the size of its view's rows")
             first = int(packed.offsets[0])
-            record = data[first : first + width * len(sizes)].view(self._dtype)
+            record = data[first : first + width * len(sizes)].view(self.record_type)
             return data, _NO_STARTS, record
         if len(sizes) and (sizes.min() < width or (not self._slots and sizes.max() > width)):
             raise damaged_row("does not have the size of its view's rows")
-        record = _windows(data, width, starts).view(self._dtype).reshape(-1) if len(sizes) else np.empty(0, self._dtype)
+        record = _windows(data, width, starts).view(self.record_type).reshape(-1) if len(sizes) else np.empty(0, self.record_type)
         expected = np.full(len(sizes), width, np.int64)
         for _, name in self._slots:
             expected += record[name]
@@ -292,18 +300,13 @@ class RowCodec:
 
     def _column(self, i: int, data: U1, starts: I8, record: npt.NDArray[Any], present: npt.NDArray[np.bool_]) -> pa.Array:
         f = self.features[i]
-        kind = self._arrow_types[i]
         null_byte = record["nulls"][:, i // 8]
         complete = len(record) == len(present) and not null_byte.any()
         valid = None if complete else scattered((null_byte >> (i % 8)) & 1 == 0, present)
         if is_variable(f):
             return self._variable_column(i, data, starts, record, present, valid)
         values = record[f"{i}"] if f.packed is None else unpacked_vectors(f, record[f"{i}:scale"], record[f"{i}"])
-        values = values if valid is None else scattered(values, present)
-        if f.dim is None:
-            return pa.array(np.ascontiguousarray(values), kind, mask=None if valid is None else ~valid)
-        flat = pa.array(np.ascontiguousarray(values).reshape(-1))
-        return pa.FixedSizeListArray.from_arrays(flat, type=kind, mask=None if valid is None else pa.array(~valid))
+        return fixed_array(f, self.arrow_types[i], values if valid is None else scattered(values, present), valid)
 
     def _variable_column(
         self,
@@ -340,7 +343,7 @@ class RowCodec:
             if (sizes % itemsize).any():
                 raise damaged_row("has a list that is no whole number of items")
             items, counts = pa.array(blob.view(NUMPY_TYPES[f.dtype])), sizes // itemsize
-        return pa.ListArray.from_arrays(pa.array(list_offsets(counts)), items, type=self._arrow_types[i], mask=mask)
+        return pa.ListArray.from_arrays(pa.array(list_offsets(counts)), items, type=self.arrow_types[i], mask=mask)
 
     # ---- bytes → Python, one row
 
@@ -372,7 +375,7 @@ class RowCodec:
         variable = self._variable_values(value, unpacked) if self._slots else {}
         nulls = unpacked[4]
         row: dict[str, Any] = {}
-        for i in range(len(self.features)) if features is None else [self._index(name) for name in features]:
+        for i in range(len(self.features)) if features is None else [self.number_of(name) for name in features]:
             f = self.features[i]
             at = self._positions[i]
             if nulls[i >> 3] >> (i & 7) & 1:
@@ -410,7 +413,12 @@ class RowCodec:
             raise damaged_row("does not have the size its own fields tell")
         return values
 
-    def _index(self, name: str) -> int:
+    def number_of(self, name: str) -> int:
+        """Number of a feature.
+
+        Raises:
+            KeyError: there is none of this name.
+        """
         for i, f in enumerate(self.features):
             if f.name == name:
                 return i

@@ -3,12 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from store.online import kernels
-from store.online.packed import U8, Buffer, Packed
+from store.online.packed import I8, U1, U8, Buffer, Packed
+
+
+@dataclass(frozen=True, slots=True)
+class WholeColumns:
+    """The values of n rows as columns: each row's :class:`store.online.codec.State`, uint8 [n]; when it was computed, int64 [n] µs, 0 where it is not
+    whole; how many are ``whole``; and the bytes of each field's values, zeros where the row is not whole."""
+
+    states: U1
+    computed_at_us: I8
+    whole: int
+    values: list[U1]
+
+
+class Reader(Protocol):
+    """What makes columns of rows: :class:`store.online.column_reader.ColumnReader`."""
+
+    def of_rows(self, rows: Packed, key_hashes: U8, damaged: npt.NDArray[np.bool_] | None = None) -> WholeColumns:
+        """Of packed rows."""
+
+    def of_tables(self, tables: Sequence[kernels.Records], keys: Packed, key_hashes: U8) -> WholeColumns:
+        """Of rows that lie in mapped files."""
 
 
 class FoundRows:
@@ -17,12 +40,12 @@ class FoundRows:
     Args:
         keys: what was looked for.
         values: the rows, None for a missing one; or
-        packed: the rows, an empty string for a missing one.
+        packed: the rows, an empty string for a missing one; or neither, where :meth:`_read` brings them.
         hashes: xxh3_64 of the keys, where the store had use for them.
         damaged: bool [n], where the store itself saw that it cannot tell.
     """
 
-    __slots__ = ("_hashes", "_packed", "_values", "damaged", "keys")
+    __slots__ = ("_damaged", "_hashes", "_packed", "_values", "keys")
 
     def __init__(
         self,
@@ -32,7 +55,7 @@ class FoundRows:
         hashes: U8 | None = None,
         damaged: npt.NDArray[np.bool_] | None = None,
     ) -> None:
-        self.keys, self._values, self._packed, self._hashes, self.damaged = keys, values, packed, hashes, damaged
+        self.keys, self._values, self._packed, self._hashes, self._damaged = keys, values, packed, hashes, damaged
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -41,18 +64,28 @@ class FoundRows:
     def values(self) -> list[Buffer | None]:
         """The rows, None for a missing one."""
         if self._values is None:
-            assert self._packed is not None
-            self._values = [string if len(string) else None for string in self._packed.strings()]
+            self._values = [string if len(string) else None for string in self.packed.strings()]
         return self._values
 
     @property
     def packed(self) -> Packed:
         """The rows in one buffer, an empty string for a missing one."""
         if self._packed is None:
-            assert self._values is not None
-            # An empty row is none that was ever loaded: one byte instead, which is no row either, and is not taken for a missing one.
-            self._packed = Packed.of([b"" if value is None else value or b"\0" for value in self._values])
+            self._packed, self._damaged = self._read()
         return self._packed
+
+    @property
+    def damaged(self) -> npt.NDArray[np.bool_] | None:
+        """Where the store itself saw that it cannot tell, bool [n]; None: nowhere."""
+        if self._packed is None and self._values is None:
+            self._packed, self._damaged = self._read()
+        return self._damaged
+
+    def _read(self) -> tuple[Packed, npt.NDArray[np.bool_] | None]:
+        """``packed`` and ``damaged``, when they are first asked for."""
+        assert self._values is not None
+        # An empty row is none that was ever loaded: one byte instead, which is no row either, and is not taken for a missing one.
+        return Packed.of([b"" if value is None else value or b"\0" for value in self._values]), self._damaged
 
     @property
     def hashes(self) -> U8:
@@ -60,6 +93,10 @@ class FoundRows:
         if self._hashes is None:
             self._hashes = kernels.hashes(Packed.of(self.keys))
         return self._hashes
+
+    def columns(self, reader: Reader) -> WholeColumns:
+        """The rows' values as columns, of those rows that are whole: in one step, for who wants nothing else of them."""
+        return reader.of_rows(self.packed, self.hashes, self.damaged)
 
 
 def overlaid(base: FoundRows, overlay: FoundRows) -> FoundRows:

@@ -20,7 +20,7 @@ import xxhash
 
 from store.online.packed import I8, U1, U8, Buffer, Packed
 
-_VERSION = 3
+_VERSION = 4
 """Of what this file and the extension say to each other; _kernels.c has it too."""
 
 
@@ -278,6 +278,11 @@ class Records:
             np.copyto(states, other_states, where=absent)
             owners[absent] = number
         return _gathered([self, *below], owners, starts, sizes), states
+
+    @property
+    def native(self) -> Any:
+        """The extension's table of these records; None where it does not run."""
+        return self._native
 
     # ---- one key
 

@@ -84,6 +84,20 @@ def fixed_values(f: Feature, column: pa.Array) -> npt.NDArray[Any]:
     return np.asarray(column.flatten()).reshape(-1, f.dim)
 
 
+def fixed_array(f: Feature, kind: pa.DataType, values: npt.NDArray[Any], valid: npt.NDArray[np.bool_] | None) -> pa.Array:
+    """A scalar or vector column of the Arrow type ``kind`` from [rows] or [rows, dim] values, without a copy where these are contiguous; null where ``valid``, bool
+    [rows], is not."""
+    rows, validity = len(values), None if valid is None else pa.array(valid).buffers()[1]
+    flat = np.ascontiguousarray(values).reshape(-1)
+    # a byte each, which Arrow has a bit for
+    numbers = pa.array(flat).buffers()[1] if f.dtype == "bool" else pa.py_buffer(flat)
+    if f.dim is None:
+        return pa.Array.from_buffers(kind, rows, [validity, numbers])
+    # half the time of from_arrays
+    items = pa.Array.from_buffers(kind.value_type, len(flat), [None, numbers])
+    return pa.Array.from_buffers(kind, rows, [validity], children=[items])
+
+
 def variable_parts(f: Feature, column: pa.Array) -> list[tuple[U1, I8]]:
     """(bytes of all rows in a row, bytes per row) for each slot of a string or list column."""
     if f.max_items is None:

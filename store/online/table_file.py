@@ -80,8 +80,8 @@ class TableFile:
         self._mapping = mapping
         # each row lies on pages of its own: what would be read around it is of no use
         mapping.madvise(mmap.MADV_RANDOM)
-        self._records = Records(mapping, self._layout)
-        self.find = self._records.find
+        self.records = Records(mapping, self._layout)
+        self.find = self.records.find
 
     def _read_header(self, mapping: mmap.mmap) -> None:
         if mapping[: len(MAGIC)] != MAGIC:
@@ -111,7 +111,7 @@ class TableFile:
 
     def read(self, keys: Packed, key_hashes: U8, below: Sequence[TableFile] = ()) -> tuple[Packed, U1]:
         """As :meth:`store.online.kernels.Records.read`: what this has nothing of is looked for in those ``below``, in turn."""
-        return self._records.read(keys, key_hashes, [table._records for table in below])
+        return self.records.read(keys, key_hashes, [table.records for table in below])
 
     def check(self) -> list[str]:
         """Read all of it, by its checksums: what is damaged, in words; nothing when it is whole. Takes as long as the disk does."""

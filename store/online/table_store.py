@@ -10,13 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from store.disk.durable_file import disk_message, locked, make_folder, replace_durably, sync_folder
 from store.errors import DamagedPointerError, OnlineStoreError
 from store.feature_view import NAME
 from store.online import kernels
-from store.online.found_rows import FoundRows
+from store.online.found_rows import FoundRows, Reader, WholeColumns
 from store.online.online_store import Generation, OnlineStore, Pointer, check_epoch, check_loaded, check_not_live, check_taken
-from store.online.packed import Rows
+from store.online.packed import Packed, Rows
 from store.online.table_file import TableFile
 from store.online.table_writer import TableWriter
 from store.record import plain, record_of
@@ -226,10 +229,27 @@ def _found(tables: Sequence[TableFile], keys: Sequence[bytes]) -> FoundRows:
     if len(keys) == 1:
         row = next((row for row in (table.find(keys[0]) for table in tables) if row is not None), None)
         return FoundRows(keys, [row])
-    packed, hashes = kernels.pack(keys)
-    rows, states = tables[0].read(packed, hashes, tables[1:])
-    damaged = states == kernels.DAMAGED
-    return FoundRows(keys, hashes=hashes, packed=rows, damaged=damaged if damaged.any() else None)
+    return _TableRows(tables, keys)
+
+
+class _TableRows(FoundRows):
+    """Rows that stay in the mapped files until they are asked for, as rows or as columns."""
+
+    __slots__ = ("_packed_keys", "_tables")
+
+    def __init__(self, tables: Sequence[TableFile], keys: Sequence[bytes]) -> None:
+        self._tables = tables
+        self._packed_keys, hashes = kernels.pack(keys)
+        super().__init__(keys, hashes=hashes)
+
+    def columns(self, reader: Reader) -> WholeColumns:
+        return reader.of_tables([table.records for table in self._tables], self._packed_keys, self.hashes)
+
+    def _read(self) -> tuple[Packed, npt.NDArray[np.bool_] | None]:
+        first, *below = self._tables
+        rows, states = first.read(self._packed_keys, self.hashes, below)
+        damaged = states == kernels.DAMAGED
+        return rows, damaged if damaged.any() else None
 
 
 def _alive(left: Path, name: str) -> bool:
