@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import pytest
+
 from store.feature_view import Feature, FeatureView, IndexSpec
 from store.online import kernels
 from store.online.found_rows import FoundRows
 from store.online.online_store import Generation, OnlineStore, Pointer
 from store.online.packed import Packed, RowBatch, Rows
 from store.record import replace
+from store.redis import redis_store
 
 
 def pointer(epoch: int, view: str = "numbers", snapshot: int | None = None) -> Pointer:
@@ -81,6 +84,12 @@ TABLE = {b"a": b"1", b"b": b"22", b"c": b"3", b"d": b"\0\xff" * 300}
 def back_to(generation: int, epoch: int, **changes: Any) -> Pointer:
     """A pointer of a later publishing that goes back to an older generation."""
     return replace(pointer(epoch), generation=generation, **changes)
+
+
+def in_buckets(monkeypatch: pytest.MonkeyPatch, *counts: int) -> None:
+    """Have Redis stores lay out what they load in so many buckets, in turns, whatever the rows' width; 0: a key for each row. Bases and overlays come to differ."""
+    turns, plan = itertools.cycle(counts or (3, 1, 0, 50)), redis_store._Plan
+    monkeypatch.setattr(redis_store, "_Plan", lambda owner, _=0: plan(owner, next(turns)))
 
 
 class Stopped(Exception):

@@ -58,8 +58,12 @@ class Loader:
         Raises:
             OnlineStoreError, ConflictError: as :meth:`OnlineStore.prepare`.
         """
-        size_bytes = int(rows * (RowCodec(snapshot.view).fixed_bytes + KEY_BYTES + self._variable_bytes(snapshot)))
-        return self._online.prepare(self._store.name, generation, rows, size_bytes, self._owner)
+        row_bytes = RowCodec(snapshot.view).fixed_bytes
+        size_bytes = int(rows * (row_bytes + KEY_BYTES + self._variable_bytes(snapshot)))
+        of_one_width = not any(map(is_variable, snapshot.view.features))
+        return self._online.prepare(
+            self._store.name, generation, rows, size_bytes, self._owner, row_bytes if of_one_width else None
+        )
 
     def _variable_bytes(self, snapshot: Snapshot) -> float:
         """Bytes a row of strings and lists, about, by the footers of the parts."""

@@ -109,7 +109,9 @@ class OnlineStore(ABC):
     blocking: ClassVar[bool] = False
     """True when a read waits for a network: an event loop must hand it to a thread."""
 
-    def prepare(self, view: str, generation: Generation, rows: int, size_bytes: int, owner: str) -> Terms:
+    def prepare(
+        self, view: str, generation: Generation, rows: int, size_bytes: int, owner: str, row_bytes: int | None = None
+    ) -> Terms:
         """Pre-flight: whether the store can take a load, found out before anything moves.
 
         Args:
@@ -118,6 +120,7 @@ class OnlineStore(ABC):
             rows: how many there will be, about.
             size_bytes: of keys and packed rows together, about.
             owner: the project that publishes; a view of another one is refused. Empty: whosoever it is.
+            row_bytes: of each row but tombstones; None where they are not all of one width.
 
         Raises:
             OnlineStoreError: it cannot: no room, no right, a policy that loses rows, somebody else's; says which and what to do.

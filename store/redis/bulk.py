@@ -1,15 +1,17 @@
-"""Bulk: blocks of commands on their way to a server, several at a time, each reply read; a cut connection is made again and what was not answered is sent again."""
+"""Bulk: rows in great number on their way to a server, as blocks of commands, several at a time, each reply read and what was not answered sent again; and out of it again."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from store.redis.link import Connection, Link
+import numpy as np
+
+from store.redis.link import Command, Connection, Link, packed
 from store.redis.replies import PASSING, Lost, Refused, no_answer, refusal
-from store.redis.resp import Block
+from store.redis.resp import Block, Layout
 
 IN_FLIGHT_BYTES = 8 * 2**20
 """Sent and not answered, at most: what is sent again when a connection is cut."""
@@ -19,6 +21,10 @@ STALL_S = 30.0
 
 NOTE_EVERY_S = 1.0
 """How often it is noted how far a load is: what a killed one does again."""
+SCANNED_KEYS = 1000
+"""Looked at between two pauses: a third of a millisecond of the server's time, and half of one for removing them."""
+SWEEP_S = 10.0
+"""For one such step."""
 
 
 @dataclass(slots=True)
@@ -172,3 +178,82 @@ class Acknowledged:
         if due and self.done > self._noted:
             self._note(self.done)
             self._noted, self._noted_at = self.done, time.monotonic()
+
+
+def scanned(
+    link: Link, prefix: bytes, doing: str, gone: list[Command] | None = None, check: Callable[[], None] | None = None
+) -> Iterator[list[bytes]]:
+    """The keys that begin with a prefix, a few at a time, some of them twice; the server has half as long for others as it takes for this.
+
+    Args:
+        link: to the server.
+        prefix: of the keys.
+        doing: what for.
+        gone: commands that are to be sent with the next look, and are taken from the list; what MOVED is found on the server that has it now.
+        check: raises when these are not to be sent any more.
+
+    Raises:
+        OnlineStoreError: no answer, or a command was refused.
+    """
+    cursor: bytes | None = b"0"
+    gone = [] if gone is None else gone
+    while cursor is not None or gone:
+        look: list[Command] = [] if cursor is None else [("SCAN", cursor, "MATCH", prefix + b"*", "COUNT", SCANNED_KEYS)]
+        if gone and check is not None:
+            check()
+        started = time.monotonic()
+        replies = link.replies(packed(*gone, *look), len(gone) + len(look), doing, SWEEP_S)
+        taken_s = time.monotonic() - started
+        for reply in replies:
+            if isinstance(reply, Refused) and ((look and reply is replies[-1]) or reply.code not in ("MOVED", "ASK")):
+                raise refusal(link.where, doing, reply)
+        gone.clear()
+        if cursor is not None:
+            cursor, keys = replies[-1]
+            cursor = None if cursor == b"0" else cursor
+            yield keys
+        time.sleep(taken_s / 2)
+
+
+def counted(links: Iterable[Link], layout: Layout, doing: str) -> int:
+    """How many rows of a generation these servers have; a key that is met twice counts once."""
+    hashes, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for link in links:
+        for keys in scanned(link, layout.prefix, doing):
+            of_each = [1] * len(keys)
+            if layout.buckets is not None and keys:
+                # what went elsewhere meanwhile is met there
+                said = link.replies(packed(*[("HLEN", key) for key in keys]), len(keys), doing, SWEEP_S)
+                for reply in said:
+                    if isinstance(reply, Refused) and reply.code not in ("MOVED", "ASK"):
+                        raise refusal(link.where, doing, reply)
+                of_each = [size if isinstance(size, int) else 0 for size in said]
+            hashes.append(np.fromiter(map(hash, keys), np.int64, len(keys)))
+            sizes.append(np.array(of_each, np.int64))
+    _, first = np.unique(np.concatenate(hashes), return_index=True)
+    return int(np.concatenate(sizes)[first].sum())
+
+
+def sweep(
+    link: Link, prefix: bytes, unwanted: Callable[[int], bool], doing: str, check: Callable[[], None], *, cluster: bool
+) -> None:
+    """Remove the keys of some generations.
+
+    Args:
+        link: to the server.
+        prefix: what the keys of the view's rows begin with; the generation's number and a colon follow.
+        unwanted: whether a generation goes, by its number.
+        doing: what for.
+        check: called before each step; raises when it is not for us to remove them any more.
+        cluster: whether each key has to be removed by a command of its own.
+
+    Raises:
+        OnlineStoreError: no answer, or a command was refused. What is gone is gone; do it again.
+    """
+    gone: list[Command] = []
+    for keys in scanned(link, prefix, doing, gone, check):
+        numbers = {number for key in keys if (number := key[len(prefix) :].partition(b":")[0]).isdigit()}
+        going = {number for number in numbers if unwanted(int(number))}
+        keys = [key for key in keys if key[len(prefix) :].partition(b":")[0] in going] if going else []
+        if keys:
+            gone += [("UNLINK", key) for key in keys] if cluster else [("UNLINK", *keys)]

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from store.errors import OnlineStoreError
-from store.online.packed import I8, Buffer, Packed, Rows
-from store.redis.bulk import STALL_S, Acknowledged, Pipe, Throttle
-from store.redis.link import Breaker, Command, Connection, Link, opener, packed
+from store.online.found_rows import FoundRows
+from store.online.packed import I8, U8, Rows
+from store.redis.bulk import STALL_S, Acknowledged, Pipe, Throttle, counted
+from store.redis.link import Breaker, Budget, Command, Connection, Link, opener, packed
 from store.redis.options import RedisOptions
 from store.redis.preflight import identity_of
 from store.redis.replies import PASSING, Lost, NoAnswer, Refused, no_answer, refusal
-from store.redis.resp import Block, blocks
+from store.redis.resp import Block, Layout
 from store.redis.servers import ADMIN_S, Servers, slices
-from store.redis.slots import Node, SlotMap, row_slots, slot_of, target
-from store.redis.sweep import counted
+from store.redis.slots import Node, SlotMap, slot_of, target
 
 PAUSE_S = 0.05
 """Between two looks at a cluster in which something moves."""
 _ASKING = packed(("ASKING",))
-MOVING = PASSING | {"MOVED", "ASK", "READONLY"}
-"""Refusals after which the cluster is looked at anew, and asked again."""
+_TOLD = frozenset({"MOVED", "ASK"})
+MOVING = PASSING | _TOLD | {"READONLY"}
+"""Refusals after which the cluster is looked at anew, or what they name, and asked again."""
+REDIRECTIONS = 5
+"""Followed at once, one after the other: more of them are servers that do not agree, which takes a while to pass."""
 
 
 class Cluster(Servers):
@@ -39,7 +42,7 @@ class Cluster(Servers):
     cluster = True
 
     def __init__(self, options: RedisOptions) -> None:
-        self.where = options.where
+        self.where, self.read_s = options.where, options.budget_s
         self._options = options
         self._connection: Callable[[Node | None], Connection] = opener(options)
         self._links: dict[Node, Link] = {}
@@ -48,6 +51,8 @@ class Cluster(Servers):
         """When the map was made, and when something last failed by it: of the two the later one decides whether it is believed."""
         self._silent: Node | None = None
         """Who did not answer last: asked last about the map."""
+        self._told: Node | None = None
+        """Whom a MOVED named last: asked first, since who is behind keeps telling what was."""
         self._lock = threading.Lock()
         self._breaker = Breaker()
 
@@ -81,9 +86,10 @@ class Cluster(Servers):
             self._lock.release()
 
     def _looked(self, deadline: float, doing: str) -> SlotMap:
-        known = dict.fromkeys([*(self._map.masters if self._map is not None else ()), *self._options.nodes])
+        told = () if self._told is None else (self._told,)
+        known = dict.fromkeys([*told, *(self._map.masters if self._map is not None else ()), *self._options.nodes])
         error: OnlineStoreError | None = None
-        for node in sorted(known, key=lambda node: node == self._silent):
+        for node in sorted(known, key=lambda node: (node == self._silent, node != self._told)):
             left_s = deadline - time.monotonic()
             try:
                 # a third each, so that one that hangs does not take it all
@@ -100,16 +106,24 @@ class Cluster(Servers):
         assert error is not None
         raise error
 
+    def _follow(self, slot: int, node: Node) -> None:
+        """Believe a MOVED; and look at the map anew before anything else is asked, since a slot seldom moves alone."""
+        if self._map is not None:
+            self._map = self._map.moved(slot, node)
+        self._told, self._failed_at = node, time.monotonic()
+
     def at(self, key: bytes | str) -> Link:
         slots = self._slots(time.monotonic() + ADMIN_S, "find a key's server")
         return self.link(slots.masters[slots.owners[slot_of(key)]])
 
     def scratch(self, link: Link, prefix: str) -> str:
-        for number in range(100 * len(self.masters())):
-            key = f"{prefix}:{{{number}}}:scratch"
-            if self.at(key) is link:
-                return key
-        raise OnlineStoreError(f"Redis at {link.where} has no slots")
+        slots = self._slots(time.monotonic() + ADMIN_S, "find a key of a server's")
+        if link.node not in slots.masters:
+            raise OnlineStoreError(f"Redis at {link.where} has no slots any more: do it again")
+        owner = slots.masters.index(link.node)
+        # each slot has a number below 200,000: 0.1 s where the server has one only
+        number = next(number for number in itertools.count() if slots.owners[slot_of(str(number))] == owner)
+        return f"{prefix}:{{{number}}}:scratch"
 
     def masters(self) -> list[Link]:
         slots = self._slots(time.monotonic() + ADMIN_S, "look at the cluster", time.monotonic() - 1.0)
@@ -122,105 +136,125 @@ class Cluster(Servers):
     # ---- small commands
 
     def replies(
-        self, key: bytes | str, commands: Sequence[Command], doing: str, budget_s: float | None = None, *, guarded: bool = False
+        self, key: bytes | str, commands: Sequence[Command], doing: str, budget: Budget | float | None = None
     ) -> list[Any]:
-        sent, count = packed(*commands), len(commands)
-        asking = b"".join([_ASKING + packed(command) for command in commands])
+        budget, slot, count = Budget.of(budget, self.read_s), slot_of(key), len(commands)
+        sent, asking = packed(*commands), b"".join([_ASKING + packed(command) for command in commands])
+        elsewhere: list[Node] = []
 
-        def once(deadline: float, looked: float) -> list[Any]:
-            slots = self._slots(deadline, doing, looked)
-            link = self.link(slots.masters[slots.owners[slot_of(key)]])
-            replies = link.replies(sent, count, doing, max(0.01, (deadline - time.monotonic()) / 2))
-            asked = [reply for reply in replies if isinstance(reply, Refused) and reply.code == "ASK"]
-            if asked:
-                assert link.node is not None
-                link = self.link(target(asked[0], link.node))
-                replies = link.replies(asking, 2 * count, doing, max(0.01, deadline - time.monotonic()))[1::2]
+        def once(looked: float) -> list[Any]:
+            slots = self._slots(budget.deadline, doing, looked)
+            part_s = max(0.01, budget.left_s / 2)
+            if elsewhere:
+                link = self.link(elsewhere.pop())
+                replies = link.replies(asking, 2 * count, doing, part_s)[1::2]
+            else:
+                link = self.link(slots.masters[slots.owners[slot]])
+                replies = link.replies(sent, count, doing, part_s)
+            # all of them again, in one place: what follows a command that was redirected belongs to it
             for reply in replies:
                 if isinstance(reply, Refused) and reply.code in MOVING:
-                    raise _Moved(link, reply)
+                    assert link.node is not None
+                    if reply.code == "ASK":
+                        elsewhere.append(target(reply, link.node))
+                    elif reply.code == "MOVED":
+                        self._follow(slot, target(reply, link.node))
+                    raise _Moved(link, reply, told=reply.code in _TOLD)
             return replies
 
-        return self._followed(once, doing, budget_s, guarded=guarded)
+        return self._followed(once, doing, budget)
 
-    def _followed(
-        self, once: Callable[[float, float], list[Any]], doing: str, budget_s: float | None, *, guarded: bool = False
-    ) -> list[Any]:
-        """Do something until nothing moves, or the budget is spent; without a budget of its own, or ``guarded``, behind the breaker."""
-        breaker = self._breaker if budget_s is None or guarded else None
+    def _followed(self, once: Callable[[float], list[Any]], doing: str, budget: Budget) -> list[Any]:
+        """Do something until nothing moves, or the budget is spent."""
+        breaker = self._breaker if budget.guarded else None
         if breaker is not None and (opened := breaker.opened()) is not None:
             raise no_answer(self.where, doing, opened)
-        deadline = time.monotonic() + (self._options.budget_s if budget_s is None else budget_s)
-        looked = self._failed_at
+        redirections, looked = 0, self._failed_at
         while True:
             try:
-                answer = once(deadline, looked)
+                answer = once(looked)
             except (NoAnswer, _Moved) as exc:
                 error: NoAnswer | _Moved = exc
+            except OnlineStoreError:
+                # it answered, be it with a refusal
+                self._breaker.succeeded()
+                raise
             else:
                 self._breaker.succeeded()
                 return answer
-            # a key that has moved is found at once; what else is missing takes a while to come back
-            if not isinstance(error, _Moved) or error.refused.code != "MOVED" or looked:
-                time.sleep(PAUSE_S)
-            looked = time.monotonic()
-            if looked >= deadline:
+            now = time.monotonic()
+            if now >= budget.deadline:
                 # who comes next looks at the cluster anew: what hung may have been replaced
-                self._failed_at = looked
+                self._failed_at = now
                 if breaker is not None:
                     breaker.failed(str(error))
                 if isinstance(error, _Moved):
                     raise refusal(error.link.where, doing, error.refused) from error
                 raise error
+            if isinstance(error, _Moved) and error.told and redirections < REDIRECTIONS:
+                # where to is said: at once, and without another look at the map
+                redirections += 1
+                continue
+            # what else is missing takes a while to come back
+            time.sleep(PAUSE_S)
+            looked = time.monotonic()
 
     # ---- rows out
 
     def read(
-        self, meta: str | None, prefixes: Sequence[bytes], keys: Sequence[bytes], doing: str, budget_s: float | None = None
-    ) -> tuple[object, list[list[Buffer | None]]]:
-        of_slots = np.concatenate([row_slots(prefix, keys) for prefix in prefixes]) if keys else np.empty(0, np.int64)
-        commands = [
-            b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(prefix) + len(key), prefix + key) for prefix in prefixes for key in keys
-        ]
-        started = time.monotonic()
-        values = self._gathered(of_slots, commands, doing, budget_s) if commands else []
+        self,
+        meta: str | None,
+        layouts: Sequence[Layout],
+        keys: Sequence[bytes],
+        hashes: U8 | None,
+        doing: str,
+        budget: Budget | float | None = None,
+    ) -> tuple[object, list[FoundRows]]:
+        budget = Budget.of(budget, self.read_s)
+        replies: list[Any] = []
+        if keys:
+            of_slots = np.concatenate([layout.slots(keys, hashes) for layout in layouts])
+            replies = self._gathered(of_slots, [get for layout in layouts for get in layout.gets(keys, hashes)], doing, budget)
         version = None
         if meta is not None:
-            left_s = (self._options.budget_s if budget_s is None else budget_s) - (time.monotonic() - started)
             # only now: what it names was there while all rows were read
-            ask = partial(self.replies, meta, [("HGET", meta, "version")], doing)
-            (version,) = ask(max(0.01, left_s), guarded=budget_s is None) if commands else ask(budget_s)
-            if isinstance(version, Refused):
-                raise refusal(self.at(meta).where, doing, version)
-        return version, [values[i * len(keys) : (i + 1) * len(keys)] for i in range(len(prefixes))]
+            (version,) = self.ask(meta, [("HGET", meta, "version")], doing, budget)
+        return version, [
+            layout.found(keys, replies[i * len(keys) : (i + 1) * len(keys)], hashes) for i, layout in enumerate(layouts)
+        ]
 
-    def _gathered(self, of_slots: I8, commands: Sequence[bytes], doing: str, budget_s: float | None) -> list[Any]:
+    def _gathered(self, of_slots: I8, commands: Sequence[bytes], doing: str, budget: Budget) -> list[Any]:
         """Replies to commands on one key each, of the slots given, wherever these are by now."""
         values: list[Any] = [None] * len(commands)
         left = list(range(len(commands)))
         elsewhere: dict[int, Node] = {}
 
-        def once(deadline: float, looked: float) -> list[Any]:
-            slots = self._slots(deadline, doing, looked)
+        def once(looked: float) -> list[Any]:
+            slots = self._slots(budget.deadline, doing, looked)
             parts: dict[Node, list[int]] = {}
             for i in left:
                 parts.setdefault(elsewhere.get(i) or slots.masters[slots.owners[of_slots[i]]], []).append(i)
             # half of what is left: a node that hangs must not take the time to ask who has its slots by now
-            now = time.monotonic()
-            failed = self._scattered(parts, commands, elsewhere, values, now + max(0.01, (deadline - now) / 2), doing)
+            half = time.monotonic() + max(0.01, budget.left_s / 2)
+            failed = self._scattered(parts, commands, elsewhere, values, half, doing)
             left[:] = sorted(failed)
             elsewhere.clear()
             for i, (node, refused) in failed.items():
                 if refused is not None and refused.code == "ASK":
                     elsewhere[i] = target(refused, node)
+                elif refused is not None and refused.code == "MOVED":
+                    self._follow(int(of_slots[i]), target(refused, node))
             for node, refused in failed.values():
                 if refused is None:
                     self._silent = node
                     raise no_answer(self.link(node).where, doing, "no answer, or the connection was cut")
-                raise _Moved(self.link(node), refused)
+            for node, refused in failed.values():
+                assert refused is not None
+                told = all(reply is not None and reply.code in _TOLD for _, reply in failed.values())
+                raise _Moved(self.link(node), refused, told=told)
             return values
 
-        return self._followed(once, doing, budget_s)
+        return self._followed(once, doing, budget)
 
     def _scattered(
         self,
@@ -267,6 +301,8 @@ class Cluster(Servers):
                         values[i] = reply
                     elif reply.code in MOVING:
                         failed[i] = node, reply
+                    elif reply.code == "WRONGTYPE":
+                        values[i] = reply
                     else:
                         raise refusal(self.link(node).where, doing, reply)
         finally:
@@ -276,11 +312,10 @@ class Cluster(Servers):
 
     # ---- rows in
 
-    def load(self, rows: Rows, prefix: bytes, acknowledged: Acknowledged, throttle: Throttle, doing: str) -> None:
-        before = identity_of(self.states(doing, ADMIN_S))
-        load = _Load(self, prefix, doing)
+    def load(self, rows: Rows, layout: Layout, acknowledged: Acknowledged, throttle: Throttle, identity: str, doing: str) -> None:
+        load = _Load(self, layout, doing)
         try:
-            for number, (node, block, done) in enumerate(self._laid_out(rows, prefix, acknowledged.done, doing)):
+            for number, (node, block, done) in enumerate(self._laid_out(rows, layout, acknowledged.done, doing)):
                 throttle.wait(len(block.data))
                 load.send(node, block, number)
                 if done is not None:
@@ -290,44 +325,43 @@ class Cluster(Servers):
             acknowledged.settled(None)
         finally:
             load.close()
-        if not before or identity_of(self.states(doing, ADMIN_S)) != before:
+        if not identity or identity_of(self.states(doing, ADMIN_S).values()) != identity:
             # what a master acknowledged and had not handed on is lost with it
-            there = counted(self.masters(), prefix, doing)
+            there = counted(self.masters(), layout, doing)
             if there != acknowledged.done:
                 raise OnlineStoreError(
                     f"a server of Redis at {self.where} was started anew, or another one took its place, while this was to {doing}: of {acknowledged.done} rows "
                     f"{there} are there. Do it again"
                 )
 
-    def _laid_out(self, rows: Rows, prefix: bytes, done: int, doing: str) -> Iterator[tuple[Node, Block, int | None]]:
+    def _laid_out(self, rows: Rows, layout: Layout, done: int, doing: str) -> Iterator[tuple[Node, Block, int | None]]:
         """Blocks, and whose they are; beside the last one of each slice, how many rows there are up to it."""
-        for batch in slices(rows):
+        for batch in slices(rows, layout):
             done += len(batch)
             last: tuple[Node, Block] | None = None
             slots = self._slots(time.monotonic() + STALL_S, doing)
-            owners = slots.owners[row_slots(prefix, batch.keys)]
+            owners = slots.owners[layout.slots(batch.keys, batch.hashes)]
             for owner, node in enumerate(slots.masters):
-                for block in blocks(batch.keys, batch.rows, prefix, np.flatnonzero(owners == owner), 1):
+                for block in layout.blocks(batch, np.flatnonzero(owners == owner), 1):
                     if last is not None:
                         yield *last, None
                     last = node, block
             if last is not None:
                 yield *last, done
 
-    def put(self, keys: Packed, rows: Packed, prefix: bytes, positions: I8, doing: str) -> None:
+    def put(self, block: Block, positions: I8, layout: Layout, doing: str) -> None:
         """Store some rows one by one, wherever their slots are, waiting for these if need be."""
-        commands = []
-        for i in positions.tolist():
-            key, row = (bytes(next(strings.slice(i, i + 1).strings())) for strings in (keys, rows))
-            commands.append(packed(("SET", prefix + key, row)))
-        self._gathered(row_slots(prefix, keys)[positions], commands, doing, STALL_S)
+        of_slots, commands = layout.puts(block.keys, block.rows, positions)
+        for reply in self._gathered(of_slots, commands, doing, Budget.of(STALL_S, 0.0)):
+            if isinstance(reply, Refused):
+                raise refusal(self.where, doing, reply)
 
 
 class _Load:
     """The connections of one load, one to each server. What a server does not answer, or has no more, goes to who has it then."""
 
-    def __init__(self, cluster: Cluster, prefix: bytes, doing: str) -> None:
-        self._cluster, self._prefix, self._doing = cluster, prefix, doing
+    def __init__(self, cluster: Cluster, layout: Layout, doing: str) -> None:
+        self._cluster, self._layout, self._doing = cluster, layout, doing
         self._pipes: dict[Node, Pipe] = {}
 
     @property
@@ -363,17 +397,17 @@ class _Load:
                 # the connection was cut while it made room for this one
                 lost.append(block)
             for block in lost:
-                self._cluster.put(block.keys, block.rows, self._prefix, block.positions, self._doing)
+                self._cluster.put(block, block.positions, self._layout, self._doing)
 
     def _refused(self, block: Block, command: int, reply: Refused) -> None:
         if reply.code not in MOVING:
             raise refusal(self._cluster.where, self._doing, reply)
-        self._cluster.put(block.keys, block.rows, self._prefix, block.rows_of(command), self._doing)
+        self._cluster.put(block, block.rows_of(command), self._layout, self._doing)
 
 
 class _Moved(Exception):
-    """A slot is elsewhere, or nobody's for the moment."""
+    """A slot is elsewhere, or nobody's for the moment; ``told``: where to go on is known."""
 
-    def __init__(self, link: Link, refused: Refused) -> None:
+    def __init__(self, link: Link, refused: Refused, *, told: bool) -> None:
         super().__init__(str(refused))
-        self.link, self.refused = link, refused
+        self.link, self.refused, self.told = link, refused, told

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import hiredis
@@ -190,6 +191,26 @@ class Breaker:
                 self.words = None
 
 
+@dataclass(frozen=True)
+class Budget:
+    """What is left of the time of something that may take several calls. ``guarded``: behind the breaker, as a read is; what publishes asks a server that was silent, too."""
+
+    deadline: float
+    guarded: bool = False
+
+    @classmethod
+    def of(cls, budget: Budget | float | None, read_s: float) -> Budget:
+        """A call's: seconds of its own; or, where it does not name any, those of a read."""
+        if isinstance(budget, Budget):
+            return budget
+        return cls(time.monotonic() + (read_s if budget is None else budget), budget is None)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds; a little where nothing is left."""
+        return max(0.01, self.deadline - time.monotonic())
+
+
 class Link:
     """One server. Safe to share between threads, and to be carried over a fork.
 
@@ -212,35 +233,37 @@ class Link:
         self._process = os.getpid()
         self.breaker = Breaker()
 
-    def ask(self, commands: bytes, count: int, doing: str, budget_s: float | None = None) -> list[Any]:
+    def ask(self, commands: bytes, count: int, doing: str, budget: Budget | float | None = None) -> list[Any]:
         """Send packed commands and wait for their replies, in one round trip.
 
         Args:
             commands: as :func:`packed` made them; they may be sent again when a reply is lost.
             count: how many they are.
             doing: what for, as an infinitive: for messages.
-            budget_s: for work that is no read: it has its own, and does not look at the breaker.
+            budget: for work that is no read: it has its own, in seconds, and does not look at the breaker; or what is left of one.
 
         Raises:
             OnlineStoreError: no answer in time, or one of the replies is an error.
         """
-        replies = self.replies(commands, count, doing, budget_s)
+        replies = self.replies(commands, count, doing, budget)
         for reply in replies:
             if isinstance(reply, Refused):
                 raise refusal(self.where, doing, reply)
         return replies
 
-    def replies(self, commands: bytes, count: int, doing: str, budget_s: float | None = None) -> list[Any]:
+    def replies(self, commands: bytes, count: int, doing: str, budget: Budget | float | None = None) -> list[Any]:
         """As :meth:`ask`, with errors among the replies as :class:`Refused`; only one that goes by is waited for."""
-        breaker = self.breaker if budget_s is None else None
+        budget = Budget.of(budget, self.budget_s)
+        breaker, deadline = self.breaker if budget.guarded else None, budget.deadline
         if breaker is not None and (opened := breaker.opened()) is not None:
             raise no_answer(self.where, doing, opened)
-        deadline = time.monotonic() + (self.budget_s if budget_s is None else budget_s)
         tried = 0
         while True:
             try:
                 replies = self._once(commands, count, deadline)
             except Refused as refused:
+                # as it connects: it answers, and whoever comes next is told by it, and not of the silence before
+                self.breaker.succeeded()
                 raise refusal(self.where, doing, refused) from refused
             except Lost as lost:
                 if _again(tried := tried + 1, deadline) and not lost.late:

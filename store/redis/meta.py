@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from store.errors import DamagedPointerError, OnlineStoreError
 from store.online.online_store import Generation, Pointer, check_loaded, foreign_view, stale_epoch
 from store.record import Record, plain, read_record
+from store.redis.buckets import Buckets
+from store.redis.preflight import ServerState, evicted_of, identity_of, keys_of
 
 _FLIP = """
 for number in string.gmatch(ARGV[6], '%d+') do
@@ -42,7 +44,18 @@ return {'changed', now or ''}
 """
 _END = """
 redis.call('UNLINK', KEYS[1])
-redis.call('HSET', KEYS[1], 'dropping:all', '1')
+redis.call('HSET', KEYS[1], 'dropping:all', ARGV[1])
+return {'done', ''}
+"""
+_TAKE_END = """
+if redis.call('HEXISTS', KEYS[1], 'dropping:all') == 0 then return {'changed', ''} end
+redis.call('HDEL', KEYS[1], '-')
+redis.call('HSET', KEYS[1], 'dropping:all', ARGV[1])
+return {'done', ''}
+"""
+_ENDED = """
+if redis.call('HGET', KEYS[1], 'dropping:all') ~= ARGV[1] then return {'changed', ''} end
+redis.call('UNLINK', KEYS[1])
 return {'done', ''}
 """
 # At maxmemory Redis >= 7 refuses a script whole unless it is flagged; before 7 it lets a script go on once a command that needs
@@ -53,7 +66,7 @@ EVERYTHING = "all"
 
 class Loading(Record, frozen=True):
     """A load that is on its way, or was: ``done`` of its rows, from the first on, are in the store. ``layout`` is that of rows and keys, ``token`` the
-    process's that loads, ``server`` as in :class:`Loaded`."""
+    process's that loads, the rest as in :class:`Loaded`."""
 
     generation: Generation
     layout: int
@@ -61,23 +74,35 @@ class Loading(Record, frozen=True):
     token: str
     done: int = 0
     server: str = ""
+    evicted: int | None = None
+    buckets: Buckets | None = None
 
 
 class Loaded(Record, frozen=True):
-    """A generation that is whole, and how its server was then: ``server`` names the process and its data (empty: not known), ``evicted`` is its count of keys
-    that were evicted."""
+    """A generation that is whole, and how its server was: ``server`` names the process and its data then (empty: not known), ``evicted`` is its count of keys
+    that were evicted, from before the first row. ``buckets`` that the rows lie in; None where each has a key of its own."""
 
     generation: Generation
     rows: int
     server: str = ""
     evicted: int = 0
+    buckets: Buckets | None = None
+
+    @property
+    def keys(self) -> int:
+        """How many keys of Redis its rows take, at least."""
+        if self.buckets is None:
+            return self.rows
+        # of 10⁹ buckets with 32 rows on average one is empty once in 10⁵ loads
+        return self.buckets.number if self.rows >= 32 * self.buckets.number else min(self.rows, 1)
 
 
 @dataclass(frozen=True)
 class Names:
     """Names of keys in Redis.
 
-    <prefix>:{}<view>:<generation>:<entity key>    one packed row
+    <prefix>:{}<view>:<generation>:<entity key>    one packed row, or
+    <prefix>:{}<view>:<generation>:<bucket>        a hash of narrow rows
     <prefix>:{<view>}:meta                         the view's hash
     <prefix>:views                                 set of view names
 
@@ -143,6 +168,25 @@ class Meta:
         return [loaded.generation for _, loaded in sorted(self.loaded.items())]
 
 
+def doubts(meta: Meta, states: Collection[ServerState], beside: int) -> list[str]:
+    """What makes one doubt that all rows of what is live are there, by what the servers say of themselves; they hold ``beside`` keys that are no rows' of ours."""
+    server, evicted, keys = identity_of(states), evicted_of(states), keys_of(states)
+    found = []
+    for number in meta.live:
+        loaded = meta.loaded.get(number)
+        if loaded is None:
+            found.append(f"generation {number}, which is live, is not loaded whole")
+            continue
+        if loaded.server and server and loaded.server != server:
+            found.append(f"the server was started anew, or another one took its place, since generation {number} was loaded")
+        elif evicted is not None and evicted > loaded.evicted and any(state.evicts for state in states):
+            found.append(f"{evicted - loaded.evicted} keys were evicted since generation {number} was loaded")
+    wanted = sum(loaded.keys for loaded in meta.loaded.values())
+    if keys is not None and (there := max(0, keys - beside)) < wanted:
+        found.append(f"the server holds {there} keys of rows, and {wanted} of this view alone were loaded")
+    return found
+
+
 def written(record: Record) -> bytes:
     """A record as a field holds it: the same bytes for the same record."""
     return json.dumps(plain(record), sort_keys=True).encode()
@@ -163,6 +207,20 @@ def read_pointer(version: bytes, body: bytes, view: str, where: str) -> Pointer:
         return Pointer.from_bytes(body)
     except (ValueError, KeyError, TypeError) as exc:
         raise DamagedPointerError(f"the pointer of {view!r} in {where} is damaged ({exc}); publish the view again") from exc
+
+
+def buckets_of(record: bytes | None, view: str, number: int) -> Buckets | None:
+    """The buckets of a generation, from the field that tells that it is loaded.
+
+    Raises:
+        DamagedPointerError: it cannot be read.
+    """
+    try:
+        return None if record is None else read_record(Loaded, record).buckets
+    except ValueError as exc:
+        raise DamagedPointerError(
+            f"what is noted of generation {number} of {view!r} is damaged ({exc}); publish the view again"
+        ) from exc
 
 
 def script(text: str, allows_oom: bool, meta: str, *arguments: bytes | str | int) -> tuple[bytes | str | int, ...]:
@@ -213,6 +271,16 @@ def end_loading(number: int, before: Loading, loaded: Loaded) -> tuple[str, tupl
     return _CHANGE, (f"loading:{number}", written(before), f"rows:{number}", written(loaded))
 
 
-def end_view() -> tuple[str, tuple[bytes | str | int, ...]]:
-    """Script and arguments that take a view from its readers, and make all of it one that is to be dropped."""
-    return _END, ()
+def end_view(token: str) -> tuple[str, tuple[bytes | str | int, ...]]:
+    """Script and arguments that take a view from its readers, and make all of it one that is to be dropped, by the process that has the token."""
+    return _END, (token,)
+
+
+def take_end(token: str) -> tuple[str, tuple[bytes | str | int, ...]]:
+    """Script and arguments that take over the drop of all of a view; refused ("changed") when there is none."""
+    return _TAKE_END, (token,)
+
+
+def ended(token: str) -> tuple[str, tuple[bytes | str | int, ...]]:
+    """Script and arguments that make an end of a view's hash when all else is dropped; refused ("changed") when that is another process's by now."""
+    return _ENDED, (token,)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from store.errors import OnlineStoreError
-from store.redis.link import Link, packed
+from store.redis.link import Budget, Link, packed
 from store.redis.replies import Refused, refusal
 
 log = logging.getLogger(__name__)
@@ -47,18 +47,34 @@ class ServerState:
         return None if self.policy is None else self.policy.startswith("allkeys-")
 
 
-def identity_of(states: Sequence[ServerState]) -> str:
+def identity_of(states: Iterable[ServerState]) -> str:
     """Who all of these servers are; empty when one does not say."""
-    return ",".join(sorted(state.identity for state in states)) if all(state.identity for state in states) else ""
+    identities = sorted(state.identity for state in states)
+    return ",".join(identities) if all(identities) else ""
 
 
-def server_state(link: Link, doing: str, budget_s: float | None = None) -> ServerState:
+def evicted_of(states: Iterable[ServerState]) -> int | None:
+    """How many keys all of these servers have evicted; None when one does not say."""
+    return _sum([state.evicted for state in states])
+
+
+def keys_of(states: Iterable[ServerState]) -> int | None:
+    """How many keys they hold; None when one does not say."""
+    return _sum([state.keys for state in states])
+
+
+def _sum(numbers: Sequence[int | None]) -> int | None:
+    known = [number for number in numbers if number is not None]
+    return sum(known) if len(known) == len(numbers) else None
+
+
+def server_state(link: Link, doing: str, budget: Budget | float | None = None) -> ServerState:
     """Ask a server.
 
     Raises:
         OnlineStoreError: it does not answer, or lets nobody in.
     """
-    hello, said = link.replies(packed(("HELLO",), ("INFO",)), 2, doing, budget_s)
+    hello, said = link.replies(packed(("HELLO",), ("INFO",)), 2, doing, budget)
     if isinstance(hello, Refused):
         raise refusal(link.where, doing, hello)
     of = {key.decode(): value for key, value in zip(hello[::2], hello[1::2], strict=True)}

@@ -5,26 +5,29 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from store.errors import ConflictError, OnlineStoreError
 from store.feature_view import NAME
+from store.online import kernels
 from store.online.codec import FORMAT_VERSION
 from store.online.found_rows import FoundRows, overlaid
 from store.online.online_store import Generation, OnlineStore, Pointer, Terms, foreign_view, still_live
 from store.online.packed import Rows
 from store.record import replace
 from store.redis import meta as records
-from store.redis.bulk import Acknowledged, Throttle
+from store.redis.buckets import FEW, Buckets, bucket_cost_bytes, bucket_count
+from store.redis.bulk import Acknowledged, Throttle, sweep
 from store.redis.cluster import Cluster
-from store.redis.link import Command
+from store.redis.link import Budget, Command, Link
 from store.redis.meta import EVERYTHING, Loaded, Loading, Meta, Names, read_pointer, script
 from store.redis.options import RedisOptions
-from store.redis.preflight import ServerState, check_room, check_server, identity_of, key_cost_bytes, server_state
+from store.redis.preflight import ServerState, check_room, check_server, evicted_of, identity_of, key_cost_bytes, server_state
 from store.redis.replies import Full
-from store.redis.servers import ADMIN_S, Servers, SingleServer, replicated
-from store.redis.sweep import sweep
+from store.redis.resp import Layout
+from store.redis.servers import ADMIN_S, Servers, SingleServer, begun, handed_on, keep_small, replicated
 
 FREED_S = 3.0
 """For the server to give back the memory of what was dropped: it does so behind its replies."""
@@ -33,8 +36,8 @@ FREED_S = 3.0
 class RedisStore(OnlineStore):
     """The online store of several machines, in Redis or Valkey, 6.2 and later, a single server or a cluster.
 
-    A read is one round trip: an MGET under the overlay and one under the base last seen, then the pointer's version; only when that is another one is it
-    all repeated. So a request never mixes versions and never trusts a stale pointer. MSET cannot set an expiry; freshness is in the row's header, and memory
+    A read is one round trip: what overlay and base last seen have for the keys, then the pointer's version; only when that is another one is it
+    all repeated. Narrow rows lie in buckets: small hashes, a third of the memory. So a request never mixes versions and never trusts a stale pointer. MSET cannot set an expiry; freshness is in the row's header, and memory
     comes back by dropping generations.
 
     A load that was killed or cut off leaves its rows, and how many of them the server acknowledged: the next one of the same rows goes on from there. What is to
@@ -53,49 +56,64 @@ class RedisStore(OnlineStore):
         self._options = RedisOptions.of(url)
         self._names = Names(self._options.prefix)
         self._servers: Servers = Cluster(self._options) if self._options.nodes else SingleServer(self._options)
-        self._seen: dict[str, tuple[bytes, Pointer]] = {}
-        self._owners: dict[tuple[str, int], str] = {}
+        self._seen: dict[str, _Seen] = {}
+        self._plans: dict[tuple[str, int], _Plan] = {}
         self._flags_scripts: bool | None = None
 
     # ---- reading
 
     def read(self, view: str, keys: Sequence[bytes]) -> tuple[Pointer, FoundRows] | None:
         doing = f"read {len(keys)} keys of {view!r}"
-        seen = self._seen.get(view) or self._load_pointer(view)
+        # one for all that it takes
+        budget = Budget.of(None, self._options.budget_s)
+        seen = self._seen.get(view) or self._load_pointer(view, budget)
+        hashes = None
         while seen is not None:
-            version, pointer = seen
-            # the overlay's first
-            prefixes = [self._names.rows(view, number) for number in reversed(pointer.generations)]
-            now, found = self._servers.read(self._names.meta(view), prefixes, keys, doing)
-            if now == version:
-                rows = [FoundRows(keys, values) for values in found]
-                return pointer, rows[0] if len(rows) == 1 else overlaid(rows[1], rows[0])
-            seen = self._load_pointer(view)
+            if hashes is None and len(keys) > FEW and any(layout.buckets is not None for layout in seen.layouts):
+                hashes = kernels.pack(keys)[1]
+            now, found = self._servers.read(self._names.meta(view), seen.layouts, keys, hashes, doing, budget)
+            if now == seen.version:
+                return seen.pointer, found[0] if len(found) == 1 else overlaid(found[1], found[0])
+            seen = self._load_pointer(view, budget)
         return None
 
     def live(self, view: str) -> Pointer | None:
         seen = self._load_pointer(view)
-        return None if seen is None else seen[1]
+        return None if seen is None else seen.pointer
 
-    def _load_pointer(self, view: str) -> tuple[bytes, Pointer] | None:
+    def _load_pointer(self, view: str, budget: Budget | None = None) -> _Seen | None:
         if not NAME.match(view):
             return None
-        command = ("HMGET", self._names.meta(view), "version", "pointer")
-        (found,) = self._servers.ask(command[1], [command], f"read the pointer of {view!r}")
+        budget, doing = budget or Budget.of(None, self._options.budget_s), f"read the pointer of {view!r}"
+        meta = self._names.meta(view)
+        (found,) = self._servers.ask(meta, [("HMGET", meta, "version", "pointer")], doing, budget)
         assert isinstance(found, list)
         version, body = found
         if version is None or body is None:
             self._seen.pop(view, None)
             return None
         seen = self._seen.get(view)
-        if seen is None or seen[0] != version:
-            seen = self._seen[view] = version, read_pointer(version, body, view, self._servers.where)
+        if seen is None or seen.version != version:
+            pointer = read_pointer(version, body, view, self._servers.where)
+            # the overlay's first
+            layouts = self._layouts(view, pointer.generations[::-1], doing, budget)
+            seen = self._seen[view] = _Seen(version, pointer, layouts)
         return seen
 
+    def _layouts(self, view: str, numbers: Sequence[int], doing: str, budget: Budget | float) -> list[Layout]:
+        """How generations lie in Redis. One that is gone by now was another pointer's, which who reads finds out."""
+        meta = self._names.meta(view)
+        (records_,) = self._servers.ask(meta, [("HMGET", meta, *[f"rows:{number}" for number in numbers])], doing, budget)
+        return [
+            Layout(self._names.rows(view, number), records.buckets_of(record, view, number))
+            for number, record in zip(numbers, records_, strict=True)
+        ]
+
     def read_generation(self, view: str, number: int, keys: Sequence[bytes]) -> FoundRows:
-        prefix = self._names.rows(view, number)
-        _, (found,) = self._servers.read(None, [prefix], keys, f"read generation {number} of {view!r}", ADMIN_S)
-        return FoundRows(keys, found)
+        doing = f"read generation {number} of {view!r}"
+        layouts = self._layouts(view, [number], doing, ADMIN_S)
+        _, (found,) = self._servers.read(None, layouts, keys, None, doing, ADMIN_S)
+        return found
 
     def generations(self, view: str) -> list[Generation]:
         return self._meta(view).generations
@@ -110,37 +128,22 @@ class RedisStore(OnlineStore):
         return [name for name, (there,) in zip(names, live, strict=True) if there]
 
     def doubts(self, view: str) -> list[str]:
-        meta = self._meta(view)
-        states = self._servers.states(f"look after {view!r}")
-        server, evicted, keys = (
-            identity_of(states),
-            _sum([state.evicted for state in states]),
-            _sum([state.keys for state in states]),
-        )
-        doubts = []
-        for number in meta.live:
-            loaded = meta.loaded.get(number)
-            if loaded is None:
-                doubts.append(f"generation {number}, which is live, is not loaded whole")
-                continue
-            if loaded.server and server and loaded.server != server:
-                doubts.append(f"the server was started anew, or another one took its place, since generation {number} was loaded")
-            elif evicted is not None and evicted > loaded.evicted and any(state.evicts for state in states):
-                doubts.append(f"{evicted - loaded.evicted} keys were evicted since generation {number} was loaded")
-        rows = sum(loaded.rows for loaded in meta.loaded.values())
-        if keys is not None and keys < rows:
-            doubts.append(f"the server holds {keys} keys, and {rows} rows of this view alone were loaded")
-        return doubts
+        doing, views = f"look after {view!r}", self._names.views
+        states = self._servers.states(doing).values()
+        (members,) = self._servers.ask(views, [("SMEMBERS", views)], doing)
+        # beside rows there are the set of views, and a hash for each
+        return records.doubts(self._meta(view), states, beside=1 + len(members))
 
     # ---- loading
 
-    def prepare(self, view: str, generation: Generation, rows: int, size_bytes: int, owner: str) -> Terms:
+    def prepare(
+        self, view: str, generation: Generation, rows: int, size_bytes: int, owner: str, row_bytes: int | None = None
+    ) -> Terms:
         doing = f"prepare for {view!r}"
         states = self._servers.states(doing, ADMIN_S)
-        masters = self._servers.masters()
         lossy = [
             check_server(state, link.where, cluster=self._servers.cluster, allow_eviction=self._options.allow_eviction)
-            for state, link in zip(states, masters, strict=True)
+            for link, state in states.items()
         ]
         self._check_rights(view, states)
         meta = self._meta(view)
@@ -153,20 +156,28 @@ class RedisStore(OnlineStore):
             if loading.layout == FORMAT_VERSION
             and loading.generation == replace(generation, number=n)
             # one server holds the note behind the rows it counts; in a cluster another one may have lost them since
-            and (not self._servers.cluster or loading.server == identity_of(states) != "")
+            and (not self._servers.cluster or loading.server == identity_of(states.values()) != "")
         }
         number = max(started, key=lambda n: started[n].done, default=None)
         unwanted = {str(n) for n in (*meta.loading, *meta.unreadable) if n != number and n not in meta.live} | meta.dropping
         if unwanted:
             self._drop_all(view, unwanted)
-        done = 0 if number is None else started[number].done
-        self._check_room(view, max(0, rows - done), rows, size_bytes, bool(unwanted))
-        self._owners[view, generation.number if number is None else number] = owner
+        done, prefix = 0 if number is None else started[number].done, self._names.rows(view, generation.number)
+        buckets = bucket_count(rows, row_bytes, len(prefix))
+        if number is not None:
+            buckets = 0 if (earlier := started[number].buckets) is None else earlier.number
+        elif buckets and not keep_small(self._servers, self._names.prefix, doing):
+            buckets = 0
+        # an entity's key is a few bytes of what a row and its key have together
+        plain_bytes = key_cost_bytes(len(prefix) + 8, row_bytes or size_bytes / max(1, rows))
+        row_cost = bucket_cost_bytes(len(prefix), row_bytes or 0) if buckets else plain_bytes
+        self._check_room(int(max(0, rows - done) * row_cost), bool(unwanted))
+        self._plans[view, generation.number if number is None else number] = _Plan(owner, buckets)
         return Terms(any(lossy), number, done)
 
-    def _check_rights(self, view: str, states: Sequence[ServerState]) -> None:
+    def _check_rights(self, view: str, states: Mapping[Link, ServerState]) -> None:
         """Use every command that loading, flipping, dropping and reading need, on keys of our prefix that nobody reads."""
-        self._flags_scripts = flags = all(state.flags_scripts for state in states)
+        self._flags_scripts = flags = all(state.flags_scripts for state in states.values())
         servers, names, doing = self._servers, self._names, f"try what publishing {view!r} needs"
         meta, views, nothing = names.meta(view), names.views, Loading(Generation(0, 0), 0, "", "")
         scripts = [records.note_loading(0, nothing, nothing), records.begin_dropping(0)]
@@ -181,23 +192,21 @@ class RedisStore(OnlineStore):
         servers.try_all(meta, on_meta + away, doing)
         servers.try_all(views, [("SREM", views, "-"), ("SMEMBERS", views)], doing)
         servers.try_all(views, [("SADD", views, "-"), ("SREM", views, "-")], doing)
-        for link in servers.masters():
+        for link in states:
             key = servers.scratch(link, names.prefix)
-            read: Command = ("GET", key) if servers.cluster else ("MGET", key)
+            read: list[Command] = [("GET", key), ("HLEN", key)] if servers.cluster else [("MGET", key)]
             scan: Command = ("SCAN", 0, "MATCH", names.rows_of(view) + b"*", "COUNT", 1)
-            servers.try_all(key, [("UNLINK", key), read, ("WAIT", 0, 1), scan], doing)
+            servers.try_all(key, [("UNLINK", key), *read, ("WAIT", 0, 1), scan], doing)
             writes: list[Command] = [("SET", key, b"1")] if servers.cluster else [("SET", key, b"1"), ("MSET", key, b"1")]
             servers.try_all(key, [*writes, ("UNLINK", key)], doing)
 
-    def _check_room(self, view: str, rows: int, of: int, size_bytes: int, dropped: bool) -> None:
-        prefix_bytes = len(self._names.rows(view, 1))
-        # an entity's key is a few bytes of what a row and its key have together
-        needed = rows * key_cost_bytes(prefix_bytes + 8, size_bytes / max(1, of)) // len(self._servers.masters())
+    def _check_room(self, size_bytes: int, dropped: bool) -> None:
         until = time.monotonic() + (FREED_S if dropped else 0)
         while True:
+            states = self._servers.states("ask for its memory", ADMIN_S)
             try:
-                for state, link in zip(self._servers.states("ask for its memory", ADMIN_S), self._servers.masters(), strict=True):
-                    check_room(state, link.where, needed)
+                for link, state in states.items():
+                    check_room(state, link.where, size_bytes // len(states))
             except OnlineStoreError:
                 if time.monotonic() >= until:
                     raise
@@ -212,12 +221,34 @@ class RedisStore(OnlineStore):
             self._drop_all(view, {EVERYTHING})
         if not rows_done and (number in meta.loaded or number in meta.loading or str(number) in meta.dropping):
             self._drop_all(view, {str(number)})
-        owner = self._owners.pop((view, number), meta.owner)
-        server = identity_of(self._servers.states(doing, ADMIN_S))
-        loading = Loading(generation, FORMAT_VERSION, owner, secrets.token_hex(8), rows_done, server)
+        plan = self._plans.pop((view, number), None) or _Plan(meta.owner)
+        states = self._servers.states(doing, ADMIN_S).values()
+        server, evicted, buckets = identity_of(states), evicted_of(states), None
+        if rows_done:
+            earlier = meta.loading.get(number)
+            if earlier is None or earlier.done < rows_done:
+                raise _taken_over(view, number)
+            if self._servers.cluster and (not server or earlier.server != server):
+                raise OnlineStoreError(
+                    f"a server of Redis at {self._servers.where} was started anew, or another one took its place, since {rows_done} rows of generation {number} of "
+                    f"{view!r} were loaded: some of them may be gone. Do it again"
+                )
+            # what was evicted while the first rows came is among what was lost
+            evicted, buckets = earlier.evicted, earlier.buckets
+        elif plan.buckets:
+            rows, first = begun(rows)
+            buckets = Buckets.of(plan.buckets, first)
+        loading = Loading(
+            generation, FORMAT_VERSION, plan.owner, secrets.token_hex(8), rows_done, server, evicted=evicted, buckets=buckets
+        )
         self._servers.ask(self._names.views, [("SADD", self._names.views, view)], doing, ADMIN_S)
         if self._run(view, *records.begin_loading(number, loading))[0] == b"live":
             raise still_live(view, number)
+        return self._send(view, loading, rows, doing)
+
+    def _send(self, view: str, loading: Loading, rows: Rows, doing: str) -> int:
+        """What is left of a load once it is noted."""
+        number = loading.generation.number
 
         def note(done: int) -> None:
             nonlocal loading
@@ -226,23 +257,22 @@ class RedisStore(OnlineStore):
                 raise _taken_over(view, number)
             loading = after
 
-        acknowledged = Acknowledged(rows_done, note)
+        acknowledged, throttle = Acknowledged(loading.done, note), Throttle(self._options.max_load_mb_s)
+        layout = Layout(self._names.rows(view, number), loading.buckets)
         try:
-            self._servers.load(rows, self._names.rows(view, number), acknowledged, Throttle(self._options.max_load_mb_s), doing)
+            self._servers.load(rows, layout, acknowledged, throttle, loading.server, doing)
         except (ConflictError, Full):
             self._clean_up(view, number, loading.token)
             raise
         states = self._servers.states(doing, ADMIN_S)
-        self._replicated(view, states, doing)
-        loaded = Loaded(generation, acknowledged.done, identity_of(states), _sum([s.evicted for s in states]) or 0)
+        for link, state in states.items():
+            replicated(link, self._servers.scratch(link, self._names.prefix), state.replicas or 0, doing)
+        server = identity_of(states.values())
+        loaded = Loaded(loading.generation, acknowledged.done, server, loading.evicted or 0, loading.buckets)
         if self._run(view, *records.end_loading(number, loading, loaded))[0] != b"done":
             self._clean_up(view, number, loading.token)
             raise _taken_over(view, number)
         return acknowledged.done
-
-    def _replicated(self, view: str, states: Sequence[ServerState], doing: str) -> None:
-        for state, link in zip(states, self._servers.masters(), strict=True):
-            replicated(link, self._servers.scratch(link, self._names.prefix), state.replicas or 0, doing)
 
     def _clean_up(self, view: str, number: int, token: str) -> None:
         """Drop what this process loaded, unless another one has gone on with it. What stays after an error is dropped by the next load."""
@@ -260,26 +290,8 @@ class RedisStore(OnlineStore):
         loaded = self._meta(view).loaded if answer[0] == b"missing" else {}
         records.check_flipped(answer, pointer, sorted(loaded))
         if self._servers.cluster:
-            self._handed_on(view)
-
-    def _handed_on(self, view: str) -> None:
-        """Wait until the replicas have the pointer, before anything that the one before it names is dropped: a failover would bring that one back, and other
-        masters have dropped its rows.
-
-        Raises:
-            OnlineStoreError: they do not keep up.
-        """
-        meta, doing = self._names.meta(view), f"hand on what is live of {view!r}"
-        replicas = server_state(self._servers.at(meta), doing, ADMIN_S).replicas
-        if not replicas:
-            return
-        # on the connection that has written last
-        commands: list[Command] = [("HDEL", meta, "-"), ("WAIT", replicas, int(ADMIN_S * 1000 / 2))]
-        _, have = self._servers.ask(meta, commands, doing, ADMIN_S)
-        if not isinstance(have, int) or have < replicas:
-            raise OnlineStoreError(
-                f"of {replicas} replicas only {have} have the new pointer of {view!r}: nothing older is dropped; publish it again"
-            )
+            # a failover would bring the pointer before back, and other masters have dropped its rows
+            handed_on(self._servers, self._names.meta(view), f"hand on what is live of {view!r}")
 
     def drop(self, view: str, number: int) -> None:
         meta = self._meta(view)
@@ -290,10 +302,27 @@ class RedisStore(OnlineStore):
     def forget(self, view: str) -> None:
         if not NAME.match(view):
             return
-        self._run(view, *records.end_view())
+        self._run(view, *records.end_view(token := secrets.token_hex(8)))
         self._servers.ask(self._names.views, [("SREM", self._names.views, view)], f"remove {view!r}", ADMIN_S)
-        self._drop_all(view, {EVERYTHING})
+        self._finish_end(view, token)
         self._seen.pop(view, None)
+
+    def _finish_end(self, view: str, token: str) -> None:
+        """Remove all that is there of a view that has ended.
+
+        Raises:
+            ConflictError: another process does that by now, or has begun the view anew.
+        """
+        doing, field = f"remove {view!r}", f"dropping:{EVERYTHING}"
+        try:
+            self._sweep(view, lambda _: True, {field: token.encode()}, doing)
+            done = self._run(view, *records.ended(token))[0] == b"done"
+        except _TakenFromUs:
+            done = False
+        if not done:
+            raise ConflictError(
+                f"view {view!r} is removed, or was begun anew, by another process meanwhile: this one has left off"
+            )
 
     def _drop_all(self, view: str, unwanted: set[str]) -> None:
         """Remove generations, by their numbers as text, or :data:`EVERYTHING`. Marked before, so that one that is interrupted is finished by the next.
@@ -301,24 +330,41 @@ class RedisStore(OnlineStore):
         Raises:
             ConflictError: one is live.
         """
-        doing = f"drop generation {', '.join(sorted(unwanted))} of {view!r}" if EVERYTHING not in unwanted else f"remove {view!r}"
-        meta, key = self._meta(view), self._names.meta(view)
-        for text in sorted(unwanted - meta.dropping - {EVERYTHING}):
+        if EVERYTHING in unwanted:
+            # the end of a view that was interrupted: whoever was at it leaves off
+            if self._run(view, *records.take_end(token := secrets.token_hex(8)))[0] == b"done":
+                self._finish_end(view, token)
+            return
+        meta = self._meta(view)
+        doing = f"drop generation {', '.join(sorted(unwanted))} of {view!r}"
+        for text in sorted(unwanted - meta.dropping):
             if self._run(view, *records.begin_dropping(int(text)))[0] == b"live":
                 raise still_live(view, int(text))
-        known = {*meta.loaded, *meta.loading} - {int(text) for text in unwanted - {EVERYTHING}}
-        newest = max((int(text) for text in unwanted - {EVERYTHING}), default=0)
+        known = {*meta.loaded, *meta.loading} - {int(text) for text in unwanted}
+        newest = max(int(text) for text in unwanted)
+        # what a process wrote that slept while its load was dropped goes too: numbers only grow
+        marks = {f"dropping:{text}": b"1" for text in sorted(unwanted)}
+        # who took a mark away has finished it, or loads that generation anew
+        with contextlib.suppress(_TakenFromUs):
+            self._sweep(view, lambda n: str(n) in unwanted or (n < newest and n not in known), marks, doing)
+            self._ask_meta(view, [("HDEL", self._names.meta(view), *marks)], doing)
 
-        def goes(number: int) -> bool:
-            # what a process wrote that slept while its load was dropped goes too: numbers only grow
-            return EVERYTHING in unwanted or str(number) in unwanted or (number < newest and number not in known)
+    def _sweep(self, view: str, goes: Callable[[int], bool], marks: Mapping[str, bytes], doing: str) -> None:
+        """Remove rows as long as the marks stand: one that outlives its lease must not take what somebody else has loaded since. Between a look at them and the next thousand
+        keys that go lies no more than a round trip.
+
+        Raises:
+            _TakenFromUs: they do not.
+        """
+        look: list[Command] = [("HMGET", self._names.meta(view), *marks)]
+
+        def check() -> None:
+            (there,) = self._ask_meta(view, look, doing)
+            if there != list(marks.values()):
+                raise _TakenFromUs
 
         for link in self._servers.masters():
-            sweep(link, self._names.rows_of(view), goes, doing, cluster=self._servers.cluster)
-        if EVERYTHING in unwanted:
-            self._ask_meta(view, [("UNLINK", key)], doing)
-        else:
-            self._ask_meta(view, [("HDEL", key, *[f"dropping:{text}" for text in sorted(unwanted)])], doing)
+            sweep(link, self._names.rows_of(view), goes, doing, check, cluster=self._servers.cluster)
 
     # ---- the view's hash
 
@@ -346,13 +392,28 @@ class RedisStore(OnlineStore):
         self._servers.close()
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """A pointer as it was last seen, its version, and how the generations it names lie in Redis, the overlay first."""
+
+    version: bytes
+    pointer: Pointer
+    layouts: list[Layout]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What was found out before a load: who loads, and in how many buckets; none where each row has a key of its own."""
+
+    owner: str
+    buckets: int = 0
+
+
+class _TakenFromUs(Exception):
+    """What was to be dropped is somebody else's by now."""
+
+
 def _taken_over(view: str, number: int) -> ConflictError:
     return ConflictError(
         f"generation {number} of view {view!r} was dropped, or is loaded by another process: nothing of it went live"
     )
-
-
-def _sum(numbers: Sequence[int | None]) -> int | None:
-    """None when one is not known."""
-    known = [number for number in numbers if number is not None]
-    return sum(known) if len(known) == len(numbers) else None

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from store.errors import OnlineStoreError
-from store.online.packed import Buffer, RowBatch, Rows
+from store.online.found_rows import FoundRows
+from store.online.packed import U8, Packed, RowBatch, Rows
+from store.redis.buckets import FIELDS, WIDEST_VALUE
 from store.redis.bulk import Acknowledged, Pipe, Throttle
-from store.redis.link import Command, Link, opener, packed
+from store.redis.link import Budget, Command, Link, opener, packed
 from store.redis.options import RedisOptions
 from store.redis.preflight import ServerState, server_state
 from store.redis.replies import Refused, refusal
-from store.redis.resp import SLICE_ROWS, Block, blocks
+from store.redis.resp import Block, Layout
+
+log = logging.getLogger(__name__)
 
 ADMIN_S = 10.0
 """For a command that is no read: flip, drop, count."""
@@ -26,18 +34,22 @@ class Servers(ABC):
 
     cluster: bool
     where: str
+    read_s: float
+    """The budget of a read, for all calls that it takes."""
 
     @abstractmethod
-    def replies(self, key: bytes | str, commands: Sequence[Command], doing: str, budget_s: float | None = None) -> list[Any]:
+    def replies(
+        self, key: bytes | str, commands: Sequence[Command], doing: str, budget: Budget | float | None = None
+    ) -> list[Any]:
         """Replies to commands on keys of one slot, that of ``key``, errors among them as :class:`Refused`.
 
         Raises:
             OnlineStoreError: no answer in time (of a read's budget, if none is named).
         """
 
-    def ask(self, key: bytes | str, commands: Sequence[Command], doing: str, budget_s: float | None = None) -> list[Any]:
+    def ask(self, key: bytes | str, commands: Sequence[Command], doing: str, budget: Budget | float | None = None) -> list[Any]:
         """As :meth:`replies`; raises OnlineStoreError too when one of them is an error."""
-        replies = self.replies(key, commands, doing, budget_s)
+        replies = self.replies(key, commands, doing, budget)
         for reply in replies:
             if isinstance(reply, Refused):
                 raise refusal(self.where, doing, reply)
@@ -73,18 +85,26 @@ class Servers(ABC):
 
     @abstractmethod
     def read(
-        self, meta: str | None, prefixes: Sequence[bytes], keys: Sequence[bytes], doing: str, budget_s: float | None = None
-    ) -> tuple[object, list[list[Buffer | None]]]:
-        """What stands under each prefix for each key, and then the field ``version`` of the hash ``meta`` (None where none is named): read last, so that what it
+        self,
+        meta: str | None,
+        layouts: Sequence[Layout],
+        keys: Sequence[bytes],
+        hashes: U8 | None,
+        doing: str,
+        budget: Budget | float | None = None,
+    ) -> tuple[object, list[FoundRows]]:
+        """What each generation, laid out so, has for each key (``hashes`` are theirs, where they are known), and then the field ``version`` of the hash ``meta`` (None where none is named): read last, so that what it
         names was there until then."""
 
     @abstractmethod
-    def load(self, rows: Rows, prefix: bytes, acknowledged: Acknowledged, throttle: Throttle, doing: str) -> None:
-        """Send rows and wait for all replies. Raises as :class:`Pipe`, and what ``rows`` raises."""
+    def load(self, rows: Rows, layout: Layout, acknowledged: Acknowledged, throttle: Throttle, identity: str, doing: str) -> None:
+        """Send rows and wait for all replies. ``identity``: who the servers were when what is acknowledged already was counted. Raises as :class:`Pipe`, and what
+        ``rows`` raises."""
 
-    def states(self, doing: str, budget_s: float | None = None) -> list[ServerState]:
-        """Of each master."""
-        return [server_state(link, doing, budget_s) for link in self.masters()]
+    def states(self, doing: str, budget: Budget | float | None = None) -> dict[Link, ServerState]:
+        """Of each master; who they are is looked at once."""
+        shared = Budget.of(budget, self.read_s)
+        return {link: server_state(link, doing, shared) for link in self.masters()}
 
     @abstractmethod
     def close(self) -> None:
@@ -101,11 +121,13 @@ class SingleServer(Servers):
     cluster = False
 
     def __init__(self, options: RedisOptions) -> None:
-        self.where = options.where
+        self.where, self.read_s = options.where, options.budget_s
         self._link = Link(opener(options), options.where, options.budget_s)
 
-    def replies(self, key: bytes | str, commands: Sequence[Command], doing: str, budget_s: float | None = None) -> list[Any]:
-        return self._link.replies(packed(*commands), len(commands), doing, budget_s)
+    def replies(
+        self, key: bytes | str, commands: Sequence[Command], doing: str, budget: Budget | float | None = None
+    ) -> list[Any]:
+        return self._link.replies(packed(*commands), len(commands), doing, budget)
 
     def at(self, key: bytes | str) -> Link:
         return self._link
@@ -120,20 +142,34 @@ class SingleServer(Servers):
         self._link.close()
 
     def read(
-        self, meta: str | None, prefixes: Sequence[bytes], keys: Sequence[bytes], doing: str, budget_s: float | None = None
-    ) -> tuple[object, list[list[Buffer | None]]]:
-        commands: list[Command] = [("MGET", *[prefix + key for key in keys]) for prefix in prefixes] if keys else []
+        self,
+        meta: str | None,
+        layouts: Sequence[Layout],
+        keys: Sequence[bytes],
+        hashes: U8 | None,
+        doing: str,
+        budget: Budget | float | None = None,
+    ) -> tuple[object, list[FoundRows]]:
+        parts = [layout.asked(keys, hashes) for layout in layouts] if keys else []
+        commands, count = b"".join([data for data, _ in parts]), sum(count for _, count in parts)
         if meta is not None:
-            commands.append(("HGET", meta, "version"))
-        replies = self._link.ask(packed(*commands), len(commands), doing, budget_s) if commands else []
+            commands, count = commands + packed(("HGET", meta, "version")), count + 1
+        replies = self._link.replies(commands, count, doing, budget) if count else []
+        for reply in replies:
+            # a value of another kind than ours is that key's damage, and no more
+            if isinstance(reply, Refused) and reply.code != "WRONGTYPE":
+                raise refusal(self.where, doing, reply)
         version = replies.pop() if meta is not None else None
-        return version, replies or [[] for _ in prefixes]
+        found, at = [], 0
+        for layout, (_, count) in zip(layouts, parts, strict=False):
+            found.append(layout.found(keys, replies[at] if layout.buckets is None else replies[at : at + count], hashes))
+            at += count
+        return version, found or [FoundRows(keys, []) for _ in layouts]
 
-    def load(self, rows: Rows, prefix: bytes, acknowledged: Acknowledged, throttle: Throttle, doing: str) -> None:
-        identity = server_state(self._link, doing, ADMIN_S).identity
+    def load(self, rows: Rows, layout: Layout, acknowledged: Acknowledged, throttle: Throttle, identity: str, doing: str) -> None:
         pipe = Pipe(self._link, doing, lambda: check_same(self._link, identity, doing))
         try:
-            for number, (block, done) in enumerate(_laid_out(rows, prefix, acknowledged.done)):
+            for number, (block, done) in enumerate(_laid_out(rows, layout, acknowledged.done)):
                 throttle.wait(len(block.data))
                 pipe.send(block, number)
                 if done is not None:
@@ -145,12 +181,12 @@ class SingleServer(Servers):
             pipe.close()
 
 
-def _laid_out(rows: Rows, prefix: bytes, done: int) -> Iterator[tuple[Block, int | None]]:
+def _laid_out(rows: Rows, layout: Layout, done: int) -> Iterator[tuple[Block, int | None]]:
     """Blocks; beside the last one of each slice, how many rows there are up to it."""
-    for part in slices(rows):
+    for part in slices(rows, layout):
         done += len(part)
         last: Block | None = None
-        for block in blocks(part.keys, part.rows, prefix):
+        for block in layout.blocks(part):
             if last is not None:
                 yield last, None
             last = block
@@ -158,12 +194,42 @@ def _laid_out(rows: Rows, prefix: bytes, done: int) -> Iterator[tuple[Block, int
             yield last, done
 
 
-def slices(rows: Rows) -> Iterator[RowBatch]:
-    """Batches of at most :data:`SLICE_ROWS` rows."""
+def slices(rows: Rows, layout: Layout) -> Iterator[RowBatch]:
+    """Batches of at most as many rows as are laid out together; for buckets, what comes in smaller ones is put together."""
+    most = layout.slice_rows
+    held: list[RowBatch] = []
     for batch in rows:
-        for start in range(0, len(batch), SLICE_ROWS):
-            stop = min(start + SLICE_ROWS, len(batch))
-            yield RowBatch(batch.keys.slice(start, stop), batch.rows.slice(start, stop), batch.hashes[start:stop])
+        for start in range(0, len(batch), most):
+            stop = min(start + most, len(batch))
+            part = RowBatch(batch.keys.slice(start, stop), batch.rows.slice(start, stop), batch.hashes[start:stop])
+            if held and (layout.buckets is None or sum(map(len, held)) + len(part) > most):
+                yield _together(held)
+                held = []
+            held.append(part)
+    if held:
+        yield _together(held)
+
+
+def begun(rows: Rows) -> tuple[Rows, Packed]:
+    """Rows, and the first of them beforehand; none where there are none."""
+    ahead = iter(rows)
+    for batch in ahead:
+        if len(batch):
+            return itertools.chain([batch], ahead), batch.rows.slice(0, 1)
+    return [], Packed.of([])
+
+
+def _together(batches: Sequence[RowBatch]) -> RowBatch:
+    if len(batches) == 1:
+        return batches[0]
+    keys, rows = (_joined([getattr(batch, name) for batch in batches]) for name in ("keys", "rows"))
+    return RowBatch(keys, rows, np.concatenate([batch.hashes for batch in batches]))
+
+
+def _joined(strings: Sequence[Packed]) -> Packed:
+    data = np.concatenate([part.data[part.offsets[0] : part.offsets[-1]] for part in strings])
+    sizes = np.concatenate([part.sizes for part in strings])
+    return Packed(data, np.concatenate([[0], np.cumsum(sizes)]))
 
 
 def check_same(link: Link, identity: str, doing: str) -> None:
@@ -192,3 +258,39 @@ def replicated(link: Link, key: str, replicas: int, doing: str) -> None:
             f"of {replicas} replicas of Redis at {link.where} only {have} have what was loaded after {REPLICATED_S:.0f} s: a failover would lose rows. Mend or "
             "remove the one that lags, and do it again"
         )
+
+
+def handed_on(servers: Servers, key: str, doing: str) -> None:
+    """Wait until the replicas have what was written to a key.
+
+    Raises:
+        OnlineStoreError: they do not keep up.
+    """
+    replicas = server_state(servers.at(key), doing, ADMIN_S).replicas
+    if not replicas:
+        return
+    # on the connection that has written last
+    commands: list[Command] = [("HDEL", key, "-"), ("WAIT", replicas, int(ADMIN_S * 1000 / 2))]
+    _, have = servers.ask(key, commands, doing, ADMIN_S)
+    if not isinstance(have, int) or have < replicas:
+        raise OnlineStoreError(
+            f"of {replicas} replicas only {have} keep up, could not {doing}: nothing older is dropped; publish it again"
+        )
+
+
+def keep_small(servers: Servers, prefix: str, doing: str) -> bool:
+    """Whether hashes of as many fields as a bucket may have are small ones to the servers: tried, since few may ask how they are set."""
+    pairs = [part for i in range(2 * FIELDS) for part in (b"%06d" % i, b"-" * WIDEST_VALUE)]
+    for link in servers.masters():
+        key = servers.scratch(link, prefix)
+        tried: list[Command] = [("UNLINK", key), ("HSET", key, *pairs), ("OBJECT", "ENCODING", key), ("UNLINK", key)]
+        encoding = servers.replies(key, tried, doing, ADMIN_S)[2]
+        if encoding not in (b"listpack", b"ziplist"):
+            log.info(
+                "Redis at %s keeps no small hashes of %d fields, or does not tell (%s): each row has a key of its own",
+                link.where,
+                2 * FIELDS,
+                encoding,
+            )
+            return False
+    return True

@@ -56,6 +56,13 @@ class SlotMap:
             owners[first : last + 1] = masters.index(node)
         return cls(tuple(masters), owners)
 
+    def moved(self, slot: int, node: Node) -> SlotMap:
+        """The map with a slot at another server."""
+        masters = self.masters if node in self.masters else (*self.masters, node)
+        owners = self.owners.copy()
+        owners[slot] = masters.index(node)
+        return SlotMap(masters, owners)
+
     @property
     def uncovered(self) -> int:
         """How many slots nobody has."""

@@ -22,6 +22,7 @@ from tests.online import (
     Stopped,
     back_to,
     batch_of,
+    in_buckets,
     load,
     numbers,
     over,
@@ -37,15 +38,21 @@ from tests.online import (
 OpenStore = Callable[[], OnlineStore]
 
 
-@pytest.fixture(params=["memory", "table numpy", "table C", "redis", "oldest_redis", "cluster"])
+KINDS = ["memory", "table numpy", "table C", "redis", "oldest_redis", "cluster"]
+KINDS += [f"{kind} buckets" for kind in KINDS[3:]]
+
+
+@pytest.fixture(params=KINDS)
 def open_store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenStore]:
     """Opens the same store once more, as another reader would; memory has only one."""
     opened: list[OnlineStore] = []
-    kind, _, kernel = request.param.partition(" ")
-    if kernel == "numpy":
+    kind, _, how = request.param.partition(" ")
+    if how == "numpy":
         monkeypatch.setattr(kernels, "native", None)
-    elif kernel and kernels.native is None:
+    elif how == "C" and kernels.native is None:
         pytest.skip("the C extension is not built here")
+    elif how == "buckets":
+        in_buckets(monkeypatch)
 
     def another() -> OnlineStore:
         if kind == "memory":

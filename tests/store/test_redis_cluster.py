@@ -17,11 +17,10 @@ from store.errors import ConflictError, OnlineStoreError
 from store.online.online_store import Generation, Terms
 from store.online.packed import Packed, Rows
 from store.redis import bulk
-from store.redis.bulk import Pipe
+from store.redis.bulk import SCANNED_KEYS, Pipe
 from store.redis.redis_store import RedisStore
 from store.redis.replies import Lost, Refused
 from store.redis.slots import SLOTS, SlotMap, row_slots, slot_of, target
-from store.redis.sweep import SCANNED_KEYS
 from tests.online import TABLE, Stopped, numbers, over, plain, pointer, rows_of, values
 from tests.redis_process import RedisCluster, RedisProcess, eventually, newest_redis, redis_binaries
 
