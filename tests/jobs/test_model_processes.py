@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import http.client
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,7 @@ HANG, EXIT, GROW, SPIN = 100, 101, 102, 103
 """Inputs that a :class:`Faulty` model cannot take."""
 
 GRACE_S = 0.3
-PATIENCE = {"models": {"grace": "300ms", "memory_mb": 600}}
+SERVE = {"workers": 2, "models": {"grace": "300ms", "memory_mb": 600}}
 
 
 class Faulty(Doubler):
@@ -50,12 +54,19 @@ FAULTY: View = {"model": {"use": f"{HERE}:Faulty"}, "fallback": {"enabled": True
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A healthy view beside a faulty one."""
+    """Two workers, over a healthy view, a faulty one, and one whose model writes down what it computes."""
     folder = tmp_path_factory.mktemp("models")
-    make_folder(folder, {"numbers": {}, "faulty": FAULTY}, serve=PATIENCE).publish_all()
+    counting = {"model": {"use": "tests.arithmetic:Counting", "args": {"path": str(folder / "batches"), "sleep_s": 0.5}}}
+    make_folder(folder, {"numbers": {}, "faulty": FAULTY, "counted": counting}, serve=SERVE).publish_all()
     write_numbers(folder, [1, 2, 3, *range(9, 60), HANG, EXIT, GROW, SPIN])
     with Server(folder) as server:
         yield server
+
+
+def workers_of(server: Server) -> list[int]:
+    """Numbers of its lookup workers."""
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    return [int(pid) for pid in children if b"lookup_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def process_of(server: Server, key: int) -> int:
@@ -92,7 +103,7 @@ def test_a_model_that_is_lost_is_replaced_and_nobody_else_notices(server: Server
     eventually(lambda: server.get("/v1/views/faulty/rows/11").status == 200)
     assert process_of(server, 11) != before
     assert server.get("/v1/views/numbers/rows/10").json["features"] == other["features"]
-    eventually(lambda: server.get("/readyz").json["fallback"] == {"numbers": "ready", "faulty": "ready"})
+    eventually(lambda: server.get("/readyz").json["fallback"]["faulty"] == "ready")
 
 
 def alive(pid: int) -> bool:
@@ -116,12 +127,47 @@ def test_a_call_is_not_given_up_before_its_most_patient_request(server: Server) 
 
 def test_no_model_is_loaded_where_hits_are_answered(server: Server) -> None:
     """Nor is what models are made of: a worker that is started anew answers soon."""
-    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-    workers = [pid for pid in children if b"lookup_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    assert len(workers) == 1
-    for pid, unwanted in ((workers[0], ("libtorch", "_duckdb")), (str(server.process.pid), ("libtorch", "faiss"))):
+    for pid, unwanted in ((workers_of(server)[0], ("libtorch", "_duckdb")), (server.process.pid, ("libtorch", "faiss"))):
         libraries = Path(f"/proc/{pid}/maps").read_text()
         assert not [name for name in unwanted if name in libraries]
+
+
+def test_many_requests_for_one_missing_key_over_all_workers_are_one_call(server: Server) -> None:
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(ask(server, "/v1/views/counted/rows/50")) for _ in range(60)]
+        replies = [read_reply(connection) for connection in connections]
+    assert {(reply.status, reply.json["features"]["double"]) for reply in replies} == {(200, 100.0)}
+    batches = Path(str(server.log.parent / "batches")).read_text().splitlines()
+    assert batches.count("[50.0]") == 1
+
+
+def test_a_worker_that_is_killed_under_load_takes_along_what_was_in_its_hands_and_no_more(server: Server) -> None:
+    eventually(lambda: len(workers_of(server)) == 2)
+    stop, before = threading.Event(), workers_of(server)
+
+    def load(_: int) -> tuple[int, int]:
+        """Requests that were answered, and connections that were cut off, one request on each at a time."""
+        answered = cut = 0
+        while not stop.is_set():
+            with contextlib.suppress(OSError, http.client.HTTPException), server.connect() as connection:
+                cut += 1
+                while not stop.is_set():
+                    connection.sendall(b"GET /v1/views/numbers/rows/1 HTTP/1.1\r\nHost: x\r\n\r\n")
+                    assert read_reply(connection).json["status"] == "fresh"
+                    answered += 1
+                cut -= 1
+        return answered, cut
+
+    with ThreadPoolExecutor(4) as threads:
+        loads = [threads.submit(load, number) for number in range(4)]
+        for killed in before:
+            os.kill(killed, signal.SIGKILL)
+            eventually(lambda: len(set(workers_of(server)) - set(before)) > before.index(killed))  # noqa: B023
+        stop.set()
+        answered, cut = (sum(counts) for counts in zip(*(one.result() for one in loads), strict=True))
+    assert answered > 100
+    assert cut <= 2 * 4
+    assert not set(workers_of(server)) & set(before)
 
 
 def test_sigterm_ends_a_server_whose_model_hangs_once_its_requests_are_answered(tmp_path: Path) -> None:
