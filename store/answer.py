@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,7 +98,8 @@ def _constants(pointer: Pointer) -> list[pa.Array]:
 class Answer:
     """The rows of one request, some perhaps still in flight.
 
-    ``sighting`` is what bounds the rows' ages. ``pending`` maps a row's number to the future that computes it; :meth:`wait` settles them.
+    ``sighting`` is what bounds the rows' ages; ``look`` gives both anew, for a pointer. ``bad`` are the numbers of the keys that no entity can have. ``pending``
+    maps a row's number to the future that computes it; :meth:`wait` settles them.
     """
 
     plan: AnswerPlan
@@ -106,6 +107,10 @@ class Answer:
     found: FoundRows
     now_us: int
     sighting: Sighting
+    look: Callable[[Pointer], tuple[int, Sighting]]
+    bad: Collection[int] = ()
+    oldest_s: float | None = None
+    """The largest age of a row that counts, whatever the TTL says."""
     deadline: float = 0.0
     pending: dict[int, Future[Computed]] = field(default_factory=dict)
     _computed_at: Sequence[int] = ()
@@ -116,6 +121,8 @@ class Answer:
     _reasons: dict[int, Reason] = field(default_factory=dict)
     _computed: dict[int, bytes] = field(default_factory=dict)
     """Row's number → the packed row that the fallback made."""
+    asked: dict[int, Reason] = field(default_factory=dict)
+    """Number of a row that the model computed → why it was asked."""
     damaged: int = 0
     """Rows that the store has, and that do not vouch for themselves."""
 
@@ -124,14 +131,13 @@ class Answer:
         """The pointer the whole answer was read under."""
         return self.plan.pointer
 
-    def judge(self, max_age_s: float | None, columnar: bool = False) -> list[int]:
-        """Verify every row, give it its status and drop what has expired; returns the numbers of the missing rows.
+    def judge(self, columnar: bool = False) -> list[int]:
+        """Verify every row, give it its status and drop what has expired; returns the numbers of the rows that are missing and could be had.
 
         Args:
-            max_age_s: the caller's own limit.
             columnar: :meth:`table` is all that will be asked for: the rows' values are read on the way.
         """
-        plan, view = self.plan, self.plan.view
+        plan = self.plan
         states: Sequence[int]
         if len(self.keys) == 1:
             state, computed_at = plan.codec.verify_one(self.found, plan.snapshots)
@@ -146,19 +152,38 @@ class Answer:
             whole, oldest = checked.tobytes() == _WHOLE_BYTE * len(checked), int(times.min())
             self._computed_at = times.tolist()
             states = [] if whole else checked.tolist()
-        limit_s = view.ttl_s if max_age_s is None else min(view.ttl_s, max_age_s)
-        if whole and self.sighting.age_us(oldest, self.now_us) <= limit_s * 1e6:
+        if whole and self._all_fresh(oldest):
             return []
         states = states or [_WHOLE] * len(self.keys)
         self._statuses = [
-            self._judged(i, state, computed_at, max_age_s)
+            self._judged(i, state, computed_at)
             for i, (state, computed_at) in enumerate(zip(states, self._computed_at, strict=True))
         ]
-        return list(self._reasons)
+        missing = list(self._reasons)
+        for i in self.bad:
+            self._reasons[i] = Reason.BAD_KEY
+        return [i for i in missing if i not in self.bad] if self.bad else missing
 
-    def _judged(self, i: int, state: int, computed_at_us: int, max_age_s: float | None) -> Status:
+    def judge_again(self) -> None:
+        """Judge the stored rows by what time it is now: since they were read, others were waited for."""
+        self.now_us, self.sighting = self.look(self.pointer)
+        if self._statuses is None:
+            if self._all_fresh(min(self._computed_at)):
+                return
+            self._statuses = [Status.FRESH] * len(self.keys)
+        for i, status in enumerate(self._statuses):
+            if status in (Status.FRESH, Status.STALE):
+                self._statuses[i] = self._judged(i, _WHOLE, self._computed_at[i])
+
+    def _all_fresh(self, oldest_us: int) -> bool:
+        """Whether rows are that were computed at ``oldest_us`` and later."""
+        ttl_s = self.plan.view.ttl_s
+        limit_s = ttl_s if self.oldest_s is None else min(ttl_s, self.oldest_s)
+        return self.sighting.age_us(oldest_us, self.now_us) <= limit_s * 1e6
+
+    def _judged(self, i: int, state: int, computed_at_us: int) -> Status:
         if state == _WHOLE:
-            status = status_of(self.plan.view, self._age_s(computed_at_us), max_age_s)
+            status = status_of(self.plan.view, self._age_s(computed_at_us), self.oldest_s)
             if status is Status.MISSING:
                 self._reasons[i] = Reason.EXPIRED
             return status
@@ -173,7 +198,7 @@ class Answer:
             self.settle()
 
     def settle(self) -> None:
-        """Take what the futures hold now; a row that is not done has missed the deadline."""
+        """Take what the futures hold now, and judge all rows by the time it is now; a row that is not done has missed the deadline."""
         assert self._statuses is not None or not self.pending
         for i, future in self.pending.items():
             if not future.done():
@@ -189,8 +214,9 @@ class Answer:
             self._computed[i] = computed.row
             self._computed_at[i] = computed.computed_at_us  # type: ignore[index]
             self._statuses[i] = Status.COMPUTED  # type: ignore[index]
-            del self._reasons[i]
+            self.asked[i] = self._reasons.pop(i)
         self.pending = {}
+        self.judge_again()
 
     def row_counts(self) -> dict[tuple[str, str, str], int] | None:
         """(status, source, reason) → rows; None where all are fresh rows of the store."""

@@ -6,6 +6,7 @@ part written ``%25`` and ``%2F``. The UTF-8 of that text is the key in the store
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import unquote_to_bytes
@@ -89,6 +90,19 @@ def _part(value: Any) -> str:
             raise RequestError("an integer key has at most 64 bits", code="bad_key")
         return str(value)
     raise RequestError(f"a key is a string or an integer, got {type(value).__name__}: {_short(value)}", code="bad_key")
+
+
+def shown_key(value: Any) -> str:
+    """What stands as the ``key`` of an answer for a value that is none: the text itself, its lone surrogates replaced, or the value, shortened."""
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    try:
+        return reprlib.repr(value)
+    except ValueError:
+        # more digits than Python writes
+        return type(value).__name__
 
 
 def _short(value: Any) -> str:

@@ -17,8 +17,8 @@ from store.answer import ANSWER_FIELDS, MAX_DEADLINE_S, Answer, AnswerPlan
 from store.errors import RequestError
 from store.fallback import Computed, Fallback, Miss, check_inputs
 from store.freshness import Sighting, microseconds, status_of
-from store.key_text import MAX_KEY_BYTES, check_key, join_key, key_text
-from store.lookup_options import MAX_KEYS, MAX_NEIGHBOURS, LookupOptions, SearchOptions, check_features
+from store.key_text import MAX_KEY_BYTES, join_key, key_text, shown_key
+from store.lookup_options import MAX_KEYS, MAX_NEIGHBOURS, CacheControl, LookupOptions, SearchOptions, check_features
 from store.online.online_store import OnlineStore, Pointer
 from store.online_url import open_online_store
 from store.record import plain
@@ -116,13 +116,22 @@ class Lookup:
         answer.wait()
         return answer.rows()[0]
 
-    def begin(self, view: str, keys: Sequence[Any], options: LookupOptions = _DEFAULT, *, columnar: bool = False) -> Answer:
+    def begin(
+        self,
+        view: str,
+        keys: Sequence[Any],
+        options: LookupOptions = _DEFAULT,
+        *,
+        cache_control: CacheControl | None = None,
+        columnar: bool = False,
+    ) -> Answer:
         """As :meth:`get`, without waiting: the answer may still have rows in flight, see :meth:`Answer.wait`.
 
         Args:
             view: as :meth:`get`.
             keys: likewise.
             options: likewise.
+            cache_control: what a request over HTTP asks of stored rows.
             columnar: :meth:`Answer.table` is all that will be asked of the answer: a third faster then, and slower for rows.
         """
         if isinstance(keys, (str, bytes)) or not hasattr(keys, "__len__"):
@@ -131,28 +140,31 @@ class Lookup:
             code = "too_many_keys" if keys else "no_keys"
             raise RequestError(f"a request has 1 to {MAX_KEYS} keys, got {len(keys)}", status=413 if keys else 400, code=code)
         options.check()
-        texts, raw = self._keys(view, keys)
+        texts, raw, bad = self._keys(view, keys)
         read = self.online.read(view, raw)
         if read is None:
             raise self._unknown_view(view)
         pointer, found = read
-        plan = self._plan(pointer, options.features)
-        inputs = options.inputs
-        inputs_by_key = {} if not inputs else {key_text(key, pointer.view.entity): columns for key, columns in inputs.items()}
-        for columns in inputs_by_key.values():
-            check_inputs(pointer, columns)
-        now_us = int(self._clock() * 1e6)
-        answer = Answer(plan, texts, found, now_us, self._sighting(pointer))
-        missing = [i for i in answer.judge(options.max_age_s, columnar) if raw[i] is not IMPOSSIBLE]
+        inputs = _inputs_by_key(pointer, options.inputs) if options.inputs else {}
+        fallback = self.fallback if options.fallback and pointer.view.fallback else None
+        oldest_s = options.max_age_s
+        if cache_control is not None:
+            fallback = None if cache_control.only_if_cached else fallback
+            oldest_s = cache_control.oldest_s(pointer.view, oldest_s, fallback is not None)
+        answer = Answer(self._plan(pointer, options.features), texts, found, *self._look(pointer), self._look, bad, oldest_s)
+        missing = answer.judge(columnar)
         if answer.damaged:
             self.on_damaged(view, answer.damaged)
-        if missing and options.fallback and self.fallback is not None and pointer.view.fallback:
+        if missing and fallback is not None:
             wait_s = pointer.view.fallback_deadline_s if options.deadline_ms is None else options.deadline_ms / 1000
             answer.deadline = time.monotonic() + min(wait_s, MAX_DEADLINE_S)
-            wanted = [texts[i] for i in missing]
-            futures = self.fallback.submit(pointer, wanted, inputs_by_key, answer.deadline)
+            futures = fallback.submit(pointer, [texts[i] for i in missing], inputs, answer.deadline)
             answer.pending = dict(zip(missing, futures, strict=True))
         return answer
+
+    def _look(self, pointer: Pointer) -> tuple[int, Sighting]:
+        """What time it is, in µs since 1970, and what bounds the ages of a pointer's rows now."""
+        return int(self._clock() * 1e6), self._sighting(pointer)
 
     def _sighting(self, pointer: Pointer) -> Sighting:
         first, now_s = self._seen.get(pointer.view.name), self._monotonic()
@@ -162,29 +174,34 @@ class Lookup:
         _, published_us, seen_s = first
         return Sighting(published_us, pointer.renewed_at_us, int((now_s - seen_s) * 1e6))
 
-    def _keys(self, view: str, keys: Sequence[Any]) -> tuple[list[str], list[bytes]]:
-        """Key texts, and what is looked up for each: its UTF-8, or :data:`IMPOSSIBLE` for a text no entity can have as a key.
+    def _keys(self, view: str, keys: Sequence[Any]) -> tuple[list[str], list[bytes], list[int]]:
+        """Key texts; what is looked up for each: its UTF-8, or :data:`IMPOSSIBLE` for what no entity can have as a key; and the numbers of those.
 
         Raises:
-            RequestError: a key of another type or number of parts, or none that an entity can have.
+            RequestError: 404, there is no such view.
         """
+        bad: list[int] = []
         texts = list(keys)
         try:
             # the common case, as lean as it gets: 100 keys in 6 µs
             raw = list(map(str.encode, texts))
-        except UnicodeEncodeError as exc:
-            raise RequestError("a key is not valid UTF-8", code="bad_key") from exc
-        except TypeError:
-            # integers, or lists for an entity of several columns
-            pointer = self._live(view)
-            texts = [join_key(key, pointer.view.entity) for key in keys]
-            raw = [text.encode() for text in texts]
+        except (TypeError, UnicodeEncodeError):
+            # integers, lists for an entity of several columns, and what is no key
+            entity, texts, raw = self._live(view).view.entity, [], []
+            for i, key in enumerate(keys):
+                try:
+                    text = join_key(key, entity)
+                    encoded = text.encode()
+                except RequestError:
+                    text, encoded = shown_key(key), IMPOSSIBLE
+                    bad.append(i)
+                texts.append(text)
+                raw.append(encoded)
         if max(map(len, raw)) > MAX_KEY_BYTES or not all(raw) or b"\0" in b"".join(raw):
-            raw = [key if 0 < len(key) <= MAX_KEY_BYTES and 0 not in key else IMPOSSIBLE for key in raw]
-            if all(key is IMPOSSIBLE for key in raw):
-                # raises: there is nothing to answer
-                check_key(texts[0])
-        return texts, raw
+            bad = [i for i, key in enumerate(raw) if not 0 < len(key) <= MAX_KEY_BYTES or 0 in key]
+            for i in bad:
+                raw[i] = IMPOSSIBLE
+        return texts, raw, bad
 
     def _live(self, view: str) -> Pointer:
         """The view's pointer.
@@ -199,7 +216,7 @@ class Lookup:
 
     def _age_of(self, pointer: Pointer) -> Callable[[int], float]:
         """The age now, in seconds, of a row that was computed at so many µs since 1970."""
-        sighting, now_us = self._sighting(pointer), int(self._clock() * 1e6)
+        now_us, sighting = self._look(pointer)
         return lambda computed_at_us: sighting.age_us(computed_at_us, now_us) / 1e6
 
     def _unknown_view(self, view: str) -> RequestError:
@@ -307,6 +324,18 @@ class Lookup:
         """
         if pointer.index is not None and self._searches.root is not None:
             self._searches.index_of(pointer)
+
+
+def _inputs_by_key(pointer: Pointer, inputs: Mapping[Any, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Key text → input column → value.
+
+    Raises:
+        RequestError: no key, or no input of the view's model.
+    """
+    by_key = {key_text(key, pointer.view.entity): columns for key, columns in inputs.items()}
+    for columns in by_key.values():
+        check_inputs(pointer, columns)
+    return by_key
 
 
 __all__ = ["ANSWER_FIELDS", "MAX_KEYS", "MAX_NEIGHBOURS", "Answer", "Computed", "Fallback", "Lookup", "Miss"]

@@ -42,6 +42,38 @@ class LookupOptions(NamedTuple):
             check_limits(deadline_ms=self.deadline_ms, max_age_s=self.max_age_s)
 
 
+class CacheControl(NamedTuple):
+    """What a request's ``Cache-Control`` asks of the rows that are stored (RFC 9111 §5.2.1), ages in seconds. A directive that is not there is None or False."""
+
+    max_age_s: float | None = None
+    """No older than this."""
+    min_fresh_s: float | None = None
+    """Fresh for so much longer."""
+    max_stale_s: float | None = None
+    """Stale for no longer."""
+    no_cache: bool = False
+    """Not without asking the origin: where a model may be asked, it is; where none may, the store is the origin itself."""
+    only_if_cached: bool = False
+    """Nothing but what is stored: never the model."""
+
+    def oldest_s(self, view: FeatureView, max_age_s: float | None, model_may_be_asked: bool) -> float | None:
+        """The largest age that a stored row may have, or None: all limits hold; below 0, none is good enough.
+
+        Args:
+            view: whose TTL counts.
+            max_age_s: of the lookup's own options.
+            model_may_be_asked: whether one stands behind the view, and the request allows it.
+        """
+        limits = [limit for limit in (max_age_s, self.max_age_s) if limit is not None]
+        if self.min_fresh_s is not None:
+            limits.append(view.ttl_s - self.min_fresh_s)
+        if self.max_stale_s is not None:
+            limits.append(view.ttl_s + self.max_stale_s)
+        if self.no_cache and (model_may_be_asked or self.only_if_cached):
+            limits.append(-1.0)
+        return min(limits, default=None)
+
+
 class SearchOptions(NamedTuple):
     """As :meth:`store.lookup.Lookup.search` has them: exactly one of ``key``, ``vector`` and ``inputs`` is searched by."""
 

@@ -23,6 +23,8 @@ class Reason(StrEnum):
     DAMAGED = "damaged"
     """What the store holds for the key does not vouch for itself."""
     EXPIRED = "expired"
+    BAD_KEY = "bad_key"
+    """No entity can have it: of another type or number of parts, empty, too long."""
     DEADLINE = "deadline"
     SHED = "shed"
     MODEL_ERROR = "model_error"

@@ -17,7 +17,7 @@ from store.api.openapi import openapi_document
 from store.api.page import status_page
 from store.api.pools import Pool
 from store.api.reply import JSON_TYPE, Reply, json_reply
-from store.api.request import Receive, Scope, headers_of, read_body
+from store.api.request import Receive, Scope, headers_of, no_query, read_body
 from store.api.rows import RowRoutes
 from store.errors import PrecomputeError
 from store.lookup import Lookup
@@ -59,6 +59,7 @@ class Api:
     async def search(self, scope: Scope, receive: Receive, view: str, _: bytes) -> Reply:
         """``POST /v1/views/{view}/search``."""
         started = time.perf_counter()
+        no_query(scope)
         _kind, body = await read_body(receive, headers_of(scope), (wire.JSON,))
         wanted: wire.SearchRequest = wire.decode(wire.decode_search, body)
         neighbours = await self._searchers.run(self._lookup.search, view, **wanted.options()._asdict())
@@ -67,6 +68,7 @@ class Api:
 
     async def views(self, scope: Scope, receive: Receive) -> Reply:
         """``GET /v1/views``."""
+        no_query(scope)
         return json_reply({"views": await self._call(self._lookup.views)})
 
     # ---- for operators

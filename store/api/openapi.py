@@ -76,20 +76,27 @@ def _lookups() -> dict[str, Any]:
         _parameter("deadline_ms", "query", "number", "how long to wait for the model"),
         _parameter("max_age_s", "query", "number", "an older row counts as missing"),
     ]
+    control = _parameter(
+        "Cache-Control",
+        "header",
+        "string",
+        "RFC 9111: no-cache, only-if-cached, max-age, min-fresh, max-stale: how fresh a row must be",
+    )
     failed = {"404": "no such row or view", "502": "the model failed", "504": "the model was too slow"}
     row = {
         "summary": "One row",
-        "parameters": [view, key, *options],
+        "parameters": [view, key, *options, control],
         "responses": {**_responses("ViewRow", arrow=True, more=failed), "304": {"description": "not modified"}},
     }
     lookup = {
         "summary": "Many rows of one view",
-        "parameters": [view, *options],
+        "parameters": [view, *options, control],
         "requestBody": _body("LookupRequest", arrow=True),
         "responses": _responses("LookupAnswer", arrow=True),
     }
     multi_lookup = {
         "summary": "Rows of several views",
+        "parameters": [control],
         "requestBody": _body("MultiLookupRequest"),
         "responses": _responses("MultiLookupAnswer"),
     }

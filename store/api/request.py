@@ -86,13 +86,52 @@ def _number(given: dict[str, str], name: str) -> float | None:
         raise RequestError(f"{name} is a number, got {given[name][:80]!r}") from exc
 
 
+def both(body: LookupOptions, query: LookupOptions) -> LookupOptions:
+    """Options named in a body and in the query: all limits of both hold, and features are the query's where it names some."""
+    if query is _DEFAULT:
+        return body
+    deadlines = [ms for ms in (body.deadline_ms, query.deadline_ms) if ms is not None]
+    ages = [age_s for age_s in (body.max_age_s, query.max_age_s) if age_s is not None]
+    return LookupOptions(
+        body.features if query.features is None else query.features,
+        body.fallback and query.fallback,
+        min(deadlines, default=None),
+        min(ages, default=None),
+        body.inputs,
+    )
+
+
+def no_query(scope: Scope) -> None:
+    """Raises:
+    RequestError: there is a query, and the route takes none.
+    """
+    if scope["query_string"]:
+        raise RequestError("this route has no query parameters")
+
+
 def wants_arrow(headers: dict[bytes, bytes]) -> bool:
-    """Whether the caller accepts an Arrow stream."""
+    """Whether the caller would rather have an Arrow stream than JSON, or as soon (RFC 9110 §12.5.1)."""
     accept = headers.get(b"accept")
-    return accept is not None and _ARROW in accept
+    if accept is None or _ARROW not in accept:
+        return False
+    qualities: dict[bytes, float] = {}
+    for part in accept.split(b","):
+        kind, *parameters = (piece.strip() for piece in part.split(b";"))
+        quality = 1.0
+        for parameter in parameters:
+            if parameter[:2].lower() == b"q=":
+                try:
+                    quality = float(parameter[2:])
+                except ValueError:
+                    quality = 0.0
+        qualities[kind.lower()] = quality
+    arrow = qualities.get(_ARROW, 0.0)
+    json = next((qualities[kind] for kind in _AS_JSON if kind in qualities), 0.0)
+    return arrow > 0 and arrow >= json
 
 
 _ARROW = wire.ARROW.encode()
+_AS_JSON = (wire.JSON.encode(), b"application/*", b"*/*")
 
 
 async def read_body(receive: Receive, headers: dict[bytes, bytes], kinds: tuple[str, ...]) -> tuple[str, bytes]:

@@ -14,17 +14,17 @@ from store.answer import Answer
 from store.api import arrow, wire
 from store.api.metrics import Metrics
 from store.api.pools import Pool
-from store.api.reply import ARROW_TYPE, JSON_TYPE, Reply, problem
-from store.api.request import Receive, Scope, headers_of, query_options, read_body, wants_arrow
-from store.encoding.http_freshness import VARY, Headers, freshness_headers, matches
+from store.api.reply import ARROW_TYPE, JSON_TYPE, RETRY_SOON, Reply, problem, refusal
+from store.api.request import Receive, Scope, both, headers_of, no_query, query_options, read_body, wants_arrow
+from store.encoding.http_freshness import VARY, cache_control, matches, missing_headers, row_headers
 from store.encoding.json_rows import lookup_json, row_json
-from store.errors import RequestError
+from store.errors import PrecomputeError, RequestError
 from store.key_text import key_from_path
 from store.lookup import Lookup
-from store.lookup_options import LookupOptions
+from store.lookup_options import CacheControl, LookupOptions
 from store.status import Reason
 
-_MISSING_STATUS = {Reason.DAMAGED: 500, Reason.DEADLINE: 504, Reason.SHED: 503, Reason.MODEL_ERROR: 502}
+_MISSING_STATUS = {Reason.DAMAGED: 500, Reason.DEADLINE: 504, Reason.SHED: 503, Reason.MODEL_ERROR: 502, Reason.BAD_KEY: 400}
 
 
 class RowRoutes:
@@ -43,11 +43,13 @@ class RowRoutes:
         """``GET /v1/views/{view}/rows/{key}``."""
         started = time.perf_counter()
         headers, options = headers_of(scope), query_options(scope)
+        asked = cache_control(headers.get(b"cache-control"))
         entity = await self._entity(view) if b"/" in raw_key else ("key",)
-        answer = await self._begin(view, [key_from_path(raw_key, entity)], options)
+        answer = await self._begin(view, [key_from_path(raw_key, entity)], options, asked)
         if answer.pending:
             await _landed(answer)
-        reply = self._row_reply(answer, headers)
+        missing = answer.reason(0) is not None
+        reply = self._missing(answer, options, asked) if missing else self._row_reply(answer, headers)
         self._metrics.answered("row", answer, time.perf_counter() - started)
         return reply
 
@@ -57,38 +59,45 @@ class RowRoutes:
         return ("key",) if pointer is None else pointer.view.entity
 
     def _row_reply(self, answer: Answer, asked: dict[bytes, bytes]) -> Reply:
-        headers = freshness_headers(answer)
-        reason = answer.reason(0)
-        if reason is not None:
-            return self._missing(answer, reason, headers)
+        as_arrow = wants_arrow(asked)
+        headers = row_headers(answer, b"a" if as_arrow else b"j")
         etags = asked.get(b"if-none-match")
         if etags is not None and matches(etags, dict(headers)[b"etag"]):
             return Reply(304, headers)
-        if wants_arrow(asked):
+        if as_arrow:
             return Reply(200, [ARROW_TYPE, *headers], arrow.encode_arrow(answer.table()))
         body = b'{"view":"%b",%b' % (answer.pointer.view.name.encode(), row_json(answer, 0))
         return Reply(200, [JSON_TYPE, *headers], body)
 
-    def _missing(self, answer: Answer, reason: Reason, headers: Headers) -> Reply:
-        pointer = answer.pointer
+    def _missing(self, answer: Answer, options: LookupOptions, asked: CacheControl | None) -> Reply:
+        pointer, reason = answer.pointer, answer.reason(0)
+        assert reason is not None
         detail = f"no row for key {answer.keys[0][:80]!r} in view {pointer.view.name!r}: {reason}"
         self._metrics.refused(reason)
         status = _MISSING_STATUS.get(reason, 404)
+        if asked is not None and asked.only_if_cached:
+            # RFC 9111 §5.2.1.7: where nothing is stored
+            status = 504
+        elif reason is Reason.DEADLINE and options.deadline_ms == 0:
+            # who would not wait has not waited too long
+            status = 404
+        headers = missing_headers(answer, reason)
+        if status == 503:
+            headers.append(RETRY_SOON)
         return problem(status, str(reason), detail, headers, snapshot=pointer.snapshot, model=pointer.model)
 
     async def lookup(self, scope: Scope, receive: Receive, view: str, _: bytes) -> Reply:
         """``POST /v1/views/{view}/lookup``."""
         started = time.perf_counter()
-        headers = headers_of(scope)
+        headers, options = headers_of(scope), query_options(scope)
         kind, body = await read_body(receive, headers, (wire.JSON, wire.ARROW))
         if kind == wire.ARROW:
             keys: list[Any] = arrow.decode_arrow_keys(body)
-            options = query_options(scope)
         else:
             wanted: wire.LookupRequest = wire.decode(wire.decode_lookup, body)
-            keys, options = wanted.keys, wanted.options()
+            keys, options = wanted.keys, both(wanted.options(), options)
         columnar = wants_arrow(headers)
-        answer = await self._begin(view, keys, options, columnar=columnar)
+        answer = await self._begin(view, keys, options, cache_control(headers.get(b"cache-control")), columnar=columnar)
         if answer.pending:
             await _landed(answer)
         if columnar:
@@ -99,28 +108,54 @@ class RowRoutes:
         return reply
 
     async def multi_lookup(self, scope: Scope, receive: Receive) -> Reply:
-        """``POST /v1/lookup``."""
+        """``POST /v1/lookup``: each view answers for itself, or says why it does not."""
         started = time.perf_counter()
-        _, body = await read_body(receive, headers_of(scope), (wire.JSON,))
+        no_query(scope)
+        headers = headers_of(scope)
+        _, body = await read_body(receive, headers, (wire.JSON,))
         wanted: wire.MultiLookupRequest = wire.decode(wire.decode_multi, body)
         if not 0 < len(wanted.requests) <= wire.MAX_REQUESTS:
             raise RequestError(
                 f"1 to {wire.MAX_REQUESTS} requests in one call, got {len(wanted.requests)}",
                 status=413 if wanted.requests else 400,
             )
+        asked = cache_control(headers.get(b"cache-control"))
+        begun: list[Answer | Reply] = []
         # All are begun before any is waited for, so that the deadlines run side by side.
-        answers = [await self._begin(one.view, one.keys, one.options()) for one in wanted.requests]
-        for answer in answers:
-            await _landed(answer)
-        parts = b",".join([lookup_json(answer) for answer in answers])
-        for answer in answers:
-            self._metrics.answered("multi_lookup", answer, time.perf_counter() - started)
-        return Reply(200, [JSON_TYPE], b'{"responses":[%b]}' % parts)
+        for one in wanted.requests:
+            try:
+                begun.append(await self._begin(one.view, one.keys, one.options(), asked))
+            except PrecomputeError as exc:
+                begun.append(self._refused(exc))
+        waited = False
+        for i, answer in enumerate(begun):
+            if isinstance(answer, Answer) and answer.pending:
+                waited = True
+                try:
+                    await _landed(answer)
+                except PrecomputeError as exc:
+                    begun[i] = self._refused(exc)
+        parts = []
+        for one, answer in zip(wanted.requests, begun, strict=True):
+            if isinstance(answer, Answer):
+                if waited:
+                    answer.judge_again()
+                parts.append(lookup_json(answer))
+                self._metrics.answered("multi_lookup", answer, time.perf_counter() - started)
+            else:
+                parts.append(b'{"view":%b,"problem":%b}' % (wire.encode(one.view), bytes(answer.body)))
+        return Reply(200, [JSON_TYPE], b'{"responses":[%b]}' % b",".join(parts))
 
-    async def _begin(self, view: str, keys: Sequence[Any], options: LookupOptions, *, columnar: bool = False) -> Answer:
-        if self._readers is not None:
-            return await self._readers.run(partial(self._lookup.begin, view, keys, options, columnar=columnar))
-        return self._lookup.begin(view, keys, options, columnar=columnar)
+    def _refused(self, exc: PrecomputeError) -> Reply:
+        reply, code = refusal(exc, "POST /v1/lookup")
+        self._metrics.refused(code)
+        return reply
+
+    async def _begin(
+        self, view: str, keys: Sequence[Any], options: LookupOptions, asked: CacheControl | None, *, columnar: bool = False
+    ) -> Answer:
+        begin = partial(self._lookup.begin, view, keys, options, cache_control=asked, columnar=columnar)
+        return begin() if self._readers is None else await self._readers.run(begin)
 
 
 async def _landed(answer: Answer) -> None:

@@ -130,10 +130,31 @@ class LookupAnswer(msgspec.Struct):
     rows: list[Row]
 
 
+class Problem(msgspec.Struct):
+    """A refusal, as RFC 9457 has it: ``type`` names the kind for programs, ``detail`` tells a person; of a missing row, whose it would have been."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    snapshot: int | msgspec.UnsetType = msgspec.UNSET
+    model: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class ViewAnswer(msgspec.Struct):
+    """What one view of several says: a lookup's answer, or the problem it has with the request."""
+
+    view: str
+    snapshot: int | msgspec.UnsetType = msgspec.UNSET
+    model: str | msgspec.UnsetType = msgspec.UNSET
+    rows: list[Row] | msgspec.UnsetType = msgspec.UNSET
+    problem: Problem | msgspec.UnsetType = msgspec.UNSET
+
+
 class MultiLookupAnswer(msgspec.Struct):
     """Answer of ``POST /v1/lookup``, in the order of the requests."""
 
-    responses: list[LookupAnswer]
+    responses: list[ViewAnswer]
 
 
 class Neighbour(Row, kw_only=True):
@@ -150,17 +171,6 @@ class SearchAnswer(msgspec.Struct):
     model: str
     metric: Literal["cosine", "dot", "l2"]
     rows: list[Neighbour]
-
-
-class Problem(msgspec.Struct):
-    """A refusal, as RFC 9457 has it: ``type`` names the kind for programs, ``detail`` tells a person; of a missing row, whose it would have been."""
-
-    type: str
-    title: str
-    status: int
-    detail: str
-    snapshot: int | msgspec.UnsetType = msgspec.UNSET
-    model: str | msgspec.UnsetType = msgspec.UNSET
 
 
 _encoder = msgspec.json.Encoder()

@@ -1,36 +1,114 @@
-"""HTTP freshness: a row's freshness in the words of HTTP: RFC 9111 (Age, Cache-Control), RFC 5861, RFC 9211 (Cache-Status), RFC 9110 (ETag)."""
+"""HTTP freshness: a row's freshness in the words of HTTP, and a caller's wishes in them: RFC 9110 (ETag), 9111 (Age, Cache-Control), 5861, 9211 (Cache-Status)."""
 
 from __future__ import annotations
 
+import math
+import re
+import zlib
 from email.utils import formatdate
 from functools import lru_cache
 
 from store.answer import Answer
+from store.errors import RequestError
+from store.lookup_options import CacheControl
 from store.online.codec import CHECKSUM_BYTES
-from store.status import Status
+from store.status import Reason, Status
 
 Headers = list[tuple[bytes, bytes]]
 """Names in lower case."""
 
 VARY = (b"vary", b"Accept")
 
+_DIRECTIVE = re.compile(r"""([!#$%&'*+.^_`|~0-9A-Za-z-]+)(?:=(?:"((?:[^"\\]|\\.)*)"|([^\s",;]*)))?""")
+_SECONDS = {"max-age": "max_age_s", "min-fresh": "min_fresh_s", "max-stale": "max_stale_s"}
+_LONGEST_KEPT = 128
+"""Bytes of a header whose meaning is kept: those of services are short and few."""
 
-def freshness_headers(answer: Answer) -> Headers:
-    """Of an answer of one row."""
-    view, pointer, value = answer.pointer.view, answer.pointer, answer.packed_row(0)
-    if value is None:
-        told = b'precompute; fwd=uri-miss; detail="v%d"' % pointer.snapshot
-        return [(b"cache-control", b"no-store"), (b"cache-status", told), VARY]
-    age = answer.age_s(0)
-    how = b"fwd=uri-miss; fwd-status=200" if answer.status(0) is Status.COMPUTED else b"hit; ttl=%.0f" % (view.ttl_s - age)
+
+def cache_control(header: bytes | None) -> CacheControl | None:
+    """What a request's ``Cache-Control`` asks of stored rows; None where it asks nothing. Directives of other kinds (``no-store``, ``no-transform``, extensions)
+    ask nothing of them, and are passed over.
+
+    Raises:
+        RequestError: a directive's seconds are none.
+    """
+    if not header:
+        return None
+    return _kept(header) if len(header) <= _LONGEST_KEPT else _parsed(header)
+
+
+def _parsed(header: bytes) -> CacheControl | None:
+    asked: dict[str, float | bool] = {}
+    for found in _DIRECTIVE.finditer(header.decode("latin-1")):
+        name, text = found[1].lower(), found[2] if found[2] is not None else found[3]
+        if name in ("no-cache", "only-if-cached"):
+            asked[name.replace("-", "_")] = True
+        elif name == "max-stale" and text is None:
+            # however stale
+            continue
+        elif name in _SECONDS:
+            seconds, field = _seconds(name, text), _SECONDS[name]
+            # named twice, the stricter counts
+            stricter = max if name == "min-fresh" else min
+            asked[field] = stricter(seconds, asked.get(field, seconds))
+    return CacheControl(**asked) if asked else None  # type: ignore[arg-type]
+
+
+_kept = lru_cache(256)(_parsed)
+
+
+def _seconds(name: str, text: str | None) -> float:
+    if text is None or not (text.isascii() and text.isdigit()):
+        raise RequestError(f"Cache-Control: {name} is followed by whole seconds, got {(text or '')[:40]!r}")
+    # more than any age; RFC 9111 §1.2.2 has 2³¹ for what is too large
+    return float(min(int(text[:12]), 2**31))
+
+
+def row_headers(answer: Answer, form: bytes) -> Headers:
+    """Headers of an answer of one row, which is there.
+
+    Args:
+        answer: of one row.
+        form: a letter for the body's form: two that look otherwise have two ETags.
+    """
+    view, pointer, age, status = answer.pointer.view, answer.pointer, answer.age_s(0), answer.status(0)
+    asked = answer.asked.get(0)
+    how = (
+        b"hit; ttl=%d" % math.floor(view.ttl_s - age) if asked is None else b"fwd=%b; fwd-status=200" % _why_asked(asked, answer)
+    )
     return [
-        (b"age", b"%.0f" % age),
-        (b"cache-control", b"max-age=%.0f, stale-while-revalidate=%.0f" % (view.ttl_s, view.stale_for_s)),
+        # rounded up: a cache behind us must not take a row for younger than it is
+        (b"age", b"%d" % math.ceil(age)),
+        (b"cache-control", b"max-age=%d, stale-while-revalidate=%d" % (view.ttl_s, view.stale_for_s)),
         (b"cache-status", b'precompute; %b; detail="v%d"' % (how, pointer.snapshot)),
-        (b"etag", b'"%d-%b"' % (pointer.snapshot, bytes(value[:CHECKSUM_BYTES]).hex().encode())),
+        (b"etag", etag(answer, form, status)),
         VARY,
         (b"last-modified", _http_date(min(answer.computed_at_us(0), answer.now_us) // 1_000_000)),
     ]
+
+
+def missing_headers(answer: Answer, reason: Reason) -> Headers:
+    """Headers of an answer of one row, which is missing."""
+    told = b'precompute; fwd=%b; detail="v%d"' % (_why_asked(reason, answer), answer.pointer.snapshot)
+    return [(b"cache-control", b"no-store"), (b"cache-status", told), VARY]
+
+
+def _why_asked(reason: Reason, answer: Answer) -> bytes:
+    """RFC 9211 §2.2: why the store's row would not do: there is none, it is too old by the view's terms, or by the request's."""
+    if reason is not Reason.EXPIRED:
+        return b"uri-miss"
+    return b"stale" if answer.oldest_s is None else b"request"
+
+
+def etag(answer: Answer, form: bytes, status: Status) -> bytes:
+    """Of the snapshot, the row's own checksum (of key, time, values), its status, the body's form and the features asked for. Weak: a body has the age too, which
+    is another every time; and that a row has become stale is a change that no 304 may hide."""
+    value = answer.packed_row(0)
+    assert value is not None
+    features = answer.plan.features
+    chosen = b"" if features is None else b"-%08x" % zlib.crc32(",".join(features).encode())
+    checksum = bytes(value[:CHECKSUM_BYTES]).hex().encode()
+    return b'W/"%d-%b-%b%b%b"' % (answer.pointer.snapshot, checksum, status[:1].encode(), form, chosen)
 
 
 @lru_cache(4096)
@@ -41,4 +119,5 @@ def _http_date(seconds: int) -> bytes:
 
 def matches(etags: bytes, etag: bytes) -> bool:
     """Whether an If-None-Match header names the ETag, by weak comparison (RFC 9110 §13.1.2)."""
-    return etags.strip() == b"*" or etag in [tag.strip().removeprefix(b"W/") for tag in etags.split(b",")]
+    bare = etag.removeprefix(b"W/")
+    return etags.strip() == b"*" or bare in [tag.strip().removeprefix(b"W/") for tag in etags.split(b",")]

@@ -79,7 +79,16 @@ def test_microseconds_become_an_exact_time_in_utc(us: int, at: datetime) -> None
 
 def test_the_words_of_an_answer_are_the_contracts() -> None:
     assert [str(s) for s in Status] == ["fresh", "stale", "computed", "missing"]
-    assert [str(r) for r in Reason] == ["unknown_entity", "not_in_store", "damaged", "expired", "deadline", "shed", "model_error"]
+    assert [str(r) for r in Reason] == [
+        "unknown_entity",
+        "not_in_store",
+        "damaged",
+        "expired",
+        "bad_key",
+        "deadline",
+        "shed",
+        "model_error",
+    ]
     assert {"store", "fallback"} <= {str(s) for s in AnswerSource}
 
 

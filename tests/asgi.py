@@ -1,0 +1,44 @@
+"""An ASGI application called without a server: what a request gets, with no socket and no clock of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from store.api import wire
+from tests.server import Reply
+
+
+def call(app: Any, method: str, path: str, body: Any = None, **headers: str) -> Reply:
+    """One request; a body that is not bytes is sent as JSON. ``content_type="…"`` becomes ``content-type``."""
+    lines = [(name.replace("_", "-").encode(), value.encode("latin-1")) for name, value in headers.items()]
+    if body is not None and "content_type" not in headers:
+        lines.append((b"content-type", wire.JSON.encode()))
+    sent = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+    raw, _, query = path.partition("?")
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": raw,
+        "raw_path": raw.encode(),
+        "query_string": query.encode(),
+        "headers": lines,
+    }
+    return asyncio.run(_exchange(app, scope, sent))
+
+
+async def _exchange(app: Any, scope: Mapping[str, Any], body: bytes) -> Reply:
+    messages: list[Mapping[str, Any]] = []
+
+    async def receive() -> Mapping[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Mapping[str, Any]) -> None:
+        messages.append(message)
+
+    await app(scope, receive, send)
+    start, *parts = messages
+    headers = {name.decode(): value.decode("latin-1") for name, value in start["headers"]}
+    return Reply(start["status"], headers, b"".join(bytes(part["body"]) for part in parts))

@@ -1,0 +1,336 @@
+"""Freshness over HTTP under a clock of the tests' own: what a request may ask of it, and that every path tells the same of the same row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from store.api import wire
+from store.api.app import create_app
+from store.encoding.http_freshness import cache_control
+from store.errors import RequestError
+from store.fallback import Computed, Miss
+from store.feature_view import Feature, FeatureView, IndexSpec
+from store.lookup import Lookup
+from store.lookup_options import CacheControl
+from store.online.codec import RowCodec
+from store.online.online_store import Generation, MemoryStore, Pointer
+from store.status import Reason
+from store.vectors.index_build import build_index
+from tests.asgi import call
+from tests.server import Reply
+
+PUBLISHED = 1_700_000_000.0
+TTL, STALE_FOR = 10.0, 5.0
+FEATURES = (Feature("double", "float64"), Feature("vector", "float32", dim=2))
+ROW, LOOKUP, SEARCH = "/v1/views/things/rows/", "/v1/views/things/lookup", "/v1/views/things/search"
+
+
+def batch(keys: list[str], computed_at_us: list[int]) -> pa.RecordBatch:
+    """Rows of these keys, all of the same values."""
+    return pa.record_batch(
+        {
+            "id": pa.array(keys),
+            "double": pa.array([2.0] * len(keys)),
+            "vector": pa.FixedSizeListArray.from_arrays(pa.array([1.0, 2.0] * len(keys), pa.float32()), 2),
+            "computed_at": pa.array(computed_at_us, pa.int64()),
+        }
+    )
+
+
+@dataclass
+class Model:
+    """Stands behind misses: takes ``seconds`` of the world's time, knows the keys ``known``."""
+
+    world: World
+    seconds: float = 0.0
+    known: frozenset[str] = frozenset()
+    asked: list[str] = field(default_factory=list)
+
+    def submit(
+        self, pointer: Pointer, keys: Sequence[str], inputs: Any, deadline: float, *, query: bool = False
+    ) -> list[Future[Computed]]:
+        self.world.now_s += self.seconds
+        self.asked += keys
+        futures = []
+        for key in keys:
+            future: Future[Computed] = Future()
+            if key in self.known:
+                now_us = round(self.world.now_s * 1e6)
+                rows = RowCodec(pointer.view).row_batch(batch([key], [now_us]), ("id",), pointer.snapshot).rows
+                future.set_result(Computed(rows.at(0), now_us))
+            else:
+                future.set_exception(Miss(Reason.UNKNOWN_ENTITY))
+            futures.append(future)
+        return futures
+
+
+class World:
+    """A published view of rows with an age at its publishing, its model, the API over both, and the time."""
+
+    def __init__(self, root: Path, ages_s: Mapping[str, float], *, fallback: bool = True) -> None:
+        self.now_s = PUBLISHED
+        view = FeatureView(
+            "things", ("id",), FEATURES, ttl_s=TTL, stale_for_s=STALE_FOR, index=IndexSpec("vector", "l2"), fallback=fallback
+        )
+        times = [round((PUBLISHED - age_s) * 1e6) for age_s in ages_s.values()]
+        rows = batch(list(ages_s), times)
+        online = MemoryStore()
+        online.load("things", Generation(1, 1), iter([RowCodec(view).row_batch(rows, ("id",), 1)]))
+        build_index(root / "index", [rows], view, model="m")
+        published = "2023-11-14T22:13:20Z"
+        online.flip(Pointer(view, 1, 1, "m", len(times), len(times), published, min(times), {"x": "double"}, index="index"))
+        self.model = Model(self)
+        self.lookup = Lookup(online, root, self.model, clock=lambda: self.now_s, monotonic=lambda: self.now_s)
+        self.app = create_app(self.lookup)
+        # seen for the first time, since no age is larger than what is known
+        self.lookup.begin("things", [*ages_s][:1])
+
+    def get(self, path: str, **headers: str) -> Reply:
+        return call(self.app, "GET", path, **headers)
+
+    def post(self, path: str, body: Any, **headers: str) -> Reply:
+        return call(self.app, "POST", path, body, **headers)
+
+
+# ---- what a request may ask
+
+
+@pytest.mark.parametrize(
+    ("header", "asked"),
+    [
+        (None, None),
+        ("", None),
+        ("no-store, no-transform, foo=1, bar", None),
+        ("max-stale", None),
+        ("no-cache", CacheControl(no_cache=True)),
+        ("No-Cache ,ONLY-IF-CACHED", CacheControl(no_cache=True, only_if_cached=True)),
+        ("max-age=5", CacheControl(max_age_s=5)),
+        ('max-age="5"', CacheControl(max_age_s=5)),
+        ("max-age=9,min-fresh=2 , max-stale=3", CacheControl(9, 2, 3)),
+        ("max-age=9, max-age=4, min-fresh=1, min-fresh=2", CacheControl(4, 2)),
+        ("max-age=" + "9" * 50, CacheControl(max_age_s=2**31)),
+        ('foo="a, no-cache, \\" b", max-age=1', CacheControl(max_age_s=1)),
+        (",,;;= =, max-age=1", CacheControl(max_age_s=1)),
+    ],
+)
+def test_what_cache_control_asks(header: str | None, asked: CacheControl | None) -> None:
+    assert cache_control(None if header is None else header.encode()) == asked
+
+
+@pytest.mark.parametrize("text", ["max-age", "max-age=", "max-age=x", "max-age=-1", "max-age=1.5", "min-fresh=²", "max-stale=a"])
+def test_seconds_that_are_none_are_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError):
+        cache_control(text.encode("latin-1", "replace"))
+    world = World(tmp_path, {"new": 0})
+    for reply in (world.get(ROW + "new", cache_control=text), world.post(LOOKUP, {"keys": ["new"]}, cache_control=text)):
+        reply.check_problem(400, "bad_request")
+
+
+AGES = {"new": 1.0, "old": 9.0, "stale": 12.0, "expired": 20.0}
+DIRECTIVES = [
+    ("", "fresh fresh stale expired"),
+    ("max-age=1", "fresh expired expired expired"),
+    ("max-age=11", "fresh fresh expired expired"),
+    ("max-age=100", "fresh fresh stale expired"),
+    ("min-fresh=1", "fresh fresh expired expired"),
+    ("min-fresh=2", "fresh expired expired expired"),
+    ("min-fresh=11", "expired expired expired expired"),
+    ("max-stale=2", "fresh fresh stale expired"),
+    ("max-stale=1", "fresh fresh expired expired"),
+    ("max-stale=1000", "fresh fresh stale expired"),
+    ("max-stale", "fresh fresh stale expired"),
+    ("max-age=9, min-fresh=5", "fresh expired expired expired"),
+]
+
+
+def statuses(world: World, control: str) -> list[list[str]]:
+    """Status, or reason, of each row by one request for it, by one for all as JSON, as Arrow, and by one of several views."""
+    headers = {"cache_control": control} if control else {}
+    single = []
+    for key in AGES:
+        reply = world.get(ROW + key, **headers)
+        single.append(reply.json["status"] if reply.status == 200 else reply.json["type"].rpartition(":")[2])
+    rows = world.post(LOOKUP, {"keys": list(AGES)}, **headers).json["rows"]
+    table = world.post(LOOKUP, {"keys": list(AGES)}, accept=wire.ARROW, **headers).arrow
+    several = world.post("/v1/lookup", {"requests": [{"view": "things", "keys": list(AGES)}]}, **headers).json["responses"][0]
+    return [
+        single,
+        [row.get("reason", row["status"]) for row in rows],
+        [reason or status for status, reason in zip(table["status"].to_pylist(), table["reason"].to_pylist(), strict=True)],
+        [row.get("reason", row["status"]) for row in several["rows"]],
+    ]
+
+
+@pytest.mark.parametrize(("control", "expected"), DIRECTIVES)
+def test_rows_that_are_not_as_fresh_as_asked_are_missing_on_every_path(tmp_path: Path, control: str, expected: str) -> None:
+    world = World(tmp_path, AGES, fallback=False)
+    assert statuses(world, control) == [expected.split()] * 4
+
+
+@pytest.mark.parametrize(("control", "expected"), DIRECTIVES)
+def test_and_are_computed_where_a_model_stands_behind_them(tmp_path: Path, control: str, expected: str) -> None:
+    world = World(tmp_path, AGES)
+    world.model.known = frozenset(AGES)
+    assert statuses(world, control) == [expected.replace("expired", "computed").split()] * 4
+
+
+def test_no_cache_has_the_model_compute_and_without_one_the_store_is_the_origin(tmp_path: Path) -> None:
+    world = World(tmp_path / "a", AGES)
+    world.model.known = frozenset({"new", "old"})
+    assert statuses(world, "no-cache") == [["computed", "computed", "unknown_entity", "unknown_entity"]] * 4
+    reply = world.get(ROW + "new", cache_control="no-cache")
+    assert reply.headers["cache-status"] == 'precompute; fwd=request; fwd-status=200; detail="v1"'
+    assert world.get(ROW + "new?fallback=false", cache_control="no-cache").json["status"] == "fresh"
+    assert statuses(World(tmp_path / "b", AGES, fallback=False), "no-cache") == [["fresh", "fresh", "stale", "expired"]] * 4
+
+
+def test_only_if_cached_never_asks_the_model_and_is_504_where_nothing_is_stored(tmp_path: Path) -> None:
+    world = World(tmp_path, AGES)
+    world.model.known = frozenset({*AGES, "nobody"})
+    assert statuses(world, "only-if-cached") == [["fresh", "fresh", "stale", "expired"]] * 4
+    assert statuses(world, "only-if-cached, no-cache") == [["expired"] * 4] * 4
+    for key, control in (("expired", "only-if-cached"), ("nobody", "only-if-cached"), ("old", "only-if-cached, max-age=1")):
+        assert world.get(ROW + key, cache_control=control).status == 504
+    assert world.model.asked == []
+
+
+def test_the_strictest_of_body_query_and_header_counts(tmp_path: Path) -> None:
+    world = World(tmp_path, {"new": 5.0}, fallback=False)
+    for body, query, header, status in (
+        (6, 7, 8, "fresh"),
+        (4, 7, 8, "missing"),
+        (6, 4, 8, "missing"),
+        (6, 7, 4, "missing"),
+        (None, 4, None, "missing"),
+        (None, 5, None, "fresh"),
+    ):
+        headers = {} if header is None else {"cache_control": f"max-age={header}"}
+        reply = world.post(f"{LOOKUP}?max_age_s={query}", {"keys": ["new"], "max_age_s": body}, **headers)
+        assert reply.json["rows"][0]["status"] == status, (body, query, header)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ROW + "new?max_age=1",
+        LOOKUP + "?keys=1",
+        LOOKUP + "?max_age_s=1&max_age_s=2",
+        SEARCH + "?k=1",
+        "/v1/views?x",
+        "/v1/lookup?features=a",
+    ],
+)
+def test_query_parameters_that_are_not_known_are_refused(tmp_path: Path, path: str) -> None:
+    world = World(tmp_path, {"new": 0})
+    body = {"vector": [1, 2]} if "search" in path else {"keys": ["new"]}
+    reply = world.get(path) if "rows" in path or path.startswith("/v1/views?") else world.post(path, body)
+    reply.check_problem(400, "bad_request")
+
+
+# ---- when it is judged
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0.5, ("fresh", 9.5)), (2.0, ("stale", 11.0)), (8.0, ("missing", None))])
+def test_freshness_is_that_of_the_time_when_the_answer_is_sent(tmp_path: Path, seconds: float, expected: Any) -> None:
+    """A hit waits beside a miss."""
+    for path, form in ((LOOKUP, wire.JSON), (LOOKUP, wire.ARROW), ("/v1/lookup", wire.JSON)):
+        world = World(tmp_path / form / path.strip("/"), {"hit": 9.0})
+        world.model.seconds, world.model.known = seconds, frozenset({"miss"})
+        body: Any = {"keys": ["hit", "miss"]}
+        if path == "/v1/lookup":
+            # the hit's own lookup waits for nothing, and is answered with the other
+            body = {"requests": [{"view": "things", "keys": ["hit"]}, {"view": "things", "keys": ["miss"]}]}
+        reply = world.post(path, body, accept=form)
+        if form == wire.ARROW:
+            rows = reply.arrow.to_pylist()
+        else:
+            rows = reply.json["rows"] if path == LOOKUP else [answer["rows"][0] for answer in reply.json["responses"]]
+        assert [(row["status"], row["age_s"]) for row in rows] == [expected, ("computed", 0.0)]
+
+
+def test_a_304_never_hides_that_a_row_has_become_stale(tmp_path: Path) -> None:
+    world = World(tmp_path, {"row": 8.0}, fallback=False)
+    for accept in (wire.JSON, wire.ARROW):
+        world.now_s = PUBLISHED
+        first = world.get(ROW + "row", accept=accept)
+        world.now_s += 2.0
+        again = world.get(ROW + "row", accept=accept, if_none_match=first.headers["etag"])
+        assert (again.status, again.body, again.headers["age"], "content-length" in again.headers) == (304, b"", "10", False)
+        world.now_s += 1.0
+        changed = world.get(ROW + "row", accept=accept, if_none_match=first.headers["etag"])
+        assert (changed.status, changed.headers["etag"] == first.headers["etag"]) == (200, False)
+        stale = world.get(ROW + "row", accept=accept, if_none_match=changed.headers["etag"])
+        assert (stale.status, stale.headers["age"], stale.headers["cache-status"]) == (
+            304,
+            "11",
+            'precompute; hit; ttl=-1; detail="v1"',
+        )
+        world.now_s += 5.0
+        world.get(ROW + "row", accept=accept, if_none_match=f"{first.headers['etag']}, *").check_problem(404, "expired")
+
+
+def test_a_row_dated_ahead_has_the_age_that_is_known_and_is_counted(tmp_path: Path) -> None:
+    world = World(tmp_path, {"ahead": -1000.0}, fallback=False)
+    world.now_s += 4.0
+    reply = world.get(ROW + "ahead")
+    assert (reply.json["status"], reply.json["age_s"], reply.headers["age"]) == ("fresh", 4.0, "4")
+    assert reply.headers["last-modified"] == "Tue, 14 Nov 2023 22:13:24 GMT"
+    assert b'precompute_future_rows_total{view="things"} 1.0' in world.get("/metrics").body
+    world.now_s += 12.0
+    world.get(ROW + "ahead").check_problem(404, "expired")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("world"), {"a": 0.0, "b": 4.25}, fallback=False)
+
+
+@given(
+    passed_s=st.one_of(st.sampled_from([0.0, 5.75, 6.0, 10.0, 10.75, 15.0, 15.25]), st.floats(0, 20)),
+    control=st.sampled_from(["", "max-age=7", "min-fresh=3", "max-stale=1"]),
+)
+def test_every_path_tells_the_same_of_the_same_row(world: World, passed_s: float, control: str) -> None:
+    """One row, many, JSON, Arrow, several views, in process, and, where no more is asked, searches."""
+    # whole microseconds: what a clock of that resolution shows
+    world.now_s = PUBLISHED + round(passed_s * 1e6) / 1e6
+    headers = {"cache_control": control} if control else {}
+    keys = ["a", "b"]
+    told: list[dict[str, tuple[str, float | None]]] = []
+    alone = {}
+    for key in keys:
+        for _ in range(2):
+            reply = world.get(ROW + key, **headers)
+            alone[key] = (reply.json["status"], reply.json["age_s"]) if reply.status == 200 else ("missing", None)
+            told.append({key: alone[key]})
+            assert reply.status != 200 or int(reply.headers["age"]) == np.ceil(reply.json["age_s"])
+    for table in (
+        world.post(LOOKUP, {"keys": keys}, accept=wire.ARROW, **headers).arrow,
+        *([] if control else [world.lookup.get("things", keys)]),
+        *(world.get(ROW + key, accept=wire.ARROW, **headers).arrow for key in keys if alone[key][0] != "missing"),
+    ):
+        told.append({row["key"]: (row["status"], row["age_s"]) for row in table.to_pylist()})
+    for rows in (
+        world.post(LOOKUP, {"keys": keys}, **headers).json["rows"],
+        world.post("/v1/lookup", {"requests": [{"view": "things", "keys": keys}]}, **headers).json["responses"][0]["rows"],
+    ):
+        told.append({row["key"]: (row["status"], row["age_s"]) for row in rows})
+    if not control:
+        for features in ([], ["double"]):
+            rows = world.post(SEARCH, {"vector": [1, 2], "features": features}).json["rows"]
+            found = {row["key"]: (row["status"], row["age_s"]) for row in rows}
+            told.append(dict.fromkeys(keys, ("missing", None)) | found)
+    for one in told:
+        assert one == {key: alone[key] for key in one}
+    age_s = round(passed_s * 1e6) / 1e6
+    if not control:
+        assert alone["a"][0] == ("fresh" if age_s <= TTL else "stale" if age_s <= TTL + STALE_FOR else "missing")
