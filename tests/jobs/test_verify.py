@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 
 from jobs.ops.verify import Check, verify
 from store.online.table_writer import TableWriter
 from store.record import plain
 from tests.conftest import MakeProject
-from tests.online import batch_of
+from tests.online import batch_of, put_into_redis
 from tests.scene import Scene
 
 CHECKS = ["manifest", "checksums", "rows", "online pointer", "online rows", "index"]
@@ -183,10 +182,7 @@ def put(project: Scene, key: bytes, value: bytes | None) -> None:
             writer.add(batch_of(table))
             writer.finish()
     else:
-        client = redis.Redis.from_url(project.online)
-        name = b"precompute:{}numbers:%d:" % number + key
-        assert client.delete(name) if value is None else client.set(name, value)
-        client.close()
+        put_into_redis(project.online, "numbers", number, key, value)
 
 
 def row(project: Scene, key: bytes) -> bytes:

@@ -25,9 +25,8 @@ from store.redis.buckets import FEW, FIELDS, Buckets, bucket_cost_bytes, bucket_
 from store.redis.preflight import key_cost_bytes
 from store.redis.redis_store import RedisStore
 from store.redis.resp import Layout
-from tests.online import Stopped, in_buckets, plain
+from tests.online import Stopped, commands_in, in_buckets, plain
 from tests.redis_process import Proxy, RedisCluster, RedisProcess, newest_redis, redis_binaries
-from tests.store.test_redis_store import commands_in
 
 BINARIES = redis_binaries()
 META = "precompute:{scores}:meta"

@@ -30,7 +30,7 @@ from store.redis.preflight import key_cost_bytes
 from store.redis.redis_store import RedisStore
 from store.redis.resp import MSET_KEYS, blocks
 from tests.conftest import free_port
-from tests.online import DAMAGED_POINTERS, TABLE, Stopped, plain, rows_of
+from tests.online import DAMAGED_POINTERS, TABLE, Stopped, commands_in, plain, rows_of
 from tests.redis_process import Proxy, RedisProcess, eventually, newest_redis, redis_binaries
 
 VIEW = FeatureView("numbers", ("id",), (Feature("x", "float32", 4),), ttl_s=60, stale_for_s=0)
@@ -142,23 +142,6 @@ def data_keys(raw: redis.Redis, number: int | str = "*") -> list[bytes]:
 
 
 # ---- rows laid out as RESP
-
-
-def commands_in(data: bytes) -> list[list[bytes]]:
-    """RESP, read by the letter."""
-    found, at = [], 0
-    while at < len(data):
-        end = data.index(b"\r\n", at)
-        assert data[at : at + 1] == b"*"
-        count, at, command = int(data[at + 1 : end]), end + 2, []
-        for _ in range(count):
-            end = data.index(b"\r\n", at)
-            size = int(data[at + 1 : end])
-            assert (data[at : at + 1], data[end + 2 + size : end + 4 + size]) == (b"$", b"\r\n")
-            command.append(data[end + 2 : end + 2 + size])
-            at = end + 4 + size
-        found.append(command)
-    return found
 
 
 TABLES = {
