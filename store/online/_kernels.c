@@ -23,7 +23,7 @@
 #endif
 
 /* As kernels.py has it: raised with every change of what they say to each other, so that one that was built for another is not used. */
-enum { VERSION = 4 };
+enum { VERSION = 5 };
 
 /* Strings fewer than this are done before another thread could have the GIL. */
 enum { MANY = 32 };
@@ -323,6 +323,49 @@ static PyObject *pack(PyObject *Py_UNUSED(module), PyObject *sequence) {
     for (int i = 0; i < 3; i++)
         Py_XDECREF(packed[i]);
     Py_DECREF(strings);
+    return all;
+}
+
+/* (data, offsets int64, hashes uint64, whether all are keys) of a sequence of str in UTF-8; a key has 1 to `largest` bytes, none of them 0. */
+static PyObject *pack_texts(PyObject *Py_UNUSED(module), PyObject *arguments) {
+    PyObject *sequence, *packed[3] = {NULL, NULL, NULL}, *all = NULL;
+    Py_ssize_t largest, size = 0, length;
+    if (!PyArg_ParseTuple(arguments, "On", &sequence, &largest))
+        return NULL;
+    /* a tuple cannot become shorter meanwhile */
+    PyObject *texts = PySequence_Tuple(sequence);
+    if (texts == NULL)
+        return NULL;
+    Py_ssize_t count = PyTuple_GET_SIZE(texts);
+    packed[1] = PyBytes_FromStringAndSize(NULL, 8 * (count + 1));
+    packed[2] = PyBytes_FromStringAndSize(NULL, 8 * count);
+    int right = packed[1] != NULL && packed[2] != NULL, keys = 1;
+    for (Py_ssize_t i = 0; right && i <= count; i++) {
+        memcpy(PyBytes_AsString(packed[1]) + 8 * i, &size, 8);
+        if (i < count) {
+            /* of an ASCII text these are its own bytes */
+            right = PyUnicode_AsUTF8AndSize(PyTuple_GET_ITEM(texts, i), &length) != NULL;
+            size += right ? length : 0;
+            keys &= right && length > 0 && length <= largest;
+        }
+    }
+    if (right)
+        packed[0] = PyBytes_FromStringAndSize(NULL, size);
+    if (packed[0] != NULL) {
+        char *to = PyBytes_AsString(packed[0]);
+        for (Py_ssize_t i = 0; i < count; i++) {
+            const char *text = PyUnicode_AsUTF8AndSize(PyTuple_GET_ITEM(texts, i), &length);
+            uint64_t hash = xxh3((const uint8_t *)text, (size_t)length);
+            memcpy(PyBytes_AsString(packed[2]) + 8 * i, &hash, 8);
+            memcpy(to, text, (size_t)length);
+            to += length;
+        }
+        keys &= memchr(PyBytes_AsString(packed[0]), 0, (size_t)size) == NULL;
+        all = PyTuple_Pack(4, packed[0], packed[1], packed[2], keys ? Py_True : Py_False);
+    }
+    for (int i = 0; i < 3; i++)
+        Py_XDECREF(packed[i]);
+    Py_DECREF(texts);
     return all;
 }
 
@@ -949,6 +992,7 @@ static int executed(PyObject *module) {
 static PyMethodDef METHODS[] = {
     {"hashes", hashes, METH_VARARGS, "hashes(data, offsets, skip, out)"},
     {"pack", pack, METH_O, "pack(strings) -> (data, offsets, hashes)"},
+    {"pack_texts", pack_texts, METH_VARARGS, "pack_texts(texts, largest) -> (data, offsets, hashes, whether all are keys)"},
     {"verified", verified, METH_VARARGS, "verified(rows, offsets, key_hashes, tag, snapshots, fixed_bytes, exact, states_out, times_out)"},
     {"columns", columns_of_rows, METH_VARARGS,
      "columns(rows, offsets, key_hashes, tag, snapshots, fixed_bytes, fields, out, states_out, times_out) -> rows that are whole"},

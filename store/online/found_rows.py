@@ -2,15 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from store.online import kernels
 from store.online.packed import I8, U1, U8, Buffer, Packed
+
+
+class PackedKeys(Sequence[bytes]):
+    """Keys of one read, all of them such as an entity can have: ``packed`` with their ``hashes`` (xxh3_64, uint64 [n]); as bytes one by one when asked for.
+
+    Args:
+        texts: the keys.
+        packed: their UTF-8.
+        hashes: of that.
+    """
+
+    __slots__ = ("_strings", "_texts", "hashes", "packed")
+
+    def __init__(self, texts: Sequence[str], packed: Packed, hashes: U8) -> None:
+        self._texts, self.packed, self.hashes = texts, packed, hashes
+        self._strings: list[bytes] | None = None
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        return self._all()[index]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._all())
+
+    def _all(self) -> list[bytes]:
+        if self._strings is None:
+            self._strings = list(map(str.encode, self._texts))
+        return self._strings
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +125,7 @@ class FoundRows:
     def hashes(self) -> U8:
         """xxh3_64 of the keys, uint64 [n]."""
         if self._hashes is None:
-            self._hashes = kernels.hashes(Packed.of(self.keys))
+            self._hashes = self.keys.hashes if isinstance(self.keys, PackedKeys) else kernels.hashes(Packed.of(self.keys))
         return self._hashes
 
     def columns(self, reader: Reader) -> WholeColumns:

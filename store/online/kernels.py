@@ -20,7 +20,7 @@ import xxhash
 
 from store.online.packed import I8, U1, U8, Buffer, Packed
 
-_VERSION = 4
+_VERSION = 5
 """Of what this file and the extension say to each other; _kernels.c has it too."""
 
 
@@ -82,6 +82,22 @@ def pack(strings: Sequence[bytes]) -> tuple[Packed, U8]:
         data, offsets, found = native.pack(strings)
         return Packed(np.frombuffer(data, np.uint8), np.frombuffer(offsets, np.int64)), np.frombuffer(found, np.uint64)
     return Packed.of(strings), np.fromiter(map(hash_of, strings), np.uint64, len(strings))
+
+
+def pack_texts(texts: Sequence[str], largest: int) -> tuple[Packed, U8, bool]:
+    """As :func:`pack`, of texts in UTF-8; and whether all are keys: of 1 to ``largest`` bytes, none of them 0.
+
+    Raises:
+        TypeError: one is no text.
+        UnicodeEncodeError: one has half a character.
+    """
+    if native is not None:
+        data, offsets, found, keys = native.pack_texts(texts, largest)
+        return Packed(np.frombuffer(data, np.uint8), np.frombuffer(offsets, np.int64)), np.frombuffer(found, np.uint64), keys
+    strings = list(map(str.encode, texts))
+    packed, found = pack(strings)
+    sizes = packed.sizes
+    return packed, found, not len(texts) or bool(sizes.min() and sizes.max() <= largest and packed.data.all())
 
 
 def verified(rows: Packed, key_hashes: U8, tag: int, snapshots: Collection[int], fixed_bytes: int, exact: bool) -> tuple[U1, I8]:
@@ -237,8 +253,9 @@ class Records:
     def __init__(self, mapping: mmap.mmap, layout: Layout) -> None:
         self._mapping = mapping
         self._layout = layout
-        self._native = None if native is None else native.Records(mapping, *astuple(layout))
-        self.find: Callable[[bytes], bytes | None] = self._find if self._native is None else self._native.find
+        self.native: Any = None if native is None else native.Records(mapping, *astuple(layout))
+        """The extension's table of these records; None where it does not run."""
+        self.find: Callable[[bytes], bytes | None] = self._find if self.native is None else self.native.find
         """The key's packed row; None when it has none, and an empty one when it cannot be told for damage. 3.5 µs, by the extension 0.3."""
         self._view = memoryview(mapping)
         self._words: U8 = np.frombuffer(mapping, "<u8", len(mapping) // 8)
@@ -261,10 +278,10 @@ class Records:
             key_hashes: ``hashes(keys)``.
             below: asked in turn for what this has nothing of.
         """
-        if self._native is not None:
+        if self.native is not None:
             states, offsets = np.empty(len(keys), np.uint8), np.empty(len(keys) + 1, np.int64)
-            natives = tuple(other._native for other in below)
-            data = self._native.read(natives, keys.data, keys.offsets, key_hashes, offsets, states)
+            natives = tuple(other.native for other in below)
+            data = self.native.read(natives, keys.data, keys.offsets, key_hashes, offsets, states)
             return Packed(np.frombuffer(data, np.uint8), offsets), states
         starts, sizes, states = self._places(keys, key_hashes)
         owners = np.zeros(len(keys), np.intp)
@@ -278,11 +295,6 @@ class Records:
             np.copyto(states, other_states, where=absent)
             owners[absent] = number
         return _gathered([self, *below], owners, starts, sizes), states
-
-    @property
-    def native(self) -> Any:
-        """The extension's table of these records; None where it does not run."""
-        return self._native
 
     # ---- one key
 

@@ -17,7 +17,7 @@ from store.disk.durable_file import disk_message, locked, make_folder, replace_d
 from store.errors import DamagedPointerError, OnlineStoreError
 from store.feature_view import NAME
 from store.online import kernels
-from store.online.found_rows import FoundRows, Reader, WholeColumns
+from store.online.found_rows import FoundRows, PackedKeys, Reader, WholeColumns
 from store.online.online_store import Generation, OnlineStore, Pointer, check_epoch, check_loaded, check_not_live, check_taken
 from store.online.packed import Packed, Rows
 from store.online.table_file import TableFile
@@ -239,7 +239,7 @@ class _TableRows(FoundRows):
 
     def __init__(self, tables: Sequence[TableFile], keys: Sequence[bytes]) -> None:
         self._tables = tables
-        self._packed_keys, hashes = kernels.pack(keys)
+        self._packed_keys, hashes = (keys.packed, keys.hashes) if isinstance(keys, PackedKeys) else kernels.pack(keys)
         super().__init__(keys, hashes=hashes)
 
     def columns(self, reader: Reader) -> WholeColumns:

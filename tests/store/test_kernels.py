@@ -14,7 +14,7 @@ import pytest
 import xxhash
 
 from store.online import kernels
-from store.online.kernels import ABSENT, DAMAGED, FOUND, LARGEST_KEY, hashes, lay_out, pack, verified
+from store.online.kernels import ABSENT, DAMAGED, FOUND, LARGEST_KEY, hashes, lay_out, pack, pack_texts, verified
 from store.online.packed import Packed
 
 pytestmark = pytest.mark.usefixtures("kernel")
@@ -40,6 +40,29 @@ def test_strings_are_packed_and_hashed() -> None:
         assert pack(tuple(strings))[1].tolist() == found.tolist()
     with pytest.raises(TypeError):
         pack([b"a", "b"])  # type: ignore[list-item]
+
+
+def test_texts_are_packed_and_hashed_and_told_whether_they_are_keys() -> None:
+    for texts, keys in (
+        ([], True),
+        (["a"], True),
+        (["é" * 4, "a", "😀😀"], True),
+        ([str(i) for i in range(100)], True),
+        (["a", ""], False),
+        (["a\0b", "c"], False),
+        (["\0"], False),
+        (["a", "é" * 4 + "b"], False),
+    ):
+        packed, found, are_keys = pack_texts(texts, 8)
+        expected = [text.encode() for text in texts]
+        assert ([bytes(s) for s in packed.strings()], are_keys) == (expected, keys)
+        assert found.tolist() == [xxhash.xxh3_64_intdigest(s) for s in expected]
+        assert (str(packed.offsets.dtype), str(found.dtype)) == ("int64", "uint64")
+    for wrong in (["a", b"b"], ["a", 1], ["a", None], 7):
+        with pytest.raises(TypeError):
+            pack_texts(wrong, 8)  # type: ignore[arg-type]
+    with pytest.raises(UnicodeEncodeError):
+        pack_texts(["a", "\ud800"], 8)
 
 
 def test_hashes_of_strings_of_one_size() -> None:
