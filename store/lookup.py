@@ -73,6 +73,11 @@ class Lookup:
         """
         return cls(open_online_store(online), root)
 
+    @property
+    def root(self) -> Path | None:
+        """The offline store's root, where one was given."""
+        return self._searches.root
+
     def close(self) -> None:
         """Close the online store."""
         self.online.close()

@@ -240,3 +240,17 @@ def _embedded(
             code=Reason.MODEL_ERROR,
         )
     return vector
+
+
+def text_column(pointer: Pointer) -> str:
+    """The input column that a text is put in, to search by it.
+
+    Raises:
+        RequestError: there is none, or several.
+    """
+    texts = [column for column, kind in pointer.input_columns.items() if kind == "string"]
+    if len(texts) != 1:
+        raise RequestError(
+            f"a text needs a view with one text input column, {pointer.view.name!r} has {texts or 'none'}: search by a key"
+        )
+    return texts[0]

@@ -94,7 +94,9 @@ WINGS = {
     "store/history": {"store/disk", "store/offline"},
     "store/vectors": {"store/disk", "store/online"},
     "store/encoding": {"store/online"},
-    "store/api": {"store/encoding", "store/online", "store/telemetry"},
+    "store/api": {"store/encoding", "store/online", "store/page", "store/telemetry"},
+    # people are shown the runs behind what is live
+    "store/page": {"store/offline", "store/telemetry"},
     "store/telemetry": set[str](),
     "store/guard": {"store/telemetry", "store/disk"},
     "store/client": {"store/api"},

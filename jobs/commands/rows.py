@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jobs.commands.command import DONE, FAILED, Commands, project_of
 from jobs.config.project import Project
 from store.clock import duration
-from store.errors import OnlineStoreError, RequestError
+from store.errors import OnlineStoreError
 from store.freshness import iso
 from store.key_text import key_from_path
 from store.lookup_options import LookupOptions
@@ -75,7 +75,9 @@ def _search(arguments: argparse.Namespace) -> int:
     pointer = _published(project, online, arguments.view)
     wanted: dict[str, Any] = {"key": arguments.key}
     if arguments.text is not None:
-        wanted = {"inputs": {_text_column(pointer): arguments.text}}
+        from store.search import text_column
+
+        wanted = {"inputs": {text_column(pointer): arguments.text}}
     with _opened(project, online, fallback=arguments.text is not None) as lookup:
         only, exclude = arguments.only, arguments.exclude
         entity = pointer.view.entity
@@ -157,20 +159,6 @@ def _conditions(text: str) -> Any:
 def _key(text: str, entity: tuple[str, ...]) -> Any:
     """A key as it is written on the command line: the parts of a composite one are separated by /."""
     return key_from_path(text.encode(), entity) if len(entity) > 1 else text
-
-
-def _text_column(pointer: Pointer) -> str:
-    """The input column that a text is put in.
-
-    Raises:
-        RequestError: there is none, or several.
-    """
-    texts = [column for column, kind in pointer.input_columns.items() if kind == "string"]
-    if len(texts) != 1:
-        raise RequestError(
-            f"--text needs a view with one text input column, {pointer.view.name!r} has {texts or 'none'}: search by --key"
-        )
-    return texts[0]
 
 
 def describe_row(row: Mapping[str, Any]) -> str:

@@ -12,9 +12,9 @@ from typing import Any
 
 from store.api import wire
 from store.api.front import Front, Gate, open_gate
+from store.api.live_views import LiveViews
 from store.api.metrics import CONTENT_TYPE, Metrics
 from store.api.openapi import openapi_document
-from store.api.page import status_page
 from store.api.pools import Pool
 from store.api.reply import JSON_TYPE, Reply, json_reply
 from store.api.request import Receive, Scope, headers_of, no_query, read_body
@@ -22,12 +22,22 @@ from store.api.rows import RowRoutes
 from store.errors import PrecomputeError
 from store.lookup import Lookup
 from store.online.online_store import Pointer
+from store.page.figures import ViewFigures
+from store.page.page import Page
+from store.page.style import POLICY
 from store.telemetry.instruments import Meter
 
 _READERS, _SEARCHERS = 40, 8
 """Threads that wait for a store over a network, or for a search and the model behind it; neither waits behind the other."""
 _WAITING = 256
 """Calls that wait for one of these threads, of each kind: what is beyond would not be answered in time."""
+
+
+_PAGE_HEADERS = [
+    (b"content-type", b"text/html; charset=utf-8"),
+    (b"content-security-policy", POLICY.encode()),
+    (b"cache-control", b"no-store"),
+]
 
 
 class Api:
@@ -39,6 +49,7 @@ class Api:
         warming: true while models are still being loaded: not ready yet.
         fallback_ready: whether a view's model stands behind its misses now.
         readers: threads for a store that is waited for.
+        views: what is known of the lookup's views.
     """
 
     def __init__(
@@ -48,10 +59,14 @@ class Api:
         warming: Callable[[], bool],
         fallback_ready: Callable[[Pointer], bool],
         readers: Pool | None,
+        views: LiveViews,
     ) -> None:
         self._lookup, self._metrics, self._readers = lookup, metrics, readers
         self._warming, self._fallback_ready = warming, fallback_ready
         self._searchers = Pool("search", _SEARCHERS, _WAITING)
+        self._people = Pool("page", 1, 4)
+        self._views = views
+        self._page = Page(lookup, metrics.meter, self._known_views)
         self._openapi = wire.encode(openapi_document())
 
     # ---- search, views
@@ -114,8 +129,16 @@ class Api:
 
     async def page(self, scope: Scope, receive: Receive) -> Reply:
         """``GET /``."""
-        page = status_page(await self._call(self._lookup.views))
-        return Reply(200, [(b"content-type", b"text/html; charset=utf-8")], page.encode())
+        status, page = await self._people.run(self._page.render, scope["query_string"])
+        return Reply(status, _PAGE_HEADERS, page.encode())
+
+    def _known_views(self) -> tuple[list[ViewFigures], bool]:
+        seen = self._views.look()
+        told = [
+            ViewFigures(self._lookup.describe(pointer), (), pointer.view.name not in seen.unreadable, pointer.degraded)
+            for pointer in seen.pointers
+        ]
+        return told, seen.store_answers
 
     async def _call(self, function: Callable[[], Any]) -> Any:
         return function() if self._readers is None else await self._readers.run(function)
@@ -130,9 +153,10 @@ def create_app(
 ) -> Front:
     """The ASGI application; see :class:`Api` for the first arguments, :class:`Front` for the gate that stands before all routes, and :class:`Metrics` for the
     meter."""
-    metrics = Metrics(lookup, meter)
+    views = LiveViews(lookup)
+    metrics = Metrics(lookup, meter, views)
     readers = Pool("read", _READERS, _WAITING) if lookup.online.blocking else None
-    rows, api = RowRoutes(lookup, metrics, readers), Api(lookup, metrics, warming, fallback_ready, readers)
+    rows, api = RowRoutes(lookup, metrics, readers), Api(lookup, metrics, warming, fallback_ready, readers, views)
     fixed = {
         b"/v1/lookup": {"POST": rows.multi_lookup},
         b"/v1/views": {"GET": api.views},

@@ -17,6 +17,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _EDGES = [*map(str, BUCKETS), "+Inf"]
 
 Series = dict[tuple[str, ...], list[float]]
+Totals = dict[str, Series]
+"""Instrument → labels → numbers."""
 
 
 def exposition(meter: Meter, now: Mapping[Instrument, Mapping[tuple[str, ...], float]] | None = None) -> bytes:
@@ -39,27 +41,31 @@ class _Collector(Collector):
         self._meter, self._now = meter, now
 
     def collect(self) -> Iterator[Metric]:
-        totals = _totals(self._meter)
+        counted = totals(self._meter)
         for instrument in INSTRUMENTS:
             looked_up = {labels: [value] for labels, value in self._now.get(instrument, {}).items()}
-            yield _family(instrument, looked_up or totals[instrument.name])
+            yield _family(instrument, looked_up or counted[instrument.name])
 
     def describe(self) -> list[Metric]:
         # without it the registry collects once to learn the names
         return []
 
 
-def _totals(meter: Meter) -> dict[str, Series]:
-    """Instrument → series → numbers over all processes."""
+def totals(meter: Meter) -> Totals:
+    """Instrument → series → numbers over all processes; of a histogram its buckets' counts, one by one, and the sum of seconds.
+
+    Raises:
+        OSError: the meter's folder cannot be read.
+    """
     kinds = {instrument.name: instrument.kind for instrument in INSTRUMENTS}
-    totals: dict[str, Series] = {name: {} for name in kinds}
+    added: Totals = {name: {} for name in kinds}
     if meter.folder is None:
         values = meter.slots.values
         found = [(key, [float(n) for n in values[at : at + SIZES[kinds[key[0]]]]]) for key, at in meter.slots.series()]
     else:
         found = [(key, numbers) for _, key, numbers in read_slots(meter.folder) if key[0] in kinds]
     for (name, labels), numbers in found:
-        series = totals[name]
+        series = added[name]
         before = series.get(labels)
         if before is None:
             series[labels] = numbers
@@ -67,7 +73,7 @@ def _totals(meter: Meter) -> dict[str, Series]:
             series[labels] = [max(before[0], numbers[0])]
         else:
             series[labels] = [one + other for one, other in zip(before, numbers, strict=True)]
-    return totals
+    return added
 
 
 def _family(instrument: Instrument, series: Series) -> Metric:

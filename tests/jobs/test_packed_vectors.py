@@ -11,11 +11,12 @@ import pytest
 from jobs.config.view import GatesConfig
 from jobs.pipeline.vector_gates import judge_packed
 from jobs.pipeline.verdicts import Verdicts
-from store.api.page import status_page
 from store.errors import GateError
 from store.feature_view import Feature, FeatureView
 from store.offline.refs import Place
 from store.online.vector_packing import packed_vectors, unpacked_vectors
+from store.page.figures import Figures, ViewFigures
+from store.page.page import status_page
 from tests.conftest import MakeProject
 from tests.scene import Scene
 
@@ -98,7 +99,7 @@ def test_rows_are_packed_and_parquet_and_index_are_not(make_project: MakeProject
         assert by_vector["rows"][0]["score"] == pytest.approx(1)
         (told,) = lookup.views()
     assert told["features"][1] == {"name": "vector", "dtype": "float32", "dim": DIM, "packed": packed}
-    assert f"vector: float32[{DIM}] as {packed}" in status_page([told])
+    assert f"vector: float32[{DIM}] as {packed}" in status_page(Figures([ViewFigures(told)]))
 
 
 def test_another_packing_computes_nothing_and_loads_a_base(make_project: MakeProject, online: str) -> None:

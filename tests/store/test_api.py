@@ -636,18 +636,40 @@ def test_answers_are_of_the_types_that_openapi_describes(api: Server) -> None:
 def test_the_page_shows_each_view(api: Server) -> None:
     page = api.get("/")
     assert (page.status, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert page.headers["content-security-policy"].startswith("default-src 'none'; style-src 'sha256-")
     text = page.body.decode()
-    assert "<td>exact</td>" in text
     for shown in (
         "<code>numbers</code>",
         "shop, item",
-        "double: float64",
-        "vector: float32[4]",
+        "double: float64, vector: float32[4]",
+        "<dd>exact</dd>",
         ">fresh<",
         ">stale<",
         ">expired<",
+        "last run, ",
+        ": 3 rows written, 0 rejected, ",
     ):
         assert shown in text
+
+
+@pytest.mark.parametrize(
+    ("question", "status", "answer"),
+    [
+        ("view=numbers&q=2", 200, "fresh from store</span>"),
+        ("view=numbers&q=2", 200, "<dt>vector</dt><dd>[2, 3, 4, 5]</dd>"),
+        ("view=pairs&q=a%252Fb/c", 200, "<dt>double</dt>"),
+        ("view=numbers&q=77", 200, "missing: unknown_entity</span>"),
+        ("view=numbers&q=2&do=near", 200, '<a href="?view=numbers&amp;q=1&amp;do=lookup">1</a>'),
+        ("view=nothing&q=2", 404, "no view &#x27;nothing&#x27; is live"),
+        ("view=broken&q=2&do=near", 400, "has no vector index"),
+        ("view=numbers&q=2&do=text", 400, "a text needs a view with one text input column"),
+        ("view=numbers&q=%00", 200, "missing: bad_key</span>"),
+    ],
+)
+def test_the_page_answers_what_its_box_asks(api: Server, question: str, status: int, answer: str) -> None:
+    page = api.get(f"/?{question}")
+    assert (page.status, page.headers["content-type"]) == (status, "text/html; charset=utf-8")
+    assert answer in page.body.decode()
 
 
 # ---- those who mean harm: a problem for each, and the next request is answered

@@ -1,0 +1,164 @@
+"""Question: what a person asks by the page's box, and the answer as it is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qs, urlencode
+
+from store.clock import duration
+from store.errors import OnlineStoreError, PrecomputeError, RequestError, VectorIndexError
+from store.key_text import key_from_path
+from store.lookup import Lookup
+from store.lookup_options import LookupOptions
+from store.page.bars import shares_bar
+from store.page.html import Child, Html, element, joined
+from store.search import text_column
+
+LOOKUP, NEAR, TEXT = "lookup", "near", "text"
+_WAYS = {LOOKUP: "Look up a key", NEAR: "Near a key", TEXT: "Search by text"}
+_MOST_BYTES = 8192
+_K = 10
+_SHOWN = 8
+"""Numbers of a vector, or items of a list, that are shown."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """``text`` is a key or a text, by what is done with it: looked up, the nearest of it, or searched by."""
+
+    view: str = ""
+    text: str = ""
+    way: str = LOOKUP
+    refresh_s: int = 0
+
+    @classmethod
+    def of(cls, query: bytes) -> Question:
+        """What the query string asks; what it does not understand is not asked."""
+        try:
+            given = parse_qs(query[:_MOST_BYTES].decode("latin-1"), max_num_fields=16)
+        except ValueError:
+            return cls()
+
+        def first(name: str) -> str:
+            return given.get(name, [""])[0]
+
+        way, refresh = first("do"), first("refresh")
+        return cls(
+            first("view"),
+            first("q"),
+            way if way in _WAYS else LOOKUP,
+            min(max(int(refresh), 2), 3600) if refresh.isascii() and refresh.isdigit() and len(refresh) < 5 else 0,
+        )
+
+    @property
+    def asked(self) -> bool:
+        """Whether there is anything to answer."""
+        return bool(self.view and self.text)
+
+    def query(self) -> str:
+        """The same as a query string."""
+        return urlencode({"view": self.view, "q": self.text, "do": self.way})
+
+
+def box(views: Sequence[Mapping[str, Any]], asked: Question) -> Html:
+    """The form: a plain GET, so that an answer has an address, and no script is needed."""
+    options = [element("option", view["view"], selected=view["view"] == asked.view) for view in views]
+    buttons = [element("button", words, name="do", value=way) for way, words in _WAYS.items()]
+    return element(
+        "form",
+        element("div", element("label", "View", for_="view"), element("select", *options, name="view", id="view")),
+        element(
+            "div",
+            element("label", "Key, or a text (parts of a composite key with / between them)", for_="q"),
+            element("input", name="q", id="q", value=asked.text, autocomplete="off", maxlength=2000, required=True),
+            class_="wide",
+        ),
+        *buttons,
+        method="get",
+        class_="card",
+    )
+
+
+def answered(lookup: Lookup, asked: Question) -> tuple[int, Html | None]:
+    """HTTP's status, and the answer for people; what cannot be answered is told in words."""
+    if not asked.asked:
+        return 200, None
+    try:
+        body = _row(lookup, asked) if asked.way == LOOKUP else _found(lookup, asked)
+        return 200, element("section", element("h2", f"{asked.text[:80]} in {asked.view[:80]}"), body)
+    except PrecomputeError as exc:
+        status = exc.status if isinstance(exc, RequestError) else 503
+        words = (
+            "the online store or the index does not answer" if isinstance(exc, (OnlineStoreError, VectorIndexError)) else str(exc)
+        )
+        return status, element("section", element("h2", "No answer"), element("p", words, class_="bad"), class_="card answer")
+
+
+def _key(lookup: Lookup, asked: Question) -> str:
+    pointer = lookup.online.live(asked.view)
+    entity: Sequence[str] = ("key",) if pointer is None else pointer.view.entity
+    return key_from_path(asked.text.encode(), entity) if len(entity) > 1 else asked.text
+
+
+def _row(lookup: Lookup, asked: Question) -> Html:
+    answer = lookup.begin(asked.view, [_key(lookup, asked)], LookupOptions())
+    answer.wait()
+    row = answer.rows()[0]
+    told: list[tuple[str, Child]] = [("status", element("span", _status(row), class_=f"word {row['status']}"))]
+    if row["status"] != "missing":
+        told += [
+            ("age", f"{duration(row['age_s'])} of {duration(row['ttl_s'])}"),
+            ("computed", f"{row['computed_at']:%Y-%m-%d %H:%M:%S} UTC"),
+        ]
+    told += [("snapshot", row["snapshot"]), ("model", element("code", row["model"][:12]))]
+    told += [(name, shown(value)) for name, value in (row["features"] or {}).items()]
+    return element(
+        "div", element("dl", *(joined(element("dt", name), element("dd", value)) for name, value in told)), class_="card answer"
+    )
+
+
+def _status(row: Mapping[str, Any]) -> str:
+    return f"missing: {row['reason']}" if row["status"] == "missing" else f"{row['status']} from {row['source']}"
+
+
+def _found(lookup: Lookup, asked: Question) -> Html:
+    if asked.way == NEAR:
+        found = lookup.search(asked.view, key=_key(lookup, asked), k=_K)
+    else:
+        pointer = lookup.online.live(asked.view)
+        column = "text" if pointer is None else text_column(pointer)
+        found = lookup.search(asked.view, inputs={column: asked.text}, k=_K)
+    scores = [row["score"] for row in found["rows"]]
+    least, most = min(scores, default=0.0), max(scores, default=0.0)
+    rows = []
+    for row in found["rows"]:
+        near = 1.0 if most == least else (row["score"] - least) / (most - least)
+        near = 0.1 + 0.9 * (1 - near if found["metric"] == "l2" else near)
+        link = element("a", row["key"], href="?" + Question(asked.view, row["key"]).query())
+        bar = shares_bar({"score": near, "rest": 1 - near}, ["s0", "rest"])
+        cells: list[tuple[str, Child, str | None]] = [
+            ("key", link, None),
+            (found["metric"], f"{row['score']:.4f}", "n"),
+            ("", bar, "bar"),
+            ("status", element("span", row["status"], class_=row["status"]), None),
+            ("age", duration(row["age_s"]), "n"),
+        ]
+        rows.append(element("tr", *(element("td", value, class_=kind, data_is=name or None) for name, value, kind in cells)))
+    if not rows:
+        return element("p", "nothing is near", class_="card answer")
+    return element("div", element("table", element("tbody", *rows)), class_="card answer")
+
+
+def shown(value: Any) -> str:
+    """A feature's value in a line: of a vector or list the first few, and how many there are."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, (list, tuple)):
+        first = ", ".join(shown(item) for item in value[:_SHOWN])
+        return f"[{first}, … ] ({len(value)})" if len(value) > _SHOWN else f"[{first}]"
+    text = str(value)
+    return text if len(text) <= 500 else text[:497] + "…"

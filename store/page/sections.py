@@ -1,0 +1,232 @@
+"""Sections: views and their runs, what was asked of them and how long it took."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from store.clock import duration
+from store.offline.runs import Report
+from store.page.bars import columns_bar, freshness_bar, runs_line, shares_bar
+from store.page.figures import Figures, Times, ViewFigures, counted
+from store.page.html import Child, Html, element, joined
+
+_TOLD_RUNS = 5
+_STATUSES = ("fresh", "stale", "computed", "missing")
+
+
+def view_card(view: ViewFigures, figures: Figures) -> Html:
+    """One view: its freshness, what it is, its runs, its rows as they were asked for."""
+    told = view.told
+    status = told["status"] or "missing"
+    word = "expired" if status == "missing" else status
+    notes = [
+        element("p", note, class_="bad")
+        for holds, note in (
+            (not view.readable, "what is live cannot be read now: this was last known"),
+            (view.degraded, "the online store lost rows of it; they are being loaded again"),
+        )
+        if holds
+    ]
+    return element(
+        "article",
+        element(
+            "div", element("h3", element("code", told["view"])), element("span", word, class_=f"word {status}"), class_="head"
+        ),
+        *notes,
+        element(
+            "p", "oldest row ", duration(told["age_s"]), f", snapshot {told['snapshot']}, {told['rows']:,} rows", class_="quiet"
+        ),
+        freshness_bar(told["age_s"], told["ttl_s"], told["stale_for_s"]),
+        runs_line(view.runs, figures.at_s),
+        _rows_asked(figures, str(told["view"])),
+        _facts(told),
+        _last_run(view.runs),
+        _runs(view.runs),
+        class_="card",
+    )
+
+
+def _facts(told: Mapping[str, Any]) -> Html:
+    features = [_feature(feature) for feature in told["features"]]
+    shown = ", ".join(features[:4]) + (f" and {len(features) - 4} more" if len(features) > 4 else "")
+    coverage = "–" if told["coverage"] is None else f"{told['coverage']:.1%} of the source"
+    facts: list[tuple[str, Child]] = [
+        ("entity", ", ".join(told["entity"])),
+        ("features", shown),
+        ("coverage", coverage),
+        ("published", str(told["published_at"])[:19].replace("T", " ")),
+        ("search", _search(told)),
+        ("fallback", "the model answers misses" if told["fallback"] else "–"),
+        ("model", element("code", str(told["model"])[:12])),
+    ]
+    return element("dl", *(joined(element("dt", name), element("dd", value)) for name, value in facts))
+
+
+def _search(told: Mapping[str, Any]) -> str:
+    """How much of the nearest a search finds, at least, and how: ``recall@10 ≥ 97.1 % by codes``."""
+    if not told["searchable"]:
+        return "–"
+    index = told["index"]
+    if index is None:
+        return "yes"
+    if index["kind"] == "exact":
+        return "exact"
+    took = "" if index.get("query_us") is None else f", {index['query_us']:.0f} µs"
+    return f"recall@10 ≥ {index['recall_bound']:.1%} by {index['kind']}{took}"
+
+
+def _feature(feature: Mapping[str, Any]) -> str:
+    shape = f"[{feature['dim']}]" if "dim" in feature else f"[≤{feature['max_items']}]" if "max_items" in feature else ""
+    packed = f" as {feature['packed']}" if "packed" in feature else ""
+    return f"{feature['name']}: {feature['dtype']}{shape}{packed}"
+
+
+def _rows_asked(figures: Figures, view: str) -> Html | None:
+    """Rows answered by status, and why the missing ones were."""
+    by_status, reasons = dict.fromkeys(_STATUSES, 0.0), dict[str, float]()
+    for (status, _source, reason), rows in figures.counts(counted.ROWS, view).items():
+        by_status[status] = by_status.get(status, 0.0) + rows
+        if reason:
+            reasons[reason] = reasons.get(reason, 0.0) + rows
+    asked = sum(by_status.values())
+    if not asked:
+        return None
+    words = ", ".join(f"{rows:,.0f} {status}" for status, rows in by_status.items() if rows)
+    why = f" ({', '.join(f'{reason} {rows:,.0f}' for reason, rows in sorted(reasons.items()))})" if reasons else ""
+    return joined(
+        element("p", f"asked: {words}{why}", class_="quiet"), shares_bar(by_status, [f"f-{status}" for status in by_status])
+    )
+
+
+def _runs(runs: Sequence[Report]) -> Html | None:
+    if not runs:
+        return None
+    rows = [_run(run) for run in runs[:_TOLD_RUNS]]
+    heads = "began", "run", "rows", "rejected", "took", "stages"
+    return element(
+        "details",
+        element("summary", f"the last {len(rows)} of its runs"),
+        element("table", _head(heads, numbers=("rows", "rejected", "took")), element("tbody", *rows), class_="fold"),
+    )
+
+
+def _last_run(runs: Sequence[Report]) -> Html | None:
+    if not runs:
+        return None
+    run = runs[0]
+    counts = (
+        f": {run.counts.get('written', 0):,} rows written, {run.counts.get('rejected', 0):,} rejected, {duration_ms(run.seconds)}"
+    )
+    return joined(
+        element("p", f"last {run.command}, ", run.started_at[:16].replace("T", " "), ", ", _ended(run), counts), _stages(run)
+    )
+
+
+def _ended(run: Report) -> Html:
+    bad = run.status in ("failed", "killed", "rejected", "refused", "cancelled")
+    return element("span", run.status, class_="bad" if bad else None)
+
+
+def _stages(run: Report) -> Html | None:
+    """Where the time went: the longest stages, side by side and in words."""
+    stages = {name: seconds for name, seconds in sorted(run.stages_s.items(), key=lambda item: -item[1]) if seconds >= 0.001}
+    most = dict(list(stages.items())[:5])
+    if len(stages) > len(most):
+        most["others"] = sum(stages.values()) - sum(most.values())
+    if not most:
+        return None
+    words = ", ".join(f"{name} {duration_ms(seconds)}" for name, seconds in most.items())
+    return joined(shares_bar(most, [f"s{i}" for i in range(len(most))]), element("span", words, class_="quiet small"))
+
+
+def _run(run: Report) -> Html:
+    word = joined(
+        _ended(run),
+        f" {run.command}" if run.command != "run" else None,
+        None if run.snapshot is None else f", snapshot {run.snapshot}",
+        None if run.error is None else joined(element("br"), element("span", run.error[:300], class_="quiet")),
+    )
+    cells: list[tuple[str, Child, str | None]] = [
+        ("began", run.started_at[:16].replace("T", " "), None),
+        ("run", word, None),
+        ("rows", f"{run.counts.get('written', 0):,}", "n"),
+        ("rejected", f"{run.counts.get('rejected', 0):,}", "n"),
+        ("took", duration_ms(run.seconds), "n"),
+        ("stages", _stages(run) or "–", "bar"),
+    ]
+    return element("tr", *(element("td", _cell(value), class_=kind, data_is=name) for name, value, kind in cells))
+
+
+def _cell(value: Child) -> Html:
+    # a cell folds into one line on a phone: its name on the left, and one element on the right
+    return element("div", value)
+
+
+def _head(names: Sequence[str], numbers: Sequence[str] = ()) -> Html:
+    return element("thead", element("tr", *(element("th", name, class_="n" if name in numbers else None) for name in names)))
+
+
+def duration_ms(seconds: float | None) -> str:
+    """``250 µs``, ``2.5 ms``, ``1.3 s``, ``4 min``; beyond the last bucket ``> 60 s``."""
+    if seconds is None:
+        return "> 60 s"
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} µs"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 120 else duration(seconds)
+
+
+def latency(figures: Figures) -> Html | None:
+    """How long requests took, and the stages of them; upper ends of the histograms' buckets."""
+    routes, stages = figures.times(counted.REQUEST_SECONDS), figures.times(counted.STAGE_SECONDS)
+    if not routes:
+        return None
+    rows = [_times(route, times) for route, times in routes.items()] + [
+        _times(f"· {stage}", times) for stage, times in stages.items()
+    ]
+    head = _head(("request", "count", "p50 ≤", "p99 ≤", "25 µs … 60 s"), numbers=("count", "p50 ≤", "p99 ≤"))
+    return element(
+        "section",
+        element("h2", "Latency"),
+        element("div", element("table", head, element("tbody", *rows), class_="fold"), class_="card"),
+    )
+
+
+def _times(name: str, times: Times) -> Html:
+    cells: list[tuple[str, Child, str | None]] = [
+        ("request", name, None),
+        ("count", f"{times.count:,}", "n"),
+        ("p50 ≤", duration_ms(times.quantile_s(0.5)), "n"),
+        ("p99 ≤", duration_ms(times.quantile_s(0.99)), "n"),
+        ("25 µs … 60 s", columns_bar(times.buckets), "bar"),
+    ]
+    return element("tr", *(element("td", value, class_=kind, data_is=label) for label, value, kind in cells))
+
+
+def fallback(figures: Figures) -> Html | None:
+    """What became of misses that were given to models."""
+    by_view: dict[str, dict[str, float]] = {}
+    for (view, outcome), misses in figures.counts(counted.FALLBACK_ROWS).items():
+        by_view.setdefault(view, {})[outcome] = misses
+    if not by_view:
+        return None
+    took, opened = figures.times(counted.MODEL_SECONDS), figures.counts(counted.BREAKER_OPEN)
+    rows = []
+    for view, outcomes in sorted(by_view.items()):
+        times = took.get(view)
+        cells: list[tuple[str, Child, str | None]] = [
+            ("view", element("code", view), None),
+            ("misses", ", ".join(f"{count:,.0f} {outcome}" for outcome, count in sorted(outcomes.items())), None),
+            ("waiting", f"{figures.counts(counted.FALLBACK_QUEUE, view).get((), 0):,.0f}", "n"),
+            ("a batch p50 ≤", "–" if times is None else duration_ms(times.quantile_s(0.5)), "n"),
+            ("breaker", element("span", "open", class_="bad") if opened.get((view,)) else "closed", None),
+        ]
+        rows.append(element("tr", *(element("td", value, class_=kind, data_is=label) for label, value, kind in cells)))
+    head = _head(("view", "misses", "waiting", "a batch p50 ≤", "breaker"), numbers=("waiting", "a batch p50 ≤"))
+    return element(
+        "section",
+        element("h2", "Fallback"),
+        element("div", element("table", head, element("tbody", *rows), class_="fold"), class_="card"),
+    )

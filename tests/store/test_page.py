@@ -1,0 +1,244 @@
+"""The page: what it shows, that nothing it is told becomes markup, and that a browser may take nothing else from it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from store.offline.runs import Report
+from store.page.bars import freshness_bar, percent, runs_line
+from store.page.figures import Figures, Times, ViewFigures, counted
+from store.page.html import Html, element, joined
+from store.page.page import status_page
+from store.page.question import LOOKUP, NEAR, TEXT, Question, shown
+from store.page.sections import duration_ms
+from store.page.style import POLICY
+from store.telemetry.exposition import totals
+from store.telemetry.instruments import BUCKETS, Meter
+
+TOLD: dict[str, Any] = {
+    "view": "films",
+    "entity": ["film_id"],
+    "features": [{"name": "vector", "dtype": "float32", "dim": 4}, {"name": "items", "dtype": "int64", "max_items": 9}],
+    "snapshot": 7,
+    "published_at": "2026-11-22T13:00:00.000000Z",
+    "model": "0123456789abcdef",
+    "rows": 1234,
+    "ttl_s": 3600.0,
+    "stale_for_s": 7200.0,
+    "age_s": 1800.0,
+    "status": "fresh",
+    "coverage": 0.5,
+    "searchable": True,
+    "index": {"kind": "codes", "recall_bound": 0.971, "query_us": 55.0},
+    "fallback": True,
+}
+
+
+class Parsed(HTMLParser):
+    """A page's elements and texts; its tags must be balanced."""
+
+    VOID = frozenset({"meta", "input", "br"})
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self._open: list[str] = []
+        self.feed(page)
+        self.close()
+        assert self._open == []
+        self.text = " ".join(self.texts)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open[-1:] != ["style"]:
+            self.texts.append(data)
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def harmless(page: Parsed) -> None:
+    """Nothing in it runs, is fetched or is styled from what it was told."""
+    assert not page.all("script")
+    assert len(page.all("style")) == 1
+    for tag, attributes in page.elements:
+        assert not any(name.startswith("on") or name in ("style", "src", "srcset", "srcdoc") for name in attributes), (
+            tag,
+            attributes,
+        )
+        if "href" in attributes:
+            assert tag == "a"
+            assert str(attributes["href"]).startswith(("?", "openapi.json", "metrics", "readyz")), attributes
+
+
+def report(status: str, day: int, **fields: Any) -> Report:
+    return Report(f"r{day}", "films", "run", status, f"2026-11-{day:02d}T02:00:00.000000Z", **fields)
+
+
+RUNS = [
+    report("failed", 21, error="the source <b>cannot</b> be read", seconds=1.5),
+    report("current", 20, snapshot=7),
+    report(
+        "published",
+        19,
+        snapshot=7,
+        counts={"written": 1234, "rejected": 3},
+        seconds=65.0,
+        stages_s={"model": 60.0, "write": 4.0, "flip": 0.0001},
+    ),
+]
+NOW_S = 1795312800.0
+"""2026-11-22T02:00:00Z."""
+
+
+def test_it_shows_a_view_its_runs_and_what_was_asked_of_it() -> None:
+    meter = Meter()
+    meter.counter(counted.ROWS, "films", "fresh", "store", "").add(90)
+    meter.counter(counted.ROWS, "films", "missing", "", "deadline").add(10)
+    for seconds in (0.0002, 0.0002, 0.02):
+        meter.timer(counted.REQUEST_SECONDS, "row").observe(seconds)
+    meter.counter(counted.FALLBACK_ROWS, "films", "computed").add(5)
+    meter.gauge(counted.BREAKER_OPEN, "films").set(1)
+    page = Parsed(status_page(Figures([ViewFigures(TOLD, RUNS, degraded=True)], totals(meter), True, NOW_S)))
+    harmless(page)
+    for text in (
+        "oldest row 30 min, snapshot 7, 1,234 rows",
+        "vector: float32[4], items: int64[≤9]",
+        "50.0% of the source",
+        "recall@10 ≥ 97.1% by codes, 55 µs",
+        "asked: 90 fresh, 10 missing (deadline 10)",
+        "last run, 2026-11-21 02:00,  failed : 0 rows written, 0 rejected, 1.5 s",
+        "the source <b>cannot</b> be read",
+        "model 60 s, write 4 s",
+        "row 3 250 µs 25 ms",
+        "films 5 computed 0 – open",
+        "the online store lost rows of it; they are being loaded again",
+    ):
+        assert text in page.text
+    assert [cell["data-is"] for cell in page.all("td") if cell["data-is"] == "rejected"] == ["rejected"] * 3
+
+
+def test_without_a_view_it_says_what_to_do() -> None:
+    page = Parsed(status_page(Figures()))
+    harmless(page)
+    assert "precompute run VIEW" in page.texts
+    assert not page.all("form")
+
+
+def test_a_store_that_does_not_answer_is_told() -> None:
+    page = Parsed(status_page(Figures([ViewFigures(TOLD, (), readable=False)], store_answers=False)))
+    assert "The online store does not answer: this is what was last known." in page.texts
+    assert "what is live cannot be read now: this was last known" in page.texts
+
+
+EVIL = "\"><script>alert(1)</script><img src=x onerror=alert(1)>'&amp;<!--"
+
+
+def test_nothing_it_is_told_becomes_markup() -> None:
+    told = TOLD | {
+        "view": EVIL,
+        "entity": [EVIL],
+        "model": EVIL,
+        "published_at": EVIL,
+        "features": [{"name": EVIL, "dtype": EVIL}],
+    }
+    run = Report(EVIL, EVIL, EVIL, EVIL, "2026-11-20T02:00:00Z", error=EVIL, stages_s={EVIL: 1.0})
+    page = Parsed(status_page(Figures([ViewFigures(told, [run])], at_s=NOW_S), Question(EVIL, EVIL), element("p", EVIL)))
+    harmless(page)
+    assert EVIL in page.texts
+    assert [given["value"] for given in page.all("input")] == [EVIL]
+
+
+def test_its_policy_names_its_only_style_and_nothing_else() -> None:
+    page = status_page(Figures([ViewFigures(TOLD, RUNS)], at_s=NOW_S))
+    style = page.partition("<style>")[2].partition("</style>")[0]
+    hashed = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    assert (
+        f"default-src 'none'; style-src 'sha256-{hashed}'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'" == POLICY
+    )
+
+
+def test_text_is_escaped_unless_it_is_markup() -> None:
+    assert element("a", "<b>", Html("<i>x</i>"), None, 3, href='"') == '<a href="&quot;">&lt;b&gt;<i>x</i>3</a>'
+    assert element("input", name="q", required=True, maxlength=None, hidden=False, data_is="x", class_="y") == (
+        '<input name="q" required data-is="x" class="y">'
+    )
+    assert joined("<", Html("<br>"), None) == "&lt;<br>"
+
+
+@pytest.mark.parametrize(("age_s", "at"), [(0.0, 0.0), (1800.0, 0.25), (3600.0, 0.5), (7200.0, 0.75), (10800.0, 1.0), (1e9, 1.0)])
+def test_the_mark_stands_at_the_age(age_s: float, at: float) -> None:
+    (mark,) = (rect for rect in Parsed(freshness_bar(age_s, 3600, 7200)).all("rect") if rect["class"] == "mark")
+    assert mark["x"] == percent(0.99 * at)
+
+
+def test_limits_of_zero_have_a_bar_too() -> None:
+    marks = [rect["x"] for rect in Parsed(freshness_bar(5.0, 0.0, 0.0)).all("rect") if rect["class"] == "mark"]
+    assert marks == ["99.00%"]
+    assert not [rect for rect in Parsed(freshness_bar(None, 1.0, 1.0)).all("rect") if rect["class"] == "mark"]
+
+
+def test_runs_stand_in_their_time_and_by_what_came_of_them() -> None:
+    line = runs_line([*RUNS, report("published", 18, snapshot=5), Report("r", "films", "run", "failed", "when?")], NOW_S)
+    assert line is not None
+    page = Parsed(line)
+    assert [(mark["class"], mark["cx"]) for mark in page.all("circle")] == [
+        ("f-fresh", "1.00%"),
+        ("f-fresh", "25.25%"),
+        ("f-other", "49.50%"),
+    ]
+    assert [(mark["class"], mark["x"]) for mark in page.all("rect")] == [("f-missing", "73.75%")]
+    assert "2026-11-19T02:00:00 run: published, snapshot 7" in page.texts
+    assert runs_line([], NOW_S) is None
+
+
+def test_quantiles_are_upper_ends_of_buckets() -> None:
+    buckets = [0.0] * (len(BUCKETS) + 1)
+    buckets[3], buckets[-1] = 98.0, 2.0
+    times = Times(buckets, 1.0)
+    assert (times.count, times.quantile_s(0.5), times.quantile_s(0.98), times.quantile_s(0.99)) == (
+        100,
+        BUCKETS[3],
+        BUCKETS[3],
+        None,
+    )
+    assert [duration_ms(s) for s in (None, 25e-6, 0.0025, 1.25, 300.0)] == ["> 60 s", "25 µs", "2.5 ms", "1.25 s", "5 min"]
+
+
+@pytest.mark.parametrize(
+    ("query", "asked"),
+    [
+        (b"", Question()),
+        (b"view=a&q=1", Question("a", "1", LOOKUP)),
+        (b"view=a&q=%C3%A9+x&do=text", Question("a", "é x", TEXT)),
+        (b"view=a&q=1&do=near&view=b", Question("a", "1", NEAR)),
+        (b"do=drop&q=%00", Question("", "\0", LOOKUP)),
+        (b"refresh=10", Question(refresh_s=10)),
+        (b"refresh=0", Question(refresh_s=2)),
+        (b"refresh=-1", Question()),
+        (b"&".join(b"a=1" for _ in range(100)), Question()),
+        (b"\xff\xfe=%FF", Question()),
+    ],
+)
+def test_a_question_is_read_from_the_address(query: bytes, asked: Question) -> None:
+    assert Question.of(query) == asked
+
+
+def test_values_are_shown_short() -> None:
+    assert shown([0.123456789] * 3) == "[0.123457, 0.123457, 0.123457]"
+    assert shown(list(range(9))) == "[0, 1, 2, 3, 4, 5, 6, 7, … ] (9)"
+    assert shown("x" * 600) == "x" * 497 + "…"
+    assert shown(None) == "None"
