@@ -126,6 +126,8 @@ class Answer:
     """Number of a row that the model computed → why it was asked."""
     damaged: int = 0
     """Rows that the store has, and that do not vouch for themselves."""
+    retry_after_s: float = 0.0
+    """Before then it is in vain to ask again for what the fallback did not compute; 0 where nobody knows."""
 
     @property
     def pointer(self) -> Pointer:
@@ -210,6 +212,7 @@ class Answer:
                 if not isinstance(error, Miss):
                     raise error
                 self._reasons[i] = error.reason
+                self.retry_after_s = max(self.retry_after_s, error.retry_after_s)
                 continue
             computed = future.result()
             self._computed[i] = computed.row

@@ -6,11 +6,12 @@ snapshot's fingerprint, or it is refused: two fingerprints are two spaces, and n
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,15 +43,10 @@ _Request = tuple[str, Mapping[str, Any] | None, Pointer]
 """Key text, the input columns' values when they came with the request, and what is live for the caller."""
 
 
-_Rows = tuple[list[int], pa.Table]
-"""Numbers of requests, and a source row for each."""
-
-
 class _Group(NamedTuple):
-    """What is computed in one batch: requests of one publishing of a view, either all for its rows or all for what it is searched by."""
+    """What is computed in one batch: requests of one model, whatever their views, either all for rows or all for what is searched by."""
 
-    view: str
-    publishing: tuple[int, str]
+    model: str
     query: bool
 
 
@@ -60,10 +56,23 @@ class _Opened(NamedTuple):
     view: OpenView
     codec: RowCodec
     query_codec: RowCodec
+    alike: Hashable
+    """Of two views for which this is equal, a row of one could be one of the other."""
 
     @classmethod
     def of(cls, view: OpenView) -> _Opened:
-        return cls(view, RowCodec(view.view), RowCodec(unpacked_view(view.view)))
+        features, codec = view.view.features, RowCodec(view.view)
+        inputs = tuple((name, str(kind)) for name, kind in zip(view.source.schema.names, view.source.schema.types, strict=True))
+        alike = (id(view.model), view.variant, features, view.view.definition.bad_rows, inputs)
+        return cls(view, codec, RowCodec(unpacked_view(view.view)), alike)
+
+
+class _Wanted(NamedTuple):
+    """Requests by their numbers, and a source row for each."""
+
+    opened: _Opened
+    numbers: list[int]
+    rows: pa.Table
 
 
 LOAD_S = 600.0
@@ -109,12 +118,13 @@ class ViewFallback(Fallback):
         *,
         query: bool = False,
     ) -> list[Future[Computed]]:
-        group = _Group(pointer.view.name, pointer.publishing, query)
+        group, view = _Group(pointer.model, query), pointer.view.name
         futures = []
         for key in keys:
             values = inputs.get(key)
-            flight = key if values is None else (key, json.dumps(values, sort_keys=True, default=str))
-            futures.append(self._batcher.submit(group, flight, (key, values, pointer), deadline))
+            given = None if values is None else json.dumps(values, sort_keys=True, default=str)
+            flight = (view, pointer.publishing, key, given)
+            futures.append(self._batcher.submit(group, flight, (key, values, pointer), deadline, view))
         return futures
 
     def warm(self, pointer: Pointer) -> None:
@@ -129,8 +139,8 @@ class ViewFallback(Fallback):
 
     def begin_warm(self, pointer: Pointer, deadline: float) -> Future[Computed]:
         """As :meth:`warm`, without waiting; the future always ends in an error, once it was tried or the deadline is over."""
-        group = _Group(pointer.view.name, pointer.publishing, query=False)
-        return self._batcher.submit(group, None, (_WARM_UP, None, pointer), deadline)
+        flight = (pointer.view.name, pointer.publishing)
+        return self._batcher.submit(_WARM_UP, flight, (_WARM_UP, None, pointer), deadline, _WARM_UP)
 
     def ready(self, pointer: Pointer) -> bool:
         """Whether the view is open for the pointer's publishing."""
@@ -154,24 +164,49 @@ class ViewFallback(Fallback):
     # ---- in the batcher's thread
 
     def _run(self, group: Hashable, requests: Sequence[_Request], deadline: float) -> list[Computed | Exception]:
-        assert isinstance(group, _Group)
+        """Each view's inputs are fetched by one query, and rows of views that the model cannot tell apart are computed in one call."""
+        results: list[Computed | Exception] = [Miss(Reason.UNKNOWN_ENTITY)] * len(requests)
+        of_view: dict[tuple[str, tuple[int, str]], list[int]] = {}
+        for i, (_, _, pointer) in enumerate(requests):
+            of_view.setdefault((pointer.view.name, pointer.publishing), []).append(i)
+        alike: dict[Hashable, list[_Wanted]] = {}
         try:
-            opened = self._open(requests[0][2])
-            self._watch(deadline)
-            results = _results(opened, group, requests)
-        except PrecomputeError as exc:
-            log.error("fallback of view %r: %s", group.view, exc)
-            results = [Miss(Reason.MODEL_ERROR, str(exc))] * len(requests)
-        except BaseException as exc:
-            # a user's model may raise anything, sys.exit() included
-            log.exception("fallback of view %r failed", group.view)
-            results = [Miss(Reason.MODEL_ERROR, f"{type(exc).__name__}: {exc}")] * len(requests)
+            for (view, _), numbers in of_view.items():
+                with self._failing(view, numbers, results):
+                    opened = self._open(requests[numbers[0]][2])
+                    self._watch(deadline)
+                    wanted = _wanted(opened, requests, numbers, results)
+                    if wanted:
+                        # where the source had no rows to show it before
+                        opened.view.convert()
+                        alike.setdefault(opened.alike, []).extend(wanted)
+            query = isinstance(group, _Group) and group.query
+            for rows in alike.values():
+                whose = [i for each in rows for i in each.numbers]
+                with self._failing(rows[0].opened.view.view.name, whose, results):
+                    _compute(rows, query, requests, results)
         finally:
             self._watch(math.inf)
-        for (key, _, _), result in zip(requests, results, strict=True):
+        for (key, _, pointer), result in zip(requests, results, strict=True):
             if isinstance(result, Miss) and result.reason is Reason.MODEL_ERROR:
-                self._log_failure(group.view, key, result)
+                self._log_failure(pointer.view.name, key, result)
         return results
+
+    @contextlib.contextmanager
+    def _failing(self, view: str, numbers: Sequence[int], results: list[Computed | Exception]) -> Iterator[None]:
+        """Whatever is raised meanwhile is what becomes of these requests."""
+        try:
+            yield
+            return
+        except PrecomputeError as exc:
+            log.error("fallback of view %r: %s", view, exc)
+            miss = Miss(Reason.MODEL_ERROR, str(exc), broken=True)
+        except BaseException as exc:
+            # a user's model may raise anything, sys.exit() included
+            log.exception("fallback of view %r failed", view)
+            miss = Miss(Reason.MODEL_ERROR, f"{type(exc).__name__}: {exc}", broken=True)
+        for i in numbers:
+            results[i] = miss
 
     def _log_failure(self, view: str, key: str, miss: Miss) -> None:
         """A line for the operator, at most one a second: a broken model fails every request."""
@@ -248,24 +283,21 @@ class ViewFallback(Fallback):
             return model.fingerprint()
 
 
-def _results(live: _Opened, group: _Group, requests: Sequence[_Request]) -> list[Computed | Exception]:
-    """What becomes of each request."""
-    results: list[Computed | Exception] = [Miss(Reason.UNKNOWN_ENTITY)] * len(requests)
-    opened = live.view
-    if any(key == _WARM_UP for key, _, _ in requests):
-        _warm_up(opened)
-    tables = _source_rows(opened, requests)
-    for i, (key, values, _) in enumerate(requests):
+def _wanted(
+    opened: _Opened, requests: Sequence[_Request], numbers: Sequence[int], results: list[Computed | Exception]
+) -> list[_Wanted]:
+    """The source's rows for those of a view's requests that there are any for; what becomes of the others goes into ``results``."""
+    if any(requests[i][0] == _WARM_UP for i in numbers):
+        _warm_up(opened.view)
+    wanted = _source_rows(opened, requests, numbers)
+    for i in numbers:
+        key, values, _ = requests[i]
         if values is not None:
             try:
-                tables.append(([i], _input_row(opened, key, values)))
+                wanted.append(_Wanted(opened, [i], _input_row(opened.view, key, values)))
             except (pa.ArrowException, ValueError, TypeError, OverflowError) as exc:
                 results[i] = Miss(Reason.MODEL_ERROR, f"the inputs do not fit the source's columns: {exc}")
-    if tables:
-        # where the source had no rows to show it before
-        opened.convert()
-        _compute(live, group, requests, tables, results)
-    return results
+    return wanted
 
 
 def _warm_up(opened: OpenView) -> None:
@@ -278,14 +310,13 @@ def _refusal(kind: Refusal) -> Exception:
     return Miss(Reason.SHED if kind == "shed" else Reason.DEADLINE)
 
 
-def _source_rows(opened: OpenView, requests: Sequence[_Request]) -> list[_Rows]:
+def _source_rows(opened: _Opened, requests: Sequence[_Request], numbers: Sequence[int]) -> list[_Wanted]:
     """The rows of the requests that came without inputs, as far as the source has them."""
-    position = {key: i for i, (key, values, _) in enumerate(requests) if values is None}
-    wanted = [key for key, values, _ in requests if values is None and key]
-    rows = opened.source.rows(wanted) if wanted else None
+    position = {requests[i][0]: i for i in numbers if requests[i][1] is None and requests[i][0]}
+    rows = opened.view.source.rows(list(position)) if position else None
     if rows is None or not rows.num_rows:
         return []
-    return [([position[key] for key in rows.column("key").to_pylist()], rows.drop_columns(["key"]))]
+    return [_Wanted(opened, [position[key] for key in rows.column("key").to_pylist()], rows.drop_columns(["key"]))]
 
 
 def _input_row(opened: OpenView, key: str, inputs: Mapping[str, Any]) -> pa.Table:
@@ -300,26 +331,22 @@ def _input_row(opened: OpenView, key: str, inputs: Mapping[str, Any]) -> pa.Tabl
     return pa.Table.from_arrays(columns, schema=schema)
 
 
-def _compute(
-    live: _Opened,
-    group: _Group,
-    requests: Sequence[_Request],
-    tables: Sequence[_Rows],
-    results: list[Computed | Exception],
-) -> None:
-    """Put what the model makes of ``tables`` into ``results``."""
-    opened = live.view
-    model = opened.model.for_queries() if group.query and isinstance(opened.model, QueryModel) else opened.model
-    positions = [i for numbers, _ in tables for i in numbers]
-    batch = pa.concat_tables([t for _, t in tables]).combine_chunks().to_batches()[0]
-    done = with_null_rows(opened.view, compute(model, opened.view, batch))
+def _compute(wanted: Sequence[_Wanted], query: bool, requests: Sequence[_Request], results: list[Computed | Exception]) -> None:
+    """Put what the model makes of rows that are alike into ``results``."""
+    opened = wanted[0].opened
+    view, model = opened.view.view, opened.view.model
+    asked = model.for_queries() if query and isinstance(model, QueryModel) else model
+    numbers = [i for each in wanted for i in each.numbers]
+    batch = pa.concat_tables([each.rows for each in wanted]).combine_chunks().to_batches()[0]
+    done = with_null_rows(view, compute(asked, view, batch))
     now_us = time.time_ns() // 1000
-    whose = [positions[row] for row in done.rows.tolist()]
+    whose = [numbers[row] for row in done.rows.tolist()]
     if whose:
         hashes = kernels.hashes(Packed.of([requests[i][0].encode() for i in whose]))
-        codec = live.query_codec if group.query else live.codec
-        rows = codec.encode(done.features, hashes, np.full(len(whose), now_us), requests[0][2].snapshot)
+        codec = opened.query_codec if query else opened.codec
+        snapshots = np.array([requests[i][2].snapshot for i in whose])
+        rows = codec.encode(done.features, hashes, np.full(len(whose), now_us), snapshots)
         for j, i in enumerate(whose):
             results[i] = Computed(rows.at(j), now_us)
     for rejection in done.rejections:
-        results[positions[rejection.row]] = Miss(Reason.MODEL_ERROR, rejection.error)
+        results[numbers[rejection.row]] = Miss(Reason.MODEL_ERROR, rejection.error)

@@ -8,6 +8,7 @@ import signal
 from abc import ABC, abstractmethod
 
 from precompute.workers.process import ChildProcess
+from store.telemetry.instruments import RESTARTS, Meter
 
 log = logging.getLogger(__name__)
 
@@ -25,11 +26,14 @@ class KeptProcess(ABC):
     that ends with it.
 
     Args:
-        name: for people.
+        kind: what it is, ``worker`` or ``model``.
+        name: which of them, for people.
+        meter: counts how often it is replaced.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, kind: str, name: str, meter: Meter) -> None:
         self.name = name
+        self._kind, self._meter = kind, meter
         self.process: ChildProcess | None = None
         self.ends_quickly = 0
         """How often in a row it has ended soon after it was started."""
@@ -72,6 +76,7 @@ class KeptProcess(ABC):
         self.ends_quickly = 0 if now - self._started_at > STEADY_S else self.ends_quickly + 1
         wait_s = min(FIRST_WAIT_S * 2 ** max(0, self.ends_quickly - 1), LONGEST_WAIT_S)
         self._start_at, self.process = now + wait_s, None
+        self._meter.counter(RESTARTS, self._kind, "killed" if self._killed else "ended").add()
         words = process.last_words()
         told = self._killed or process.how_it_ended() + (f"; the last line of its stderr: {words[:300]}" if words else "")
         log.error("%s %s; it is started anew in %g s", self.name, told, wait_s)

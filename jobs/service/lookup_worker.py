@@ -23,13 +23,13 @@ from store.telemetry.instruments import Meter
 def main() -> None:
     """Serve until SIGTERM, then finish the requests at hand."""
     spec = begin()
-    fallback = RemoteFallback(Path(spec["runtime"]))
+    meter = Meter(Path(spec["runtime"]), f"worker-{spec['number']}")
+    fallback = RemoteFallback(Path(spec["runtime"]), meter)
     with contextlib.closing(fallback), contextlib.closing(open_online_store(spec["online"])) as online:
         lookup = Lookup(online, Path(spec["root"]), fallback)
         warmer = Warmer(lookup, fallback, fallback.want)
         fallback.on_lost = warmer.look
         try:
-            meter = Meter(Path(spec["runtime"]), f"worker-{spec['number']}")
             app = create_app(lookup, lambda: warmer.warming, fallback.ready, meter=meter)
             config = uvicorn.Config(
                 app,

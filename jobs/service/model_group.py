@@ -14,6 +14,7 @@ from typing import Any
 from jobs.service.child import started
 from jobs.service.kept_process import KeptProcess
 from precompute.workers.process import ChildProcess
+from store.telemetry.instruments import Meter
 
 MEMORY_EVERY_S = 1.0
 """How often a process's memory is looked at."""
@@ -66,10 +67,11 @@ class ModelGroup(KeptProcess):
         project: where it is and what it keeps, for :mod:`jobs.service.model_server`.
         runtime: folder for the socket.
         limits: beyond which it is killed.
+        meter: counts how often it is replaced.
     """
 
-    def __init__(self, model: str, project: dict[str, Any], runtime: Path, limits: ModelLimits) -> None:
-        super().__init__(f"the model process {model[:12]}")
+    def __init__(self, model: str, project: dict[str, Any], runtime: Path, limits: ModelLimits, meter: Meter) -> None:
+        super().__init__("model", f"the model process {model[:12]}", meter)
         self._project, self._limits = project, limits
         self._path = socket_path(runtime, model)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

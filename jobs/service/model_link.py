@@ -201,11 +201,11 @@ class ModelLink:
             if future is not None:
                 future.set_result(Computed(body[at : at + size], computed_at_us))
             at += size
-        for number, reason, detail in header["missed"]:
+        for number, reason, detail, broken in header["missed"]:
             with self._lock:
                 future = connection.waiting.pop(number, None)
             if future is not None:
-                future.set_exception(Miss(Reason(reason), detail))
+                future.set_exception(Miss(Reason(reason), detail, broken=broken))
 
     def _lose(self, connection: _Connection) -> None:
         """End what was asked over a connection that is no more."""
@@ -220,7 +220,7 @@ class ModelLink:
         with contextlib.suppress(OSError):
             connection.socket.shutdown(socket.SHUT_RDWR)
         connection.socket.close()
-        _fail(waiting, Miss(Reason.MODEL_ERROR, "the model process ended"))
+        _fail(waiting, Miss(Reason.MODEL_ERROR, "the model process ended", broken=True))
         if not self._closed:
             self._on_lost()
 

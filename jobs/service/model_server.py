@@ -31,7 +31,7 @@ from store.status import Reason
 # from a worker:  {"pointer": n}                      body: the pointer that is called n from now on, on this connection
 #                 {"ask": i, "pointer": n, "keys": […], "inputs": {…}, "deadline": t, "query": …}       the keys are called i, i + 1, …
 #                 {"warm": i, "pointer": n, "deadline": t}        open it; i is answered as missing once that was tried
-# to a worker:    {"rows": [[i, computed at, bytes], …], "missed": [[i, reason, detail], …], "open": […]}      body: the rows, one after the other;
+# to a worker:    {"rows": [[i, computed at, bytes], …], "missed": [[i, reason, detail, broken], …], "open": […]}      body: the rows, one after the other;
 #                                                     open: all publishings that are open, where that changed
 
 log = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class Conversation:
                 data.append(computed.row)
             else:
                 reason = error.reason if isinstance(error, Miss) else Reason.MODEL_ERROR
-                missed.append((number, str(reason), str(error)))
+                missed.append((number, str(reason), str(error), not isinstance(error, Miss) or error.broken))
         header: dict[str, Any] = {"rows": rows, "missed": missed}
         if (opened := self._fallback.open_publishings()) != self._told:
             header["open"] = self._told = opened

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -12,11 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jobs.service.breaker import Breaker
 from jobs.service.model_group import socket_path
 from jobs.service.model_link import ModelLink
 from store.fallback import Computed, Fallback, Miss
 from store.online.online_store import Pointer
 from store.status import Reason
+from store.telemetry.instruments import BREAKER_OPEN, FALLBACK_QUEUE, FALLBACK_ROWS, Meter
 
 MOST_IN_FLIGHT = 1024
 """Keys of one view that a worker waits for at once; what is asked beyond is shed."""
@@ -30,10 +33,12 @@ class RemoteFallback(Fallback):
 
     Args:
         runtime: the folder with their sockets, and the supervisor's.
+        meter: counts what becomes of the misses.
     """
 
-    def __init__(self, runtime: Path) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: Path, meter: Meter) -> None:
+        self._runtime, self._meter = runtime, meter
+        self._breakers: dict[str, Breaker] = {}
         self._control = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._control.setblocking(False)
         self._lock = threading.Lock()
@@ -53,13 +58,17 @@ class RemoteFallback(Fallback):
     ) -> list[Future[Computed]]:
         view = pointer.view.name
         with self._lock:
-            taken = max(0, min(len(keys), MOST_IN_FLIGHT - self._in_flight[view]))
+            admitted, retry_s = self._breaker(view).admit(len(keys), time.monotonic())
+            taken = max(0, min(admitted, MOST_IN_FLIGHT - self._in_flight[view]))
             self._in_flight[view] += taken
+        self._meter.gauge(FALLBACK_QUEUE, view).add(taken)
         given = {key: inputs[key] for key in keys[:taken] if key in inputs}
         futures = self._link(pointer.model).ask(pointer, keys[:taken], given, deadline, query) if taken else []
         for future in futures:
             future.add_done_callback(partial(self._landed, view))
-        return futures + [_shed() for _ in keys[taken:]]
+        if taken < len(keys):
+            self._meter.counter(FALLBACK_ROWS, view, str(Reason.SHED)).add(len(keys) - taken)
+        return futures + [_shed(retry_s) for _ in keys[taken:]]
 
     def begin_warm(self, pointer: Pointer, deadline: float) -> Future[Computed]:
         """Have what a pointer names opened; the future always ends in an error, once that was tried or the deadline is over."""
@@ -98,12 +107,26 @@ class RemoteFallback(Fallback):
         with contextlib.suppress(OSError):
             self._control.sendto(model.encode(), str(self._runtime / CONTROL))
 
-    def _landed(self, view: str, _: Future[Computed]) -> None:
+    def _breaker(self, view: str) -> Breaker:
+        breaker = self._breakers.get(view)
+        if breaker is None:
+            breaker = self._breakers[view] = Breaker()
+        return breaker
+
+    def _landed(self, view: str, future: Future[Computed]) -> None:
+        error = future.exception()
+        broken = error is not None and (not isinstance(error, Miss) or error.broken)
         with self._lock:
             self._in_flight[view] -= 1
+            breaker = self._breaker(view)
+            breaker.count(broken, time.monotonic())
+        outcome = "computed" if error is None else str(error.reason if isinstance(error, Miss) else Reason.MODEL_ERROR)
+        self._meter.gauge(FALLBACK_QUEUE, view).add(-1)
+        self._meter.counter(FALLBACK_ROWS, view, outcome).add()
+        self._meter.gauge(BREAKER_OPEN, view).set(breaker.is_open)
 
 
-def _shed() -> Future[Computed]:
+def _shed(retry_s: float) -> Future[Computed]:
     future: Future[Computed] = Future()
-    future.set_exception(Miss(Reason.SHED))
+    future.set_exception(Miss(Reason.SHED, retry_after_s=retry_s))
     return future

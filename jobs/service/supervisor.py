@@ -17,6 +17,7 @@ from jobs.service.model_group import ModelGroup, ModelLimits
 from jobs.service.remote_fallback import CONTROL
 from precompute.workers.process import ChildProcess, end_all
 from store.errors import PrecomputeError
+from store.telemetry.instruments import Meter
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +37,8 @@ FUTILE = 5
 class WorkerKeeper(KeptProcess):
     """One lookup worker."""
 
-    def __init__(self, number: int, spec: dict[str, Any]) -> None:
-        super().__init__(f"lookup worker {number}")
+    def __init__(self, number: int, spec: dict[str, Any], meter: Meter) -> None:
+        super().__init__("worker", f"lookup worker {number}", meter)
         self._spec = spec | {"number": number}
 
     def start(self) -> ChildProcess:
@@ -56,7 +57,8 @@ class Supervisor:
 
     def __init__(self, worker: dict[str, Any], project: dict[str, Any], limits: ModelLimits, workers: int = 1) -> None:
         self._runtime, self._project, self._limits = Path(worker["runtime"]), project, limits
-        self._workers = [WorkerKeeper(number, worker) for number in range(workers)]
+        self._meter = Meter(self._runtime, "supervisor")
+        self._workers = [WorkerKeeper(number, worker, self._meter) for number in range(workers)]
         self._groups: dict[str, ModelGroup] = {}
         self._control = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._control.setblocking(False)
@@ -92,7 +94,7 @@ class Supervisor:
             while True:
                 model = self._control.recv(1024).decode()
                 if model not in self._groups and len(self._groups) < MOST_MODELS:
-                    self._groups[model] = ModelGroup(model, self._project, self._runtime, self._limits)
+                    self._groups[model] = ModelGroup(model, self._project, self._runtime, self._limits, self._meter)
                 if model in self._groups:
                     self._groups[model].wanted_at = time.monotonic()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -83,7 +84,8 @@ class RowRoutes:
             status = 404
         headers = missing_headers(answer, reason)
         if status == 503:
-            headers.append(RETRY_SOON)
+            wait_s = math.ceil(answer.retry_after_s)
+            headers.append((b"retry-after", b"%d" % wait_s) if wait_s else RETRY_SOON)
         return problem(status, str(reason), detail, headers, snapshot=pointer.snapshot, model=pointer.model)
 
     async def lookup(self, scope: Scope, receive: Receive, view: str, _: bytes) -> Reply:

@@ -149,14 +149,14 @@ class RowCodec:
         computed_at = np.asarray(batch.column("computed_at").cast(pa.int64()))
         return RowBatch(keys, self.encode(batch, hashed, computed_at, snapshot), hashed)
 
-    def encode(self, batch: pa.RecordBatch, key_hashes: U8, computed_at_us: I8, snapshot: int) -> Packed:
+    def encode(self, batch: pa.RecordBatch, key_hashes: U8, computed_at_us: I8, snapshot: int | I8) -> Packed:
         """Packed rows of ``batch``'s feature columns.
 
         Args:
             batch: holds a column per feature, in any order, other columns beside them; may be a slice.
             key_hashes: xxh3_64 of each row's key, uint64 [rows].
             computed_at_us: int64 [rows], µs since 1970 in UTC.
-            snapshot: number of the snapshot, at most 2³² − 1.
+            snapshot: number of the snapshot, at most 2³² − 1; of each row, where they differ.
         """
         rows = batch.num_rows
         record = np.zeros(rows, self.record_type)

@@ -323,6 +323,41 @@ def test_views_with_the_same_model_share_it(make_project: MakeProject, open_look
     assert Shared.made == 2
 
 
+def test_misses_of_views_of_one_model_are_one_call(make_project: MakeProject) -> None:
+    folder = make_project([(1, 1.0)]).folder
+    counting = FALLBACK | {
+        "model": {"use": "tests.arithmetic:Counting", "args": {"path": str(folder / "batches"), "sleep_s": 0.3}}
+    }
+    one = {"features": {"double": {"dtype": "float64"}, "vector": {"dtype": "float32", "dim": 4}}}
+    views = {"second": _view(counting | one), "other": _view(counting | {"features": {"double": {"dtype": "float64"}}})}
+    project = make_project(view=counting, views=views)
+    project.publish_all()
+    write_data(project, {i: float(i) for i in range(4, 9)})
+    online, fallback = project.open_online(), ViewFallback(project.offline, project.home, memory_mb=64)
+    pointers = {name: pointer for name in project.views if (pointer := online.live(name)) is not None}
+    try:
+        for pointer in pointers.values():
+            fallback.warm(pointer)
+        (folder / "batches").write_text("")
+        asked = {("numbers", "4"): _submit(fallback, pointers["numbers"], "4")}
+        eventually(lambda: (folder / "batches").read_text() != "")
+        for name, key in (("numbers", "5"), ("second", "5"), ("second", "6"), ("other", "7"), ("numbers", "77")):
+            asked[name, key] = _submit(fallback, pointers[name], key)
+        done = {which: future.exception(timeout=20) or future.result() for which, future in asked.items()}
+    finally:
+        fallback.close()
+        online.close()
+    unknown = done.pop(("numbers", "77"))
+    assert isinstance(unknown, Miss)
+    assert unknown.reason is Reason.UNKNOWN_ENTITY
+    doubles = {which: values_of(pointers[which[0]], row)["double"] for which, row in done.items() if isinstance(row, Computed)}
+    assert doubles == {which: 2 * float(which[1]) for which in done}
+    first, *others = (folder / "batches").read_text().splitlines()
+    assert first == "[4.0]"
+    # what has other features is another call
+    assert sorted(others) == ["[5.0, 5.0, 6.0]", "[7.0]"]
+
+
 # ---- while snapshots change
 
 

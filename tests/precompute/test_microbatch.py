@@ -159,6 +159,33 @@ def test_what_does_not_fit_the_queue_is_shed_at_once_and_a_known_key_still_joins
     assert batcher.submit("a", 2, 2, later()).result(WAIT_S) == 20
 
 
+def test_a_full_queue_of_one_owner_is_no_others(make: Make) -> None:
+    batcher, runs = make(max_queue=2)
+    hold(batcher, runs)
+    futures = [batcher.submit("a", (owner, i), i, later(), owner) for owner in "xy" for i in (1, 2, 3)]
+    runs.gate.set()
+    assert [refusal(future) for future in futures[2::3]] == ["shed", "shed"]
+    assert [future.result(WAIT_S) for number, future in enumerate(futures) if number % 3 < 2] == [10, 20, 10, 20]
+    assert runs.batches[1:] == [("a", [1, 2, 1, 2])]
+    assert batcher.submit("a", 4, 4, later(), "x").result(WAIT_S) == 40
+
+
+def test_what_takes_longer_than_anybody_waits_is_not_begun(make: Make) -> None:
+    batcher, _ = make()
+
+    def sleep() -> list[int]:
+        time.sleep(0.3)
+        return [10]
+
+    assert batcher.submit("a", 1, sleep, later()).result(WAIT_S) == 10
+    hasty, patient, other = (
+        batcher.submit(*asked) for asked in (("a", 2, 2, later(0.2)), ("a", 3, 3, later()), ("b", 4, 4, later(0.2)))
+    )
+    assert (refusal(hasty), patient.result(WAIT_S), other.result(WAIT_S)) == ("deadline", 30, 40)
+    # the last one took no time at all
+    assert batcher.submit("a", 2, 2, later(0.2)).result(WAIT_S) == 20
+
+
 def test_a_flight_nobody_waits_for_any_more_is_not_begun(make: Make) -> None:
     batcher, runs = make()
     hold(batcher, runs)
