@@ -21,7 +21,7 @@ from store.freshness import Sighting, microseconds, status_of
 from store.key_text import MAX_KEY_BYTES, join_key, key_text, shown_key
 from store.lookup_options import MAX_KEYS, MAX_NEIGHBOURS, CacheControl, LookupOptions, SearchOptions, check_features
 from store.online import kernels
-from store.online.found_rows import PackedKeys
+from store.online.found_rows import FoundRows, PackedKeys
 from store.online.online_store import OnlineStore, Pointer
 from store.online_url import open_online_store
 from store.record import plain
@@ -132,6 +132,7 @@ class Lookup:
         *,
         cache_control: CacheControl | None = None,
         columnar: bool = False,
+        admit: Callable[[AnswerPlan, FoundRows], None] | None = None,
     ) -> Answer:
         """As :meth:`get`, without waiting: the answer may still have rows in flight, see :meth:`Answer.wait`.
 
@@ -141,6 +142,7 @@ class Lookup:
             options: likewise.
             cache_control: what a request over HTTP asks of stored rows.
             columnar: :meth:`Answer.table` is all that will be asked of the answer: a third faster then, and slower for rows.
+            admit: raises where so many rows of this kind are too many, before any is verified or computed.
         """
         if isinstance(keys, (str, bytes)) or not hasattr(keys, "__len__"):
             raise RequestError(f"keys is a list of keys, got {type(keys).__name__}: write [{keys!r}]", code="bad_key")
@@ -159,7 +161,10 @@ class Lookup:
         if cache_control is not None:
             fallback = None if cache_control.only_if_cached else fallback
             oldest_s = cache_control.oldest_s(pointer.view, oldest_s, fallback is not None)
-        answer = Answer(self._plan(pointer, options.features), texts, found, *self._look(pointer), self._look, bad, oldest_s)
+        plan = self._plan(pointer, options.features)
+        if admit is not None:
+            admit(plan, found)
+        answer = Answer(plan, texts, found, *self._look(pointer), self._look, bad, oldest_s)
         missing = answer.judge(columnar)
         if answer.damaged:
             self.on_damaged(view, answer.damaged)

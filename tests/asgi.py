@@ -13,6 +13,11 @@ from tests.server import Reply
 
 def call(app: Any, method: str, path: str, body: Any = None, **headers: str) -> Reply:
     """One request; a body that is not bytes is sent as JSON. ``content_type="…"`` becomes ``content-type``."""
+    return asyncio.run(exchange(app, *scope_of(method, path, body, **headers)))
+
+
+def scope_of(method: str, path: str, body: Any = None, **headers: str) -> tuple[dict[str, Any], bytes]:
+    """What a server hands an application for a request: the scope, and the body."""
     lines = [(name.replace("_", "-").encode(), value.encode("latin-1")) for name, value in headers.items()]
     if body is not None and "content_type" not in headers:
         lines.append((b"content-type", wire.JSON.encode()))
@@ -26,10 +31,11 @@ def call(app: Any, method: str, path: str, body: Any = None, **headers: str) -> 
         "query_string": query.encode(),
         "headers": lines,
     }
-    return asyncio.run(_exchange(app, scope, sent))
+    return scope, sent
 
 
-async def _exchange(app: Any, scope: Mapping[str, Any], body: bytes) -> Reply:
+async def exchange(app: Any, scope: Mapping[str, Any], body: bytes) -> Reply:
+    """One request; ``pieces`` among the reply's headers is how many messages the body came in."""
     messages: list[Mapping[str, Any]] = []
 
     async def receive() -> Mapping[str, Any]:
@@ -40,5 +46,5 @@ async def _exchange(app: Any, scope: Mapping[str, Any], body: bytes) -> Reply:
 
     await app(scope, receive, send)
     start, *parts = messages
-    headers = {name.decode(): value.decode("latin-1") for name, value in start["headers"]}
+    headers = {name.decode(): value.decode("latin-1") for name, value in start["headers"]} | {"pieces": str(len(parts))}
     return Reply(start["status"], headers, b"".join(bytes(part["body"]) for part in parts))

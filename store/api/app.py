@@ -19,6 +19,7 @@ from store.api.pools import Pool
 from store.api.reply import JSON_TYPE, Reply, json_reply
 from store.api.request import Receive, Scope, headers_of, no_query, read_body
 from store.api.rows import RowRoutes
+from store.encoding.answer_size import MAX_ANSWER_BYTES
 from store.errors import PrecomputeError
 from store.lookup import Lookup
 from store.online.online_store import Pointer
@@ -150,13 +151,15 @@ def create_app(
     fallback_ready: Callable[[Pointer], bool] = lambda _: False,
     gate: Gate = open_gate,
     meter: Meter | None = None,
+    answer_bytes: int = MAX_ANSWER_BYTES,
 ) -> Front:
-    """The ASGI application; see :class:`Api` for the first arguments, :class:`Front` for the gate that stands before all routes, and :class:`Metrics` for the
-    meter."""
+    """The ASGI application; see :class:`Api` for the first arguments, :class:`Front` for the gate that stands before all routes, :class:`Metrics` for the
+    meter, and :class:`RowRoutes` for the largest answer."""
     views = LiveViews(lookup)
     metrics = Metrics(lookup, meter, views)
     readers = Pool("read", _READERS, _WAITING) if lookup.online.blocking else None
-    rows, api = RowRoutes(lookup, metrics, readers), Api(lookup, metrics, warming, fallback_ready, readers, views)
+    rows = RowRoutes(lookup, metrics, readers, answer_bytes)
+    api = Api(lookup, metrics, warming, fallback_ready, readers, views)
     fixed = {
         b"/v1/lookup": {"POST": rows.multi_lookup},
         b"/v1/views": {"GET": api.views},

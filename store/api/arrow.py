@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 
+import numpy as np
 import pyarrow as pa
 
 from store.errors import RequestError
@@ -11,7 +13,7 @@ from store.lookup_options import MAX_KEYS
 
 
 def decode_arrow_keys(body: bytes) -> list[str]:
-    """The ``key`` column of an Arrow IPC stream: string or integer, at most :data:`store.answer.MAX_KEYS` rows.
+    """The ``key`` column of an Arrow IPC stream: text or integers, at most :data:`store.lookup_options.MAX_KEYS` rows.
 
     Arrow trusts its input by default; every batch is validated in full before a value is read.
 
@@ -25,41 +27,92 @@ def decode_arrow_keys(body: bytes) -> list[str]:
             if reader.schema.names != ["key"]:
                 raise RequestError(f"the Arrow body has columns {reader.schema.names[:5]}, it takes one: key", code="bad_arrow")
             kind = reader.schema.field("key").type
-            if not (pa.types.is_string(kind) or pa.types.is_integer(kind)):
-                raise RequestError(f"the Arrow body's key column is {kind}, it takes string or an integer type", code="bad_arrow")
+            if not _is_key(kind.value_type if pa.types.is_dictionary(kind) else kind):
+                raise RequestError(
+                    f"the Arrow body's key column is {kind}, it takes string, large_string, string_view, an integer type, or a dictionary of one",
+                    code="bad_arrow",
+                )
             for batch in reader:
                 if len(keys) + batch.num_rows > MAX_KEYS:
                     raise RequestError(f"a request has 1 to {MAX_KEYS} keys", status=413, code="too_many_keys")
                 batch.validate(full=True)
-                if batch.column(0).null_count:
+                column = batch.column(0)
+                if column.null_count:
                     raise RequestError("the Arrow body has a null key", code="bad_arrow")
-                keys.extend(batch.column(0).cast(pa.string()).to_pylist())
+                keys.extend(_texts(column, len(body)))
     except (pa.ArrowException, OSError, ValueError, UnicodeDecodeError) as exc:
         raise RequestError(f"the body is not an Arrow IPC stream: {str(exc)[:200]}", code="bad_arrow") from exc
     return keys
+
+
+def _is_key(kind: pa.DataType) -> bool:
+    types = pa.types
+    return any((types.is_integer(kind), types.is_string(kind), types.is_large_string(kind), types.is_string_view(kind)))
+
+
+def _texts(column: pa.Array, most_bytes: int) -> list[str]:
+    """The keys of a column without nulls.
+
+    Views and dictionaries name one text many times: a body of 4 MB may stand for gigabytes.
+
+    Raises:
+        RequestError: the keys have more than ``most_bytes``.
+    """
+    if pa.types.is_dictionary(column.type):
+        values: list[str | None] = _texts_or_nulls(column.dictionary, most_bytes)
+        found = [values[i] for i in column.indices.to_pylist()]
+        if None in found:
+            raise RequestError("the Arrow body has a null key", code="bad_arrow")
+        texts = [text for text in found if text is not None]
+        size = sum(map(len, texts))
+    else:
+        size = 0
+        if pa.types.is_string_view(column.type):
+            # a view is 16 bytes, its length the first four (format/Columnar.rst, "Variable-size Binary View Layout")
+            lengths = np.frombuffer(column.buffers()[1], "<i4")[::4][column.offset : column.offset + len(column)]
+            size = int(lengths.sum(dtype=np.int64))
+        texts = column.cast(pa.string()).to_pylist() if size <= most_bytes else []
+    if size > most_bytes:
+        raise RequestError(f"the keys of the Arrow body have {size:,} bytes", status=413, code="body_too_large")
+    return texts
+
+
+def _texts_or_nulls(values: pa.Array, most_bytes: int) -> list[str | None]:
+    """A dictionary's values; the null ones may be there as long as no key is one."""
+    valid = values.is_valid().to_pylist()
+    texts = iter(_texts(values.drop_null(), most_bytes))
+    return [next(texts) if there else None for there in valid]
 
 
 def _refuse_compression(body: bytes) -> None:
     """Refuse a stream with compressed buffers before any is expanded: four megabytes may unpack to gigabytes.
 
     Arrow has no switch for that, so the one field that tells is read from each message's flatbuffer: RecordBatch.compression, field 3
-    of the table that Message.header, field 2, refers to (format/Message.fbs). Arrow before 1.0 said it in the message's custom metadata, and is still read.
+    of the table that Message.header, field 2, refers to, or, of a dictionary, of the one that DictionaryBatch.data, field 1, of that refers to
+    (format/Message.fbs). Arrow before 1.0 said it in the message's custom metadata, and is still read.
 
     Raises:
         RequestError: a record batch is compressed.
         pyarrow.ArrowInvalid, ValueError: not an IPC stream.
     """
     for message in pa.ipc.MessageReader.open_stream(pa.py_buffer(body)):
-        if message.type == "record batch":
+        if message.type in ("record batch", "dictionary"):
             metadata = message.metadata.to_pybytes()
             try:
-                header = _flatbuffer_field(metadata, struct.unpack_from("<I", metadata)[0], 2)
-                batch = header + struct.unpack_from("<I", metadata, header)[0]
+                batch = _table_at(metadata, _flatbuffer_field(metadata, struct.unpack_from("<I", metadata)[0], 2))
+                if message.type == "dictionary":
+                    batch = _table_at(metadata, _flatbuffer_field(metadata, batch, 1))
                 compressed = _flatbuffer_field(metadata, batch, 3) != 0 or b"experimental_compression" in metadata
             except struct.error as exc:
                 raise ValueError("a message's metadata is cut short") from exc
             if compressed:
                 raise RequestError("the Arrow body's buffers are compressed: send them plain", code="bad_arrow")
+
+
+def _table_at(data: bytes, field: int) -> int:
+    """Position of the table that a field refers to."""
+    position: int = field + struct.unpack_from("<I", data, field)[0]
+    return position
 
 
 def _flatbuffer_field(data: bytes, table: int, field: int) -> int:
@@ -68,6 +121,17 @@ def _flatbuffer_field(data: bytes, table: int, field: int) -> int:
     size, at = struct.unpack_from("<H", data, vtable)[0], 4 + 2 * field
     offset: int = struct.unpack_from("<H", data, vtable + at)[0] if at < size else 0
     return table + offset if offset else 0
+
+
+def arrow_pieces(table: pa.Table, rows: int) -> Iterator[memoryview]:
+    """A table as an Arrow IPC stream of record batches of so many rows each, message by message (format/IPC.md, "IPC Streaming Format")."""
+    yield memoryview(table.schema.serialize())
+    for batch in table.to_batches(max_chunksize=rows):
+        yield memoryview(batch.serialize())
+    yield _END_OF_STREAM
+
+
+_END_OF_STREAM = memoryview(b"\xff\xff\xff\xff\0\0\0\0")
 
 
 def encode_arrow(table: pa.Table) -> memoryview:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from urllib.parse import unquote_to_bytes
 
-from store.api.reply import Reply, problem, refusal
+from store.api.reply import Reply, Stream, problem, refusal
 from store.api.request import Disconnected, Receive, Scope, Send
+from store.encoding.http_freshness import Headers
 from store.errors import RequestError
 
 Handler = Callable[[Scope, Receive], Awaitable[Reply]]
@@ -62,6 +64,9 @@ class Front:
                 reply, code = refusal(exc, f"{scope['method']} {scope['path']}")
                 self._refused(code)
         status, headers, body = reply
+        if isinstance(body, Stream):
+            await _stream(status, headers, body, send)
+            return
         if status != HTTPStatus.NOT_MODIFIED:
             headers = [*headers, (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -91,6 +96,18 @@ class Front:
         allowed = ", ".join(methods + ("HEAD",) * ("GET" in methods))
         detail = f"{method[:20]} is not for this route, which takes {allowed}"
         return problem(405, "method_not_allowed", detail, [(b"allow", allowed.encode())])
+
+
+async def _stream(status: int, headers: Headers, body: Stream, send: Send) -> None:
+    """Send a body while it is made. Each piece waits until the connection takes it, and after each others have their turn."""
+    try:
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        for piece in body.pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b""})
+    finally:
+        body.close()
 
 
 _READING = frozenset({"GET", "HEAD"})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from store.api import wire
@@ -12,12 +14,20 @@ from store.errors import OnlineStoreError, RequestError, VectorIndexError
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Stream:
+    """A body that is made piece by piece while it is sent; ``close`` is called after, however that ends."""
+
+    pieces: Iterator[bytes | memoryview]
+    close: Callable[[], None]
+
+
 class Reply(NamedTuple):
-    """A whole answer; ``headers`` without Content-Length."""
+    """An answer; ``headers`` without Content-Length."""
 
     status: int
     headers: Headers
-    body: bytes | memoryview = b""
+    body: bytes | memoryview | Stream = b""
 
 
 JSON_TYPE = (b"content-type", wire.JSON.encode())

@@ -6,26 +6,32 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from store.answer import Answer
+from store.answer import Answer, AnswerPlan
 from store.api import arrow, wire
 from store.api.metrics import Metrics
 from store.api.pools import Pool
-from store.api.reply import ARROW_TYPE, JSON_TYPE, RETRY_SOON, Reply, problem, refusal
+from store.api.reply import ARROW_TYPE, JSON_TYPE, RETRY_SOON, Reply, Stream, problem, refusal
 from store.api.request import Receive, Scope, both, headers_of, no_query, query_options, read_body, wants_arrow
-from store.encoding.http_freshness import VARY, cache_control, matches, missing_headers, row_headers
-from store.encoding.json_rows import lookup_json, row_json
+from store.encoding.answer_size import LARGE_BYTES, MAX_ANSWER_BYTES, Measure, Room
+from store.encoding.http_freshness import VARY, Headers, cache_control, matches, missing_headers, row_headers
+from store.encoding.json_rows import lookup_json, lookup_pieces, row_json
 from store.errors import PrecomputeError, RequestError
 from store.key_text import key_from_path
 from store.lookup import Lookup
 from store.lookup_options import CacheControl, LookupOptions
+from store.online.found_rows import FoundRows
 from store.status import Reason
 
 _MISSING_STATUS = {Reason.DAMAGED: 500, Reason.DEADLINE: 504, Reason.SHED: 503, Reason.MODEL_ERROR: 502, Reason.BAD_KEY: 400}
+
+_PIECE_BYTES = 64 * 1024
+"""Of a large answer, about: half a millisecond of work, while others wait."""
+_PIECE_ROWS = 16
 
 
 class RowRoutes:
@@ -35,10 +41,12 @@ class RowRoutes:
         lookup: answers.
         metrics: counts.
         readers: threads for a store that is waited for; None where reading takes no longer than to hand it over.
+        answer_bytes: of one answer at most.
     """
 
-    def __init__(self, lookup: Lookup, metrics: Metrics, readers: Pool | None) -> None:
+    def __init__(self, lookup: Lookup, metrics: Metrics, readers: Pool | None, answer_bytes: int = MAX_ANSWER_BYTES) -> None:
         self._lookup, self._metrics, self._readers = lookup, metrics, readers
+        self._answer_bytes, self._room = answer_bytes, Room(answer_bytes)
 
     async def row(self, scope: Scope, receive: Receive, view: str, raw_key: bytes) -> Reply:
         """``GET /v1/views/{view}/rows/{key}``."""
@@ -98,16 +106,24 @@ class RowRoutes:
         else:
             wanted: wire.LookupRequest = wire.decode(wire.decode_lookup, body)
             keys, options = wanted.keys, both(wanted.options(), options)
-        columnar = wants_arrow(headers)
-        answer = await self._begin(view, keys, options, cache_control(headers.get(b"cache-control")), columnar=columnar)
+        columnar, asked = wants_arrow(headers), cache_control(headers.get(b"cache-control"))
+        size = Measure(self._answer_bytes, columnar)
+        answer = await self._begin(view, keys, options, asked, columnar=columnar, admit=size.add)
         if answer.pending:
             await _landed(answer)
-        if columnar:
-            reply = Reply(200, [ARROW_TYPE, VARY], arrow.encode_arrow(answer.table()))
+        kind_of = [ARROW_TYPE if columnar else JSON_TYPE, VARY]
+        if size.total > LARGE_BYTES:
+            rows = max(1, len(keys) * _PIECE_BYTES // size.total)
+            pieces = arrow.arrow_pieces(answer.table(), 8 * rows) if columnar else lookup_pieces(answer, rows)
+            reply = self._streamed(kind_of, pieces, size.total)
         else:
-            reply = Reply(200, [JSON_TYPE, VARY], lookup_json(answer))
+            reply = Reply(200, kind_of, arrow.encode_arrow(answer.table()) if columnar else lookup_json(answer))
         self._metrics.answered("lookup", answer, time.perf_counter() - started)
         return reply
+
+    def _streamed(self, headers: Headers, pieces: Iterator[bytes | memoryview], size_bytes: int) -> Reply:
+        self._room.take(size_bytes)
+        return Reply(200, headers, Stream(pieces, partial(self._room.give, size_bytes)))
 
     async def multi_lookup(self, scope: Scope, receive: Receive) -> Reply:
         """``POST /v1/lookup``: each view answers for itself, or says why it does not."""
@@ -121,32 +137,37 @@ class RowRoutes:
                 f"1 to {wire.MAX_REQUESTS} requests in one call, got {len(wanted.requests)}",
                 status=413 if wanted.requests else 400,
             )
-        asked = cache_control(headers.get(b"cache-control"))
+        asked, size = cache_control(headers.get(b"cache-control")), Measure(self._answer_bytes)
         begun: list[Answer | Reply] = []
         # All are begun before any is waited for, so that the deadlines run side by side.
         for one in wanted.requests:
             try:
-                begun.append(await self._begin(one.view, one.keys, one.options(), asked))
+                begun.append(await self._begin(one.view, one.keys, one.options(), asked, admit=size.add))
             except PrecomputeError as exc:
                 begun.append(self._refused(exc))
-        waited = False
+            await asyncio.sleep(0)
+        await self._all_landed(begun)
+        for answer in begun:
+            if isinstance(answer, Answer):
+                self._metrics.answered("multi_lookup", answer, time.perf_counter() - started)
+        pieces = _several([one.view for one in wanted.requests], begun)
+        if size.total > LARGE_BYTES:
+            return self._streamed([JSON_TYPE], pieces, size.total)
+        return Reply(200, [JSON_TYPE], b"".join(pieces))
+
+    async def _all_landed(self, begun: list[Answer | Reply]) -> None:
+        """Wait for what is in flight; what fails is a reply then, and the others are judged by what time it is by now."""
+        if not any(isinstance(answer, Answer) and answer.pending for answer in begun):
+            return
         for i, answer in enumerate(begun):
-            if isinstance(answer, Answer) and answer.pending:
-                waited = True
+            if isinstance(answer, Answer):
                 try:
                     await _landed(answer)
                 except PrecomputeError as exc:
                     begun[i] = self._refused(exc)
-        parts = []
-        for one, answer in zip(wanted.requests, begun, strict=True):
+        for answer in begun:
             if isinstance(answer, Answer):
-                if waited:
-                    answer.judge_again()
-                parts.append(lookup_json(answer))
-                self._metrics.answered("multi_lookup", answer, time.perf_counter() - started)
-            else:
-                parts.append(b'{"view":%b,"problem":%b}' % (wire.encode(one.view), bytes(answer.body)))
-        return Reply(200, [JSON_TYPE], b'{"responses":[%b]}' % b",".join(parts))
+                answer.judge_again()
 
     def _refused(self, exc: PrecomputeError) -> Reply:
         reply, code = refusal(exc, "POST /v1/lookup")
@@ -154,10 +175,31 @@ class RowRoutes:
         return reply
 
     async def _begin(
-        self, view: str, keys: Sequence[Any], options: LookupOptions, asked: CacheControl | None, *, columnar: bool = False
+        self,
+        view: str,
+        keys: Sequence[Any],
+        options: LookupOptions,
+        asked: CacheControl | None,
+        *,
+        columnar: bool = False,
+        admit: Callable[[AnswerPlan, FoundRows], None] | None = None,
     ) -> Answer:
-        begin = partial(self._lookup.begin, view, keys, options, cache_control=asked, columnar=columnar)
+        begin = partial(self._lookup.begin, view, keys, options, cache_control=asked, columnar=columnar, admit=admit)
         return begin() if self._readers is None else await self._readers.run(begin)
+
+
+def _several(views: Sequence[str], answers: Sequence[Answer | Reply]) -> Iterator[bytes]:
+    """The answer of several views: of each what was found, or its problem."""
+    before = b'{"responses":['
+    for view, answer in zip(views, answers, strict=True):
+        yield before
+        if isinstance(answer, Answer):
+            yield from lookup_pieces(answer, _PIECE_ROWS)
+        else:
+            assert isinstance(answer.body, bytes)
+            yield b'{"view":%b,"problem":%b}' % (wire.encode(view), answer.body)
+        before = b","
+    yield b"]}"
 
 
 async def _landed(answer: Answer) -> None:

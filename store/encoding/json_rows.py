@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 
 import orjson
@@ -43,13 +44,22 @@ def time_json(us: int) -> bytes:
 
 def lookup_json(answer: Answer) -> bytes:
     """A lookup's whole answer."""
+    return b"".join(lookup_pieces(answer, len(answer.keys)))
+
+
+def lookup_pieces(answer: Answer, rows: int) -> Iterator[bytes]:
+    """A lookup's answer in pieces of so many rows."""
     pointer = answer.pointer
-    head = b'{"view":%b,"snapshot":%d,"model":%b,"rows":[{' % (
+    before = b'{"view":%b,"snapshot":%d,"model":%b,"rows":[{' % (
         _dumps(pointer.view.name),
         pointer.snapshot,
         _dumps(pointer.model),
     )
-    return head + b",{".join([row_json(answer, i) for i in range(len(answer.keys))]) + b"]}"
+    count = len(answer.keys)
+    for start in range(0, count, rows):
+        yield before + b",{".join([row_json(answer, i) for i in range(start, min(count, start + rows))])
+        before = b",{"
+    yield b"]}"
 
 
 @lru_cache(256)

@@ -374,6 +374,23 @@ def test_one_bad_key_never_fails_the_others(healthy: Server, bad: bytes) -> None
     assert [row["reason"] for row in healthy.post(LOOKUP, b'{"keys":[%s]}' % bad).json["rows"]] == ["bad_key"]
 
 
+ARROW_KEYS = [
+    pa.array(["1", "77", "1", "é"]),
+    pa.array(["1", "77", "1", "é"], pa.large_string()),
+    pa.array(["1", "77", "1", "é"], pa.string_view()),
+    pa.array(["0", "1", "77", "1", "é"], pa.string_view()).slice(1),
+    pa.array(["1", "77", "1", "é"]).dictionary_encode(),
+    pa.array(["1", "77", "1", "é"], pa.large_string()).dictionary_encode(),
+    pa.DictionaryArray.from_arrays(pa.array([3, 1, 3, 2], pa.int8()), pa.array([None, "77", "é", "1"])),
+]
+
+
+@pytest.mark.parametrize("keys", ARROW_KEYS, ids=[str(keys.type) for keys in ARROW_KEYS])
+def test_keys_come_as_any_kind_of_text(api: Server, keys: pa.Array) -> None:
+    reply = api.post(LOOKUP + "?fallback=false", arrow(keys), content_type=wire.ARROW)
+    assert (reply.status, [row["key"] for row in reply.json["rows"]]) == (200, ["1", "77", "1", "é"])
+
+
 @pytest.mark.parametrize("key", ["", "a\0b", "x" * 4096])
 def test_one_bad_key_of_an_arrow_body_never_fails_the_others(healthy: Server, key: str) -> None:
     reply = healthy.post(LOOKUP, arrow(["1", key, "2"]), content_type=wire.ARROW)
@@ -846,7 +863,7 @@ def _arrow_refusals() -> Iterator[tuple[str, bytes, int]]:
         pa.nulls(1),
         pa.array([["1"]]),
         pa.array([{"a": "1"}]),
-        pa.array(["1"]).dictionary_encode(),
+        pa.array([1.5]).dictionary_encode(),
         pa.array([datetime(2026, 1, 1)]),
         pa.array([b"x" * 16], pa.binary(16)).cast(pa.binary(16)),
         pa.ExtensionArray.from_storage(pa.uuid(), pa.array([b"x" * 16], pa.binary(16))),
@@ -854,6 +871,7 @@ def _arrow_refusals() -> Iterator[tuple[str, bytes, int]]:
     ]
     for array in arrays:
         yield f"type {array.type}", arrow(array), 400
+    yield "a null value of a dictionary", arrow(pa.DictionaryArray.from_arrays([0, 1], ["1", None])), 400
     yield "too many keys", arrow([str(i) for i in range(MAX_KEYS + 1)]), 413
     yield "too many keys in many batches", arrow(pa.chunked_array([["1"] * 300] * 4)), 413
     yield "a hundred thousand keys", arrow(pa.array(range(100_000))), 413
@@ -861,7 +879,18 @@ def _arrow_refusals() -> Iterator[tuple[str, bytes, int]]:
     offsets = np.array([0, 2, 3], np.int32).tobytes()
     for wrong in ([0, 2**30, 3], [0, -1, 3], [0, 3, 2]):
         yield f"offsets {wrong}", arrow(["ab", "c"]).replace(offsets, np.array(wrong, np.int32).tobytes()), 400
+    # a text of a megabyte, a thousand times
+    for many in (
+        pa.DictionaryArray.from_arrays([0] * 1000, ["x" * 2**20]),
+        pa.Array.from_buffers(
+            pa.string_view(),
+            1000,
+            [None, pa.py_buffer(struct.pack("<i4sii", 2**20, b"xxxx", 0, 0) * 1000), pa.py_buffer(b"x" * 2**20)],
+        ),
+    ):
+        yield f"many times one {many.type}", arrow(many), 413
     for codec in ("lz4", "zstd"):
+        yield f"a dictionary compressed by {codec}", arrow(pa.array(["1" * 100] * 9).dictionary_encode(), compression=codec), 400
         yield f"compressed by {codec}", arrow(["1" * 100] * 9, compression=codec), 400
         yield f"compressed by {codec} as of old", arrow_compressed_as_of_old(["1" * 100] * 9, codec), 400
     sink = pa.BufferOutputStream()
@@ -911,8 +940,14 @@ def test_an_arrow_body_cut_anywhere_is_refused(send_arrow: Callable[[bytes], int
 
 
 def test_an_arrow_body_with_flipped_bytes_is_answered_or_refused_and_never_an_error(send_arrow: Callable[[bytes], int]) -> None:
-    whole = arrow(["1", "2", "a longer key"])
     statuses = []
+    long = ["1", "2", "a key of more than twelve bytes"]
+    for whole in (arrow(pa.array(long, pa.string_view())), arrow(pa.array(long).dictionary_encode())):
+        for position in range(len(whole)):
+            flipped = bytearray(whole)
+            flipped[position] ^= 0xFF
+            statuses.append(send_arrow(bytes(flipped)))
+    whole = arrow(["1", "2", "a longer key"])
     for mask in (0x01, 0x80, 0xFF):
         for position in range(len(whole)):
             flipped = bytearray(whole)
