@@ -5,7 +5,19 @@ from __future__ import annotations
 from enum import StrEnum
 
 
-class Status(StrEnum):
+class _Word(StrEnum):
+    """One of a few words, or one that a newer server knows: an older client takes it as it is, rather than fail on the whole answer."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> _Word | None:
+        if not isinstance(value, str):
+            return None
+        word = str.__new__(cls, value)
+        word._name_ = word._value_ = value
+        return word
+
+
+class Status(_Word):
     """What one row of an answer is."""
 
     FRESH = "fresh"
@@ -14,7 +26,7 @@ class Status(StrEnum):
     MISSING = "missing"
 
 
-class Reason(StrEnum):
+class Reason(_Word):
     """Why a row is missing."""
 
     UNKNOWN_ENTITY = "unknown_entity"
@@ -30,7 +42,7 @@ class Reason(StrEnum):
     MODEL_ERROR = "model_error"
 
 
-class AnswerSource(StrEnum):
+class AnswerSource(_Word):
     """Where a row's features came from."""
 
     STORE = "store"

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from store.api.wire import ViewLookupRequest
 from store.client.address import Tls
 from store.client.blocking_client import Client
 from store.client.calls import LookupWords, RowWords, SearchWords
@@ -9,7 +10,7 @@ from store.client.calls import LookupWords, RowWords, SearchWords
 if TYPE_CHECKING:
     from store.client.async_client import AsyncClient
 
-__all__ = ["AsyncClient", "Client", "LookupWords", "RowWords", "SearchWords", "Tls"]
+__all__ = ["AsyncClient", "Client", "LookupWords", "RowWords", "SearchWords", "Tls", "ViewLookupRequest"]
 
 
 def __getattr__(name: str) -> Any:

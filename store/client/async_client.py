@@ -58,6 +58,10 @@ class AsyncClient:
         """As :meth:`store.client.Client.row`."""
         return await self._ask(calls.row(view, key, words))
 
+    async def several(self, requests: Sequence[wire.ViewLookupRequest], timeout_s: float | None = None) -> list[wire.ViewAnswer]:
+        """As :meth:`store.client.Client.several`."""
+        return await self._ask(calls.several(requests, timeout_s))
+
     async def search(self, view: str, **words: Unpack[SearchWords]) -> wire.SearchAnswer:
         """As :meth:`store.client.Client.search`."""
         return await self._ask(calls.search(view, words))

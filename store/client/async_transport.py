@@ -13,7 +13,61 @@ import httpcore2
 from store.client.address import Address
 from store.client.attempts import Outcome
 from store.client.calls import Call, Reply
-from store.client.transport import ERRORS, IDLE_S, MOST_ANSWER_BYTES, Pooled
+from store.client.transport import ERRORS, IDLE_S, MOST_ANSWER_BYTES, MUCH_BYTES, Pooled
+
+
+class _Stream(httpcore2.AsyncNetworkStream):
+    """A connection of anyio's, but for two things: head and body of a request are one write, and a TLS handshake that is cancelled closes it."""
+
+    def __init__(self, stream: httpcore2.AsyncNetworkStream) -> None:
+        self._stream = stream
+        self._unsent = bytearray()
+
+    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        await self._flush()
+        try:
+            return await self._stream.read(max_bytes)
+        except ssl.SSLError as exc:
+            # such as an alert about the client's certificate, which TLS 1.3 tells after the handshake
+            raise httpcore2.ReadError(str(exc)) from exc
+
+    async def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._unsent += buffer
+        if len(self._unsent) > MUCH_BYTES:
+            await self._flush()
+
+    async def _flush(self) -> None:
+        unsent, self._unsent = bytes(self._unsent), bytearray()
+        if unsent:
+            try:
+                await self._stream.write(unsent)
+            except ssl.SSLError as exc:
+                raise httpcore2.WriteError(str(exc)) from exc
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+    async def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> _Stream:
+        try:
+            return _Stream(await self._stream.start_tls(ssl_context, server_hostname))
+        except BaseException:
+            await self._stream.aclose()
+            raise
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
+
+
+class _Network(httpcore2.AnyIOBackend):
+    """Connects as anyio does."""
+
+    async def connect_tcp(self, *args: Any, **options: Any) -> _Stream:
+        return _Stream(await super().connect_tcp(*args, **options))
+
+    async def connect_unix_socket(self, *args: Any, **options: Any) -> _Stream:
+        return _Stream(await super().connect_unix_socket(*args, **options))
 
 
 class AsyncTransport(Pooled):
@@ -24,7 +78,11 @@ class AsyncTransport(Pooled):
     ) -> None:
         super().__init__(address, token, connections)
         self._pool = httpcore2.AsyncConnectionPool(
-            ssl_context=tls, max_connections=connections, keepalive_expiry=IDLE_S, uds=address.socket_path
+            ssl_context=tls,
+            max_connections=connections,
+            keepalive_expiry=IDLE_S,
+            uds=address.socket_path,
+            network_backend=_Network(),
         )
 
     async def send(self, call: Call[Any], deadline: float) -> Outcome:

@@ -93,6 +93,10 @@ class Client:
         """
         return self._ask(calls.row(view, key, words))
 
+    def several(self, requests: Sequence[wire.ViewLookupRequest], timeout_s: float | None = None) -> list[wire.ViewAnswer]:
+        """Lookups of several views in one call, answered in their order: each has its ``rows``, or the ``problem`` that this view has."""
+        return self._ask(calls.several(requests, timeout_s))
+
     def search(self, view: str, **words: Unpack[SearchWords]) -> wire.SearchAnswer:
         """As :meth:`store.lookup.Lookup.search`."""
         return self._ask(calls.search(view, words))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypedDict, TypeVar
@@ -21,7 +22,7 @@ from store.errors import (
     RequestError,
 )
 from store.key_text import join_key
-from store.lookup_options import LookupOptions, SearchOptions
+from store.lookup_options import LookupOptions, SearchOptions, check_limits
 
 T = TypeVar("T")
 
@@ -33,6 +34,14 @@ class RowWords(TypedDict, total=False):
     fallback: bool
     deadline_ms: float | None
     max_age_s: float | None
+    min_fresh_s: float | None
+    """Rows that are not fresh for so much longer count as missing."""
+    max_stale_s: float | None
+    """Rows that are stale for longer count as missing."""
+    no_cache: bool
+    """Computed anew, where a model stands behind the view."""
+    only_if_cached: bool
+    """Nothing but what is stored: never the model."""
     timeout_s: float | None
 
 
@@ -117,14 +126,21 @@ def rows(view: str, keys: Any, words: LookupWords) -> Call[wire.LookupAnswer]:
 
 
 def _lookup(view: str, keys: Any, words: LookupWords, accept: str, read: Callable[[bytes], T]) -> Call[T]:
-    timeout_s, options = _options(words)
+    options = _options(words)
     body = {"keys": key_list(keys), **options._asdict()}
-    return Call(f"lookup {view}", f"/v1/views/{quote(view, safe='')}/lookup", read, encoded(body), accept, timeout_s)
+    path = f"/v1/views/{quote(view, safe='')}/lookup"
+    return Call(f"lookup {view}", path, read, encoded(body), accept, words.get("timeout_s"), _cache_control(words))
+
+
+def several(requests: Sequence[wire.ViewLookupRequest], timeout_s: float | None) -> Call[list[wire.ViewAnswer]]:
+    """Lookups of several views in one call."""
+    body = {"requests": [msgspec.structs.asdict(request) | {"keys": key_list(request.keys)} for request in requests]}
+    return Call("several", "/v1/lookup", lambda content: _decode_several(content).responses, encoded(body), timeout_s=timeout_s)
 
 
 def row(view: str, key: Any, words: RowWords) -> Call[wire.ViewRow]:
     """One row; that it is missing is an error."""
-    timeout_s, options = _options(words)
+    options = _options(words)
     parts = [join_key(part, ("key",)) for part in (key if isinstance(key, (list, tuple)) else [key])]
     query = {name: f"{value:g}" for name in ("deadline_ms", "max_age_s") if (value := getattr(options, name)) is not None}
     if options.features is not None:
@@ -132,7 +148,8 @@ def row(view: str, key: Any, words: RowWords) -> Call[wire.ViewRow]:
     if not options.fallback:
         query["fallback"] = "false"
     path = f"/v1/views/{quote(view, safe='')}/rows/{'/'.join(quote(part, safe='') for part in parts)}"
-    return Call(f"row {view}", path + (f"?{urlencode(query)}" if query else ""), _decode_row, timeout_s=timeout_s)
+    path += f"?{urlencode(query)}" if query else ""
+    return Call(f"row {view}", path, _decode_row, timeout_s=words.get("timeout_s"), headers=_cache_control(words))
 
 
 def search(view: str, words: SearchWords) -> Call[wire.SearchAnswer]:
@@ -152,12 +169,27 @@ def views(timeout_s: float | None) -> Call[list[dict[str, Any]]]:
     return Call("views", "/v1/views", lambda content: list(msgspec.json.decode(content)["views"]), timeout_s=timeout_s)
 
 
-def _options(words: RowWords) -> tuple[float | None, LookupOptions]:
-    asked = {name: value for name, value in words.items() if name != "timeout_s"}
-    options = LookupOptions(**asked)  # type: ignore[arg-type]  # a TypedDict of these very fields
+def _options(words: RowWords) -> LookupOptions:
+    asked = {name: value for name, value in words.items() if name not in _OF_THE_CALL}
+    options = LookupOptions(**asked)  # type: ignore[arg-type]  # a TypedDict of these very fields, and of those of the call
     # JSON has no NaN or infinity: they would arrive as null
     options.check()
-    return words.get("timeout_s"), options if options.features is None else options._replace(features=list(options.features))
+    return options if options.features is None else options._replace(features=list(options.features))
+
+
+_OF_THE_CALL = frozenset({"timeout_s", "min_fresh_s", "max_stale_s", "no_cache", "only_if_cached"})
+
+
+def _cache_control(words: RowWords) -> list[tuple[bytes, bytes]]:
+    """The header that says how fresh stored rows must be (RFC 9111 §5.2.1), in whole seconds, to the strict side."""
+    min_fresh_s, max_stale_s = words.get("min_fresh_s"), words.get("max_stale_s")
+    check_limits(min_fresh_s=min_fresh_s, max_stale_s=max_stale_s)
+    asked = [
+        name for name, said in (("no-cache", words.get("no_cache")), ("only-if-cached", words.get("only_if_cached"))) if said
+    ]
+    asked += [] if min_fresh_s is None else [f"min-fresh={math.ceil(min_fresh_s)}"]
+    asked += [] if max_stale_s is None else [f"max-stale={math.floor(max_stale_s)}"]
+    return [(b"Cache-Control", ", ".join(asked).encode())] if asked else []
 
 
 def key_list(keys: Any) -> list[Any]:
@@ -195,7 +227,7 @@ def encoded(body: Any) -> bytes:
 def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise NotImplementedError(f"a value of type {type(value).__name__}")
+    raise TypeError(f"a value of type {type(value).__name__}")
 
 
 _encoder = msgspec.json.Encoder(enc_hook=_plain)
@@ -205,6 +237,7 @@ _encoder = msgspec.json.Encoder(enc_hook=_plain)
 _decode_lookup = msgspec.json.Decoder(wire.LookupAnswer).decode
 _decode_row = msgspec.json.Decoder(wire.ViewRow).decode
 _decode_search = msgspec.json.Decoder(wire.SearchAnswer).decode
+_decode_several = msgspec.json.Decoder(wire.MultiLookupAnswer).decode
 _decode_problem = msgspec.json.Decoder(wire.Problem).decode
 
 

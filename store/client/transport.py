@@ -26,7 +26,8 @@ MOST_ANSWER_BYTES = 256 * 2**20
 """Of one answer: beyond, it is none of this API."""
 
 
-_MUCH_BYTES = 64 * 1024
+MUCH_BYTES = 64 * 1024
+"""Of a request: what is less is sent in one piece."""
 
 
 class Exchange:
@@ -94,7 +95,7 @@ class _Stream(httpcore2.NetworkStream):
 
     def write(self, buffer: bytes, timeout: Any = None) -> None:
         self._unsent += buffer
-        if len(self._unsent) > _MUCH_BYTES:
+        if len(self._unsent) > MUCH_BYTES:
             self._flush(timeout)
 
     def _flush(self, timeout: Any) -> None:

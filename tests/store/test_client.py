@@ -13,15 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
+from msgspec import UNSET
 
-from store.client import Client
-from store.errors import OnlineStoreError, PrecomputeError, RequestError
+from store.client import Client, ViewLookupRequest
+from store.client.tables import arrays
+from store.errors import MissingRowError, OnlineStoreError, PrecomputeError, RequestError
 from store.lookup import ANSWER_FIELDS, Lookup
 from store.record import plain
 from tests.asking import features_of, opened
 from tests.conftest import free_port
+from tests.hostile import Hostile
 from tests.scene import Scene
 from tests.server import Server, damage_row, make_folder, slow, write_numbers
 
@@ -287,6 +291,104 @@ def test_views_are_the_same_in_process_and_from_the_client(lookup: Lookup, clien
         return [{name: value for name, value in view.items() if name != "age_s"} for view in views]
 
     assert ageless(client.views()) == ageless(lookup.views())
+
+
+def test_several_views_are_asked_in_one_call(client: Client) -> None:
+    asked = [
+        ViewLookupRequest(view="numbers", keys=[1, 77], fallback=False),
+        ViewLookupRequest(view="nothing", keys=[1]),
+        ViewLookupRequest(view="pairs", keys=[("a/b", "50%")], features=["double"]),
+    ]
+    numbers, nothing, pairs = client.several(asked)
+    assert numbers.rows is not UNSET
+    assert [row.status for row in numbers.rows] == ["fresh", "missing"]
+    assert nothing.rows is UNSET
+    assert nothing.problem is not UNSET
+    assert (nothing.problem.status, nothing.problem.type) == (404, "urn:precompute:problem:unknown_view")
+    assert pairs.rows is not UNSET
+    assert [row.features for row in pairs.rows] == [{"double": 2.0}]
+
+
+def test_keys_are_taken_as_numpy_pandas_and_arrow_have_them(client: Client) -> None:
+    expected = ["1", "3", "2"]
+    for keys in (
+        np.array([1, 3, 2]),
+        np.array(["1", "3", "2"]),
+        [np.int64(1), np.str_("3"), 2],
+        pd.Series([1, 3, 2]),
+        pd.Index(["1", "3", "2"]),
+        pa.array([1, 3, 2]),
+        pa.chunked_array([["1"], ["3", "2"]]),
+        (key for key in (1, 3, 2)),
+    ):
+        answer = client.rows("numbers", keys)
+        assert ([row.key for row in answer.rows], answer.view) == (expected, "numbers")
+    assert client.get("pairs", np.array([["a/b", "50%"]]))["double"].to_pylist() == [2.0]
+    for one in ("1", 1):
+        with pytest.raises(RequestError, match="keys is a list of keys"):
+            client.rows("numbers", one)
+    with pytest.raises(RequestError, match="not something JSON can carry"):
+        client.rows("numbers", [object()])
+
+
+def test_an_answer_becomes_numpy_and_pandas(client: Client) -> None:
+    table = client.get("numbers", [2, 77, 1], fallback=False)
+    columns = arrays(table)
+    assert columns["key"].tolist() == ["2", "77", "1"]
+    np.testing.assert_array_equal(columns["double"], [4.0, np.nan, 2.0])
+    np.testing.assert_array_equal(columns["vector"], np.array([[2, 3, 4, 5], [np.nan] * 4, [1, 2, 3, 4]], np.float32))
+    assert (str(columns["vector"].dtype), columns["computed_at"].dtype.kind) == ("float32", "M")
+    assert columns["reason"].tolist() == [None, "unknown_entity", None]
+    whole = arrays(client.get("numbers", [1, 2, 3]))
+    assert (whole["vector"].shape, whole["snapshot"].tolist()) == ((3, 4), [1, 1, 1])
+    assert table.to_pandas()["double"].tolist()[0] == 4.0
+    lists = arrays(pa.table({"items": pa.array([[1, 2], None], pa.list_(pa.int64())), "flag": [True, None]}))
+    assert [lists["items"][1], lists["flag"].tolist()] == [None, [True, None]]
+
+
+@pytest.mark.parametrize(
+    ("words", "statuses"),
+    [
+        ({}, ["fresh", "missing"]),
+        ({"min_fresh_s": 1e6}, ["missing", "missing"]),
+        ({"min_fresh_s": 0.5}, ["fresh", "missing"]),
+        ({"max_stale_s": 0}, ["fresh", "missing"]),
+        ({"only_if_cached": True, "no_cache": True}, ["missing", "missing"]),
+    ],
+)
+def test_how_fresh_rows_must_be_is_asked_in_the_words_of_http(client: Client, words: Any, statuses: list[str]) -> None:
+    assert [
+        row.status for row in client.rows("pairs", [["a/b", "50%"], ["x", "y"]], **({"fallback": False} | words)).rows
+    ] == statuses
+
+
+def test_a_row_can_be_computed_anew_and_never(client: Client) -> None:
+    assert client.row("numbers", 1).status == "fresh"
+    assert client.row("numbers", 1, no_cache=True).status == "computed"
+    with pytest.raises(MissingRowError) as caught:
+        client.row("numbers", 9, only_if_cached=True)
+    assert caught.value.status == 504
+    with pytest.raises(MissingRowError):
+        client.row("stale", 1, max_stale_s=0)
+    with pytest.raises(RequestError, match="min_fresh_s is a number from 0"):
+        client.row("numbers", 1, min_fresh_s=-1)
+
+
+def test_a_word_of_a_newer_server_is_taken_as_it_is() -> None:
+    row = {
+        "key": "1",
+        "status": "guessed",
+        "source": "moon",
+        "computed_at": None,
+        "age_s": 1,
+        "ttl_s": 2,
+        "snapshot": 3,
+        "model": "m",
+    }
+    answer = {"view": "numbers", "snapshot": 3, "model": "m", "rows": [row | {"features": {}, "luck": 1}]}
+    with Hostile(lambda visit: visit.answer(200, json.dumps(answer).encode())) as server, Client(server.url) as client:
+        (told,) = client.rows("numbers", [1]).rows
+    assert (told.status, told.source) == ("guessed", "moon")
 
 
 # ---- connections

@@ -6,18 +6,22 @@ import asyncio
 import contextlib
 import multiprocessing
 import socket
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from store.client import AsyncClient, Client
+from store.client import AsyncClient, Client, Tls
 from store.client.attempts import FIRST_PAUSE_S, LEAST_SAMPLES, MOST_TOKENS, Attempts, Budget, Durations, Failure, Pause, Send
 from store.client.calls import Reply, retry_after_s
 from store.errors import (
+    ConfigError,
     DeadlineError,
     DeniedError,
     NoAnswerError,
@@ -390,3 +394,90 @@ def test_the_async_client_is_closed_with_its_loop() -> None:
         assert client.views() == []
         client.close()
         assert client.loop.is_closed()
+
+
+# ---- TLS
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two certificates that vouch for themselves, ``server`` of 127.0.0.1 and ``client``, each ``.pem`` with its ``.key``."""
+    folder = tmp_path_factory.mktemp("tls")
+    for name in ("server", "client"):
+        made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+        made += [
+            "-keyout",
+            f"{name}.key",
+            "-out",
+            f"{name}.pem",
+            "-subj",
+            f"/CN={name}",
+            "-addext",
+            "subjectAltName=IP:127.0.0.1",
+        ]
+        subprocess.run(made, cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+def tls_server(certificates: Path, *, asks_who: bool = False) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificates / "server.pem", certificates / "server.key")
+    if asks_who:
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(certificates / "client.pem")
+    return context
+
+
+@KINDS
+def test_over_tls_the_server_is_who_it_says(kind: str, certificates: Path) -> None:
+    ca = certificates / "server.pem"
+    with Hostile(good, tls_server(certificates)) as server:
+        with opened(kind, server.url, tls=Tls(ca)) as client:
+            assert [client.views() for _ in range(3)] == [[]] * 3
+        for url, tls in ((server.url, Tls()), (server.url.replace("127.0.0.1", "localhost"), Tls(ca))):
+            with opened(kind, url, tls=tls, retries=0) as client, pytest.raises(NoAnswerError, match=r"(?i)certificate"):
+                client.views()
+
+
+@KINDS
+def test_over_tls_the_client_shows_who_it_is(kind: str, certificates: Path) -> None:
+    ca = certificates / "server.pem"
+    own = Tls(ca, certificates / "client.pem", certificates / "client.key")
+    with Hostile(good, tls_server(certificates, asks_who=True)) as server:
+        with opened(kind, server.url, tls=own) as client:
+            assert client.views() == []
+        with opened(kind, server.url, tls=Tls(ca), retries=0) as client, pytest.raises(NoAnswerError):
+            client.views()
+
+
+@KINDS
+def test_a_handshake_has_the_deadline_too(kind: str, certificates: Path) -> None:
+    """A server that says nothing, and one that drips the first record of a handshake."""
+    for bites in (b"", b"\x16\x03\x03\x40\x00" + b"\0" * 100):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+
+            def drip(listener: socket.socket = listener, bites: bytes = bites) -> None:
+                connection, _ = listener.accept()
+                connection.settimeout(20)
+                with connection, contextlib.suppress(OSError):
+                    for byte in bites:
+                        connection.sendall(bytes([byte]))
+                        time.sleep(0.02)
+                    while connection.recv(65536):
+                        pass
+
+            thread = threading.Thread(target=drip)
+            thread.start()
+            url = f"https://127.0.0.1:{listener.getsockname()[1]}"
+            with opened(kind, url, tls=Tls(certificates / "server.pem")) as client, pytest.raises(DeadlineError):
+                client.views(timeout_s=0.3)
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    "tls", [Tls(ca="nothing.pem"), Tls(certificate="nothing.pem"), Tls(certificate=__file__), Tls(ca=__file__)]
+)
+def test_files_of_tls_that_are_none_are_named(tls: Tls) -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(ConfigError, match=r"TLS of the client \((ca|certificate) "):
+            kind("https://127.0.0.1", tls=tls)
