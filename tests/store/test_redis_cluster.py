@@ -220,6 +220,10 @@ def migrate(
         if finish:
             for client in (taking, giving):
                 client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", names[1])
+            # and who else was not asked: two moves that have not heard of each other have one epoch, and who heard of the first keeps to it
+            for node in cluster.masters:
+                with node.client() as other:
+                    other.execute_command("CLUSTER", "SETSLOT", slot, "NODE", names[1])
 
 
 def in_one_slot(count: int) -> dict[bytes, bytes]:

@@ -1,0 +1,417 @@
+"""What befalls a Redis, one thing at a time: servers that are behind, redirections, refusals that go by, one budget, kills inside the flip's script."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import redis
+
+from store.errors import ConflictError, OnlineStoreError
+from store.online.online_store import Generation, Pointer, Terms
+from store.online.packed import Rows
+from store.redis import bulk, meta, redis_store
+from store.redis.bulk import sweep
+from store.redis.cluster import Cluster
+from store.redis.options import RedisOptions
+from store.redis.redis_store import RedisStore
+from store.redis.slots import SLOTS, SlotMap, slot_of
+from tests.online import TABLE, Stopped, pointer, publish, rows_of, values
+from tests.redis_process import Proxy, RedisCluster, RedisProcess, eventually, newest_redis, redis_binaries
+from tests.store.test_redis_cluster import in_one_slot, many, migrate, read_all
+
+BINARIES = redis_binaries()
+NEWEST = newest_redis()
+META = "precompute:{numbers}:meta"
+
+
+@pytest.fixture(scope="module")
+def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
+    with RedisCluster(NEWEST, tmp_path_factory.mktemp("cluster"), replicas=False) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(shared_cluster: RedisCluster) -> Iterator[RedisCluster]:
+    """Three masters, empty."""
+    yield shared_cluster
+    for master in shared_cluster.masters:
+        with master.client() as client:
+            client.flushall()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisProcess]:
+    with RedisProcess(NEWEST, tmp_path) as process:
+        yield process
+
+
+OpenStore = Callable[[str], RedisStore]
+
+
+@pytest.fixture
+def open_store() -> Iterator[OpenStore]:
+    with contextlib.ExitStack() as opened:
+        yield lambda url: opened.enter_context(contextlib.closing(RedisStore(url)))
+
+
+# ---- a cluster in which something moves
+
+
+class Behind(Proxy):
+    """A node that tells for ever who had which slot when it was made, and that it is one of them."""
+
+    def __init__(self, node: RedisProcess) -> None:
+        with node.client() as client:
+            said = client.execute_command("CLUSTER", "SLOTS")
+        super().__init__(node.port)
+        ranges = [(first, last, self.port if port == node.port else port) for first, last, (_, port, *_), *_ in said]
+        # the one that is behind is asked first
+        ranges.sort(key=lambda found: found[2] != self.port)
+        parts = [b"*3\r\n:%d\r\n:%d\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % found for found in ranges]
+        self._told = b"*%d\r\n" % len(parts) + b"".join(parts)
+
+    def _hand_on(self, source: socket.socket, target: socket.socket, up: bool) -> None:
+        if not up:
+            super()._hand_on(source, target, up)
+            return
+        with source, contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                if b"SLOTS" in data:
+                    source.sendall(self._told)
+                else:
+                    target.sendall(data)
+            for end in (target, source):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+def moving(cluster: RedisCluster, key: str, *, finish: bool = True, keys: int | None = None) -> contextlib.ExitStack:
+    """Move a key's slot to another master than the first, and back when done; with ``finish`` false, some of its keys only."""
+    slot, source = slot_of(key), cluster.master_of(key)
+    to = next(master for master in cluster.masters[1:] if master is not source)
+    back = contextlib.ExitStack()
+    back.callback(migrate, cluster, slot, to, source)
+    if finish:
+        migrate(cluster, slot, source, to)
+    else:
+        migrate(cluster, slot, source, to, keys=keys, finish=False)
+        back.callback(migrate, cluster, slot, source, to)
+    return back
+
+
+def of_master(cluster: RedisCluster, master: RedisProcess) -> bytes:
+    """A key of generation 1 that a master has."""
+    return next(key for key in many(100) if cluster.master_of(f"precompute:{{}}numbers:1:{key.decode()}") is master)
+
+
+def test_a_node_that_is_behind_does_not_keep_the_map_wrong(cluster: RedisCluster, open_store: OpenStore) -> None:
+    publish(open_store(cluster.url()), 1, many(100))
+    with Behind(cluster.masters[0]) as behind:
+        store = open_store(f"redis+cluster://127.0.0.1:{behind.port}")
+        assert read_all(store, many(100)) == list(many(100).values())
+        with moving(cluster, f"precompute:{{}}numbers:1:{of_master(cluster, cluster.masters[1]).decode()}"):
+            for _ in range(3):
+                assert read_all(store, many(100)) == list(many(100).values())
+
+
+def test_what_is_elsewhere_is_asked_for_there_at_once(
+    cluster: RedisCluster, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a pause longer than the budget."""
+    monkeypatch.setattr("store.redis.cluster.PAUSE_S", 3.0)
+    together = in_one_slot(20)
+    store = open_store(cluster.url())
+    publish(store, 1, together)
+    for finish, keys in ((False, 10), (True, None)):
+        with moving(cluster, "precompute:{}numbers:1:0", finish=finish, keys=keys):
+            assert values(store.read("numbers", [b"nothing", *together])) == [None, *together.values()]
+    with moving(cluster, META, finish=False):
+        assert store.live("numbers") == pointer(1), "by ASK"
+
+
+def test_slots_that_are_asked_for_on_both_sides_are_tried_again(cluster: RedisCluster, open_store: OpenStore) -> None:
+    """TRYAGAIN: some keys of one command are still here, and some there already."""
+    servers = open_store(cluster.url())._servers
+    names = [f"{{some}}:{i}" for i in range(10)]
+    source = cluster.master_of(names[0])
+    with source.client() as client:
+        client.mset(dict.fromkeys(names, "x"))
+        with moving(cluster, names[0], keys=5, finish=False) as back:
+            with pytest.raises(redis.exceptions.TryAgainError):
+                client.mget(names)
+            with pytest.raises(OnlineStoreError, match=r"moves its slots, could not look: .*TRYAGAIN"):
+                servers.ask(names[0], [("MGET", *names)], "look", 0.2)
+            later = threading.Timer(0.3, back.close)
+            later.start()
+            assert servers.ask(names[0], [("MGET", *names)], "look", 10.0) == [[b"x"] * 10]
+            later.join()
+
+
+def test_a_cluster_that_is_down_is_told_and_waited_for(tmp_path: Path, open_store: OpenStore) -> None:
+    """CLUSTERDOWN: a master is gone and nobody took its place yet: all others refuse, too."""
+    with RedisCluster(NEWEST, tmp_path) as cluster:
+        table = many(300)
+        store = open_store(cluster.url("?budget_ms=300"))
+        publish(store, 1, table)
+        victim, replica = cluster.masters[2], cluster.replicas[2]
+        elsewhere = of_master(cluster, cluster.masters[0])
+        replica.stop()
+        victim.kill()
+        said: list[str] = []
+
+        def down() -> bool:
+            try:
+                store.read("numbers", [elsewhere])
+            except OnlineStoreError as exc:
+                said.append(str(exc))
+            return any("has lost a node" in words and "CLUSTERDOWN" in words for words in said)
+
+        eventually(down)
+        replica.go_on()
+        # without a budget of that size it is waited for
+        patient = open_store(cluster.url("?budget_ms=10000"))
+        assert values(patient.read("numbers", list(table))) == list(table.values())
+
+
+def test_a_master_of_few_slots_has_a_key_to_try_rights_with() -> None:
+    cluster = Cluster(RedisOptions.of("redis+cluster://a:1,b:2"))
+    for slot in (0, 4711, SLOTS - 1):
+        owners = np.zeros(SLOTS, np.int16)
+        owners[slot] = 1
+        cluster._map = SlotMap((("a", 1), ("b", 2)), owners)
+        assert slot_of(cluster.scratch(cluster.link(("b", 2)), "precompute")) == slot
+        assert slot_of(cluster.scratch(cluster.link(("a", 1)), "precompute")) != slot
+    with pytest.raises(OnlineStoreError, match=r"c:3 of .* has no slots any more"):
+        cluster.scratch(cluster.link(("c", 3)), "precompute")
+
+
+def test_masters_that_come_and_go_between_two_looks_are_each_asked_for_themselves(
+    cluster: RedisCluster, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(cluster.url())
+    all_of_them = store._servers.masters()
+    looks = itertools.cycle([all_of_them, all_of_them[:2], all_of_them[1:]])
+    monkeypatch.setattr(Cluster, "masters", lambda _: next(looks))
+    for _ in range(3):
+        assert store.prepare("numbers", Generation(1, 1), 4, 100, "") == Terms()
+
+
+def test_a_failover_between_preflight_and_load_is_no_load_to_go_on_with(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk, "NOTE_EVERY_S", 0.0)
+    with RedisCluster(NEWEST, tmp_path) as cluster:
+        store, table = open_store(cluster.url()), many(5000)
+
+        def torn() -> Rows:
+            yield from itertools.islice(rows_of(table, 1000), 4)
+            raise Stopped
+
+        with pytest.raises(Stopped):
+            store.load("numbers", Generation(1, 1), torn())
+        terms = store.prepare("numbers", Generation(2, 1), 5000, 10**5, "")
+        assert terms.rows_done > 0
+        cluster.master_of("precompute:{}numbers:1:0").kill()
+        eventually(lambda: not _refused(lambda: store.read_generation("numbers", 1, list(table)[:100])), within_s=20)
+        with pytest.raises(OnlineStoreError, match=rf"took its place, since {terms.rows_done} rows .* were loaded.*Do it again"):
+            store.load("numbers", Generation(1, 1), [], terms.rows_done)
+        assert store.prepare("numbers", Generation(3, 1), 5000, 10**5, "").rows_done == 0
+        publish(store, 3, table)
+        assert read_all(store, table) == list(table.values())
+
+
+def _refused(use: Callable[[], object]) -> bool:
+    try:
+        use()
+    except OnlineStoreError:
+        return True
+    return False
+
+
+# ---- one server
+
+
+def test_one_read_has_one_budget_however_many_calls_it_takes(server: RedisProcess, open_store: OpenStore) -> None:
+    """Pointer and rows are there in 0.2 s each."""
+    publish(open_store(server.url()), 1, TABLE)
+    with Proxy(server.port) as proxy:
+        proxy.delay_s = 0.1
+        with pytest.raises(OnlineStoreError, match="does not answer, could not read"):
+            open_store(f"redis://127.0.0.1:{proxy.port}/0?budget_ms=300").read("numbers", [b"a"])
+        assert values(open_store(f"redis://127.0.0.1:{proxy.port}/0?budget_ms=3000").read("numbers", [b"a"])) == [b"1"]
+
+
+def test_a_server_that_refuses_is_no_silent_one_any_more(server: RedisProcess, open_store: OpenStore) -> None:
+    store = open_store(server.url("?budget_ms=200", ":right@"))
+    with server.client() as client:
+        client.config_set("requirepass", "right")
+    publish(store, 1, TABLE)
+    server.kill()
+    with pytest.raises(OnlineStoreError, match="does not answer"):
+        store.read("numbers", [b"a"])
+    server.start()
+    with server.client() as client:
+        client.config_set("requirepass", "another")
+    said: list[str] = []
+
+    def refuses() -> bool:
+        with pytest.raises(OnlineStoreError) as refused:
+            store.read("numbers", [b"a"])
+        said.append(str(refused.value))
+        return "refuses this user or password" in said[-1]
+
+    eventually(refuses)
+    assert all(refuses() for _ in range(5)), said
+
+
+def test_what_is_evicted_while_rows_are_loaded_is_doubted(server: RedisProcess, open_store: OpenStore) -> None:
+    with server.client() as raw:
+        raw.config_set("maxmemory-policy", "allkeys-random")
+        store = open_store(server.url("?allow_eviction=yes"))
+
+        def evicting() -> Rows:
+            parts = list(rows_of(many(20_000), 1000))
+            yield from parts[:10]
+            time.sleep(0.1)
+            # the view's own keys are as likely to go as any: not these
+            kept = {key: raw.dump(key) for key in (META, "precompute:views")}
+            raw.config_set("maxmemory", raw.info("memory")["used_memory"] - 200_000)
+            eventually(lambda: raw.set("x", "y") and raw.info("stats")["evicted_keys"] > 100)
+            raw.config_set("maxmemory", 0)
+            for key, value in kept.items():
+                raw.restore(key, 0, value or b"", replace=True)
+            yield from parts[10:]
+
+        store.load("numbers", Generation(1, 1), evicting())
+        store.flip(pointer(1))
+        (doubt, *_) = store.doubts("numbers")
+        assert "keys were evicted since generation 1 was loaded" in doubt
+
+
+def test_an_end_that_outlives_its_lease_leaves_alone_what_was_begun_anew(
+    server: RedisProcess, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other = open_store(server.url()), open_store(server.url())
+    publish(store, 1, many(3000))
+    slept = iter([True])
+
+    def sleeping(*arguments: object, **named: object) -> None:
+        if next(slept, False):
+            publish(other, 1, TABLE)
+        sweep(*arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(redis_store, "sweep", sleeping)
+    with pytest.raises(ConflictError, match="view 'numbers' is removed, or was begun anew, by another process"):
+        store.forget("numbers")
+    assert values(other.read("numbers", [*TABLE, b"7"])) == [*TABLE.values(), None]
+    assert other.doubts("numbers") == []
+    monkeypatch.undo()
+    store.forget("numbers")
+    with server.client() as raw:
+        assert raw.dbsize() == 0
+
+
+def test_a_drop_that_outlives_its_lease_leaves_alone_what_was_loaded_anew(
+    server: RedisProcess, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other = open_store(server.url()), open_store(server.url())
+    publish(store, 1, many(3000))
+    publish(store, 2, {b"a": b"live"})
+    slept = iter([True])
+
+    def sleeping(*arguments: object, **named: object) -> None:
+        if next(slept, False):
+            other.load("numbers", Generation(1, 3), rows_of(TABLE))
+        sweep(*arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(redis_store, "sweep", sleeping)
+    store.drop("numbers", 1)
+    other.flip(Pointer(pointer(1).view, 3, 3, "model", 4, 4, "at 3", None, generation=1))
+    assert values(other.read("numbers", list(TABLE))) == list(TABLE.values())
+
+
+def test_a_master_that_becomes_a_replica_in_mid_load_is_told(
+    server: RedisProcess, tmp_path_factory: pytest.TempPathFactory, open_store: OpenStore
+) -> None:
+    """READONLY, as after a failover that the address does not follow."""
+    store = open_store(server.url())
+    publish(store, 1, TABLE)
+    with RedisProcess(NEWEST, tmp_path_factory.mktemp("master")) as master, server.client() as client:
+
+        def demoted() -> Rows:
+            parts = list(rows_of(many(5000), 1000))
+            yield from parts[:2]
+            client.replicaof("127.0.0.1", str(master.port))
+            yield from parts[2:]
+
+        with pytest.raises(OnlineStoreError, match=r"is a read-only replica, could not load generation 2.*name its master"):
+            store.load("numbers", Generation(2, 2), demoted())
+        for use in (lambda: store.flip(pointer(1)), lambda: store.drop("numbers", 7), lambda: store.forget("numbers")):
+            with pytest.raises(OnlineStoreError, match="read-only replica"):
+                use()
+
+
+# ---- killed while the flip's script runs
+
+
+@pytest.mark.parametrize("version", sorted(BINARIES))
+@pytest.mark.parametrize("when", ["before it writes", "when it has written", "before it is answered"])
+def test_a_redis_that_is_killed_inside_the_flip_has_the_old_one_live_or_the_new_one_whole(
+    version: str, when: str, tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a log of what was written, flushed with each command, as `appendonly yes` and `appendfsync always` have it."""
+    options = ("--appendonly", "yes", "--appendfsync", "always", "--lua-time-limit", "50")
+    with RedisProcess(BINARIES[version], tmp_path, *options) as server, Proxy(server.port) as proxy, server.client() as client:
+        store = open_store(f"redis://127.0.0.1:{proxy.port}/0")
+        publish(store, 1, TABLE)
+        store.load("numbers", Generation(2, 2), rows_of({b"a": b"new"}))
+        endless = "local i = 0 while i < 1 do i = i * 1 end\n"
+        before, line = meta._FLIP.partition("redis.call('HDEL', KEYS[1], '-')\n")[::2]
+        texts = {
+            "before it writes": before + endless + "redis.call('HDEL', KEYS[1], '-')\n" + line,
+            "when it has written": meta._FLIP.replace("return {'done', ''}", endless + "return {'done', ''}"),
+        }
+        failed: list[OnlineStoreError] = []
+
+        def flip() -> None:
+            try:
+                store.flip(pointer(2))
+            except OnlineStoreError as exc:
+                failed.append(exc)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(meta, "_FLIP", texts.get(when, meta._FLIP))
+            patch.setattr(redis_store, "ADMIN_S", 2.0)
+            proxy.silent = when not in texts
+            flipping = threading.Thread(target=flip)
+            flipping.start()
+            eventually((lambda: _busy(client)) if when in texts else (lambda: client.hget(META, "epoch") == b"2"))
+            server.kill()
+            flipping.join()
+        assert failed
+        proxy.silent = False
+        server.start()
+        reader = open_store(server.url())
+        eventually(lambda: not _refused(lambda: reader.live("numbers")))
+        new = when == "before it is answered"
+        assert reader.live("numbers") == pointer(2 if new else 1)
+        assert values(reader.read("numbers", [b"a", b"b"])) == ([b"new", None] if new else [b"1", b"22"])
+        reader.flip(pointer(2))
+        assert values(reader.read("numbers", [b"a", b"b"])) == [b"new", None]
+
+
+def _busy(client: redis.Redis) -> bool:
+    try:
+        client.ping()
+    except redis.ResponseError as exc:
+        return "BUSY" in str(exc)
+    except redis.TimeoutError:
+        return False
+    return False
