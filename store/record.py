@@ -46,7 +46,11 @@ def read_record(kind: type[_R], data: bytes) -> _R:
     Raises:
         ValueError: no JSON, or as :func:`record_of` raises it.
     """
-    return record_of(kind, json.loads(data))
+    try:
+        body = json.loads(data)
+    except RecursionError as exc:
+        raise ValueError("it is nested too deeply") from exc
+    return record_of(kind, body)
 
 
 def _plain(value: Any) -> Any:

@@ -276,7 +276,8 @@ class Publisher:
         return True
 
     def _drop_old(self, ref: LiveRef, current: Pointer | None) -> None:
-        """Remove generations and indexes but the live and the last: a request that began before the flip still reads the last.
+        """Remove generations and indexes but the live one, the one to go back to, and the one that was live until now: a request that began before the flip
+        still reads that.
 
         Raises:
             FencedError: the lease was lost, and what is there may be what somebody else is loading.
@@ -285,8 +286,8 @@ class Publisher:
         keep = set(ref.place.generations)
         if ref.previous_place is not None:
             keep |= ref.previous_place.generations
-        elif current is not None:
-            # The offline pointer was lost.
+        if current is not None:
+            # what a reload replaced is not what came before; or the offline pointer was lost
             keep |= set(current.generations)
         self._drop_all_but(keep)
 

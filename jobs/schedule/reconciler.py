@@ -1,4 +1,4 @@
-"""Reconciler: looks every minute whether the online store serves what is live, and has a process of its own bring back what was lost."""
+"""Reconciler: looks every minute whether the online store serves what is live, and has processes of their own bring back what was lost, while it looks on."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ STOP_GRACE_S = 10.0
 """How long a load may take to end after SIGTERM before it is killed. What it loaded is gone on with, or dropped by the next one."""
 LONGEST_WAIT_S = 3600.0
 """Between two attempts that failed, at most."""
+AT_ONCE = 2
+"""Views that are brought back side by side, so that a small one need not wait for the hours of a large one; each may take ``memory_mb``."""
 
 
 def reconcile_command(project: Project, view: str) -> list[str]:
@@ -47,16 +49,25 @@ class Reconciler:
         self._told: dict[str, str] = {}
         self._attempts: dict[str, int] = {}
         self._not_before: dict[str, float] = {}
+        self._mending: dict[str, threading.Thread] = {}
+        self._turns = threading.Semaphore(AT_ONCE)
 
     def stop(self) -> None:
-        """End what goes on; :meth:`look` returns soon."""
+        """End what goes on, soon; safe to call from a signal handler."""
         self._stopping.set()
 
+    def wait(self) -> None:
+        """Wait for what is being brought back; after :meth:`stop`, no longer than a load takes to end."""
+        for thread in list(self._mending.values()):
+            thread.join()
+
     def look(self) -> None:
-        """Look at every view once, and mend what is not as it should be."""
+        """Look once at every view that is not being brought back, and begin to bring back what is not as it should be."""
         for view in self._project.names:
             if self._stopping.is_set():
                 return
+            if view in self._mending and self._mending[view].is_alive():
+                continue
             if time.monotonic() < self._not_before.get(view, 0.0):
                 continue
             try:
@@ -71,13 +82,23 @@ class Reconciler:
                 continue
             self._tell(view, f"{wrong}; it is brought back", always=True)
             self._attempts[view] = self._attempts.get(view, 0) + 1
+            self._mending[view] = threading.Thread(target=self._bring_back, args=(view,), name=f"reconcile-{view}")
+            self._mending[view].start()
+
+    def _bring_back(self, view: str) -> None:
+        while not self._turns.acquire(timeout=POLL_S):
+            if self._stopping.is_set():
+                return
+        try:
             failure = self._mend(view)
-            # what was brought back need not stay, in a store that drops rows: each attempt waits longer, until a look finds nothing lost
-            doublings = self._attempts[view] - (2 if failure is None else 0)
-            wait_s = min(LONGEST_WAIT_S, self._project.settings.reconcile * 2.0**doublings)
-            self._not_before[view] = time.monotonic() + wait_s
-            if failure is not None:
-                self._tell(view, f"{failure}; once more in {duration(wait_s)}", always=True)
+        finally:
+            self._turns.release()
+        # what was brought back need not stay, in a store that drops rows: each attempt waits longer, until a look finds nothing lost
+        doublings = self._attempts[view] - (2 if failure is None else 0)
+        wait_s = min(LONGEST_WAIT_S, self._project.settings.reconcile * 2.0**doublings)
+        self._not_before[view] = time.monotonic() + wait_s
+        if failure is not None:
+            self._tell(view, f"{failure}; once more in {duration(wait_s)}", always=True)
 
     def _lost(self, view: str) -> str | None:
         with contextlib.closing(open_online_store(self._project.online)) as online:

@@ -142,6 +142,7 @@ class Scheduler:
                     job.modify(next_run_time=now)
         finally:
             ticker.shutdown(wait=True)
+            self._reconciler.wait()
             self._end_runs()
             self._stand_by()
             for number, handler in previous.items():

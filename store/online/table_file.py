@@ -75,7 +75,7 @@ class TableFile:
             raise OnlineStoreError(f"cannot read {path}: {exc}; publish the view again") from exc
         try:
             self._read_header(mapping)
-        except (ValueError, struct.error) as exc:
+        except (ValueError, RecursionError, struct.error) as exc:
             raise OnlineStoreError(f"cannot read {path}: {exc}; publish the view again") from exc
         self._mapping = mapping
         # each row lies on pages of its own: what would be read around it is of no use

@@ -145,24 +145,41 @@ def trained_codes(vectors: npt.NDArray[Any], held_out: ROWS, codes: Codes, *, l2
     learnt_from = np.delete(np.arange(rows), held_out)
     count = min(len(learnt_from), max(_TRAINED_ROWS, _ROWS_PER_LIST * codes.lists))
     sample = np.sort(np.random.default_rng(seed).permutation(learnt_from)[:count])
-    on_gpu = gpus() > 0 and codes.lists > 1
-    if on_gpu:
-        # k-means of the lists is most of the time; the codes themselves are made on the CPU, whose layout they have
-        index.clustering_index = faiss.index_cpu_to_all_gpus(faiss.IndexFlat(dim, index.metric_type))
-    # many small k-means: two threads take as long as one on idle cores, and 30 times as long on busy ones, waiting for each other
-    with threads(1):
-        index.train(np.ascontiguousarray(vectors[sample]))
-    if on_gpu:
-        index.clustering_index = None
+    _train(index, np.ascontiguousarray(vectors[sample]), on_gpu=gpus() > 0 and codes.lists > 1)
     for start in range(0, rows, 65536):
         index.add(np.ascontiguousarray(vectors[start : start + 65536]))
     return index
 
 
+def _train(index: Any, sample: FLOAT, on_gpu: bool) -> None:
+    """Train codes; with their lists' k-means, which is most of the time, on a GPU that has room for it. The codes themselves are made on the CPU, whose layout
+    they have."""
+    # many small k-means: two threads take as long as one on idle cores, and 30 times as long on busy ones, waiting for each other
+    with threads(1):
+        if on_gpu:
+            try:
+                lent = faiss.index_cpu_to_all_gpus(faiss.IndexFlat(index.d, index.metric_type))
+                index.clustering_index = lent
+                try:
+                    index.train(sample)
+                finally:
+                    index.clustering_index = None
+                    # FAISS's Python took it for given away, and nobody would free the GPU's memory
+                    lent.this.own(True)
+                return
+            except RuntimeError as exc:
+                log.warning("the vector index is trained on the CPU: %s", exc)
+        index.train(sample)
+
+
 def nearest_of_all(flat: Any, queries: FLOAT, k: int) -> tuple[FLOAT, ROWS]:
     """The ``k`` nearest of every query, [queries, k], by comparing with all rows: on a GPU where there is one, else in as many threads as FAISS takes."""
     if gpus() > 0:
-        flat = faiss.index_cpu_to_all_gpus(flat)
+        try:
+            scores, rows = faiss.index_cpu_to_all_gpus(flat).search(queries, k)
+            return scores, rows
+        except RuntimeError as exc:
+            log.warning("the vector index is measured on the CPU: %s", exc)
     scores, rows = flat.search(queries, k)
     return scores, rows
 
@@ -173,15 +190,24 @@ def gpus() -> int:
 
 
 class _OnGpu:
-    """A flat index in a GPU's memory, float16 or float32 as it is in its file. FAISS answers one search at a time there."""
+    """A flat index in a GPU's memory, float16 or float32 as it is in its file; the file's own, from the first search on that the GPU fails. FAISS answers
+    one search at a time there."""
 
     def __init__(self, flat: Any) -> None:
+        self._flat = flat
         self._index = faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), 0, flat)
         self._lock = threading.Lock()
 
     def search(self, queries: FLOAT, k: int) -> tuple[FLOAT, ROWS]:
         with self._lock:
-            scores, rows = self._index.search(queries, k)
+            if self._index is not None:
+                try:
+                    scores, rows = self._index.search(queries, k)
+                    return scores, rows
+                except RuntimeError as exc:
+                    log.warning("the vector index is searched on the CPU from now on: %s", exc)
+                    self._index = None
+        scores, rows = self._flat.search(queries, k)
         return scores, rows
 
 

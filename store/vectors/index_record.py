@@ -126,7 +126,10 @@ def read_index_record(folder: Path) -> tuple[IndexRecord, str]:
         OSError: it, or a file that it names, is not there.
         ValueError: it is damaged or of another version, or a file is of another size.
     """
-    data = json.loads((folder / NAME).read_bytes())
+    try:
+        data = json.loads((folder / NAME).read_bytes())
+    except RecursionError as exc:
+        raise ValueError(f"{NAME} is nested too deeply") from exc
     if not isinstance(data, dict) or set(data) != {"xxh3", "index"}:
         raise ValueError(f"{NAME} is not of this version")
     mark = xxhash.xxh3_128_hexdigest(json.dumps(data["index"], sort_keys=True).encode())

@@ -674,6 +674,25 @@ def test_what_was_not_read_back_is_never_published(
     assert project.served([1, 2]) == (1, [2.0, 4.0])
 
 
+def test_what_a_reload_replaced_is_there_until_the_next_publishing(make_project: MakeProject, online: str) -> None:
+    """A request that took the pointer before the flip reads it after."""
+    for x in (1.0, 10.0):
+        project = make_project([(1, x), (2, x)], project={"online": online}, view=INDEXED)
+        project.run()
+    before = project.pointer()
+    project.publish(reload=True)
+    assert (before.generation, project.pointer().generation, generations(project)) == (2, 3, [1, 2, 3])
+    assert before.index is not None
+    assert len(VectorIndex(project.root / before.index)) == 2
+    with project.online_store() as store:
+        assert None not in store.read_generation("numbers", before.generation, [b"1", b"2"]).values
+    # going back is possible as it was, and the next one tidies up
+    assert project.publish().status == "current"
+    assert generations(project) == [1, 3]
+    assert "load" not in project.rollback().stages_s
+    assert project.served([1, 2]) == (1, [2.0, 2.0])
+
+
 def test_a_damaged_pointer_over_a_generation_that_is_gone_is_published_anew(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)], project={"online": "table:./online"})
     project.run()

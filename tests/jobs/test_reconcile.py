@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import redis
+import yaml
 
 from jobs.pipeline.reconcile import reconcile
 from jobs.process.progress import Silent
@@ -243,10 +244,32 @@ def test_what_cannot_be_brought_back_is_tried_again_later_and_later(make_project
     lose_all(project)
     announced: list[str] = []
     reconciler = Reconciler(project, announced.append, lambda *_: ["false"])
-    reconciler.look()
-    reconciler.look()
+    for _ in range(2):
+        reconciler.look()
+        reconciler.wait()
     assert len(announced) == 2
     assert announced[1] == "numbers: it could not be brought back (exit status 1); its output tells more; once more in 2 min"
+
+
+def test_a_load_that_takes_hours_keeps_no_other_view_waiting(make_project: MakeProject) -> None:
+    project = make_project(ROWS, project={"reconcile": "1h"})
+    others = yaml.safe_load((project.folder / "views" / "numbers.yaml").read_text())
+    project = make_project(ROWS, project={"reconcile": "1h"}, views={"others": others | {"name": "others"}})
+    project.publish_all()
+    announced: list[str] = []
+    reconciler = Reconciler(project, announced.append, lambda _, view: ["sleep", "600"] if view == "numbers" else ["false"])
+    lose_all(project)
+    reconciler.look()
+    ends = time.monotonic() + 60
+    while len(announced) < 3 and time.monotonic() < ends:
+        time.sleep(0.01)
+    assert [line.partition(":")[0] for line in announced] == ["numbers", "others", "others"]
+    assert "could not be brought back" in announced[2]
+    reconciler.look()
+    assert len(announced) == 3
+    reconciler.stop()
+    reconciler.wait()
+    assert [line.partition(":")[0] for line in announced[3:]] == ["numbers"]
 
 
 def test_what_is_brought_back_and_lost_again_is_brought_back_later_and_later(make_project: MakeProject) -> None:
@@ -258,4 +281,5 @@ def test_what_is_brought_back_and_lost_again_is_brought_back_later_and_later(mak
     reconciler = Reconciler(project, announced.append, lambda *_: ["true"])
     for _ in range(5):
         reconciler.look()
+        reconciler.wait()
     assert len(announced) == 1

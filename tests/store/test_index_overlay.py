@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from store.errors import VectorIndexError
-from store.vectors import index_choice
+from store.vectors import index_choice, index_part
 from store.vectors.index_build import build_index, build_overlay
 from store.vectors.index_choice import Limits
 from store.vectors.index_record import METRICS
@@ -58,6 +58,17 @@ def test_base_and_overlay_are_searched_as_the_index_of_the_whole(tmp_path: Path,
         only = story.true(query, 40)[::3]
         assert index.search(query, 100, only=[*only, "k55", "k65", "stranger"]).keys == only
     assert set(index.search(overlapping(1)[0], len(story.keys)).keys) == set(story.keys)
+
+
+def test_no_mask_is_made_for_a_search_that_filters_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    story = Story(tmp_path, "l2")
+    index, query = story.index(), overlapping(1, seed=7)[0]
+    expected = story.true(query, 12)
+    monkeypatch.setattr(index_part, "FEW_ROWS", 100)
+    monkeypatch.delattr(index_part.IndexPart, "_admitted")
+    for _ in range(2):
+        assert index.search(query, 12).keys == expected
+        assert index.search(query, 7, exclude=expected[:5]).keys == expected[5:]
 
 
 def test_a_row_is_found_where_it_counts(tmp_path: Path) -> None:

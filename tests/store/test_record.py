@@ -121,7 +121,9 @@ class Sample(Record, frozen=True):
     counts: dict[str, int] = {}  # noqa: RUF012 - copied for each record
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"7", b"\xff", b"{}", b'{"name": 7}', b'{"name": "a", "counts": {"x": 1.5}}'])
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"7", b"\xff", b"{}", b"[" * 100_000, b'{"name": 7}', b'{"name": "a", "counts": {"x": 1.5}}']
+)
 def test_what_is_no_such_record_is_a_value_error(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"\S"):
         read_record(Sample, data)

@@ -19,7 +19,7 @@ import xxhash
 from store.errors import OnlineStoreError
 from store.online.kernels import ABSENT, DAMAGED, FOUND, hash_of, hashes, homes, line_checks, pack, verified
 from store.online.packed import Packed, RowBatch
-from store.online.table_file import BLOCK_BYTES, TableFile, header_of, index_start
+from store.online.table_file import _HEAD, BLOCK_BYTES, FORMAT_VERSION, MAGIC, TableFile, header_of, index_start
 from store.online.table_writer import TableWriter
 from tests.store.test_kernels import SNAPSHOT, TAG, row_of
 
@@ -410,6 +410,15 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
             TableFile(tmp_path / name)
     with pytest.raises(OnlineStoreError, match="cannot read"):
         TableFile(tmp_path)
+
+
+def test_a_header_that_is_nested_without_end(tmp_path: Path) -> None:
+    text = b"[" * 100_000
+    page = _HEAD.pack(MAGIC, FORMAT_VERSION, 102_400, 0, 0, 1, 2, len(text)) + text
+    page = page.ljust(102_400 - 8, b"\0")
+    (tmp_path / "t").write_bytes(page + xxhash.xxh3_64_intdigest(page).to_bytes(8, "little") + bytes(64 * 2 + 16))
+    with pytest.raises(OnlineStoreError, match="t: maximum recursion depth"):
+        TableFile(tmp_path / "t")
 
 
 ABSURD = [
