@@ -48,7 +48,7 @@ SEAMS = {
     "faiss": {"store/vectors/faiss_index.py"},
     "apscheduler": {"jobs/schedule/scheduler.py"},
     "cronsim": {"jobs/config/cron.py"},
-    "uvicorn": {"jobs/service/lookup_worker.py"},
+    "uvicorn": {"store/guard/protocol.py", "store/guard/server.py"},
     "orjson": {"store/encoding/json_rows.py"},
     # the client writes what it asks, and reads what the API answered
     "msgspec": {"store/api/wire.py", "store/client/calls.py", "store/record.py"},
@@ -98,8 +98,7 @@ WINGS = {
     # people are shown the runs behind what is live
     "store/page": {"store/offline", "store/telemetry"},
     "store/telemetry": set[str](),
-    "store/guard": {"store/telemetry", "store/disk"},
-    "store/client": {"store/api"},
+    "store/guard": {"store/api", "store/disk", "store/telemetry"},
     "precompute/engine": set[str](),
     "precompute/models": {"precompute/engine", "precompute/text"},
     "precompute/precision": {"precompute/engine", "precompute/models"},

@@ -1,0 +1,148 @@
+"""Connections: all those of a worker: who is let in, who makes room, who took too long."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection
+
+from store.guard.limits import Limits
+from store.guard.protocol import LimitedProtocol
+from store.telemetry.instruments import CONNECTIONS, CONNECTIONS_CLOSED, Meter
+
+log = logging.getLogger(__name__)
+
+HEADROOM = 64
+"""Connections beyond the limit that are open for as long as it takes to refuse them; with these too, the rest waits in the kernel's queue."""
+
+PAUSE_S = 0.05
+"""Before room is looked for again, where there was none."""
+
+
+class Connections:
+    """The connections of one worker.
+
+    Args:
+        limits: what they may take.
+        meter: counts them.
+        most: how many there may be, of those that :class:`Limits` allows.
+
+    ``now`` is the loop's clock as of the last look at the times, at most :attr:`Limits.tick_s` ago.
+    """
+
+    def __init__(self, limits: Limits, meter: Meter, most: int) -> None:
+        self.limits, self._meter, self._most = limits, meter, most
+        self.now = 0.0
+        self.open = 0
+        """Accepted and not closed; those still shaking hands, too."""
+        self.on_tick: list[Callable[[], None]] = [meter.process_figures]
+        """What else is looked at now and then; must be quick."""
+        self._clients: Counter[str] = Counter()
+        self._held: Collection[LimitedProtocol] = ()
+        self._slow: set[LimitedProtocol] = set()
+        self._room: list[LimitedProtocol] = []
+        self._look_for_room_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, held: Collection[LimitedProtocol]) -> None:
+        """Look at the times from now on, in the running loop; ``held`` are the connections that were made."""
+        self._held, self._loop = held, asyncio.get_running_loop()
+        self._tick()
+
+    def stop(self) -> None:
+        """No more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _tick(self) -> None:
+        self.now = now = self._loop.time()
+        for connection in list(self._held):
+            if connection.deadline < now:
+                connection.overdue()
+        for connection in list(self._slow):
+            if connection.write_deadline < now:
+                connection.cut("slow_reader")
+        self._meter.gauge(CONNECTIONS).set(self.open)
+        for look in self.on_tick:
+            try:
+                look()
+            except Exception:
+                log.exception("what is done now and then failed")
+        self._timer = self._loop.call_later(self.limits.tick_s, self._tick)
+
+    # ---- coming and going
+
+    @property
+    def has_room(self) -> bool:
+        """Whether there is room for those that are refused, too."""
+        return self.open < self._most + HEADROOM
+
+    def accepted(self, client: str) -> None:
+        """A connection was accepted."""
+        self.now = self._loop.time()
+        self.open += 1
+        self._clients[client] += 1
+
+    def lost(self, client: str) -> None:
+        """And closed."""
+        self.open -= 1
+        self._clients[client] -= 1
+        if not self._clients[client]:
+            del self._clients[client]
+
+    def let_in(self, connection: LimitedProtocol) -> bool:
+        """Whether one that was accepted may stay; an idle one may have to go for it."""
+        most = self.limits.connections_per_client
+        if most is not None and connection.client_address and self._clients[connection.client_address] > most:
+            return False
+        if self.open <= self._most:
+            return True
+        return self.make_room(but=connection)
+
+    def make_room(self, but: LimitedProtocol | None = None) -> bool:
+        """Close the connection that was silent longest, of those that never asked anything where these are many; False where all are at work."""
+        if not self._room and self._loop.time() >= self._look_for_room_at:
+            idle = [connection for connection in self._held if connection.idle]
+            silent = [connection for connection in idle if not connection.answered]
+            # few may be clients that are about to ask
+            many = len(silent) >= max(8, self._most // 20)
+            # popped from its end
+            self._room = sorted(silent if many else idle, key=lambda connection: -connection.since)
+            if not self._room:
+                self._look_for_room_at = self._loop.time() + PAUSE_S
+        while self._room:
+            connection = self._room.pop()
+            if connection.idle and connection is not but:
+                # it is gone as soon as the loop comes to it: nobody else goes for its place
+                self.lost(connection.client_address)
+                connection.make_room()
+                return True
+        return False
+
+    def gone(self, connection: LimitedProtocol) -> None:
+        """A connection that was made is closed."""
+        self._slow.discard(connection)
+        if not connection.made_room:
+            self.lost(connection.client_address)
+
+    def closed(self, why: str) -> None:
+        """Count one that we close."""
+        self._meter.counter(CONNECTIONS_CLOSED, why).add()
+
+    # ---- answers that are not taken
+
+    def slow(self, connection: LimitedProtocol) -> None:
+        """One whose client does not take its answer; of too many bytes together, the most go."""
+        self._slow.add(connection)
+        unsent = {one: one.unsent for one in self._slow}
+        total = sum(unsent.values())
+        while total > self.limits.unsent_bytes:
+            most = max(unsent, key=unsent.__getitem__)
+            total -= unsent.pop(most)
+            self._slow.discard(most)
+            most.cut("slow_reader")
+
+    def fast(self, connection: LimitedProtocol) -> None:
+        """It took it."""
+        self._slow.discard(connection)

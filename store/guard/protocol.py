@@ -1,0 +1,288 @@
+"""Protocol: uvicorn's HTTP/1.1, with limits on what a client sends and on how long it takes.
+
+Times are looked at by :class:`store.guard.connections.Connections` a few times a second, and here only written down: a timer for each request, as
+uvicorn has it for idle connections, costs more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+import httptools
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from store.api.reply import RETRY_SOON, Reply, problem
+
+if TYPE_CHECKING:
+    from store.guard.connections import Connections
+
+LINGER_BYTES = 16 * 2**20
+"""Of a request that was refused, thrown away so that its sender comes to read why; one that sends more is cut off."""
+
+LINGER_S = 2.0
+
+_HEAD, _BODY, _BUSY, _IDLE, _ENDED = range(5)
+"""What a connection waits for: a request's head, its body, our answer, the next request; or for nothing any more."""
+
+_OVERDUE = {_HEAD: "header_time", _BODY: "body_time", _IDLE: "idle"}
+
+FULL = problem(503, "too_many_connections", "the server has as many connections as it may have", [RETRY_SOON])
+_MALFORMED = problem(400, "bad_http", "this is not HTTP/1.1 as RFC 9112 has it")
+
+
+SECURITY_HEADERS = [(b"x-content-type-options", b"nosniff")]
+"""Of every answer."""
+
+
+class _Refused(Exception):
+    """Ends the parsing of a request."""
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """One connection.
+
+    Args:
+        all_connections: of this worker; they hold the limits.
+        client: the address that its number of connections is counted by; empty where there is none.
+        config, server_state, app_state: as uvicorn gives them.
+    """
+
+    def __init__(
+        self, all_connections: Connections, client: str, config: Config, server_state: ServerState, app_state: dict[str, Any]
+    ) -> None:
+        super().__init__(config, server_state, app_state)
+        self._all, self._limits = all_connections, all_connections.limits
+        self.client_address = client
+        self._waits_for = _HEAD
+        self.since = self._all.now
+        """When it began to wait for what it waits for, by the loop's clock."""
+        self.deadline = self.since + self._limits.header_s
+        self.write_deadline = math.inf
+        self.answered = 0
+        self._refusal: Reply | None = None
+        self.url = b""
+        self.made = False
+        """Whether it is through with its handshake."""
+        self.made_room = False
+        self._received = self._begun = self._head_bytes = self._body_bytes = self._thrown_away = 0
+
+    # ---- reading
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Let in, unless there are too many."""
+        super().connection_made(transport)
+        self.made = True
+        if not self._all.let_in(self):
+            self._refuse(FULL, "full")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is closed."""
+        super().connection_lost(exc)
+        self._all.gone(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of requests."""
+        self._received = len(data)
+        if self._waits_for == _ENDED:
+            self._throw_away(len(data))
+            return
+        begun = self._begun
+        alone = self._waits_for != _BODY
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            if self._waits_for != _BUSY:
+                # CONNECT, whose URL is none
+                self._refuse(_MALFORMED, "bad_request")
+                return
+            # HTTP/1.1 is what there is: the request is answered, and what follows it is another protocol's
+            self._waits_for = _ENDED
+            self.cycle.keep_alive = False
+        except httptools.HttpParserError:
+            refusal = self._refusal or _MALFORMED
+            self._refuse(refusal, "bad_request" if refusal is _MALFORMED else "too_large")
+        else:
+            if self._waits_for == _HEAD and alone and self._begun - begun <= 1:
+                # a header that is not complete is told of by nobody: its bytes are held by the parser
+                self._head_bytes += len(data)
+                if self._head_bytes > self._limits.headers_bytes + self._limits.url_bytes:
+                    self._refuse(self._headers_too_large(), "too_large")
+
+    def on_message_begin(self) -> None:
+        """The first byte of a request."""
+        super().on_message_begin()
+        self._begun += 1
+        self._head_bytes = self._body_bytes = 0
+        self._wait_for(_HEAD, self._limits.header_s)
+
+    def on_url(self, url: bytes) -> None:
+        """A part of it."""
+        self.url += url
+        if len(self.url) > self._limits.url_bytes:
+            self._refusal = problem(414, "url_too_long", f"a URL has at most {self._limits.url_bytes} bytes")
+            raise _Refused
+
+    def on_headers_complete(self) -> None:
+        """Its head is there."""
+        limits = self._limits
+        # added up only where they may be too large
+        may_be = self._head_bytes + self._received > limits.headers_bytes
+        if may_be and sum(len(name) + len(value) + 4 for name, value in self.headers) > limits.headers_bytes:
+            self._refusal = self._headers_too_large()
+            raise _Refused
+        if len(self.pipeline) >= limits.pipelined:
+            self._refusal = problem(429, "too_many_pipelined", f"at most {limits.pipelined} requests of a connection may wait")
+            raise _Refused
+        super().on_headers_complete()
+        self._wait_for(_BODY, limits.body_s)
+
+    def on_body(self, body: bytes) -> None:
+        """A part of it."""
+        self._body_bytes += len(body)
+        if self._body_bytes > self._limits.body_bytes:
+            if not self.cycle.response_complete:
+                self._refusal = problem(413, "body_too_large", f"a body has at most {self._limits.body_bytes} bytes")
+                raise _Refused
+            self._throw_away(len(body))
+            return
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """All of it is there."""
+        super().on_message_complete()
+        if self.cycle.response_complete:
+            self._wait_for(_IDLE, self._limits.idle_s)
+        else:
+            self._waits_for, self.deadline = _BUSY, math.inf
+
+    def _wait_for(self, what: int, seconds: float) -> None:
+        self._waits_for, self.since = what, self._all.now
+        self.deadline = self.since + seconds
+
+    def _headers_too_large(self) -> Reply:
+        return problem(431, "headers_too_large", f"a request's headers have at most {self._limits.headers_bytes} bytes")
+
+    # ---- answering
+
+    def on_response_complete(self) -> None:
+        """An answer is made; the next request, if one waits, is begun."""
+        self.server_state.total_requests += 1
+        self.answered += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        elif self._refusal is not None:
+            self._tell(self._refusal)
+        elif self._waits_for == _BUSY:
+            self._wait_for(_IDLE, self._limits.idle_s)
+
+    def pause_writing(self) -> None:
+        """The client does not take what it asked for as fast as it is made."""
+        super().pause_writing()
+        self.write_deadline = self._all.now + self._limits.write_s + self.unsent / 2**20
+        self._all.slow(self)
+
+    def resume_writing(self) -> None:
+        """It took nearly all."""
+        super().resume_writing()
+        self.write_deadline = math.inf
+        self._all.fast(self)
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that the client has not taken."""
+        return self.transport.get_write_buffer_size()
+
+    # ---- ending
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody loses an answer when it is closed."""
+        return self._waits_for in (_HEAD, _IDLE) and not self.pipeline and (self.cycle is None or self.cycle.response_complete)
+
+    def overdue(self) -> None:
+        """Its deadline went by: told to who was sending, and closed."""
+        waits_for = self._waits_for
+        if waits_for == _ENDED:
+            self.transport.abort()
+        elif self.flow.read_paused:
+            # by us: nothing could be sent
+            self.deadline = self._all.now + self._limits.tick_s
+        elif waits_for == _IDLE or (self.idle and not self.url):
+            self._all.closed("idle" if waits_for == _IDLE else "header_time")
+            self._end()
+            self.transport.close()
+        else:
+            what = "head" if waits_for == _HEAD else "body"
+            self._refuse(problem(408, "too_slow", f"the request's {what} took too long"), _OVERDUE[waits_for])
+
+    def make_room(self) -> None:
+        """Closed in favour of another one."""
+        self._all.closed("evicted")
+        self.made_room = True
+        self._end()
+        self.connections.discard(self)
+        self.transport.close()
+
+    def cut(self, why: str) -> None:
+        """Closed at once, whatever is under way."""
+        self._all.closed(why)
+        self._end()
+        self.transport.abort()
+
+    def _end(self) -> None:
+        self._waits_for, self.deadline = _ENDED, math.inf
+
+    def _refuse(self, refusal: Reply, why: str) -> None:
+        """Read no more requests; say so once those before it are answered."""
+        self._all.closed(why)
+        refused_midway = self._waits_for == _BODY and not self.cycle.response_complete
+        self._end()
+        if refused_midway and self.pipeline:
+            # its turn never comes
+            self.pipeline.popleft()
+            self._refusal = refusal
+        elif refused_midway:
+            # its route waits for the body, and is told that nobody is there any more
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            if self.cycle.response_started:
+                self.transport.abort()
+            else:
+                self._tell(refusal)
+        elif self.cycle is None or (self.cycle.response_complete and not self.pipeline):
+            self._tell(refusal)
+        else:
+            self._refusal = refusal
+
+    def _tell(self, refusal: Reply) -> None:
+        if self.transport.is_closing():
+            return
+        self.transport.write(_on_the_wire(refusal))
+        self.deadline = self._all.now + LINGER_S
+        self.flow.resume_reading()
+        if self.scheme == "http" and self._all.has_room:
+            # what it still sends is thrown away for a while: closed over unread bytes, a connection is reset, and the answer lost
+            self.transport.write_eof()
+        else:
+            self.transport.close()
+
+    def _throw_away(self, size: int) -> None:
+        self._thrown_away += size
+        if self._thrown_away > LINGER_BYTES:
+            self.transport.abort()
+
+
+def _on_the_wire(refusal: Reply) -> bytes:
+    """A whole HTTP/1.1 answer, after which the connection is closed."""
+    phrase = HTTPStatus(refusal.status).phrase.encode()
+    headers = [*refusal.headers, (b"content-length", b"%d" % len(refusal.body)), *SECURITY_HEADERS, (b"connection", b"close")]
+    lines = b"".join(b"%s: %s\r\n" % header for header in headers)
+    return b"HTTP/1.1 %d %s\r\n%s\r\n%s" % (refusal.status, phrase, lines, refusal.body)

@@ -1,0 +1,100 @@
+"""Server: uvicorn's, with our acceptor in place of the loop's, so that every connection is counted and limited from the first."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import socket
+import ssl
+from typing import Any
+
+import uvicorn
+
+from store.errors import ConfigError
+from store.guard.acceptor import Acceptor
+from store.guard.connections import HEADROOM, Connections
+from store.guard.limits import Limits
+from store.guard.protocol import SECURITY_HEADERS, LimitedProtocol
+from store.telemetry.instruments import Meter
+
+log = logging.getLogger(__name__)
+
+_OTHER_FILES = 256
+"""That a worker has open beside its connections: mapped stores and indexes, links to models and to Redis, logs."""
+
+
+class GuardedServer(uvicorn.Server):
+    """Serves an application on listening sockets.
+
+    Args:
+        app: ASGI 3.
+        limits: of its connections; fewer connections where this process may not have as many files open.
+        meter: counts them.
+        tls: None for plain HTTP.
+        drain_s: how long the requests at hand may take once it is told to end.
+
+    Raises:
+        ConfigError: this process may have hardly any file open.
+    """
+
+    def __init__(self, app: Any, limits: Limits, meter: Meter, tls: ssl.SSLContext | None = None, drain_s: int = 10) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                interface="asgi3",
+                loop="uvloop",
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                access_log=False,
+                log_config=None,
+                proxy_headers=False,
+                server_header=False,
+                headers=[(name.decode(), value.decode()) for name, value in SECURITY_HEADERS],
+                timeout_graceful_shutdown=drain_s,
+            )
+        )
+        self.connections = Connections(limits, meter, files_for(limits.connections))
+        self._tls = tls
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        assert sockets
+        await self.lifespan.startup()
+        held: Any = self.server_state.connections
+        self.connections.start(held)
+
+        def protocol(client: str) -> LimitedProtocol:
+            return LimitedProtocol(self.connections, client, self.config, self.server_state, self.lifespan.state)
+
+        acceptors: Any = [Acceptor(self.connections, listening, protocol, self._tls) for listening in sockets]
+        # what uvicorn closes when it ends
+        self.servers = acceptors
+        self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept no more, and finish what is at hand."""
+        await super().shutdown(sockets)
+        self.connections.stop()
+
+
+def files_for(connections: int) -> int:
+    """As many of the wanted connections as this process may have files open for; its own limit is raised as far as it may be.
+
+    Raises:
+        ConfigError: for next to none.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    beside = HEADROOM + _OTHER_FILES
+    wanted = connections + beside
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    fit = connections if soft == resource.RLIM_INFINITY else min(connections, soft - beside)
+    if fit < min(connections, 16):
+        raise ConfigError(f"a server needs {beside + 16} open files, and may have {soft}: raise `ulimit -n`")
+    if fit < connections:
+        log.warning(
+            "serve.limits.connections: %d fit the %d files that may be open, not %d: raise `ulimit -n`", fit, soft, connections
+        )
+    return fit
