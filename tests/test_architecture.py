@@ -99,6 +99,7 @@ WINGS = {
     "store/page": {"store/offline", "store/telemetry"},
     "store/telemetry": set[str](),
     "store/guard": {"store/api", "store/disk", "store/telemetry"},
+    "store/client": {"store/api"},
     "precompute/engine": set[str](),
     "precompute/models": {"precompute/engine", "precompute/text"},
     "precompute/precision": {"precompute/engine", "precompute/models"},

@@ -1,6 +1,6 @@
 """Lookup worker: a process that answers the HTTP API from the online store and the indexes; misses go to model processes. No model is ever loaded here.
 
-Started by :mod:`jobs.service.supervisor`, and by nobody else. It shares the listening socket with the other workers.
+Started by :mod:`jobs.service.supervisor`, and by nobody else. It shares the listening sockets with the other workers.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import contextlib
 import socket
 from pathlib import Path
 
-import uvicorn
-
 from jobs.service.child import DRAIN_S, begin
 from jobs.service.remote_fallback import RemoteFallback
 from jobs.service.warmer import Warmer
 from store.api.app import create_app
+from store.guard.limits import Limits
+from store.guard.server import GuardedServer
 from store.lookup import Lookup
 from store.online_url import open_online_store
 from store.telemetry.instruments import Meter
@@ -31,16 +31,8 @@ def main() -> None:
         fallback.on_lost = warmer.look
         try:
             app = create_app(lookup, lambda: warmer.warming, fallback.ready, meter=meter)
-            config = uvicorn.Config(
-                app,
-                loop="uvloop",
-                http="httptools",
-                lifespan="off",
-                access_log=False,
-                log_config=None,
-                timeout_graceful_shutdown=int(DRAIN_S),
-            )
-            uvicorn.Server(config).run(sockets=[socket.socket(fileno=spec["listener"])])
+            server = GuardedServer(app, Limits(**spec["limits"]), meter, drain_s=int(DRAIN_S))
+            server.run(sockets=[socket.socket(fileno=number) for number in spec["listeners"]])
         finally:
             warmer.stop()
 

@@ -42,7 +42,7 @@ class WorkerKeeper(KeptProcess):
         self._spec = spec | {"number": number}
 
     def start(self) -> ChildProcess:
-        return started("jobs.service.lookup_worker", self._spec, [self._spec["listener"]])
+        return started("jobs.service.lookup_worker", self._spec, self._spec["listeners"])
 
 
 class Supervisor:
