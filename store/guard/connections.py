@@ -6,9 +6,9 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection
+from typing import Protocol
 
 from store.guard.limits import Limits
-from store.guard.protocol import LimitedProtocol
 from store.telemetry.instruments import CONNECTIONS, CONNECTIONS_CLOSED, Meter
 
 log = logging.getLogger(__name__)
@@ -18,6 +18,25 @@ HEADROOM = 64
 
 PAUSE_S = 0.05
 """Before room is looked for again, where there was none."""
+
+
+class Connection(Protocol):
+    """What is asked of one (:class:`store.guard.protocol.LimitedProtocol`)."""
+
+    deadline: float
+    write_deadline: float
+    since: float
+    answered: int
+    client_address: str
+    made_room: bool
+
+    @property
+    def idle(self) -> bool: ...
+    @property
+    def unsent(self) -> int: ...
+    def overdue(self) -> None: ...
+    def make_room(self) -> None: ...
+    def cut(self, why: str) -> None: ...
 
 
 class Connections:
@@ -39,13 +58,13 @@ class Connections:
         self.on_tick: list[Callable[[], None]] = [meter.process_figures]
         """What else is looked at now and then; must be quick."""
         self._clients: Counter[str] = Counter()
-        self._held: Collection[LimitedProtocol] = ()
-        self._slow: set[LimitedProtocol] = set()
-        self._room: list[LimitedProtocol] = []
+        self._held: Collection[Connection] = ()
+        self._slow: set[Connection] = set()
+        self._room: list[Connection] = []
         self._look_for_room_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    def start(self, held: Collection[LimitedProtocol]) -> None:
+    def start(self, held: Collection[Connection]) -> None:
         """Look at the times from now on, in the running loop; ``held`` are the connections that were made."""
         self._held, self._loop = held, asyncio.get_running_loop()
         self._tick()
@@ -91,7 +110,7 @@ class Connections:
         if not self._clients[client]:
             del self._clients[client]
 
-    def let_in(self, connection: LimitedProtocol) -> bool:
+    def let_in(self, connection: Connection) -> bool:
         """Whether one that was accepted may stay; an idle one may have to go for it."""
         most = self.limits.connections_per_client
         if most is not None and connection.client_address and self._clients[connection.client_address] > most:
@@ -100,7 +119,7 @@ class Connections:
             return True
         return self.make_room(but=connection)
 
-    def make_room(self, but: LimitedProtocol | None = None) -> bool:
+    def make_room(self, but: Connection | None = None) -> bool:
         """Close the connection that was silent longest, of those that never asked anything where these are many; False where all are at work."""
         if not self._room and self._loop.time() >= self._look_for_room_at:
             idle = [connection for connection in self._held if connection.idle]
@@ -120,7 +139,7 @@ class Connections:
                 return True
         return False
 
-    def gone(self, connection: LimitedProtocol) -> None:
+    def gone(self, connection: Connection) -> None:
         """A connection that was made is closed."""
         self._slow.discard(connection)
         if not connection.made_room:
@@ -132,7 +151,7 @@ class Connections:
 
     # ---- answers that are not taken
 
-    def slow(self, connection: LimitedProtocol) -> None:
+    def slow(self, connection: Connection) -> None:
         """One whose client does not take its answer; of too many bytes together, the most go."""
         self._slow.add(connection)
         unsent = {one: one.unsent for one in self._slow}
@@ -143,6 +162,6 @@ class Connections:
             self._slow.discard(most)
             most.cut("slow_reader")
 
-    def fast(self, connection: LimitedProtocol) -> None:
+    def fast(self, connection: Connection) -> None:
         """It took it."""
         self._slow.discard(connection)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httptools
 from uvicorn.config import Config
@@ -17,9 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from store.api.reply import RETRY_SOON, Reply, problem
-
-if TYPE_CHECKING:
-    from store.guard.connections import Connections
+from store.guard.connections import Connections
 
 LINGER_BYTES = 16 * 2**20
 """Of a request that was refused, thrown away so that its sender comes to read why; one that sends more is cut off."""
