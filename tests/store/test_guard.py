@@ -371,7 +371,7 @@ def test_of_too_many_bytes_that_wait_the_most_go(hasty: Guarded) -> None:
 
 
 def test_eleven_hundred_silent_connections_keep_nobody_out() -> None:
-    with guarded(connections=50) as server, contextlib.ExitStack() as stack:
+    with guarded(connections=200) as server, contextlib.ExitStack() as stack:
         used = stack.enter_context(server.connect())
         used.sendall(request("/used"))
         assert read_reply(used).body == b"/used 0"
@@ -380,8 +380,8 @@ def test_eleven_hundred_silent_connections_keep_nobody_out() -> None:
             silent.append(stack.enter_context(server.connect()))
             if i % 100 == 99:
                 assert server.get("/other").body == b"/other 0"
-        assert server.server.connections.open <= 50 + 64
-        assert server.closed("evicted") >= 1000
+        assert server.server.connections.open <= 200 + 64
+        assert server.closed("evicted") >= 800
         # those that never asked anything went first
         used.sendall(request("/used"))
         assert read_reply(used).body == b"/used 0"
