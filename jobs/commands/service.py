@@ -1,21 +1,32 @@
-"""Schedule, serve: what runs until a signal ends it, and sees to signals itself."""
+"""Schedule, serve: what runs until a signal ends it, and sees to signals itself; and the tokens that open what is served."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 
-from jobs.commands.command import DONE, Commands, project_of
-from store.errors import ConfigError
+from jobs.commands.command import DONE, FAILED, Commands, project_of
+from store.errors import ConfigError, PrecomputeError
+from store.guard.tokens import SCOPES, make_token, remove_tokens
 
 SERVICES = ("serve", "schedule")
-"""The commands of this file."""
+"""The commands of this file that run so."""
 
 
 def add(commands: Commands) -> None:
-    """The commands ``schedule`` and ``serve``."""
+    """The commands ``schedule``, ``serve`` and ``token``."""
     commands.add("schedule", _schedule, "run the views by their cron lines until SIGTERM")
     serve = commands.add("serve", _serve, "serve the HTTP API until SIGTERM")
     serve.add_argument("--workers", type=int, metavar="N", help="processes that answer (default: the project's serve.workers)")
+    token = commands.add(
+        "token", _token, "make a token that opens the API, or end a name's; it is printed once, and kept as a hash"
+    )
+    token.add_argument("name", metavar="NAME", help="whose; the one made before stays valid until the next")
+    token.add_argument(
+        "--scope", choices=SCOPES, default="read", help="read: what services ask (default); admin: metrics and the page, too"
+    )
+    token.add_argument("--remove", action="store_true", help="end all of that name")
 
 
 def _schedule(arguments: argparse.Namespace) -> int:
@@ -37,4 +48,27 @@ def _serve(arguments: argparse.Namespace) -> int:
     if arguments.workers is not None and not 1 <= arguments.workers <= MOST_WORKERS:
         raise ConfigError(f"--workers: {arguments.workers} is not from 1 to {MOST_WORKERS}")
     serve(project_of(arguments), lambda address: print(f"serving on {address}", flush=True), arguments.workers)
+    return DONE
+
+
+def _token(arguments: argparse.Namespace) -> int:
+    project = project_of(arguments)
+    path = project.settings.serve.tokens_file(project.home)
+    if path is None:
+        raise ConfigError(
+            f"{project.folder / 'project.yaml'}: serve.tokens: no file is named; write `serve: {{tokens: ./tokens}}`"
+        )
+    try:
+        if arguments.remove:
+            removed = remove_tokens(path, arguments.name)
+            print(json.dumps({"name": arguments.name, "removed": removed}) if arguments.json else f"{removed} removed")
+            return DONE if removed else FAILED
+        secret = make_token(path, arguments.name, arguments.scope)
+    except OSError as exc:
+        raise PrecomputeError(f"{path} cannot be written: {exc}") from exc
+    if arguments.json:
+        print(json.dumps({"name": arguments.name, "scope": arguments.scope, "token": secret}))
+    else:
+        print(secret)
+        print(f"of {arguments.name!r}, scope {arguments.scope}; {path} has its hash, and this is told once", file=sys.stderr)
     return DONE

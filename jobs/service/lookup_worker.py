@@ -13,6 +13,8 @@ from jobs.service.child import DRAIN_S, begin
 from jobs.service.remote_fallback import RemoteFallback
 from jobs.service.warmer import Warmer
 from store.api.app import create_app
+from store.guard.access import tls_of, tokens_of
+from store.guard.gate import Gate
 from store.guard.limits import Limits
 from store.guard.server import GuardedServer
 from store.lookup import Lookup
@@ -30,9 +32,14 @@ def main() -> None:
         warmer = Warmer(lookup, fallback, fallback.want)
         fallback.on_lost = warmer.look
         try:
-            app = create_app(lookup, lambda: warmer.warming, fallback.ready, meter=meter)
-            server = GuardedServer(app, Limits(**spec["limits"]), meter, drain_s=int(DRAIN_S))
-            server.run(sockets=[socket.socket(fileno=number) for number in spec["listeners"]])
+            listening = [socket.socket(fileno=number) for number in spec["listeners"]]
+            tokens = tokens_of(spec)
+            gate = Gate(meter, tokens, listening[1].getsockname() if len(listening) > 1 else None)
+            app = create_app(lookup, lambda: warmer.warming, fallback.ready, gate, meter)
+            server = GuardedServer(app, Limits(**spec["limits"]), meter, tls_of(spec), int(DRAIN_S))
+            if tokens is not None:
+                server.connections.on_tick.append(tokens.look)
+            server.run(sockets=listening)
         finally:
             warmer.stop()
 

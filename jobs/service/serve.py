@@ -6,12 +6,14 @@ import contextlib
 import signal
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 from jobs.config.project import Project
-from jobs.service.listener import Listener
 from jobs.service.model_group import ModelLimits, machine_memory_mb
 from jobs.service.supervisor import Supervisor
 from store.disk.spill_folder import SpillFolder
+from store.guard.access import tls_of, tokens_of
+from store.guard.listener import Listener
 
 
 def serve(project: Project, announce: Callable[[str], None], workers: int | None = None) -> None:
@@ -23,18 +25,27 @@ def serve(project: Project, announce: Callable[[str], None], workers: int | None
         workers: how many processes answer; as the project says by default.
 
     Raises:
-        ConfigError: the address cannot be bound.
+        ConfigError: an address cannot be bound, or is open to strangers; or the files of tokens or TLS cannot be used.
         PrecomputeError: no worker stays alive.
     """
     settings = project.settings.serve
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(contextlib.closing(Listener(project, "serve.bind", settings.bind)))
+        access = _access(project)
+        addresses = {"serve.bind": settings.bind, "serve.admin": settings.admin}
+        tls = settings.tls
+        guarded = settings.tokens is not None or (tls is not None and tls.client_ca is not None)
+        listeners = []
+        for key, address in addresses.items():
+            if address is not None:
+                listeners.append(Listener(key, address, project.home, guarded=guarded, tls=tls is not None))
+                stack.callback(listeners[-1].close)
         runtime = stack.enter_context(contextlib.closing(SpillFolder()))
         worker = {
             "online": project.online,
             "root": str(project.root),
             "runtime": str(runtime.path),
-            "listeners": [listener.socket.fileno()],
+            "listeners": [one.socket.fileno() for one in listeners],
+            **access,
             "limits": asdict(settings.limits.limits()),
         }
         models = settings.models
@@ -45,5 +56,21 @@ def serve(project: Project, announce: Callable[[str], None], workers: int | None
         supervisor = Supervisor(worker, kept, limits, workers or settings.workers)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: supervisor.stop())
-        announce(listener.shown)
+        announce(listeners[0].shown)
         supervisor.run()
+
+
+def _access(project: Project) -> dict[str, Any]:
+    """What the workers are told of tokens and TLS, tried here, where a mistake is told to who made it.
+
+    Raises:
+        ConfigError: a file cannot be used.
+    """
+    settings, home = project.settings.serve, project.home
+    tls = settings.tls
+    files = None if tls is None else {name: str(home / path) for name, path in tls.model_dump().items() if path is not None}
+    tokens = settings.tokens_file(home)
+    access = {"tokens": None if tokens is None else str(tokens), "tls": files}
+    tokens_of(access)
+    tls_of(access)
+    return access

@@ -15,6 +15,7 @@ from store.guard.acceptor import Acceptor
 from store.guard.connections import HEADROOM, Connections
 from store.guard.limits import Limits
 from store.guard.protocol import SECURITY_HEADERS, LimitedProtocol
+from store.guard.tls import Tls
 from store.telemetry.instruments import Meter
 
 log = logging.getLogger(__name__)
@@ -30,14 +31,14 @@ class GuardedServer(uvicorn.Server):
         app: ASGI 3.
         limits: of its connections; fewer connections where this process may not have as many files open.
         meter: counts them.
-        tls: None for plain HTTP.
+        tls: what TCP connections are wrapped in; None for plain HTTP. Unix sockets are always plain.
         drain_s: how long the requests at hand may take once it is told to end.
 
     Raises:
         ConfigError: this process may have hardly any file open.
     """
 
-    def __init__(self, app: Any, limits: Limits, meter: Meter, tls: ssl.SSLContext | None = None, drain_s: int = 10) -> None:
+    def __init__(self, app: Any, limits: Limits, meter: Meter, tls: Tls | None = None, drain_s: int = 10) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -56,6 +57,8 @@ class GuardedServer(uvicorn.Server):
         )
         self.connections = Connections(limits, meter, files_for(limits.connections))
         self._tls = tls
+        if tls is not None:
+            self.connections.on_tick.append(tls.look)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen."""
@@ -67,7 +70,10 @@ class GuardedServer(uvicorn.Server):
         def protocol(client: str) -> LimitedProtocol:
             return LimitedProtocol(self.connections, client, self.config, self.server_state, self.lifespan.state)
 
-        acceptors: Any = [Acceptor(self.connections, listening, protocol, self._tls) for listening in sockets]
+        def tls(listening: socket.socket) -> ssl.SSLContext | None:
+            return None if self._tls is None or listening.family == socket.AF_UNIX else self._tls.context
+
+        acceptors: Any = [Acceptor(self.connections, listening, protocol, tls(listening)) for listening in sockets]
         # what uvicorn closes when it ends
         self.servers = acceptors
         self.started = True

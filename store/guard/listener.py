@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import socket
 from pathlib import Path
 
-from jobs.config.project import Project
 from store.errors import ConfigError
 
 
@@ -15,29 +15,36 @@ class Listener:
     """A listening socket.
 
     Args:
-        project: whose it is.
-        key: the setting that says where: ``serve.bind`` or ``serve.admin``.
-        address: its value.
+        key: the setting that says where, for messages: ``serve.bind``.
+        address: its value: host:port, or unix:path.
+        folder: what a relative path starts from.
+        guarded: whether who asks must show a token or a certificate; else only this machine may reach it.
+        tls: whether it is served over TLS.
 
     ``shown`` is the address for people.
 
     Raises:
-        ConfigError: it cannot be bound.
+        ConfigError: it cannot be bound; or strangers could reach it, and nothing keeps them out.
     """
 
-    def __init__(self, project: Project, key: str, address: str) -> None:
-        serve = project.settings.serve
+    def __init__(self, key: str, address: str, folder: Path, *, guarded: bool, tls: bool) -> None:
+        if not guarded and not _is_local(address):
+            raise ConfigError(
+                f"{key}: {address!r} is reached from other machines, and nothing keeps strangers out: write under `serve` either "
+                "`tokens: ./tokens`, with a token made by `precompute token NAME`, or `tls: {cert: …, key: …, client_ca: …}`; "
+                "or bind 127.0.0.1 or unix:./api.sock"
+            )
         self._path: Path | None = None
         try:
             if address.startswith("unix:"):
-                self.socket, self._path = _unix(project.home / address.removeprefix("unix:"))
+                self.socket, self._path = _unix(folder / address.removeprefix("unix:"))
                 self.shown = f"unix:{self._path}"
             else:
                 host, _, port = address.rpartition(":")
                 host = host.strip("[]")
                 self.socket = _tcp(host, int(port))
                 shown = f"[{host}]" if ":" in host else host
-                self.shown = f"http{'' if serve.tls is None else 's'}://{shown}:{self.socket.getsockname()[1]}"
+                self.shown = f"http{'s' if tls else ''}://{shown}:{self.socket.getsockname()[1]}"
         except (OSError, OverflowError) as exc:
             variable = f"PRECOMPUTE_{key.replace('.', '__').upper()}"
             raise ConfigError(
@@ -49,6 +56,17 @@ class Listener:
         self.socket.close()
         if self._path is not None:
             self._path.unlink(missing_ok=True)
+
+
+def _is_local(address: str) -> bool:
+    """Whether only this machine reaches an address: a Unix socket, or loopback."""
+    if address.startswith("unix:"):
+        return True
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _unix(path: Path) -> tuple[socket.socket, Path]:

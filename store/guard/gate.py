@@ -1,0 +1,80 @@
+"""Gate: whether a request may pass, asked before its route is looked for: the hot ones' too."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import Any
+
+from store.api.reply import Reply, problem
+from store.api.request import Scope
+from store.guard.tokens import Tokens
+from store.telemetry.instruments import AUTH_REFUSED, Meter
+
+OPERATORS = frozenset({b"/", b"/metrics"})
+"""What operators look at: on the admin address alone where there is one, and with a token of scope ``admin`` where there are tokens."""
+
+_OPEN = frozenset({b"/livez"})
+"""Open to all: says nothing but that the process lives."""
+
+_ANY = ("0.0.0.0", "::")  # noqa: S104  # compared with, not bound
+_CHALLENGE = [(b"www-authenticate", b'Bearer realm="precompute", Basic realm="precompute"'), (b"cache-control", b"no-store")]
+"""Basic, with the token as the password, is how a browser is asked for one."""
+
+
+class Gate:
+    """Asked with every request's scope; the refusal, or None where it may pass.
+
+    Args:
+        meter: counts refusals.
+        tokens: who may ask; None: whoever reaches an address.
+        admin: the admin socket's own name: host and port, or a path; None: there is none.
+    """
+
+    def __init__(self, meter: Meter, tokens: Tokens | None = None, admin: Any = None) -> None:
+        self._meter, self._tokens = meter, tokens
+        self._admin = (admin, None) if isinstance(admin, str) else None if admin is None else tuple(admin[:2])
+
+    def __call__(self, scope: Scope) -> Reply | None:
+        """Raises nothing."""
+        path = scope["raw_path"]
+        if self._admin is not None and path in OPERATORS and not self._is_admin(scope):
+            return problem(404, "no_such_route", "there is no such route here")
+        if self._tokens is None or path in _OPEN:
+            return None
+        secret = _secret(scope)
+        if secret is None:
+            return self._refused("none", problem(401, "no_token", "send a token: Authorization: Bearer …", _CHALLENGE))
+        token = self._tokens.find(secret)
+        if token is None:
+            return self._refused("unknown", problem(401, "unknown_token", "no such token is valid", _CHALLENGE))
+        if path in OPERATORS and token.scope != "admin":
+            return self._refused("scope", problem(403, "wrong_scope", "this takes a token of scope admin", _CHALLENGE[1:]))
+        scope["token"] = token.name
+        return None
+
+    def _is_admin(self, scope: Scope) -> bool:
+        server = scope["server"]
+        assert self._admin is not None
+        return server == self._admin or (self._admin[0] in _ANY and server is not None and server[1] == self._admin[1])
+
+    def _refused(self, why: str, reply: Reply) -> Reply:
+        self._meter.counter(AUTH_REFUSED, why).add()
+        return reply
+
+
+def _secret(scope: Scope) -> bytes | None:
+    """The token that came with a request."""
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            kind, _, rest = value.partition(b" ")
+            kind = kind.lower()
+            if kind == b"bearer":
+                return rest.strip()
+            if kind == b"basic":
+                try:
+                    return base64.b64decode(rest, validate=True).partition(b":")[2]
+                except binascii.Error:
+                    return None
+            return None
+    return None

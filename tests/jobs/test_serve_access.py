@@ -1,0 +1,191 @@
+"""Who reaches ``precompute serve``: tokens, TLS, an address for operators, limits from the configuration; all of them over one server."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.cli import main
+from tests import REPOSITORY
+from tests.server import Reply, Server, eventually, make_folder, read_reply
+from tests.store.test_access import certificate
+
+ROW, LOOKUP = "/v1/views/numbers/rows/1", "/v1/views/numbers/lookup"
+
+
+class Guarded(Server):
+    """A server that is spoken to over TLS, with a certificate and a token of one's own, or without."""
+
+    folder: Path
+    identity: str | None = "client"
+    token: str | None = None
+
+    def connect(self) -> socket.socket:
+        context = ssl.create_default_context(cafile=str(self.folder / "server.pem"))
+        if self.identity is not None:
+            context.load_cert_chain(self.folder / f"{self.identity}.pem", self.folder / f"{self.identity}.key")
+        host, _, port = self.url.removeprefix("https://").rpartition(":")
+        raw = socket.create_connection((host, int(port)), timeout=20)
+        return context.wrap_socket(raw, server_hostname=host)
+
+    def request(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:
+        if self.token is not None:
+            headers = {"authorization": f"Bearer {self.token}"} | headers
+        return super().request(method, path, body, **headers)
+
+    def admin(self, path: str, **headers: str) -> Reply:
+        """Asked of the admin address."""
+        connection = http.client.HTTPConnection("localhost")
+        connection.sock = socket.socket(socket.AF_UNIX)
+        connection.sock.connect(str(self.folder / "admin.sock"))
+        connection.request("GET", path, headers=headers)
+        response = connection.getresponse()
+        reply = Reply(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
+        connection.close()
+        return reply
+
+
+def made_token(folder: Path, *options: str) -> str:
+    command = [sys.executable, "-m", "jobs.cli", "-c", str(folder), "token", *options]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    folder = tmp_path_factory.mktemp("access")
+    for name in ("server", "client", "stranger"):
+        certificate(folder, name)
+    serve = {
+        "tokens": "./tokens",
+        "tls": {"cert": "./server.pem", "key": "./server.key", "client_ca": "./client.pem"},
+        "admin": "unix:./admin.sock",
+        "limits": {"body_bytes": 2000, "headers_bytes": 700, "header_time": "300ms"},
+    }
+    make_folder(folder, {"numbers": {}}, serve=serve).publish_all()
+    token = made_token(folder, "ranker")
+    Guarded.folder = folder
+    Guarded.token = token
+    # by all of its addresses: what strangers could reach is served, since they are kept out
+    with Guarded(folder, "127.0.0.1:0") as one:
+        yield one
+
+
+def test_with_a_certificate_and_a_token_every_route_answers(server: Guarded) -> None:
+    assert server.url.startswith("https://127.0.0.1:")
+    assert server.get(ROW).json["features"]["double"] == 2.0
+    assert server.lookup("numbers", [1, 9])[0]["status"] == "fresh"
+    assert server.post("/v1/views/numbers/search", {"key": 1}).status == 200
+    assert [server.get(path).status for path in ("/v1/views", "/readyz", "/openapi.json", "/livez")] == [200] * 4
+
+
+def test_without_a_certificate_of_the_right_hand_nobody_is_let_in(server: Guarded) -> None:
+    for identity in (None, "stranger"):
+        server.identity = identity
+        try:
+            with pytest.raises((ssl.SSLError, ConnectionError)):
+                server.get("/livez")
+        finally:
+            server.identity = "client"
+    raw = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20)
+    with raw:
+        raw.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b"HTTP" not in raw.recv(1000)
+    # and one that says nothing at all is sent away
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20) as silent:
+        assert silent.recv(1) == b""
+
+
+def test_without_a_token_no_route_says_anything_but_that_it_lives(server: Guarded) -> None:
+    for authorization in ("", "Bearer x", f"Basic {server.token}"):
+        for reply in (
+            server.get(ROW, authorization=authorization),
+            server.post(LOOKUP, {"keys": [1]}, authorization=authorization),
+            server.post("/v1/lookup", {"requests": []}, authorization=authorization),
+            server.get("/v1/views", authorization=authorization),
+            server.get("/readyz", authorization=authorization),
+            server.get("/nothing", authorization=authorization),
+            server.admin("/metrics", authorization=authorization),
+        ):
+            reply.check_problem(401)
+            assert reply.headers["www-authenticate"].startswith("Bearer")
+        assert server.get("/livez", authorization=authorization).status == 200
+
+
+def test_metrics_and_the_page_are_on_their_own_address_for_admins(server: Guarded) -> None:
+    admin = f"Bearer {made_token(server.folder, 'prometheus', '--scope', 'admin')}"
+    eventually(lambda: server.admin("/metrics", authorization=admin).status == 200)
+    for path in ("/metrics", "/"):
+        server.get(path, authorization=admin).check_problem(404, "no_such_route")
+        server.admin(path, authorization=f"Bearer {server.token}").check_problem(403, "wrong_scope")
+        assert server.admin(path, authorization=admin).status == 200
+    told = server.admin("/metrics", authorization=admin).body.decode()
+    assert 'precompute_auth_refused_total{reason="scope"} 2.0' in told
+    assert 'precompute_process_resident_bytes{process="worker-0"}' in told
+    assert str(server.token) not in told + server.log.read_text()
+
+
+def test_tokens_are_exchanged_and_taken_back_without_a_restart(server: Guarded) -> None:
+    made = [made_token(server.folder, "rotated") for _ in range(2)]
+    for secret in made:
+        eventually(lambda secret=secret: server.get(ROW, authorization=f"Bearer {secret}").status == 200)  # type: ignore[misc]
+    made_token(server.folder, "rotated")
+    eventually(lambda: server.get(ROW, authorization=f"Bearer {made[0]}").status == 401)
+    assert server.get(ROW, authorization=f"Bearer {made[1]}").status == 200
+    assert made_token(server.folder, "rotated", "--remove") == "2 removed"
+    eventually(lambda: server.get(ROW, authorization=f"Bearer {made[1]}").status == 401)
+    assert server.get(ROW).status == 200
+
+
+def test_a_new_certificate_is_shown_without_a_restart(server: Guarded) -> None:
+    with server.connect() as before:
+        assert isinstance(before, ssl.SSLSocket)
+        old = before.getpeercert(binary_form=True)
+        new_cert, new_key = certificate(server.folder, "new")
+        os.replace(new_key, server.folder / "server.key")
+        os.replace(new_cert, server.folder / "server.pem")
+
+        def shown() -> bytes | None:
+            try:
+                with server.connect() as connection:
+                    assert isinstance(connection, ssl.SSLSocket)
+                    return connection.getpeercert(binary_form=True)
+            except ssl.SSLError:
+                # the old one, which the new file does not know
+                return old
+
+        eventually(lambda: shown() != old)
+        before.sendall(f"GET {ROW} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.token}\r\n\r\n".encode())
+        assert read_reply(before).status == 200
+
+
+def test_limits_are_those_of_the_configuration(server: Guarded) -> None:
+    server.post(LOOKUP, {"keys": ["x" * 2000]}).check_problem(413, "body_too_large")
+    server.get(ROW, x="y" * 700).check_problem(431, "headers_too_large")
+
+
+def test_token_is_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_folder(tmp_path, {"numbers": {}})
+    command = ["-c", str(tmp_path), "token", "ranker"]
+    assert main(command) == 2
+    assert "serve.tokens: no file is named; write `serve: {tokens: ./tokens}`" in capsys.readouterr().err
+    make_folder(tmp_path, {"numbers": {}}, serve={"tokens": "./tokens"})
+    assert main([*command, "--json", "--scope", "admin"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["name"], told["scope"], len(told["token"])) == ("ranker", "admin", 47)
+    assert main([*command, "--remove", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"name": "ranker", "removed": 1}
+    assert main([*command, "--remove"]) == 1
+    assert main(["-c", str(tmp_path), "serve"]) == 2
+    assert "has no token" in capsys.readouterr().err

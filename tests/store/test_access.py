@@ -1,0 +1,277 @@
+"""Who may ask: tokens as they are made, kept, exchanged and taken back; and the gate that asks for them."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import logging
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from store.errors import ConfigError
+from store.guard.gate import Gate
+from store.guard.listener import Listener
+from store.guard.tls import Tls
+from store.guard.tokens import Tokens, make_token, read_tokens, remove_tokens
+from store.telemetry.instruments import AUTH_REFUSED, Meter
+
+BIND = {"guarded": False, "tls": False}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "secrets" / "tokens"
+
+
+def touched(path: Path, text: str) -> None:
+    """Written anew, by a time that tells."""
+    path.write_text(text)
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1_000_000))
+
+
+def test_a_token_opens_and_only_its_hash_is_kept(file: Path) -> None:
+    secret = make_token(file, "ranker", "read")
+    assert len(secret) == 47
+    tokens = Tokens(file)
+    found = tokens.find(secret.encode())
+    assert found is not None
+    assert (found.name, found.scope) == ("ranker", "read")
+    assert found.digest.hex() == hashlib.sha256(secret.encode()).hexdigest()
+    assert secret not in file.read_text()
+    assert (file.stat().st_mode & 0o777, sorted(p.name for p in file.parent.iterdir())) == (0o640, [".tokens.lock", "tokens"])
+    for other in (
+        b"",
+        secret.encode()[:-1],
+        secret.encode() + b"x",
+        secret.upper().encode(),
+        found.digest,
+        found.digest.hex().encode(),
+    ):
+        assert tokens.find(other) is None
+
+
+def test_of_a_name_the_last_two_are_valid_and_of_others_all(file: Path) -> None:
+    other = make_token(file, "other", "admin")
+    made = [make_token(file, "ranker", "read") for _ in range(4)]
+    tokens = Tokens(file)
+    assert [tokens.find(secret.encode()) is not None for secret in (other, *made)] == [True, False, False, True, True]
+    assert remove_tokens(file, "ranker") == 2
+    assert remove_tokens(file, "ranker") == 0
+    assert [token.name for token in read_tokens(file)] == ["other"]
+
+
+def test_a_file_that_changed_is_taken_up_and_one_that_is_bad_is_not(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = make_token(file, "a", "read").encode()
+    tokens = Tokens(file)
+    second = make_token(file, "b", "read").encode()
+    assert tokens.find(second) is None
+    tokens.look()
+    assert tokens.find(first) is not None
+    assert tokens.find(second) is not None
+    good = file.read_text()
+    with caplog.at_level(logging.ERROR):
+        touched(file, good + "c read nothing now\n")
+        for _ in range(3):
+            tokens.look()
+        file.unlink()
+        for _ in range(3):
+            tokens.look()
+    assert len(caplog.messages) == 2
+    assert "tokens:3: not `name scope sha256 time`" in caplog.messages[0]
+    assert tokens.find(second) is not None
+    # what is empty says that nobody may ask
+    touched(file, "# none\n\n")
+    tokens.look()
+    assert tokens.find(first) is tokens.find(second) is None
+    touched(file, good)
+    tokens.look()
+    assert tokens.find(first) is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (None, "cannot be read"),
+        ("", "has no token"),
+        ("# a comment\n", "has no token"),
+        ("ranker read abc 2026\n", ":1: not `name"),
+        (f"ranker write {'0' * 64} 2026\n", ":1: not `name"),
+        (f"\n\nRanker read {'0' * 64} 2026\n", ":3: not `name"),
+        ("é", "cannot be read"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_with_what_to_do(tmp_path: Path, text: str | None, why: str) -> None:
+    path = tmp_path / "tokens"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=f"serve.tokens: .*{why}.*precompute token NAME"):
+        Tokens(path)
+
+
+@pytest.mark.parametrize("name", ["", "A", "a b", "a\n", "-a", "a" * 64, "é"])
+def test_a_name_is_a_word(file: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="a token's name"):
+        make_token(file, name, "read")
+    assert not file.exists()
+
+
+# ---- the gate
+
+
+def asked(
+    path: str, authorization: bytes | None = None, server: tuple[str, int | None] | None = ("127.0.0.1", 80)
+) -> dict[str, Any]:
+    headers = [(b"host", b"x")] + ([(b"authorization", authorization)] if authorization is not None else [])
+    return {"raw_path": path.encode(), "headers": headers, "server": server}
+
+
+def basic(secret: str) -> bytes:
+    return b"Basic " + base64.b64encode(f"me:{secret}".encode())
+
+
+ROUTES = [
+    "/v1/views/a/rows/1",
+    "/v1/views/a/lookup",
+    "/v1/lookup",
+    "/v1/views",
+    "/readyz",
+    "/openapi.json",
+    "/nothing",
+    "//metrics",
+]
+
+
+def test_every_route_but_one_asks_for_a_token_and_those_of_operators_for_another(file: Path) -> None:
+    read, admin = make_token(file, "r", "read"), make_token(file, "a", "admin")
+    meter = Meter()
+    gate = Gate(meter, Tokens(file))
+
+    def status(path: str, authorization: bytes | None) -> int:
+        reply = gate(asked(path, authorization))
+        return 200 if reply is None else reply.status
+
+    for path in ROUTES:
+        assert [status(path, f"Bearer {secret}".encode()) for secret in (read, admin)] == [200, 200]
+        assert [status(path, basic(secret)) for secret in (read, admin)] == [200, 200]
+        assert status(path, None) == 401
+    for path in ("/", "/metrics"):
+        assert [status(path, f"bearer  {secret}".encode()) for secret in (read, admin)] == [403, 200]
+        assert status(path, None) == 401
+    assert status("/livez", None) == 200
+    for wrong in (
+        b"",
+        b"Bearer",
+        b"Bearer ",
+        read.encode(),
+        b"Bearer x",
+        b"Basic !",
+        b"Basic " + b"A" * 9,
+        b"Digest x",
+        b"\xff\xfe",
+    ):
+        assert status("/v1/views", wrong) == 401, wrong
+    reply = gate(asked("/v1/views"))
+    assert reply is not None
+    headers = dict(reply.headers)
+    assert headers[b"www-authenticate"].startswith(b"Bearer")
+    assert headers[b"cache-control"] == b"no-store"
+    assert [int(meter.counter(AUTH_REFUSED, why).value) for why in ("none", "unknown", "scope")] == [17, 3, 2]
+
+
+def test_who_passed_is_known_by_name(file: Path) -> None:
+    scope = asked("/v1/views", f"Bearer {make_token(file, 'ranker', 'read')}".encode())
+    assert Gate(Meter(), Tokens(file))(scope) is None
+    assert scope["token"] == "ranker"
+
+
+@pytest.mark.parametrize(
+    ("admin", "there", "elsewhere"),
+    [
+        (("127.0.0.1", 9090), [("127.0.0.1", 9090)], [("127.0.0.1", 80), ("127.0.0.2", 9090), ("/a.sock", None), None]),
+        (("0.0.0.0", 9090), [("127.0.0.1", 9090), ("10.1.1.1", 9090)], [("127.0.0.1", 80), None]),
+        (("::1", 9090, 0, 0), [("::1", 9090)], [("::1", 80)]),
+        ("/run/admin.sock", [("/run/admin.sock", None)], [("/run/api.sock", None), ("127.0.0.1", 80), None]),
+    ],
+)
+def test_what_operators_look_at_is_on_the_admin_address_alone(admin: Any, there: list[Any], elsewhere: list[Any]) -> None:
+    gate = Gate(Meter(), None, admin)
+    for path in ("/", "/metrics"):
+        assert [gate(asked(path, None, server)) for server in there] == [None] * len(there)
+        replies = [gate(asked(path, None, server)) for server in elsewhere]
+        assert [reply and reply.status for reply in replies] == [404] * len(elsewhere)
+    assert [gate(asked("/v1/views", None, server)) for server in (*there, *elsewhere)] == [None] * (len(there) + len(elsewhere))
+
+
+# ---- addresses
+
+
+@pytest.mark.parametrize(
+    "address", ["0.0.0.0:0", "[::]:0", "10.0.0.1:0", "192.0.2.1:80", "example.com:80", "127.0.0.1.example.com:80"]
+)
+def test_where_strangers_come_by_nothing_is_served_without_a_guard(tmp_path: Path, address: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Listener("serve.bind", address, tmp_path, **BIND)
+    assert str(refused.value) == (
+        f"serve.bind: {address!r} is reached from other machines, and nothing keeps strangers out: write under `serve` either "
+        "`tokens: ./tokens`, with a token made by `precompute token NAME`, or `tls: {cert: …, key: …, client_ca: …}`; "
+        "or bind 127.0.0.1 or unix:./api.sock"
+    )
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [("127.0.0.1:0", "http://127.0.0.1:"), ("localhost:0", "http://localhost:"), ("127.9.9.9:0", "http://127.9.9.9:")],
+)
+def test_what_only_this_machine_reaches_is_served(tmp_path: Path, address: str, shown: str) -> None:
+    listener = Listener("serve.bind", address, tmp_path, **BIND)
+    assert listener.shown == f"{shown}{listener.socket.getsockname()[1]}"
+    listener.close()
+    guarded = Listener("serve.bind", "0.0.0.0:0", tmp_path, guarded=True, tls=True)
+    assert guarded.shown.startswith("https://0.0.0.0:")
+    guarded.close()
+
+
+# ---- TLS
+
+
+def certificate(folder: Path, name: str, days: int = 2) -> tuple[Path, Path]:
+    """A certificate of 127.0.0.1 that signs itself, and its key."""
+    cert, key = folder / f"{name}.pem", folder / f"{name}.key"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", str(days)]
+    command += ["-keyout", str(key), "-out", str(cert), "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(command, check=True, capture_output=True)
+    return cert, key
+
+
+def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path, "one")
+    _, other = certificate(tmp_path, "two")
+    locked = tmp_path / "locked.key"
+    subprocess.run(
+        ["openssl", "ec", "-in", str(key), "-aes128", "-passout", "pass:secret", "-out", str(locked)],
+        check=True,
+        capture_output=True,
+    )
+    for wrong in (other, locked, tmp_path / "none"):
+        with pytest.raises(ConfigError, match=r"serve\.tls: .*cannot be used"):
+            Tls(cert, wrong)
+    with pytest.raises(ConfigError, match=r"serve\.tls\.client_ca: .*cannot be read"):
+        Tls(cert, key, key)
+
+
+def test_a_pair_of_which_half_is_there_does_not_come_into_use(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cert, key = certificate(tmp_path, "one")
+    tls = Tls(cert, key)
+    new_cert, new_key = certificate(tmp_path, "two")
+    with caplog.at_level(logging.INFO):
+        os.replace(new_cert, cert)
+        for _ in range(3):
+            tls.look()
+        os.replace(new_key, key)
+        for _ in range(3):
+            tls.look()
+    assert [record.levelname for record in caplog.records if record.name == "store.guard.tls"] == ["ERROR", "INFO"]
