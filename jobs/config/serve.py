@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import Field, field_validator
 
 from jobs.config.section import Duration, Section
+from store.api.wire import MAX_BODY_BYTES
 from store.guard.limits import Limits
 
 _DEFAULT = Limits()
@@ -31,7 +32,7 @@ class LimitsConfig(Section):
 
     headers_bytes: int = Field(default=_DEFAULT.headers_bytes, ge=256, description="of a request's head (431)")
     url_bytes: int = Field(default=_DEFAULT.url_bytes, ge=64, description="of its path and query (414)")
-    body_bytes: int = Field(default=_DEFAULT.body_bytes, ge=64, description="of its body (413)")
+    body_bytes: int = Field(default=_DEFAULT.body_bytes, ge=64, le=MAX_BODY_BYTES, description="of its body (413)")
     answer_bytes: int = Field(default=_DEFAULT.answer_bytes, ge=1024, description="of an answer, judged before it is made (413)")
     unsent_bytes: int = Field(
         default=_DEFAULT.unsent_bytes,

@@ -35,8 +35,9 @@ def main() -> None:
             listening = [socket.socket(fileno=number) for number in spec["listeners"]]
             tokens = tokens_of(spec)
             gate = Gate(meter, tokens, listening[1].getsockname() if len(listening) > 1 else None)
-            app = create_app(lookup, lambda: warmer.warming, fallback.ready, gate, meter)
-            server = GuardedServer(app, Limits(**spec["limits"]), meter, tls_of(spec), int(DRAIN_S))
+            limits = Limits(**spec["limits"])
+            app = create_app(lookup, lambda: warmer.warming, fallback.ready, gate, meter, limits.answer_bytes)
+            server = GuardedServer(app, limits, meter, tls_of(spec), int(DRAIN_S))
             if tokens is not None:
                 server.connections.on_tick.append(tokens.look)
             server.run(sockets=listening)

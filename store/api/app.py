@@ -12,7 +12,7 @@ from typing import Any
 
 from store.api import wire
 from store.api.front import Front, Gate, open_gate
-from store.api.live_views import LiveViews
+from store.api.live_views import LiveViews, Seen
 from store.api.metrics import CONTENT_TYPE, Metrics
 from store.api.openapi import openapi_document
 from store.api.pools import Pool
@@ -20,7 +20,7 @@ from store.api.reply import JSON_TYPE, Reply, json_reply
 from store.api.request import Receive, Scope, headers_of, no_query, read_body
 from store.api.rows import RowRoutes
 from store.encoding.answer_size import MAX_ANSWER_BYTES
-from store.errors import PrecomputeError
+from store.errors import OnlineStoreError
 from store.lookup import Lookup
 from store.online.online_store import Pointer
 from store.page.figures import ViewFigures
@@ -85,7 +85,12 @@ class Api:
     async def views(self, scope: Scope, receive: Receive) -> Reply:
         """``GET /v1/views``."""
         no_query(scope)
-        return json_reply({"views": await self._call(self._lookup.views)})
+        seen: Seen = await self._call(self._views.look)
+        if not seen.store_answers and not seen.pointers:
+            raise OnlineStoreError("the online store did not say what is live since this process was started")
+        body: dict[str, Any] = {"views": [self._lookup.describe(pointer) for pointer in seen.pointers]}
+        # as they were last seen, or not among the views at all
+        return json_reply(body | ({"unreadable": sorted(seen.unreadable)} if seen.unreadable else {}))
 
     # ---- for operators
 
@@ -95,30 +100,28 @@ class Api:
 
     async def readyz(self, scope: Scope, receive: Receive) -> Reply:
         """``GET /readyz``."""
-        try:
-            pointers = await self._call(self._pointers)
-        except PrecomputeError as exc:
-            return json_reply({"status": "not ready", "why": str(exc)}, 503)
+        seen: Seen = await self._call(self._views.look)
+        pointers = seen.pointers
+        if not seen.store_answers:
+            return json_reply({"status": "not ready", "why": "the online store does not answer"}, 503)
         fallbacks = {
             p.view.name: "ready" if self._fallback_ready(p) else "not ready"
             for p in pointers
             if p.view.fallback and self._lookup.fallback
         }
         body: dict[str, Any] = {"status": "ready", "views": {p.view.name: p.snapshot for p in pointers}, "fallback": fallbacks}
-        if not pointers:
+        if not pointers and not seen.unreadable:
             body |= {"status": "not ready", "why": "no view is published"}
         elif self._warming():
             body |= {"status": "not ready", "why": "models are being loaded"}
-        elif "not ready" in fallbacks.values() or any(p.degraded for p in pointers):
+        elif seen.unreadable or "not ready" in fallbacks.values() or any(p.degraded for p in pointers):
             # hits are served all the same, so this is no reason to take the server out
             body["status"] = "degraded"
         if lost := [p.view.name for p in pointers if p.degraded]:
             body["why"] = f"the online store lost rows of {', '.join(lost)}; they are being loaded again"
+        if seen.unreadable:
+            body["why"] = f"what is live of {', '.join(sorted(seen.unreadable))} cannot be read"
         return json_reply(body, 503 if body["status"] == "not ready" else 200)
-
-    def _pointers(self) -> list[Pointer]:
-        online = self._lookup.online
-        return [pointer for name in online.views() if (pointer := online.live(name)) is not None]
 
     async def render_metrics(self, scope: Scope, receive: Receive) -> Reply:
         """``GET /metrics``."""

@@ -45,4 +45,6 @@ class LiveViews:
                 self._known.pop(name, None)
             else:
                 self._known[name] = pointer
+        if not answers:
+            unreadable.update(names)
         return Seen(tuple(self._known[name] for name in sorted(self._known)), frozenset(unreadable), answers)

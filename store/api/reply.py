@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -33,6 +35,8 @@ class Reply(NamedTuple):
 JSON_TYPE = (b"content-type", wire.JSON.encode())
 ARROW_TYPE = (b"content-type", wire.ARROW.encode())
 RETRY_SOON = (b"retry-after", b"1")
+_TELL_AGAIN_S = 10.0
+_CACHE_CONTROL = b"cache-control"
 PROBLEM_TYPE = (b"content-type", wire.PROBLEM.encode())
 
 
@@ -42,9 +46,12 @@ def json_reply(value: Any, status: int = 200) -> Reply:
 
 
 def problem(status: int, code: str, detail: str, headers: Headers | None = None, **more: Any) -> Reply:
-    """A refusal: ``code`` is a stable word for programs, ``detail`` tells a person."""
+    """A refusal, which no cache keeps: ``code`` is a stable word for programs, ``detail`` tells a person."""
     body = wire.Problem(f"urn:precompute:problem:{code}", code.replace("_", " "), status, detail, **more)
-    return Reply(status, [PROBLEM_TYPE, *(headers or [])], wire.encode(body))
+    lines = [PROBLEM_TYPE, *(headers or [])]
+    if all(name != _CACHE_CONTROL for name, _ in lines):
+        lines.append((_CACHE_CONTROL, b"no-store"))
+    return Reply(status, lines, wire.encode(body))
 
 
 def refusal(exc: Exception, where: str) -> tuple[Reply, str]:
@@ -57,8 +64,25 @@ def refusal(exc: Exception, where: str) -> tuple[Reply, str]:
     if isinstance(exc, RequestError):
         again = [RETRY_SOON] if exc.status == 503 else None
         return problem(exc.status, str(exc.code), str(exc), again), str(exc.code)
+    # a key is a person's, as often as not: no log has it
+    route = where.partition("/rows/")[0]
     if isinstance(exc, (OnlineStoreError, VectorIndexError)):
-        log.error("%s: %s", where, exc)
-        return problem(503, "store_unavailable", str(exc), [RETRY_SOON]), "store_unavailable"
-    log.error("%s failed", where, exc_info=exc)
+        # what it says names hosts and files, and is for the operator
+        _tell(f"{route}: {exc}")
+        what = "the online store does not answer" if isinstance(exc, OnlineStoreError) else "the vector index cannot be read"
+        return problem(503, "store_unavailable", f"{what}; the server's log says why", [RETRY_SOON]), "store_unavailable"
+    log.error("%s failed", route, exc_info=exc)
     return problem(500, "internal_error", "an error nobody foresaw; it is in the server's log"), "internal_error"
+
+
+_told_at: dict[str, float] = {}
+
+
+def _tell(text: str) -> None:
+    """Log an error that every request may meet, once in a while: a store that is gone is told of, and fills no disk."""
+    now = time.monotonic()
+    if now - _told_at.get(text, -math.inf) >= _TELL_AGAIN_S:
+        if len(_told_at) > 100:
+            _told_at.clear()
+        _told_at[text] = now
+        log.error("%s", text)

@@ -65,7 +65,8 @@ class Gate:
 
 def _secret(scope: Scope) -> bytes | None:
     """The token that came with a request."""
-    for name, value in scope["headers"]:
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    for name, value in headers:
         if name == b"authorization":
             kind, _, rest = value.partition(b" ")
             kind = kind.lower()

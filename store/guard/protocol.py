@@ -280,6 +280,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
 def _on_the_wire(refusal: Reply) -> bytes:
     """A whole HTTP/1.1 answer, after which the connection is closed."""
+    assert isinstance(refusal.body, bytes)
     phrase = HTTPStatus(refusal.status).phrase.encode()
     headers = [*refusal.headers, (b"content-length", b"%d" % len(refusal.body)), *SECURITY_HEADERS, (b"connection", b"close")]
     lines = b"".join(b"%s: %s\r\n" % header for header in headers)

@@ -54,7 +54,7 @@ def test_an_address_in_use_is_refused_with_status_2_and_one_line_and_the_first_s
             assert server.get("/v1/views/numbers/rows/1").status == 200
 
 
-@pytest.mark.parametrize("bind", ["127.0.0.1:99999", "no-such-host.invalid:80", "unix:./" + "long" * 40, "unix:./views"])
+@pytest.mark.parametrize("bind", ["127.0.0.1:99999", "0.0.0.0:0", "unix:./" + "long" * 40, "unix:./views"])
 def test_an_address_that_cannot_be_bound_is_refused_with_status_2_and_one_line(tmp_path: Path, bind: str) -> None:
     make_folder(tmp_path, {"numbers": {}})
     _check_refused_to_bind(tmp_path, bind)
@@ -126,6 +126,39 @@ def test_a_model_that_cannot_be_opened_leaves_the_server_degraded_with_its_hits_
         assert server.get("/readyz").json["status"] == "ready"
     finally:
         server.end()
+
+
+def test_a_view_whose_pointer_is_damaged_is_refused_alone_and_without_a_word_of_where_it_lies(tmp_path: Path) -> None:
+    project = make_folder(tmp_path, {"numbers": {"fallback": None}, "others": {"fallback": None}})
+    project.publish_all()
+    live = tmp_path / "var" / "online" / "numbers" / "live.json"
+    good = live.read_bytes()
+    with Server(tmp_path) as server:
+        assert server.get("/v1/views/numbers/rows/1").status == 200
+        for known in (True, False):
+            live.write_bytes(good[:-9])
+            damaged = server.get("/v1/views/numbers/rows/1")
+            damaged.check_problem(503, "store_unavailable")
+            assert server.get("/v1/views/others/rows/1").status == 200
+            ready, views = server.get("/readyz"), server.get("/v1/views").json
+            assert (ready.status, ready.json["status"]) == (200, "degraded")
+            assert ready.json["why"] == "what is live of numbers cannot be read"
+            assert ([view["view"] for view in views["views"]], views["unreadable"]) == (
+                ["numbers", "others"][1 - known :],
+                ["numbers"],
+            )
+            told = server.get("/metrics").body.decode()
+            assert 'precompute_view_up{view="numbers"} 0.0' in told
+            assert 'precompute_view_up{view="others"} 1.0' in told
+            assert server.get("/").status == 200
+            for body in (damaged.body, ready.body, server.get("/").body):
+                assert str(tmp_path) not in body.decode()
+            if known:
+                live.unlink()
+                server.get("/v1/views/numbers/rows/1").check_problem(404, "unknown_view")
+                assert server.get("/readyz").json["status"] == "ready"
+        live.write_bytes(good)
+        assert server.get("/v1/views/numbers/rows/1").status == 200
 
 
 # ---- publishing meanwhile
@@ -335,14 +368,21 @@ def test_without_redis_every_request_is_503_at_once_and_with_it_back_they_are_an
             server.get("/v1/views/numbers/rows/1"),
             server.get("/v1/views/numbers/rows/a/b"),
             server.post("/v1/views/numbers/lookup", {"keys": [1]}),
-            server.post("/v1/lookup", {"requests": [{"view": "numbers", "keys": [1]}]}),
             server.post("/v1/views/numbers/search", {"key": 1}),
-            server.get("/v1/views"),
-            server.get("/"),
         ):
             reply.check_problem(503, "store_unavailable")
             assert int(reply.headers["retry-after"]) > 0
-        assert [server.get(path).status for path in ("/livez", "/readyz", "/metrics")] == [200, 503, 200]
+            assert str(port) not in reply.body.decode()
+        (one,) = server.post("/v1/lookup", {"requests": [{"view": "numbers", "keys": [1]}]}).json["responses"]
+        assert (one["view"], one["problem"]["status"]) == ("numbers", 503)
+        views = server.get("/v1/views").json
+        assert ([view["view"] for view in views["views"]], views["unreadable"]) == (["numbers"], ["numbers"])
+        assert [server.get(path).status for path in ("/livez", "/readyz", "/metrics", "/")] == [200, 503, 200, 200]
+        told = server.get("/metrics").body.decode()
+        assert "precompute_store_up 0.0" in told
+        assert 'precompute_view_live_snapshot{view="numbers"} 1.0' in told
+        assert str(port) not in told + server.get("/readyz").body.decode() + server.get("/").body.decode()
+        assert f":{port}" in server.log.read_text()
         with _own_redis(port):
             # the store asks a server that was gone only once in a while
             eventually(lambda: server.get("/v1/views/numbers/rows/1").status != 503)

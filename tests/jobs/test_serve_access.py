@@ -78,7 +78,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     Guarded.folder = folder
     Guarded.token = token
     # by all of its addresses: what strangers could reach is served, since they are kept out
-    with Guarded(folder, "127.0.0.1:0") as one:
+    one = Guarded(folder, "127.0.0.1:0")
+    with one:
         yield one
 
 
