@@ -11,6 +11,7 @@ import functools
 import importlib.metadata
 import os
 import platform
+import re
 import secrets
 import signal
 import time
@@ -137,5 +138,8 @@ def versions() -> dict[str, str]:
     installed = {"python": platform.python_version()}
     for name in VERSIONED:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            installed[name] = importlib.metadata.version(name)
+            found = importlib.metadata.distribution(name)
+            # a fifth of the time of found.version, which reads all of the text as it would an e-mail
+            told = re.search(r"^Version: *(\S+)", found.read_text("METADATA") or "", re.MULTILINE)
+            installed[name] = found.version if told is None else told[1]
     return installed

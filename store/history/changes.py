@@ -69,7 +69,8 @@ class Changes:
         path: Path = self._store.checked_path(layer, layer.deletes)
         entity = layer.view.entity
         try:
-            table = pq.read_table(path, columns=[f"key_{name}" for name in entity])
+            with pq.ParquetFile(path) as file:
+                table = file.read([f"key_{name}" for name in entity])
         except (pa.ArrowException, OSError) as exc:
             raise SnapshotError(f"{path} cannot be read ({exc}); publish another snapshot") from exc
         return key_column(table.rename_columns(list(entity)), entity)

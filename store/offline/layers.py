@@ -41,7 +41,9 @@ def dead_rows(parts: Sequence[str], deletes: Sequence[Path]) -> dict[int, npt.ND
     gathered: dict[int, list[npt.NDArray[np.int64]]] = {}
     for path in deletes:
         try:
-            table = pq.read_table(path, columns=["part", "row"])
+            # not read_table, which imports pyarrow.dataset: 20 to 40 ms
+            with pq.ParquetFile(path) as file:
+                table = file.read(["part", "row"])
         except (pa.ArrowException, OSError) as exc:
             raise SnapshotError(f"{path} cannot be read ({exc}); publish another snapshot") from exc
         names = table.column("part").combine_chunks().dictionary_encode()

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import redis
 
+from jobs.publish.publisher import BASE_ROWS
 from store.offline.refs import Place
+from store.offline.snapshot import Snapshot
+from store.offline.view_store import ViewStore
 from store.online.online_store import Generation, Terms
 from store.online.table_store import TableStore
 from tests.conftest import MakeProject
@@ -222,3 +225,24 @@ def test_a_base_that_is_gone_under_an_overlay_is_loaded_again(published: Any, on
     assert project.publish().status == "published"
     assert project.live().place == Place(3, 2)
     check(project, table)
+
+
+def test_what_an_overlay_lies_over_is_looked_at_by_its_keys_alone(
+    make_project: MakeProject, online: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows vouch for themselves; of vectors, Parquet costs ten times what it does of keys."""
+    make_project(sorted(BASE.items()), project={"online": online}, view=UNJUDGED).run()
+    project = make_project(sorted((BASE | {3: 33.0}).items()), project={"online": online}, view=UNJUDGED)
+    project.materialize()
+    asked: list[tuple[int, int, Any]] = []
+    sample = ViewStore.sample
+
+    def watched(self: ViewStore, snapshot: Snapshot, rows: int, columns: Any = None) -> Any:
+        asked.append((snapshot.number, rows, columns))
+        return sample(self, snapshot, rows, columns)
+
+    monkeypatch.setattr(ViewStore, "sample", watched)
+    project.publish()
+    assert project.live().place.overlay == 2
+    assert asked == [(1, BASE_ROWS, ("id",))]
+    check(project, BASE | {3: 33.0})
