@@ -121,7 +121,11 @@ class Answer:
     """None: all fresh from the store, the common case."""
     _reasons: dict[int, Reason] = field(default_factory=dict)
     _computed: dict[int, bytes] = field(default_factory=dict)
-    """Row's number → the packed row that the fallback made."""
+    """Row's number → the packed row that the fallback made, now or before."""
+    _kept: set[int] = field(default_factory=set)
+    """Those that it made before."""
+    _in_error: set[int] = field(default_factory=set)
+    """Rows that have expired and are served, since the model failed."""
     asked: dict[int, Reason] = field(default_factory=dict)
     """Number of a row that the model computed → why it was asked."""
     damaged: int = 0
@@ -175,7 +179,9 @@ class Answer:
                 return
             self._statuses = [Status.FRESH] * len(self.keys)
         for i, status in enumerate(self._statuses):
-            if status in (Status.FRESH, Status.STALE):
+            if i in self._kept:
+                self._statuses[i] = self._judged_kept(i)
+            elif status in (Status.FRESH, Status.STALE) and i not in self._in_error:
                 self._statuses[i] = self._judged(i, _WHOLE, self._computed_at[i])
 
     def _all_fresh(self, oldest_us: int) -> bool:
@@ -194,6 +200,48 @@ class Answer:
         self.damaged += state == State.DAMAGED
         return Status.MISSING
 
+    def stale_rows(self) -> list[int]:
+        """Numbers of the rows that are stale."""
+        return [i for i, status in enumerate(self._statuses or ()) if status is Status.STALE]
+
+    def take_kept(self, i: int, row: bytes | None) -> bool:
+        """Answer row ``i``, which is missing or stale, by what was kept of it, if that is whole, fresher, and as young as the request wants it; None: there
+        is no such entity. Returns whether that settles the row."""
+        assert self._statuses is not None
+        if row is None:
+            if self._reasons.get(i) is not self.plan.absent:
+                return False
+            self._reasons[i] = Reason.UNKNOWN_ENTITY
+            return True
+        state, at_us = self.plan.codec.verify_one(FoundRows([self.found.keys[i]], [row]), self.plan.snapshots)
+        if state != _WHOLE or at_us <= self._computed_at[i]:
+            return False
+        status = status_of(self.plan.view, age_s(at_us, self.now_us), self.oldest_s)
+        if status is Status.MISSING:
+            return False
+        self._kept.add(i)
+        self._computed[i], self._computed_at[i], self._statuses[i] = row, at_us, status  # type: ignore[index]
+        self._reasons.pop(i, None)
+        return status is Status.FRESH
+
+    def _judged_kept(self, i: int) -> Status:
+        status = status_of(self.plan.view, self.age_s(i), self.oldest_s)
+        if status is Status.MISSING:
+            self._reasons[i] = Reason.EXPIRED
+        return status
+
+    def _served_in_error(self, i: int) -> bool:
+        """Whether row ``i``, which has expired and could not be computed anew, is served as stale all the same."""
+        view, at_us = self.plan.view, self._computed_at[i]
+        old = self._reasons.get(i) is Reason.EXPIRED and view.stale_if_error_s > 0 and self.oldest_s is None
+        if not old or self._age_s(at_us) > view.ttl_s + view.stale_for_s + view.stale_if_error_s:
+            return False
+        self._in_error.add(i)
+        assert self._statuses is not None
+        self._statuses[i] = Status.STALE
+        del self._reasons[i]
+        return True
+
     def wait(self) -> None:
         """Wait for the rows in flight, at most until the deadline, then :meth:`settle`."""
         if self.pending:
@@ -204,15 +252,13 @@ class Answer:
         """Take what the futures hold now, and judge all rows by the time it is now; a row that is not done has missed the deadline."""
         assert self._statuses is not None or not self.pending
         for i, future in self.pending.items():
-            if not future.done():
-                self._reasons[i] = Reason.DEADLINE
-                continue
-            error = future.exception()
+            error = future.exception() if future.done() else Miss(Reason.DEADLINE)
             if error is not None:
                 if not isinstance(error, Miss):
                     raise error
-                self._reasons[i] = error.reason
-                self.retry_after_s = max(self.retry_after_s, error.retry_after_s)
+                if error.reason is Reason.UNKNOWN_ENTITY or not self._served_in_error(i):
+                    self._reasons[i] = error.reason
+                    self.retry_after_s = max(self.retry_after_s, error.retry_after_s)
                 continue
             computed = future.result()
             self._computed[i] = computed.row
@@ -242,7 +288,9 @@ class Answer:
 
     def source(self, i: int) -> AnswerSource:
         """Where row ``i``, which is not missing, came from."""
-        return AnswerSource.FALLBACK if self.status(i) is Status.COMPUTED else AnswerSource.STORE
+        if self.status(i) is Status.COMPUTED:
+            return AnswerSource.FALLBACK
+        return AnswerSource.CACHE if i in self._kept else AnswerSource.STORE
 
     def packed_row(self, i: int) -> Buffer | None:
         """Row ``i`` as it is packed, its checksum first; None for a missing one."""
@@ -252,7 +300,7 @@ class Answer:
         """Age of row ``i`` in seconds; 0 for a missing one."""
         if i in self._reasons:
             return 0.0
-        if self.status(i) is Status.COMPUTED:
+        if i in self._computed:
             return age_s(self._computed_at[i], self.now_us)
         return self._age_s(self._computed_at[i])
 

@@ -113,6 +113,12 @@ class FeatureView:
     fallback_deadline_s: float = 0.1
     definition: Definition = field(default_factory=Definition)
     """Kept in the manifest for provenance and for the fallback."""
+    keep_s: float = 600.0
+    """How long a row that the fallback computed is kept, beside what is published."""
+    keep_missing_s: float = 30.0
+    """How long it is kept in mind that there is no such entity."""
+    stale_if_error_s: float = 0.0
+    """Past ``stale_for_s``: how long a row is still served, as stale, where the model fails."""
 
     @property
     def feature_names(self) -> tuple[str, ...]:
@@ -143,6 +149,9 @@ class FeatureView:
         for record, name, before in later:
             if record[name] == before:
                 del record[name]
+        for name, default in (("keep_s", 600.0), ("keep_missing_s", 30.0), ("stale_if_error_s", 0.0)):
+            if body[name] == default:
+                del body[name]
         for feature in body["features"]:
             if feature["packed"] is None:
                 del feature["packed"]

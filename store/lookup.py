@@ -14,12 +14,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from store.answer import ANSWER_FIELDS, MAX_DEADLINE_S, Answer, AnswerPlan
+from store.answer import ANSWER_FIELDS, Answer, AnswerPlan
 from store.errors import RequestError
 from store.fallback import Computed, Fallback, Miss, check_inputs
 from store.freshness import Sighting, microseconds, status_of
+from store.kept.kept_rows import KeptRows
 from store.key_text import MAX_KEY_BYTES, join_key, key_text, shown_key
 from store.lookup_options import MAX_KEYS, MAX_NEIGHBOURS, CacheControl, LookupOptions, SearchOptions, check_features
+from store.misses import Misses
 from store.online import kernels
 from store.online.found_rows import FoundRows, PackedKeys
 from store.online.online_store import OnlineStore, Pointer
@@ -42,6 +44,7 @@ class Lookup:
         online: the store to read.
         root: the offline store's root, where the vector indexes are; only searches need it.
         fallback: what computes missing rows, if anything does.
+        kept: rows that it computed before.
         clock: seconds since 1970; tests put their own here.
         monotonic: seconds of a clock that never jumps; likewise.
     """
@@ -53,9 +56,11 @@ class Lookup:
         fallback: Fallback | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
+        kept: KeptRows | None = None,
     ) -> None:
         self.online = online
         self.fallback = fallback
+        self._misses = None if fallback is None else Misses(fallback, kept)
         self.on_damaged: Callable[[str, int], None] = lambda view, rows: None
         """Told of rows that do not vouch for themselves, by lookups and searches: the view, and how many."""
         self._clock, self._monotonic = clock, monotonic
@@ -156,7 +161,8 @@ class Lookup:
             raise self._unknown_view(view)
         pointer, found = read
         inputs = _inputs_by_key(pointer, options.inputs) if options.inputs else {}
-        fallback = self.fallback if options.fallback and pointer.view.fallback else None
+        behind = options.fallback and pointer.view.fallback
+        fallback = self.fallback if behind else None
         oldest_s = options.max_age_s
         if cache_control is not None:
             fallback = None if cache_control.only_if_cached else fallback
@@ -168,11 +174,8 @@ class Lookup:
         missing = answer.judge(columnar)
         if answer.damaged:
             self.on_damaged(view, answer.damaged)
-        if missing and fallback is not None:
-            wait_s = pointer.view.fallback_deadline_s if options.deadline_ms is None else options.deadline_ms / 1000
-            answer.deadline = time.monotonic() + min(wait_s, MAX_DEADLINE_S)
-            futures = fallback.submit(pointer, [texts[i] for i in missing], inputs, answer.deadline)
-            answer.pending = dict(zip(missing, futures, strict=True))
+        if self._misses is not None and behind:
+            self._misses.begin(answer, missing, inputs, options.deadline_ms, fallback is not None)
         return answer
 
     def _look(self, pointer: Pointer) -> tuple[int, Sighting]:

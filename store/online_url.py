@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from store.errors import ConfigError
+from store.kept.kept_rows import KeptLimits, KeptRows
 from store.online.online_store import MemoryStore, OnlineStore
 
 
@@ -39,3 +40,27 @@ def open_online_store(url: str, base: Path | None = None, memory_mb: int = 1024)
         return MemoryStore()
     shown = re.sub(r"//.*@", "//…@", url)
     raise ConfigError(f"online: {shown!r} names no online store; write table:./folder or redis://host:6379/0")
+
+
+def open_kept_rows(online: str, limits: KeptLimits, base: Path | None = None) -> KeptRows | None:
+    """Where rows are kept beside the online store that a URL names; None beside one that lives in its process.
+
+    Args:
+        online: as of :func:`open_online_store`.
+        limits: of each view.
+        base: likewise.
+
+    Raises:
+        ConfigError: the URL cannot be read.
+    """
+    # each is imported only where it is used
+    scheme, _, rest = online.partition(":")
+    if scheme == "table":
+        from store.kept.kept_file import KeptFile
+
+        return KeptFile((base or Path()) / rest / "kept", limits)
+    if scheme == "memory":
+        return None
+    from store.kept.kept_redis import KeptRedis
+
+    return KeptRedis(online, limits)

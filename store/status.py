@@ -46,4 +46,6 @@ class AnswerSource(_Word):
     """Where a row's features came from."""
 
     STORE = "store"
+    CACHE = "cache"
+    """Computed for a miss before, and kept."""
     FALLBACK = "fallback"

@@ -36,7 +36,8 @@ NUMBERS: View = {
     "ttl": "1h",
     "stale_for": "1d",
     "index": {"on": "vector", "metric": "l2"},
-    "fallback": {"enabled": True, "deadline": "20s"},
+    # nothing is kept: a miss is one each time it is asked for
+    "fallback": {"enabled": True, "deadline": "20s", "keep": 0, "keep_missing": 0},
 }
 
 

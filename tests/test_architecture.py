@@ -91,6 +91,8 @@ WINGS = {
     # the one file of it that opens whichever store a URL names
     "store/online": {"store/disk"},
     "store/redis": {"store/online"},
+    # beside either kind of online store
+    "store/kept": {"store/online", "store/redis"},
     "store/history": {"store/disk", "store/offline"},
     "store/vectors": {"store/disk", "store/online"},
     "store/encoding": {"store/online"},

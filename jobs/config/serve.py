@@ -10,8 +10,10 @@ from pydantic import Field, field_validator
 from jobs.config.section import Duration, Section
 from store.api.wire import MAX_BODY_BYTES
 from store.guard.limits import Limits
+from store.kept.kept_rows import KeptLimits
 
 _DEFAULT = Limits()
+_KEPT = KeptLimits()
 MOST_WORKERS = 64
 """Processes that answer."""
 _ADDRESS = re.compile(r"\A(unix:.+|\[?[0-9A-Za-z.:_-]+\]?:\d{1,5})\Z")
@@ -102,6 +104,13 @@ class ModelsConfig(Section):
     )
 
 
+class KeptConfig(Section):
+    """Computed misses that are kept beside the online store, of each view."""
+
+    rows: int = Field(default=_KEPT.rows, ge=1, description="at most")
+    size_bytes: int = Field(default=_KEPT.size_bytes, ge=4096, description="at most")
+
+
 class ServeConfig(Section):
     """The HTTP API."""
 
@@ -121,6 +130,7 @@ class ServeConfig(Section):
     tls: TlsConfig | None = Field(default=None, description="TLS; none: plain HTTP")
     limits: LimitsConfig = LimitsConfig()
     models: ModelsConfig = ModelsConfig()
+    kept: KeptConfig = KeptConfig()
     access_log: str | None = Field(
         default=None, description="file that gets a line of JSON for each request, or - for the standard output"
     )

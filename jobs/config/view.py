@@ -102,6 +102,11 @@ class FallbackConfig(Section):
 
     enabled: bool = False
     deadline: Duration = Field(default=0.1, description="how long a lookup waits for the model")
+    keep: Duration = Field(default=600.0, description="how long a computed row is kept, for the snapshot it was computed under")
+    keep_missing: Duration = Field(default=30.0, description="how long it is kept in mind that the source has no such entity")
+    stale_if_error: Duration = Field(
+        default=0.0, description="past ttl and stale_for: how long a row is still served, as stale, where the model fails"
+    )
 
 
 class AccuracyConfig(Section):
@@ -297,6 +302,9 @@ class ViewConfig(Section):
             index=None if self.index is None else IndexSpec(self.index.on, self.index.metric, self.index.recall_at_10),
             fallback=self.fallback.enabled,
             fallback_deadline_s=self.fallback.deadline,
+            keep_s=self.fallback.keep,
+            keep_missing_s=self.fallback.keep_missing,
+            stale_if_error_s=self.fallback.stale_if_error,
             definition=Definition(
                 source=self.source.sql,
                 model=ModelUse(**self.model.model_dump()),

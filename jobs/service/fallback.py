@@ -28,6 +28,8 @@ from precompute.project_path import starting_from
 from precompute.registry import LoadedModel, load_with_fingerprint
 from store.errors import PrecomputeError
 from store.fallback import Computed, Fallback, Miss, unpacked_view
+from store.kept.kept_rows import Kept, KeptRows
+from store.kept.kept_writer import KeptWriter
 from store.key_text import split_key
 from store.offline.view_store import OfflineStore
 from store.online import kernels
@@ -95,12 +97,19 @@ class ViewFallback(Fallback):
         store: where the snapshots are that the views read.
         folder: of the project that is served: where the relative paths and the modules of what is live are, wherever it was published.
         memory_mb: DuckDB's memory, for each view.
+        kept: where rows that were computed are written, and which entities there are none of.
         watch: told, before what may hang, by when (:func:`time.monotonic`) it should be done; infinity once nothing goes on.
     """
 
     def __init__(
-        self, store: OfflineStore, folder: Path, memory_mb: int = 256, watch: Callable[[float], None] = lambda done_by: None
+        self,
+        store: OfflineStore,
+        folder: Path,
+        memory_mb: int = 256,
+        watch: Callable[[float], None] = lambda done_by: None,
+        kept: KeptRows | None = None,
     ) -> None:
+        self._writer = None if kept is None else KeptWriter(kept)
         self._store, self._folder, self._memory_mb, self._watch = store, folder.absolute(), memory_mb, watch
         self._opened: dict[tuple[str, tuple[int, str]], _Opened] = {}
         self._models: dict[str, LoadedModel] = {}
@@ -170,6 +179,7 @@ class ViewFallback(Fallback):
         for i, (_, _, pointer) in enumerate(requests):
             of_view.setdefault((pointer.view.name, pointer.publishing), []).append(i)
         alike: dict[Hashable, list[_Wanted]] = {}
+        query = isinstance(group, _Group) and group.query
         try:
             for (view, _), numbers in of_view.items():
                 with self._failing(view, numbers, results):
@@ -180,16 +190,17 @@ class ViewFallback(Fallback):
                         # where the source had no rows to show it before
                         opened.view.convert()
                         alike.setdefault(opened.alike, []).extend(wanted)
-            query = isinstance(group, _Group) and group.query
             for rows in alike.values():
                 whose = [i for each in rows for i in each.numbers]
                 with self._failing(rows[0].opened.view.view.name, whose, results):
                     _compute(rows, query, requests, results)
         finally:
             self._watch(math.inf)
-        for (key, _, pointer), result in zip(requests, results, strict=True):
+        for (key, values, pointer), result in zip(requests, results, strict=True):
             if isinstance(result, Miss) and result.reason is Reason.MODEL_ERROR:
                 self._log_failure(pointer.view.name, key, result)
+            elif self._writer is not None and values is None and key and not query:
+                self._writer.put(pointer, Kept(key, None if isinstance(result, Exception) else result.row))
         return results
 
     @contextlib.contextmanager

@@ -17,8 +17,9 @@ from store.guard.access import tls_of, tokens_of
 from store.guard.gate import Gate
 from store.guard.limits import Limits
 from store.guard.server import GuardedServer
+from store.kept.kept_rows import KeptLimits
 from store.lookup import Lookup
-from store.online_url import open_online_store
+from store.online_url import open_kept_rows, open_online_store
 from store.telemetry.instruments import Meter
 
 
@@ -28,7 +29,8 @@ def main() -> None:
     meter = Meter(Path(spec["runtime"]), f"worker-{spec['number']}")
     fallback = RemoteFallback(Path(spec["runtime"]), meter)
     with contextlib.closing(fallback), contextlib.closing(open_online_store(spec["online"])) as online:
-        lookup = Lookup(online, Path(spec["root"]), fallback)
+        kept = open_kept_rows(spec["online"], KeptLimits(**spec["kept"]))
+        lookup = Lookup(online, Path(spec["root"]), fallback, kept=kept)
         warmer = Warmer(lookup, fallback, fallback.want)
         fallback.on_lost = warmer.look
         try:

@@ -220,7 +220,9 @@ class ModelLink:
         with contextlib.suppress(OSError):
             connection.socket.shutdown(socket.SHUT_RDWR)
         connection.socket.close()
-        _fail(waiting, Miss(Reason.MODEL_ERROR, "the model process ended", broken=True))
+        # that it ended is one failure of the model, however many waited
+        _fail(waiting[:1], Miss(Reason.MODEL_ERROR, "the model process ended", broken=True))
+        _fail(waiting[1:], Miss(Reason.MODEL_ERROR, "the model process ended"))
         if not self._closed:
             self._on_lost()
 

@@ -24,8 +24,10 @@ from jobs.service.fallback import REFUSED_S, ViewFallback
 from jobs.service.model_group import Watch
 from precompute.workers.frames import framed, read_message
 from store.fallback import Computed, Miss
+from store.kept.kept_rows import KeptLimits
 from store.offline.view_store import OfflineStore
 from store.online.online_store import Pointer
+from store.online_url import open_kept_rows
 from store.status import Reason
 
 # from a worker:  {"pointer": n}                      body: the pointer that is called n from now on, on this connection
@@ -137,7 +139,8 @@ def main() -> None:
     os.nice(NICER)
     watch = Watch(spec["watch"])
     store, folder = OfflineStore(Path(spec["root"])), Path(spec["folder"])
-    fallback = ViewFallback(store, folder, spec["duckdb_mb"], watch.set)
+    kept = open_kept_rows(spec["online"], KeptLimits(**spec["kept"]))
+    fallback = ViewFallback(store, folder, spec["duckdb_mb"], watch.set, kept)
     threading.Thread(target=_end_refused, args=(fallback,), name="refused", daemon=True).start()
     _serve(socket.socket(fileno=spec["listener"]), fallback)
 

@@ -40,9 +40,9 @@ def serve(project: Project, announce: Callable[[str], None], workers: int | None
                 listeners.append(Listener(key, address, project.home, guarded=guarded, tls=tls is not None))
                 stack.callback(listeners[-1].close)
         runtime = stack.enter_context(contextlib.closing(SpillFolder()))
+        shared = {"online": project.online, "root": str(project.root), "kept": settings.kept.model_dump()}
         worker = {
-            "online": project.online,
-            "root": str(project.root),
+            **shared,
             "runtime": str(runtime.path),
             "listeners": [one.socket.fileno() for one in listeners],
             **access,
@@ -52,8 +52,7 @@ def serve(project: Project, announce: Callable[[str], None], workers: int | None
         limits = ModelLimits(
             models.grace, models.memory_mb or machine_memory_mb() // 2, duckdb_mb=max(64, project.settings.memory_mb // 4)
         )
-        kept = {"root": str(project.root), "folder": str(project.home)}
-        supervisor = Supervisor(worker, kept, limits, workers or settings.workers)
+        supervisor = Supervisor(worker, shared | {"folder": str(project.home)}, limits, workers or settings.workers)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: supervisor.stop())
         announce(listeners[0].shown)

@@ -49,14 +49,19 @@ class Faulty(Doubler):
         return super().compute(batch) | {"double": [float(os.getpid())] * len(x)}
 
 
-FAULTY: View = {"model": {"use": f"{HERE}:Faulty"}, "fallback": {"enabled": True, "deadline": "10s"}, "index": None}
+FAULTY: View = {
+    "model": {"use": f"{HERE}:Faulty"},
+    "fallback": {"enabled": True, "deadline": "10s", "keep": 0, "keep_missing": 0},
+    "index": None,
+}
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Two workers, over a healthy view, a faulty one, and one whose model writes down what it computes."""
     folder = tmp_path_factory.mktemp("models")
-    counting = {"model": {"use": "tests.arithmetic:Counting", "args": {"path": str(folder / "batches"), "sleep_s": 0.5}}}
+    counting: View = {"model": {"use": "tests.arithmetic:Counting", "args": {"path": str(folder / "batches"), "sleep_s": 0.5}}}
+    counting["fallback"] = {"enabled": True, "deadline": "10s"}
     make_folder(folder, {"numbers": {}, "faulty": FAULTY, "counted": counting}, serve=SERVE).publish_all()
     write_numbers(folder, [1, 2, 3, *range(9, 60), HANG, EXIT, GROW, SPIN])
     with Server(folder) as server:
@@ -102,6 +107,8 @@ def test_a_model_that_is_lost_is_replaced_and_nobody_else_notices(server: Server
     # its last threads may still be ending, and have taken what comes first
     eventually(lambda: server.get("/v1/views/faulty/rows/11").status == 200)
     assert process_of(server, 11) != before
+    # so that a few failures are no reason to leave it alone
+    assert {row["status"] for row in server.lookup("faulty", list(range(20, 60)))} == {"computed"}
     assert server.get("/v1/views/numbers/rows/10").json["features"] == other["features"]
     eventually(lambda: server.get("/readyz").json["fallback"]["faulty"] == "ready")
 
@@ -139,6 +146,20 @@ def test_many_requests_for_one_missing_key_over_all_workers_are_one_call(server:
     assert {(reply.status, reply.json["features"]["double"]) for reply in replies} == {(200, 100.0)}
     batches = Path(str(server.log.parent / "batches")).read_text().splitlines()
     assert batches.count("[50.0]") == 1
+
+
+def test_a_miss_that_was_computed_is_kept_for_all_workers_and_so_is_that_there_is_no_such_entity(server: Server) -> None:
+    batches = server.log.parent / "batches"
+    for key, status, answer in ((51, 200, "cache"), (7777, 404, None)):
+        first = server.get(f"/v1/views/counted/rows/{key}")
+        assert (first.status, first.json.get("source")) == (status, answer and "fallback")
+        eventually(lambda: server.get(f"/v1/views/counted/rows/{key}").json.get("source") == answer)  # noqa: B023
+    write_numbers(server.log.parent, [*range(1, 60), 7777, HANG, EXIT, GROW, SPIN])
+    for _ in range(10):
+        kept = server.get("/v1/views/counted/rows/51").json
+        assert (kept["status"], kept["source"], kept["features"]["double"]) == ("fresh", "cache", 102.0)
+        server.get("/v1/views/counted/rows/7777").check_problem(404, "unknown_entity")
+    assert batches.read_text().splitlines().count("[51.0]") == 1
 
 
 def test_a_worker_that_is_killed_under_load_takes_along_what_was_in_its_hands_and_no_more(server: Server) -> None:

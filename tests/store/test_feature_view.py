@@ -20,6 +20,9 @@ FULL = FeatureView(
     index=IndexSpec("vector", "l2", 0.9),
     fallback=True,
     fallback_deadline_s=0.25,
+    keep_s=60.0,
+    keep_missing_s=5.0,
+    stale_if_error_s=86400.0,
     definition=Definition("SELECT 'é\"' AS x", ModelUse("top_k", {"k": [1, 2.5, None, True], "a": 1})),
 )
 PLAIN = FeatureView("items", ("id",), (Feature("x", "bool"),), ttl_s=1.0, stale_for_s=0.0)
@@ -50,6 +53,9 @@ CHANGES: dict[str, list[Any]] = {
     "index": [None, IndexSpec("vector", "dot", 0.9), IndexSpec("vector", "l2", 0.91), IndexSpec("other", "l2", 0.9)],
     "fallback": [False],
     "fallback_deadline_s": [0.26],
+    "keep_s": [600.0],
+    "keep_missing_s": [30.0, 0.0],
+    "stale_if_error_s": [0.0],
     "definition": [
         Definition(),
         dataclasses.replace(FULL.definition, source="SELECT 2"),
@@ -86,6 +92,7 @@ def test_what_is_as_it_was_before_there_was_a_choice_is_not_written() -> None:
     plain = dataclasses.replace(FULL, definition=Definition("SELECT 1", ModelUse("mine:Model")))
     body = plain.to_json()
     assert body["definition"] == {"source": "SELECT 1", "model": {"use": "mine:Model", "args": {}, "precision": "auto"}}
+    assert not {"keep_s", "keep_missing_s", "stale_if_error_s"} & set(PLAIN.to_json())
     assert body["features"][0] == {"name": "vector", "dtype": "float16", "dim": 3, "max_items": None}
     chosen = Definition("SELECT 1", ModelUse("mine:Model", {}, "bf16", "onnx"), "null", "publish")
     model = {"use": "mine:Model", "args": {}, "precision": "bf16", "backend": "onnx"}

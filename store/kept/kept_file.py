@@ -1,0 +1,84 @@
+"""Kept file: rows kept beside table files, in SQLite: processes write and read it side by side, and none waits for another's disk."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from store.kept.kept_rows import KeptLimits, KeptRows, Space, clock_us
+
+log = logging.getLogger(__name__)
+
+WAIT_S = 0.05
+"""How long another process's write is waited for."""
+
+_TABLE = (
+    "CREATE TABLE IF NOT EXISTS kept (view TEXT, slot INTEGER, over INTEGER, record BLOB, PRIMARY KEY (view, slot)) WITHOUT ROWID"
+)
+
+
+class KeptFile(KeptRows):
+    """One file for all views.
+
+    Args:
+        folder: for the file; made when it is first needed.
+        limits: of each view.
+        clock: as of :class:`KeptRows`.
+    """
+
+    def __init__(self, folder: Path, limits: KeptLimits, clock: Callable[[], int] = clock_us) -> None:
+        super().__init__(limits, clock)
+        self._path = folder / "rows.sqlite"
+        self._lock = threading.Lock()
+        self._connection: sqlite3.Connection | None = None
+
+    def _get(self, space: Space, slots: Sequence[int]) -> dict[int, bytes]:
+        marks, found = ",".join("?" * len(slots)), dict[int, bytes]()
+        with self._lock, self._trouble():
+            query = f"SELECT slot, record FROM kept WHERE view = ? AND slot IN ({marks})"
+            found |= self._opened().execute(query, (space.view, *slots)).fetchall()
+        return found
+
+    def _put(self, space: Space, records: dict[int, tuple[bytes, int]]) -> None:
+        rows = [(space.view, slot, over_us, record) for slot, (record, over_us) in records.items()]
+        with self._lock, self._trouble(), self._opened() as connection:
+            connection.executemany("INSERT OR REPLACE INTO kept VALUES (?, ?, ?, ?)", rows)
+
+    def close(self) -> None:
+        with self._lock:
+            self._close()
+
+    def _opened(self) -> sqlite3.Connection:
+        if self._connection is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            connection = sqlite3.connect(self._path, timeout=WAIT_S, check_same_thread=False)
+            # what is lost with the machine is computed once more, and each row vouches for itself
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = OFF")
+            with connection:
+                connection.execute(_TABLE)
+                connection.execute("DELETE FROM kept WHERE over < ?", (self._now_us(),))
+            self._connection = connection
+        return self._connection
+
+    @contextlib.contextmanager
+    def _trouble(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.OperationalError as exc:
+            # busy, or the disk is full or gone
+            log.debug("kept rows: %s", exc)
+        except (sqlite3.DatabaseError, OSError) as exc:
+            log.warning("what was kept in %s is let go of: %s", self._path, exc)
+            self._close()
+            for path in self._path.parent.glob(self._path.name + "*"):
+                path.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None

@@ -1,0 +1,62 @@
+"""Kept in Redis: a hash for each view and model, its fields the slots. It goes by itself once nothing was written for as long as a row is kept."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from store.errors import OnlineStoreError
+from store.kept.kept_rows import KeptLimits, KeptRows, Space, clock_us
+from store.redis.cluster import Cluster
+from store.redis.options import RedisOptions
+from store.redis.servers import Servers, SingleServer
+
+log = logging.getLogger(__name__)
+
+
+class KeptRedis(KeptRows):
+    """Beside the rows of a Redis online store.
+
+    Args:
+        url: of that store.
+        limits: of each view.
+        clock: as of :class:`KeptRows`.
+
+    Raises:
+        ConfigError: the URL cannot be read.
+    """
+
+    def __init__(self, url: str, limits: KeptLimits, clock: Callable[[], int] = clock_us) -> None:
+        super().__init__(limits, clock)
+        options = RedisOptions.of(url)
+        self._prefix = options.prefix
+        self._servers: Servers = Cluster(options) if options.nodes else SingleServer(options)
+
+    def _get(self, space: Space, slots: Sequence[int]) -> dict[int, bytes]:
+        name = self._name(space)
+        try:
+            (records,) = self._servers.ask(name, [("HMGET", name, *map(str, slots))], f"read kept rows of {space.view!r}")
+        except OnlineStoreError as exc:
+            log.debug("%s", exc)
+            return {}
+        return {slot: record for slot, record in zip(slots, records, strict=True) if record is not None}
+
+    def _put(self, space: Space, records: dict[int, tuple[bytes, int]]) -> None:
+        name, fields = self._name(space), [part for slot, (record, _) in records.items() for part in (str(slot), record)]
+        over_us = max(over_us for _, over_us in records.values())
+        milliseconds = max(1, (over_us - self._now_us()) // 1000)
+        # Rows are kept longer than the answer that there are none: the longest of both holds for the hash.
+        commands = [("HSET", name, *fields), ("PTTL", name)]
+        try:
+            _, left = self._servers.ask(name, commands, f"keep rows of {space.view!r}")
+            if left < milliseconds:
+                self._servers.ask(name, [("PEXPIRE", name, str(milliseconds))], f"keep rows of {space.view!r}")
+        except OnlineStoreError as exc:
+            # it is full, gone, or gives no right to: nothing is kept
+            log.debug("%s", exc)
+
+    def _name(self, space: Space) -> str:
+        return f"{self._prefix}:{{{space.view}}}:kept:{space.model[:16]}"
+
+    def close(self) -> None:
+        self._servers.close()

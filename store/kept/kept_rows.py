@@ -1,0 +1,122 @@
+"""Kept rows: what models computed for misses, and that there was nothing to compute, kept for a while beside what is published.
+
+What is kept counts under the very snapshot and model that it was computed under, or not at all. It lies in as many slots as a view may have: a key's slot comes
+from its hash, and who comes later takes it, so that rows and bytes are bounded without counting them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from store.online.codec import RowCodec
+from store.online.online_store import Pointer
+
+JITTER = 0.1
+"""By this share of it a row is kept shorter, at random: what was computed at once is not computed again at once."""
+
+VARIABLE_BYTES = 4096
+"""Most bytes of strings and lists in a row that is kept."""
+
+_RECORD = struct.Struct("<16sqI")
+"""Digest of view, model and key; when it is over, µs since 1970; the snapshot. The packed row follows, or nothing: there is no such entity."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptLimits:
+    """Of each view: rows, and bytes."""
+
+    rows: int = 100_000
+    size_bytes: int = 64 * 2**20
+
+
+def clock_us() -> int:
+    """µs since 1970."""
+    return time.time_ns() // 1000
+
+
+class Kept(NamedTuple):
+    """A packed row to keep under a key, or None: there is no such entity."""
+
+    key: str
+    row: bytes | None
+
+
+class KeptRows(ABC):
+    """What is kept, by view and key. Reading and writing never raise: without it, a row is computed once more.
+
+    Args:
+        limits: of each view; the same for all who use one store.
+        clock: µs since 1970; tests put their own here.
+    """
+
+    def __init__(self, limits: KeptLimits, clock: Callable[[], int]) -> None:
+        self._limits, self._now_us = limits, clock
+
+    def read(self, pointer: Pointer, keys: Sequence[str]) -> dict[str, bytes | None]:
+        """What is kept of these keys: their packed rows, to be verified as any, and None where there is known to be no such entity."""
+        space, now_us = Space.of(pointer, self._limits), self._now_us()
+        slots = [space.slot(key) for key in keys]
+        records = self._get(space, [number for number, _ in slots])
+        found: dict[str, bytes | None] = {}
+        for key, (number, digest) in zip(keys, slots, strict=True):
+            record = records.get(number, b"")
+            if len(record) < _RECORD.size:
+                continue
+            whose, over_us, snapshot = _RECORD.unpack_from(record)
+            if whose == digest and over_us > now_us and snapshot == pointer.snapshot:
+                found[key] = record[_RECORD.size :] or None
+        return found
+
+    def write(self, pointer: Pointer, rows: Sequence[Kept]) -> None:
+        """Keep these; those that are too large are not."""
+        space, now_us = Space.of(pointer, self._limits), self._now_us()
+        records: dict[int, tuple[bytes, int]] = {}
+        for key, row in rows:
+            seconds = pointer.view.keep_s if row is not None else pointer.view.keep_missing_s
+            over_us = now_us + int(seconds * (1 - JITTER * random.random()) * 1e6)  # noqa: S311 - spreads load, guards nothing
+            number, digest = space.slot(key)
+            record = _RECORD.pack(digest, over_us, pointer.snapshot) + (row or b"")
+            if over_us > now_us and len(record) <= space.record_bytes:
+                records[number] = record, over_us
+        if records:
+            self._put(space, records)
+
+    @abstractmethod
+    def _get(self, space: Space, slots: Sequence[int]) -> dict[int, bytes]:
+        """Slot → its record, of those that have one."""
+
+    @abstractmethod
+    def _put(self, space: Space, records: dict[int, tuple[bytes, int]]) -> None:
+        """Slot → its record, and when (µs since 1970) that is over; in place of what was there."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of files and connections."""
+
+
+class Space(NamedTuple):
+    """Where a view's rows are kept: so many slots, of so many bytes at most."""
+
+    view: str
+    model: str
+    slots: int
+    record_bytes: int
+
+    @classmethod
+    def of(cls, pointer: Pointer, limits: KeptLimits) -> Space:
+        codec = RowCodec(pointer.view)
+        record_bytes = _RECORD.size + codec.fixed_bytes + (0 if codec.exact else VARIABLE_BYTES)
+        slots = max(1, min(limits.rows, limits.size_bytes // record_bytes))
+        return cls(pointer.view.name, pointer.model, slots, record_bytes)
+
+    def slot(self, key: str) -> tuple[int, bytes]:
+        """A key's slot, and what tells it from others there."""
+        digest = hashlib.blake2b(b"\0".join(part.encode() for part in (self.view, self.model, key)), digest_size=24).digest()
+        return int.from_bytes(digest[16:], "little") % self.slots, digest[:16]

@@ -1,0 +1,103 @@
+"""Misses: what becomes of rows that the store has not, or has too old: kept rows answer, then the model; and stale rows are computed anew behind their answers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from store.answer import MAX_DEADLINE_S, Answer
+from store.fallback import Computed, Fallback
+from store.kept.kept_rows import KeptRows
+from store.online.online_store import Pointer
+
+REFRESH_S = 30.0
+"""How long a stale row may wait to be computed behind its answer."""
+
+MOST_REFRESHED = 256
+"""Rows that are computed behind answers at once; others are at a later request."""
+
+AGAIN_S = 5.0
+"""Before a stale row is computed behind an answer once more: nobody hammers a model that fails."""
+
+
+class Misses:
+    """What stands behind a lookup's misses.
+
+    Args:
+        fallback: computes rows.
+        kept: rows that were computed before, and written by who computes; None where none are kept, and stale rows stay so.
+    """
+
+    def __init__(self, fallback: Fallback, kept: KeptRows | None) -> None:
+        self._fallback, self._kept = fallback, kept
+        self._lock = threading.Lock()
+        self._refreshed: dict[tuple[str, tuple[int, str], str], float] = {}
+        """Rows that are computed behind an answer, or were: until when (monotonic) they are not begun again."""
+
+    def begin(
+        self,
+        answer: Answer,
+        missing: Sequence[int],
+        inputs: Mapping[str, Mapping[str, Any]],
+        deadline_ms: float | None,
+        compute: bool,
+    ) -> None:
+        """Answer what can be by kept rows, and begin to compute the rest.
+
+        Args:
+            answer: judged.
+            missing: numbers of its rows that are missing and could be had.
+            inputs: key → input columns, for keys whose inputs came with the request.
+            deadline_ms: as of :class:`store.lookup_options.LookupOptions`.
+            compute: False never asks the model.
+        """
+        stale = answer.stale_rows() if self._kept is not None else []
+        if not missing and not stale:
+            return
+        left, stale = self._answered(answer, missing, stale, inputs)
+        if not compute:
+            return
+        pointer = answer.pointer
+        if left:
+            wait_s = pointer.view.fallback_deadline_s if deadline_ms is None else deadline_ms / 1000
+            answer.deadline = time.monotonic() + min(wait_s, MAX_DEADLINE_S)
+            futures = self._fallback.submit(pointer, [answer.keys[i] for i in left], inputs, answer.deadline)
+            answer.pending = dict(zip(left, futures, strict=True))
+        if stale:
+            self._refresh(pointer, [answer.keys[i] for i in stale])
+
+    def _answered(
+        self, answer: Answer, missing: Sequence[int], stale: Sequence[int], inputs: Mapping[str, Any]
+    ) -> tuple[list[int], list[int]]:
+        """The numbers of those that are still missing, and of those that are still stale."""
+        if self._kept is None:
+            return list(missing), []
+        asked = [i for i in (*missing, *stale) if answer.keys[i] not in inputs]
+        found = self._kept.read(answer.pointer, [answer.keys[i] for i in asked]) if asked else {}
+        settled = {i for i in asked if answer.keys[i] in found and answer.take_kept(i, found[answer.keys[i]])}
+        # what was kept may be stale in its turn
+        still = set(answer.stale_rows())
+        return [i for i in missing if i not in settled and i not in still], sorted(still)
+
+    def _refresh(self, pointer: Pointer, keys: Sequence[str]) -> None:
+        now, begun = time.monotonic(), []
+        with self._lock:
+            for key in dict.fromkeys(keys):
+                row = (pointer.view.name, pointer.publishing, key)
+                if self._refreshed.get(row, 0.0) <= now and len(self._refreshed) < MOST_REFRESHED:
+                    self._refreshed[row] = now + REFRESH_S
+                    begun.append(key)
+            if len(self._refreshed) >= MOST_REFRESHED:
+                self._refreshed = {row: until for row, until in self._refreshed.items() if until > now}
+        if begun:
+            futures = self._fallback.submit(pointer, begun, {}, now + REFRESH_S)
+            for key, future in zip(begun, futures, strict=True):
+                future.add_done_callback(partial(self._done, (pointer.view.name, pointer.publishing, key)))
+
+    def _done(self, row: tuple[str, tuple[int, str], str], future: Future[Computed]) -> None:
+        with self._lock:
+            self._refreshed[row] = time.monotonic() + AGAIN_S

@@ -1,0 +1,267 @@
+"""Kept rows beside either kind of online store, and what they answer: computed misses, entities there are none of, stale rows computed behind their answers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from store.fallback import Miss
+from store.kept.kept_file import KeptFile
+from store.kept.kept_redis import KeptRedis
+from store.kept.kept_rows import JITTER, Kept, KeptLimits, KeptRows
+from store.kept.kept_writer import KeptWriter
+from store.lookup import Lookup
+from store.lookup_options import LookupOptions
+from store.online.online_store import MemoryStore, Pointer
+from store.record import replace
+from store.status import Reason
+from tests.server import eventually
+from tests.store.test_lookup import NOW, NOW_US, STALE_FOR, TTL, House, Row, Scripted, computed_row
+
+SECOND_US = 1_000_000
+FALLBACK: dict[str, Any] = {"fallback": True, "fallback_deadline_s": 0.02, "keep_s": 100.0, "keep_missing_s": 10.0}
+
+
+class Clock:
+    """µs since 1970."""
+
+    def __init__(self) -> None:
+        self.now_us = NOW_US
+
+    def __call__(self) -> int:
+        return self.now_us
+
+
+Open = Callable[..., KeptRows]
+
+
+@pytest.fixture(params=["file", "redis"])
+def open_kept(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
+    """Opens the one store that there is."""
+    opened: list[KeptRows] = []
+
+    def make(limits: KeptLimits | None = None, clock: Clock | None = None) -> KeptRows:
+        limits, clock = limits or KeptLimits(), clock or Clock()
+        if request.param == "file":
+            opened.append(KeptFile(tmp_path / "kept", limits, clock))
+        else:
+            opened.append(KeptRedis(request.getfixturevalue("redis_url"), limits, clock))
+        return opened[-1]
+
+    yield make
+    for kept in opened:
+        kept.close()
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> House:
+    return House(MemoryStore(), tmp_path, changes=FALLBACK)
+
+
+@pytest.fixture
+def pointer(house: House) -> Pointer:
+    return house.publish({"stored": Row(1.0)})
+
+
+def row_of(pointer: Pointer, key: str, x: float = 1.0, age: float = 0.0) -> bytes:
+    return computed_row(pointer, key, Row(x, age)).row
+
+
+# ---- the store
+
+
+def test_what_was_kept_is_read_by_all_who_open_it_whether_there_is_a_row_or_none(open_kept: Open, pointer: Pointer) -> None:
+    kept, other = open_kept(), open_kept()
+    assert kept.read(pointer, ["a"]) == {}
+    kept.write(pointer, [Kept("a", row_of(pointer, "a")), Kept("é/b", row_of(pointer, "é/b")), Kept("none", None)])
+    expected = {"a": row_of(pointer, "a"), "é/b": row_of(pointer, "é/b"), "none": None}
+    assert kept.read(pointer, ["a", "é/b", "none", "c"]) == other.read(pointer, ["c", "a", "é/b", "none"]) == expected
+    other.write(pointer, [Kept("a", row_of(pointer, "a", 2.0))])
+    assert kept.read(pointer, ["a"]) == {"a": row_of(pointer, "a", 2.0)}
+
+
+def test_it_counts_for_the_view_snapshot_and_model_it_was_computed_under_and_no_other(open_kept: Open, house: House) -> None:
+    kept, pointer = open_kept(), house.publish({})
+    kept.write(pointer, [Kept("a", row_of(pointer, "a"))])
+    for other in (replace(pointer, model="another"), replace(pointer, snapshot=2), house.publish({}, name="others")):
+        assert kept.read(other, ["a"]) == {}
+    assert list(kept.read(pointer, ["a"])) == ["a"]
+
+
+def test_a_row_is_kept_for_its_time_and_that_there_is_none_for_a_shorter_one(open_kept: Open, pointer: Pointer) -> None:
+    clock = Clock()
+    kept = open_kept(clock=clock)
+    kept.write(pointer, [Kept("a", row_of(pointer, "a")), Kept("none", None)])
+    for seconds, known in (
+        (10 * (1 - JITTER) - 0.1, {"a", "none"}),
+        (10, {"a"}),
+        (100 * (1 - JITTER) - 0.1, {"a"}),
+        (100, set()),
+    ):
+        clock.now_us = NOW_US + round(seconds * SECOND_US)
+        assert set(kept.read(pointer, ["a", "none"])) == known
+
+
+def test_rows_and_bytes_are_bounded_and_what_is_too_large_is_not_kept(open_kept: Open, pointer: Pointer) -> None:
+    keys = [f"key {number}" for number in range(200)]
+    for limits in (KeptLimits(rows=20), KeptLimits(size_bytes=100_000)):
+        kept = open_kept(limits)
+        kept.write(pointer, [Kept(key, row_of(pointer, key)) for key in keys])
+        found = kept.read(pointer, keys)
+        assert 0 < len(found) <= 25
+        assert all(row == row_of(pointer, key) for key, row in found.items())
+    kept.write(pointer, [Kept("large", b"x" * 100_000)])
+    assert kept.read(pointer, ["large"]) == {}
+
+
+def test_without_what_keeps_it_nothing_is_kept_and_nothing_raised(tmp_path: Path, pointer: Pointer) -> None:
+    (tmp_path / "kept").write_text("no folder")
+    for kept in (KeptFile(tmp_path / "kept", KeptLimits()), KeptRedis("redis://127.0.0.1:1/0?budget_ms=50", KeptLimits())):
+        kept.write(pointer, [Kept("a", None)])
+        assert kept.read(pointer, ["a"]) == {}
+        kept.close()
+
+
+def test_a_damaged_file_is_begun_anew(tmp_path: Path, pointer: Pointer) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "rows.sqlite").write_bytes(b"this is no database" * 1000)
+    kept = KeptFile(tmp_path / "kept", KeptLimits(), Clock())
+    assert kept.read(pointer, ["a"]) == {}
+    kept.write(pointer, [Kept("a", None)])
+    assert kept.read(pointer, ["a"]) == {"a": None}
+    kept.close()
+
+
+# ---- what it answers
+
+
+class Told:
+    """Rows that are kept, as a test wrote them down."""
+
+    def __init__(self, **rows: Row | None) -> None:
+        self.rows, self.read_keys = rows, list[str]()
+
+    def read(self, pointer: Pointer, keys: list[str]) -> dict[str, bytes | None]:
+        self.read_keys += keys
+        wanted = {key: self.rows[key] for key in keys if key in self.rows}
+        return {key: None if row is None else computed_row(pointer, key, row).row for key, row in wanted.items()}
+
+
+STORED = {"fresh": Row(1.0), "stale": Row(2.0, age=TTL + 1), "expired": Row(3.0, age=TTL + STALE_FOR + 1)}
+
+
+def asked(house: House, kept: Any, model: Scripted, keys: list[str], **options: Any) -> list[tuple[Any, ...]]:
+    """Status, source, reason, ``double`` and age of each row."""
+    lookup = Lookup(house.online, house.root, model, clock=lambda: NOW, monotonic=lambda: 0.0, kept=kept)
+    answer = lookup.begin("things", keys, LookupOptions(**options))
+    answer.wait()
+    rows = answer.rows()
+    by_table = answer.table()
+    for name in ("status", "source", "reason"):
+        assert by_table[name].to_pylist() == [row.get(name) for row in rows]
+    assert [None if row["features"] is None else row["features"]["double"] for row in rows] == by_table["double"].to_pylist()
+    doubles = by_table["double"].to_pylist()
+    return [(r["status"], r["source"], r.get("reason"), d, r["age_s"]) for r, d in zip(rows, doubles, strict=True)]
+
+
+def test_misses_and_stale_rows_are_answered_by_what_was_kept_and_hits_never_look(house: House) -> None:
+    house.publish(STORED)
+    kept, fallback = Told(new=Row(5.0, age=3), stale=Row(6.0, age=1), expired=Row(7.0), fresh=Row(9.0), none=None), Scripted({})
+    found = asked(house, kept, fallback, ["new", "stale", "expired", "fresh", "none"])
+    assert found == [
+        ("fresh", "cache", None, 10.0, 3.0),
+        ("fresh", "cache", None, 12.0, 1.0),
+        ("fresh", "cache", None, 14.0, 0.0),
+        ("fresh", "store", None, 2.0, 0.0),
+        ("missing", None, "unknown_entity", None, None),
+    ]
+    assert (kept.read_keys, fallback.calls) == (["new", "expired", "none", "stale"], [])
+    assert asked(house, kept, fallback, ["fresh"]) == [("fresh", "store", None, 2.0, 0.0)]
+    assert len(kept.read_keys) == 4
+
+
+def test_a_stale_row_is_served_at_once_and_computed_behind_once(house: House) -> None:
+    house.publish(STORED)
+    fallback = Scripted({"stale": None, "older": None})
+    kept: Any = Told(older=Row(4.0, age=TTL + 2))
+    lookup = Lookup(house.online, house.root, fallback, clock=lambda: NOW, monotonic=lambda: 0.0, kept=kept)
+    for keys in (["stale"], ["stale", "fresh"], ["older", "stale"]):
+        answer = lookup.begin("things", keys)
+        assert not answer.pending
+        assert [row["status"] for row in answer.rows()] == ["fresh" if key == "fresh" else "stale" for key in keys]
+    assert [(keys, dict(inputs)) for _, keys, inputs in fallback.calls] == [(["stale"], {}), (["older"], {})]
+
+
+@pytest.mark.parametrize(
+    ("options", "reads", "calls"),
+    [
+        ({"fallback": False}, [], []),
+        ({"inputs": {"new": {"x": 1.0}}}, [], [["new"]]),
+        ({"max_age_s": 2.0}, ["new"], [["new"]]),
+        ({"max_age_s": 4.0}, ["new"], []),
+    ],
+    ids=["no fallback", "own inputs", "too old for the request", "young enough"],
+)
+def test_what_a_request_asks_for_counts_for_kept_rows_too(
+    house: House, options: dict[str, Any], reads: list[str], calls: list[list[str]]
+) -> None:
+    house.publish(STORED)
+    kept, fallback = Told(new=Row(5.0, age=3)), Scripted({"new": Row(8.0)})
+    asked(house, kept, fallback, ["new"], **options)
+    assert (kept.read_keys, [keys for _, keys, _ in fallback.calls]) == (reads, calls)
+
+
+@pytest.mark.parametrize("damage", [lambda row: row[:-1], lambda row: row[:30] + b"\xff" + row[31:], lambda row: row[:10]])
+def test_a_kept_row_vouches_for_itself_or_is_none(house: House, damage: Callable[[bytes], bytes]) -> None:
+    house.publish(STORED)
+
+    class Damaged(Told):
+        def read(self, pointer: Pointer, keys: list[str]) -> dict[str, bytes | None]:
+            return {key: damage(row) for key, row in super().read(pointer, keys).items() if row is not None}
+
+    assert asked(house, Damaged(new=Row(5.0)), Scripted({"new": Row(8.0)}), ["new"]) == [
+        ("computed", "fallback", None, 16.0, 0.0)
+    ]
+
+
+@pytest.mark.parametrize("error", [Miss(Reason.MODEL_ERROR), Miss(Reason.SHED), None], ids=["fails", "sheds", "too slow"])
+def test_where_the_model_fails_an_expired_row_is_served_as_stale_for_as_long_as_the_view_says(
+    house: House, error: Miss | None
+) -> None:
+    house.changes = FALLBACK | {"stale_if_error_s": 10.0}
+    rows = {"expired": Row(3.0, age=TTL + STALE_FOR + 9), "gone": Row(4.0, age=TTL + STALE_FOR + 11)}
+    house.publish(rows)
+    fallback = Scripted(dict.fromkeys([*rows, "nobody"], error))
+    reason = "deadline" if error is None else str(error.reason)
+    assert asked(house, None, fallback, ["expired", "gone", "nobody"]) == [
+        ("stale", "store", None, 6.0, TTL + STALE_FOR + 9),
+        ("missing", None, reason, None, None),
+        ("missing", None, reason, None, None),
+    ]
+    assert asked(house, None, fallback, ["expired"], max_age_s=5.0)[0][:3] == ("missing", None, reason)
+    unknown = Scripted({"expired": Miss(Reason.UNKNOWN_ENTITY)})
+    assert asked(house, None, unknown, ["expired"])[0][:3] == ("missing", None, "unknown_entity")
+
+
+def test_the_writer_writes_behind_and_drops_what_the_store_is_too_slow_for(
+    pointer: Pointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("store.kept.kept_writer.MOST_WAITING", 5)
+    gate, written = threading.Event(), list[str]()
+
+    class Slow:
+        def write(self, _: Pointer, rows: list[Kept]) -> None:
+            assert gate.wait(20)
+            written.extend(row.key for row in rows)
+
+    writer = KeptWriter(Slow())  # type: ignore[arg-type]
+    for number in range(50):
+        writer.put(pointer, Kept(str(number), None))
+    gate.set()
+    eventually(lambda: len(written) >= 5)
+    assert written == [str(number) for number in range(len(written))]
+    assert len(written) <= 11
