@@ -7,6 +7,7 @@ import sys
 
 SCRIPTS = (
     "serve_rows",
+    "serve_misses",
     "online_table",
     "online_redis",
     "online_faiss",

