@@ -31,6 +31,7 @@ USES = {
     "demo": ["engine", "demo"],
     "tests": ["cpu", "demo", "dev"],
     "benchmarks": ["cpu", "demo", "bench"],
+    "examples": ["client"],
 }
 """Folder → extras that it may import from, beside what is always installed."""
 
@@ -66,7 +67,7 @@ def outside_imports(folder: str) -> set[str]:
             elif isinstance(node, ast.ImportFrom) and node.module:
                 found.add(node.module.partition(".")[0])
     local = {path.stem for path in (REPOSITORY / folder).rglob("*.py")}
-    return found - sys.stdlib_module_names - {*ROOMS, "demo", "tests", "benchmarks"} - local
+    return found - sys.stdlib_module_names - {*ROOMS, "demo", "tests", "benchmarks", "examples"} - local
 
 
 @pytest.mark.parametrize("folder", USES)
