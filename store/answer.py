@@ -304,6 +304,10 @@ class Answer:
             return age_s(self._computed_at[i], self.now_us)
         return self._age_s(self._computed_at[i])
 
+    def age_us(self, i: int) -> int:
+        """Age in µs of row ``i``, which came from the store."""
+        return self.sighting.age_us(self._computed_at[i], self.now_us)
+
     def _age_s(self, computed_at_us: int) -> float:
         """Age of what was published as computed then, or was found unchanged since."""
         return self.sighting.age_us(computed_at_us, self.now_us) / 1e6

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +22,7 @@ def age_s(computed_at_us: int, now_us: int) -> float:
     return max(0, now_us - computed_at_us) / 1e6
 
 
-@dataclass(frozen=True, slots=True)
-class Sighting:
+class Sighting(NamedTuple):
     """What is known about when a pointer's rows were computed, besides what their writer's clock said.
 
     None was computed after they were published, nor after this process saw them first. ``published_us`` (None: not known) and ``renewed_us``

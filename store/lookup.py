@@ -65,8 +65,8 @@ class Lookup:
         """Told of rows that do not vouch for themselves, by lookups and searches: the view, and how many."""
         self._clock, self._monotonic = clock, monotonic
         self._plans: dict[tuple[str, tuple[str, ...] | None], AnswerPlan] = {}
-        self._seen: dict[str, tuple[tuple[int, str, int], int | None, float]] = {}
-        """View → its pointer's version, when that was published (µs), and when it was first seen here, by the monotonic clock (s)."""
+        self._seen: dict[str, tuple[Pointer, tuple[int, str, int], int | None, float]] = {}
+        """View → its pointer and that one's version, when that was published (µs), and when it was first seen here, by the monotonic clock (s)."""
         self._searches = Searches(None if root is None else Path(root), self._live, self.begin, self._age_of)
 
     @classmethod
@@ -170,7 +170,7 @@ class Lookup:
         plan = self._plan(pointer, options.features)
         if admit is not None:
             admit(plan, found)
-        answer = Answer(plan, texts, found, *self._look(pointer), self._look, bad, oldest_s)
+        answer = Answer(plan, texts, found, *self.look(pointer), self.look, bad, oldest_s)
         missing = answer.judge(columnar)
         if answer.damaged:
             self.on_damaged(view, answer.damaged)
@@ -178,16 +178,17 @@ class Lookup:
             self._misses.begin(answer, missing, inputs, options.deadline_ms, fallback is not None)
         return answer
 
-    def _look(self, pointer: Pointer) -> tuple[int, Sighting]:
+    def look(self, pointer: Pointer) -> tuple[int, Sighting]:
         """What time it is, in µs since 1970, and what bounds the ages of a pointer's rows now."""
         return int(self._clock() * 1e6), self._sighting(pointer)
 
     def _sighting(self, pointer: Pointer) -> Sighting:
         first, now_s = self._seen.get(pointer.view.name), self._monotonic()
-        version = (*pointer.publishing, pointer.renewed_at_us)
-        if first is None or first[0] != version:
-            first = self._seen[pointer.view.name] = (version, microseconds(pointer.at), now_s)
-        _, published_us, seen_s = first
+        if first is None or first[0] is not pointer:
+            version = (*pointer.publishing, pointer.renewed_at_us)
+            published_us, seen_s = (microseconds(pointer.at), now_s) if first is None or first[1] != version else first[2:]
+            first = self._seen[pointer.view.name] = (pointer, version, published_us, seen_s)
+        _, _, published_us, seen_s = first
         return Sighting(published_us, pointer.renewed_at_us, int((now_s - seen_s) * 1e6))
 
     def _keys(self, view: str, keys: Sequence[Any]) -> tuple[list[str], Sequence[bytes], list[int]]:
@@ -237,7 +238,7 @@ class Lookup:
 
     def _age_of(self, pointer: Pointer) -> Callable[[int], float]:
         """The age now, in seconds, of a row that was computed at so many µs since 1970."""
-        now_us, sighting = self._look(pointer)
+        now_us, sighting = self.look(pointer)
         return lambda computed_at_us: sighting.age_us(computed_at_us, now_us) / 1e6
 
     def _unknown_view(self, view: str) -> RequestError:

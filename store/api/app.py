@@ -20,6 +20,7 @@ from store.api.reply import JSON_TYPE, Reply, json_reply
 from store.api.request import Receive, Scope, headers_of, no_query, read_body
 from store.api.rows import RowRoutes
 from store.encoding.answer_size import MAX_ANSWER_BYTES
+from store.encoding.row_cache import MAX_CACHE_BYTES
 from store.errors import OnlineStoreError
 from store.lookup import Lookup
 from store.online.online_store import Pointer
@@ -155,13 +156,14 @@ def create_app(
     gate: Gate = open_gate,
     meter: Meter | None = None,
     answer_bytes: int = MAX_ANSWER_BYTES,
+    cache_bytes: int = MAX_CACHE_BYTES,
 ) -> Front:
     """The ASGI application; see :class:`Api` for the first arguments, :class:`Front` for the gate that stands before all routes, :class:`Metrics` for the
-    meter, and :class:`RowRoutes` for the largest answer."""
+    meter, and :class:`RowRoutes` for the bytes."""
     views = LiveViews(lookup)
     metrics = Metrics(lookup, meter, views)
     readers = Pool("read", _READERS, _WAITING) if lookup.online.blocking else None
-    rows = RowRoutes(lookup, metrics, readers, answer_bytes)
+    rows = RowRoutes(lookup, metrics, readers, answer_bytes, cache_bytes)
     api = Api(lookup, metrics, warming, fallback_ready, readers, views)
     fixed = {
         b"/v1/lookup": {"POST": rows.multi_lookup},

@@ -26,6 +26,7 @@ class Metrics:
         self._views = LiveViews(lookup) if views is None else views
         lookup.on_damaged = lambda view, rows: self.meter.counter(counted.DAMAGED_ROWS, view).add(rows)
         self._whole: dict[str, Number] = {}
+        self._kept: dict[tuple[str, str], tuple[Number, Number]] = {}
         self._routes: dict[str, Timer] = {}
         self._stages: dict[str, Timer] = {}
 
@@ -45,6 +46,16 @@ class Metrics:
         if future:
             self.meter.counter(counted.FUTURE_ROWS, view).add(future)
         self.timed(route, seconds)
+
+    def kept(self, view: str, status: str, seconds: float) -> None:
+        """Count a row of the store that was answered from the encoded ones, and its time."""
+        series = self._kept.get((view, status))
+        if series is None:
+            rows = self.meter.counter(counted.ROWS, view, status, "store", "")
+            series = self._kept[view, status] = rows, self.meter.counter(counted.CACHE, "l1", "hit")
+        for number in series:
+            number.add()
+        self.timed("row", seconds)
 
     def timed(self, route: str, seconds: float) -> None:
         """Observe a request's time."""

@@ -17,15 +17,17 @@ from store.api.metrics import Metrics
 from store.api.pools import Pool
 from store.api.reply import ARROW_TYPE, JSON_TYPE, RETRY_SOON, Reply, Stream, problem, refusal
 from store.api.request import Receive, Scope, both, headers_of, no_query, query_options, read_body, wants_arrow
-from store.encoding.answer_size import LARGE_BYTES, MAX_ANSWER_BYTES, Measure, Room
+from store.encoding.answer_size import LARGE_ARROW_BYTES, LARGE_BYTES, MAX_ANSWER_BYTES, Measure, Room
 from store.encoding.http_freshness import VARY, Headers, cache_control, matches, missing_headers, row_headers
 from store.encoding.json_rows import lookup_json, lookup_pieces, row_json
+from store.encoding.row_cache import MAX_CACHE_BYTES, CachedRow, CacheKey, RowCache, cached_row
 from store.errors import PrecomputeError, RequestError
+from store.freshness import status_of
 from store.key_text import key_from_path
 from store.lookup import Lookup
 from store.lookup_options import CacheControl, LookupOptions
 from store.online.found_rows import FoundRows
-from store.status import Reason
+from store.status import Reason, Status
 
 _MISSING_STATUS = {Reason.DAMAGED: 500, Reason.DEADLINE: 504, Reason.SHED: 503, Reason.MODEL_ERROR: 502, Reason.BAD_KEY: 400}
 
@@ -42,10 +44,19 @@ class RowRoutes:
         metrics: counts.
         readers: threads for a store that is waited for; None where reading takes no longer than to hand it over.
         answer_bytes: of one answer at most.
+        cache_bytes: of the encoded rows that are kept.
     """
 
-    def __init__(self, lookup: Lookup, metrics: Metrics, readers: Pool | None, answer_bytes: int = MAX_ANSWER_BYTES) -> None:
+    def __init__(
+        self,
+        lookup: Lookup,
+        metrics: Metrics,
+        readers: Pool | None,
+        answer_bytes: int = MAX_ANSWER_BYTES,
+        cache_bytes: int = MAX_CACHE_BYTES,
+    ) -> None:
         self._lookup, self._metrics, self._readers = lookup, metrics, readers
+        self._cache = RowCache(cache_bytes)
         self._answer_bytes, self._room = answer_bytes, Room(answer_bytes)
 
     async def row(self, scope: Scope, receive: Receive, view: str, raw_key: bytes) -> Reply:
@@ -53,21 +64,50 @@ class RowRoutes:
         started = time.perf_counter()
         headers, options = headers_of(scope), query_options(scope)
         asked = cache_control(headers.get(b"cache-control"))
+        key: CacheKey = view, raw_key, None if options.features is None else tuple(options.features)
+        cached = self._cache.get(key)
+        if cached is not None:
+            reply = self._cached_reply(cached, headers, options, asked, started)
+            if reply is not None:
+                return reply
         entity = await self._entity(view) if b"/" in raw_key else ("key",)
         answer = await self._begin(view, [key_from_path(raw_key, entity)], options, asked)
         if answer.pending:
             await _landed(answer)
         missing = answer.reason(0) is not None
-        reply = self._missing(answer, options, asked) if missing else self._row_reply(answer, headers)
+        reply = self._missing(answer, options, asked) if missing else self._row_reply(answer, headers, key)
         self._metrics.answered("row", answer, time.perf_counter() - started)
         return reply
+
+    def _cached_reply(
+        self, row: CachedRow, asked: dict[bytes, bytes], options: LookupOptions, control: CacheControl | None, started: float
+    ) -> Reply | None:
+        """The answer, if the row that was kept is still what would be read, and nothing stands behind it that wants to be asked."""
+        pointer, view = row.pointer, row.pointer.view
+        if self._lookup.online.known(view.name) is not pointer or wants_arrow(asked):
+            return None
+        oldest_s = options.max_age_s
+        if control is not None:
+            may_ask = options.fallback and view.fallback and self._lookup.fallback is not None and not control.only_if_cached
+            oldest_s = control.oldest_s(view, oldest_s, may_ask)
+        now_us, sighting = self._lookup.look(pointer)
+        age_us = sighting.age_us(row.computed_at_us, now_us)
+        status = status_of(view, age_us / 1e6, oldest_s)
+        if status is not Status.FRESH and (status is Status.MISSING or view.fallback):
+            return None
+        headers, etag = row.headers_now(status, age_us)
+        self._metrics.kept(view.name, status, time.perf_counter() - started)
+        etags = asked.get(b"if-none-match")
+        if etags is not None and matches(etags, etag):
+            return Reply(304, headers)
+        return Reply(200, [JSON_TYPE, *headers], row.body(status, age_us))
 
     async def _entity(self, view: str) -> Sequence[str]:
         live = self._lookup.online.live
         pointer = live(view) if self._readers is None else await self._readers.run(live, view)
         return ("key",) if pointer is None else pointer.view.entity
 
-    def _row_reply(self, answer: Answer, asked: dict[bytes, bytes]) -> Reply:
+    def _row_reply(self, answer: Answer, asked: dict[bytes, bytes], key: CacheKey) -> Reply:
         as_arrow = wants_arrow(asked)
         headers = row_headers(answer, b"a" if as_arrow else b"j")
         etags = asked.get(b"if-none-match")
@@ -75,7 +115,12 @@ class RowRoutes:
             return Reply(304, headers)
         if as_arrow:
             return Reply(200, [ARROW_TYPE, *headers], arrow.encode_arrow(answer.table()))
-        body = b'{"view":"%b",%b' % (answer.pointer.view.name.encode(), row_json(answer, 0))
+        row = cached_row(answer) if self._lookup.online.tells_changes else None
+        if row is None:
+            body = b'{"view":"%b",%b' % (key[0].encode(), row_json(answer, 0))
+        else:
+            self._cache.keep(key, row)
+            body = row.body(answer.status(0), answer.age_us(0))
         return Reply(200, [JSON_TYPE, *headers], body)
 
     def _missing(self, answer: Answer, options: LookupOptions, asked: CacheControl | None) -> Reply:
@@ -112,7 +157,7 @@ class RowRoutes:
         if answer.pending:
             await _landed(answer)
         kind_of = [ARROW_TYPE if columnar else JSON_TYPE, VARY]
-        if size.total > LARGE_BYTES:
+        if size.total > (LARGE_ARROW_BYTES if columnar else LARGE_BYTES):
             rows = max(1, len(keys) * _PIECE_BYTES // size.total)
             pieces = arrow.arrow_pieces(answer.table(), 8 * rows) if columnar else lookup_pieces(answer, rows)
             reply = self._streamed(kind_of, pieces, size.total)

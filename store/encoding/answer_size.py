@@ -11,8 +11,8 @@ from store.online.found_rows import FoundRows, PackedKeys
 
 MAX_ANSWER_BYTES = 64 * 2**20
 """Of one answer, unless configured."""
-LARGE_BYTES = 256 * 1024
-"""An answer of more is made and sent piece by piece."""
+LARGE_BYTES, LARGE_ARROW_BYTES = 256 * 1024, 2 * 2**20
+"""An answer of more is made and sent piece by piece: what takes longer than a millisecond or two to make."""
 _IN_HAND = 4
 """Largest answers that are being sent at a time."""
 

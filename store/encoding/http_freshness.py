@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from store.answer import Answer
 from store.errors import RequestError
+from store.feature_view import FeatureView
 from store.lookup_options import CacheControl
 from store.online.codec import CHECKSUM_BYTES
 from store.status import Reason, Status
@@ -79,11 +80,11 @@ def row_headers(answer: Answer, form: bytes) -> Headers:
     return [
         # rounded up: a cache behind us must not take a row for younger than it is
         (b"age", b"%d" % math.ceil(age)),
-        (b"cache-control", b"max-age=%d, stale-while-revalidate=%d" % (view.ttl_s, view.stale_for_s)),
+        lifetime(view),
         (b"cache-status", b'precompute; %b; detail="v%d"' % (how, pointer.snapshot)),
         (b"etag", etag(answer, form, status)),
         VARY,
-        (b"last-modified", _http_date(min(answer.computed_at_us(0), answer.now_us) // 1_000_000)),
+        (b"last-modified", http_date(min(answer.computed_at_us(0), answer.now_us) // 1_000_000)),
     ]
 
 
@@ -105,14 +106,23 @@ def etag(answer: Answer, form: bytes, status: Status) -> bytes:
     is another every time; and that a row has become stale is a change that no 304 may hide."""
     value = answer.packed_row(0)
     assert value is not None
-    features = answer.plan.features
-    chosen = b"" if features is None else b"-%08x" % zlib.crc32(",".join(features).encode())
     checksum = bytes(value[:CHECKSUM_BYTES]).hex().encode()
-    return b'W/"%d-%b-%b%b%b"' % (answer.pointer.snapshot, checksum, status[:1].encode(), form, chosen)
+    return b'W/"%d-%b-%b%b%b"' % (answer.pointer.snapshot, checksum, status[:1].encode(), form, chosen_features(answer))
+
+
+def chosen_features(answer: Answer) -> bytes:
+    """What an ETag has of the features that were asked for; nothing where all were."""
+    features = answer.plan.features
+    return b"" if features is None else b"-%08x" % zlib.crc32(",".join(features).encode())
+
+
+def lifetime(view: FeatureView) -> tuple[bytes, bytes]:
+    """``Cache-Control`` of a view's rows: their TTL, and how long they may be served past it (RFC 5861)."""
+    return b"cache-control", b"max-age=%d, stale-while-revalidate=%d" % (view.ttl_s, view.stale_for_s)
 
 
 @lru_cache(4096)
-def _http_date(seconds: int) -> bytes:
+def http_date(seconds: int) -> bytes:
     """RFC 9110 date; a snapshot's rows share few seconds, so this is computed once for many."""
     return formatdate(seconds, usegmt=True).encode()
 

@@ -10,7 +10,7 @@ import orjson
 from store.answer import Answer, AnswerPlan
 from store.freshness import as_datetime
 
-_dumps = orjson.dumps
+key_json = _dumps = orjson.dumps
 _NUMPY = orjson.OPT_SERIALIZE_NUMPY
 
 

@@ -106,6 +106,8 @@ class OnlineStore(ABC):
     reached or refuses; none swallows anything. Safe to share between threads.
     """
 
+    tells_changes: ClassVar[bool] = False
+    """Whether :meth:`known` knows anything."""
     blocking: ClassVar[bool] = False
     """True when a read waits for a network: an event loop must hand it to a thread."""
 
@@ -165,6 +167,10 @@ class OnlineStore(ABC):
     def live(self, view: str) -> Pointer | None:
         """The view's pointer as it is now, or None."""
 
+    def known(self, view: str) -> Pointer | None:
+        """The view's pointer, where it can be told without waiting that it is live now; None where it cannot, or there is none. Under the same object nothing has changed."""
+        return None
+
     @abstractmethod
     def read(self, view: str, keys: Sequence[bytes]) -> tuple[Pointer, FoundRows] | None:
         """Packed rows of ``keys``, all as the pointer returned has them: its overlay's where that has one, a tombstone too, and its base's.
@@ -205,6 +211,8 @@ class OnlineStore(ABC):
 class MemoryStore(OnlineStore):
     """The reference: dictionaries under one lock. Lives and dies with its process."""
 
+    tells_changes = True
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._generations: dict[str, dict[int, tuple[Generation, dict[bytes, Buffer]]]] = {}
@@ -227,6 +235,9 @@ class MemoryStore(OnlineStore):
             self._pointers[pointer.view.name] = pointer
 
     def live(self, view: str) -> Pointer | None:
+        return self._pointers.get(view)
+
+    def known(self, view: str) -> Pointer | None:
         return self._pointers.get(view)
 
     def read(self, view: str, keys: Sequence[bytes]) -> tuple[Pointer, FoundRows] | None:

@@ -63,6 +63,8 @@ class TableStore(OnlineStore):
         memory_bytes: what a load may hold of the index it builds.
     """
 
+    tells_changes = True
+
     def __init__(self, folder: str | Path, memory_bytes: int = 2**30) -> None:
         self.folder, self._memory_bytes = Path(folder), memory_bytes
         self._live: dict[str, _Live] = {}
@@ -81,6 +83,10 @@ class TableStore(OnlineStore):
         if seen is not None and seen.identity == self._identity(view):
             return seen.pointer
         return self._pointer(view)
+
+    def known(self, view: str) -> Pointer | None:
+        seen = self._live.get(view)
+        return seen.pointer if seen is not None and seen.identity == self._identity(view) else None
 
     def _current(self, view: str) -> _Live | None:
         seen = self._live.get(view)

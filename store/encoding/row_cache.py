@@ -1,0 +1,119 @@
+"""Row cache: single rows as encoded JSON, kept in a worker's memory. What a request is told of freshness is never kept: status and age are put in each time."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+from store.answer import Answer
+from store.encoding.http_freshness import VARY, Headers, chosen_features, http_date, lifetime
+from store.encoding.json_rows import key_json, tail_json, time_json
+from store.online.codec import CHECKSUM_BYTES
+from store.online.online_store import Pointer
+from store.status import AnswerSource, Status
+
+MAX_CACHE_BYTES = 64 * 2**20
+"""Of a worker, unless configured: 13,000 rows of 384 float32."""
+_ENTRY_BYTES = 1100
+"""Of an entry beside its text: objects, key, headers."""
+
+CacheKey = tuple[str, bytes, tuple[str, ...] | None]
+"""View, key as the URL has it, features."""
+
+
+class CachedRow(NamedTuple):
+    """A row under the pointer it was read under; the times are µs since 1970."""
+
+    pointer: Pointer
+    computed_at_us: int
+    before_status: bytes
+    before_age: bytes
+    after_age: bytes
+    headers: Headers
+    etag: bytes
+    version: bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """What it takes, about."""
+        return _ENTRY_BYTES + len(self.before_status) + len(self.before_age) + len(self.after_age)
+
+    def body(self, status: Status, age_us: int) -> bytes:
+        """The whole answer."""
+        # digits of whole microseconds lead to the very float64 that the division does
+        return b"%b%b%b%d.%06d%b" % (
+            self.before_status,
+            status.encode(),
+            self.before_age,
+            age_us // 1_000_000,
+            age_us % 1_000_000,
+            self.after_age,
+        )
+
+    def headers_now(self, status: Status, age_us: int) -> tuple[Headers, bytes]:
+        """Headers of the whole answer but for its type, and the ETag among them."""
+        etag = self.etag % status[:1].encode()
+        left_s = (int(self.pointer.view.ttl_s * 1e6) - age_us) // 1_000_000
+        told = [
+            (b"age", b"%d" % -(-age_us // 1_000_000)),
+            (b"cache-status", b"precompute; hit; ttl=%d%b" % (left_s, self.version)),
+            (b"etag", etag),
+        ]
+        return told + self.headers, etag
+
+
+def cached_row(answer: Answer) -> CachedRow | None:
+    """What can be kept of an answer of one row: one that came from the store, and is not dated ahead, which is counted each time."""
+    computed_at_us, value = answer.computed_at_us(0), answer.packed_row(0)
+    if value is None or answer.source(0) is not AnswerSource.STORE or computed_at_us > answer.now_us:
+        return None
+    pointer = answer.pointer
+    checksum = bytes(value[:CHECKSUM_BYTES]).hex().encode()
+    return CachedRow(
+        pointer,
+        computed_at_us,
+        b'{"view":"%b","key":%b,"status":"' % (pointer.view.name.encode(), key_json(answer.keys[0])),
+        b'","source":"store","computed_at":%b,"age_s":' % time_json(computed_at_us),
+        tail_json(answer, 0),
+        [lifetime(pointer.view), VARY, (b"last-modified", http_date(computed_at_us // 1_000_000))],
+        b'W/"%d-%b-%%bj%b"' % (pointer.snapshot, checksum, chosen_features(answer)),
+        b'; detail="v%d"' % pointer.snapshot,
+    )
+
+
+class RowCache:
+    """The rows asked for last, up to a number of bytes; one that was not asked for the longest goes first. For one event loop: it has no lock.
+
+    Args:
+        size_bytes: at most.
+    """
+
+    def __init__(self, size_bytes: int = MAX_CACHE_BYTES) -> None:
+        self._rows: OrderedDict[CacheKey, CachedRow] = OrderedDict()
+        self._most = size_bytes
+        self.size_bytes = 0
+
+    def get(self, key: CacheKey) -> CachedRow | None:
+        """The row that is kept."""
+        row = self._rows.get(key)
+        if row is not None:
+            self._rows.move_to_end(key)
+        return row
+
+    def keep(self, key: CacheKey, row: CachedRow) -> None:
+        """Keep a row, in place of the one under its key, and let go of others where there is no room."""
+        self.drop(key)
+        size = row.size_bytes + len(key[1])
+        if size > self._most // 8:
+            return
+        self._rows[key] = row
+        self.size_bytes += size
+        while self.size_bytes > self._most:
+            gone, old = self._rows.popitem(last=False)
+            self.size_bytes -= old.size_bytes + len(gone[1])
+
+    def drop(self, key: CacheKey) -> None:
+        """Let go of a row."""
+        row = self._rows.pop(key, None)
+        if row is not None:
+            self.size_bytes -= row.size_bytes + len(key[1])

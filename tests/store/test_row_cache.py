@@ -1,0 +1,160 @@
+"""Encoded rows that are kept: never another row than would be read, never freshness that was, never more bytes than allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from store.api.app import create_app
+from store.encoding.row_cache import RowCache, cached_row
+from store.feature_view import Feature, FeatureView
+from store.lookup import Lookup
+from store.online.codec import RowCodec
+from store.online.online_store import Generation, MemoryStore, OnlineStore, Pointer
+from store.online.table_store import TableStore
+from store.record import replace
+from tests.asgi import call
+from tests.server import Reply
+
+NOW = 1_700_000_000.0
+VIEW = FeatureView("things", ("id",), (Feature("x", "float64"), Feature("t", "string")), ttl_s=10, stale_for_s=5)
+PATH = "/v1/views/things/rows/"
+
+
+class House:
+    """A store, a lookup with a clock of the test's own, and the API, which keeps rows."""
+
+    def __init__(self, online: OnlineStore, **options: Any) -> None:
+        self.online, self.now_s = online, NOW
+        self.lookup = Lookup(online, clock=lambda: self.now_s, monotonic=lambda: self.now_s)
+        self.app = create_app(self.lookup, **options)
+
+    def publish(self, number: int, rows: dict[str, tuple[float, float]], over: Pointer | None = None, **changes: Any) -> Pointer:
+        """Rows (x, age in s) as a generation of this number, a base or an overlay, and live."""
+        times = [round((NOW - age_s) * 1e6) for _, age_s in rows.values()]
+        columns = {
+            "id": pa.array(list(rows)),
+            "x": pa.array([x for x, _ in rows.values()]),
+            "t": pa.array(['"é\n'] * len(rows)),
+            "computed_at": pa.array(times, pa.int64()),
+        }
+        base = None if over is None else over.generation
+        batch = RowCodec(VIEW).row_batch(pa.record_batch(columns), ("id",), number)
+        self.online.load("things", Generation(number, number, base), iter([batch]))
+        pointer = Pointer(VIEW, number, number, f"m{number}", len(rows), len(rows), f"at {number}", min(times))
+        if over is not None:
+            pointer = replace(pointer, generation=over.generation, base_snapshot=over.base_snapshot, overlay=number)
+        pointer = replace(pointer, **changes)
+        self.online.flip(pointer)
+        return pointer
+
+    def get(self, key: str, **headers: str) -> Reply:
+        return call(self.app, "GET", PATH + key, **headers)
+
+    def hits(self) -> float:
+        families = text_string_to_metric_families(call(self.app, "GET", "/metrics").body.decode())
+        samples = [s for family in families for s in family.samples if s.name == "precompute_cache_rows_total"]
+        return sum(s.value for s in samples if s.labels == {"cache": "l1", "outcome": "hit"})
+
+
+@pytest.fixture(params=["memory", "table"])
+def house(request: pytest.FixtureRequest, tmp_path: Path) -> House:
+    return House(MemoryStore() if request.param == "memory" else TableStore(tmp_path))
+
+
+def test_a_row_that_is_kept_says_what_one_that_is_read_says(house: House) -> None:
+    house.publish(1, {"a": (1.5, 2.0), "é/b": (float("nan"), 0.25)})
+    for key in ("a", "%C3%A9%2Fb", "a?features=t,x", "a?features=x", "a?features="):
+        for passed_s in (0.0, 0.000001, 1.25, 8.0, 9.5, 10.75):
+            house.now_s = NOW + passed_s
+            fresh = create_app(house.lookup, cache_bytes=0)
+            read, kept, again = call(fresh, "GET", PATH + key), house.get(key), house.get(key)
+            assert (
+                (read.status, read.headers, read.json)
+                == (kept.status, kept.headers, kept.json)
+                == (200, again.headers, again.json)
+            )
+            unchanged = house.get(key, if_none_match=read.headers["etag"])
+            assert (unchanged.status, unchanged.body) == (304, b"")
+            assert unchanged.headers["etag"] == read.headers["etag"]
+    assert house.hits() > 30
+
+
+def test_freshness_is_never_kept(house: House) -> None:
+    house.publish(1, {"a": (1.0, 0.0)})
+    assert house.get("a").json["status"] == "fresh"
+    told = []
+    for passed_s in (1.0, 10.0, 10.000001, 15.0, 15.000001):
+        house.now_s = NOW + passed_s
+        reply = house.get("a")
+        told.append((reply.status, reply.json["status"], reply.json.get("age_s")))
+    assert told == [
+        (200, "fresh", 1.0),
+        (200, "fresh", 10.0),
+        (200, "stale", 10.000001),
+        (200, "stale", 15.0),
+        (404, 404, None),
+    ]
+    house.now_s = NOW + 1.0
+    for control in ("max-age=0", "min-fresh=10", "no-cache, only-if-cached"):
+        assert house.get("a", cache_control=control).status in (404, 504)
+    assert house.get("a?max_age_s=0.5").status == 404
+    assert house.get("a", cache_control="no-cache").json["status"] == "fresh"
+
+
+def test_another_publishing_drops_what_was_kept(house: House) -> None:
+    rows = {"a": (1.0, 5.0), "b": (2.0, 5.0)}
+    first = house.publish(1, rows)
+
+    def seen() -> list[Any]:
+        replies = [house.get(key) for key in ("a", "b") for _ in range(2)]
+        return [(r.json["snapshot"], r.json["features"]["x"], r.json["age_s"]) if r.status == 200 else r.status for r in replies]
+
+    assert seen() == [(1, 1.0, 5.0)] * 2 + [(1, 2.0, 5.0)] * 2
+    second = house.publish(2, {"a": (10.0, 1.0)}, over=first)
+    assert seen() == [(2, 10.0, 1.0)] * 2 + [(2, 2.0, 5.0)] * 2
+    # found to be what the model would answer still
+    house.online.flip(replace(second, epoch=3, at="at 3", renewed_at_us=int((NOW - 0.5) * 1e6)))
+    assert seen() == [(2, 10.0, 0.5)] * 2 + [(2, 2.0, 0.5)] * 2
+    # back to the first
+    house.online.flip(replace(first, epoch=4, at="at 4"))
+    assert seen() == [(1, 1.0, 5.0)] * 2 + [(1, 2.0, 5.0)] * 2
+    house.publish(5, {"b": (3.0, 0.0)})
+    assert seen() == [404] * 2 + [(5, 3.0, 0.0)] * 2
+    house.online.forget("things")
+    assert seen() == [404] * 4
+
+
+def test_rows_dated_ahead_are_counted_each_time_and_not_kept(house: House) -> None:
+    house.publish(1, {"ahead": (1.0, -1000.0)})
+    for _ in range(3):
+        assert house.get("ahead").json["status"] == "fresh"
+    assert b'precompute_future_rows_total{view="things"} 3.0' in call(house.app, "GET", "/metrics").body
+    assert house.hits() == 0
+
+
+def test_no_more_bytes_are_kept_than_allowed_and_what_was_asked_for_last_stays(tmp_path: Path) -> None:
+    house = House(TableStore(tmp_path))
+    house.publish(1, {str(i): (float(i), 0.0) for i in range(100)})
+    row = cached_row(house.lookup.begin("things", ["1"]))
+    assert row is not None
+    size = row.size_bytes + 1
+    cache = RowCache(20 * size)
+    for i in range(1000):
+        cache.keep(("things", b"%d" % (i % 10), (str(i),)), row)
+        assert cache.get(("things", b"0", ("0",))) is row
+        assert cache.size_bytes == min(i + 1, 20) * size
+    kept = [i for i in range(1000) if cache.get(("things", b"%d" % (i % 10), (str(i),))) is not None]
+    assert kept == [0, *range(981, 1000)]
+    for i in kept:
+        cache.drop(("things", b"%d" % (i % 10), (str(i),)))
+    assert cache.size_bytes == 0
+    # one row that would take most of it is none of its rows
+    RowCache(size).keep(("things", b"1", None), row)
+    nothing = RowCache(0)
+    nothing.keep(("things", b"1", None), row)
+    assert (nothing.size_bytes, nothing.get(("things", b"1", None))) == (0, None)
