@@ -1,5 +1,5 @@
-"""Redis: loading from Parquet against what the server takes from redis-benchmark and from a redis-py pipeline; reading keys against a bare MGET; and both with a
-cluster. Fresh servers each round.
+"""Redis: loading from Parquet against what the server takes from redis-benchmark and from a redis-py pipeline; reading keys against a bare MGET; both with a
+cluster; narrow rows in buckets against a key each. Fresh servers each round.
 
     python -m benchmarks.online_redis [rows]
 """
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import redis
 
@@ -26,13 +27,17 @@ from benchmarks.common import DIM, VIEW, cpu_s, report
 from benchmarks.online_table import CODEC, PART_ROWS, decoded, packed, write_part
 from jobs.publish.loader import AHEAD_BYTES
 from precompute.engine.ahead import Ahead, StageTime
+from store.feature_view import Feature, FeatureView
 from store.lookup import Lookup
+from store.online import kernels
+from store.online.codec import RowCodec
 from store.online.online_store import Generation, Pointer
-from store.online.packed import RowBatch
+from store.online.packed import Packed, RowBatch
 from store.redis.redis_store import RedisStore
 from tests.redis_process import RedisCluster, RedisProcess
 
 ROWS = 300_000
+NARROW_ROWS, READS = 163_840, 200
 ROUNDS = 5
 PIPELINE = 500
 """SETs per round trip of the redis-py pipeline: more or fewer were slower."""
@@ -51,6 +56,7 @@ def main() -> None:
             loading(binary, folder, parts, rows),
             reading(binary, folder, parts, rows),
             clustered(binary, folder, parts, rows),
+            narrow(binary, folder),
         ]
         sections.append(compressions(folder))
     report("online_redis", [line for lines, _ in sections for line in lines], {k: v for _, of in sections for k, v in of.items()})
@@ -191,6 +197,79 @@ def publish(store: RedisStore, parts: list[Path], rows: int) -> None:
     """Load, and make live."""
     assert store.load(VIEW.name, Generation(1, 1), ahead(parts)) == rows
     store.flip(Pointer(VIEW, 1, 1, "0" * 64, rows, rows, "now", time.time_ns() // 1000))
+
+
+# ---- narrow rows
+
+
+def narrow(binary: str, folder: Path) -> tuple[list[str], dict[str, Any]]:
+    """Rows of one to three numbers, in buckets and with a key each: memory, loading and reading, each round on fresh servers of both kinds."""
+    lines, figures = [], {}
+    for columns in (1, 2, 3):
+        view = FeatureView("numbers", ("id",), tuple(Feature(f"f{i}", "float64") for i in range(columns)), 60, 0)
+        codec = RowCodec(view)
+        batches = [_numbers(codec, at) for at in range(0, NARROW_ROWS, 8192)]
+        rows = sum(map(len, batches))
+        taken: dict[str, list[list[float]]] = {"a key each": [], "buckets": []}
+        for number in range(ROUNDS):
+            for kind, measured in taken.items():
+                row_bytes = codec.fixed_bytes if kind == "buckets" else None
+                with (
+                    _server(binary, folder / f"{kind}-{columns}-{number}") as server,
+                    contextlib.closing(RedisStore(server.url())) as store,
+                ):
+                    store.prepare("numbers", Generation(1, 1), rows, rows * 60, "", row_bytes)
+                    before, used, started = _server_cpu_s(server), _used_bytes(server), time.perf_counter()
+                    assert store.load("numbers", Generation(1, 1), iter(batches)) == rows
+                    load_us = 1e6 * (time.perf_counter() - started) / rows
+                    measured.append([(_used_bytes(server) - used) / rows, load_us, 1e6 * (_server_cpu_s(server) - before) / rows])
+                    store.flip(Pointer(view, 1, 1, "m", rows, rows, "now", None))
+                    measured[-1] += [_read_us(store, count) for count in (1, 500, 100)]
+                    before = _server_cpu_s(server)
+                    _read_us(store, 100)
+                    measured[-1].append(1e6 * (_server_cpu_s(server) - before) / (READS * 100))
+        names = ("bytes", "load_us", "load_server_us", "read_1_us", "read_500_us", "read_100_us", "read_server_key_us")
+        of = {
+            kind: dict(zip(names, map(statistics.median, zip(*rounds, strict=True)), strict=True))
+            for kind, rounds in taken.items()
+        }
+        ratios = {
+            name: statistics.median(a[i] / b[i] for a, b in zip(taken["buckets"], taken["a key each"], strict=True))
+            for i, name in enumerate(names)
+        }
+        told = "; ".join(
+            f"{name} {of['buckets'][name]:.2f} against {of['a key each'][name]:.2f} ({ratios[name]:.2f} ×)" for name in names
+        )
+        lines.append(
+            f"rows of {columns} float64 ({codec.fixed_bytes} bytes), {rows:,} of them, in buckets against a key each: {told}"
+        )
+        figures[f"narrow_{columns}"] = of | {"ratios": ratios}
+    return lines, figures
+
+
+def _numbers(codec: RowCodec, at: int) -> RowBatch:
+    rng = np.random.default_rng(at)
+    columns = {f.name: rng.random(8192) for f in codec.features}
+    keys = Packed.of([b"%08d" % i for i in range(at, at + 8192)])
+    hashes = kernels.hashes(keys)
+    computed_at = np.full(8192, time.time_ns() // 1000)
+    return RowBatch(keys, codec.encode(pa.record_batch(columns), hashes, computed_at, 1), hashes)
+
+
+def _read_us(store: RedisStore, count: int) -> float:
+    """Of the quicker half, whose neighbours left it alone."""
+    rng, times = np.random.default_rng(count), []
+    for _ in range(READS):
+        keys = [b"%08d" % i for i in rng.integers(0, NARROW_ROWS, count)]
+        started = time.perf_counter()
+        store.read("numbers", keys)
+        times.append(time.perf_counter() - started)
+    return 1e6 * float(np.quantile(times, 0.25))
+
+
+def _used_bytes(server: RedisProcess) -> int:
+    with server.client() as client:
+        return int(client.info("memory")["used_memory"])
 
 
 # ---- a cluster

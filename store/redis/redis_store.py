@@ -163,7 +163,7 @@ class RedisStore(OnlineStore):
         if unwanted:
             self._drop_all(view, unwanted)
         done, prefix = 0 if number is None else started[number].done, self._names.rows(view, generation.number)
-        buckets = bucket_count(rows, row_bytes, len(prefix))
+        buckets = bucket_count(rows, row_bytes, len(prefix)) if self._options.buckets else 0
         if number is not None:
             buckets = 0 if (earlier := started[number].buckets) is None else earlier.number
         elif buckets and not keep_small(self._servers, self._names.prefix, doing):

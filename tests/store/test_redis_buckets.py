@@ -25,8 +25,10 @@ from store.redis.buckets import FEW, FIELDS, Buckets, bucket_cost_bytes, bucket_
 from store.redis.preflight import key_cost_bytes
 from store.redis.redis_store import RedisStore
 from store.redis.resp import Layout
+from store.redis.slots import slot_of
 from tests.online import Stopped, commands_in, in_buckets, plain
 from tests.redis_process import Proxy, RedisCluster, RedisProcess, newest_redis, redis_binaries
+from tests.store.test_redis_cluster import migrate
 
 BINARIES = redis_binaries()
 META = "precompute:{scores}:meta"
@@ -332,9 +334,17 @@ def test_buckets_in_a_cluster_follow_slots_that_move_and_masters_that_go(
         monkeypatch.setattr(resp, "BUCKETS_SLICE_ROWS", 3000)
         monkeypatch.setattr("store.redis.bulk.SCANNED_KEYS", 100)
         victim = cluster.masters[1]
+        name = "precompute:{}scores:1:00000000"
+        source = cluster.master_of(name)
+        to = next(master for master in cluster.masters if master not in (source, victim))
 
         def killing() -> Rows:
             for number, part in enumerate(batches(keys)):
+                if number == 7:
+                    # keys that were not there yet by ASK; all of them by MOVED from 13 on
+                    migrate(cluster, slot_of(name), source, to, keys=0, finish=False)
+                if number == 13:
+                    migrate(cluster, slot_of(name), source, to)
                 if number == 20:
                     with victim.client() as client:
                         client.execute_command("WAIT", 1, 1000)
@@ -387,7 +397,7 @@ def test_buckets_take_a_third_of_the_memory(columns: int, store: RedisStore, raw
     assert used[0] > 2.7 * used[1]
 
 
-def test_a_server_that_keeps_no_such_hashes_small_gets_keys(
+def test_a_server_that_keeps_no_such_hashes_small_gets_keys_and_so_does_who_asks_for_them(
     store: RedisStore, raw: redis.Redis, open_store: OpenStore, shared_server: RedisProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -401,4 +411,6 @@ def test_a_server_that_keeps_no_such_hashes_small_gets_keys(
     assert len(hashes_of(raw, 2)) == 20
     publish(store, 3, ids(20))
     assert len(hashes_of(raw, 3)) == 1
+    publish(open_store(shared_server.url("?buckets=no")), 4, ids(20))
+    assert len(hashes_of(raw, 4)) == 20
     assert FEW < 20
