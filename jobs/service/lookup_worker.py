@@ -19,6 +19,7 @@ from store.guard.limits import Limits
 from store.guard.server import GuardedServer
 from store.kept.kept_rows import KeptLimits
 from store.lookup import Lookup
+from store.offline.view_store import OfflineStore
 from store.online_url import open_kept_rows, open_online_store
 from store.telemetry.instruments import Meter
 
@@ -31,7 +32,7 @@ def main() -> None:
     with contextlib.closing(fallback), contextlib.closing(open_online_store(spec["online"])) as online:
         kept = open_kept_rows(spec["online"], KeptLimits(**spec["kept"]))
         lookup = Lookup(online, Path(spec["root"]), fallback, kept=kept)
-        warmer = Warmer(lookup, fallback, fallback.want)
+        warmer = Warmer(lookup, fallback, fallback.want, OfflineStore(Path(spec["root"])))
         fallback.on_lost = warmer.look
         try:
             listening = [socket.socket(fileno=number) for number in spec["listeners"]]

@@ -9,11 +9,15 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, Protocol
 
+from store.clock import parsed_time
 from store.errors import PrecomputeError
 from store.lookup import Lookup
+from store.offline.view_store import OfflineStore
 from store.online.online_store import Pointer
+from store.record import replace
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +29,10 @@ AGAIN_S = 30.0
 
 OPEN_S = 600.0
 """How long opening may take: see :data:`jobs.service.fallback.LOAD_S`."""
+
+
+COMING_S = 1800.0
+"""How long what was computed and not published may be published yet; what a gate refused lies there for ever."""
 
 
 class Models(Protocol):
@@ -53,11 +61,19 @@ class Warmer:
     Args:
         lookup: whose indexes are opened.
         models: behind its misses.
-        want: told again and again which models are live.
+        want: told again and again which models are live, or about to be.
+        offline: where what is computed is seen before it is live: another model is loaded by then.
     """
 
-    def __init__(self, lookup: Lookup, models: Models, want: Callable[[set[str]], None] = lambda models: None) -> None:
-        self._lookup, self._models, self._want = lookup, models, want
+    def __init__(
+        self,
+        lookup: Lookup,
+        models: Models,
+        want: Callable[[set[str]], None] = lambda models: None,
+        offline: OfflineStore | None = None,
+    ) -> None:
+        self._lookup, self._models, self._want, self._offline = lookup, models, want, offline
+        self._ahead: dict[str, _Seen] = {}
         self._seen: dict[str, _Seen] = {}
         self._stop, self._look = False, threading.Event()
         self.warming = True
@@ -88,7 +104,8 @@ class Warmer:
         names = self._lookup.online.views()
         pointers = [pointer for name in names if (pointer := self._lookup.online.live(name)) is not None]
         behind = [pointer for pointer in pointers if pointer.view.fallback]
-        self._want({pointer.model for pointer in behind})
+        ahead = [coming for pointer in behind if (coming := self._coming(pointer)) is not None]
+        self._want({pointer.model for pointer in (*behind, *ahead)})
         # all models first: each is loaded by a process of its own, while the indexes are opened here
         for pointer in pointers:
             name = pointer.view.name
@@ -97,9 +114,41 @@ class Warmer:
                 log.info("view %r: snapshot %d is live, %d rows", name, pointer.snapshot, pointer.rows)
             if pointer.view.fallback:
                 self._open_model(pointer, self._seen[name])
+        for pointer in ahead:
+            name = pointer.view.name
+            if name not in self._ahead or self._ahead[name].publishing != pointer.publishing:
+                self._ahead[name] = _Seen(pointer.publishing)
+                log.info("view %r: snapshot %d, by another model, is about to be live", name, pointer.snapshot)
+            self._open_model(pointer, self._ahead[name])
         for pointer in pointers:
             if not self._stop:
                 self._open_index(pointer, self._seen[pointer.view.name])
+
+    def _coming(self, live: Pointer) -> Pointer | None:
+        """What was computed since by another model and may be published soon, as its pointer might be; None where nothing was."""
+        if self._offline is None:
+            return None
+        store = self._offline.view(live.view.name)
+        newest = max(store.numbers(), default=0)
+        if newest <= live.snapshot:
+            return None
+        snapshot = store.snapshot(newest)
+        created = parsed_time(snapshot.created_at)
+        over = created is None or (datetime.now(UTC) - created).total_seconds() > COMING_S
+        if over or snapshot.model == live.model or not snapshot.view.fallback:
+            return None
+        return replace(
+            live,
+            view=snapshot.view,
+            snapshot=newest,
+            base_snapshot=newest,
+            epoch=live.epoch + 1,
+            model=snapshot.model,
+            at=snapshot.created_at,
+            input_columns=dict(snapshot.input_columns),
+            inputs=dict(snapshot.inputs),
+            partition=snapshot.partition,
+        )
 
     def _open_model(self, pointer: Pointer, seen: _Seen) -> None:
         now = time.monotonic()

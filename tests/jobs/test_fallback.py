@@ -439,6 +439,35 @@ def test_a_model_that_comes_after_its_snapshot_went_live_is_opened_without_a_mis
         warmer.stop()
 
 
+def test_another_model_is_loaded_before_what_it_computed_is_live(
+    make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.service.warmer.WARM_EVERY_S", 0.01)
+    project, weights = _scaled(make_project, tmp_path, 3.0)
+    project.publish_all()
+    lookup = open_lookup(project)
+    fallback, live = lookup.fallback, lookup.online.live("numbers")
+    assert isinstance(fallback, ViewFallback)
+    assert live is not None
+    wanted: list[set[str]] = []
+    warmer = Warmer(lookup, fallback, wanted.append, project.offline)
+    try:
+        eventually(lambda: not warmer.warming)
+        assert wanted[-1] == {live.model}
+        weights.write_text("4.0")
+        project.materialize(full=True)
+        coming = project.store.snapshot(2)
+        eventually(lambda: ("numbers", (live.epoch + 1, coming.created_at)) in fallback.open_publishings())
+        assert wanted[-1] == {live.model, coming.model}
+        made = Scaled.made
+        project.publish()
+        write_data(project, {2: 2.0})
+        assert features(lookup.get("numbers", [2])) == [{"double": 8.0}]
+        assert Scaled.made == made
+    finally:
+        warmer.stop()
+
+
 @pytest.mark.parametrize("ended", ["dropped", "root removed"])
 def test_a_view_that_began_anew_is_computed_by_its_own_model(
     make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: str
