@@ -16,7 +16,10 @@ from typing import Any
 import pytest
 
 from jobs.cli import main
+from store.client import Tls
+from store.errors import DeniedError, NoAnswerError
 from tests import REPOSITORY
+from tests.asking import features_of, opened
 from tests.server import Reply, Server, eventually, make_folder, read_reply
 from tests.store.test_access import certificate
 
@@ -190,3 +193,17 @@ def test_token_is_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main([*command, "--remove"]) == 1
     assert main(["-c", str(tmp_path), "serve"]) == 2
     assert "has no token" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["blocking", "async"])
+def test_the_client_shows_a_certificate_and_a_token(server: Guarded, kind: str) -> None:
+    folder, tls = server.folder, Tls(server.folder / "server.pem", server.folder / "client.pem", server.folder / "client.key")
+    with opened(kind, server.url, token=lambda: server.token or "", tls=tls) as client:
+        assert features_of(client.row("numbers", 1))["double"] == 2.0
+        assert client.get("numbers", [1, 2, 3])["double"].to_pylist() == [2.0, 4.0, 6.0]
+    for token, code in ((None, "no_token"), ("pct_nobodys", "unknown_token")):
+        with opened(kind, server.url, token=token, tls=tls) as client, pytest.raises(DeniedError) as caught:
+            client.views()
+        assert (caught.value.status, caught.value.code) == (401, code)
+    with opened(kind, server.url, tls=Tls(folder / "server.pem"), retries=0) as client, pytest.raises(NoAnswerError):
+        client.views()
