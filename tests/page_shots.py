@@ -22,7 +22,7 @@ from tests.scene import Scene
 from tests.server import Server
 
 PROJECT = REPOSITORY / "examples" / "recommender" / "project"
-SIZES = {"phone": (390, 2700), "desk": (1280, 1580)}
+SIZES = {"phone": (390, 2900), "desk": (1280, 1640)}
 LIGHT, DARK = "1", "0"
 """Of Chromium's setting preferredColorScheme."""
 

@@ -20,6 +20,8 @@ LOOKUP, NEAR, TEXT = "lookup", "near", "text"
 _WAYS = {LOOKUP: "Look up a key", NEAR: "Near a key", TEXT: "Search by text"}
 _MOST_BYTES = 8192
 _K = 10
+_PATIENCE_MS = 3000.0
+"""For the model: a person waits longer than a service."""
 _SHOWN = 8
 """Numbers of a vector, or items of a list, that are shown."""
 
@@ -103,7 +105,7 @@ def _key(lookup: Lookup, asked: Question) -> str:
 
 
 def _row(lookup: Lookup, asked: Question) -> Html:
-    answer = lookup.begin(asked.view, [_key(lookup, asked)], LookupOptions())
+    answer = lookup.begin(asked.view, [_key(lookup, asked)], LookupOptions(deadline_ms=_PATIENCE_MS))
     answer.wait()
     row = answer.rows()[0]
     told: list[tuple[str, Child]] = [("status", element("span", _status(row), class_=f"word {row['status']}"))]
@@ -129,7 +131,7 @@ def _found(lookup: Lookup, asked: Question) -> Html:
     else:
         pointer = lookup.online.live(asked.view)
         column = "text" if pointer is None else text_column(pointer)
-        found = lookup.search(asked.view, inputs={column: asked.text}, k=_K)
+        found = lookup.search(asked.view, inputs={column: asked.text}, k=_K, deadline_ms=_PATIENCE_MS)
     scores = [row["score"] for row in found["rows"]]
     least, most = min(scores, default=0.0), max(scores, default=0.0)
     rows = []

@@ -11,7 +11,8 @@ from store.page.bars import columns_bar, freshness_bar, runs_line, shares_bar
 from store.page.figures import Figures, Times, ViewFigures, counted
 from store.page.html import Child, Html, element, joined
 
-_TOLD_RUNS = 5
+_TOLD_RUNS = 6
+"""In words."""
 _STATUSES = ("fresh", "stale", "computed", "missing")
 
 
@@ -99,27 +100,27 @@ def _rows_asked(figures: Figures, view: str) -> Html | None:
     )
 
 
-def _runs(runs: Sequence[Report]) -> Html | None:
-    if not runs:
-        return None
-    rows = [_run(run) for run in runs[:_TOLD_RUNS]]
-    heads = "began", "run", "rows", "rejected", "took", "stages"
-    return element(
-        "details",
-        element("summary", f"the last {len(rows)} of its runs"),
-        element("table", _head(heads, numbers=("rows", "rejected", "took")), element("tbody", *rows), class_="fold"),
-    )
-
-
 def _last_run(runs: Sequence[Report]) -> Html | None:
-    if not runs:
+    return joined(element("p", "last run", class_="quiet"), _run(runs[0])) if runs else None
+
+
+def _runs(runs: Sequence[Report]) -> Html | None:
+    before = runs[1:_TOLD_RUNS]
+    if not before:
         return None
-    run = runs[0]
+    return element("details", element("summary", f"{len(before)} more before it"), *map(_run, before))
+
+
+def _run(run: Report) -> Html:
+    """One run: when, what came of it, and where its time went."""
+    snapshot = None if run.snapshot is None else f", snapshot {run.snapshot}"
     counts = (
         f": {run.counts.get('written', 0):,} rows written, {run.counts.get('rejected', 0):,} rejected, {duration_ms(run.seconds)}"
     )
     return joined(
-        element("p", f"last {run.command}, ", run.started_at[:16].replace("T", " "), ", ", _ended(run), counts), _stages(run)
+        element("p", f"{run.started_at[:16].replace('T', ' ')} {run.command} ", _ended(run), snapshot, counts),
+        None if run.error is None else element("p", run.error[:300], class_="quiet small"),
+        _stages(run),
     )
 
 
@@ -138,29 +139,6 @@ def _stages(run: Report) -> Html | None:
         return None
     words = ", ".join(f"{name} {duration_ms(seconds)}" for name, seconds in most.items())
     return joined(shares_bar(most, [f"s{i}" for i in range(len(most))]), element("span", words, class_="quiet small"))
-
-
-def _run(run: Report) -> Html:
-    word = joined(
-        _ended(run),
-        f" {run.command}" if run.command != "run" else None,
-        None if run.snapshot is None else f", snapshot {run.snapshot}",
-        None if run.error is None else joined(element("br"), element("span", run.error[:300], class_="quiet")),
-    )
-    cells: list[tuple[str, Child, str | None]] = [
-        ("began", run.started_at[:16].replace("T", " "), None),
-        ("run", word, None),
-        ("rows", f"{run.counts.get('written', 0):,}", "n"),
-        ("rejected", f"{run.counts.get('rejected', 0):,}", "n"),
-        ("took", duration_ms(run.seconds), "n"),
-        ("stages", _stages(run) or "–", "bar"),
-    ]
-    return element("tr", *(element("td", _cell(value), class_=kind, data_is=name) for name, value, kind in cells))
-
-
-def _cell(value: Child) -> Html:
-    # a cell folds into one line on a phone: its name on the left, and one element on the right
-    return element("div", value)
 
 
 def _head(names: Sequence[str], numbers: Sequence[str] = ()) -> Html:

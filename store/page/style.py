@@ -29,7 +29,7 @@ table{border-collapse:collapse;width:100%}th,td{text-align:left;padding:.3rem .8
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}td.bar{width:30%;min-width:7rem}
 form{display:flex;flex-wrap:wrap;gap:.5rem;align-items:end}label{display:block;font-size:.85rem}
 select,input,button{font:inherit;color:inherit;background:var(--card);border:1px solid var(--line);border-radius:.4rem;padding:.4rem .6rem;max-width:100%}
-form .wide{flex:1 1 16rem}form .wide input{width:100%}button{cursor:pointer}button:hover{border-color:var(--accent)}
+form>div{min-width:0;max-width:100%;flex:0 1 16rem}select{width:100%}form .wide{flex:1 1 16rem}form .wide input{width:100%}button{cursor:pointer}button:hover{border-color:var(--accent)}
 .answer{border-left:3px solid var(--accent);margin-top:.9rem}footer{padding:2rem 1rem;font-size:.9rem}
 @media(max-width:640px){table.fold thead{display:none}table.fold tr{display:block;border-bottom:1px solid var(--line);padding:.35rem 0}
 table.fold td{display:flex;justify-content:space-between;gap:1rem;border:0;padding:.1rem 0;text-align:right;white-space:normal}

@@ -663,8 +663,7 @@ def test_the_page_shows_each_view(api: Server) -> None:
         ">fresh<",
         ">stale<",
         ">expired<",
-        "last run, ",
-        ": 3 rows written, 0 rejected, ",
+        " run <span>published</span>, snapshot 1: 3 rows written, 0 rejected, ",
     ):
         assert shown in text
 
