@@ -323,6 +323,10 @@ class Answer:
         """When row ``i`` was computed, µs since 1970."""
         return self._computed_at[i]
 
+    def whole_columns(self) -> WholeColumns | None:
+        """The rows' values as columns, where all rows are fresh ones of the store, and were read so."""
+        return self._columns if self._statuses is None else None
+
     def table(self) -> pa.Table:
         """The answer as Arrow: the columns of :data:`ANSWER_FIELDS`, then one per feature."""
         plan, rows = self.plan, len(self.keys)

@@ -9,6 +9,7 @@ import contextlib
 import socket
 from pathlib import Path
 
+from jobs.process.memory import settle
 from jobs.service.child import DRAIN_S, begin
 from jobs.service.remote_fallback import RemoteFallback
 from jobs.service.warmer import Warmer
@@ -43,6 +44,7 @@ def main() -> None:
             server = GuardedServer(app, limits, meter, tls_of(spec), int(DRAIN_S))
             if tokens is not None:
                 server.connections.on_tick.append(tokens.look)
+            settle()
             server.run(sockets=listening)
         finally:
             warmer.stop()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow as pa
 
+from store.encoding.ipc import END_OF_STREAM, field_at, table_at
 from store.errors import RequestError
 from store.lookup_options import MAX_KEYS
 
@@ -99,28 +100,14 @@ def _refuse_compression(body: bytes) -> None:
         if message.type in ("record batch", "dictionary"):
             metadata = message.metadata.to_pybytes()
             try:
-                batch = _table_at(metadata, _flatbuffer_field(metadata, struct.unpack_from("<I", metadata)[0], 2))
+                batch = table_at(metadata, field_at(metadata, struct.unpack_from("<I", metadata)[0], 2))
                 if message.type == "dictionary":
-                    batch = _table_at(metadata, _flatbuffer_field(metadata, batch, 1))
-                compressed = _flatbuffer_field(metadata, batch, 3) != 0 or b"experimental_compression" in metadata
+                    batch = table_at(metadata, field_at(metadata, batch, 1))
+                compressed = field_at(metadata, batch, 3) != 0 or b"experimental_compression" in metadata
             except struct.error as exc:
                 raise ValueError("a message's metadata is cut short") from exc
             if compressed:
                 raise RequestError("the Arrow body's buffers are compressed: send them plain", code="bad_arrow")
-
-
-def _table_at(data: bytes, field: int) -> int:
-    """Position of the table that a field refers to."""
-    position: int = field + struct.unpack_from("<I", data, field)[0]
-    return position
-
-
-def _flatbuffer_field(data: bytes, table: int, field: int) -> int:
-    """Position of a table's field, 0 when it is absent."""
-    vtable = table - struct.unpack_from("<i", data, table)[0]
-    size, at = struct.unpack_from("<H", data, vtable)[0], 4 + 2 * field
-    offset: int = struct.unpack_from("<H", data, vtable + at)[0] if at < size else 0
-    return table + offset if offset else 0
 
 
 def arrow_pieces(table: pa.Table, rows: int) -> Iterator[memoryview]:
@@ -128,10 +115,7 @@ def arrow_pieces(table: pa.Table, rows: int) -> Iterator[memoryview]:
     yield memoryview(table.schema.serialize())
     for batch in table.to_batches(max_chunksize=rows):
         yield memoryview(batch.serialize())
-    yield _END_OF_STREAM
-
-
-_END_OF_STREAM = memoryview(b"\xff\xff\xff\xff\0\0\0\0")
+    yield memoryview(END_OF_STREAM)
 
 
 def encode_arrow(table: pa.Table) -> memoryview:

@@ -18,6 +18,7 @@ from store.api.pools import Pool
 from store.api.reply import ARROW_TYPE, JSON_TYPE, RETRY_SOON, Reply, Stream, problem, refusal
 from store.api.request import Receive, Scope, both, headers_of, no_query, query_options, read_body, wants_arrow
 from store.encoding.answer_size import LARGE_ARROW_BYTES, LARGE_BYTES, MAX_ANSWER_BYTES, Measure, Room
+from store.encoding.arrow_template import stream_of
 from store.encoding.http_freshness import VARY, Headers, cache_control, matches, missing_headers, row_headers
 from store.encoding.json_rows import lookup_json, lookup_pieces, row_json
 from store.encoding.row_cache import MAX_CACHE_BYTES, CachedRow, CacheKey, RowCache, cached_row
@@ -162,7 +163,7 @@ class RowRoutes:
             pieces = arrow.arrow_pieces(answer.table(), 8 * rows) if columnar else lookup_pieces(answer, rows)
             reply = self._streamed(kind_of, pieces, size.total)
         else:
-            reply = Reply(200, kind_of, arrow.encode_arrow(answer.table()) if columnar else lookup_json(answer))
+            reply = Reply(200, kind_of, _as_arrow(answer) if columnar else lookup_json(answer))
         self._metrics.answered("lookup", answer, time.perf_counter() - started)
         return reply
 
@@ -231,6 +232,10 @@ class RowRoutes:
     ) -> Answer:
         begin = partial(self._lookup.begin, view, keys, options, cache_control=asked, columnar=columnar, admit=admit)
         return begin() if self._readers is None else await self._readers.run(begin)
+
+
+def _as_arrow(answer: Answer) -> bytes | memoryview:
+    return stream_of(answer) or arrow.encode_arrow(answer.table())
 
 
 def _several(views: Sequence[str], answers: Sequence[Answer | Reply]) -> Iterator[bytes]:

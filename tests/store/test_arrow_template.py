@@ -1,0 +1,99 @@
+"""Streams put together from a template: to the reader the table that pyarrow would have written, whatever the keys, rows and features."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from store.api.arrow import decode_arrow, encode_arrow
+from store.encoding.arrow_template import stream_of
+from store.feature_view import Feature, FeatureView
+from store.lookup import Lookup
+from store.lookup_options import LookupOptions
+from store.online.codec import RowCodec
+from store.online.online_store import Generation, MemoryStore, Pointer
+
+NOW = 1_700_000_000.0
+DTYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64")
+PLAIN = [feature for dtype in DTYPES for feature in (Feature(f"one_{dtype}", dtype), Feature(f"many_{dtype}", dtype, dim=5))]
+OTHER = [Feature("flag", "bool"), Feature("packed", "float32", dim=8, packed="int8"), Feature("text", "string")]
+KEYS = ["a", "b" * 63, "c" * 64, "d" * 65, "é" * 255, *map(str, range(200))]
+
+
+def lookup_over(features: Sequence[Feature], null: int | None = None) -> Lookup:
+    """A view ``things`` whose row number ``null`` has no values, the others random ones."""
+    view, rng = FeatureView("things", ("id",), tuple(features), ttl_s=10, stale_for_s=5), np.random.default_rng(0)
+    columns: dict[str, pa.Array] = {"id": pa.array(KEYS)}
+    for feature in features:
+        shape = (len(KEYS), feature.dim or 1)
+        if feature.dtype == "string":
+            values = [["é"]] * len(KEYS)
+        elif feature.dtype == "bool":
+            values = (rng.random(shape) > 0.5).tolist()
+        else:
+            values = rng.integers(-100, 100, shape).astype(feature.dtype).tolist()
+        rows = [row if feature.dim else row[0] for row in values]
+        columns[feature.name] = pa.array([None if i == null else row for i, row in enumerate(rows)], feature.arrow_type)
+    times = [round((NOW - i / 100) * 1e6) for i in range(len(KEYS))]
+    columns["computed_at"] = pa.array(times, pa.int64())
+    store = MemoryStore()
+    store.load("things", Generation(1, 1), iter([RowCodec(view).row_batch(pa.record_batch(columns), ("id",), 1)]))
+    store.flip(Pointer(view, 1, 1, "m" * 64, len(KEYS), len(KEYS), "now", min(times)))
+    return Lookup(store, clock=lambda: NOW, monotonic=lambda: 0.0)
+
+
+PLAIN_LOOKUP = lookup_over(PLAIN)
+
+
+def check(lookup: Lookup, keys: Sequence[str], features: Sequence[str] | None, templated: bool) -> None:
+    answer = lookup.begin("things", keys, LookupOptions(features), columnar=True)
+    stream = stream_of(answer)
+    assert (stream is not None) == templated
+    if stream is not None:
+        table = decode_arrow(stream)
+        table.validate(full=True)
+        assert table.schema == answer.table().schema
+        # byte for byte the values, NaN too
+        assert bytes(encode_arrow(table)) == bytes(encode_arrow(answer.table()))
+
+
+names = [feature.name for feature in PLAIN]
+
+
+@given(
+    keys=st.lists(st.sampled_from(KEYS), min_size=2, max_size=300),
+    features=st.one_of(st.none(), st.lists(st.sampled_from(names), unique=True)),
+)
+def test_a_stream_from_a_template_reads_as_the_table(keys: list[str], features: list[str] | None) -> None:
+    check(PLAIN_LOOKUP, keys, features, True)
+
+
+def test_one_template_serves_keys_of_any_size() -> None:
+    for text in ("a", "é" * 255, "b" * 63, "c" * 64, "d" * 65):
+        check(PLAIN_LOOKUP, [text] * 1000, None, True)
+
+
+def test_other_answers_take_a_table() -> None:
+    check(PLAIN_LOOKUP, ["1", "nobody"], None, False)
+    check(PLAIN_LOOKUP, ["1"], None, False)
+    assert stream_of(PLAIN_LOOKUP.begin("things", ["1", "2"])) is None
+    for feature in OTHER:
+        mixed = lookup_over([PLAIN[0], feature])
+        check(mixed, ["1", "2"], None, False)
+        # a string beside them makes rows of many sizes
+        check(mixed, ["1", "2"], [PLAIN[0].name], feature.dtype != "string")
+    with_null = lookup_over(PLAIN, null=KEYS.index("7"))
+    check(with_null, ["6", "7"], None, False)
+    check(with_null, ["6", "8"], None, True)
+
+
+@pytest.mark.parametrize(("passed_s", "templated"), [(7.0, True), (9.0, False)])
+def test_and_so_do_rows_that_are_not_fresh(passed_s: float, templated: bool) -> None:
+    lookup = lookup_over(PLAIN)
+    late = Lookup(lookup.online, clock=lambda: NOW + passed_s, monotonic=lambda: 0.0)
+    check(late, ["0", "199"], None, templated)
