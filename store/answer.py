@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from store.fallback import Computed, Miss
+from store.fallback import Computed, Likeness, Miss
+from store.feature_view import SIMILAR_FIELDS
 from store.freshness import AHEAD_US, Sighting, age_s, as_datetime, status_of
 from store.lookup_options import MAX_KEYS
 from store.online.codec import RowCodec, State
@@ -65,9 +66,11 @@ class AnswerPlan:
         self.snapshots = frozenset((pointer.base_snapshot, pointer.snapshot))
         self.absent = Reason.NOT_IN_STORE if pointer.lossy or pointer.degraded else Reason.UNKNOWN_ENTITY
         self.features = features
+        self.similar_fields = () if view.semantic_cache is None else SIMILAR_FIELDS
         wanted = view.features if features is None else [view.feature(name) for name in features]
         self.schema = pa.schema(
-            [pa.field(name, kind) for name, kind in ANSWER_FIELDS] + [pa.field(f.name, f.arrow_type) for f in wanted]
+            [pa.field(name, kind) for name, kind in ANSWER_FIELDS + self.similar_fields]
+            + [pa.field(f.name, f.arrow_type) for f in wanted]
         )
         self.reader = ColumnReader(self.codec, self.snapshots, features) if self.codec.exact else None
         """What reads the features as columns in one pass; None where they have strings or lists among them, or beside them."""
@@ -124,6 +127,8 @@ class Answer:
     """Row's number → the packed row that the fallback made, now or before."""
     _kept: set[int] = field(default_factory=set)
     """Those that it made before."""
+    likes: dict[int, Likeness] = field(default_factory=dict)
+    """Number of a row that is another entity's → whose, and how near its input is."""
     _in_error: set[int] = field(default_factory=set)
     """Rows that have expired and are served, since the model failed."""
     asked: dict[int, Reason] = field(default_factory=dict)
@@ -263,8 +268,14 @@ class Answer:
             computed = future.result()
             self._computed[i] = computed.row
             self._computed_at[i] = computed.computed_at_us  # type: ignore[index]
-            self._statuses[i] = Status.COMPUTED  # type: ignore[index]
-            self.asked[i] = self._reasons.pop(i)
+            reason = self._reasons.pop(i)
+            if computed.like is None:
+                self._statuses[i] = Status.COMPUTED  # type: ignore[index]
+                self.asked[i] = reason
+            else:
+                # of a published row, to be judged as any
+                self._statuses[i] = Status.FRESH  # type: ignore[index]
+                self.likes[i] = computed.like
         self.pending = {}
         self.judge_again()
 
@@ -290,7 +301,7 @@ class Answer:
         """Where row ``i``, which is not missing, came from."""
         if self.status(i) is Status.COMPUTED:
             return AnswerSource.FALLBACK
-        return AnswerSource.CACHE if i in self._kept else AnswerSource.STORE
+        return AnswerSource.CACHE if i in self._kept or i in self.likes else AnswerSource.STORE
 
     def packed_row(self, i: int) -> Buffer | None:
         """Row ``i`` as it is packed, its checksum first; None for a missing one."""
@@ -300,7 +311,7 @@ class Answer:
         """Age of row ``i`` in seconds; 0 for a missing one."""
         if i in self._reasons:
             return 0.0
-        if i in self._computed:
+        if i in self._computed and i not in self.likes:
             return age_s(self._computed_at[i], self.now_us)
         return self._age_s(self._computed_at[i])
 
@@ -356,10 +367,22 @@ class Answer:
                 ttl,
                 snapshot,
                 model,
+                *self._similar_columns(),
                 *features,
             ],
             schema=plan.schema,
         )
+
+    def _similar_columns(self) -> list[pa.Array]:
+        """Of :data:`SIMILAR_FIELDS`, where the view has them."""
+        if not self.plan.similar_fields:
+            return []
+        likes = [None if i in self._reasons else self.likes.get(i) for i in range(len(self.keys))]
+        found = (
+            [None if like is None else like.similarity for like in likes],
+            [None if like is None else like.key for like in likes],
+        )
+        return [pa.array(values, kind) for values, (_, kind) in zip(found, self.plan.similar_fields, strict=True)]
 
     def _key_column(self) -> pa.Array:
         keys = self.found.keys
@@ -399,6 +422,8 @@ class Answer:
             value = self.packed_row(i)
             assert value is not None
             us, features = plan.codec.decode_one(value, plan.features)
+            if (like := self.likes.get(i)) is not None:
+                row |= {"similarity": like.similarity, "nearest": like.key}
             row |= {"computed_at": as_datetime(us), "age_s": self.age_s(i)}
         row |= {"ttl_s": plan.view.ttl_s, "snapshot": plan.pointer.snapshot, "model": plan.pointer.model, "features": features}
         return row

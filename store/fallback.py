@@ -14,12 +14,21 @@ from store.status import Reason
 
 
 @dataclass(frozen=True, slots=True)
+class Likeness:
+    """Whose stored row it is, and how near that entity's input is to what was asked for: a cosine."""
+
+    key: str
+    similarity: float
+
+
+@dataclass(frozen=True, slots=True)
 class Computed:
     """One row the model made now, packed as the online store would hold it, and when (µs since 1970); what a view is searched by is packed as a row of
-    :func:`unpacked_view`."""
+    :func:`unpacked_view`. With ``like``, no model made it now: it is the stored row of another entity (:mod:`store.semantic_cache`)."""
 
     row: bytes
     computed_at_us: int
+    like: Likeness | None = None
 
 
 class Miss(Exception):

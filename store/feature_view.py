@@ -76,6 +76,14 @@ class IndexSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class SemanticCacheSpec:
+    """Whose vector index finds, for a miss, the nearest stored input, and from which cosine on the row of that one is the answer."""
+
+    view: str
+    threshold: float
+
+
+@dataclass(frozen=True, slots=True)
 class ModelUse:
     """Which model and how, as configured: a name or dotted path, its arguments, the precision and back end it computes in."""
 
@@ -119,6 +127,8 @@ class FeatureView:
     """How long it is kept in mind that there is no such entity."""
     stale_if_error_s: float = 0.0
     """Past ``stale_for_s``: how long a row is still served, as stale, where the model fails."""
+    semantic_cache: SemanticCacheSpec | None = None
+    """A miss may be answered by the row of the entity whose input is nearest."""
 
     @property
     def feature_names(self) -> tuple[str, ...]:
@@ -149,7 +159,7 @@ class FeatureView:
         for record, name, before in later:
             if record[name] == before:
                 del record[name]
-        for name, default in (("keep_s", 600.0), ("keep_missing_s", 30.0), ("stale_if_error_s", 0.0)):
+        for name, default in (("keep_s", 600.0), ("keep_missing_s", 30.0), ("stale_if_error_s", 0.0), ("semantic_cache", None)):
             if body[name] == default:
                 del body[name]
         for feature in body["features"]:
@@ -165,3 +175,27 @@ class FeatureView:
     def fingerprint(self) -> str:
         """SHA-256 (hex) over the whole definition: two views with one fingerprint are the same view."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
+
+SIMILAR_FIELDS: tuple[tuple[str, pa.DataType], ...] = (("similarity", pa.float64()), ("nearest", pa.string()))
+"""Columns that answers of a view with a semantic cache have besides: of a row that is another entity's, the cosine of both inputs, and that entity's key."""
+
+
+def why_no_semantic_cache(view: FeatureView, by: FeatureView) -> str | None:
+    """What keeps ``by``, a view that embeds what another view's model takes, from answering that one's misses; None where nothing does."""
+    if by.name == view.name:
+        return "a view cannot be looked up in its own stead: name the one that embeds the same text cheaply"
+    if by.entity != view.entity:
+        return f"its key is {', '.join(by.entity)}, and this view's {', '.join(view.entity)}"
+    if by.index is None:
+        return "it has no index: add `index: {on: <vector feature>}` to it"
+    if by.index.metric != "cosine":
+        return f"its index compares by {by.index.metric}, and a threshold is a cosine"
+    if by.feature(by.index.on).packed == "binary":
+        return f"its {by.index.on} is packed as binary, which says too little of how near two inputs are"
+    for one in (view, by):
+        if not one.fallback:
+            return (
+                f"view {one.name!r} has no fallback, so that no miss of it is computed: add `fallback: {{enabled: true}}` to it"
+            )
+    return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from store.online.online_store import OnlineStore, Pointer
 from store.online_url import open_online_store
 from store.record import plain
 from store.search import Searches
+from store.semantic_cache import SemanticCache
 
 IMPOSSIBLE = b"\0"
 """Looked up in place of a key no entity can have, and never found: keys with a NUL are not stored."""
@@ -60,14 +62,20 @@ class Lookup:
     ) -> None:
         self.online = online
         self.fallback = fallback
-        self._misses = None if fallback is None else Misses(fallback, kept)
         self.on_damaged: Callable[[str, int], None] = lambda view, rows: None
         """Told of rows that do not vouch for themselves, by lookups and searches: the view, and how many."""
         self._clock, self._monotonic = clock, monotonic
         self._plans: dict[tuple[str, tuple[str, ...] | None], AnswerPlan] = {}
         self._seen: dict[str, tuple[Pointer, tuple[int, str, int], int | None, float]] = {}
         """View → its pointer and that one's version, when that was published (µs), and when it was first seen here, by the monotonic clock (s)."""
+        self.on_semantic: Callable[[str, Counter[str]], None] = lambda view, outcomes: None
+        """Told what became of misses that the semantic cache looked into; see :class:`store.semantic_cache.SemanticCache`."""
         self._searches = Searches(None if root is None else Path(root), self._live, self.begin, self._age_of)
+        self._misses = None if fallback is None else Misses(fallback, kept, self._semantic_cache(fallback))
+
+    def _semantic_cache(self, fallback: Fallback) -> SemanticCache:
+        # who is told is known later
+        return SemanticCache(fallback, self._live, self._searches.index_of, self.begin, lambda *told: self.on_semantic(*told))
 
     @classmethod
     def open(cls, online: str, root: str | Path | None = None) -> Lookup:
@@ -85,6 +93,8 @@ class Lookup:
 
     def close(self) -> None:
         """Close the online store."""
+        if self._misses is not None:
+            self._misses.close()
         self.online.close()
 
     # ---- rows
@@ -291,6 +301,7 @@ class Lookup:
             "searchable": pointer.index is not None,
             "index": self._searches.figures(pointer),
             "fallback": view.fallback,
+            "semantic_cache": None if view.semantic_cache is None else plain(view.semantic_cache),
         }
 
     # ---- search

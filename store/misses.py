@@ -13,6 +13,7 @@ from store.answer import MAX_DEADLINE_S, Answer
 from store.fallback import Computed, Fallback
 from store.kept.kept_rows import KeptRows
 from store.online.online_store import Pointer
+from store.semantic_cache import SemanticCache
 
 REFRESH_S = 30.0
 """How long a stale row may wait to be computed behind its answer."""
@@ -30,13 +31,18 @@ class Misses:
     Args:
         fallback: computes rows.
         kept: rows that were computed before, and written by who computes; None where none are kept, and stale rows stay so.
+        semantic: answers misses of views that want it by rows of other entities.
     """
 
-    def __init__(self, fallback: Fallback, kept: KeptRows | None) -> None:
-        self._fallback, self._kept = fallback, kept
+    def __init__(self, fallback: Fallback, kept: KeptRows | None, semantic: SemanticCache) -> None:
+        self._fallback, self._kept, self._semantic = fallback, kept, semantic
         self._lock = threading.Lock()
         self._refreshed: dict[tuple[str, tuple[int, str], str], float] = {}
         """Rows that are computed behind an answer, or were: until when (monotonic) they are not begun again."""
+
+    def close(self) -> None:
+        """Answer no more by rows of other entities; what is with the model goes on."""
+        self._semantic.close()
 
     def begin(
         self,
@@ -65,7 +71,12 @@ class Misses:
         if left:
             wait_s = pointer.view.fallback_deadline_s if deadline_ms is None else deadline_ms / 1000
             answer.deadline = time.monotonic() + min(wait_s, MAX_DEADLINE_S)
-            futures = self._fallback.submit(pointer, [answer.keys[i] for i in left], inputs, answer.deadline)
+            keys, oldest_s = [answer.keys[i] for i in left], answer.oldest_s
+            # below 0 no stored row is good enough, whosever it is
+            if pointer.view.semantic_cache is not None and (oldest_s is None or oldest_s >= 0):
+                futures = self._semantic.submit(pointer, keys, inputs, answer.deadline, oldest_s)
+            else:
+                futures = self._fallback.submit(pointer, keys, inputs, answer.deadline)
             answer.pending = dict(zip(left, futures, strict=True))
         if stale:
             self._refresh(pointer, [answer.keys[i] for i in stale])

@@ -25,7 +25,7 @@ from store.vectors.row_filter import RowFilter
 from store.vectors.vector_index import Neighbours, VectorIndex
 
 
-class _Begin(Protocol):
+class Begin(Protocol):
     """:meth:`store.lookup.Lookup.begin`."""
 
     def __call__(self, view: str, keys: Sequence[Any], options: LookupOptions = ...) -> Answer: ...
@@ -45,7 +45,7 @@ class Searches:
         self,
         root: Path | None,
         live: Callable[[str], Pointer],
-        begin: _Begin,
+        begin: Begin,
         age_of: Callable[[Pointer], Callable[[int], float]],
     ) -> None:
         self.root = root

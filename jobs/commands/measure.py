@@ -1,4 +1,4 @@
-"""Profile, tune: a sample of a view, measured."""
+"""Profile, tune, thresholds: a sample of a view, measured."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PACE = {
 
 
 def add(commands: Commands) -> None:
-    """The commands ``profile`` and ``tune``."""
+    """The commands ``profile``, ``tune`` and ``thresholds``."""
     profile = commands.add(
         "profile", _profile, "run a sample of a view and tell where the time goes; nothing is written", view=True
     )
@@ -55,6 +55,17 @@ def add(commands: Commands) -> None:
     tune.add_argument("--dry-run", action="store_true", help="only measure: write no tuning file")
     tune.add_argument(
         "--only", action="append", default=[], metavar="NAME", help="measure this one, as bf16-onednn; may be repeated"
+    )
+    cache = commands.add(
+        "thresholds",
+        _thresholds,
+        "measure on a view's rows what a semantic cache would save and cost, and suggest its threshold",
+        view=True,
+    )
+    cache.add_argument("--by", metavar="VIEW", help="embeds the same text (default: the one that semantic_cache names)")
+    cache.add_argument("--rows", type=int, default=1000, metavar="N", help="size of the sample (default: 1000)")
+    cache.add_argument(
+        "--agreement", type=float, default=0.95, metavar="SHARE", help="of the answers that must be right (default: 0.95)"
     )
 
 
@@ -85,6 +96,18 @@ def _tune(arguments: argparse.Namespace) -> int:
         tell=(lambda _: None) if arguments.json else (lambda line: print(line, file=sys.stderr, flush=True)),
     )
     print(json.dumps(tuning) if arguments.json else describe_tuning(tuning))
+    return DONE
+
+
+def _thresholds(arguments: argparse.Namespace) -> int:
+    from jobs.ops.thresholds import thresholds
+
+    project = project_of(arguments)
+    _check_rows(arguments.rows)
+    if not 0 < arguments.agreement < 1:
+        raise ConfigError(f"--agreement: {arguments.agreement:g}: between 0 and 1")
+    measured = thresholds(project, arguments.view, by=arguments.by, rows=arguments.rows, agreement=arguments.agreement)
+    print(json.dumps(measured) if arguments.json else describe_thresholds(measured))
     return DONE
 
 
@@ -139,5 +162,32 @@ def describe_tuning(tuning: Mapping[str, Any]) -> str:
             *lines,
             f"{tuning['picked']} is the fastest within {budget}; "
             + (f"written to {tuning['file']}, which `precision: auto` reads." if tuning["file"] else "nothing was written."),
+        ]
+    )
+
+
+def describe_thresholds(measured: Mapping[str, Any]) -> str:
+    """What each threshold saves and costs as a table, and the one that is suggested."""
+    lines = [f"  {'threshold':>9}{'calls saved':>13}{'agree':>8}{'at least':>10}"]
+    for line in measured["thresholds"]:
+        if line["agree"] is None:
+            lines.append(f"  {line['threshold']:>9g}{line['saved']:>13.1%}{'–':>8}{'–':>10}")
+        else:
+            lines.append(f"  {line['threshold']:>9g}{line['saved']:>13.1%}{line['agree']:>8.3f}{line['at_least']:>10.3f}")
+    wanted, picked = measured["agreement"], measured["suggested"]
+    if picked is None:
+        verdict = f"No threshold surely keeps {wanted:g}: measure more rows, or do without."
+    else:
+        (saved,) = (line["saved"] for line in measured["thresholds"] if line["threshold"] == picked)
+        verdict = (
+            f"{picked:g} is the smallest that surely keeps {wanted:g}, and saves {saved:.0%} of the calls: "
+            f"semantic_cache: {{view: {measured['by']}, threshold: {picked:g}}}"
+        )
+    return "\n".join(
+        [
+            f"{measured['view']}: {measured['rows']:,} rows of snapshot {measured['snapshot']}, each answered by the row of the nearest other input by {measured['by']}",
+            *lines,
+            verdict,
+            "Rows were compared with each other: requests may be less like them, so that less is saved, or like them in another way. `precompute_semantic_cache_rows` counts what real ones come to.",
         ]
     )

@@ -21,6 +21,7 @@ from jobs.config.serve import ServeConfig
 from jobs.config.tuning_file import read_tuning, tuning_path
 from jobs.config.view import ModelConfig, ViewConfig
 from store.errors import ConfigError
+from store.feature_view import why_no_semantic_cache
 from store.offline.view_store import OfflineStore, ViewStore
 
 
@@ -246,6 +247,28 @@ class Project:
                         f"{self.folder / 'views' / name}.yaml: live.{other}: no such view{did_you_mean(other, self.names)}"
                     )
                     self.views.pop(name, None)
+        views = dict(self.views)
+        for name, view in views.items():
+            if view.semantic_cache is not None and (why := self._no_semantic_cache(view, views)) is not None:
+                by = view.semantic_cache.view
+                self.broken[name] = ConfigError(f"{self.folder / 'views' / name}.yaml: semantic_cache.view: {by!r}: {why}")
+                del self.views[name]
+
+    def _no_semantic_cache(self, view: ViewConfig, views: Mapping[str, ViewConfig]) -> str | None:
+        """What is wrong with the view that a view's semantic cache names; None when nothing is, or that one's own file is wrong."""
+        assert view.semantic_cache is not None
+        by = view.semantic_cache.view
+        if by not in self.names:
+            return f"no such view{did_you_mean(by, self.names)}"
+        if by not in views:
+            return None
+        seen, named = {by}, views[by].semantic_cache
+        while named is not None and named.view in views and named.view not in seen:
+            if named.view == view.name:
+                return "a circle: its own semantic cache leads back here"
+            seen.add(named.view)
+            named = views[named.view].semantic_cache
+        return why_no_semantic_cache(view.feature_view(), views[by].feature_view())
 
 
 def json_schemas() -> dict[str, Any]:

@@ -12,7 +12,16 @@ from jobs.config.section import Duration, Name, Section, did_you_mean, parse_tim
 from precompute.registry import check_use
 from precompute.sources.statement import check_sql, parameters, referenced_views
 from store.errors import ConfigError
-from store.feature_view import RESERVED, Definition, Feature, FeatureView, IndexSpec, ModelUse
+from store.feature_view import (
+    RESERVED,
+    SIMILAR_FIELDS,
+    Definition,
+    Feature,
+    FeatureView,
+    IndexSpec,
+    ModelUse,
+    SemanticCacheSpec,
+)
 from store.partition import Partition, containing
 
 
@@ -107,6 +116,13 @@ class FallbackConfig(Section):
     stale_if_error: Duration = Field(
         default=0.0, description="past ttl and stale_for: how long a row is still served, as stale, where the model fails"
     )
+
+
+class SemanticCacheConfig(Section):
+    """Answers a miss by the row of the entity whose input is nearest, if that is near enough; no model of this view is asked then."""
+
+    view: Name = Field(description="of the same entity: embeds the same text cheaply, and has an index by cosine and a fallback")
+    threshold: float = Field(gt=0, le=1, description="least cosine of the two inputs; `precompute thresholds` suggests one")
 
 
 class AccuracyConfig(Section):
@@ -210,6 +226,7 @@ class ViewConfig(Section):
     stale_for: Duration = Field(default=7 * 86400.0, description="past ttl, still served, as stale")
     index: IndexConfig | None = None
     fallback: FallbackConfig = FallbackConfig()
+    semantic_cache: SemanticCacheConfig | None = None
     accuracy: AccuracyConfig = AccuracyConfig()
     max_rejected: float = Field(default=0.01, ge=0, le=1, description="share of rejected rows past which nothing is published")
     # YAML reads a bare null as None
@@ -246,6 +263,11 @@ class ViewConfig(Section):
             raise ValueError(
                 f"features: {taken[0]!r} is the name of an answer's own column; call the feature something else "
                 f"(taken: {', '.join(sorted({*RESERVED, *self.entity}))})"
+            )
+        beside = [name for name, _ in SIMILAR_FIELDS if name in self.features or name in self.entity]
+        if self.semantic_cache is not None and beside:
+            raise ValueError(
+                f"semantic_cache: answers have a column {beside[0]!r} of their own then; call the feature or key something else"
             )
         wanted = parameters(self.source.sql)
         for name, query in model_queries(self.model.args).items():
@@ -305,6 +327,9 @@ class ViewConfig(Section):
             keep_s=self.fallback.keep,
             keep_missing_s=self.fallback.keep_missing,
             stale_if_error_s=self.fallback.stale_if_error,
+            semantic_cache=None
+            if self.semantic_cache is None
+            else SemanticCacheSpec(self.semantic_cache.view, self.semantic_cache.threshold),
             definition=Definition(
                 source=self.source.sql,
                 model=ModelUse(**self.model.model_dump()),

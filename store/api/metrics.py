@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from store.api.live_views import LiveViews
 from store.lookup import Answer, Lookup
 from store.telemetry import instruments as counted
@@ -25,6 +27,7 @@ class Metrics:
         self._lookup = lookup
         self._views = LiveViews(lookup) if views is None else views
         lookup.on_damaged = lambda view, rows: self.meter.counter(counted.DAMAGED_ROWS, view).add(rows)
+        lookup.on_semantic = self._semantic
         self._whole: dict[str, Number] = {}
         self._kept: dict[tuple[str, str], tuple[Number, Number]] = {}
         self._routes: dict[str, Timer] = {}
@@ -56,6 +59,11 @@ class Metrics:
         for number in series:
             number.add()
         self.timed("row", seconds)
+
+    def _semantic(self, view: str, outcomes: Mapping[str, int]) -> None:
+        for outcome, rows in outcomes.items():
+            if rows:
+                self.meter.counter(counted.SEMANTIC_CACHE, view, outcome).add(rows)
 
     def timed(self, route: str, seconds: float) -> None:
         """Observe a request's time."""

@@ -107,6 +107,10 @@ class Row(msgspec.Struct, kw_only=True):
     status: Status
     source: AnswerSource | None
     reason: Annotated[Reason | msgspec.UnsetType, msgspec.Meta(description="of a missing row")] = msgspec.UNSET
+    similarity: Annotated[
+        float | msgspec.UnsetType, msgspec.Meta(description="of a row that is another entity's: the cosine of both inputs")
+    ] = msgspec.UNSET
+    nearest: Annotated[str | msgspec.UnsetType, msgspec.Meta(description="of such a row: that entity's key")] = msgspec.UNSET
     computed_at: Annotated[datetime, msgspec.Meta(tz=True)] | None
     age_s: float | None
     ttl_s: float

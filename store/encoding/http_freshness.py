@@ -102,12 +102,14 @@ def _why_asked(reason: Reason, answer: Answer) -> bytes:
 
 
 def etag(answer: Answer, form: bytes, status: Status) -> bytes:
-    """Of the snapshot, the row's own checksum (of key, time, values), its status, the body's form and the features asked for. Weak: a body has the age too, which
-    is another every time; and that a row has become stale is a change that no 304 may hide."""
+    """Of the snapshot, the row's own checksum (of key, time, values), its status, the body's form and the features asked for, and how near it is where it is
+    another entity's. Weak: a body has the age too, which is another every time; and that a row has become stale is a change that no 304 may hide."""
     value = answer.packed_row(0)
     assert value is not None
     checksum = bytes(value[:CHECKSUM_BYTES]).hex().encode()
-    return b'W/"%d-%b-%b%b%b"' % (answer.pointer.snapshot, checksum, status[:1].encode(), form, chosen_features(answer))
+    like = answer.likes.get(0)
+    near = b"" if like is None else b"-%b" % like.similarity.hex().encode()
+    return b'W/"%d-%b-%b%b%b%b"' % (answer.pointer.snapshot, checksum, status[:1].encode(), form, chosen_features(answer), near)
 
 
 def chosen_features(answer: Answer) -> bytes:

@@ -23,9 +23,10 @@ def row_json(answer: Answer, i: int) -> bytes:
     if reason is not None:
         told = b'"key":%b,"status":"missing","source":null,"reason":"%b","computed_at":null,"age_s":null%bnull}'
         return told % (key, reason.encode(), _common(answer.plan))
-    told = b'"key":%b,"status":"%b","source":"%b","computed_at":%b,"age_s":%b%b'
-    status, source = answer.status(i).encode(), answer.source(i).encode()
-    return told % (key, status, source, time_json(answer.computed_at_us(i)), _dumps(answer.age_s(i)), tail_json(answer, i))
+    told = b'"key":%b,"status":"%b","source":"%b",%b"computed_at":%b,"age_s":%b%b'
+    status, source, like = answer.status(i).encode(), answer.source(i).encode(), answer.likes.get(i)
+    whose = b"" if like is None else b'"similarity":%b,"nearest":%b,' % (_dumps(like.similarity), _dumps(like.key))
+    return told % (key, status, source, whose, time_json(answer.computed_at_us(i)), _dumps(answer.age_s(i)), tail_json(answer, i))
 
 
 def tail_json(answer: Answer, i: int) -> bytes:

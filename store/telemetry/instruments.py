@@ -190,6 +190,12 @@ CACHE = _instrument(
     "Rows asked of a cache: l1 (encoded answers in a worker) or kept (computed misses); outcome hit, miss, stored or dropped",
     *("cache", "outcome"),
 )
+SEMANTIC_CACHE = _instrument(
+    Kind.COUNTER,
+    "semantic_cache_rows",
+    "Misses looked for among similar inputs; outcome hit, far, no_row, no_vector, unusable or busy; all but hits go to the model",
+    *("view", "outcome"),
+)
 CACHE_BYTES = _instrument(Kind.GAUGE, "cache_bytes", "Bytes that a cache holds", "cache")
 
 FALLBACK_QUEUE = _instrument(Kind.GAUGE, "fallback_queue_rows", "Misses that wait for the model or are in its hands", "view")

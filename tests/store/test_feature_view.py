@@ -9,7 +9,17 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from store.feature_view import NAME, RESERVED, SCALAR_TYPES, Definition, Feature, FeatureView, IndexSpec, ModelUse
+from store.feature_view import (
+    NAME,
+    RESERVED,
+    SCALAR_TYPES,
+    Definition,
+    Feature,
+    FeatureView,
+    IndexSpec,
+    ModelUse,
+    SemanticCacheSpec,
+)
 
 FULL = FeatureView(
     name="items",
@@ -23,6 +33,7 @@ FULL = FeatureView(
     keep_s=60.0,
     keep_missing_s=5.0,
     stale_if_error_s=86400.0,
+    semantic_cache=SemanticCacheSpec("vectors", 0.95),
     definition=Definition("SELECT 'é\"' AS x", ModelUse("top_k", {"k": [1, 2.5, None, True], "a": 1})),
 )
 PLAIN = FeatureView("items", ("id",), (Feature("x", "bool"),), ttl_s=1.0, stale_for_s=0.0)
@@ -56,6 +67,7 @@ CHANGES: dict[str, list[Any]] = {
     "keep_s": [600.0],
     "keep_missing_s": [30.0, 0.0],
     "stale_if_error_s": [0.0],
+    "semantic_cache": [None, SemanticCacheSpec("vectors", 0.96), SemanticCacheSpec("others", 0.95)],
     "definition": [
         Definition(),
         dataclasses.replace(FULL.definition, source="SELECT 2"),

@@ -1,0 +1,264 @@
+"""Semantic cache: a miss whose input is near to a stored entity's is answered by that one's row, and no expensive model is asked.
+
+What is near is found by another view, which embeds the same text cheaply: its model makes the vector, its index finds the nearest. Whatever is amiss on
+the way, the view's own model computes the row, as without.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from store.errors import PrecomputeError, RequestError
+from store.fallback import Computed, Fallback, Likeness
+from store.feature_view import why_no_semantic_cache
+from store.lookup_options import MAX_KEYS, LookupOptions
+from store.online.codec import RowCodec
+from store.online.online_store import Pointer
+from store.search import Begin
+from store.vectors.vector_index import VectorIndex
+
+log = logging.getLogger(__name__)
+
+NEAREST = 4
+"""Entities that are looked at for one miss: the nearest may have no row in this view, or one that has expired."""
+
+AT_ONCE = 8
+"""Requests that are looked into at a time; of others the model computes the misses at once. Most of the time each waits for the encoder."""
+
+TIME_SHARE = 0.5
+"""Of the time that is left to a request: what looking may take at most. The rest is the model's."""
+
+LOG_EVERY_S = 30.0
+
+_Vector = Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What one request misses. ``oldest_s`` is the largest age of a row that counts, whatever the TTL says."""
+
+    pointer: Pointer
+    keys: Sequence[str]
+    inputs: Mapping[str, Mapping[str, Any]]
+    deadline: float
+    oldest_s: float | None
+    futures: Sequence[Future[Computed]]
+
+
+class SemanticCache:
+    """Stands before a fallback; asked where a request takes a row that is nearly its own.
+
+    Args:
+        fallback: computes rows, and embeds inputs.
+        live: a view's pointer; raises where there is none.
+        index_of: the index that was published with a pointer; raises where there is none.
+        begin: looks rows up.
+        tell: told a view, and how many of its misses came to what: ``hit``; ``far``: none is near enough; ``no_row``: the near ones have no row here;
+            ``no_vector``: the encoder did not answer, or the inputs are not all that it takes; ``unusable``: its view or index is not as it must be; ``busy``.
+    """
+
+    def __init__(
+        self,
+        fallback: Fallback,
+        live: Callable[[str], Pointer],
+        index_of: Callable[[Pointer], VectorIndex],
+        begin: Begin,
+        tell: Callable[[str, Counter[str]], None],
+    ) -> None:
+        self._fallback, self._live, self._index_of, self._begin, self._tell = fallback, live, index_of, begin, tell
+        self._room = threading.Semaphore(AT_ONCE)
+        self._threads = ThreadPoolExecutor(AT_ONCE, "semantic cache")
+        self._codec: tuple[Pointer, RowCodec] | None = None
+        self._logged_at = -LOG_EVERY_S
+
+    def close(self) -> None:
+        """Look into nothing more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def submit(
+        self,
+        pointer: Pointer,
+        keys: Sequence[str],
+        inputs: Mapping[str, Mapping[str, Any]],
+        deadline: float,
+        oldest_s: float | None,
+    ) -> list[Future[Computed]]:
+        """As :meth:`store.fallback.Fallback.submit`; what a future holds may be another entity's row then, ``like`` it.
+
+        Args:
+            pointer: of a view with a semantic cache.
+            keys: key texts of rows that are missing.
+            inputs: key → input column → value, for keys whose inputs come with the request.
+            deadline: :func:`time.monotonic` time after which nobody waits any more.
+            oldest_s: the largest age of a row that counts; None: the view's own limits hold.
+        """
+        if not self._room.acquire(blocking=False):
+            self._tell(pointer.view.name, Counter(busy=len(keys)))
+            return self._fallback.submit(pointer, keys, inputs, deadline)
+        futures: list[Future[Computed]] = [Future() for _ in keys]
+        for future in futures:
+            # none can be cancelled by one of those who wait for it
+            future.set_running_or_notify_cancel()
+        try:
+            self._threads.submit(self._answer, _Asked(pointer, keys, inputs, deadline, oldest_s, futures))
+        except RuntimeError:
+            # closed meanwhile
+            self._room.release()
+            return self._fallback.submit(pointer, keys, inputs, deadline)
+        return futures
+
+    # ---- in a thread of its own
+
+    def _answer(self, asked: _Asked) -> None:
+        name, near = asked.pointer.view.name, dict[int, Computed]()
+        outcomes: Counter[str] = Counter()
+        try:
+            near = self._near(asked, outcomes)
+        except PrecomputeError as exc:
+            outcomes = Counter(unusable=len(asked.keys))
+            self._log(f"the semantic cache of view {name!r} cannot be used: {exc}")
+        except Exception:
+            outcomes = Counter(unusable=len(asked.keys))
+            log.exception("the semantic cache of view %r failed", name)
+        finally:
+            self._room.release()
+        try:
+            self._tell(name, outcomes)
+        finally:
+            for i, computed in near.items():
+                asked.futures[i].set_result(computed)
+            self._compute(asked, [i for i in range(len(asked.keys)) if i not in near])
+
+    def _compute(self, asked: _Asked, numbers: Sequence[int]) -> None:
+        """Have the model compute the rest."""
+        if not numbers:
+            return
+        keys = [asked.keys[i] for i in numbers]
+        given = {key: asked.inputs[key] for key in keys if key in asked.inputs}
+        try:
+            made = self._fallback.submit(asked.pointer, keys, given, asked.deadline)
+        except BaseException as exc:
+            for i in numbers:
+                asked.futures[i].set_exception(exc)
+            raise
+        for i, future in zip(numbers, made, strict=True):
+            future.add_done_callback(partial(_handed_on, asked.futures[i]))
+
+    def _near(self, asked: _Asked, outcomes: Counter[str]) -> dict[int, Computed]:
+        """The number of each key that another entity's row answers → that row.
+
+        Raises:
+            PrecomputeError: the other view cannot be used.
+        """
+        spec = asked.pointer.view.semantic_cache
+        assert spec is not None
+        encoder = self._live(spec.view)
+        why = why_no_semantic_cache(asked.pointer.view, encoder.view)
+        if why is not None:
+            raise RequestError(f"view {spec.view!r}: {why}", code="bad_request")
+        index, now = self._index_of(encoder), time.monotonic()
+        done_by = now + min(encoder.view.fallback_deadline_s, TIME_SHARE * max(0.0, asked.deadline - now))
+        vectors = self._vectors(asked, encoder, done_by)
+        outcomes["no_vector"] += len(asked.keys) - len(vectors)
+        near: dict[int, list[Likeness]] = {}
+        for i, vector in vectors.items():
+            found = _nearest(index, vector, asked.keys[i], spec.threshold) if time.monotonic() < done_by else []
+            if found:
+                near[i] = found
+        outcomes["far"] += len(vectors) - len(near)
+        rows = self._rows(asked, near)
+        outcomes["hit"], outcomes["no_row"] = len(rows), len(near) - len(rows)
+        return rows
+
+    def _vectors(self, asked: _Asked, encoder: Pointer, done_by: float) -> dict[int, _Vector]:
+        """The vectors that the encoder makes of the inputs now, as far as it does, by the keys' numbers.
+
+        Inputs come from the request, or from the source; from there only where both views have the same one: else the encoder's would decide which entities
+        there are, and a row would be answered for one that the view's own source has not.
+        """
+        definition, other = asked.pointer.view.definition, encoder.view.definition
+        one_source = definition.source == other.source and asked.pointer.partition == encoder.partition
+        wanted, given = [], dict[str, dict[str, Any]]()
+        for i, key in enumerate(asked.keys):
+            values = asked.inputs.get(key)
+            if values is not None and encoder.input_columns.keys() <= values.keys():
+                given[key] = {name: values[name] for name in encoder.input_columns}
+                wanted.append(i)
+            elif values is None and one_source:
+                wanted.append(i)
+        if not wanted:
+            return {}
+        futures = self._fallback.submit(encoder, [asked.keys[i] for i in wanted], given, done_by)
+        wait(futures, timeout=max(0.0, done_by - time.monotonic()))
+        vectors: dict[int, _Vector] = {}
+        for i, future in zip(wanted, futures, strict=True):
+            if future.done() and future.exception() is None:
+                vector = self._vector(encoder, future.result().row)
+                if vector is not None:
+                    vectors[i] = vector
+        return vectors
+
+    def _vector(self, encoder: Pointer, row: bytes) -> _Vector | None:
+        assert encoder.view.index is not None
+        kept = self._codec
+        if kept is None or kept[0] is not encoder:
+            kept = self._codec = encoder, RowCodec(encoder.view)
+        on = encoder.view.index.on
+        vector: _Vector | None = kept[1].decode_one(row, [on])[1][on]
+        return vector
+
+    def _rows(self, asked: _Asked, near: Mapping[int, Sequence[Likeness]]) -> dict[int, Computed]:
+        """Of each key the row of the nearest that has one, and none that is too old; nothing where the view was published anew meanwhile."""
+        keys = list(dict.fromkeys(like.key for likes in near.values() for like in likes))
+        options = LookupOptions(fallback=False, max_age_s=asked.oldest_s)
+        found: dict[str, tuple[bytes, int]] = {}
+        for start in range(0, len(keys), MAX_KEYS):
+            some = keys[start : start + MAX_KEYS]
+            answer = self._begin(asked.pointer.view.name, some, options)
+            if answer.pointer.publishing != asked.pointer.publishing:
+                return {}
+            for i, key in enumerate(some):
+                row = answer.packed_row(i)
+                if row is not None:
+                    found[key] = bytes(row), answer.computed_at_us(i)
+        rows: dict[int, Computed] = {}
+        for i, likes in near.items():
+            like = next((like for like in likes if like.key in found), None)
+            if like is not None:
+                rows[i] = Computed(*found[like.key], like)
+        return rows
+
+    def _log(self, message: str) -> None:
+        """A line for the operator, not for every request."""
+        now = time.monotonic()
+        if now - self._logged_at >= LOG_EVERY_S:
+            self._logged_at = now
+            log.warning("%s; the model computes its misses", message)
+
+
+def _nearest(index: VectorIndex, vector: _Vector, key: str, threshold: float) -> list[Likeness]:
+    """The entities but itself whose inputs are near enough, the nearest first."""
+    try:
+        found = index.search(vector, NEAREST, exclude=[key])
+    except RequestError:
+        # a vector without a direction
+        return []
+    # a float16 is rounded: of two that are the same the cosine may be a bit above 1
+    likes = [Likeness(other, min(1.0, score)) for other, score in zip(found.keys, found.scores, strict=True)]
+    return [like for like in likes if like.similarity >= threshold]
+
+
+def _handed_on(to: Future[Computed], done: Future[Computed]) -> None:
+    error = done.exception()
+    if error is not None:
+        to.set_exception(error)
+    else:
+        to.set_result(done.result())
