@@ -141,4 +141,4 @@ def overlaid(base: FoundRows, overlay: FoundRows) -> FoundRows:
         damaged = damaged & np.fromiter((over is None for over in overlay.values), np.bool_, len(values))
     if overlay.damaged is not None:
         damaged = overlay.damaged if damaged is None else damaged | overlay.damaged
-    return FoundRows(base.keys, values, damaged=damaged)
+    return FoundRows(base.keys, values, hashes=base._hashes, damaged=damaged)

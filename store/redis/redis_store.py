@@ -194,9 +194,9 @@ class RedisStore(OnlineStore):
         servers.try_all(views, [("SADD", views, "-"), ("SREM", views, "-")], doing)
         for link in states:
             key = servers.scratch(link, names.prefix)
-            read: list[Command] = [("GET", key), ("HLEN", key)] if servers.cluster else [("MGET", key)]
+            read: Command = ("GET", key) if servers.cluster else ("MGET", key)
             scan: Command = ("SCAN", 0, "MATCH", names.rows_of(view) + b"*", "COUNT", 1)
-            servers.try_all(key, [("UNLINK", key), *read, ("WAIT", 0, 1), scan], doing)
+            servers.try_all(key, [("UNLINK", key), read, ("WAIT", 0, 1), scan], doing)
             writes: list[Command] = [("SET", key, b"1")] if servers.cluster else [("SET", key, b"1"), ("MSET", key, b"1")]
             servers.try_all(key, [*writes, ("UNLINK", key)], doing)
 

@@ -18,7 +18,7 @@ from store.redis.bulk import Acknowledged, Pipe, Throttle
 from store.redis.link import Budget, Command, Link, opener, packed
 from store.redis.options import RedisOptions
 from store.redis.preflight import ServerState, server_state
-from store.redis.replies import Refused, refusal
+from store.redis.replies import Refused, refusal, words
 from store.redis.resp import Block, Layout
 
 log = logging.getLogger(__name__)
@@ -279,18 +279,25 @@ def handed_on(servers: Servers, key: str, doing: str) -> None:
 
 
 def keep_small(servers: Servers, prefix: str, doing: str) -> bool:
-    """Whether hashes of as many fields as a bucket may have are small ones to the servers: tried, since few may ask how they are set."""
+    """Whether hashes of as many fields as a bucket may have are small ones to the servers, and may be counted: tried, since few may ask how they are set."""
     pairs = [part for i in range(2 * FIELDS) for part in (b"%06d" % i, b"-" * WIDEST_VALUE)]
     for link in servers.masters():
         key = servers.scratch(link, prefix)
-        tried: list[Command] = [("UNLINK", key), ("HSET", key, *pairs), ("OBJECT", "ENCODING", key), ("UNLINK", key)]
-        encoding = servers.replies(key, tried, doing, ADMIN_S)[2]
-        if encoding not in (b"listpack", b"ziplist"):
+        tried: list[Command] = [
+            ("UNLINK", key),
+            ("HSET", key, *pairs),
+            ("HLEN", key),
+            ("OBJECT", "ENCODING", key),
+            ("UNLINK", key),
+        ]
+        _, _, count, encoding, _ = servers.replies(key, tried, doing, ADMIN_S)
+        if count != 2 * FIELDS or encoding not in (b"listpack", b"ziplist"):
+            said = next((words(reply) for reply in (count, encoding) if isinstance(reply, Refused)), encoding)
             log.info(
                 "Redis at %s keeps no small hashes of %d fields, or does not tell (%s): each row has a key of its own",
                 link.where,
                 2 * FIELDS,
-                encoding,
+                said,
             )
             return False
     return True

@@ -21,7 +21,7 @@ from store.online.found_rows import FoundRows
 from store.online.online_store import Generation, Pointer
 from store.online.packed import Packed, RowBatch, Rows
 from store.redis import bulk, resp
-from store.redis.buckets import FEW, FIELDS, Buckets, bucket_cost_bytes, bucket_count
+from store.redis.buckets import FEW, FIELDS, Buckets, bucket_cost_bytes, bucket_count, field_of
 from store.redis.preflight import key_cost_bytes
 from store.redis.redis_store import RedisStore
 from store.redis.resp import Layout
@@ -124,9 +124,11 @@ def hashes_of(raw: redis.Redis, number: int = 1) -> list[bytes]:
 def test_every_row_is_laid_out_once_in_its_bucket_and_asked_for_there() -> None:
     """By the letter, rows of one width and of several, by the block and one by one, asked for by many and by few."""
     long = b"k" * 300
-    tables = [batch(ids(3000)), batch([long, b"", b"\r\n", *ids(5)]), _mixed()]
-    for rows, number in itertools.product(tables, (1, 7, 1000)):
-        layout = Layout(PREFIX, Buckets.of(number, rows.rows))
+    tables = [batch(ids(3000)), batch([long, b"", b"\r\n", *ids(5)]), _mixed(), _of_one_width()]
+    # what rows have in common is theirs, and another snapshot's
+    firsts = [None, batch([b"x"], 2).rows]
+    for rows, number, first in itertools.product(tables, (1, 7, 1000), firsts):
+        layout = Layout(PREFIX, Buckets.of(number, rows.rows if first is None else first))
         meant = np.arange(0, len(rows), 2)
         laid = [c for block in layout.blocks(rows, meant) for c in _checked(block)]
         stored = {(c[1], c[i]): c[i + 1] for c in laid for i in range(2, len(c), 2)}
@@ -158,6 +160,13 @@ def _mixed() -> RowBatch:
     return RowBatch(keys, Packed.of([*rows, b"1", b"\0" * 300]), kernels.hashes(keys))
 
 
+def _of_one_width() -> RowBatch:
+    """Rows of two snapshots."""
+    keys = Packed.of([*ids(20), *ids(20, 200)])
+    rows = [bytes(row) for part in (batch(ids(20)), batch(ids(20, 200), 2)) for row in part.rows.strings()]
+    return RowBatch(keys, Packed.of(rows), kernels.hashes(keys))
+
+
 def test_absent_and_damaged_values_are_that_keys_alone() -> None:
     keys = ids(40)
     rows = batch(keys)
@@ -187,7 +196,7 @@ def test_another_keys_row_in_ones_field_is_damaged() -> None:
     (value,) = (bytes(value) for value in buckets.narrowed(rows.rows).strings())
     for key, state in ((b"one", State.WHOLE), (b"other", State.DAMAGED)):
         assert CODEC.verify_one(buckets.restored([key], [value], None), [1])[0] == state
-    assert kernels.hash_of(b"one") != kernels.hash_of(b"one", 1)
+    assert field_of(b"one") != kernels.hash_of(b"one").to_bytes(8, "little")[:6]
 
 
 # ---- the whole way
@@ -202,6 +211,8 @@ def test_narrow_rows_lie_in_small_hashes_and_come_back_whole(
     assert len(held) == 100
     assert {raw.object("encoding", key) for key in held} <= {b"listpack", b"ziplist"}
     assert sum(raw.hlen(key) for key in held) == 6400
+    (layout,) = store._layouts("scores", [1], "count", 5.0)
+    assert bulk.counted(store._servers.masters(), layout, "count") == 6400
     reader = open_store(shared_server.url())
     assert [row for at in range(0, 6400, 800) for row in read(reader, keys[at : at + 800])] == expected(keys)
     asked = [b"no", *keys[:3], b"x", keys[0]]
@@ -266,8 +277,10 @@ def test_a_value_of_another_kind_in_a_buckets_place_is_damage_of_its_keys(store:
     publish(store, 1, keys)
     gone, spoilt = hashes_of(raw)[:2]
     lost, wrong = (set(raw.hkeys(key)) for key in (gone, spoilt))
+    assert store.doubts("scores") == []
     raw.unlink(gone)
     raw.set(spoilt, "a string")
+    assert store.doubts("scores") == ["the server holds 9 keys of rows, and 10 of this view alone were loaded"]
     for some in (keys, *([key] for key in keys)):
         found = store.read("scores", some)
         assert found is not None
@@ -406,11 +419,12 @@ def test_a_server_that_keeps_no_such_hashes_small_gets_keys_and_so_does_who_asks
     assert len(hashes_of(raw)) == 20
     assert "keeps no small hashes of 128 fields" in caplog.text
     raw.config_set("hash-max-ziplist-entries", 512)
-    raw.acl_setuser("some", enabled=True, nopass=True, keys=["*"], categories=["+@all"], commands=["-object"])
-    publish(open_store(shared_server.url(credentials="some:x@")), 2, ids(20))
-    assert len(hashes_of(raw, 2)) == 20
-    publish(store, 3, ids(20))
-    assert len(hashes_of(raw, 3)) == 1
-    publish(open_store(shared_server.url("?buckets=no")), 4, ids(20))
-    assert len(hashes_of(raw, 4)) == 20
+    for number, right in ((5, "-object"), (6, "-hlen")):
+        raw.acl_setuser("some", enabled=True, reset=True, nopass=True, keys=["*"], categories=["+@all"], commands=[right])
+        publish(open_store(shared_server.url(credentials="some:x@")), number, ids(20))
+        assert len(hashes_of(raw, number)) == 20
+    publish(store, 7, ids(20))
+    assert len(hashes_of(raw, 7)) == 1
+    publish(open_store(shared_server.url("?buckets=no")), 8, ids(20))
+    assert len(hashes_of(raw, 8)) == 20
     assert FEW < 20
