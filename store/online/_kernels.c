@@ -23,7 +23,7 @@
 #endif
 
 /* As kernels.py has it: raised with every change of what they say to each other, so that one that was built for another is not used. */
-enum { VERSION = 5 };
+enum { VERSION = 6 };
 
 /* Strings fewer than this are done before another thread could have the GIL. */
 enum { MANY = 32 };
@@ -425,6 +425,81 @@ static PyObject *verified(PyObject *Py_UNUSED(module), PyObject *arguments) {
     return right ? Py_NewRef(Py_None) : NULL;
 }
 
+/* ---- rows on their way into a store */
+
+static inline void copy_value(uint8_t *to, const uint8_t *from, uint64_t width) {
+    switch (width) {
+    case 1:
+        *to = *from;
+        return;
+    case 4:
+        memcpy(to, from, 4);
+        return;
+    case 8:
+        memcpy(to, from, 8);
+        return;
+    default:
+        memcpy(to, from, width);
+    }
+}
+
+typedef struct {
+    Py_buffer values;
+    uint64_t width;
+} Column;
+
+/* Rows of one size, put together and vouched for while each is in the cache. Each column's values lie one after the other, as many bytes each as
+ * `widths` says. */
+static void put_together(const Column *columns, Py_ssize_t fields, const Py_buffer *key_hashes, const Py_buffer *times, const Py_buffer *snapshots,
+                         uint32_t tag, uint8_t *row, uint64_t row_bytes) {
+    Py_ssize_t count = key_hashes->len / 8;
+    for (Py_ssize_t i = 0; i < count; i++, row += row_bytes) {
+        memcpy(row + 8, (const uint8_t *)times->buf + 8 * i, 8);
+        memcpy(row + 16, (const uint8_t *)snapshots->buf + 4 * i, 4);
+        memcpy(row + 20, &tag, 4);
+        uint8_t *to = row + ROW_HEADER_BYTES;
+        for (const Column *column = columns; column < columns + fields; to += column++->width)
+            copy_value(to, (const uint8_t *)column->values.buf + column->width * (uint64_t)i, column->width);
+        uint64_t checksum = xxh3(row + CHECKSUM_BYTES, row_bytes - CHECKSUM_BYTES) ^ load64((const uint8_t *)key_hashes->buf + 8 * i);
+        memcpy(row, &checksum, 8);
+    }
+}
+
+static PyObject *assemble(PyObject *Py_UNUSED(module), PyObject *arguments) {
+    PyObject *given;
+    Py_buffer key_hashes, times, snapshots, widths, out;
+    unsigned tag;
+    if (!PyArg_ParseTuple(arguments, "O!y*y*y*y*Iw*", &PyTuple_Type, &given, &widths, &key_hashes, &times, &snapshots, &tag, &out))
+        return NULL;
+    Py_ssize_t fields = PyTuple_GET_SIZE(given), opened = 0, count = key_hashes.len / 8;
+    int right = has_items(&key_hashes, count, 8) && has_items(&times, count, 8) && has_items(&snapshots, count, 4) && has_items(&widths, fields, 8);
+    uint64_t row_bytes = ROW_HEADER_BYTES, room = count > 0 ? (uint64_t)(out.len / count) : UINT32_MAX;
+    Column *columns = PyMem_RawMalloc(((size_t)fields + 1) * sizeof(Column));
+    if (columns == NULL)
+        PyErr_NoMemory();
+    while (right && columns != NULL && opened < fields) {
+        Column *column = &columns[opened];
+        column->width = load64((const uint8_t *)widths.buf + 8 * opened);
+        if (PyObject_GetBuffer(PyTuple_GET_ITEM(given, opened), &column->values, PyBUF_SIMPLE) < 0)
+            break;
+        opened++;
+        right = column->width <= room && row_bytes <= room && has_items(&column->values, count, (Py_ssize_t)column->width);
+        row_bytes += column->width;
+    }
+    right = right && columns != NULL && opened == fields && row_bytes <= room && has_items(&out, count, (Py_ssize_t)row_bytes);
+    if (right) {
+        PyThreadState *state = let_go(count);
+        put_together(columns, fields, &key_hashes, &times, &snapshots, tag, out.buf, row_bytes);
+        take_back(state);
+    } else if (!PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "columns and rows do not fit each other");
+    while (opened > 0)
+        PyBuffer_Release(&columns[--opened].values);
+    PyMem_RawFree(columns);
+    release(&key_hashes, &times, &snapshots, &widths, &out);
+    return right ? Py_NewRef(Py_None) : NULL;
+}
+
 /* ---- records */
 
 enum { HEAD_BYTES = 8 };
@@ -730,22 +805,6 @@ static int fit(const Columns *columns, uint64_t count) {
     return 0;
 }
 
-static inline void copy_value(uint8_t *to, const uint8_t *from, uint64_t width) {
-    switch (width) {
-    case 1:
-        *to = *from;
-        return;
-    case 4:
-        memcpy(to, from, 4);
-        return;
-    case 8:
-        memcpy(to, from, 8);
-        return;
-    default:
-        memcpy(to, from, width);
-    }
-}
-
 /* One row's values, or zeros. */
 static void put_values(const Columns *columns, const uint8_t *row, uint64_t count, uint64_t i) {
     uint8_t *to = columns->out.buf;
@@ -994,6 +1053,7 @@ static PyMethodDef METHODS[] = {
     {"pack", pack, METH_O, "pack(strings) -> (data, offsets, hashes)"},
     {"pack_texts", pack_texts, METH_VARARGS, "pack_texts(texts, largest) -> (data, offsets, hashes, whether all are keys)"},
     {"verified", verified, METH_VARARGS, "verified(rows, offsets, key_hashes, tag, snapshots, fixed_bytes, exact, states_out, times_out)"},
+    {"assemble", assemble, METH_VARARGS, "assemble(columns, widths, key_hashes, times, snapshots, tag, out): rows of one size"},
     {"columns", columns_of_rows, METH_VARARGS,
      "columns(rows, offsets, key_hashes, tag, snapshots, fixed_bytes, fields, out, states_out, times_out) -> rows that are whole"},
     {"lay_out", lay_out, METH_VARARGS, "lay_out(keys, key_offsets, rows, row_offsets, out)"},

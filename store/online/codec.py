@@ -21,6 +21,7 @@ from store.online.packed import I8, U1, U8, Buffer, Packed, RowBatch
 from store.online.row_values import (
     NUMPY_TYPES,
     STRUCT_TYPES,
+    assembled,
     damaged_row,
     fixed_array,
     fixed_values,
@@ -159,34 +160,25 @@ class RowCodec:
             snapshot: number of the snapshot, at most 2³² − 1; of each row, where they differ.
         """
         rows = batch.num_rows
-        record = np.zeros(rows, self.record_type)
-        record["computed_at"] = computed_at_us
-        record["snapshot"] = snapshot
-        record["tag"] = self.schema_tag
+        if not rows:
+            return Packed.of([])
+        nulls = np.zeros((rows, self._null_bytes), np.uint8)
+        columns: list[npt.NDArray[Any]] = [nulls]
         blobs: list[tuple[U1, I8]] = []
         for i, f in enumerate(self.features):
             column = batch.column(f.name)
             if column.null_count:
-                bits = np.asarray(column.is_null()).astype(np.uint8) << (i % 8)
-                record["nulls"][:, i // 8] |= bits
+                nulls[:, i // 8] |= np.asarray(column.is_null()).astype(np.uint8) << (i % 8)
             if is_variable(f):
                 parts = variable_parts(f, column)
                 blobs.extend(parts)
-                for name, (_, sizes) in zip(self._slot_names(i), parts, strict=True):
-                    record[name] = sizes
+                columns += [sizes.astype("<u4") for _, sizes in parts]
             elif f.packed is not None:
-                record[f"{i}:scale"], record[f"{i}"] = packed_vectors(f, fixed_values(f, column))
+                columns += packed_vectors(f, fixed_values(f, column))
             else:
-                record[f"{i}"] = fixed_values(f, column)
-        packed = self._assembled(record, blobs)
-        checksums = kernels.hashes(packed, CHECKSUM_BYTES) ^ key_hashes
-        if blobs:
-            at = packed.offsets[:-1, None] + np.arange(CHECKSUM_BYTES)
-            packed.data[at] = checksums.astype("<u8").view(np.uint8).reshape(rows, CHECKSUM_BYTES)
-        else:
-            # the rows are the record's own memory
-            record["checksum"] = checksums
-        return packed
+                columns.append(fixed_values(f, column))
+        fixed = assembled(columns, key_hashes, computed_at_us, np.full(rows, snapshot, np.uint32), self.schema_tag)
+        return fixed if not blobs else self._lengthened(fixed, blobs, key_hashes)
 
     def tombstones(self, keys: pa.Array, removed_at_us: int, snapshot: int) -> RowBatch:
         """A tombstone for each key text that left: what an overlay has in place of a row."""
@@ -198,26 +190,24 @@ class RowCodec:
         header["checksum"] = kernels.hashes(packed, CHECKSUM_BYTES) ^ key_hashes
         return RowBatch(packed_keys, packed, key_hashes)
 
-    def _slot_names(self, feature: int) -> list[str]:
-        return [name for i, name in self._slots if i == feature]
-
-    def _assembled(self, record: npt.NDArray[Any], blobs: list[tuple[U1, I8]]) -> Packed:
-        rows, width = len(record), self.fixed_bytes
-        fixed = record.view(np.uint8).reshape(rows, width)
-        if not blobs:
-            return Packed(fixed.reshape(-1), np.arange(rows + 1) * width)
+    def _lengthened(self, fixed: Packed, blobs: list[tuple[U1, I8]], key_hashes: U8) -> Packed:
+        """Rows with their variable part, from those without it."""
+        rows, width = len(fixed), self.fixed_bytes
         sizes = np.full(rows, width, np.int64)
         for _, lengths in blobs:
             sizes += lengths
         offsets = np.concatenate(([0], np.cumsum(sizes)))
         data = np.empty(int(offsets[-1]), np.uint8)
         starts = offsets[:-1]
-        data[(starts[:, None] + np.arange(width)).reshape(-1)] = fixed.reshape(-1)
+        data[(starts[:, None] + np.arange(width)).reshape(-1)] = fixed.data
         position = starts + width
         for blob, lengths in blobs:
             data[ragged(position, lengths)] = blob
             position = position + lengths
-        return Packed(data, offsets)
+        packed = Packed(data, offsets)
+        checksums = kernels.hashes(packed, CHECKSUM_BYTES) ^ key_hashes
+        data[starts[:, None] + np.arange(CHECKSUM_BYTES)] = checksums.astype("<u8").view(np.uint8).reshape(rows, CHECKSUM_BYTES)
+        return packed
 
     # ---- whether rows are whole
 

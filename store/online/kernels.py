@@ -20,7 +20,7 @@ import xxhash
 
 from store.online.packed import I8, U1, U8, Buffer, Packed
 
-_VERSION = 5
+_VERSION = 6
 """Of what this file and the extension say to each other; _kernels.c has it too."""
 
 

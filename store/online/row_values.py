@@ -13,7 +13,8 @@ import pyarrow.compute as pc
 
 from store.errors import OnlineStoreError
 from store.feature_view import Feature
-from store.online.packed import I8, U1, Packed
+from store.online import kernels
+from store.online.packed import I8, U1, U8, Packed
 
 NUMPY_TYPES = {
     "float16": "<f2",
@@ -96,6 +97,39 @@ def fixed_array(f: Feature, kind: pa.DataType, values: npt.NDArray[Any], valid: 
     # half the time of from_arrays
     items = pa.Array.from_buffers(kind.value_type, len(flat), [None, numbers])
     return pa.Array.from_buffers(kind, rows, [validity], children=[items])
+
+
+def assembled(
+    columns: Sequence[npt.NDArray[Any]], key_hashes: U8, computed_at_us: I8, snapshots: npt.NDArray[np.uint32], tag: int
+) -> Packed:
+    """Rows of one size that vouch for themselves.
+
+    Args:
+        columns: what follows the header: [rows] or [rows, n] values of each field, in the row's order.
+        key_hashes: xxh3_64 of each row's key, uint64 [rows].
+        computed_at_us: int64 [rows].
+        snapshots: number of each row's snapshot, uint32 [rows].
+        tag: the schema's.
+    """
+    count, header_bytes = len(key_hashes), kernels.ROW_HEADER.itemsize
+    whole = [np.ascontiguousarray(column).reshape(count, -1).view(np.uint8) for column in columns]
+    widths = [column.shape[1] for column in whole]
+    size = header_bytes + sum(widths)
+    rows, offsets = np.empty((count, size), np.uint8), np.arange(count + 1) * size
+    packed = Packed(rows.reshape(-1), offsets)
+    if kernels.native is not None:
+        kernels.native.assemble(
+            tuple(whole), np.array(widths, np.uint64), key_hashes, np.ascontiguousarray(computed_at_us), snapshots, tag, rows
+        )
+        return packed
+    header = rows[:, :header_bytes].view(kernels.ROW_HEADER)[:, 0]
+    header["computed_at"], header["snapshot"], header["tag"] = computed_at_us, snapshots, tag
+    start = header_bytes
+    for column, width in zip(whole, widths, strict=True):
+        rows[:, start : start + width] = column
+        start += width
+    header["checksum"] = kernels.hashes(packed, kernels.CHECKSUM_BYTES) ^ key_hashes
+    return packed
 
 
 def variable_parts(f: Feature, column: pa.Array) -> list[tuple[U1, I8]]:

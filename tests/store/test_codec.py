@@ -20,6 +20,8 @@ from store.online.codec import CHECKSUM_BYTES, HEADER_BYTES, MAX_SNAPSHOT, RowCo
 from store.online.found_rows import FoundRows, overlaid
 from store.online.packed import Buffer, Packed
 
+pytestmark = pytest.mark.usefixtures("kernel")
+
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     **{f"float{w}": st.floats(width=w, allow_nan=False) for w in (16, 32, 64)},
     **{f"int{w}": st.integers(-(2 ** (w - 1)), 2 ** (w - 1) - 1) for w in (8, 16, 32, 64)},

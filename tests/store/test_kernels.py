@@ -149,6 +149,32 @@ def test_the_extension_refuses_what_does_not_fit() -> None:
             native.Records(data, *layout)
 
 
+def test_the_extension_refuses_columns_that_make_no_rows() -> None:
+    native = kernels.native
+    if native is None:
+        pytest.skip("numpy checks its arrays itself")
+    columns, two, out = (np.zeros((2, 1), np.uint8), np.zeros((2, 5), np.uint8)), np.zeros(2, np.uint64), np.zeros(60, np.uint8)
+    snapshots, widths = np.zeros(2, np.uint32), np.array([1, 5], np.uint64)
+    native.assemble(columns, widths, two, two, snapshots, 0, out)
+    native.assemble((), widths[:0], two, two, snapshots, 0, out[:48])
+    native.assemble((out[:0],), widths[:1], two[:0], two[:0], snapshots[:0], 0, out[:0])
+    for wrong in (
+        (columns, widths[:1], two, two, snapshots, 0, out),
+        (columns, widths, two[:1], two, snapshots, 0, out),
+        (columns, widths, two, two[:1], snapshots, 0, out),
+        (columns, widths, two, two, snapshots[:1], 0, out),
+        (columns, widths, two, two, snapshots, 0, out[:59]),
+        (columns[:1], widths[:1], two, two, snapshots, 0, out),
+        ((columns[0], columns[1][:1]), widths, two, two, snapshots, 0, out),
+        (columns, np.array([1, 2**63], np.uint64), two, two, snapshots, 0, out),
+        (columns, np.array([2**64 - 19, 24], np.uint64), two, two, snapshots, 0, out),
+    ):
+        with pytest.raises(ValueError, match=r"an array of|do not fit each other"):
+            native.assemble(*wrong)
+    with pytest.raises(TypeError):
+        native.assemble((columns[0], "text"), widths, two, two, snapshots, 0, out)
+
+
 COMPUTED_AT, SNAPSHOT, TAG = 1_700_000_000_000_000, 3, 2**32 - 7
 
 
