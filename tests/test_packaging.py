@@ -80,7 +80,7 @@ def test_what_is_imported_is_declared(folder: str) -> None:
     assert missing == set(), f"{folder} imports them; add them to the dependencies, or to an extra of {USES[folder]}"
 
 
-LEAN = """
+ABSENT = """
 import sys
 from importlib.metadata import packages_distributions
 allowed, known = set(sys.argv[1].split()), packages_distributions()
@@ -89,11 +89,15 @@ class Absent:
     # what is not installed with the client, is not there
     def find_spec(self, name, path=None, target=None):
         top = name.partition(".")[0]
-        ours = top in sys.stdlib_module_names or top in ("store", "sitecustomize") or not allowed.isdisjoint(d.lower() for d in known.get(top, []))
+        ours = top in sys.stdlib_module_names or top in ("jobs", "store", "sitecustomize") or not allowed.isdisjoint(d.lower() for d in known.get(top, []))
         if not ours:
             raise ModuleNotFoundError(f"no {top} here", name=top)
 
 sys.meta_path.insert(0, Absent())
+"""
+LEAN = (
+    ABSENT
+    + """
 from store.client import AsyncClient, Client
 from store.errors import ConfigError
 with Client(sys.argv[2]) as client:
@@ -104,6 +108,7 @@ with Client(sys.argv[2]) as client:
         print(exc)
 print(sorted({name.partition(".")[0] for name in sys.modules} & {"numpy", "pyarrow", "torch", "duckdb", "pydantic", "asyncio"}))
 """
+)
 
 
 @pytest.mark.parametrize("extras", [(), ("client",)])
@@ -139,6 +144,15 @@ def test_the_client_needs_what_it_says_and_no_more(extras: tuple[str, ...]) -> N
     else:
         expected = ["[] {'double': 2.0}", "an answer as Arrow needs numpy: pip install 'precompute[client]'", "['asyncio']"]
     assert (done.stdout.splitlines(), done.stderr) == (expected, "")
+
+
+def test_without_the_engine_the_command_says_what_to_install() -> None:
+    code = f"{ABSENT}\nfrom jobs.entry import main\nsys.exit(main())"
+    command = [sys.executable, "-c", code, " ".join(declared("client"))]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"precompute: \w+ is not installed: .* pip install 'precompute\[cpu\]', or \[gpu\]\n", done.stderr)
+    assert PROJECT["project"]["scripts"] == {"precompute": "jobs.entry:main"}
 
 
 def test_what_is_declared_is_pinned() -> None:

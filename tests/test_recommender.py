@@ -147,20 +147,17 @@ def test_what_it_does_not_understand_is_refused(server: Server, project: Scene) 
     assert asyncio.run(scene()) == [404, 404, 404, 400, 400, 400, 404]
 
 
-def test_the_python_of_the_guide_runs_and_prints_what_is_printed_there(project: Scene) -> None:
+def test_the_python_of_the_guide_runs_and_prints_what_is_printed_there(server: Server) -> None:
     """Its blocks, one after another, as they stand but for the address and a time that a busy machine may need."""
     text = (REPOSITORY / "docs" / "serving.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```(python|text)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     code = "".join(block if kind == "python" else "print('--')\n" for kind, block in blocks)
-    with Server(project.folder) as server:
-        code = (
-            code.replace("http://127.0.0.1:8080", server.url)
-            .replace("timeout_s=0.1", "timeout_s=20")
-            .replace("deadline_ms=60", "deadline_ms=20_000")
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=100, check=False
-        )
+    code = (
+        code.replace("http://127.0.0.1:8080", server.url)
+        .replace("timeout_s=0.1", "timeout_s=20")
+        .replace("deadline_ms=60", "deadline_ms=20_000")
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     first, second, rest = done.stdout.split("--\n")
     assert re.sub(r"[\d.]+$", "", first.strip()) == "[37, 34, 7] fresh store "

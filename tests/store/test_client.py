@@ -394,9 +394,9 @@ def test_a_word_of_a_newer_server_is_taken_as_it_is() -> None:
 # ---- connections
 
 
-def test_over_tcp_it_answers_as_over_a_unix_socket(project: Scene, client: Client) -> None:
+def test_over_tcp_it_answers_as_over_a_unix_socket(project: Scene, lookup: Lookup) -> None:
     with Server(project.folder) as server, Client(server.url + "/") as over_tcp:
-        assert _rows(over_tcp.get("numbers", [1, 77, 9])) == _rows(client.get("numbers", [1, 77, 9]))
+        assert _rows(over_tcp.get("numbers", [1, 77, 9])) == _rows(lookup.get("numbers", [1, 77, 9]))
 
 
 def test_threads_share_a_client_and_each_gets_its_own_answer(client: Client) -> None:

@@ -1,0 +1,21 @@
+"""Entry: what the command ``precompute`` calls. Where only the client was installed there is no command line, and that is told without a traceback."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> int:
+    """As :func:`jobs.cli.main`; 2 where what it needs is not installed."""
+    try:
+        from jobs.cli import main as command_line
+    except ModuleNotFoundError as exc:
+        if (exc.name or "").partition(".")[0] in ("jobs", "precompute", "store"):
+            raise
+        print(
+            f"precompute: {exc.name} is not installed: what is here asks a server (`from store.client import Client`); "
+            "the command comes with pip install 'precompute[cpu]', or [gpu]",
+            file=sys.stderr,
+        )
+        return 2
+    return command_line()
