@@ -67,6 +67,8 @@ class AnswerPlan:
         self.absent = Reason.NOT_IN_STORE if pointer.lossy or pointer.degraded else Reason.UNKNOWN_ENTITY
         self.features = features
         self.similar_fields = () if view.semantic_cache is None else SIMILAR_FIELDS
+        self.own_columns = len(ANSWER_FIELDS) + len(self.similar_fields)
+        """Of every answer, before the features."""
         wanted = view.features if features is None else [view.feature(name) for name in features]
         self.schema = pa.schema(
             [pa.field(name, kind) for name, kind in ANSWER_FIELDS + self.similar_fields]
@@ -377,6 +379,8 @@ class Answer:
         """Of :data:`SIMILAR_FIELDS`, where the view has them."""
         if not self.plan.similar_fields:
             return []
+        if not self.likes:
+            return [pa.nulls(len(self.keys), kind) for _, kind in self.plan.similar_fields]
         likes = [None if i in self._reasons else self.likes.get(i) for i in range(len(self.keys))]
         found = (
             [None if like is None else like.similarity for like in likes],

@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 import pyarrow as pa
 
-from store.answer import ANSWER_FIELDS, Answer, AnswerPlan
+from store.answer import Answer, AnswerPlan
 from store.encoding.ipc import END_OF_STREAM, field_at, table_at
 from store.online.found_rows import PackedKeys
 
@@ -38,7 +38,7 @@ def stream_of(answer: Answer) -> bytes | None:
         return None
     template = _kept(answer.plan, len(keys))
     if template.head == b"":
-        template.make(answer.table())
+        template.make(answer.table(), answer.plan.own_columns)
     ages = answer.sighting.ages_us(columns.computed_at_us, answer.now_us) / 1e6
     offsets = keys.packed.offsets.astype(np.int32)
     return template.filled([columns.computed_at_us, ages, offsets, *columns.values[1:]], keys.packed.data)
@@ -53,11 +53,12 @@ class _Template:
         self._key_length_at = self._body_length_at = 0
         self._start = 0
 
-    def make(self, table: pa.Table) -> None:
+    def make(self, table: pa.Table, own: int) -> None:
         """Take a table of a whole answer apart.
 
         Args:
             table: as :meth:`store.answer.Answer.table` gives it.
+            own: how many columns it has before those of the features.
         """
         schema = table.schema.serialize().to_pybytes()
         message = table.to_batches()[0].serialize().to_pybytes()
@@ -67,7 +68,7 @@ class _Template:
         root = struct.unpack_from("<I", metadata)[0]
         batch = table_at(metadata, field_at(metadata, root, 2))
         places = table_at(metadata, field_at(metadata, batch, 2)) + 4
-        changing = _changing(table.schema)
+        changing = _changing(table.schema, own)
         constants = bytearray()
         for number in range(struct.unpack_from("<I", metadata, places - 4)[0]):
             if number not in changing:
@@ -99,7 +100,8 @@ class _Template:
         _LENGTH.pack_into(head, self._body_length_at, self._start + size + -size % _LINE_BYTES)
         parts: list[bytes | bytearray | memoryview] = [head, self._constants]
         for value in [*values, keys]:
-            parts += value.data, _PADDING[-value.nbytes % _LINE_BYTES]
+            # without the extension a column may be read where it lies, row by row
+            parts += np.ascontiguousarray(value).data, _PADDING[-value.nbytes % _LINE_BYTES]
         parts.append(END_OF_STREAM)
         return b"".join(parts)
 
@@ -113,13 +115,13 @@ def _kept(plan: AnswerPlan, rows: int) -> _Template:
     return _Template()
 
 
-def _changing(schema: pa.Schema) -> list[int]:
+def _changing(schema: pa.Schema, own: int) -> list[int]:
     """Numbers of the buffers that are another answer's own, in the order that :meth:`_Template.filled` is given them."""
     first, number = {}, 0
     for field in schema:
         first[field.name] = number
         number += 3 if pa.types.is_string(field.type) or pa.types.is_fixed_size_list(field.type) else 2
-    features = schema.names[len(ANSWER_FIELDS) :]
+    features = schema.names[own:]
     # of a list the child's values: behind its own validity comes the child's
     values = [first[name] + (2 if pa.types.is_fixed_size_list(schema.field(name).type) else 1) for name in features]
     return [first["computed_at"] + 1, first["age_s"] + 1, _KEY_OFFSETS, *values, _KEY_TEXT]

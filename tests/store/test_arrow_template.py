@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from store.api.arrow import decode_arrow, encode_arrow
 from store.encoding.arrow_template import stream_of
-from store.feature_view import Feature, FeatureView
+from store.feature_view import Feature, FeatureView, SemanticCacheSpec
 from store.lookup import Lookup
 from store.lookup_options import LookupOptions
 from store.online.codec import RowCodec
@@ -25,9 +25,10 @@ OTHER = [Feature("flag", "bool"), Feature("packed", "float32", dim=8, packed="in
 KEYS = ["a", "b" * 63, "c" * 64, "d" * 65, "é" * 255, *map(str, range(200))]
 
 
-def lookup_over(features: Sequence[Feature], null: int | None = None) -> Lookup:
+def lookup_over(features: Sequence[Feature], null: int | None = None, semantic: SemanticCacheSpec | None = None) -> Lookup:
     """A view ``things`` whose row number ``null`` has no values, the others random ones."""
-    view, rng = FeatureView("things", ("id",), tuple(features), ttl_s=10, stale_for_s=5), np.random.default_rng(0)
+    view = FeatureView("things", ("id",), tuple(features), ttl_s=10, stale_for_s=5, semantic_cache=semantic)
+    rng = np.random.default_rng(0)
     columns: dict[str, pa.Array] = {"id": pa.array(KEYS)}
     for feature in features:
         shape = (len(KEYS), feature.dim or 1)
@@ -76,6 +77,13 @@ def test_a_stream_from_a_template_reads_as_the_table(keys: list[str], features: 
 def test_one_template_serves_keys_of_any_size() -> None:
     for text in ("a", "é" * 255, "b" * 63, "c" * 64, "d" * 65):
         check(PLAIN_LOOKUP, [text] * 1000, None, True)
+
+
+def test_columns_that_only_some_views_have_stand_before_the_features() -> None:
+    lookup = lookup_over(PLAIN, semantic=SemanticCacheSpec("others", 0.9))
+    assert lookup.get("things", ["1"], features=names[:1]).column_names[-3:] == ["similarity", "nearest", names[0]]
+    for keys in (["1", "2"], ["5", "d" * 65, "3"]):
+        check(lookup, keys, None, True)
 
 
 def test_other_answers_take_a_table() -> None:
