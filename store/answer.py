@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from store.default_row import default_row
 from store.fallback import Computed, Likeness, Miss
 from store.feature_view import SIMILAR_FIELDS
 from store.freshness import AHEAD_US, Sighting, age_s, as_datetime, status_of
@@ -66,6 +67,7 @@ class AnswerPlan:
         self.snapshots = frozenset((pointer.base_snapshot, pointer.snapshot))
         self.absent = Reason.NOT_IN_STORE if pointer.lossy or pointer.degraded else Reason.UNKNOWN_ENTITY
         self.features = features
+        self.default: bytes | None = default_row(view, self.codec) if alike is None else alike.default
         self.similar_fields = () if view.semantic_cache is None else SIMILAR_FIELDS
         self.own_columns = len(ANSWER_FIELDS) + len(self.similar_fields)
         """Of every answer, before the features."""
@@ -286,8 +288,7 @@ class Answer:
         if self._statuses is None:
             return None
         labels = (
-            (str(status), "" if i in self._reasons else str(self.source(i)), str(self._reasons.get(i, "")))
-            for i, status in enumerate(self._statuses)
+            (str(status), str(self.source(i) or ""), str(self._reasons.get(i, ""))) for i, status in enumerate(self._statuses)
         )
         return dict(Counter(labels))
 
@@ -299,8 +300,14 @@ class Answer:
         """Why row ``i`` is missing; None when it is not."""
         return self._reasons.get(i)
 
-    def source(self, i: int) -> AnswerSource:
-        """Where row ``i``, which is not missing, came from."""
+    def default_row(self, i: int) -> bytes | None:
+        """What stands in for row ``i``, packed; None where it is there, or nothing does."""
+        return None if self._reasons.get(i) in (None, Reason.BAD_KEY) else self.plan.default
+
+    def source(self, i: int) -> AnswerSource | None:
+        """Where row ``i`` came from; None of a missing one that nothing stands in for."""
+        if i in self._reasons:
+            return None if self.default_row(i) is None else AnswerSource.DEFAULT
         if self.status(i) is Status.COMPUTED:
             return AnswerSource.FALLBACK
         return AnswerSource.CACHE if i in self._kept or i in self.likes else AnswerSource.STORE
@@ -355,7 +362,7 @@ class Answer:
         status, source, reason, ttl, snapshot, model = plan.constants(rows)
         if self._statuses is not None:
             status = pa.array([str(s) for s in self._statuses], pa.string())
-            source = pa.array([None if i in self._reasons else str(self.source(i)) for i in range(rows)], pa.string())
+            source = pa.array([self.source(i) for i in range(rows)], pa.string())
             reason = pa.array([self._reasons.get(i) for i in range(rows)], pa.string())
         return pa.Table.from_arrays(
             [
@@ -399,10 +406,15 @@ class Answer:
     def _values(self, present: npt.NDArray[np.bool_] | None) -> tuple[npt.NDArray[np.int64], list[pa.Array]]:
         """When each row was computed, int64 [n] µs, 0 for a missing one; and its features' columns."""
         plan, columns = self.plan, self._columns
-        if columns is None or plan.reader is None or self._computed:
+        made = self._computed
+        if plan.default is not None and self._reasons and present is not None:
+            made = made | {i: row for i in self._reasons if (row := self.default_row(i)) is not None}
+            present = present.copy()
+            present[list(made)] = True
+        if columns is None or plan.reader is None or made:
             packed = self.found.packed
-            if self._computed:
-                packed = Packed.of([self._computed.get(i, value) or b"" for i, value in enumerate(self.found.values)])
+            if made:
+                packed = Packed.of([made.get(i, value) or b"" for i, value in enumerate(self.found.values)])
             decoded = plan.codec.decode(packed, present, plan.features)
             return decoded.computed_at_us, decoded.columns
         times = columns.computed_at_us if present is None else np.where(present, columns.computed_at_us, 0)
@@ -414,14 +426,11 @@ class Answer:
 
     def _row(self, i: int) -> dict[str, Any]:
         plan = self.plan
-        row: dict[str, Any] = {
-            "key": self.keys[i],
-            "status": str(self.status(i)),
-            "source": None if i in self._reasons else str(self.source(i)),
-        }
+        source, default = self.source(i), self.default_row(i)
+        row: dict[str, Any] = {"key": self.keys[i], "status": str(self.status(i)), "source": source and str(source)}
         if i in self._reasons:
             row |= {"reason": str(self._reasons[i]), "computed_at": None, "age_s": None}
-            features: dict[str, Any] | None = None
+            features = None if default is None else plan.codec.decode_one(default, plan.features)[1]
         else:
             value = self.packed_row(i)
             assert value is not None

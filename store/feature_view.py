@@ -127,6 +127,8 @@ class FeatureView:
     """How long it is kept in mind that there is no such entity."""
     stale_if_error_s: float = 0.0
     """Past ``stale_for_s``: how long a row is still served, as stale, where the model fails."""
+    fallback_default: Mapping[str, Any] | None = None
+    """Feature → value: what stands in for a missing row."""
     semantic_cache: SemanticCacheSpec | None = None
     """A miss may be answered by the row of the entity whose input is nearest."""
 
@@ -159,7 +161,13 @@ class FeatureView:
         for record, name, before in later:
             if record[name] == before:
                 del record[name]
-        for name, default in (("keep_s", 600.0), ("keep_missing_s", 30.0), ("stale_if_error_s", 0.0), ("semantic_cache", None)):
+        for name, default in (
+            ("keep_s", 600.0),
+            ("keep_missing_s", 30.0),
+            ("stale_if_error_s", 0.0),
+            ("fallback_default", None),
+            ("semantic_cache", None),
+        ):
             if body[name] == default:
                 del body[name]
         for feature in body["features"]:

@@ -49,3 +49,5 @@ class AnswerSource(_Word):
     CACHE = "cache"
     """Computed for a miss before, and kept."""
     FALLBACK = "fallback"
+    DEFAULT = "default"
+    """Of a missing row: the view's default stands in for it."""

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Annotated, Any, Literal
 
+import pyarrow as pa
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from jobs.config.section import Duration, Name, Section, did_you_mean, parse_time
 from precompute.registry import check_use
 from precompute.sources.statement import check_sql, parameters, referenced_views
+from store.default_row import default_row
 from store.errors import ConfigError
 from store.feature_view import (
     RESERVED,
@@ -22,6 +24,7 @@ from store.feature_view import (
     ModelUse,
     SemanticCacheSpec,
 )
+from store.online.codec import RowCodec
 from store.partition import Partition, containing
 
 
@@ -115,6 +118,9 @@ class FallbackConfig(Section):
     keep_missing: Duration = Field(default=30.0, description="how long it is kept in mind that the source has no such entity")
     stale_if_error: Duration = Field(
         default=0.0, description="past ttl and stale_for: how long a row is still served, as stale, where the model fails"
+    )
+    default: dict[Name, Any] | None = Field(
+        default=None, description="feature → value: stands in for a row that is missing, and says so; those not named are null"
     )
 
 
@@ -269,6 +275,7 @@ class ViewConfig(Section):
             raise ValueError(
                 f"semantic_cache: answers have a column {beside[0]!r} of their own then; call the feature or key something else"
             )
+        self._check_default()
         wanted = parameters(self.source.sql)
         for name, query in model_queries(self.model.args).items():
             if not isinstance(query, str):
@@ -296,6 +303,16 @@ class ViewConfig(Section):
                     f"index.on: {self.index.on!r} is no feature with a float dtype and a dim{did_you_mean(self.index.on, self.features)}"
                 )
         return self
+
+    def _check_default(self) -> None:
+        for name in self.fallback.default or ():
+            if name not in self.features:
+                raise ValueError(f"fallback.default: there is no feature {name!r}{did_you_mean(name, self.features)}")
+        view = self.feature_view()
+        try:
+            default_row(view, RowCodec(view))
+        except (ValueError, TypeError, pa.ArrowException) as exc:
+            raise ValueError(f"fallback.default: {exc}") from exc
 
     def partition_at(self, now: datetime) -> Partition | None:
         """The latest partition that is over at ``now`` (aware); None for a view that has none.
@@ -327,6 +344,7 @@ class ViewConfig(Section):
             keep_s=self.fallback.keep,
             keep_missing_s=self.fallback.keep_missing,
             stale_if_error_s=self.fallback.stale_if_error,
+            fallback_default=self.fallback.default,
             semantic_cache=None
             if self.semantic_cache is None
             else SemanticCacheSpec(self.semantic_cache.view, self.semantic_cache.threshold),

@@ -76,7 +76,7 @@ class RowRoutes:
         if answer.pending:
             await _landed(answer)
         missing = answer.reason(0) is not None
-        reply = self._missing(answer, options, asked) if missing else self._row_reply(answer, headers, key)
+        reply = self._missing(answer, options, asked, headers) if missing else self._row_reply(answer, headers, key)
         self._metrics.answered("row", answer, time.perf_counter() - started)
         return reply
 
@@ -124,9 +124,14 @@ class RowRoutes:
             body = row.body(answer.status(0), answer.age_us(0))
         return Reply(200, [JSON_TYPE, *headers], body)
 
-    def _missing(self, answer: Answer, options: LookupOptions, asked: CacheControl | None) -> Reply:
+    def _missing(self, answer: Answer, options: LookupOptions, asked: CacheControl | None, sent: dict[bytes, bytes]) -> Reply:
         pointer, reason = answer.pointer, answer.reason(0)
         assert reason is not None
+        if answer.default_row(0) is not None and not (asked is not None and asked.only_if_cached):
+            if wants_arrow(sent):
+                return Reply(200, [ARROW_TYPE, *missing_headers(answer, reason)], arrow.encode_arrow(answer.table()))
+            body = b'{"view":"%b",%b' % (pointer.view.name.encode(), row_json(answer, 0))
+            return Reply(200, [JSON_TYPE, *missing_headers(answer, reason)], body)
         detail = f"no row for key {answer.keys[0][:80]!r} in view {pointer.view.name!r}: {reason}"
         self._metrics.refused(reason)
         status = _MISSING_STATUS.get(reason, 404)

@@ -9,6 +9,7 @@ import orjson
 
 from store.answer import Answer, AnswerPlan
 from store.freshness import as_datetime
+from store.online.packed import Buffer
 
 key_json = _dumps = orjson.dumps
 _NUMPY = orjson.OPT_SERIALIZE_NUMPY
@@ -21,10 +22,12 @@ def row_json(answer: Answer, i: int) -> bytes:
     """
     key, reason = _dumps(answer.keys[i]), answer.reason(i)
     if reason is not None:
-        told = b'"key":%b,"status":"missing","source":null,"reason":"%b","computed_at":null,"age_s":null%bnull}'
-        return told % (key, reason.encode(), _common(answer.plan))
+        default, plan = answer.default_row(i), answer.plan
+        told = b'"key":%b,"status":"missing","source":%b,"reason":"%b","computed_at":null,"age_s":null%b%b}'
+        features = b"null" if default is None else features_json(plan, default)
+        return told % (key, _dumps(answer.source(i)), reason.encode(), _common(plan), features)
     told = b'"key":%b,"status":"%b","source":"%b",%b"computed_at":%b,"age_s":%b%b'
-    status, source, like = answer.status(i).encode(), answer.source(i).encode(), answer.likes.get(i)
+    status, source, like = answer.status(i).encode(), str(answer.source(i)).encode(), answer.likes.get(i)
     whose = b"" if like is None else b'"similarity":%b,"nearest":%b,' % (_dumps(like.similarity), _dumps(like.key))
     return told % (key, status, source, whose, time_json(answer.computed_at_us(i)), _dumps(answer.age_s(i)), tail_json(answer, i))
 
@@ -33,8 +36,12 @@ def tail_json(answer: Answer, i: int) -> bytes:
     """What a row that is there says behind its age, the same as long as the pointer is: ``,"ttl_s":…,…,"features":{…}}``."""
     value = answer.packed_row(i)
     assert value is not None
-    _, features = answer.plan.codec.arrays_one(value, answer.plan.features)
-    return b"%b%b}" % (_common(answer.plan), _dumps(features, option=_NUMPY))
+    return b"%b%b}" % (_common(answer.plan), features_json(answer.plan, value))
+
+
+def features_json(plan: AnswerPlan, value: Buffer) -> bytes:
+    """The features of a packed row."""
+    return _dumps(plan.codec.arrays_one(value, plan.features)[1], option=_NUMPY)
 
 
 @lru_cache(4096)

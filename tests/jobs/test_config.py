@@ -62,6 +62,11 @@ VIEW_MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "list instead of args": ({"model": {"use": "top_k", "args": [1]}}, ["model.args", "[1]", "dictionary"]),
     "text instead of number": ({"max_rejected": "few"}, ["max_rejected", "'few'", "number"]),
     "share above one": ({"max_rejected": 2}, ["max_rejected", "2", "less than or equal to 1"]),
+    "default of no feature": ({"fallback": {"default": {"z": 1}}}, ["fallback.default", "'z'"]),
+    "default of another type": (
+        {"features": {"a": {"dtype": "float32", "dim": 2}}, "fallback": {"default": {"a": [1, 2, 3]}}},
+        ["fallback.default"],
+    ),
     "yes is a word": ({"fallback": {"enabled": "yes"}}, ["fallback.enabled", "'yes'", "boolean"]),
     "no feature": ({"features": {}}, ["features", "at least 1"]),
     "no entity": ({"entity": []}, ["entity", "at least 1"]),

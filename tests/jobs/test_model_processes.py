@@ -18,6 +18,7 @@ import pyarrow as pa
 import pytest
 
 from precompute.workers.process import AdoptedProcess
+from store.api import wire
 from tests.arithmetic import Doubler
 from tests.server import Server, View, eventually, make_folder, read_reply, write_numbers
 
@@ -62,7 +63,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("models")
     counting: View = {"model": {"use": "tests.arithmetic:Counting", "args": {"path": str(folder / "batches"), "sleep_s": 0.5}}}
     counting["fallback"] = {"enabled": True, "deadline": "10s"}
-    make_folder(folder, {"numbers": {}, "faulty": FAULTY, "counted": counting}, serve=SERVE).publish_all()
+    defaulted: View = {"fallback": {"default": {"double": 7.5, "vector": [0, 0, 0, 1]}}}
+    views = {"numbers": {}, "faulty": FAULTY, "counted": counting, "defaulted": defaulted}
+    make_folder(folder, views, serve=SERVE).publish_all()
     write_numbers(folder, [1, 2, 3, *range(9, 60), HANG, EXIT, GROW, SPIN])
     with Server(folder) as server:
         yield server
@@ -160,6 +163,23 @@ def test_a_miss_that_was_computed_is_kept_for_all_workers_and_so_is_that_there_i
         assert (kept["status"], kept["source"], kept["features"]["double"]) == ("fresh", "cache", 102.0)
         server.get("/v1/views/counted/rows/7777").check_problem(404, "unknown_entity")
     assert batches.read_text().splitlines().count("[51.0]") == 1
+
+
+def test_a_default_answers_for_a_missing_row_and_tells_why_it_is_missing(server: Server) -> None:
+    reply = server.get("/v1/views/defaulted/rows/9")
+    told = {name: reply.json[name] for name in ("status", "source", "reason", "age_s", "features")}
+    assert (reply.status, reply.headers["cache-control"], "etag" in reply.headers) == (200, "no-store", False)
+    assert told == {
+        "status": "missing",
+        "source": "default",
+        "reason": "unknown_entity",
+        "age_s": None,
+        "features": {"double": 7.5, "vector": [0.0, 0.0, 0.0, 1.0]},
+    }
+    arrow = server.get("/v1/views/defaulted/rows/9", accept=wire.ARROW).arrow.to_pylist()[0]
+    assert (arrow["source"], arrow["double"], arrow["computed_at"]) == ("default", 7.5, None)
+    assert server.get("/v1/views/defaulted/rows/9", cache_control="only-if-cached").status == 504
+    assert server.get("/v1/views/defaulted/rows/1").json["source"] == "store"
 
 
 def test_a_worker_that_is_killed_under_load_takes_along_what_was_in_its_hands_and_no_more(server: Server) -> None:
