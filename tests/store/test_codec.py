@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from store.errors import OnlineStoreError
 from store.feature_view import SCALAR_TYPES, Feature, FeatureView
 from store.key_text import key_text
+from store.online import kernels
 from store.online.codec import CHECKSUM_BYTES, HEADER_BYTES, MAX_SNAPSHOT, RowCodec, State
 from store.online.found_rows import FoundRows, overlaid
 from store.online.packed import Buffer, Packed
@@ -230,6 +231,29 @@ def test_each_kind_survives_nulls_and_missing_rows_alone(feature: Feature) -> No
         expected = [None if v is None else {feature.name: value if v == second else None} for v in values]
         assert read_both_ways(codec, values) == expected
         assert verified(codec, values, [KEY] * len(values)) == [ABSENT if v is None else whole() for v in values]
+
+
+def test_both_kernels_put_the_same_rows_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    vectors = [Feature(f"{kind}", "float32", dim=11, packed=kind) for kind in ("int8", "binary")]
+    kinds = (*EVERY_KIND, *vectors)
+    for features in (kinds, tuple(f for f in kinds if f.max_items is None and f.dtype != "string")):
+        rows = []
+        for i in range(50):
+            one: dict[str, Any] = {"string": "é" * (i % 4), "bool": i % 2 == 0}
+            value = {f.name: one.get(f.dtype, int(rng.integers(-99, 99))) for f in features}
+            value |= {f.name: [value[f.name]] * (f.dim or i % 5) for f in features if f.dim or f.max_items}
+            rows.append({name: None if rng.random() < 0.1 else v for name, v in value.items()})
+        times, snapshots = rng.integers(-9, 9, 50), rng.integers(1, MAX_SNAPSHOT, 50)
+        codec, batch = codec_of(features), batch_of(features, rows)
+        found = codec.encode(batch, hashes_of(keys_of(50)), times, snapshots)
+        with monkeypatch.context() as other:
+            other.setattr(kernels, "native", None)
+            expected = codec.encode(batch, hashes_of(keys_of(50)), times, snapshots)
+        assert found.data.tobytes() == expected.data.tobytes()
+        assert found.offsets.tolist() == expected.offsets.tolist()
+        states, _ = codec.verify(FoundRows(keys_of(50), packed=found), set(snapshots.tolist()))
+        assert set(states.tolist()) == {State.WHOLE}
 
 
 def test_not_a_number_stays_one() -> None:
