@@ -21,6 +21,7 @@ import pyarrow as pa
 from precompute.sources.database import Database, hash_kind
 from precompute.sources.file_names import absolute_sql, is_remote
 from precompute.sources.input_hash import content_sql, hash_sql, quoted
+from precompute.sources.kept_input import KeptInput
 from precompute.sources.statement import BOUNDS, parameters, statement
 from store.errors import ConfigError, SourceError
 from store.sql import parquet_sql
@@ -351,6 +352,12 @@ class Source:
         hashed = f"{self._hash_sql()} AS input_hash, " if with_hash else ""
         sql = f'SELECT {key} AS "key", {hashed}* FROM ({self._sql}\n) WHERE {where}'
         return self.database.query_aside(sql, {"keys": list(values)} | self._given)
+
+    def kept(self) -> KeptInput:
+        """What may have rows by key without asking DuckDB."""
+        return KeptInput(
+            self.database, f'SELECT {self.key_text_sql()} AS "key", * FROM ({self._sql}\n)', dict(self._given), self._files
+        )
 
     def key_text_sql(self) -> str:
         """SQL of a row's key text, as :mod:`store.entity_key` makes it."""

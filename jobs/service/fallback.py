@@ -26,6 +26,7 @@ from precompute.engine.runner import compute
 from precompute.model import Model, QueryModel
 from precompute.project_path import starting_from
 from precompute.registry import LoadedModel, load_with_fingerprint
+from precompute.sources.kept_input import KeptInput
 from store.errors import PrecomputeError
 from store.fallback import Computed, Fallback, Miss, unpacked_view
 from store.kept.kept_rows import Kept, KeptRows
@@ -60,13 +61,17 @@ class _Opened(NamedTuple):
     query_codec: RowCodec
     alike: Hashable
     """Of two views for which this is equal, a row of one could be one of the other."""
+    kept: KeptInput
 
     @classmethod
     def of(cls, view: OpenView) -> _Opened:
         features, codec = view.view.features, RowCodec(view.view)
         inputs = tuple((name, str(kind)) for name, kind in zip(view.source.schema.names, view.source.schema.types, strict=True))
         alike = (id(view.model), view.variant, features, view.view.definition.bad_rows, inputs)
-        return cls(view, codec, RowCodec(unpacked_view(view.view)), alike)
+        kept = view.source.kept()
+        # begins to read it
+        kept.rows([])
+        return cls(view, codec, RowCodec(unpacked_view(view.view)), alike, kept)
 
 
 class _Wanted(NamedTuple):
@@ -324,8 +329,12 @@ def _refusal(kind: Refusal) -> Exception:
 def _source_rows(opened: _Opened, requests: Sequence[_Request], numbers: Sequence[int]) -> list[_Wanted]:
     """The rows of the requests that came without inputs, as far as the source has them."""
     position = {requests[i][0]: i for i in numbers if requests[i][1] is None and requests[i][0]}
-    rows = opened.view.source.rows(list(position)) if position else None
-    if rows is None or not rows.num_rows:
+    if not position:
+        return []
+    rows = opened.kept.rows(list(position))
+    if rows is None:
+        rows = opened.view.source.rows(list(position))
+    if not rows.num_rows:
         return []
     return [_Wanted(opened, [position[key] for key in rows.column("key").to_pylist()], rows.drop_columns(["key"]))]
 

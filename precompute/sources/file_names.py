@@ -90,6 +90,11 @@ def _absolute_call(function: dict[str, Any], folder: Path, evaluate: Callable[[A
     return changed, files
 
 
+def is_pattern(file: str) -> bool:
+    """Whether a file's name stands for all that match it."""
+    return _PATTERN.search(file) is not None
+
+
 def is_remote(file: str) -> bool:
     """Whether a file's absolute name is a URL of another machine's."""
     return _URL.match(file) is not None

@@ -1,0 +1,127 @@
+"""Rows that are kept of a small source are those that it would give, or there are none."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from precompute.source import Source
+from precompute.sources.kept_input import KeptInput
+from tests.server import eventually
+
+OLD = 1_600_000_000
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("precompute.sources.kept_input.AGAIN_S", 0.0)
+
+
+def write(folder: Path, rows: dict[object, float], old: bool = True) -> None:
+    """The file, in place of the one before, by default of years ago."""
+    pq.write_table(pa.table({"id": list(rows), "x": list(rows.values())}), folder / "next")
+    if old:
+        os.utime(folder / "next", (OLD + len(rows), OLD + len(rows)))
+    os.replace(folder / "next", folder / "data.parquet")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(tmp_path, {1: 1.5, 2: 2.5, 3: 3.5})
+    return tmp_path
+
+
+def opened(folder: Path, sql: str = "FROM 'data.parquet'", entity: tuple[str, ...] = ("id",)) -> tuple[Source, KeptInput]:
+    source = Source(sql, entity, {}, folder=folder, memory_mb=64, threads=1)
+    return source, source.kept()
+
+
+def is_kept(kept: KeptInput) -> bool:
+    return kept.rows([]) is not None
+
+
+def never_kept(kept: KeptInput) -> bool:
+    """It was tried, and there is nothing."""
+    for _ in range(5):
+        assert not is_kept(kept)
+        time.sleep(0.05)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("sql", "entity", "keys"),
+    [
+        ("FROM 'data.parquet'", ("id",), ["3", "1", "7", "01", "é"]),
+        ("SELECT 's' || id AS shop, id, x FROM 'data.parquet'", ("shop", "id"), ["s3/3", "s1/1", "s1/3"]),
+        ("SELECT CASE WHEN id > 1 THEN id END AS id, x FROM 'data.parquet'", ("id",), ["3", "1"]),
+    ],
+    ids=["one column", "two columns", "a key that is null"],
+)
+def test_kept_rows_are_the_sources_own(folder: Path, sql: str, entity: tuple[str, ...], keys: list[str]) -> None:
+    source, kept = opened(folder, sql, entity)
+    with source:
+        eventually(lambda: is_kept(kept))
+        found, expected = kept.rows(keys), source.rows(keys)
+        assert found is not None
+        assert found.schema == expected.schema
+        assert found.sort_by("key").to_pylist() == expected.sort_by("key").to_pylist() != []
+
+
+def test_they_count_as_long_as_the_file_is_what_it_was(folder: Path) -> None:
+    source, kept = opened(folder)
+    with source:
+        eventually(lambda: is_kept(kept))
+        write(folder, {1: 9.0, 4: 4.5})
+        assert kept.rows(["1"]) is None
+        eventually(lambda: is_kept(kept))
+        rows = kept.rows(["1", "3", "4"])
+        assert rows is not None
+        assert rows["x"].to_pylist() == [9.0, 4.5]
+        (folder / "data.parquet").unlink()
+        assert kept.rows(["1"]) is None
+
+
+def test_a_file_that_was_just_written_is_not_trusted_yet(folder: Path) -> None:
+    write(folder, {1: 1.0}, old=False)
+    source, kept = opened(folder)
+    with source:
+        assert never_kept(kept)
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT id, x FROM 'data.parquet' WHERE now() > TIMESTAMP '2020-01-01'",
+        "SELECT id, x FROM 'data.parquet' WHERE current_date > DATE '2020-01-01'",
+        "SELECT id, x, random() AS r FROM 'data.parquet'",
+        "SELECT id, x FROM 'data.parquet' USING SAMPLE 3 ROWS",
+        "SELECT id, x FROM 'd*.parquet'",
+        "SELECT i AS id FROM range(3) AS t(i)",
+        "SELECT id, x FROM 'data.parquet' UNION ALL SELECT id, x FROM 'data.parquet'",
+    ],
+    ids=["now", "today", "chance", "sample", "pattern", "no file", "keys twice"],
+)
+def test_what_may_be_otherwise_is_not_kept(folder: Path, sql: str) -> None:
+    source, kept = opened(folder, sql)
+    with source:
+        assert never_kept(kept)
+
+
+@pytest.mark.parametrize("limit", ["MOST_ROWS", "MOST_BYTES"])
+def test_what_is_large_is_not_kept(folder: Path, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"precompute.sources.kept_input.{limit}", 2)
+    source, kept = opened(folder)
+    with source:
+        assert never_kept(kept)
+
+
+def test_a_source_that_is_closed_meanwhile_raises_nothing(folder: Path) -> None:
+    for _ in range(5):
+        source, kept = opened(folder)
+        kept.rows([])
+        source.close()
