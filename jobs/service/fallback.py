@@ -46,6 +46,14 @@ _Request = tuple[str, Mapping[str, Any] | None, Pointer]
 """Key text, the input columns' values when they came with the request, and what is live for the caller."""
 
 
+_Flight = tuple[str, tuple[int, str], str, str | None]
+"""View, publishing, key, and the inputs that came with the request, as JSON."""
+
+JUST_S = 1.0
+MOST_LATEST = 4096
+"""How long, and how many rows, are at hand after they were computed: they are written behind, and who asks may have looked before."""
+
+
 class _Group(NamedTuple):
     """What is computed in one batch: requests of one model, whatever their views, either all for rows or all for what is searched by."""
 
@@ -115,6 +123,8 @@ class ViewFallback(Fallback):
         kept: KeptRows | None = None,
     ) -> None:
         self._writer = None if kept is None else KeptWriter(kept)
+        self._latest: dict[_Flight, tuple[float, Computed | Miss]] = {}
+        """What was computed last and is being kept, in order, with its time (monotonic)."""
         self._store, self._folder, self._memory_mb, self._watch = store, folder.absolute(), memory_mb, watch
         self._opened: dict[tuple[str, tuple[int, str]], _Opened] = {}
         self._models: dict[str, LoadedModel] = {}
@@ -138,8 +148,35 @@ class ViewFallback(Fallback):
             values = inputs.get(key)
             given = None if values is None else json.dumps(values, sort_keys=True, default=str)
             flight = (view, pointer.publishing, key, given)
+            just_now = None if query else self._just_now(flight)
+            if just_now is not None:
+                futures.append(just_now)
+                continue
             futures.append(self._batcher.submit(group, flight, (key, values, pointer), deadline, view))
         return futures
+
+    def _just_now(self, flight: _Flight) -> Future[Computed] | None:
+        """What was computed for the same so lately that whoever asks may not have seen it kept yet."""
+        at, result = self._latest.get(flight, (-math.inf, None))
+        if result is None or time.monotonic() - at > JUST_S:
+            return None
+        future: Future[Computed] = Future()
+        if isinstance(result, Computed):
+            future.set_result(result)
+        else:
+            future.set_exception(result)
+        return future
+
+    def _keep(self, pointer: Pointer, key: str, result: Computed | Miss) -> None:
+        assert self._writer is not None
+        row = result.row if isinstance(result, Computed) else None
+        if (pointer.view.keep_missing_s if row is None else pointer.view.keep_s) > 0:
+            flight = (pointer.view.name, pointer.publishing, key, None)
+            self._latest.pop(flight, None)
+            self._latest[flight] = time.monotonic(), result
+            while len(self._latest) > MOST_LATEST:
+                self._latest.pop(next(iter(self._latest)))
+            self._writer.put(pointer, Kept(key, row))
 
     def warm(self, pointer: Pointer) -> None:
         """Open the view and compute one row, waiting for it, so that the first miss does not pay for loading.
@@ -204,8 +241,8 @@ class ViewFallback(Fallback):
         for (key, values, pointer), result in zip(requests, results, strict=True):
             if isinstance(result, Miss) and result.reason is Reason.MODEL_ERROR:
                 self._log_failure(pointer.view.name, key, result)
-            elif self._writer is not None and values is None and key and not query:
-                self._writer.put(pointer, Kept(key, None if isinstance(result, Exception) else result.row))
+            elif self._writer is not None and values is None and key and not query and isinstance(result, (Computed, Miss)):
+                self._keep(pointer, key, result)
         return results
 
     @contextlib.contextmanager

@@ -21,6 +21,8 @@ from jobs.ops.drop import drop
 from jobs.service.fallback import ViewFallback
 from jobs.service.warmer import Warmer
 from precompute.model import digest
+from store.kept.kept_file import KeptFile
+from store.kept.kept_rows import KeptLimits
 from store.lookup import Computed, Lookup, Miss
 from store.online.online_store import Pointer
 from store.status import Reason
@@ -356,6 +358,38 @@ def test_misses_of_views_of_one_model_are_one_call(make_project: MakeProject) ->
     assert first == "[4.0]"
     # what has other features is another call
     assert sorted(others) == ["[5.0, 5.0, 6.0]", "[7.0]"]
+
+
+def test_who_looked_before_a_row_was_kept_is_given_it_all_the_same(make_project: MakeProject, tmp_path: Path) -> None:
+    folder = make_project([(1, 1.0)]).folder
+    counting = {"model": {"use": "tests.arithmetic:Counting", "args": {"path": str(folder / "batches")}}}
+    other = _view(FALLBACK | counting | {"features": {"double": {"dtype": "float64"}}})
+    other["fallback"] = other["fallback"] | {"keep": 0, "keep_missing": 0}
+    project = make_project(view=FALLBACK | counting, views={"unkept": other})
+    project.publish_all()
+    write_data(project, {5: 5.0})
+    kept = KeptFile(tmp_path / "kept", KeptLimits())
+    online, fallback = project.open_online(), ViewFallback(project.offline, project.home, memory_mb=64, kept=kept)
+    try:
+        for view, calls in (("numbers", 1), ("unkept", 3)):
+            pointer = online.live(view)
+            assert pointer is not None
+            fallback.warm(pointer)
+            (folder / "batches").write_text("")
+            doubles = [values_of(pointer, _submit(fallback, pointer, "5").result(20))["double"] for _ in range(3)]
+            assert (doubles, len((folder / "batches").read_text().splitlines())) == ([10.0] * 3, calls)
+            for _ in range(2):
+                unknown = _submit(fallback, pointer, "77").exception(20)
+                assert isinstance(unknown, Miss)
+                assert unknown.reason is Reason.UNKNOWN_ENTITY
+        pointer = online.live("numbers")
+        assert pointer is not None
+        eventually(lambda: set(kept.read(pointer, ["5", "77"])) == {"5", "77"})
+        assert values_of(pointer, _submit(fallback, pointer, "5", x=9.0).result(20))["double"] == 18.0
+    finally:
+        fallback.close()
+        online.close()
+        kept.close()
 
 
 # ---- while snapshots change
