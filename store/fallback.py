@@ -32,10 +32,11 @@ class Computed:
 
 
 class Miss(Exception):
-    """Why a fallback gave no row; carried by its future. ``broken``: not this row is to blame, but the model. ``retry_after_s``: before then, asking
+    """Why a fallback gave no row; carried by its future. ``broken``: not this row is to blame, but the model; None: that says
+    nothing of either. ``retry_after_s``: before then, asking
     again is in vain; 0: nobody knows."""
 
-    def __init__(self, reason: Reason, detail: str = "", *, broken: bool = False, retry_after_s: float = 0.0) -> None:
+    def __init__(self, reason: Reason, detail: str = "", *, broken: bool | None = False, retry_after_s: float = 0.0) -> None:
         super().__init__(detail or reason)
         self.reason, self.broken, self.retry_after_s = reason, broken, retry_after_s
 

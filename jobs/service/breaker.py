@@ -40,9 +40,12 @@ class Breaker:
         self._probing += admitted
         return admitted, 1.0
 
-    def count(self, broken: bool, now: float) -> None:
-        """What became of a call: whether the model itself failed."""
-        if self._opened_at is None:
+    def count(self, broken: bool | None, now: float) -> None:
+        """What became of a call: whether the model itself failed; None: nobody knows."""
+        if broken is None:
+            # was it a probe, another one is sent
+            self._probing = max(0, self._probing - 1)
+        elif self._opened_at is None:
             self._latest.append((now, broken))
             calls = [failed for at, failed in self._latest if now - at < LATEST_S]
             if broken and len(calls) >= LEAST_CALLS and sum(calls) >= FAILING * len(calls):

@@ -75,14 +75,20 @@ class ModelLink:
         self._connection: _Connection | None = None
         self._open: frozenset[tuple[str, tuple[int, str]]] = frozenset()
         self._outbox: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
-        self._closed = False
+        self._in_hand = 0
+        self._closed = threading.Event()
         threading.Thread(target=self._write, name="model link", daemon=True).start()
 
     def ask(
         self, pointer: Pointer, keys: Sequence[str], inputs: Mapping[str, Mapping[str, Any]], deadline: float, query: bool = False
     ) -> list[Future[Computed]]:
         """As :meth:`store.fallback.Fallback.submit`."""
-        return self._begin(pointer, keys, inputs, deadline, query, len(keys))
+        futures = self._begin(pointer, keys, inputs, deadline, query, len(keys))
+        with self._lock:
+            self._in_hand += len(futures)
+        for future in futures:
+            future.add_done_callback(self._landed)
+        return futures
 
     def warm(self, pointer: Pointer, deadline: float) -> Future[Computed]:
         """Have the process open what a pointer names; the future always ends in an error, once that was tried."""
@@ -92,12 +98,17 @@ class ModelLink:
         """Whether the process has said that it has this publishing open."""
         return (pointer.view.name, pointer.publishing) in self._open
 
+    @property
+    def idle(self) -> bool:
+        """Whether no row that was asked for is waited for."""
+        return self._in_hand == 0
+
     def close(self) -> None:
-        """Ask for nothing more; what was asked ends as if the process had ended."""
+        """Ask for nothing more; what was asked ends as if the process had ended, and so does what is asked from now on."""
         with self._lock:
-            self._closed = True
+            self._closed.set()
             connection = self._connection
-        self._outbox.put(None)
+            self._outbox.put(None)
         if connection is not None:
             self._lose(connection)
 
@@ -110,16 +121,24 @@ class ModelLink:
         query: bool,
         futures: int,
     ) -> list[Future[Computed]]:
-        with self._lock:
-            number = next(self._numbers)
-            for _ in range(futures - 1):
-                next(self._numbers)
         made: list[Future[Computed]] = [Future() for _ in range(futures)]
         for future in made:
             # none can be cancelled by one of those who wait for it
             future.set_running_or_notify_cancel()
-        self._outbox.put(_Asked(pointer, keys, inputs, deadline, query, number, made))
+        with self._lock:
+            number = next(self._numbers)
+            for _ in range(futures - 1):
+                next(self._numbers)
+            closed = self._closed.is_set()
+            if not closed:
+                self._outbox.put(_Asked(pointer, keys, inputs, deadline, query, number, made))
+        if closed:
+            _fail(made, _ended())
         return made
+
+    def _landed(self, _: Future[Computed]) -> None:
+        with self._lock:
+            self._in_hand -= 1
 
     # ---- what is asked
 
@@ -157,14 +176,15 @@ class ModelLink:
         except OSError:
             # its process ended before it had all of this, and so began nothing of it
             with self._lock:
-                for number in range(asked.number, asked.number + len(asked.futures)):
-                    connection.waiting.pop(number, None)
+                taken = [connection.waiting.pop(one, None) for one in range(asked.number, asked.number + len(asked.futures))]
             self._lose(connection)
-            self._send(asked)
+            # who reads may have seen the end first, and have ended what was asked
+            if None not in taken:
+                self._send(asked)
 
     def _connected(self, deadline: float) -> _Connection | None:
         """The connection; None where there is none by the deadline."""
-        while not self._closed:
+        while not self._closed.is_set():
             with self._lock:
                 if self._connection is not None:
                     return self._connection
@@ -178,20 +198,26 @@ class ModelLink:
                     return None
                 time.sleep(TRY_EVERY_S)
                 continue
-            connection = self._connection = _Connection(opened)
+            with self._lock:
+                if self._closed.is_set():
+                    opened.close()
+                    return None
+                connection = self._connection = _Connection(opened)
             threading.Thread(target=self._read, args=(connection,), name="model answers", daemon=True).start()
         return None
 
     # ---- what is answered
 
     def _read(self, connection: _Connection) -> None:
-        with contextlib.suppress(OSError), connection.socket.makefile("rb") as file:
-            while (message := read_message(file)) is not None:
-                header, body = message
-                if "open" in header:
-                    self._open = frozenset((view, (epoch, at)) for view, (epoch, at) in header["open"])
-                self._land(connection, header, body.to_pybytes())
-        self._lose(connection)
+        try:
+            with contextlib.suppress(OSError), connection.socket.makefile("rb") as file:
+                while (message := read_message(file)) is not None:
+                    header, body = message
+                    if "open" in header:
+                        self._open = frozenset((view, (epoch, at)) for view, (epoch, at) in header["open"])
+                    self._land(connection, header, body.to_pybytes())
+        finally:
+            self._lose(connection)
 
     def _land(self, connection: _Connection, header: Mapping[str, Any], body: bytes) -> None:
         at = 0
@@ -221,10 +247,14 @@ class ModelLink:
             connection.socket.shutdown(socket.SHUT_RDWR)
         connection.socket.close()
         # that it ended is one failure of the model, however many waited
-        _fail(waiting[:1], Miss(Reason.MODEL_ERROR, "the model process ended", broken=True))
-        _fail(waiting[1:], Miss(Reason.MODEL_ERROR, "the model process ended"))
-        if not self._closed:
+        _fail(waiting[:1], _ended(broken=True))
+        _fail(waiting[1:], _ended())
+        if not self._closed.is_set():
             self._on_lost()
+
+
+def _ended(broken: bool | None = None) -> Miss:
+    return Miss(Reason.MODEL_ERROR, "the model process ended", broken=broken)
 
 
 def _fail(futures: Iterable[Future[Computed]], miss: Miss) -> None:

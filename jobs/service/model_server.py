@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from jobs.service.child import begin
 from jobs.service.fallback import REFUSED_S, ViewFallback
 from jobs.service.model_group import Watch
@@ -62,18 +64,22 @@ class Conversation:
             threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True).start()
 
     def _read(self) -> None:
-        # the worker is gone
-        with contextlib.suppress(OSError), self._connection.makefile("rb") as file:
-            while (message := read_message(file)) is not None:
-                header, body = message
-                if "ask" in header:
-                    self._ask(header)
-                elif "warm" in header:
-                    future = self._fallback.begin_warm(self._pointers[header["pointer"]], header["deadline"])
-                    future.add_done_callback(partial(self._done, header["warm"]))
-                else:
-                    self._pointers[header["pointer"]] = Pointer.from_bytes(body.to_pybytes())
-        self._outbox.put(None)
+        try:
+            # the worker is gone
+            with contextlib.suppress(OSError), self._connection.makefile("rb") as file:
+                while (message := read_message(file)) is not None:
+                    self._take(*message)
+        finally:
+            self._outbox.put(None)
+
+    def _take(self, header: Mapping[str, Any], body: pa.Buffer) -> None:
+        if "ask" in header:
+            self._ask(header)
+        elif "warm" in header:
+            future = self._fallback.begin_warm(self._pointers[header["pointer"]], header["deadline"])
+            future.add_done_callback(partial(self._done, header["warm"]))
+        else:
+            self._pointers[header["pointer"]] = Pointer.from_bytes(body.to_pybytes())
 
     def _ask(self, header: Mapping[str, Any]) -> None:
         pointer, query = self._pointers[header["pointer"]], header["query"]

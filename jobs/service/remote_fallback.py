@@ -60,10 +60,10 @@ class RemoteFallback(Fallback):
         with self._lock:
             admitted, retry_s = self._breaker(view).admit(len(keys), time.monotonic())
             taken = max(0, min(admitted, MOST_IN_FLIGHT - self._in_flight[view]))
+            given = {key: inputs[key] for key in keys[:taken] if key in inputs}
+            futures = self._link(pointer.model).ask(pointer, keys[:taken], given, deadline, query) if taken else []
             self._in_flight[view] += taken
         self._meter.gauge(FALLBACK_QUEUE, view).add(taken)
-        given = {key: inputs[key] for key in keys[:taken] if key in inputs}
-        futures = self._link(pointer.model).ask(pointer, keys[:taken], given, deadline, query) if taken else []
         for future in futures:
             future.add_done_callback(partial(self._landed, view))
         if taken < len(keys):
@@ -72,7 +72,8 @@ class RemoteFallback(Fallback):
 
     def begin_warm(self, pointer: Pointer, deadline: float) -> Future[Computed]:
         """Have what a pointer names opened; the future always ends in an error, once that was tried or the deadline is over."""
-        return self._link(pointer.model).warm(pointer, deadline)
+        with self._lock:
+            return self._link(pointer.model).warm(pointer, deadline)
 
     def ready(self, pointer: Pointer) -> bool:
         """Whether a process has the view open for the pointer's publishing."""
@@ -80,27 +81,28 @@ class RemoteFallback(Fallback):
         return link is not None and link.is_open(pointer)
 
     def want(self, models: Collection[str]) -> None:
-        """Say which models are live: the others' processes may end."""
+        """Say which models are live: the others' processes may end, once the requests that saw them live are answered."""
         for model in models:
             self._want(model)
         with self._lock:
-            idle = [self._links.pop(model) for model in list(self._links) if model not in models]
-        for link in idle:
-            link.close()
+            for model, link in list(self._links.items()):
+                if model not in models and link.idle:
+                    del self._links[model]
+                    link.close()
 
     def close(self) -> None:
         """Ask for nothing more."""
-        self.want(())
+        for link in list(self._links.values()):
+            link.close()
         self._control.close()
 
     def _link(self, model: str) -> ModelLink:
-        with self._lock:
-            link = self._links.get(model)
-            if link is None:
-                link = self._links[model] = ModelLink(
-                    socket_path(self._runtime, model), partial(self._want, model), lambda: self.on_lost()
-                )
-            return link
+        """The lock is held until it was asked: none is closed between."""
+        link = self._links.get(model)
+        if link is None:
+            path, want = socket_path(self._runtime, model), partial(self._want, model)
+            link = self._links[model] = ModelLink(path, want, lambda: self.on_lost())
+        return link
 
     def _want(self, model: str) -> None:
         # it is gone, and this process with it, or has enough to read
@@ -115,7 +117,7 @@ class RemoteFallback(Fallback):
 
     def _landed(self, view: str, future: Future[Computed]) -> None:
         error = future.exception()
-        broken = error is not None and (not isinstance(error, Miss) or error.broken)
+        broken = _broken(error)
         with self._lock:
             self._in_flight[view] -= 1
             breaker = self._breaker(view)
@@ -124,6 +126,13 @@ class RemoteFallback(Fallback):
         self._meter.gauge(FALLBACK_QUEUE, view).add(-1)
         self._meter.counter(FALLBACK_ROWS, view, outcome).add()
         self._meter.gauge(BREAKER_OPEN, view).set(breaker.is_open)
+
+
+def _broken(error: BaseException | None) -> bool | None:
+    """Whether a call shows the model to be broken; None where it was not made, or not waited for."""
+    if not isinstance(error, Miss):
+        return error is not None
+    return None if error.reason in (Reason.DEADLINE, Reason.SHED) else error.broken
 
 
 def _shed(retry_s: float) -> Future[Computed]:

@@ -61,3 +61,16 @@ def test_one_bad_probe_opens_it_again() -> None:
     breaker.count(True, OPEN_S + 1)
     assert breaker.admit(9, OPEN_S + 1) == (0, OPEN_S)
     assert breaker.admit(9, 2 * OPEN_S + 1)[0] == PROBES
+
+
+def test_a_call_that_was_not_waited_for_says_nothing_and_a_probe_that_was_not_is_sent_again() -> None:
+    breaker = Breaker()
+    for _ in range(LEAST_CALLS):
+        breaker.count(True, 1.0)
+        breaker.count(None, 1.0)
+    assert breaker.is_open
+    for _ in range(2 * PROBES):
+        assert breaker.admit(1, 1.0 + OPEN_S) == (1, 1.0)
+        breaker.count(None, 2.0 + OPEN_S)
+    assert breaker.is_open
+    assert breaker.admit(9, 3.0 + OPEN_S)[0] == PROBES

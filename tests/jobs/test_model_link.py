@@ -1,0 +1,149 @@
+"""A worker's link to a model process: what was asked ends, whatever becomes of the process, of the link, or of what is live."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.service.model_group import socket_path
+from jobs.service.model_link import ModelLink
+from jobs.service.model_server import Conversation
+from jobs.service.remote_fallback import RemoteFallback
+from store.fallback import Computed, Miss
+from store.online.online_store import MemoryStore, Pointer
+from store.telemetry.instruments import Meter
+from tests.server import eventually
+from tests.store.test_lookup import House, Row, computed_row
+
+
+class Slow:
+    """Stands behind the conversations of a model process: answers when the test says so."""
+
+    def __init__(self) -> None:
+        self.asked: dict[str, Future[Computed]] = {}
+
+    def submit(
+        self, pointer: Pointer, keys: Sequence[str], inputs: Mapping[str, Any], deadline: float, *, query: bool = False
+    ) -> list[Future[Computed]]:
+        futures: list[Future[Computed]] = [Future() for _ in keys]
+        self.asked |= dict(zip(keys, futures, strict=True))
+        return futures
+
+    def open_publishings(self) -> list[Any]:
+        return []
+
+
+class Process:
+    """What a model process is to a worker: who listens on its model's socket."""
+
+    def __init__(self, runtime: Path, model: str) -> None:
+        self.model = Slow()
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener.bind(str(socket_path(runtime, model)))
+        self.listener.listen(8)
+        self.connections: list[socket.socket] = []
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self.listener.accept()
+                self.connections.append(connection)
+                Conversation(connection, self.model)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Listen no more."""
+        self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+
+
+@pytest.fixture
+def pointer(tmp_path: Path) -> Pointer:
+    house = House(MemoryStore(), tmp_path, changes={"fallback": True})
+    return house.publish({"a": Row(1.0)})
+
+
+@pytest.fixture
+def runtime(tmp_path: Path) -> Path:
+    folder = tmp_path / "runtime"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def process(runtime: Path, pointer: Pointer) -> Iterator[Process]:
+    with contextlib.closing(Process(runtime, pointer.model)) as process:
+        yield process
+
+
+@pytest.fixture
+def fallback(runtime: Path) -> Iterator[RemoteFallback]:
+    with contextlib.closing(RemoteFallback(runtime, Meter())) as fallback:
+        yield fallback
+
+
+def soon() -> float:
+    return time.monotonic() + 30
+
+
+def test_a_request_that_began_before_another_model_went_live_is_answered_by_the_one_it_saw(
+    process: Process, fallback: RemoteFallback, pointer: Pointer
+) -> None:
+    (future,) = fallback.submit(pointer, ["a"], {}, soon())
+    eventually(lambda: "a" in process.model.asked)
+    fallback.want({"the next"})
+    row = computed_row(pointer, "a", Row(2.0))
+    process.model.asked["a"].set_result(row)
+    assert future.result(5) == row
+    # and its connection goes once nobody waits
+    fallback.want({"the next"})
+    eventually(lambda: process.connections[0].fileno() == -1)
+
+
+def test_what_is_asked_of_a_link_that_was_closed_ends_too(process: Process, runtime: Path, pointer: Pointer) -> None:
+    link = ModelLink(socket_path(runtime, pointer.model), lambda: None, lambda: None)
+    link.close()
+    (future,) = link.ask(pointer, ["a"], {}, soon())
+    assert isinstance(future.exception(5), Miss)
+
+
+def test_a_process_that_ends_while_it_is_asked_costs_what_was_asked_and_not_the_link(
+    process: Process, runtime: Path, pointer: Pointer
+) -> None:
+    link = ModelLink(socket_path(runtime, pointer.model), lambda: None, lambda: None)
+    link.ask(pointer, ["a"], {}, soon())
+    eventually(lambda: "a" in process.model.asked)
+    connection: Any = link._connection
+
+    class Cut:
+        """The connection's socket, whose end the reader sees just before the writer does."""
+
+        def __init__(self, real: socket.socket) -> None:
+            self._real = real
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._real, name)
+
+        def sendall(self, data: bytes) -> None:
+            process.connections[0].shutdown(socket.SHUT_RDWR)
+            eventually(lambda: connection.lost)
+            raise BrokenPipeError
+
+    connection.socket = Cut(connection.socket)
+    (cut,) = link.ask(pointer, ["cut"], {}, soon())
+    assert str(cut.exception(5)) == "the model process ended"
+    for key in ("b", "c"):
+        (future,) = link.ask(pointer, [key], {}, soon())
+        eventually(lambda: key in process.model.asked)  # noqa: B023
+        process.model.asked[key].set_result(computed_row(pointer, key, Row(2.0)))
+        assert future.result(5) == computed_row(pointer, key, Row(2.0))
+    assert "cut" not in process.model.asked
+    link.close()
