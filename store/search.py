@@ -154,7 +154,8 @@ class Searches:
                 code="null_vector",
             )
         raise VectorIndexError(
-            f"the vector index {pointer.index} has no vector of key {key!r}: `precompute publish {view.name} --reload` builds it again"
+            # which one a log must not have: a key is a person's, as often as not
+            f"the vector index {pointer.index} has no vector of a row that is live: `precompute publish {view.name} --reload` builds it again"
         )
 
     def _rows(self, pointer: Pointer, found: Neighbours, features: Sequence[str]) -> list[dict[str, Any]] | None:

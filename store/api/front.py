@@ -61,7 +61,8 @@ class Front:
             except Disconnected:
                 return
             except Exception as exc:
-                reply, code = refusal(exc, f"{scope['method']} {scope['path']}")
+                # as it was sent: a view's name may be a line of its own once it is decoded
+                reply, code = refusal(exc, f"{scope['method'][:20]} {scope['raw_path'].decode('latin-1')}")
                 self._refused(code)
         status, headers, body = reply
         if isinstance(body, Stream):

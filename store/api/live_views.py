@@ -28,23 +28,25 @@ class LiveViews:
     def look(self) -> Seen:
         """What is live now. A store behind a network that does not answer is asked once: all views are as they were last seen then."""
         online, unreadable = self._lookup.online, set[str]()
-        answers = True
+        # a copy: threads that look at the same time each put theirs in its place
+        known, answers = dict(self._known), True
         try:
             names = online.views()
-            self._known = {name: pointer for name, pointer in self._known.items() if name in names}
+            known = {name: pointer for name, pointer in known.items() if name in names}
         except OnlineStoreError:
-            names, answers = list(self._known), False
+            names, answers = list(known), False
         for name in names:
             try:
-                pointer = online.live(name) if answers else self._known[name]
+                pointer = online.live(name) if answers else known.get(name)
             except OnlineStoreError as exc:
                 answers = not online.blocking or isinstance(exc, DamagedPointerError)
                 unreadable.add(name)
                 continue
             if pointer is None:
-                self._known.pop(name, None)
+                known.pop(name, None)
             else:
-                self._known[name] = pointer
+                known[name] = pointer
         if not answers:
             unreadable.update(names)
-        return Seen(tuple(self._known[name] for name in sorted(self._known)), frozenset(unreadable), answers)
+        self._known = known
+        return Seen(tuple(known[name] for name in sorted(known)), frozenset(unreadable), answers)

@@ -36,6 +36,8 @@ JSON_TYPE = (b"content-type", wire.JSON.encode())
 ARROW_TYPE = (b"content-type", wire.ARROW.encode())
 RETRY_SOON = (b"retry-after", b"1")
 _TELL_AGAIN_S = 10.0
+_LONGEST_ROUTE = 120
+"""Characters of a route in the log."""
 _CACHE_CONTROL = b"cache-control"
 PROBLEM_TYPE = (b"content-type", wire.PROBLEM.encode())
 
@@ -65,10 +67,10 @@ def refusal(exc: Exception, where: str) -> tuple[Reply, str]:
         again = [RETRY_SOON] if exc.status == 503 else None
         return problem(exc.status, str(exc.code), str(exc), again), str(exc.code)
     # a key is a person's, as often as not: no log has it
-    route = where.partition("/rows/")[0]
+    route = where.partition("/rows/")[0][:_LONGEST_ROUTE]
     if isinstance(exc, (OnlineStoreError, VectorIndexError)):
         # what it says names hosts and files, and is for the operator
-        _tell(f"{route}: {exc}")
+        _tell(route, str(exc))
         what = "the online store does not answer" if isinstance(exc, OnlineStoreError) else "the vector index cannot be read"
         return problem(503, "store_unavailable", f"{what}; the server's log says why", [RETRY_SOON]), "store_unavailable"
     log.error("%s failed", route, exc_info=exc)
@@ -78,11 +80,11 @@ def refusal(exc: Exception, where: str) -> tuple[Reply, str]:
 _told_at: dict[str, float] = {}
 
 
-def _tell(text: str) -> None:
-    """Log an error that every request may meet, once in a while: a store that is gone is told of, and fills no disk."""
+def _tell(route: str, text: str) -> None:
+    """Log an error that every request may meet, once in a while, whatever route met it: a store that is gone is told of, and fills no disk."""
     now = time.monotonic()
     if now - _told_at.get(text, -math.inf) >= _TELL_AGAIN_S:
         if len(_told_at) > 100:
             _told_at.clear()
         _told_at[text] = now
-        log.error("%s", text)
+        log.error("%s: %s", route, text)

@@ -39,7 +39,7 @@ def query_options(scope: Scope) -> LookupOptions:
     """Lookup options from the query string.
 
     Raises:
-        RequestError: a name that is none, one that is there twice, or a value of the wrong kind.
+        RequestError: a name that is none, one that is there twice, a value of the wrong kind, or a limit that is none.
     """
     query: bytes = scope["query_string"]
     if not query:
@@ -66,12 +66,15 @@ def _options(query: bytes) -> LookupOptions:
     if fallback not in ("true", "false"):
         raise RequestError(f"fallback is true or false, got {fallback[:80]!r}")
     features = given.get("features")
-    return LookupOptions(
+    options = LookupOptions(
         features=None if features is None else tuple(name for name in features.split(",") if name),
         fallback=fallback == "true",
         deadline_ms=_number(given, "deadline_ms"),
         max_age_s=_number(given, "max_age_s"),
     )
+    # here, since a row that is kept is answered without a lookup
+    options.check()
+    return options
 
 
 _kept_options = lru_cache(256)(_options)

@@ -207,8 +207,9 @@ class RowRoutes:
         return Reply(200, [JSON_TYPE], b"".join(pieces))
 
     async def _all_landed(self, begun: list[Answer | Reply]) -> None:
-        """Wait for what is in flight; what fails is a reply then, and the others are judged by what time it is by now."""
-        if not any(isinstance(answer, Answer) and answer.pending for answer in begun):
+        """Wait for what is in flight; what fails is a reply then, and the others are judged by what time it is by now: also where nothing was in flight, the last
+        may have been read long after the first."""
+        if len(begun) == 1 and not (isinstance(begun[0], Answer) and begun[0].pending):
             return
         for i, answer in enumerate(begun):
             if isinstance(answer, Answer):

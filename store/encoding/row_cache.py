@@ -103,17 +103,23 @@ class RowCache:
     def keep(self, key: CacheKey, row: CachedRow) -> None:
         """Keep a row, in place of the one under its key, and let go of others where there is no room."""
         self.drop(key)
-        size = row.size_bytes + len(key[1])
+        size = row.size_bytes + _key_bytes(key)
         if size > self._most // 8:
             return
         self._rows[key] = row
         self.size_bytes += size
         while self.size_bytes > self._most:
             gone, old = self._rows.popitem(last=False)
-            self.size_bytes -= old.size_bytes + len(gone[1])
+            self.size_bytes -= old.size_bytes + _key_bytes(gone)
 
     def drop(self, key: CacheKey) -> None:
         """Let go of a row."""
         row = self._rows.pop(key, None)
         if row is not None:
-            self.size_bytes -= row.size_bytes + len(key[1])
+            self.size_bytes -= row.size_bytes + _key_bytes(key)
+
+
+def _key_bytes(key: CacheKey) -> int:
+    _, text, features = key
+    # names of features are a caller's own strings, of 49 bytes and their text each
+    return len(text) if features is None else len(text) + sum(64 + len(name) for name in features)

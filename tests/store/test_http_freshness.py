@@ -260,6 +260,20 @@ def test_freshness_is_that_of_the_time_when_the_answer_is_sent(tmp_path: Path, s
         assert [(row["status"], row["age_s"]) for row in rows] == [expected, ("computed", 0.0)]
 
 
+def test_what_was_read_first_is_judged_when_what_was_read_last_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(tmp_path, {"row": 9.0}, fallback=False)
+    read = world.lookup.online.read
+
+    def slowly(view: str, keys: Sequence[bytes]) -> Any:
+        # as over a network that has its bad moments
+        world.now_s += 1.0
+        return read(view, keys)
+
+    monkeypatch.setattr(world.lookup.online, "read", slowly)
+    reply = world.post("/v1/lookup", {"requests": [{"view": "things", "keys": ["row"]}] * 7})
+    assert [row["status"] for answer in reply.json["responses"] for row in answer["rows"]] == ["missing"] * 7
+
+
 def test_a_304_never_hides_that_a_row_has_become_stale(tmp_path: Path) -> None:
     world = World(tmp_path, {"row": 8.0}, fallback=False)
     for accept in (wire.JSON, wire.ARROW):

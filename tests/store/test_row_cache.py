@@ -106,6 +106,14 @@ def test_freshness_is_never_kept(house: House) -> None:
     assert house.get("a", cache_control="no-cache").json["status"] == "fresh"
 
 
+@pytest.mark.parametrize("query", ["max_age_s=nan", "max_age_s=inf", "max_age_s=-1", "deadline_ms=-5", "deadline_ms=nan"])
+def test_a_limit_that_is_none_is_refused_whether_the_row_is_kept_or_not(house: House, query: str) -> None:
+    house.publish(1, {"a": (1.0, 0.0)})
+    for _ in range(2):
+        house.get(f"a?{query}").check_problem(400, "bad_request")
+        assert house.get("a").status == 200
+
+
 def test_another_publishing_drops_what_was_kept(house: House) -> None:
     rows = {"a": (1.0, 5.0), "b": (2.0, 5.0)}
     first = house.publish(1, rows)
@@ -142,16 +150,18 @@ def test_no_more_bytes_are_kept_than_allowed_and_what_was_asked_for_last_stays(t
     house.publish(1, {str(i): (float(i), 0.0) for i in range(100)})
     row = cached_row(house.lookup.begin("things", ["1"]))
     assert row is not None
-    size = row.size_bytes + 1
+    keys = [("things", b"%d" % (i % 10), (f"x{i:09}",)) for i in range(1000)]
+    # the features' names are a caller's, and are kept with the row
+    size = row.size_bytes + 1 + 64 + 10
     cache = RowCache(20 * size)
-    for i in range(1000):
-        cache.keep(("things", b"%d" % (i % 10), (str(i),)), row)
-        assert cache.get(("things", b"0", ("0",))) is row
+    for i, key in enumerate(keys):
+        cache.keep(key, row)
+        assert cache.get(keys[0]) is row
         assert cache.size_bytes == min(i + 1, 20) * size
-    kept = [i for i in range(1000) if cache.get(("things", b"%d" % (i % 10), (str(i),))) is not None]
+    kept = [i for i, key in enumerate(keys) if cache.get(key) is not None]
     assert kept == [0, *range(981, 1000)]
     for i in kept:
-        cache.drop(("things", b"%d" % (i % 10), (str(i),)))
+        cache.drop(keys[i])
     assert cache.size_bytes == 0
     # one row that would take most of it is none of its rows
     RowCache(size).keep(("things", b"1", None), row)
