@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from store.api import wire
+from store.lookup_options import MAX_KEYS, MAX_NEIGHBOURS
 
 
 def _ref(name: str) -> dict[str, str]:
@@ -34,8 +35,40 @@ def _responses(name: str, *, arrow: bool = False, more: dict[str, str] | None = 
     return responses
 
 
-def _parameter(name: str, place: str, kind: str, what: str) -> dict[str, Any]:
-    return {"name": name, "in": place, "required": place == "path", "description": what, "schema": {"type": kind}}
+def _parameter(name: str, place: str, kind: str, what: str, **limits: Any) -> dict[str, Any]:
+    return {"name": name, "in": place, "required": place == "path", "description": what, "schema": {"type": kind, **limits}}
+
+
+_KEYS = {"minItems": 1, "maxItems": MAX_KEYS}
+_FROM_0 = {"minimum": 0}
+_LIMITS: dict[str, dict[str, dict[str, Any]]] = {
+    "LookupRequest": {"keys": _KEYS, "deadline_ms": _FROM_0, "max_age_s": _FROM_0, "features": {"uniqueItems": True}},
+    "MultiLookupRequest": {"requests": {"minItems": 1, "maxItems": wire.MAX_REQUESTS}},
+    "SearchRequest": {
+        "k": {"type": "integer", "minimum": 1, "maximum": MAX_NEIGHBOURS},
+        "only": {"maxItems": MAX_KEYS},
+        "exclude": {"maxItems": MAX_KEYS},
+        "features": {"uniqueItems": True},
+        "deadline_ms": _FROM_0,
+    },
+}
+"""What is refused beside what does not fit the types: by body and field. One lookup of several is not refused, but answered with its problem."""
+_SEARCHED_BY = ("key", "vector", "inputs")
+
+
+def _schemas() -> dict[str, Any]:
+    """Of every body, with the limits on it."""
+    schemas = wire.schemas()
+    for name, fields in _LIMITS.items():
+        for field, limits in fields.items():
+            schema = schemas[name]["properties"][field]
+            if "type" in limits:
+                schema.pop("anyOf")
+            schema |= limits
+    # exactly one of the three, and null is none
+    there = [{"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in _SEARCHED_BY]
+    schemas["SearchRequest"]["oneOf"] = there
+    return schemas
 
 
 def _body(name: str, *, arrow: bool = False) -> dict[str, Any]:
@@ -51,30 +84,38 @@ _VIEWS = (
 def openapi_document() -> dict[str, Any]:
     """The document served at ``/openapi.json``."""
     plain = {"200": {"description": "answered"}}
+    problem = {wire.PROBLEM: {"schema": _ref("Problem")}}
+    views = {
+        **plain,
+        "400": {"description": "a query parameter, and there are none", "content": problem},
+        "503": {"description": "the store cannot be reached", "content": problem},
+    }
     ready = {"summary": "Views are published and models loaded", "responses": {**plain, "503": {"description": "not yet"}}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Precompute", "version": "1", "description": "Pre-computed features by key, with their freshness."},
         "paths": {
-            "/v1/views": {"get": {"summary": "The published views", "description": _VIEWS, "responses": plain}},
+            "/v1/views": {"get": {"summary": "The published views", "description": _VIEWS, "responses": views}},
             **_lookups(),
             "/livez": {"get": {"summary": "The process lives", "responses": plain}},
             "/readyz": {"get": ready},
             "/metrics": {"get": {"summary": "Prometheus metrics", "responses": plain}},
         },
-        "components": {"schemas": wire.schemas()},
+        "components": {"schemas": _schemas()},
     }
 
 
 def _lookups() -> dict[str, Any]:
     """The paths that answer with rows."""
     view = _parameter("view", "path", "string", "name of a published view")
-    key = _parameter("key", "path", "string", "the entity key; parts of a composite one separated by /")
+    key = _parameter(
+        "key", "path", "string", "the entity key; parts of a composite one separated by /", minLength=1, pattern="^[^\\x00]+$"
+    )
     options = [
-        _parameter("features", "query", "string", "names, separated by commas"),
+        _parameter("features", "query", "string", "names of features, each once, separated by commas"),
         _parameter("fallback", "query", "boolean", "false never runs the model"),
-        _parameter("deadline_ms", "query", "number", "how long to wait for the model"),
-        _parameter("max_age_s", "query", "number", "an older row counts as missing"),
+        _parameter("deadline_ms", "query", "number", "how long to wait for the model", **_FROM_0),
+        _parameter("max_age_s", "query", "number", "an older row counts as missing", **_FROM_0),
     ]
     control = _parameter(
         "Cache-Control",

@@ -69,7 +69,8 @@ class SearchRequest(msgspec.Struct, forbid_unknown_fields=True):
     key: Any = None
     vector: list[float] | None = None
     inputs: dict[str, Any] | None = None
-    k: int = 10
+    # 10.0 is an integer too, says JSON Schema
+    k: int | float = 10
     filter: Annotated[
         dict[str, Scalar | list[Scalar] | Bounds] | None,
         msgspec.Meta(description="scalar feature → a value it must have, some that it may have, or bounds; all must hold"),
@@ -90,7 +91,7 @@ class SearchRequest(msgspec.Struct, forbid_unknown_fields=True):
             self.key,
             self.vector,
             self.inputs,
-            self.k,
+            int(self.k) if self.k % 1 == 0 else 0,
             conditions,
             self.only,
             self.exclude,
