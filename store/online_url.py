@@ -58,7 +58,7 @@ def open_kept_rows(online: str, limits: KeptLimits, base: Path | None = None) ->
     if scheme == "table":
         from store.kept.kept_file import KeptFile
 
-        return KeptFile((base or Path()) / rest / "kept", limits)
+        return KeptFile((base or Path()) / rest / "kept-misses", limits)
     if scheme == "memory":
         return None
     from store.kept.kept_redis import KeptRedis

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from precompute.source import Source
+from precompute.sources.database import Database
 from precompute.sources.kept_input import KeptInput
 from tests.server import eventually
 
@@ -84,6 +87,25 @@ def test_they_count_as_long_as_the_file_is_what_it_was(folder: Path) -> None:
         assert rows["x"].to_pylist() == [9.0, 4.5]
         (folder / "data.parquet").unlink()
         assert kept.rows(["1"]) is None
+
+
+def test_a_file_that_changes_while_it_is_read_is_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, changed = Database.query_aside, list[str]()
+
+    def query(self: Database, sql: str, parameters: Mapping[str, Any] | None = None) -> pa.Table:
+        table = real(self, sql, parameters)
+        if "LIMIT" in sql and not changed:
+            changed.append(sql)
+            write(folder, {1: 9.0})
+        return table
+
+    monkeypatch.setattr(Database, "query_aside", query)
+    source, kept = opened(folder)
+    with source:
+        eventually(lambda: is_kept(kept))
+        rows = kept.rows(["1", "2"])
+        assert rows is not None
+        assert (rows["x"].to_pylist(), len(changed)) == ([9.0], 1)
 
 
 def test_a_file_that_was_just_written_is_not_trusted_yet(folder: Path) -> None:

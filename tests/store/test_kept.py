@@ -184,6 +184,25 @@ def test_misses_and_stale_rows_are_answered_by_what_was_kept_and_hits_never_look
     assert len(kept.read_keys) == 4
 
 
+def test_of_two_stale_rows_the_younger_answers(house: House) -> None:
+    house.publish(STORED)
+    for kept, answer in (
+        (Told(stale=Row(6.0, age=TTL + 3)), ("store", 4.0)),
+        (Told(stale=Row(6.0, age=TTL + 0.5)), ("cache", 12.0)),
+    ):
+        ((status, source, _, double, _),) = asked(house, kept, Scripted({"stale": None}), ["stale"])
+        assert (status, (source, double)) == ("stale", answer)
+
+
+def test_rows_that_are_computed_behind_answers_are_bounded(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("store.misses.MOST_REFRESHED", 2)
+    keys = ["a", "b", "c"]
+    house.publish({key: Row(1.0, age=TTL + 1) for key in keys})
+    fallback = Scripted(dict.fromkeys(keys))
+    assert {row[0] for row in asked(house, Told(), fallback, keys)} == {"stale"}
+    assert [asked_keys for _, asked_keys, _ in fallback.calls] == [["a", "b"]]
+
+
 def test_a_stale_row_is_served_at_once_and_computed_behind_once(house: House) -> None:
     house.publish(STORED)
     fallback = Scripted({"stale": None, "older": None})
