@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import os
 import socket
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 from jobs.service.child import started
 from jobs.service.kept_process import KeptProcess
 from precompute.workers.process import ChildProcess
+from store.errors import ConfigError
 from store.telemetry.instruments import Meter
 
 MEMORY_EVERY_S = 1.0
@@ -21,6 +23,9 @@ MEMORY_EVERY_S = 1.0
 
 SOCKET_NAME = 32
 """Hexadecimal digits of a fingerprint in a socket's name: a path of a Unix socket has some 100 characters at most."""
+
+SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
+"""Of a Unix socket's path, at most: ``sun_path`` without its last byte."""
 
 _DONE_BY_BYTES = 8
 
@@ -37,6 +42,20 @@ class ModelLimits:
 def socket_path(runtime: Path, model: str) -> Path:
     """Where the process of a model's fingerprint is reached."""
     return runtime / f"{model[:SOCKET_NAME]}.sock"
+
+
+def check_runtime(runtime: Path) -> None:
+    """Refuse a folder whose sockets could not be bound.
+
+    Raises:
+        ConfigError: its name is too long.
+    """
+    longest = len(os.fsencode(socket_path(runtime, "0" * SOCKET_NAME)))
+    if longest > SOCKET_PATH_BYTES:
+        raise ConfigError(
+            f"a server's sockets lie in a folder of their own under {runtime.parent}, whose name is {longest - SOCKET_PATH_BYTES} bytes too long for "
+            "that: point TMPDIR at a folder with a shorter one"
+        )
 
 
 class Watch:
@@ -68,18 +87,26 @@ class ModelGroup(KeptProcess):
         runtime: folder for the socket.
         limits: beyond which it is killed.
         meter: counts how often it is replaced.
+
+    Raises:
+        OSError: the system has no room for it.
     """
 
     def __init__(self, model: str, project: dict[str, Any], runtime: Path, limits: ModelLimits, meter: Meter) -> None:
         super().__init__("model", f"the model process {model[:12]}", meter)
         self._project, self._limits = project, limits
         self._path = socket_path(runtime, model)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(str(self._path))
-        self._listener.listen(128)
-        self._file = os.open(self._path.with_suffix(".watch"), os.O_RDWR | os.O_CREAT, 0o600)
-        os.truncate(self._file, _DONE_BY_BYTES)
-        self._watch = Watch(self._file)
+        with contextlib.ExitStack() as unless_made:
+            self._listener = unless_made.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            # of a life that had no room
+            self._path.unlink(missing_ok=True)
+            self._listener.bind(str(self._path))
+            self._listener.listen(128)
+            self._file = os.open(self._path.with_suffix(".watch"), os.O_RDWR | os.O_CREAT, 0o600)
+            unless_made.callback(os.close, self._file)
+            os.truncate(self._file, _DONE_BY_BYTES)
+            self._watch = Watch(self._file)
+            unless_made.pop_all()
         self.wanted_at = self._memory_at = time.monotonic()
         """When a worker last said that it has a view of this model."""
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from jobs.config.project import Project
-from jobs.service.model_group import ModelLimits, machine_memory_mb
+from jobs.service.model_group import ModelLimits, check_runtime, machine_memory_mb
 from jobs.service.supervisor import Supervisor
 from store.disk.spill_folder import SpillFolder
 from store.guard.access import tls_of, tokens_of
@@ -25,7 +25,7 @@ def serve(project: Project, announce: Callable[[str], None], workers: int | None
         workers: how many processes answer; as the project says by default.
 
     Raises:
-        ConfigError: an address cannot be bound, or is open to strangers; or the files of tokens or TLS cannot be used.
+        ConfigError: an address cannot be bound, or is open to strangers; the files of tokens or TLS cannot be used; or ``TMPDIR`` has too long a name.
         PrecomputeError: no worker stays alive.
     """
     settings = project.settings.serve
@@ -40,6 +40,7 @@ def serve(project: Project, announce: Callable[[str], None], workers: int | None
                 listeners.append(Listener(key, address, project.home, guarded=guarded, tls=tls is not None))
                 stack.callback(listeners[-1].close)
         runtime = stack.enter_context(contextlib.closing(SpillFolder()))
+        check_runtime(runtime.path)
         shared = {"online": project.online, "root": str(project.root), "kept": settings.kept.model_dump()}
         worker = {
             **shared,

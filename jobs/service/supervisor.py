@@ -30,6 +30,9 @@ RETIRE_S = 120.0
 MOST_MODELS = 64
 """Processes; each wants memory."""
 
+NO_ROOM_S = 5.0
+"""Before a model is given a process again, after the system had no room for one: no file, no disk."""
+
 FUTILE = 5
 """Times in a row that a worker may end as soon as it was started, none having lived long: what is wrong with it is wrong with all of them."""
 
@@ -64,6 +67,7 @@ class Supervisor:
         self._control.setblocking(False)
         self._control.bind(str(self._runtime / CONTROL))
         self._stopping = False
+        self._room_at = 0.0
 
     def stop(self) -> None:
         """Have :meth:`run` finish what is at hand, and end; safe to call in a signal's handler."""
@@ -93,10 +97,17 @@ class Supervisor:
         with contextlib.suppress(BlockingIOError):
             while True:
                 model = self._control.recv(1024).decode()
-                if model not in self._groups and len(self._groups) < MOST_MODELS:
-                    self._groups[model] = ModelGroup(model, self._project, self._runtime, self._limits, self._meter)
+                if model not in self._groups and len(self._groups) < MOST_MODELS and time.monotonic() >= self._room_at:
+                    self._make(model)
                 if model in self._groups:
                     self._groups[model].wanted_at = time.monotonic()
+
+    def _make(self, model: str) -> None:
+        try:
+            self._groups[model] = ModelGroup(model, self._project, self._runtime, self._limits, self._meter)
+        except OSError as exc:
+            self._room_at = time.monotonic() + NO_ROOM_S
+            log.error("no process for model %s: %s; its rows are missing until there is room", model[:12], exc)
 
     def _retire(self, now: float) -> None:
         for model, group in list(self._groups.items()):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
+from store.api.live_views import LiveViews
 from store.clock import parsed_time
 from store.errors import PrecomputeError
 from store.lookup import Lookup
@@ -73,6 +74,7 @@ class Warmer:
         offline: OfflineStore | None = None,
     ) -> None:
         self._lookup, self._models, self._want, self._offline = lookup, models, want, offline
+        self._views = LiveViews(lookup)
         self._ahead: dict[str, _Seen] = {}
         self._seen: dict[str, _Seen] = {}
         self._stop, self._look = False, threading.Event()
@@ -95,14 +97,21 @@ class Warmer:
             self._look.clear()
             try:
                 self._round()
-            except PrecomputeError as exc:
-                log.warning("cannot look for new snapshots: %s", exc)
+            except Exception:
+                # an index that is there no more, no file left to be opened: it is tried again, for all views depend on this thread
+                log.exception("looking for new snapshots failed")
             self.warming = self.warming and any(s.opening is not None and not s.opening.done() for s in self._seen.values())
             self._look.wait(WARM_EVERY_S)
 
     def _round(self) -> None:
-        names = self._lookup.online.views()
-        pointers = [pointer for name in names if (pointer := self._lookup.online.live(name)) is not None]
+        seen = self._views.look()
+        if seen.unreadable or not seen.store_answers:
+            log.warning(
+                "what is live of %s cannot be read: it is taken to be what it was",
+                ", ".join(sorted(seen.unreadable)) or "any view",
+            )
+        # those of the others, and of all where the store does not answer, too: their models must not be ended meanwhile
+        pointers = seen.pointers
         behind = [pointer for pointer in pointers if pointer.view.fallback]
         ahead = [coming for pointer in behind if (coming := self._coming(pointer)) is not None]
         self._want({pointer.model for pointer in (*behind, *ahead)})
@@ -129,10 +138,14 @@ class Warmer:
         if self._offline is None:
             return None
         store = self._offline.view(live.view.name)
-        newest = max(store.numbers(), default=0)
-        if newest <= live.snapshot:
+        try:
+            newest = max(store.numbers(), default=0)
+            if newest <= live.snapshot:
+                return None
+            snapshot = store.snapshot(newest)
+        except PrecomputeError as exc:
+            log.warning("cannot look for new snapshots: %s", exc)
             return None
-        snapshot = store.snapshot(newest)
         created = parsed_time(snapshot.created_at)
         over = created is None or (datetime.now(UTC) - created).total_seconds() > COMING_S
         if over or snapshot.model == live.model or not snapshot.view.fallback:

@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 import redis
 
+from jobs.service.serve import serve
 from store.api import wire
+from store.errors import ConfigError
 from tests import REPOSITORY
 from tests.conftest import free_port, redis_binary
 from tests.server import Server, View, eventually, make_folder, read_reply, slow, write_numbers
@@ -69,6 +71,17 @@ def _check_refused_to_bind(folder: Path, bind: str) -> None:
     assert lines[0].startswith("precompute: serve.bind: ")
     assert bind in lines[0]
     assert "Traceback" not in done.stderr
+
+
+def test_a_temporary_folder_whose_name_is_too_long_for_sockets_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / ("long" * 30)
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    with pytest.raises(ConfigError, match=r"too long .* TMPDIR"):
+        serve(make_folder(tmp_path / "project", {"numbers": {}}), print)
+    assert list(temporary.iterdir()) == []
 
 
 def test_a_socket_file_left_by_a_killed_server_is_replaced(tmp_path: Path) -> None:
