@@ -168,15 +168,16 @@ def describe_tuning(tuning: Mapping[str, Any]) -> str:
 
 def describe_thresholds(measured: Mapping[str, Any]) -> str:
     """What each threshold saves and costs as a table, and the one that is suggested."""
-    lines = [f"  {'threshold':>9}{'calls saved':>13}{'agree':>8}{'at least':>10}"]
+    lines = [f"  {'threshold':>9}{'calls saved':>13}{'answers':>9}{'agree':>8}{'at least':>10}"]
     for line in measured["thresholds"]:
-        if line["agree"] is None:
-            lines.append(f"  {line['threshold']:>9g}{line['saved']:>13.1%}{'–':>8}{'–':>10}")
-        else:
-            lines.append(f"  {line['threshold']:>9g}{line['saved']:>13.1%}{line['agree']:>8.3f}{line['at_least']:>10.3f}")
+        agree = f"{'–':>8}{'–':>10}" if line["agree"] is None else f"{line['agree']:>8.3f}{line['at_least']:>10.3f}"
+        lines.append(f"  {line['threshold']:>9g}{line['saved']:>13.1%}{line['answered']:>9,}{agree}")
     wanted, picked = measured["agreement"], measured["suggested"]
-    if picked is None:
-        verdict = f"No threshold surely keeps {wanted:g}: measure more rows, or do without."
+    agreeing = [line for line in measured["thresholds"] if line["agree"] is not None and line["agree"] >= wanted]
+    if picked is None and not agreeing:
+        verdict = f"At no threshold do answers agree by {wanted:g}: do without."
+    elif picked is None:
+        verdict = f"No threshold surely keeps {wanted:g}: {agreeing[0]['answered']:,} answers are too few to be sure. Measure more rows, or do without."
     else:
         (saved,) = (line["saved"] for line in measured["thresholds"] if line["threshold"] == picked)
         verdict = (

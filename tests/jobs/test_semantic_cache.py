@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,7 +22,9 @@ from jobs.ops.drop import drop
 from jobs.ops.thresholds import agreement_of, thresholds
 from jobs.service.fallback import ViewFallback
 from store import semantic_cache
+from store.answer import Answer
 from store.api.app import create_app
+from store.client import Client
 from store.errors import ConfigError, OnlineStoreError
 from store.feature_view import Feature, FeatureView
 from store.lookup import Lookup
@@ -28,6 +32,7 @@ from store.lookup_options import CacheControl, LookupOptions
 from tests.asgi import call
 from tests.conftest import MakeProject
 from tests.scene import Scene
+from tests.server import Server
 
 HERE = "tests.jobs.test_semantic_cache"
 TEXTS = {1: "aaaa", 2: "bbbb", 3: "aaab", 4: "abbb", 5: "cccc"}
@@ -37,7 +42,7 @@ table_only = pytest.mark.parametrize("online", ["table:./online"])
 
 
 class Letters:
-    """``vector``: how often the letters a, b and c stand in ``text``. Of no text there is none.
+    """``vector``: how often the letters a, b and c stand in ``text``. Its process ends by a text with a ``!``.
 
     Args:
         path: a file whose content belongs to the fingerprint.
@@ -52,6 +57,8 @@ class Letters:
 
     def compute(self, batch: pa.RecordBatch) -> dict[str, pa.Array]:
         texts = batch.column("text").to_pylist()
+        if any("!" in text for text in texts):
+            os._exit(3)
         if any("x" in text for text in texts):
             time.sleep(self._slow)
         counts = np.array([[text.count(letter) for letter in "abc"] for text in texts], np.float32)
@@ -196,9 +203,12 @@ def test_the_nearest_stored_input_answers_from_the_threshold_on(make_texts: Make
 @table_only
 def test_a_row_of_another_grows_old_as_it_does(make_texts: MakeTexts) -> None:
     scene = published(make_texts())
+    # found unchanged: as old as that, and no older
+    scene.run("labels")
     now = time.time()
     clock = {"ahead": 0.0}
-    with asking(scene, clock=lambda: now + clock["ahead"]) as (lookup, _):
+    with asking(scene, clock=lambda: now + clock["ahead"], monotonic=lambda: 0.0) as (lookup, _):
+        assert asked(lookup, "aaa")["age_s"] == lookup.row("labels", 1)["age_s"]
         found = []
         for clock["ahead"] in (0.0, 2 * 3600.0, 26 * 3600.0):
             row = asked(lookup, "aaa")
@@ -264,7 +274,7 @@ def test_an_encoder_that_is_too_slow_leaves_the_model_its_time(make_texts: MakeT
     assert +outcomes == {"no_vector": 1}
 
 
-def test_of_the_near_ones_the_first_with_a_row_answers(make_texts: MakeTexts) -> None:
+def test_of_the_near_ones_the_first_with_a_row_answers(make_texts: MakeTexts, monkeypatch: pytest.MonkeyPatch) -> None:
     scene = make_texts(labels={"source": {"sql": "SELECT * FROM read_parquet('${data}/texts.parquet') WHERE id <> 1"}})
     published(scene)
     with asking(scene) as (lookup, _):
@@ -272,6 +282,9 @@ def test_of_the_near_ones_the_first_with_a_row_answers(make_texts: MakeTexts) ->
         # only 1 is near enough
         assert short(asked(lookup, "aaaaaaaaaa" * 2 + "b", "8")) == ("fresh", "cache", "3", "a")
         assert short(asked(lookup, "cca", "7")) == (*COMPUTED, "c")
+        # itself is none of them
+        monkeypatch.setattr(semantic_cache, "NEAREST", 1)
+        assert short(asked(lookup, "aaaa", "1")) == ("fresh", "cache", "3", "a")
 
 
 @table_only
@@ -284,6 +297,27 @@ def test_a_key_without_inputs_is_looked_into_only_where_both_views_have_one_sour
         with asking(scene) as (lookup, _):
             assert short(lookup.row("labels", 6)) == wanted
             assert lookup.row("labels", 66)["reason"] == "unknown_entity"
+
+
+@table_only
+def test_a_row_of_a_later_publishing_is_not_mixed_in(make_texts: MakeTexts) -> None:
+    scene = published(make_texts())
+    with asking(scene) as (lookup, outcomes):
+        assert lookup._misses is not None
+        semantic, begin = lookup._misses._semantic, lookup.begin
+
+        def published_meanwhile(view: str, keys: Sequence[Any], options: LookupOptions = LookupOptions()) -> Answer:  # noqa: B008 - a value
+            write_texts(scene.folder, TEXTS | {1: "aaaaaa"})
+            scene.run("labels")
+            return begin(view, keys, options)
+
+        semantic._begin = published_meanwhile
+        row = asked(lookup, "aaa")
+        assert (short(row), row["snapshot"]) == ((*COMPUTED, "a"), 1)
+        assert +outcomes == {"no_row": 1}
+        semantic._begin = begin
+        row = asked(lookup, "aaa", "8")
+        assert (short(row), row["snapshot"], row["features"]["length"]) == (("fresh", "cache", "1", "a"), 2, 6)
 
 
 @table_only
@@ -322,6 +356,21 @@ def test_over_http_a_row_says_whose_it_is(make_texts: MakeTexts) -> None:
     assert same.status == 304
     assert views == {"labels": {"view": "vectors", "threshold": 0.94}, "vectors": None}
     assert 'precompute_semantic_cache_rows_total{outcome="hit",view="labels"} 3.0' in metrics
+
+
+@table_only
+def test_in_a_server_each_model_is_a_process_of_its_own(make_texts: MakeTexts) -> None:
+    scene = published(make_texts())
+    with Server(scene.folder) as server, Client(server.url) as client:
+        near, far = client.rows("labels", ["9", "8"], inputs={"9": {"text": "aaaaa"}, "8": {"text": "abc"}}).rows
+        (ended,) = client.rows("labels", ["7"], inputs={"7": {"text": "aaaa!"}}).rows
+        exact = client.rows("labels", ["9"], inputs={"9": {"text": "aaaaa"}}, no_cache=True).rows[0]
+        stored = client.rows("labels", [1]).rows[0]
+    assert (near.status, near.source, near.similarity, near.nearest) == ("fresh", "cache", 1.0, "1")
+    assert near.computed_at == stored.computed_at
+    assert [(row.status, row.similarity) for row in (far, ended, exact)] == [("computed", msgspec.UNSET)] * 3
+    # and the row that the model was warmed up with
+    assert sorted(computed(scene)) == ["['aaaa!']", "['aaaa']", "['aaaaa']", "['abc']"]
 
 
 # ---- the configuration
@@ -379,7 +428,7 @@ def test_what_it_would_save_and_cost_is_measured_on_the_views_own_rows(make_text
 def test_where_no_threshold_is_sure_enough_that_is_said(make_texts: MakeTexts, capsys: pytest.CaptureFixture[str]) -> None:
     scene = published(make_texts())
     assert scene.cli("thresholds", "labels") == 0
-    assert "No threshold surely keeps 0.95" in capsys.readouterr().out
+    assert "No threshold surely keeps 0.95: 4 answers are too few to be sure." in capsys.readouterr().out
     assert scene.cli("thresholds", "labels", "--json", "--agreement", "0.1", "--rows", "5") == 0
     measured = json.loads(capsys.readouterr().out)
     assert measured["suggested"] is not None
@@ -389,6 +438,18 @@ def test_where_no_threshold_is_sure_enough_that_is_said(make_texts: MakeTexts, c
     assert scene.cli("thresholds", "labels", "--agreement", "1.5") == 2
     assert scene.cli("thresholds", "vectors") == 2
     assert "say which view embeds the same text" in capsys.readouterr().err
+
+
+@table_only
+def test_where_answers_do_not_agree_no_threshold_is_suggested(make_texts: MakeTexts, capsys: pytest.CaptureFixture[str]) -> None:
+    scene = make_texts()
+    # by the letters that are counted all are the same
+    write_texts(scene.folder, {i: "a" + letter * 2 for i, letter in enumerate("defghijklmno")})
+    published(scene)
+    assert scene.cli("thresholds", "labels") == 0
+    told = capsys.readouterr().out
+    assert "  0.999       100.0%       12   0.000     0.000\n" in told
+    assert "At no threshold do answers agree by 0.95: do without.\n" in told
 
 
 @table_only
