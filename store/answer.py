@@ -141,6 +141,10 @@ class Answer:
     """Rows that the store has, and that do not vouch for themselves."""
     retry_after_s: float = 0.0
     """Before then it is in vain to ask again for what the fallback did not compute; 0 where nobody knows."""
+    read_s: float = 0.0
+    """Seconds that the store took for the packed rows; then to verify and judge them; then, for who waits on a loop, for those in flight."""
+    verify_s: float = 0.0
+    wait_s: float = 0.0
 
     @property
     def pointer(self) -> Pointer:

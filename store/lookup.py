@@ -166,7 +166,9 @@ class Lookup:
             raise RequestError(f"a request has 1 to {MAX_KEYS} keys, got {len(keys)}", status=413 if keys else 400, code=code)
         options.check()
         texts, raw, bad = self._keys(view, keys)
+        began = time.perf_counter()
         read = self.online.read(view, raw)
+        read_at = time.perf_counter()
         if read is None:
             raise self._unknown_view(view)
         pointer, found = read
@@ -180,8 +182,10 @@ class Lookup:
         plan = self._plan(pointer, options.features)
         if admit is not None:
             admit(plan, found)
+        judging = time.perf_counter()
         answer = Answer(plan, texts, found, *self.look(pointer), self.look, bad, oldest_s)
         missing = answer.judge(columnar)
+        answer.read_s, answer.verify_s = read_at - began, time.perf_counter() - judging
         if answer.damaged:
             self.on_damaged(view, answer.damaged)
         if self._misses is not None and behind:

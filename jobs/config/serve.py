@@ -35,6 +35,7 @@ class LimitsConfig(Section):
     headers_bytes: int = Field(default=_DEFAULT.headers_bytes, ge=256, description="of a request's head (431)")
     url_bytes: int = Field(default=_DEFAULT.url_bytes, ge=64, description="of its path and query (414)")
     body_bytes: int = Field(default=_DEFAULT.body_bytes, ge=64, le=MAX_BODY_BYTES, description="of its body (413)")
+    bodies_bytes: int = Field(default=_DEFAULT.bodies_bytes, ge=64, description="of all bodies that are not answered yet (503)")
     answer_bytes: int = Field(default=_DEFAULT.answer_bytes, ge=1024, description="of an answer, judged before it is made (413)")
     unsent_bytes: int = Field(
         default=_DEFAULT.unsent_bytes,
@@ -63,6 +64,7 @@ class LimitsConfig(Section):
             self.headers_bytes,
             self.url_bytes,
             self.body_bytes,
+            self.bodies_bytes,
             self.answer_bytes,
             self.unsent_bytes,
             self.connections,
@@ -132,7 +134,7 @@ class ServeConfig(Section):
     models: ModelsConfig = ModelsConfig()
     kept: KeptConfig = KeptConfig()
     access_log: str | None = Field(
-        default=None, description="file that gets a line of JSON for each request, or - for the standard output"
+        default=None, description="file that gets a line of JSON for each request, or - for the standard error"
     )
     server_timing: bool = Field(default=False, description="answers say what took how long (Server-Timing)")
     tracing: TracingConfig | None = Field(default=None, description="traces for OpenTelemetry; none: no spans")

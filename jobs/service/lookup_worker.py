@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from jobs.process.memory import settle
 from jobs.service.child import DRAIN_S, begin
 from jobs.service.remote_fallback import RemoteFallback
 from jobs.service.warmer import Warmer
 from store.api.app import create_app
+from store.api.timing import Timing
 from store.guard.access import tls_of, tokens_of
 from store.guard.gate import Gate
 from store.guard.limits import Limits
@@ -22,6 +25,7 @@ from store.kept.kept_rows import KeptLimits
 from store.lookup import Lookup
 from store.offline.view_store import OfflineStore
 from store.online_url import open_kept_rows, open_online_store
+from store.telemetry.access_log import AccessLog
 from store.telemetry.instruments import Meter
 
 
@@ -40,14 +44,39 @@ def main() -> None:
             tokens = tokens_of(spec)
             gate = Gate(meter, tokens, listening[1].getsockname() if len(listening) > 1 else None)
             limits = Limits(**spec["limits"])
-            app = create_app(lookup, lambda: warmer.warming, fallback.ready, gate, meter, limits.answer_bytes)
-            server = GuardedServer(app, limits, meter, tls_of(spec), int(DRAIN_S))
-            if tokens is not None:
-                server.connections.on_tick.append(tokens.look)
-            settle()
-            server.run(sockets=listening)
+            timing = (Timing.IN_HEADER if spec["server_timing"] else Timing.NOT_TOLD) | (
+                Timing.IN_SCOPE if spec["tracing"] else Timing.NOT_TOLD
+            )
+            app = create_app(
+                lookup, lambda: warmer.warming, fallback.ready, gate, meter, answer_bytes=limits.answer_bytes, timing=timing
+            )
+            with contextlib.ExitStack() as stack:
+                looks = [] if tokens is None else [tokens.look]
+                watched = _watched(app, spec, looks, stack)
+                server = GuardedServer(watched, limits, meter, tls_of(spec), int(DRAIN_S))
+                server.connections.on_tick += looks
+                settle()
+                server.run(sockets=listening)
         finally:
             warmer.stop()
+
+
+def _watched(app: Any, spec: dict[str, Any], looks: list[Callable[[], None]], stack: contextlib.ExitStack) -> Any:
+    """The application, its requests traced and written down where that is configured; ``looks`` gets what is to be done now and then, the stack what ends it."""
+    name = f"worker-{spec['number']}"
+    if spec["tracing"] is not None:
+        # the extra [otel]
+        from store.telemetry.tracing import Tracing
+
+        tracing = Tracing(app, spec["tracing"]["endpoint"], spec["tracing"]["sample"], name)
+        stack.callback(tracing.close)
+        app = tracing
+    if spec["access_log"] is not None:
+        lines = AccessLog(app, None if spec["access_log"] == "-" else Path(spec["access_log"]), name)
+        looks.append(lines.flush)
+        stack.callback(lines.flush)
+        app = lines
+    return app
 
 
 if __name__ == "__main__":

@@ -6,12 +6,15 @@ import contextlib
 import signal
 from collections.abc import Callable
 from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from jobs.config.project import Project
 from jobs.service.model_group import ModelLimits, check_runtime, machine_memory_mb
 from jobs.service.supervisor import Supervisor
 from store.disk.spill_folder import SpillFolder
+from store.errors import ConfigError
 from store.guard.access import tls_of, tokens_of
 from store.guard.listener import Listener
 
@@ -47,6 +50,7 @@ def serve(project: Project, announce: Callable[[str], None], workers: int | None
             "runtime": str(runtime.path),
             "listeners": [one.socket.fileno() for one in listeners],
             **access,
+            **_watching(project),
             "limits": asdict(settings.limits.limits()),
         }
         models = settings.models
@@ -74,3 +78,26 @@ def _access(project: Project) -> dict[str, Any]:
     tokens_of(access)
     tls_of(access)
     return access
+
+
+def _watching(project: Project) -> dict[str, Any]:
+    """What the workers are told of logs and traces, tried here.
+
+    Raises:
+        ConfigError: the log cannot be written, or the extra is not installed.
+    """
+    settings = project.settings.serve
+    log, tracing = settings.access_log, settings.tracing
+    if log is not None and log != "-":
+        log = str(project.home / log)
+        try:
+            Path(log).open("ab").close()
+        except OSError as exc:
+            raise ConfigError(f"serve.access_log: {log} cannot be written: {exc}") from exc
+    if tracing is not None and find_spec("opentelemetry") is None:
+        raise ConfigError("serve.tracing: OpenTelemetry is not installed: pip install 'precompute[otel]'")
+    return {
+        "access_log": log,
+        "server_timing": settings.server_timing,
+        "tracing": None if tracing is None else tracing.model_dump(),
+    }

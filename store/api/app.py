@@ -19,6 +19,7 @@ from store.api.pools import Pool
 from store.api.reply import JSON_TYPE, Reply, json_reply
 from store.api.request import Receive, Scope, headers_of, no_query, read_body
 from store.api.rows import RowRoutes
+from store.api.timing import Timing
 from store.encoding.answer_size import MAX_ANSWER_BYTES
 from store.encoding.row_cache import MAX_CACHE_BYTES
 from store.errors import OnlineStoreError
@@ -80,7 +81,9 @@ class Api:
         _kind, body = await read_body(receive, headers_of(scope), (wire.JSON,))
         wanted: wire.SearchRequest = wire.decode(wire.decode_search, body)
         neighbours = await self._searchers.run(self._lookup.search, view, **wanted.options()._asdict())
-        self._metrics.timed("search", time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self._metrics.timed("search", seconds)
+        self._metrics.stage("search", seconds)
         return json_reply(neighbours)
 
     async def views(self, scope: Scope, receive: Receive) -> Reply:
@@ -157,13 +160,14 @@ def create_app(
     meter: Meter | None = None,
     answer_bytes: int = MAX_ANSWER_BYTES,
     cache_bytes: int = MAX_CACHE_BYTES,
+    timing: Timing = Timing.NOT_TOLD,
 ) -> Front:
     """The ASGI application; see :class:`Api` for the first arguments, :class:`Front` for the gate that stands before all routes, :class:`Metrics` for the
-    meter, and :class:`RowRoutes` for the bytes."""
+    meter, and :class:`RowRoutes` for the others."""
     views = LiveViews(lookup)
     metrics = Metrics(lookup, meter, views)
     readers = Pool("read", _READERS, _WAITING) if lookup.online.blocking else None
-    rows = RowRoutes(lookup, metrics, readers, answer_bytes, cache_bytes)
+    rows = RowRoutes(lookup, metrics, readers, answer_bytes, cache_bytes, timing)
     api = Api(lookup, metrics, warming, fallback_ready, readers, views)
     fixed = {
         b"/v1/lookup": {"POST": rows.multi_lookup},

@@ -6,11 +6,15 @@ from collections.abc import Mapping
 
 from store.api.live_views import LiveViews
 from store.lookup import Answer, Lookup
+from store.status import AnswerSource
 from store.telemetry import instruments as counted
 from store.telemetry.exposition import CONTENT_TYPE, exposition
 from store.telemetry.instruments import Instrument, Meter, Number, Timer
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
+
+_KEPT = {str(AnswerSource.CACHE): "hit", str(AnswerSource.FALLBACK): "miss"}
+"""Source of a row that the store had not → what became of it among the kept ones."""
 
 
 class Metrics:
@@ -30,11 +34,19 @@ class Metrics:
         lookup.on_semantic = self._semantic
         self._whole: dict[str, Number] = {}
         self._kept: dict[tuple[str, str], tuple[Number, Number]] = {}
+        self._missed: Number | None = None
         self._routes: dict[str, Timer] = {}
         self._stages: dict[str, Timer] = {}
 
-    def answered(self, route: str, answer: Answer, seconds: float) -> None:
-        """Count a lookup's rows by status, source and reason, and its time."""
+    def answered(self, route: str, answer: Answer, seconds: float, *, encoded: bool = True) -> dict[str, float]:
+        """Count a lookup's rows by status, source and reason, its time and that of its stages, which are given back: one after the other, in seconds.
+
+        Args:
+            route: of the API.
+            answer: what was found.
+            seconds: from the request's head on.
+            encoded: whether what no other stage took is its encoding.
+        """
         view = answer.pointer.view.name
         counts = answer.row_counts()
         if counts is None:
@@ -45,10 +57,21 @@ class Metrics:
         else:
             for labels, rows in counts.items():
                 self.meter.counter(counted.ROWS, view, *labels).add(rows)
+                outcome = _KEPT.get(labels[1])
+                if outcome is not None:
+                    self.meter.counter(counted.CACHE, "kept", outcome).add(rows)
         future = answer.future_rows()
         if future:
             self.meter.counter(counted.FUTURE_ROWS, view).add(future)
         self.timed(route, seconds)
+        stages = {"read": answer.read_s, "verify": answer.verify_s}
+        if answer.wait_s:
+            stages["wait"] = answer.wait_s
+        if encoded:
+            stages["encode"] = max(0.0, seconds - answer.read_s - answer.verify_s - answer.wait_s)
+        for stage, took in stages.items():
+            self.stage(stage, took)
+        return stages
 
     def kept(self, view: str, status: str, seconds: float) -> None:
         """Count a row of the store that was answered from the encoded ones, and its time."""
@@ -64,6 +87,12 @@ class Metrics:
         for outcome, rows in outcomes.items():
             if rows:
                 self.meter.counter(counted.SEMANTIC_CACHE, view, outcome).add(rows)
+
+    def not_kept(self) -> None:
+        """Count a row that was not among the encoded ones, and is from now on."""
+        if self._missed is None:
+            self._missed = self.meter.counter(counted.CACHE, "l1", "miss")
+        self._missed.add()
 
     def timed(self, route: str, seconds: float) -> None:
         """Observe a request's time."""

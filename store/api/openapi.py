@@ -24,6 +24,7 @@ def _responses(name: str, *, arrow: bool = False, more: dict[str, str] | None = 
     responses: dict[str, Any] = {"200": {"description": "answered", "content": _content(name, arrow)}}
     refusals = {
         "400": "a bad request",
+        "401": "no token, or none that is valid",
         "404": "no such view",
         "413": "too many keys or bytes",
         "415": "another content type",

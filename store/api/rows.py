@@ -17,6 +17,7 @@ from store.api.metrics import Metrics
 from store.api.pools import Pool
 from store.api.reply import ARROW_TYPE, JSON_TYPE, RETRY_SOON, Reply, Stream, problem, refusal
 from store.api.request import Receive, Scope, both, headers_of, no_query, query_options, read_body, wants_arrow
+from store.api.timing import Timing, timed
 from store.encoding.answer_size import LARGE_ARROW_BYTES, LARGE_BYTES, MAX_ANSWER_BYTES, Measure, Room
 from store.encoding.arrow_template import stream_of
 from store.encoding.http_freshness import VARY, Headers, cache_control, matches, missing_headers, row_headers
@@ -46,6 +47,7 @@ class RowRoutes:
         readers: threads for a store that is waited for; None where reading takes no longer than to hand it over.
         answer_bytes: of one answer at most.
         cache_bytes: of the encoded rows that are kept.
+        timing: who is told what answers took.
     """
 
     def __init__(
@@ -55,7 +57,9 @@ class RowRoutes:
         readers: Pool | None,
         answer_bytes: int = MAX_ANSWER_BYTES,
         cache_bytes: int = MAX_CACHE_BYTES,
+        timing: Timing = Timing.NOT_TOLD,
     ) -> None:
+        self._timing = timing
         self._lookup, self._metrics, self._readers = lookup, metrics, readers
         self._cache = RowCache(cache_bytes)
         self._answer_bytes, self._room = answer_bytes, Room(answer_bytes)
@@ -77,8 +81,7 @@ class RowRoutes:
             await _landed(answer)
         missing = answer.reason(0) is not None
         reply = self._missing(answer, options, asked, headers) if missing else self._row_reply(answer, headers, key)
-        self._metrics.answered("row", answer, time.perf_counter() - started)
-        return reply
+        return self._told("row", scope, answer, started, reply)
 
     def _cached_reply(
         self, row: CachedRow, asked: dict[bytes, bytes], options: LookupOptions, control: CacheControl | None, started: float
@@ -121,6 +124,7 @@ class RowRoutes:
             body = b'{"view":"%b",%b' % (key[0].encode(), row_json(answer, 0))
         else:
             self._cache.keep(key, row)
+            self._metrics.not_kept()
             body = row.body(answer.status(0), answer.age_us(0))
         return Reply(200, [JSON_TYPE, *headers], body)
 
@@ -169,8 +173,13 @@ class RowRoutes:
             reply = self._streamed(kind_of, pieces, size.total)
         else:
             reply = Reply(200, kind_of, _as_arrow(answer) if columnar else lookup_json(answer))
-        self._metrics.answered("lookup", answer, time.perf_counter() - started)
-        return reply
+        return self._told("lookup", scope, answer, started, reply)
+
+    def _told(self, route: str, scope: Scope, answer: Answer, started: float, reply: Reply) -> Reply:
+        """The reply, counted, with what it took where that is wanted."""
+        seconds = time.perf_counter() - started
+        stages = self._metrics.answered(route, answer, seconds)
+        return reply if self._timing is Timing.NOT_TOLD else timed(scope, reply, stages, seconds, self._timing)
 
     def _streamed(self, headers: Headers, pieces: Iterator[bytes | memoryview], size_bytes: int) -> Reply:
         self._room.take(size_bytes)
@@ -200,7 +209,7 @@ class RowRoutes:
         await self._all_landed(begun)
         for answer in begun:
             if isinstance(answer, Answer):
-                self._metrics.answered("multi_lookup", answer, time.perf_counter() - started)
+                self._metrics.answered("multi_lookup", answer, time.perf_counter() - started, encoded=False)
         pieces = _several([one.view for one in wanted.requests], begun)
         if size.total > LARGE_BYTES:
             return self._streamed([JSON_TYPE], pieces, size.total)
@@ -262,7 +271,7 @@ async def _landed(answer: Answer) -> None:
     """Wait for an answer's rows in flight, at most until its deadline, without blocking the loop or cancelling a shared flight."""
     if not answer.pending:
         return
-    loop = asyncio.get_running_loop()
+    began, loop = time.perf_counter(), asyncio.get_running_loop()
     all_done = asyncio.Event()
     left = len(answer.pending)
 
@@ -282,3 +291,4 @@ async def _landed(answer: Answer) -> None:
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(all_done.wait(), max(0.0, answer.deadline - time.monotonic()))
     answer.settle()
+    answer.wait_s += time.perf_counter() - began

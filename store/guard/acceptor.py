@@ -6,7 +6,6 @@ Our own, since a server of the loop's counts no connection before its handshake,
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import socket
 import ssl
@@ -17,8 +16,6 @@ from store.guard.connections import HEADROOM, PAUSE_S, Connections
 from store.guard.protocol import LimitedProtocol
 
 log = logging.getLogger(__name__)
-
-_NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 Protocols = Callable[[str], LimitedProtocol]
 """A client's address → the protocol of its connection."""
@@ -62,8 +59,6 @@ class Acceptor:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as exc:
-                if exc.errno not in _NO_FILES:
-                    raise
                 if not self._told:
                     log.error("no connection can be accepted (%s): lower serve.limits.connections, or raise `ulimit -n`", exc)
                     self._told = True

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Protocol
 
 from store.guard.limits import Limits
@@ -55,6 +57,10 @@ class Connections:
         self.now = 0.0
         self.open = 0
         """Accepted and not closed; those still shaking hands, too."""
+        self.seconds = (limits.header_s, limits.body_s, math.inf, limits.idle_s, math.inf)
+        """How long a connection may wait for a head, a body, our answer, the next request; one that has ended has its own time."""
+        self.bodies = 0
+        """Bytes of bodies that no route has answered yet."""
         self.on_tick: list[Callable[[], None]] = [meter.process_figures]
         """What else is looked at now and then; must be quick."""
         self._clients: Counter[str] = Counter()
@@ -75,20 +81,17 @@ class Connections:
             self._timer.cancel()
 
     def _tick(self) -> None:
+        self._timer = self._loop.call_later(self.limits.tick_s, self._tick)
         self.now = now = self._loop.time()
-        for connection in list(self._held):
-            if connection.deadline < now:
-                connection.overdue()
-        for connection in list(self._slow):
-            if connection.write_deadline < now:
-                connection.cut("slow_reader")
+        due = [connection.overdue for connection in self._held if connection.deadline < now]
+        due += [partial(connection.cut, "slow_reader") for connection in self._slow if connection.write_deadline < now]
         self._meter.gauge(CONNECTIONS).set(self.open)
-        for look in self.on_tick:
+        for look in (*due, *self.on_tick):
             try:
                 look()
             except Exception:
+                # nobody else's time runs on for it
                 log.exception("what is done now and then failed")
-        self._timer = self._loop.call_later(self.limits.tick_s, self._tick)
 
     # ---- coming and going
 
@@ -121,16 +124,7 @@ class Connections:
 
     def make_room(self, but: Connection | None = None) -> bool:
         """Close the connection that was silent longest, of those that never asked anything where these are many; False where all are at work."""
-        if not self._room and self._loop.time() >= self._look_for_room_at:
-            idle = [connection for connection in self._held if connection.idle]
-            silent = [connection for connection in idle if not connection.answered]
-            # few may be clients that are about to ask
-            many = len(silent) >= max(8, self._most // 20)
-            # popped from its end
-            self._room = sorted(silent if many else idle, key=lambda connection: -connection.since)
-            if not self._room:
-                self._look_for_room_at = self._loop.time() + PAUSE_S
-        while self._room:
+        while self._room or self._look_for_room():
             connection = self._room.pop()
             if connection.idle and connection is not but:
                 # it is gone as soon as the loop comes to it: nobody else goes for its place
@@ -138,6 +132,21 @@ class Connections:
                 connection.make_room()
                 return True
         return False
+
+    def _look_for_room(self) -> bool:
+        """Whether there are connections that may have to go; looked for again only after a while where there were none, or they went by themselves."""
+        if self._loop.time() < self._look_for_room_at:
+            return False
+        idle = [connection for connection in self._held if connection.idle]
+        silent = [connection for connection in idle if not connection.answered]
+        # few may be clients that are about to ask
+        many = len(silent) >= max(8, self._most // 20)
+        # popped from its end
+        self._room = sorted(silent if many else idle, key=lambda connection: -connection.since)
+        if len(self._room) <= 1:
+            # which may be the one that is let in now
+            self._look_for_room_at = self._loop.time() + PAUSE_S
+        return bool(self._room)
 
     def gone(self, connection: Connection) -> None:
         """A connection that was made is closed."""

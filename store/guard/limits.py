@@ -10,13 +10,14 @@ class Limits:
     """What a connection, and all of a worker's together, may take: bytes, numbers, and seconds (``_s``).
 
     ``header_s`` is from a request's first byte, or the connection's, to the end of its head; ``body_s`` from there to the end of its body; ``idle_s`` from an answer
-    to the next request. An answer must leave within ``write_s`` and a second for each MiB of it. ``unsent_bytes`` is what all answers together may
+    to the next request. ``bodies_bytes`` is what all bodies together may have that no route has answered: beyond, the request that brings more is refused. An answer must leave within ``write_s`` and a second for each MiB of it. ``unsent_bytes`` is what all answers together may
     hold that their clients have not taken: beyond, the connection that holds the most is cut.
     """
 
     headers_bytes: int = 16 * 2**10
     url_bytes: int = 8 * 2**10
     body_bytes: int = 4 * 2**20
+    bodies_bytes: int = 256 * 2**20
     answer_bytes: int = 64 * 2**20
     unsent_bytes: int = 256 * 2**20
     connections: int = 1000

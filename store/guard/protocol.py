@@ -13,23 +13,24 @@ from typing import Any
 
 import httptools
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from store.api.reply import RETRY_SOON, Reply, problem
 from store.guard.connections import Connections
 
-LINGER_BYTES = 16 * 2**20
-"""Of a request that was refused, thrown away so that its sender comes to read why; one that sends more is cut off."""
+LINGER_BYTES, LINGER_HEAD_BYTES = 16 * 2**20, 2**18
+"""Of a request that was refused, for its body or for its head, thrown away so that its sender comes to read why; one that sends more is cut off."""
 
 LINGER_S = 2.0
 
-_HEAD, _BODY, _BUSY, _IDLE, _ENDED = range(5)
-"""What a connection waits for: a request's head, its body, our answer, the next request; or for nothing any more."""
+_HEAD, _BODY, _BUSY, _IDLE, _ENDED, _GONE = range(6)
+"""What a connection waits for: a request's head, its body, our answer, the next request; to be closed; or it is."""
 
 _OVERDUE = {_HEAD: "header_time", _BODY: "body_time", _IDLE: "idle"}
 
 FULL = problem(503, "too_many_connections", "the server has as many connections as it may have", [RETRY_SOON])
+_TOO_MUCH = problem(503, "busy", "the server holds as many bodies of requests as it may; try again", [RETRY_SOON])
 _MALFORMED = problem(400, "bad_http", "this is not HTTP/1.1 as RFC 9112 has it")
 
 
@@ -67,6 +68,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self.made = False
         """Whether it is through with its handshake."""
         self.made_room = False
+        self._running: RequestResponseCycle | None = None
+        """Whose answer is being made; :attr:`cycle` is the newest, which may wait behind it."""
+        self._held = 0
+        """Bytes of bodies that its routes have not answered."""
         self._received = self._begun = self._head_bytes = self._body_bytes = self._thrown_away = 0
 
     # ---- reading
@@ -80,17 +85,18 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is closed."""
+        self._waits_for = _GONE
+        self._let_go()
         super().connection_lost(exc)
         self._all.gone(self)
 
     def data_received(self, data: bytes) -> None:
         """Bytes of requests."""
         self._received = len(data)
-        if self._waits_for == _ENDED:
+        waited_for, begun = self._waits_for, self._begun
+        if waited_for >= _ENDED:
             self._throw_away(len(data))
             return
-        begun = self._begun
-        alone = self._waits_for != _BODY
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -105,7 +111,13 @@ class LimitedProtocol(HttpToolsProtocol):
             refusal = self._refusal or _MALFORMED
             self._refuse(refusal, "bad_request" if refusal is _MALFORMED else "too_large")
         else:
-            if self._waits_for == _HEAD and alone and self._begun - begun <= 1:
+            waits_for = self._waits_for
+            if waits_for == _BUSY:
+                self.deadline = math.inf
+            elif waits_for != waited_for or self._begun != begun:
+                # more of the same gains no time
+                self._wait_for(waits_for)
+            if waits_for == _HEAD and waited_for != _BODY and self._begun - begun <= 1:
                 # a header that is not complete is told of by nobody: its bytes are held by the parser
                 self._head_bytes += len(data)
                 if self._head_bytes > self._limits.headers_bytes + self._limits.url_bytes:
@@ -116,7 +128,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._begun += 1
         self._head_bytes = self._body_bytes = 0
-        self._wait_for(_HEAD, self._limits.header_s)
+        self._waits_for = _HEAD
 
     def on_url(self, url: bytes) -> None:
         """A part of it."""
@@ -137,35 +149,42 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refusal = problem(429, "too_many_pipelined", f"at most {limits.pipelined} requests of a connection may wait")
             raise _Refused
         super().on_headers_complete()
-        self._wait_for(_BODY, limits.body_s)
+        self._waits_for = _BODY
 
     def on_body(self, body: bytes) -> None:
         """A part of it."""
         self._body_bytes += len(body)
-        if self._body_bytes > self._limits.body_bytes:
-            if not self.cycle.response_complete:
-                self._refusal = problem(413, "body_too_large", f"a body has at most {self._limits.body_bytes} bytes")
-                raise _Refused
-            self._throw_away(len(body))
+        if self.cycle.response_complete:
+            if self._body_bytes > self._limits.body_bytes:
+                self._throw_away(len(body))
             return
+        if self._body_bytes > self._limits.body_bytes:
+            self._refusal = problem(413, "body_too_large", f"a body has at most {self._limits.body_bytes} bytes")
+            raise _Refused
+        self._held += len(body)
+        self._all.bodies += len(body)
+        if self._all.bodies > self._limits.bodies_bytes:
+            self._refusal = _TOO_MUCH
+            raise _Refused
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         """All of it is there."""
         super().on_message_complete()
-        if self.cycle.response_complete:
-            self._wait_for(_IDLE, self._limits.idle_s)
-        else:
-            self._waits_for, self.deadline = _BUSY, math.inf
+        self._waits_for = _IDLE if self.cycle.response_complete else _BUSY
 
-    def _wait_for(self, what: int, seconds: float) -> None:
+    def _wait_for(self, what: int) -> None:
         self._waits_for, self.since = what, self._all.now
-        self.deadline = self.since + seconds
+        self.deadline = self.since + self._all.seconds[what]
 
     def _headers_too_large(self) -> Reply:
         return problem(431, "headers_too_large", f"a request's headers have at most {self._limits.headers_bytes} bytes")
 
     # ---- answering
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
         """An answer is made; the next request, if one waits, is begun."""
@@ -179,7 +198,10 @@ class LimitedProtocol(HttpToolsProtocol):
         elif self._refusal is not None:
             self._tell(self._refusal)
         elif self._waits_for == _BUSY:
-            self._wait_for(_IDLE, self._limits.idle_s)
+            self._wait_for(_IDLE)
+        if self._held and not self.pipeline:
+            self._all.bodies -= self._held
+            self._held = 0
 
     def pause_writing(self) -> None:
         """The client does not take what it asked for as fast as it is made."""
@@ -203,13 +225,14 @@ class LimitedProtocol(HttpToolsProtocol):
     @property
     def idle(self) -> bool:
         """Whether nobody loses an answer when it is closed."""
-        return self._waits_for in (_HEAD, _IDLE) and not self.pipeline and (self.cycle is None or self.cycle.response_complete)
+        waits = self._waits_for in (_HEAD, _IDLE, _ENDED)
+        return waits and not self.pipeline and (self.cycle is None or self.cycle.response_complete)
 
     def overdue(self) -> None:
         """Its deadline went by: told to who was sending, and closed."""
         waits_for = self._waits_for
         if waits_for == _ENDED:
-            self.transport.abort()
+            self._abort()
         elif self.flow.read_paused:
             # by us: nothing could be sent
             self.deadline = self._all.now + self._limits.tick_s
@@ -226,6 +249,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._all.closed("evicted")
         self.made_room = True
         self._end()
+        self._waits_for = _GONE
         self.connections.discard(self)
         self.transport.close()
 
@@ -233,10 +257,23 @@ class LimitedProtocol(HttpToolsProtocol):
         """Closed at once, whatever is under way."""
         self._all.closed(why)
         self._end()
-        self.transport.abort()
+        self._abort()
 
     def _end(self) -> None:
         self._waits_for, self.deadline = _ENDED, math.inf
+
+    def _abort(self) -> None:
+        """Close at once; who is answering writes to nobody from now on."""
+        self._let_go()
+        self.transport.abort()
+
+    def _let_go(self) -> None:
+        self._all.bodies -= self._held
+        self._held = 0
+        for cycle in (self._running, *(waiting for waiting, _ in self.pipeline)):
+            if cycle is not None:
+                cycle.disconnected = True
+                cycle.message_event.set()
 
     def _refuse(self, refusal: Reply, why: str) -> None:
         """Read no more requests; say so once those before it are answered."""
@@ -249,8 +286,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refusal = refusal
         elif refused_midway:
             # its route waits for the body, and is told that nobody is there any more
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+            self._let_go()
             if self.cycle.response_started:
                 self.transport.abort()
             else:
@@ -274,8 +310,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _throw_away(self, size: int) -> None:
         self._thrown_away += size
-        if self._thrown_away > LINGER_BYTES:
-            self.transport.abort()
+        if self._thrown_away > (LINGER_BYTES if self._body_bytes else LINGER_HEAD_BYTES):
+            self._abort()
 
 
 def _on_the_wire(refusal: Reply) -> bytes:

@@ -6,6 +6,7 @@ import logging
 import resource
 import socket
 import ssl
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -77,6 +78,10 @@ class GuardedServer(uvicorn.Server):
         # what uvicorn closes when it ends
         self.servers = acceptors
         self.started = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Told to end: :meth:`run` returns once all is answered. uvicorn's would raise the signal again then, and what is to be closed never were."""
+        self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept no more, and finish what is at hand."""

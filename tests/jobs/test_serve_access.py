@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import socket
 import ssl
 import subprocess
@@ -20,7 +21,8 @@ from store.client import Tls
 from store.errors import DeniedError, NoAnswerError
 from tests import REPOSITORY
 from tests.asking import features_of, opened
-from tests.server import Reply, Server, eventually, make_folder, read_reply
+from tests.collector import collecting
+from tests.server import Reply, Server, eventually, make_folder, read_reply, write_numbers
 from tests.store.test_access import certificate
 
 ROW, LOOKUP = "/v1/views/numbers/rows/1", "/v1/views/numbers/lookup"
@@ -74,6 +76,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         "tokens": "./tokens",
         "tls": {"cert": "./server.pem", "key": "./server.key", "client_ca": "./client.pem"},
         "admin": "unix:./admin.sock",
+        "access_log": "./access.log",
         "limits": {"body_bytes": 2000, "headers_bytes": 700, "header_time": "300ms"},
     }
     make_folder(folder, {"numbers": {}}, serve=serve).publish_all()
@@ -174,9 +177,50 @@ def test_a_new_certificate_is_shown_without_a_restart(server: Guarded) -> None:
         assert read_reply(before).status == 200
 
 
+def test_every_request_is_a_line_in_the_access_log_without_its_key(server: Server) -> None:
+    path = server.log.parent / "access.log"
+    for number, moved in enumerate((path, path.with_name("moved"))):
+        if number:
+            # as logrotate does it
+            os.replace(path, moved)
+        server.get(f"/v1/views/numbers/rows/alice{number}?deadline_ms=0")
+
+        def lines() -> list[Any]:
+            found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+            return [line for line in found if line["view"] == "numbers" and line["status"] == 404]
+
+        eventually(lambda: lines() != [])
+        last = lines()[-1]
+        assert (last["method"], last["route"], last["token"]) == ("GET", "/v1/views/{view}/rows/{key}", "ranker")
+        assert last["client"] == "127.0.0.1"
+        text = path.read_text()
+        assert not [word for word in ("alice", "deadline_ms", "pct_") if word in text]
+
+
 def test_limits_are_those_of_the_configuration(server: Guarded) -> None:
     server.post(LOOKUP, {"keys": ["x" * 2000]}).check_problem(413, "body_too_large")
     server.get(ROW, x="y" * 700).check_problem(431, "headers_too_large")
+
+
+@pytest.mark.parametrize(
+    ("serve", "why"),
+    [
+        ({"access_log": "./none/access.log"}, "serve.access_log: .*none/access.log cannot be written"),
+        ({"tls": {"cert": "./a.pem", "key": "./b.pem"}}, "serve.tls: .*a.pem.* cannot be used"),
+        ({"tokens": "./tokens"}, "serve.tokens: .*tokens cannot be read.*precompute token NAME"),
+        ({"admin": "0.0.0.0:9090"}, "serve.admin: '0.0.0.0:9090' is reached from other machines"),
+        ({"admin": "unix:./views"}, "serve.admin: .* cannot be bound"),
+    ],
+)
+def test_what_cannot_be_served_is_told_before_anything_is_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], serve: dict[str, Any], why: str
+) -> None:
+    make_folder(tmp_path, {"numbers": {}}, serve={"bind": "unix:./api.sock"} | serve)
+    assert main(["-c", str(tmp_path), "serve"]) == 2
+    told = capsys.readouterr()
+    assert re.search(why, told.err)
+    assert told.out == ""
+    assert not (tmp_path / "api.sock").exists()
 
 
 def test_token_is_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,3 +251,48 @@ def test_the_client_shows_a_certificate_and_a_token(server: Guarded, kind: str) 
         assert (caught.value.status, caught.value.code) == (401, code)
     with opened(kind, server.url, tls=Tls(folder / "server.pem"), retries=0) as client, pytest.raises(NoAnswerError):
         client.views()
+
+
+def test_the_last_requests_are_written_down_too(tmp_path: Path) -> None:
+    make_folder(
+        tmp_path, {"numbers": {"fallback": None}}, serve={"access_log": "./access.log", "limits": {"header_time": "1h"}}
+    ).publish_all()
+    with Server(tmp_path) as server:
+        for _ in range(20):
+            server.get("/v1/views/numbers/rows/2")
+    routes = [json.loads(line)["route"] for line in (tmp_path / "access.log").read_text().splitlines()]
+    assert routes.count("/v1/views/{view}/rows/{key}") == 20
+
+
+def test_answers_say_what_took_how_long_where_that_is_configured(tmp_path: Path) -> None:
+    make_folder(tmp_path, {"numbers": {}}, serve={"server_timing": True}).publish_all()
+    write_numbers(tmp_path, [1, 2, 3, 9])
+    with Server(tmp_path) as server:
+        hit, miss = server.get("/v1/views/numbers/rows/1"), server.get("/v1/views/numbers/rows/9")
+        many = server.post(LOOKUP, {"keys": [1, 9]})
+        told = [re.findall(r"(\w+);dur=([0-9.]+)", reply.headers["server-timing"]) for reply in (hit, miss, many)]
+        assert [[name for name, _ in stages] for stages in told] == [
+            ["read", "verify", "encode", "total"],
+            ["read", "verify", "wait", "encode", "total"],
+            ["read", "verify", "wait", "encode", "total"],
+        ]
+        for stages in told:
+            *parts, total = [float(took) for _, took in stages]
+            assert total == pytest.approx(sum(parts), abs=0.01)
+        assert "server-timing" not in server.get("/livez").headers
+        counted = server.get("/metrics").body.decode()
+        for stage in ("read", "verify", "wait", "encode"):
+            assert f'precompute_stage_seconds_count{{stage="{stage}"}}' in counted
+
+
+def test_a_server_traces_its_requests_where_that_is_configured(tmp_path: Path) -> None:
+    with collecting() as (address, spans):
+        make_folder(tmp_path, {"numbers": {}}, serve={"tracing": {"endpoint": address, "sample": 0.0}}).publish_all()
+        with Server(tmp_path) as server:
+            trace = "0af7651916cd43dd8448eb211c80319c"
+            server.get("/v1/views/numbers/rows/2", traceparent=f"00-{trace}-b7ad6b7169203331-01")
+            server.get("/v1/views/numbers/rows/3")
+        # what was not sent is sent at the end
+        named = {span.name for span in spans()}
+        assert named == {"GET /v1/views/{view}/rows/{key}", "read", "verify", "encode"}
+        assert {span.trace_id.hex() for span in spans()} == {trace}

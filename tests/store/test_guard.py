@@ -272,6 +272,47 @@ def test_another_protocol_is_not_taken_up(small: Guarded) -> None:
             check_closed(connection)
 
 
+def test_all_bodies_together_are_bounded_and_let_go_of_once_they_are_answered() -> None:
+    with guarded(body_bytes=MIB, bodies_bytes=2 * MIB) as server, contextlib.ExitStack() as stack:
+        held = [stack.enter_context(server.connect()) for _ in range(2)]
+        for connection in held:
+            connection.sendall(request("/held", f"Content-Length: {MIB}", method="POST") + bytes(MIB - 1))
+        eventually(lambda: server.server.connections.bodies == 2 * MIB - 2)
+        refused = server.raw(request("/", method="POST", body=b"more"))
+        refused.check_problem(503, "busy")
+        assert server.get("/none").body == b"/none 0"
+        held[0].close()
+        eventually(lambda: server.server.connections.bodies == MIB - 1)
+        held[1].sendall(b"x")
+        assert read_reply(held[1]).body == b"/held %d" % MIB
+        assert server.raw(request("/", method="POST", body=bytes(MIB))).body == b"/ %d" % MIB
+        eventually(lambda: server.server.connections.bodies == 0)
+
+
+def test_who_was_refused_and_lingers_makes_room_for_others() -> None:
+    with guarded(connections=3) as server, contextlib.ExitStack() as stack:
+        for _ in range(50):
+            connection = stack.enter_context(server.connect())
+            connection.sendall(b"nonsense\r\n\r\n")
+            read_reply(connection).check_problem(400)
+            assert server.get("/honest").body == b"/honest 0"
+
+
+def test_who_goes_in_the_middle_leaves_no_error_behind(caplog: pytest.LogCaptureFixture) -> None:
+    with guarded() as server:
+        for pipelined in (1, 3):
+            for path in ("/wait", f"/bytes/{8 * MIB}"):
+                server.go_on.clear()
+                with server.connect() as connection:
+                    connection.sendall(request(path) * pipelined)
+                    eventually(lambda: path in server.begun)  # noqa: B023
+                server.go_on.set()
+                eventually(lambda: server.server.connections.open == 0)
+                server.begun.clear()
+        assert server.get().status == 200
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 # ---- times
 
 
@@ -341,6 +382,15 @@ def test_a_route_takes_its_time_whatever_its_clients_limits(hasty: Guarded) -> N
         assert bodies(connection, 2) == [b"/wait 1000", b"/next 0"]
 
 
+def test_who_is_kept_waiting_by_us_loses_no_time(hasty: Guarded) -> None:
+    hasty.go_on.clear()
+    with hasty.connect() as connection:
+        connection.sendall(request("/wait") + request("/large", method="POST", body=bytes(300_000)))
+        time.sleep(1)
+        hasty.go_on.set()
+        assert bodies(connection, 2) == [b"/wait 0", b"/large 300000"]
+
+
 def test_who_does_not_take_an_answer_is_cut_off(hasty: Guarded) -> None:
     before = hasty.closed("slow_reader")
     with hasty.connect(receive_buffer=4096) as connection:
@@ -358,11 +408,13 @@ def test_who_takes_it_steadily_is_not(hasty: Guarded) -> None:
 
 
 def test_of_too_many_bytes_that_wait_the_most_go(hasty: Guarded) -> None:
+    before = hasty.closed("slow_reader")
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(hasty.connect(receive_buffer=4096)) for _ in range(4)]
         for connection, mib in zip(connections, (10, 40, 10, 10), strict=True):
             connection.sendall(request(f"/bytes/{mib * MIB}"))
         check_closed(connections[1])
+        assert hasty.closed("slow_reader") == before + 1
         for i in (0, 2, 3):
             assert len(read_reply(connections[i]).body) == 10 * MIB
 
