@@ -18,6 +18,7 @@ import pyarrow as pa
 from store.answer import ANSWER_FIELDS, Answer, AnswerPlan
 from store.errors import RequestError
 from store.fallback import Computed, Fallback, Miss, check_inputs
+from store.feature_view import FeatureView
 from store.freshness import Sighting, microseconds, status_of
 from store.kept.kept_rows import KeptRows
 from store.key_text import MAX_KEY_BYTES, join_key, key_text, shown_key
@@ -351,7 +352,13 @@ class Lookup:
             VectorIndexError: the index is missing or damaged.
         """
         options = SearchOptions(key, vector, inputs, k, filter, only, exclude, features, deadline_ms, model)
-        return self._searches.search(view, options, self.fallback)
+        return self.find(view, options)[1]
+
+    def find(
+        self, view: str, options: SearchOptions, admit: Callable[[AnswerPlan, FoundRows], None] | None = None
+    ) -> tuple[FeatureView, dict[str, Any]]:
+        """As :meth:`search`, and the view as it was searched; ``admit`` raises where features of so many rows are too many, before any is read as a value."""
+        return self._searches.search(view, options, self.fallback, admit)
 
     def warm(self, pointer: Pointer) -> None:
         """Open what the first search of a new snapshot would have to open.

@@ -10,13 +10,15 @@ from typing import Any, Protocol
 
 import numpy.typing as npt
 
-from store.answer import MAX_DEADLINE_S, Answer
+from store.answer import MAX_DEADLINE_S, Answer, AnswerPlan
 from store.errors import RequestError, VectorIndexError
 from store.fallback import Fallback, Miss, check_inputs, unpacked_view
+from store.feature_view import FeatureView
 from store.freshness import as_datetime, status_of
 from store.key_text import key_text
 from store.lookup_options import LookupOptions, SearchOptions, check_features
 from store.online.codec import RowCodec
+from store.online.found_rows import FoundRows
 from store.online.online_store import Pointer
 from store.record import plain
 from store.status import AnswerSource, Reason, Status
@@ -28,7 +30,14 @@ from store.vectors.vector_index import Neighbours, VectorIndex
 class Begin(Protocol):
     """:meth:`store.lookup.Lookup.begin`."""
 
-    def __call__(self, view: str, keys: Sequence[Any], options: LookupOptions = ...) -> Answer: ...
+    def __call__(
+        self,
+        view: str,
+        keys: Sequence[Any],
+        options: LookupOptions = ...,
+        *,
+        admit: Callable[[AnswerPlan, FoundRows], None] | None = None,
+    ) -> Answer: ...
 
 
 class Searches:
@@ -54,8 +63,14 @@ class Searches:
         self._told: dict[str, tuple[tuple[int, str], dict[str, Any] | None]] = {}
         self._lock = threading.Lock()
 
-    def search(self, view: str, options: SearchOptions, fallback: Fallback | None) -> dict[str, Any]:
-        """As :meth:`store.lookup.Lookup.search`; ``fallback`` embeds inputs."""
+    def search(
+        self,
+        view: str,
+        options: SearchOptions,
+        fallback: Fallback | None,
+        admit: Callable[[AnswerPlan, FoundRows], None] | None = None,
+    ) -> tuple[FeatureView, dict[str, Any]]:
+        """The view, and what :meth:`store.lookup.Lookup.search` gives; ``fallback`` embeds inputs, ``admit`` is as of :meth:`store.lookup.Lookup.begin`."""
         options.check()
         for _ in range(5):
             pointer = self._live(view)
@@ -72,10 +87,10 @@ class Searches:
             if query is None:
                 continue
             found = index.search(query, options.k, exclude=exclude, only=only, where=where)
-            rows = self._rows(pointer, found, options.features)
+            rows = self._rows(pointer, found, options.features, admit)
             if rows is not None:
                 told = {"view": view, "snapshot": pointer.snapshot, "model": pointer.model, "metric": index.metric}
-                return told | {"rows": rows}
+                return pointer.view, told | {"rows": rows}
         # five publishes within one search
         raise VectorIndexError(f"view {view!r} is being published over and over; search again")
 
@@ -158,13 +173,19 @@ class Searches:
             f"the vector index {pointer.index} has no vector of a row that is live: `precompute publish {view.name} --reload` builds it again"
         )
 
-    def _rows(self, pointer: Pointer, found: Neighbours, features: Sequence[str]) -> list[dict[str, Any]] | None:
+    def _rows(
+        self,
+        pointer: Pointer,
+        found: Neighbours,
+        features: Sequence[str],
+        admit: Callable[[AnswerPlan, FoundRows], None] | None,
+    ) -> list[dict[str, Any]] | None:
         """The rows that an index found, with their scores and freshness, those that have expired left out; None when another snapshot was published
         before their features were read. Without features nothing is read: the index knows when each row was computed."""
         if not found.keys:
             return []
         if features:
-            answer = self._begin(pointer.view.name, found.keys, LookupOptions(features, fallback=False))
+            answer = self._begin(pointer.view.name, found.keys, LookupOptions(features, fallback=False), admit=admit)
             if answer.pointer.publishing != pointer.publishing:
                 return None
             rows = zip(answer.rows(), found.scores, strict=True)

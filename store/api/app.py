@@ -20,10 +20,12 @@ from store.api.reply import JSON_TYPE, Reply, json_reply
 from store.api.request import Receive, Scope, headers_of, no_query, read_body
 from store.api.rows import RowRoutes
 from store.api.timing import Timing
-from store.encoding.answer_size import MAX_ANSWER_BYTES
+from store.encoding.answer_size import MAX_ANSWER_BYTES, Measure
+from store.encoding.json_rows import search_json
 from store.encoding.row_cache import MAX_CACHE_BYTES
 from store.errors import OnlineStoreError
 from store.lookup import Lookup
+from store.lookup_options import SearchOptions
 from store.online.online_store import Pointer
 from store.page.figures import ViewFigures
 from store.page.page import Page
@@ -53,6 +55,7 @@ class Api:
         fallback_ready: whether a view's model stands behind its misses now.
         readers: threads for a store that is waited for.
         views: what is known of the lookup's views.
+        answer_bytes: of one answer at most.
     """
 
     def __init__(
@@ -63,7 +66,9 @@ class Api:
         fallback_ready: Callable[[Pointer], bool],
         readers: Pool | None,
         views: LiveViews,
+        answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
+        self._answer_bytes = answer_bytes
         self._lookup, self._metrics, self._readers = lookup, metrics, readers
         self._warming, self._fallback_ready = warming, fallback_ready
         self._searchers = Pool("search", _SEARCHERS, _WAITING)
@@ -80,11 +85,15 @@ class Api:
         no_query(scope)
         _kind, body = await read_body(receive, headers_of(scope), (wire.JSON,))
         wanted: wire.SearchRequest = wire.decode(wire.decode_search, body)
-        neighbours = await self._searchers.run(self._lookup.search, view, **wanted.options()._asdict())
+        body = await self._searchers.run(self._searched, view, wanted.options())
         seconds = time.perf_counter() - started
         self._metrics.timed("search", seconds)
         self._metrics.stage("search", seconds)
-        return json_reply(neighbours)
+        return Reply(200, [JSON_TYPE], body)
+
+    def _searched(self, view: str, options: SearchOptions) -> bytes:
+        searched, found = self._lookup.find(view, options, Measure(self._answer_bytes).add)
+        return search_json(found, searched)
 
     async def views(self, scope: Scope, receive: Receive) -> Reply:
         """``GET /v1/views``."""
@@ -168,7 +177,7 @@ def create_app(
     metrics = Metrics(lookup, meter, views)
     readers = Pool("read", _READERS, _WAITING) if lookup.online.blocking else None
     rows = RowRoutes(lookup, metrics, readers, answer_bytes, cache_bytes, timing)
-    api = Api(lookup, metrics, warming, fallback_ready, readers, views)
+    api = Api(lookup, metrics, warming, fallback_ready, readers, views, answer_bytes)
     fixed = {
         b"/v1/lookup": {"POST": rows.multi_lookup},
         b"/v1/views": {"GET": api.views},

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from typing import Any
 
+import numpy as np
 import orjson
 
 from store.answer import Answer, AnswerPlan
+from store.feature_view import FeatureView
 from store.freshness import as_datetime
 from store.online.packed import Buffer
 
@@ -68,6 +71,24 @@ def lookup_pieces(answer: Answer, rows: int) -> Iterator[bytes]:
         yield before + b",{".join([row_json(answer, i) for i in range(start, min(count, start + rows))])
         before = b",{"
     yield b"]}"
+
+
+def search_json(found: Mapping[str, Any], view: FeatureView) -> bytes:
+    """A search's answer, as :meth:`store.lookup.Lookup.find` gives both; numbers as :func:`row_json` has them, so that a row reads the same wherever it is found."""
+    narrow = {f.name: np.dtype(f.dtype) for f in view.features if f.dtype in ("float16", "float32")}
+    # one by one: other threads have their turn between them
+    rows = b",".join([_neighbour_json(row, narrow) for row in found["rows"]])
+    told = {name: value for name, value in found.items() if name != "rows"}
+    return b'%b,"rows":[%b]}' % (_dumps(told)[:-1], rows)
+
+
+def _neighbour_json(row: Mapping[str, Any], narrow: Mapping[str, np.dtype[Any]]) -> bytes:
+    features = {
+        # [()]: a number on its own is no array
+        name: value if value is None or name not in narrow else np.array(value, narrow[name])[()]
+        for name, value in row["features"].items()
+    }
+    return _dumps({**row, "features": features}, option=_NUMPY | orjson.OPT_UTC_Z)
 
 
 @lru_cache(256)

@@ -306,10 +306,10 @@ def test_a_row_of_a_later_publishing_is_not_mixed_in(make_texts: MakeTexts) -> N
         assert lookup._misses is not None
         semantic, begin = lookup._misses._semantic, lookup.begin
 
-        def published_meanwhile(view: str, keys: Sequence[Any], options: LookupOptions = LookupOptions()) -> Answer:  # noqa: B008 - a value
+        def published_meanwhile(view: str, keys: Sequence[Any], options: LookupOptions = LookupOptions(), **more: Any) -> Answer:  # noqa: B008 - a value
             write_texts(scene.folder, TEXTS | {1: "aaaaaa"})
             scene.run("labels")
-            return begin(view, keys, options)
+            return begin(view, keys, options, **more)
 
         semantic._begin = published_meanwhile
         row = asked(lookup, "aaa")
