@@ -192,7 +192,7 @@ class Answer:
                 return
             self._statuses = [Status.FRESH] * len(self.keys)
         for i, status in enumerate(self._statuses):
-            if i in self._kept:
+            if i in self._kept and status is not Status.MISSING:
                 self._statuses[i] = self._judged_kept(i)
             elif status in (Status.FRESH, Status.STALE) and i not in self._in_error:
                 self._statuses[i] = self._judged(i, _WHOLE, self._computed_at[i])
@@ -222,12 +222,14 @@ class Answer:
         is no such entity. Returns whether that settles the row."""
         assert self._statuses is not None
         if row is None:
-            if self._reasons.get(i) is not self.plan.absent:
+            # it may be that old, and a request may want to know better
+            old = self.oldest_s is not None and self.oldest_s < self.plan.view.keep_missing_s
+            if old or self._reasons.get(i) is not self.plan.absent:
                 return False
             self._reasons[i] = Reason.UNKNOWN_ENTITY
             return True
         state, at_us = self.plan.codec.verify_one(FoundRows([self.found.keys[i]], [row]), self.plan.snapshots)
-        if state != _WHOLE or at_us <= self._computed_at[i]:
+        if state != _WHOLE or not self._computed_at[i] < at_us <= self.now_us + AHEAD_US:
             return False
         status = status_of(self.plan.view, age_s(at_us, self.now_us), self.oldest_s)
         if status is Status.MISSING:

@@ -35,35 +35,59 @@ class KeptFile(KeptRows):
         self._path = folder / "rows.sqlite"
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = None
+        self._opened_identity: tuple[int, int] | None = None
+        self._made = False
 
     def _get(self, space: Space, slots: Sequence[int]) -> dict[int, bytes]:
         marks, found = ",".join("?" * len(slots)), dict[int, bytes]()
         with self._lock, self._trouble():
             query = f"SELECT slot, record FROM kept WHERE view = ? AND slot IN ({marks})"
-            found |= self._opened().execute(query, (space.view, *slots)).fetchall()
+            connection = self._opened(make=False)
+            if connection is not None:
+                found |= connection.execute(query, (space.view, *slots)).fetchall()
         return found
 
     def _put(self, space: Space, records: dict[int, tuple[bytes, int]]) -> None:
         rows = [(space.view, slot, over_us, record) for slot, (record, over_us) in records.items()]
-        with self._lock, self._trouble(), self._opened() as connection:
-            connection.executemany("INSERT OR REPLACE INTO kept VALUES (?, ?, ?, ?)", rows)
+        with self._lock, self._trouble():
+            connection = self._opened(make=True)
+            assert connection is not None
+            with connection:
+                connection.executemany("INSERT OR REPLACE INTO kept VALUES (?, ?, ?, ?)", rows)
 
     def close(self) -> None:
         with self._lock:
             self._close()
 
-    def _opened(self) -> sqlite3.Connection:
-        if self._connection is None:
+    def _opened(self, make: bool) -> sqlite3.Connection | None:
+        """The file that lies there now: another process may have let go of the one before. None where there is none and none is made: who reads waits
+        for nobody who writes."""
+        identity = self._identity()
+        if self._connection is not None and identity != self._opened_identity:
+            self._close()
+        if self._connection is None and (make or identity is not None):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            connection = sqlite3.connect(self._path, timeout=WAIT_S, check_same_thread=False)
-            # what is lost with the machine is computed once more, and each row vouches for itself
-            connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA synchronous = OFF")
-            with connection:
-                connection.execute(_TABLE)
-                connection.execute("DELETE FROM kept WHERE over < ?", (self._now_us(),))
-            self._connection = connection
+            self._connection = sqlite3.connect(self._path, timeout=WAIT_S, check_same_thread=False)
+            self._opened_identity, self._made = self._identity(), False
+        if self._connection is not None and make and not self._made:
+            self._begin(self._connection)
+            self._made = True
         return self._connection
+
+    def _begin(self, connection: sqlite3.Connection) -> None:
+        # what is lost with the machine is computed once more, and each row vouches for itself
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = OFF")
+        with connection:
+            connection.execute(_TABLE)
+            connection.execute("DELETE FROM kept WHERE over < ?", (self._now_us(),))
+
+    def _identity(self) -> tuple[int, int] | None:
+        try:
+            status = self._path.stat()
+        except OSError:
+            return None
+        return status.st_dev, status.st_ino
 
     @contextlib.contextmanager
     def _trouble(self) -> Iterator[None]:
@@ -72,11 +96,13 @@ class KeptFile(KeptRows):
         except sqlite3.OperationalError as exc:
             # busy, or the disk is full or gone
             log.debug("kept rows: %s", exc)
-        except (sqlite3.DatabaseError, OSError) as exc:
+        except (sqlite3.Error, OSError) as exc:
             log.warning("what was kept in %s is let go of: %s", self._path, exc)
             self._close()
-            for path in self._path.parent.glob(self._path.name + "*"):
-                path.unlink(missing_ok=True)
+            # it may be somebody else's, or the disk read-only
+            with contextlib.suppress(OSError):
+                for path in self._path.parent.glob(self._path.name + "*"):
+                    path.unlink(missing_ok=True)
 
     def _close(self) -> None:
         if self._connection is not None:

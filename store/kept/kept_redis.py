@@ -43,14 +43,10 @@ class KeptRedis(KeptRows):
 
     def _put(self, space: Space, records: dict[int, tuple[bytes, int]]) -> None:
         name, fields = self._name(space), [part for slot, (record, _) in records.items() for part in (str(slot), record)]
-        over_us = max(over_us for _, over_us in records.values())
-        milliseconds = max(1, (over_us - self._now_us()) // 1000)
-        # Rows are kept longer than the answer that there are none: the longest of both holds for the hash.
-        commands = [("HSET", name, *fields), ("PTTL", name)]
+        # in one go: a writer that ends leaves none behind that stays for ever
+        commands = [("HSET", name, *fields), ("PEXPIRE", name, str(max(1, space.longest_us // 1000)))]
         try:
-            _, left = self._servers.ask(name, commands, f"keep rows of {space.view!r}")
-            if left < milliseconds:
-                self._servers.ask(name, [("PEXPIRE", name, str(milliseconds))], f"keep rows of {space.view!r}")
+            self._servers.ask(name, commands, f"keep rows of {space.view!r}")
         except OnlineStoreError as exc:
             # it is full, gone, or gives no right to: nothing is kept
             log.debug("%s", exc)

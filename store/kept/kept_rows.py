@@ -1,6 +1,6 @@
 """Kept rows: what models computed for misses, and that there was nothing to compute, kept for a while beside what is published.
 
-What is kept counts under the very snapshot and model that it was computed under, or not at all. It lies in as many slots as a view may have: a key's slot comes
+What is kept counts under the very publishing and model that it was computed under, or not at all. It lies in as many slots as a view may have: a key's slot comes
 from its hash, and who comes later takes it, so that rows and bytes are bounded without counting them.
 """
 
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from store.freshness import AHEAD_US
 from store.online.codec import RowCodec
 from store.online.online_store import Pointer
 
@@ -25,7 +26,7 @@ VARIABLE_BYTES = 4096
 """Most bytes of strings and lists in a row that is kept."""
 
 _RECORD = struct.Struct("<16sqI")
-"""Digest of view, model and key; when it is over, µs since 1970; the snapshot. The packed row follows, or nothing: there is no such entity."""
+"""Digest of view, model, publishing and key; when it is over, µs since 1970; the snapshot. The packed row follows, or nothing: there is no such entity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,8 @@ class KeptRows(ABC):
     def read(self, pointer: Pointer, keys: Sequence[str]) -> dict[str, bytes | None]:
         """What is kept of these keys: their packed rows, to be verified as any, and None where there is known to be no such entity."""
         space, now_us = Space.of(pointer, self._limits), self._now_us()
+        # what would be over later than that was written by a clock that was wrong, or before ours was set back
+        latest_us = now_us + space.longest_us + AHEAD_US
         slots = [space.slot(key) for key in keys]
         records = self._get(space, [number for number, _ in slots])
         found: dict[str, bytes | None] = {}
@@ -70,7 +73,7 @@ class KeptRows(ABC):
             if len(record) < _RECORD.size:
                 continue
             whose, over_us, snapshot = _RECORD.unpack_from(record)
-            if whose == digest and over_us > now_us and snapshot == pointer.snapshot:
+            if whose == digest and now_us < over_us <= latest_us and snapshot == pointer.snapshot:
                 found[key] = record[_RECORD.size :] or None
         return found
 
@@ -102,21 +105,28 @@ class KeptRows(ABC):
 
 
 class Space(NamedTuple):
-    """Where a view's rows are kept: so many slots, of so many bytes at most."""
+    """Where a view's rows are kept: so many slots, of so many bytes at most. ``publishing`` tells whose rows count: snapshots' numbers start at 1 again in a
+    view whose data was dropped, and in one that another project took over."""
 
     view: str
     model: str
+    publishing: str
     slots: int
     record_bytes: int
+    longest_us: int
+    """That anything is kept."""
 
     @classmethod
     def of(cls, pointer: Pointer, limits: KeptLimits) -> Space:
         codec = RowCodec(pointer.view)
         record_bytes = _RECORD.size + codec.fixed_bytes + (0 if codec.exact else VARIABLE_BYTES)
         slots = max(1, min(limits.rows, limits.size_bytes // record_bytes))
-        return cls(pointer.view.name, pointer.model, slots, record_bytes)
+        longest_us = int(max(pointer.view.keep_s, pointer.view.keep_missing_s) * 1e6)
+        publishing = f"{pointer.owner} {pointer.epoch} {pointer.at}"
+        return cls(pointer.view.name, pointer.model, publishing, slots, record_bytes, longest_us)
 
     def slot(self, key: str) -> tuple[int, bytes]:
         """A key's slot, and what tells it from others there."""
-        digest = hashlib.blake2b(b"\0".join(part.encode() for part in (self.view, self.model, key)), digest_size=24).digest()
+        parts = (self.view, self.model, self.publishing, key)
+        digest = hashlib.blake2b(b"\0".join(part.encode() for part in parts), digest_size=24).digest()
         return int.from_bytes(digest[16:], "little") % self.slots, digest[:16]

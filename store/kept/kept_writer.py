@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 
 from store.kept.kept_rows import Kept, KeptRows
 from store.online.online_store import Pointer
+
+log = logging.getLogger(__name__)
 
 MOST_WAITING = 4096
 """Rows; beyond, they are not kept."""
@@ -38,4 +41,8 @@ class KeptWriter:
             for pointer, row in taken:
                 of_pointer.setdefault(id(pointer), (pointer, []))[1].append(row)
             for pointer, rows in of_pointer.values():
-                self._kept.write(pointer, rows)
+                try:
+                    self._kept.write(pointer, rows)
+                except Exception:
+                    # or nothing would be kept from now on
+                    log.exception("rows of view %r cannot be kept", pointer.view.name)

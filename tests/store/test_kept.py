@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from store.fallback import Miss
+from store.freshness import AHEAD_US
 from store.kept.kept_file import KeptFile
 from store.kept.kept_redis import KeptRedis
 from store.kept.kept_rows import JITTER, Kept, KeptLimits, KeptRows
@@ -87,7 +90,8 @@ def test_what_was_kept_is_read_by_all_who_open_it_whether_there_is_a_row_or_none
 def test_it_counts_for_the_view_snapshot_and_model_it_was_computed_under_and_no_other(open_kept: Open, house: House) -> None:
     kept, pointer = open_kept(), house.publish({})
     kept.write(pointer, [Kept("a", row_of(pointer, "a"))])
-    for other in (replace(pointer, model="another"), replace(pointer, snapshot=2), house.publish({}, name="others")):
+    others: list[dict[str, Any]] = [{"model": "another"}, {"snapshot": 2}, {"epoch": 2}, {"at": "later"}, {"owner": "another"}]
+    for other in (*(replace(pointer, **change) for change in others), house.publish({}, name="others")):
         assert kept.read(other, ["a"]) == {}
     assert list(kept.read(pointer, ["a"])) == ["a"]
 
@@ -104,6 +108,36 @@ def test_a_row_is_kept_for_its_time_and_that_there_is_none_for_a_shorter_one(ope
     ):
         clock.now_us = NOW_US + round(seconds * SECOND_US)
         assert set(kept.read(pointer, ["a", "none"])) == known
+
+
+def test_what_a_clock_that_ran_ahead_kept_does_not_count(open_kept: Open, pointer: Pointer) -> None:
+    clock = Clock()
+    kept = open_kept(clock=clock)
+    clock.now_us += 3600 * SECOND_US
+    kept.write(pointer, [Kept("a", row_of(pointer, "a", age=-3600)), Kept("none", None)])
+    assert set(kept.read(pointer, ["a", "none"])) == {"a", "none"}
+    clock.now_us = NOW_US
+    assert kept.read(pointer, ["a", "none"]) == {}
+
+
+def test_who_reads_a_file_waits_for_nobody_who_writes_and_finds_the_one_that_was_begun_anew(
+    tmp_path: Path, pointer: Pointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("store.kept.kept_file.WAIT_S", 600.0)
+    writer, reader, other = (KeptFile(tmp_path / "kept", KeptLimits(), Clock()) for _ in range(3))
+    assert reader.read(pointer, ["a"]) == {}
+    assert not (tmp_path / "kept").exists()
+    writer.write(pointer, [Kept("a", None)])
+    with contextlib.closing(sqlite3.connect(tmp_path / "kept" / "rows.sqlite")) as busy:
+        busy.execute("BEGIN IMMEDIATE")
+        assert reader.read(pointer, ["a"]) == {"a": None}
+    for path in (tmp_path / "kept").iterdir():
+        path.unlink()
+    other.write(pointer, [Kept("b", None)])
+    writer.write(pointer, [Kept("c", None)])
+    for kept in (reader, writer, other):
+        assert kept.read(pointer, ["a", "b", "c"]) == {"b": None, "c": None}
+        kept.close()
 
 
 def test_rows_and_bytes_are_bounded_and_what_is_too_large_is_not_kept(open_kept: Open, pointer: Pointer) -> None:
@@ -222,16 +256,31 @@ def test_a_stale_row_is_served_at_once_and_computed_behind_once(house: House) ->
         ({"inputs": {"new": {"x": 1.0}}}, [], [["new"]]),
         ({"max_age_s": 2.0}, ["new"], [["new"]]),
         ({"max_age_s": 4.0}, ["new"], []),
+        ({"max_age_s": 9.0, "keys": ["none"]}, ["none"], [["none"]]),
+        ({"max_age_s": 10.0, "keys": ["none"]}, ["none"], []),
     ],
-    ids=["no fallback", "own inputs", "too old for the request", "young enough"],
+    ids=["no fallback", "own inputs", "too old for the request", "young enough", "perhaps too old that there is none", "not so"],
 )
 def test_what_a_request_asks_for_counts_for_kept_rows_too(
     house: House, options: dict[str, Any], reads: list[str], calls: list[list[str]]
 ) -> None:
     house.publish(STORED)
-    kept, fallback = Told(new=Row(5.0, age=3)), Scripted({"new": Row(8.0)})
-    asked(house, kept, fallback, ["new"], **options)
+    kept, fallback = Told(new=Row(5.0, age=3), none=None), Scripted({"new": Row(8.0), "none": Row(9.0)})
+    asked(house, kept, fallback, options.pop("keys", ["new"]), **options)
     assert (kept.read_keys, [keys for _, keys, _ in fallback.calls]) == (reads, calls)
+
+
+def test_a_kept_row_of_the_future_is_none_and_one_that_expires_meanwhile_stays_so(house: House) -> None:
+    house.publish(STORED)
+    ahead = AHEAD_US / 1e6 + 1
+    assert asked(house, Told(new=Row(5.0, age=-ahead)), Scripted({"new": Row(8.0)}), ["new"])[0][:2] == ("computed", "fallback")
+    now, kept = [NOW], Told(new=Row(5.0))
+    lookup = Lookup(house.online, house.root, Scripted({}), clock=lambda: now[0], monotonic=lambda: 0.0, kept=kept)  # type: ignore[arg-type]
+    answer = lookup.begin("things", ["new", "fresh"])
+    now[0] += TTL + STALE_FOR + 1
+    for _ in range(2):
+        answer.judge_again()
+        assert [(row["status"], row["reason"]) for row in answer.rows()] == [("missing", "expired")] * 2
 
 
 @pytest.mark.parametrize("damage", [lambda row: row[:-1], lambda row: row[:30] + b"\xff" + row[31:], lambda row: row[:10]])
@@ -284,3 +333,17 @@ def test_the_writer_writes_behind_and_drops_what_the_store_is_too_slow_for(
     eventually(lambda: len(written) >= 5)
     assert written == [str(number) for number in range(len(written))]
     assert len(written) <= 11
+
+
+def test_the_writer_outlives_a_write_that_fails(pointer: Pointer) -> None:
+    written: list[str] = []
+
+    class Failing:
+        def write(self, _: Pointer, rows: list[Kept]) -> None:
+            written.extend(row.key for row in rows)
+            raise RuntimeError("no reason that anybody foresaw")
+
+    writer = KeptWriter(Failing())  # type: ignore[arg-type]
+    for number in range(3):
+        writer.put(pointer, Kept(str(number), None))
+        eventually(lambda: len(written) == number + 1)  # noqa: B023
