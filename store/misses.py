@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,10 +20,21 @@ REFRESH_S = 30.0
 """How long a stale row may wait to be computed behind its answer."""
 
 MOST_REFRESHED = 256
-"""Rows that are computed behind answers at once; others are at a later request."""
+"""Rows of a view that are computed behind answers at once; others are at a later request."""
 
 AGAIN_S = 5.0
-"""Before a stale row is computed behind an answer once more: nobody hammers a model that fails."""
+"""Before a stale row is computed behind an answer once more: nobody hammers a model that fails, or whose rows are not kept."""
+
+MOST_REMEMBERED = 4096
+"""Rows of a view of which that is known; 800 can be computed a second."""
+
+
+@dataclass(slots=True)
+class _Behind:
+    """Rows of a view that are computed behind answers, or were: publishing and key → until when (monotonic) they are not begun again."""
+
+    until: dict[tuple[tuple[int, str], str], float] = field(default_factory=dict)
+    under_way: int = 0
 
 
 class Misses:
@@ -37,8 +49,8 @@ class Misses:
     def __init__(self, fallback: Fallback, kept: KeptRows | None, semantic: SemanticCache) -> None:
         self._fallback, self._kept, self._semantic = fallback, kept, semantic
         self._lock = threading.Lock()
-        self._refreshed: dict[tuple[str, tuple[int, str], str], float] = {}
-        """Rows that are computed behind an answer, or were: until when (monotonic) they are not begun again."""
+        self._behind: dict[str, _Behind] = {}
+        """By view: none waits for another's."""
 
     def close(self) -> None:
         """Answer no more by rows of other entities; what is with the model goes on."""
@@ -97,18 +109,22 @@ class Misses:
     def _refresh(self, pointer: Pointer, keys: Sequence[str]) -> None:
         now, begun = time.monotonic(), []
         with self._lock:
+            behind = self._behind.setdefault(pointer.view.name, _Behind())
+            if len(behind.until) + len(keys) > MOST_REMEMBERED:
+                behind.until = {row: until for row, until in behind.until.items() if until > now}
             for key in dict.fromkeys(keys):
-                row = (pointer.view.name, pointer.publishing, key)
-                if self._refreshed.get(row, 0.0) <= now and len(self._refreshed) < MOST_REFRESHED:
-                    self._refreshed[row] = now + REFRESH_S
+                room = behind.under_way < MOST_REFRESHED and len(behind.until) < MOST_REMEMBERED
+                row = (pointer.publishing, key)
+                if room and behind.until.get(row, 0.0) <= now:
+                    behind.until[row] = now + REFRESH_S
+                    behind.under_way += 1
                     begun.append(key)
-            if len(self._refreshed) >= MOST_REFRESHED:
-                self._refreshed = {row: until for row, until in self._refreshed.items() if until > now}
         if begun:
             futures = self._fallback.submit(pointer, begun, {}, now + REFRESH_S)
             for key, future in zip(begun, futures, strict=True):
-                future.add_done_callback(partial(self._done, (pointer.view.name, pointer.publishing, key)))
+                future.add_done_callback(partial(self._done, behind, (pointer.publishing, key)))
 
-    def _done(self, row: tuple[str, tuple[int, str], str], future: Future[Computed]) -> None:
+    def _done(self, behind: _Behind, row: tuple[tuple[int, str], str], future: Future[Computed]) -> None:
         with self._lock:
-            self._refreshed[row] = time.monotonic() + AGAIN_S
+            behind.until[row] = time.monotonic() + AGAIN_S
+            behind.under_way -= 1

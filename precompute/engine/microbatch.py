@@ -115,27 +115,33 @@ class MicroBatcher(Generic[Payload, Result]):
                 self._compute(batch)
 
     def _next_batch(self) -> list[_Flight[Payload, Result]]:
-        """The oldest waiting request and those of its group, at most ``max_batch``; the lock is held."""
+        """Those of the oldest waiting request's group, at most ``max_batch``, the least patient ones; the others are behind the other groups' then. The lock
+        is held."""
         group = self._waiting[0].group
-        batch: list[_Flight[Payload, Result]] = []
-        others: deque[_Flight[Payload, Result]] = deque()
+        mine = [flight for flight in self._waiting if flight.group == group]
+        others = deque(flight for flight in self._waiting if flight.group != group)
         now = time.monotonic()
         done_at = now + self._least_s(group, now)
-        for flight in self._waiting:
-            if flight.group != group or len(batch) == self._max_batch:
-                others.append(flight)
-                continue
-            self._waiting_of[flight.owner] -= 1
-            if flight.deadline < done_at:
-                self._land(flight, self._refuse("deadline"))
-            else:
-                batch.append(flight)
+        late = [flight for flight in mine if flight.deadline < done_at]
+        batch = [flight for flight in mine if flight.deadline >= done_at]
+        if len(batch) > self._max_batch:
+            # what nobody waits for, such as a stale row computed behind its answer, has the latest of deadlines
+            batch.sort(key=lambda flight: flight.deadline)
+            others.extend(batch[self._max_batch :])
+            del batch[self._max_batch :]
         self._waiting = others
+        for flight in (*batch, *late):
+            self._waiting_of[flight.owner] -= 1
+        for flight in late:
+            # who is told may ask for more at once
+            self._land(flight, self._refuse("deadline"))
         return batch
 
     def _least_s(self, group: Hashable, now: float) -> float:
         """What a batch of the group takes at least, by the latest ones; 0 where nothing is known."""
-        return min((seconds for at, seconds in self._took.get(group, ()) if now - at < REMEMBERED_S), default=0.0)
+        took = [seconds for at, seconds in self._took.get(group, ()) if now - at < REMEMBERED_S]
+        # one alone may have opened what it needed first
+        return min(took) if len(took) > 1 else 0.0
 
     def _compute(self, batch: list[_Flight[Payload, Result]]) -> None:
         results: Sequence[Result | Exception]

@@ -249,6 +249,28 @@ def test_a_stale_row_is_served_at_once_and_computed_behind_once(house: House) ->
     assert [(keys, dict(inputs)) for _, keys, inputs in fallback.calls] == [(["stale"], {}), (["older"], {})]
 
 
+def test_what_is_computed_behind_answers_is_bounded_for_each_view_and_goes_on_as_it_is_done(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("store.misses.MOST_REFRESHED", 3)
+    stale = {str(number): Row(1.0, age=TTL + 1) for number in range(8)}
+    for name in ("things", "others"):
+        house.publish(stale, name=name)
+    model = Scripted(dict.fromkeys(stale))
+    lookup = Lookup(house.online, house.root, model, clock=lambda: NOW, monotonic=lambda: 0.0, kept=Told())  # type: ignore[arg-type]
+    for name in ("things", "things", "others"):
+        lookup.begin(name, list(stale))
+    assert [(pointer.view.name, keys) for pointer, keys, _ in model.calls] == [
+        ("things", ["0", "1", "2"]),
+        ("others", ["0", "1", "2"]),
+    ]
+    model = Scripted(dict.fromkeys(stale, Row(2.0)))
+    lookup = Lookup(house.online, house.root, model, clock=lambda: NOW, monotonic=lambda: 0.0, kept=Told())  # type: ignore[arg-type]
+    for _ in range(4):
+        lookup.begin("things", list(stale))
+    assert [keys for _, keys, _ in model.calls] == [["0", "1", "2"], ["3", "4", "5"], ["6", "7"]]
+
+
 @pytest.mark.parametrize(
     ("options", "reads", "calls"),
     [
