@@ -72,6 +72,10 @@ class LimitedProtocol(HttpToolsProtocol):
         """Whose answer is being made; :attr:`cycle` is the newest, which may wait behind it."""
         self._held = 0
         """Bytes of bodies that its routes have not answered."""
+        self._slow_since = 0.0
+        """When the client first let the answer that is sent wait; 0 where it has not."""
+        self._taken = self._untaken = 0
+        """Bytes of it that it took all the same, and that it had yet to take when it last let it wait."""
         self._received = self._begun = self._head_bytes = self._body_bytes = self._thrown_away = 0
 
     # ---- reading
@@ -93,7 +97,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Bytes of requests."""
         self._received = len(data)
-        waited_for, begun = self._waits_for, self._begun
+        waited_for, begun, body_bytes = self._waits_for, self._begun, self._body_bytes
         if waited_for >= _ENDED:
             self._throw_away(len(data))
             return
@@ -119,9 +123,18 @@ class LimitedProtocol(HttpToolsProtocol):
                 self._wait_for(waits_for)
             if waits_for == _HEAD and waited_for != _BODY and self._begun - begun <= 1:
                 # a header that is not complete is told of by nobody: its bytes are held by the parser
-                self._head_bytes += len(data)
-                if self._head_bytes > self._limits.headers_bytes + self._limits.url_bytes:
-                    self._refuse(self._headers_too_large(), "too_large")
+                self._count_head(len(data))
+            elif waits_for == waited_for == _BODY and self._begun == begun and self._body_bytes == body_bytes:
+                # what stands beside chunks, and what follows the last one, without end
+                self._count_head(len(data))
+
+    def _count_head(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > self._limits.headers_bytes + self._limits.url_bytes:
+            if self._waits_for == _BODY and self.cycle.response_complete:
+                self._throw_away(size)
+            else:
+                self._refuse(self._headers_too_large(), "too_large")
 
     def on_message_begin(self) -> None:
         """The first byte of a request."""
@@ -137,6 +150,11 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refusal = problem(414, "url_too_long", f"a URL has at most {self._limits.url_bytes} bytes")
             raise _Refused
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One of its head. Those that follow a body in chunks are none of it (RFC 9110 §6.5.1), whoever says so."""
+        if self._waits_for == _HEAD:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         """Its head is there."""
         limits = self._limits
@@ -149,11 +167,12 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refusal = problem(429, "too_many_pipelined", f"at most {limits.pipelined} requests of a connection may wait")
             raise _Refused
         super().on_headers_complete()
-        self._waits_for = _BODY
+        self._waits_for, self._head_bytes = _BODY, 0
 
     def on_body(self, body: bytes) -> None:
         """A part of it."""
         self._body_bytes += len(body)
+        self._head_bytes = 0
         if self.cycle.response_complete:
             if self._body_bytes > self._limits.body_bytes:
                 self._throw_away(len(body))
@@ -190,6 +209,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """An answer is made; the next request, if one waits, is begun."""
         self.server_state.total_requests += 1
         self.answered += 1
+        self._slow_since = 0.0
         if self.transport.is_closing():
             return
         self.flow.resume_reading()
@@ -206,12 +226,17 @@ class LimitedProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """The client does not take what it asked for as fast as it is made."""
         super().pause_writing()
-        self.write_deadline = self._all.now + self._limits.write_s + self.unsent / 2**20
+        if not self._slow_since:
+            self._slow_since, self._taken = self._all.now, 0
+        # of the whole answer: one that is sent piece by piece gains no time by taking each
+        self._untaken = self.unsent
+        self.write_deadline = self._slow_since + self._limits.write_s + (self._taken + self._untaken) / 2**20
         self._all.slow(self)
 
     def resume_writing(self) -> None:
         """It took nearly all."""
         super().resume_writing()
+        self._taken += self._untaken - self.unsent
         self.write_deadline = math.inf
         self._all.fast(self)
 

@@ -64,7 +64,22 @@ class Guarded:
         if path == "/wait":
             while not self.go_on.is_set():
                 await asyncio.sleep(0.01)
-        answer = bytes(int(path.removeprefix("/bytes/"))) if path.startswith("/bytes/") else path.encode() + b" %d" % len(body)
+        if path.startswith("/pieces/"):
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            for _ in range(int(path.removeprefix("/pieces/"))):
+                await send({"type": "http.response.body", "body": bytes(65536), "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+            self.seen.append(path)
+            return
+        if path == "/names":
+            body = b" ".join(name for name, _ in scope["headers"])
+        answer = (
+            body
+            if path == "/names"
+            else bytes(int(path.removeprefix("/bytes/")))
+            if path.startswith("/bytes/")
+            else path.encode() + b" %d" % len(body)
+        )
         headers = [(b"content-length", b"%d" % len(answer))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": answer})
@@ -506,3 +521,32 @@ def test_told_to_end_it_answers_what_is_at_hand_and_closes_the_idle() -> None:
         assert idle.recv(1) == b""
         server.go_on.set()
         assert read_reply(busy).body == b"/wait 0"
+
+
+@pytest.mark.parametrize("piece", [b"x: " + b"y" * 900 + b"\r\n", b"y" * 900], ids=["many", "one"])
+def test_what_follows_a_body_in_chunks_is_limited_like_a_head(piece: bytes) -> None:
+    with guarded() as server, server.connect() as connection:
+        connection.sendall(request("/x", "Transfer-Encoding: chunked", method="POST") + b"3\r\nabc\r\n0\r\nx: ")
+        with contextlib.suppress(OSError):
+            for _ in range(10_000):
+                connection.sendall(piece)
+        read_reply(connection).check_problem(431, "headers_too_large")
+        assert server.closed("too_large") == 1
+
+
+def test_what_follows_a_body_in_chunks_is_no_header(small: Guarded) -> None:
+    chunks = b"3\r\nabc\r\n0\r\nAuthorization: Bearer x\r\nHost: y\r\n\r\n"
+    with small.connect() as connection:
+        connection.sendall(request("/names", "Transfer-Encoding: chunked", method="POST") + chunks + request("/next"))
+        assert bodies(connection, 2) == [b"host transfer-encoding", b"/next 0"]
+
+
+def test_an_answer_in_pieces_must_leave_as_fast_as_one_in_one() -> None:
+    """One who takes a piece now and then holds what all who are sent much share."""
+    with guarded(write_s=0.4) as server, server.connect(receive_buffer=4096) as connection:
+        connection.sendall(request("/pieces/400"))
+        began = time.monotonic()
+        with contextlib.suppress(OSError):
+            while connection.recv(65536) and time.monotonic() - began < 8:
+                time.sleep(0.02)
+        assert server.closed("slow_reader") == 1
