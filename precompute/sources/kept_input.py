@@ -25,7 +25,7 @@ SETTLED_S = 2.0
 """A file must be so old to be kept: what is written within a step of the file system's clock, up to two seconds, has no other time."""
 
 AGAIN_S = 10.0
-"""Before a source is read once more whose files have changed, and that one is found too large or too new to keep."""
+"""Before a source is read once more whose files have changed, or were too new to keep. One that is too large is read again when its files have changed."""
 
 _UNSTEADY = ("age", "getenv", "getvariable", "current_setting", "nextval", "currval", "tablesample", "sample")
 """What makes SQL give other rows from the same files, beside the functions that DuckDB itself says it of."""
@@ -48,7 +48,9 @@ class KeptInput:
         self._database, self._sql, self._given, self._files = database, sql, given, files
         self._lock = threading.Lock()
         self._kept: tuple[_Stamps, dict[str, int], pa.Table] | None = None
-        self._again_at = 0.0
+        self._not_kept: _Stamps | None = None
+        """Of the files as they were when they were read in vain."""
+        self._reading, self._again_at = False, 0.0
         self._may_be = bool(files) and not any(is_pattern(file) or is_remote(file) for file in files)
 
     def rows(self, keys: Sequence[str]) -> pa.Table | None:
@@ -57,17 +59,24 @@ class KeptInput:
             return None
         kept, stamps = self._kept, _stamps(self._files)
         if kept is None or stamps is None or kept[0] != stamps:
-            self._begin()
+            if stamps is None or stamps != self._not_kept:
+                self._begin()
             return None
         _, position, table = kept
         return table.take(pa.array([position[key] for key in keys if key in position], pa.int64()))
 
     def _begin(self) -> None:
         with self._lock:
-            if time.monotonic() < self._again_at:
+            if self._reading or time.monotonic() < self._again_at:
                 return
-            self._again_at = time.monotonic() + AGAIN_S
-        threading.Thread(target=self._read, name="keep input", daemon=True).start()
+            self._reading = True
+        threading.Thread(target=self._read_once, name="keep input", daemon=True).start()
+
+    def _read_once(self) -> None:
+        try:
+            self._read()
+        finally:
+            self._again_at, self._reading = time.monotonic() + AGAIN_S, False
 
     def _read(self) -> None:
         # the source was closed, or is told about by who asks it next
@@ -76,13 +85,14 @@ class KeptInput:
             before = _stamps(self._files)
             if not self._may_be or before is None or max(stamp[3] for stamp in before) > time.time_ns() - SETTLED_S * 1e9:
                 return
+            self._not_kept = before
             table = self._database.query_aside(f"SELECT * FROM ({self._sql}\n) LIMIT {MOST_ROWS + 1}", self._given)
             if table.num_rows > MOST_ROWS or table.nbytes > MOST_BYTES:
                 return
             position = {key: row for row, key in enumerate(table.column("key").to_pylist()) if key is not None}
             # a key with two rows is an error, for the source to tell; a file that changed meanwhile has another stamp by now
             if len(position) == table.num_rows - table.column("key").null_count:
-                self._kept = before, position, table
+                self._kept, self._not_kept = (before, position, table), None
 
 
 def _stamps(files: Sequence[str]) -> _Stamps | None:

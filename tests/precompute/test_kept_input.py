@@ -142,6 +142,24 @@ def test_what_is_large_is_not_kept(folder: Path, limit: str, monkeypatch: pytest
         assert never_kept(kept)
 
 
+def test_what_is_large_is_read_once_for_the_files_that_there_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("precompute.sources.kept_input.MOST_ROWS", 2)
+    real, read = Database.query_aside, list[str]()
+
+    def query(self: Database, sql: str, parameters: Mapping[str, Any] | None = None) -> pa.Table:
+        read.extend([sql] if "LIMIT" in sql else [])
+        return real(self, sql, parameters)
+
+    monkeypatch.setattr(Database, "query_aside", query)
+    source, kept = opened(folder)
+    with source:
+        assert never_kept(kept)
+        assert len(read) == 1
+        write(folder, {1: 1.0, 2: 2.0})
+        eventually(lambda: is_kept(kept))
+        assert len(read) == 2
+
+
 def test_a_source_that_is_closed_meanwhile_raises_nothing(folder: Path) -> None:
     for _ in range(5):
         source, kept = opened(folder)
