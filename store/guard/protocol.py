@@ -150,11 +150,6 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refusal = problem(414, "url_too_long", f"a URL has at most {self._limits.url_bytes} bytes")
             raise _Refused
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """One of its head. Those that follow a body in chunks are none of it (RFC 9110 §6.5.1), whoever says so."""
-        if self._waits_for == _HEAD:
-            super().on_header(name, value)
-
     def on_headers_complete(self) -> None:
         """Its head is there."""
         limits = self._limits
@@ -167,6 +162,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refusal = problem(429, "too_many_pipelined", f"at most {limits.pipelined} requests of a connection may wait")
             raise _Refused
         super().on_headers_complete()
+        # what follows a body in chunks is none of a request's headers (RFC 9110 §6.5.1): it goes where nobody reads it
+        self.headers = []
         self._waits_for, self._head_bytes = _BODY, 0
 
     def on_body(self, body: bytes) -> None:
