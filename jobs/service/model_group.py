@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import socket
@@ -10,7 +11,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from jobs.service.child import started
 from jobs.service.kept_process import KeptProcess
@@ -27,7 +28,16 @@ SOCKET_NAME = 32
 SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
 """Of a Unix socket's path, at most: ``sun_path`` without its last byte."""
 
-_DONE_BY_BYTES = 8
+PULSE_S = 1.0
+"""How often a process tells that it lives."""
+
+STILL_S = 15.0
+"""A process that should do nothing, and has told nothing for so long, would answer nobody: something holds Python's lock, or has stopped it."""
+
+START_S = 600.0
+"""Before it tells so for the first time: its libraries may come from a cold disk."""
+
+_WATCH_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +70,37 @@ def check_runtime(runtime: Path) -> None:
 
 class Watch:
     """By when the process should be done with what it is at (:func:`time.monotonic`; infinity while it is idle), in memory that both it and the supervisor have:
-    a model that keeps Python's lock for itself can tell nobody anything.
+    a model that keeps Python's lock for itself can tell nobody anything. Beside it, when the process last showed that it lives.
 
     Args:
-        descriptor: of a file of 8 bytes.
+        descriptor: of a file of 16 bytes.
     """
 
     def __init__(self, descriptor: int) -> None:
-        self._done_by = memoryview(mmap.mmap(descriptor, _DONE_BY_BYTES)).cast("d")
+        self._times = memoryview(mmap.mmap(descriptor, _WATCH_BYTES)).cast("d")
 
     def set(self, done_by: float) -> None:
-        """Say it."""
-        self._done_by[0] = done_by
+        """Say it. Who does lives."""
+        self.beat(time.monotonic())
+        self._times[0] = done_by
 
     def get(self) -> float:
         """What was said last."""
-        return self._done_by[0]
+        return self._times[0]
+
+    def beat(self, at: float) -> None:
+        """Show that the process lives."""
+        self._times[1] = at
+
+    def pulse(self) -> NoReturn:
+        """Show it again and again."""
+        while True:
+            self.beat(time.monotonic())
+            time.sleep(PULSE_S)
+
+    def still_s(self, now: float) -> float:
+        """Since when the process has shown nothing, while it has nothing to do; below 0 when it has."""
+        return now - self._times[1] if self.get() == math.inf else -1.0
 
 
 class ModelGroup(KeptProcess):
@@ -104,14 +129,15 @@ class ModelGroup(KeptProcess):
             self._listener.listen(128)
             self._file = os.open(self._path.with_suffix(".watch"), os.O_RDWR | os.O_CREAT, 0o600)
             unless_made.callback(os.close, self._file)
-            os.truncate(self._file, _DONE_BY_BYTES)
+            os.truncate(self._file, _WATCH_BYTES)
             self._watch = Watch(self._file)
             unless_made.pop_all()
         self.wanted_at = self._memory_at = time.monotonic()
         """When a worker last said that it has a view of this model."""
 
     def start(self) -> ChildProcess:
-        self._watch.set(float("inf"))
+        self._watch.set(math.inf)
+        self._watch.beat(time.monotonic() + START_S)
         files = {"listener": self._listener.fileno(), "watch": self._file}
         spec = self._project | {"duckdb_mb": self._limits.duckdb_mb} | files
         return started("jobs.service.model_server", spec, files.values())
@@ -119,6 +145,8 @@ class ModelGroup(KeptProcess):
     def judged(self, now: float) -> str | None:
         if now > self._watch.get() + self._limits.grace_s:
             return f"was killed: a call took {self._limits.grace_s:g} s longer than its requests could wait"
+        if self._watch.still_s(now) > STILL_S:
+            return f"was killed: it gave no sign of life for {STILL_S:g} s, with nothing to do"
         if now - self._memory_at > MEMORY_EVERY_S:
             self._memory_at = now
             assert self.process is not None

@@ -144,6 +144,7 @@ def main() -> None:
     spec = begin()
     os.nice(NICER)
     watch = Watch(spec["watch"])
+    threading.Thread(target=watch.pulse, name="pulse", daemon=True).start()
     store, folder = OfflineStore(Path(spec["root"])), Path(spec["folder"])
     kept = open_kept_rows(spec["online"], KeptLimits(**spec["kept"]))
     fallback = ViewFallback(store, folder, spec["duckdb_mb"], watch.set, kept)

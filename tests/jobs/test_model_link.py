@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import threading
 import time
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from jobs.service.model_group import socket_path
+from jobs.service.model_group import STILL_S, ModelGroup, ModelLimits, Watch, socket_path
 from jobs.service.model_link import ModelLink
 from jobs.service.model_server import Conversation
 from jobs.service.remote_fallback import RemoteFallback
@@ -147,3 +148,21 @@ def test_a_process_that_ends_while_it_is_asked_costs_what_was_asked_and_not_the_
         assert future.result(5) == computed_row(pointer, key, Row(2.0))
     assert "cut" not in process.model.asked
     link.close()
+
+
+def test_a_process_that_should_be_idle_and_shows_no_life_is_killed(runtime: Path) -> None:
+    with contextlib.closing(ModelGroup("model", {}, runtime, ModelLimits(1.0, 10_000, 64), Meter())) as group:
+        with (runtime / "model.watch").open("r+b") as file:
+            watch = Watch(file.fileno())
+        # so that nobody's memory is looked at
+        group._memory_at = math.inf
+        watch.set(math.inf)
+        now = time.monotonic()
+        assert group.judged(now + STILL_S - 1) is None
+        assert "no sign of life" in str(group.judged(now + STILL_S + 1))
+        watch.beat(now + 5)
+        assert group.judged(now + STILL_S + 1) is None
+        # at work it may keep Python's lock as long as its requests wait
+        watch.set(now + 100)
+        assert group.judged(now + 100) is None
+        assert "a call took 1 s longer" in str(group.judged(now + 102))
