@@ -13,6 +13,7 @@ from store.errors import RequestError
 from store.feature_view import FeatureView
 from store.lookup_options import CacheControl
 from store.online.codec import CHECKSUM_BYTES
+from store.online.online_store import Pointer
 from store.status import Reason, Status
 
 Headers = list[tuple[bytes, bytes]]
@@ -102,14 +103,20 @@ def _why_asked(reason: Reason, answer: Answer) -> bytes:
 
 
 def etag(answer: Answer, form: bytes, status: Status) -> bytes:
-    """Of the snapshot, the row's own checksum (of key, time, values), its status, the body's form and the features asked for, and how near it is where it is
+    """Of the snapshot, the TTL, the row's own checksum (of key, time, values), its status, the body's form and the features asked for, and how near it is where it is
     another entity's. Weak: a body has the age too, which is another every time; and that a row has become stale is a change that no 304 may hide."""
     value = answer.packed_row(0)
     assert value is not None
     checksum = bytes(value[:CHECKSUM_BYTES]).hex().encode()
     like = answer.likes.get(0)
     near = b"" if like is None else b"-%b" % like.similarity.hex().encode()
-    return b'W/"%d-%b-%b%b%b%b"' % (answer.pointer.snapshot, checksum, status[:1].encode(), form, chosen_features(answer), near)
+    version = version_of(answer.pointer)
+    return b'W/"%b-%b-%b%b%b%b"' % (version, checksum, status[:1].encode(), form, chosen_features(answer), near)
+
+
+def version_of(pointer: Pointer) -> bytes:
+    """What an ETag has of the pointer: the snapshot, and the TTL in µs, which a body tells, and which may be another without a new snapshot."""
+    return b"%d-%d" % (pointer.snapshot, round(pointer.view.ttl_s * 1e6))
 
 
 def chosen_features(answer: Answer) -> bytes:

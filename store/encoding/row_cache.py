@@ -6,7 +6,7 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 from store.answer import Answer
-from store.encoding.http_freshness import VARY, Headers, chosen_features, http_date, lifetime
+from store.encoding.http_freshness import VARY, Headers, chosen_features, http_date, lifetime, version_of
 from store.encoding.json_rows import key_json, tail_json, time_json
 from store.online.codec import CHECKSUM_BYTES
 from store.online.online_store import Pointer
@@ -76,7 +76,7 @@ def cached_row(answer: Answer) -> CachedRow | None:
         b'","source":"store","computed_at":%b,"age_s":' % time_json(computed_at_us),
         tail_json(answer, 0),
         [lifetime(pointer.view), VARY, (b"last-modified", http_date(computed_at_us // 1_000_000))],
-        b'W/"%d-%b-%%bj%b"' % (pointer.snapshot, checksum, chosen_features(answer)),
+        b'W/"%b-%b-%%bj%b"' % (version_of(pointer), checksum, chosen_features(answer)),
         b'; detail="v%d"' % pointer.snapshot,
     )
 

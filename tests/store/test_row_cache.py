@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,16 @@ def test_another_publishing_drops_what_was_kept(house: House) -> None:
     assert seen() == [404] * 2 + [(5, 3.0, 0.0)] * 2
     house.online.forget("things")
     assert seen() == [404] * 4
+
+
+def test_an_edited_ttl_is_no_304_though_the_row_is_the_same(house: House) -> None:
+    first = house.publish(1, {"a": (1.0, 0.0)})
+    etags = {house.get("a").headers["etag"] for _ in range(2)}
+    house.online.flip(replace(first, view=dataclasses.replace(VIEW, ttl_s=20), epoch=2, at="at 2"))
+    for _ in range(2):
+        reply = house.get("a", if_none_match=", ".join(etags))
+        assert (reply.status, reply.json["ttl_s"]) == (200, 20.0)
+    assert house.get("a", if_none_match=reply.headers["etag"]).status == 304
 
 
 def test_rows_dated_ahead_are_counted_each_time_and_not_kept(house: House) -> None:
