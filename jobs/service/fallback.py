@@ -27,7 +27,7 @@ from precompute.model import Model, QueryModel
 from precompute.project_path import starting_from
 from precompute.registry import LoadedModel, load_with_fingerprint
 from precompute.sources.kept_input import KeptInput
-from store.errors import PrecomputeError
+from store.errors import PrecomputeError, SourceError
 from store.fallback import Computed, Fallback, Miss, unpacked_view
 from store.kept.kept_rows import Kept, KeptRows
 from store.kept.kept_writer import KeptWriter
@@ -370,7 +370,11 @@ def _source_rows(opened: _Opened, requests: Sequence[_Request], numbers: Sequenc
         return []
     rows = opened.kept.rows(list(position))
     if rows is None:
-        rows = opened.view.source.rows(list(position))
+        try:
+            rows = opened.view.source.rows(list(position))
+        except SourceError:
+            # a file may have been replaced between its footer and its rows
+            rows = opened.view.source.rows(list(position))
     if not rows.num_rows:
         return []
     return [_Wanted(opened, [position[key] for key in rows.column("key").to_pylist()], rows.drop_columns(["key"]))]

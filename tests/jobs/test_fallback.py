@@ -21,6 +21,8 @@ from jobs.ops.drop import drop
 from jobs.service.fallback import ViewFallback
 from jobs.service.warmer import Warmer
 from precompute.model import digest
+from precompute.source import Source
+from store.errors import SourceError
 from store.kept.kept_file import KeptFile
 from store.kept.kept_rows import KeptLimits
 from store.lookup import Computed, Lookup, Miss
@@ -559,6 +561,25 @@ def test_a_row_the_model_fails_on_fails_alone_and_the_next_are_computed(
     lookup = open_lookup(project)
     assert statuses(lookup, [12, 13, 14, 77], deadline_ms=3000) == ["computed", "model_error", "computed", "unknown_entity"]
     assert statuses(lookup, [14], deadline_ms=3000) == ["computed"]
+
+
+def test_a_source_that_is_replaced_while_it_is_read_is_read_again(
+    make_project: MakeProject, open_lookup: OpenLookup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = make_project([(1, 1.0)], view=FALLBACK)
+    project.publish_all()
+    write_data(project, {1: 1.0, 2: 2.0})
+    real, failed = Source.rows, list[Sequence[str]]()
+
+    def rows(self: Source, keys: Sequence[str], **options: Any) -> pa.Table:
+        if not failed:
+            failed.append(keys)
+            raise SourceError("the source cannot be read: its file is shorter than its footer said")
+        return real(self, keys, **options)
+
+    monkeypatch.setattr(Source, "rows", rows)
+    assert features(open_lookup(project).get("numbers", [2]))[0]["double"] == 4.0
+    assert failed == [["2"]]
 
 
 def test_a_source_that_is_gone_is_a_model_error_until_it_is_back(make_project: MakeProject, open_lookup: OpenLookup) -> None:
