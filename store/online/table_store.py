@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import threading
@@ -48,6 +49,12 @@ class _Live:
     pointer: Pointer
     tables: tuple[TableFile, ...]
     """The overlay first, where there is one."""
+    file: mmap.mmap
+    """The pointer's, held so that no other file gets its inode: ext4 gives two of them in turn, and two flips may fall into one tick of its clock (4 ms)."""
+
+
+def _identity_of(status: os.stat_result) -> tuple[int, int]:
+    return status.st_ino, status.st_mtime_ns
 
 
 class TableStore(OnlineStore):
@@ -82,7 +89,8 @@ class TableStore(OnlineStore):
         seen = self._live.get(view)
         if seen is not None and seen.identity == self._identity(view):
             return seen.pointer
-        return self._pointer(view)
+        opened = self._pointer(view)
+        return None if opened is None else opened[1]
 
     def known(self, view: str) -> Pointer | None:
         seen = self._live.get(view)
@@ -100,9 +108,10 @@ class TableStore(OnlineStore):
                 return None
             if seen is not None and seen.identity == identity:
                 return seen
-            pointer = self._pointer(view)
-            if pointer is None:
+            opened = self._pointer(view)
+            if opened is None:
                 return None
+            identity, pointer, file = opened
             try:
                 tables = tuple(_table(self._path(view, number)) for number in reversed(pointer.generations))
             except (OSError, OnlineStoreError) as exc:
@@ -110,7 +119,7 @@ class TableStore(OnlineStore):
                 if attempt == 1:
                     continue
                 raise OnlineStoreError(f"cannot open what is live of view {view!r}: {exc}; publish the view again") from exc
-            seen = self._live[view] = _Live(identity, pointer, tables)
+            seen = self._live[view] = _Live(identity, pointer, tables, file)
             return seen
         return None
 
@@ -118,17 +127,19 @@ class TableStore(OnlineStore):
         """What changes whenever the pointer file is replaced; None when there is none."""
         path = f"{self.folder}/{view}/live.json"
         try:
-            status = os.stat(path)
+            return _identity_of(os.stat(path))
         except FileNotFoundError:
             return None
         except OSError as exc:
             raise OnlineStoreError(f"{path} cannot be read: {exc.strerror or exc}") from exc
-        return status.st_ino, status.st_mtime_ns
 
-    def _pointer(self, view: str) -> Pointer | None:
+    def _pointer(self, view: str) -> tuple[tuple[int, int], Pointer, mmap.mmap] | None:
+        """The pointer, its file, and what that is known by; None when there is none."""
         path = self.folder / view / "live.json"
         try:
-            return Pointer.from_bytes(path.read_bytes())
+            with path.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                return _identity_of(os.fstat(file.fileno())), Pointer.from_bytes(mapped[:]), mapped
         except FileNotFoundError:
             return None
         except OSError as exc:
@@ -139,9 +150,10 @@ class TableStore(OnlineStore):
     def _readable(self, view: str) -> Pointer | None:
         """The pointer, or None when there is none or it is damaged: what a writer needs, who will replace it."""
         try:
-            return self._pointer(view)
+            opened = self._pointer(view)
         except DamagedPointerError:
             return None
+        return None if opened is None else opened[1]
 
     def read_generation(self, view: str, number: int, keys: Sequence[bytes]) -> FoundRows:
         path = self._path(view, number)

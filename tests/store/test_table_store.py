@@ -52,6 +52,19 @@ def test_two_table_stores_of_one_process_share_their_files(folder: Path) -> None
     other.close()
 
 
+def test_the_inode_of_the_pointer_that_is_known_is_given_to_no_other(folder: Path) -> None:
+    """It is what a flip is seen by, beside a clock that ticks every 4 ms."""
+    reader, store = TableStore(folder), TableStore(folder)
+    publish(store, 1, TABLE)
+    assert reader.known("numbers") is None
+    assert values(reader.read("numbers", [b"a"])) == [b"1"]
+    inode = (folder / "numbers" / "live.json").stat().st_ino
+    publish(store, 2, {b"a": b"2"})
+    held = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "numbers/live.json (deleted)" in line]
+    assert str(inode) in [line[4] for line in held]
+    assert values(reader.read("numbers", [b"a"])) == [b"2"]
+
+
 def test_a_table_folder_holds_generations_pointer_and_lock_and_nothing_half_done(folder: Path) -> None:
     store = TableStore(folder)
     assert (store.views(), numbers(store), folder.exists()) == ([], [], False)
