@@ -335,8 +335,8 @@ def test_schema_is_json_for_people_and_programs(published: Scene, capsys: Captur
     ("command", "code", "message"),
     [
         (["lookup", "numbers", "9"], 1, ""),
-        (["lookup", "numbers", ""], 2, "a key has 1 to 511 bytes"),
-        (["lookup", "numbers", "k" * 512], 2, "a key has 1 to 511 bytes"),
+        (["lookup", "numbers", ""], 1, ""),
+        (["lookup", "numbers", "k" * 512], 1, ""),
         (["lookup", "numbers", *map(str, range(1001))], 2, "1000 keys"),
         (["lookup", "numbers", "1", "--features", "duble"], 2, "no feature 'duble' (it has: double, vector)"),
         (["lookup", "numbers", "1", "--features", "double,double"], 2, "twice"),
