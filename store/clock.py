@@ -21,6 +21,12 @@ def parsed_time(text: str | None) -> datetime | None:
     return at.replace(tzinfo=UTC) if at.tzinfo is None else at.astimezone(UTC)
 
 
+def doubled_s(first_s: float, doublings: int, longest_s: float) -> float:
+    """What is waited before something is tried again: ``first_s``, twice as long each time, at most ``longest_s``, however often that was."""
+    # 2 ** 1024 is no float any more: what fails every half minute comes there in nine hours
+    return min(longest_s, first_s * 2.0 ** min(doublings, 64))
+
+
 def duration(seconds: float | None) -> str:
     """``42 s``, ``7 min``, ``26 h``, ``7.5 d``; a dash for None."""
     if seconds is None:

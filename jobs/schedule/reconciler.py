@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from jobs.config.project import Project
 from jobs.publish.served import lost
 from precompute.workers.process import ChildProcess, end_all
-from store.clock import duration
+from store.clock import doubled_s, duration
 from store.errors import PrecomputeError
 from store.online_url import open_online_store
 
@@ -95,7 +95,7 @@ class Reconciler:
             self._turns.release()
         # what was brought back need not stay, in a store that drops rows: each attempt waits longer, until a look finds nothing lost
         doublings = self._attempts[view] - (2 if failure is None else 0)
-        wait_s = min(LONGEST_WAIT_S, self._project.settings.reconcile * 2.0**doublings)
+        wait_s = doubled_s(self._project.settings.reconcile, doublings, LONGEST_WAIT_S)
         self._not_before[view] = time.monotonic() + wait_s
         if failure is not None:
             self._tell(view, f"{failure}; once more in {duration(wait_s)}", always=True)

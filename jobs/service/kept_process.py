@@ -8,6 +8,7 @@ import signal
 from abc import ABC, abstractmethod
 
 from precompute.workers.process import ChildProcess
+from store.clock import doubled_s
 from store.telemetry.instruments import RESTARTS, Meter
 
 log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class KeptProcess(ABC):
 
     def _bury(self, process: ChildProcess, now: float) -> None:
         self.ends_quickly = 0 if now - self._started_at > STEADY_S else self.ends_quickly + 1
-        wait_s = min(FIRST_WAIT_S * 2 ** max(0, self.ends_quickly - 1), LONGEST_WAIT_S)
+        wait_s = doubled_s(FIRST_WAIT_S, max(0, self.ends_quickly - 1), LONGEST_WAIT_S)
         self._start_at, self.process = now + wait_s, None
         self._meter.counter(RESTARTS, self._kind, "killed" if self._killed else "ended").add()
         words = process.last_words()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator
 from typing import NamedTuple
 
 from store.client.calls import Reply, retry_after_s
+from store.clock import doubled_s
 from store.errors import PrecomputeError
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
@@ -151,7 +152,7 @@ class Attempts:
             yield Pause(pause_s)
 
     def _pause_s(self, outcome: Outcome, again: int) -> float:
-        longest = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**again)
+        longest = doubled_s(FIRST_PAUSE_S, again, LONGEST_PAUSE_S)
         asked_for = retry_after_s(outcome) if isinstance(outcome, Reply) else None
         # what is asked for is the least; on top of it, clients that were refused together come back apart
         return self._uniform(0, longest) if asked_for is None else asked_for + self._uniform(0, longest)
