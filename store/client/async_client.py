@@ -13,7 +13,7 @@ from store.client import calls
 from store.client.address import Tls, address_of
 from store.client.async_transport import AsyncTransport
 from store.client.attempts import Attempts, Failure, Outcome, Pause, passing
-from store.client.calls import Call, LookupWords, RowWords, SearchWords
+from store.client.calls import Call, FreshnessWords, LookupWords, RowWords, SearchWords
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -58,9 +58,11 @@ class AsyncClient:
         """As :meth:`store.client.Client.row`."""
         return await self._ask(calls.row(view, key, words))
 
-    async def several(self, requests: Sequence[wire.ViewLookupRequest], timeout_s: float | None = None) -> list[wire.ViewAnswer]:
+    async def several(
+        self, requests: Sequence[wire.ViewLookupRequest], timeout_s: float | None = None, **words: Unpack[FreshnessWords]
+    ) -> list[wire.ViewAnswer]:
         """As :meth:`store.client.Client.several`."""
-        return await self._ask(calls.several(requests, timeout_s))
+        return await self._ask(calls.several(requests, timeout_s, words))
 
     async def search(self, view: str, **words: Unpack[SearchWords]) -> wire.SearchAnswer:
         """As :meth:`store.client.Client.search`."""

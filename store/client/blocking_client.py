@@ -14,7 +14,7 @@ from store.api import wire
 from store.client import calls
 from store.client.address import Tls, address_of
 from store.client.attempts import Attempts, Failure, Outcome, Pause, passing
-from store.client.calls import Call, LookupWords, RowWords, SearchWords
+from store.client.calls import Call, FreshnessWords, LookupWords, RowWords, SearchWords
 from store.client.transport import BlockingTransport, Exchange
 
 if TYPE_CHECKING:
@@ -93,9 +93,12 @@ class Client:
         """
         return self._ask(calls.row(view, key, words))
 
-    def several(self, requests: Sequence[wire.ViewLookupRequest], timeout_s: float | None = None) -> list[wire.ViewAnswer]:
-        """Lookups of several views in one call, answered in their order: each has its ``rows``, or the ``problem`` that this view has."""
-        return self._ask(calls.several(requests, timeout_s))
+    def several(
+        self, requests: Sequence[wire.ViewLookupRequest], timeout_s: float | None = None, **words: Unpack[FreshnessWords]
+    ) -> list[wire.ViewAnswer]:
+        """Lookups of several views in one call, answered in their order: each has its ``rows``, or the ``problem`` that this view has;
+        ``words`` hold for all of them."""
+        return self._ask(calls.several(requests, timeout_s, words))
 
     def search(self, view: str, **words: Unpack[SearchWords]) -> wire.SearchAnswer:
         """As :meth:`store.lookup.Lookup.search`."""

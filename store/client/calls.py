@@ -27,13 +27,9 @@ from store.lookup_options import LookupOptions, SearchOptions, check_limits
 T = TypeVar("T")
 
 
-class RowWords(TypedDict, total=False):
-    """What a lookup may say beside its key, as :meth:`store.lookup.Lookup.get` has it, and how long the whole call may take."""
+class FreshnessWords(TypedDict, total=False):
+    """How fresh stored rows must be, of all that a call asks for."""
 
-    features: Sequence[str] | None
-    fallback: bool
-    deadline_ms: float | None
-    max_age_s: float | None
     min_fresh_s: float | None
     """Rows that are not fresh for so much longer count as missing."""
     max_stale_s: float | None
@@ -42,6 +38,15 @@ class RowWords(TypedDict, total=False):
     """Computed anew, where a model stands behind the view."""
     only_if_cached: bool
     """Nothing but what is stored: never the model."""
+
+
+class RowWords(FreshnessWords, total=False):
+    """What a lookup may say beside its key, as :meth:`store.lookup.Lookup.get` has it, and how long the whole call may take."""
+
+    features: Sequence[str] | None
+    fallback: bool
+    deadline_ms: float | None
+    max_age_s: float | None
     timeout_s: float | None
 
 
@@ -132,10 +137,16 @@ def _lookup(view: str, keys: Any, words: LookupWords, accept: str, read: Callabl
     return Call(f"lookup {view}", path, read, encoded(body), accept, words.get("timeout_s"), _cache_control(words))
 
 
-def several(requests: Sequence[wire.ViewLookupRequest], timeout_s: float | None) -> Call[list[wire.ViewAnswer]]:
+def several(
+    requests: Sequence[wire.ViewLookupRequest], timeout_s: float | None, words: FreshnessWords
+) -> Call[list[wire.ViewAnswer]]:
     """Lookups of several views in one call."""
+    unknown = words.keys() - FreshnessWords.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"a lookup of several views takes no {', '.join(sorted(unknown))}: each of its requests may")
     body = {"requests": [msgspec.structs.asdict(request) | {"keys": key_list(request.keys)} for request in requests]}
-    return Call("several", "/v1/lookup", lambda content: _decode_several(content).responses, encoded(body), timeout_s=timeout_s)
+    headers = _cache_control(words)
+    return Call("several", "/v1/lookup", _read_several, encoded(body), timeout_s=timeout_s, headers=headers)
 
 
 def row(view: str, key: Any, words: RowWords) -> Call[wire.ViewRow]:
@@ -177,10 +188,10 @@ def _options(words: RowWords) -> LookupOptions:
     return options if options.features is None else options._replace(features=list(options.features))
 
 
-_OF_THE_CALL = frozenset({"timeout_s", "min_fresh_s", "max_stale_s", "no_cache", "only_if_cached"})
+_OF_THE_CALL = frozenset({"timeout_s", *FreshnessWords.__annotations__})
 
 
-def _cache_control(words: RowWords) -> list[tuple[bytes, bytes]]:
+def _cache_control(words: FreshnessWords) -> list[tuple[bytes, bytes]]:
     """The header that says how fresh stored rows must be (RFC 9111 §5.2.1), in whole seconds, to the strict side."""
     min_fresh_s, max_stale_s = words.get("min_fresh_s"), words.get("max_stale_s")
     check_limits(min_fresh_s=min_fresh_s, max_stale_s=max_stale_s)
@@ -239,6 +250,10 @@ _decode_row = msgspec.json.Decoder(wire.ViewRow).decode
 _decode_search = msgspec.json.Decoder(wire.SearchAnswer).decode
 _decode_several = msgspec.json.Decoder(wire.MultiLookupAnswer).decode
 _decode_problem = msgspec.json.Decoder(wire.Problem).decode
+
+
+def _read_several(content: bytes) -> list[wire.ViewAnswer]:
+    return _decode_several(content).responses
 
 
 def _read_table(content: bytes) -> Any:

@@ -357,9 +357,12 @@ def test_an_answer_becomes_numpy_and_pandas(client: Client) -> None:
     ],
 )
 def test_how_fresh_rows_must_be_is_asked_in_the_words_of_http(client: Client, words: Any, statuses: list[str]) -> None:
-    assert [
-        row.status for row in client.rows("pairs", [["a/b", "50%"], ["x", "y"]], **({"fallback": False} | words)).rows
-    ] == statuses
+    keys = [["a/b", "50%"], ["x", "y"]]
+    assert [row.status for row in client.rows("pairs", keys, **({"fallback": False} | words)).rows] == statuses
+    # the words hold for each of several views
+    twice = [ViewLookupRequest(view="pairs", keys=keys, fallback=False)] * 2
+    answers = client.several(twice, **words)
+    assert [[row.status for row in answer.rows or ()] for answer in answers] == [statuses] * 2
 
 
 def test_a_row_can_be_computed_anew_and_never(client: Client) -> None:
@@ -372,6 +375,13 @@ def test_a_row_can_be_computed_anew_and_never(client: Client) -> None:
         client.row("stale", 1, max_stale_s=0)
     with pytest.raises(RequestError, match="min_fresh_s is a number from 0"):
         client.row("numbers", 1, min_fresh_s=-1)
+    one = [ViewLookupRequest(view="numbers", keys=[1])]
+    (anew,) = client.several(one, no_cache=True)
+    assert [row.status for row in anew.rows or ()] == ["computed"]
+    with pytest.raises(RequestError, match="max_stale_s is a number from 0"):
+        client.several(one, max_stale_s=math.nan)
+    with pytest.raises(TypeError, match="takes no max_age_s: each of its requests may"):
+        client.several(one, max_age_s=1.0)  # type: ignore[call-arg]  # what a caller without types may write
 
 
 def test_a_word_of_a_newer_server_is_taken_as_it_is() -> None:
