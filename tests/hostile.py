@@ -12,10 +12,11 @@ Behaviour = Callable[["Visit"], None]
 
 
 class Visit:
-    """One request that came: the ``number`` of it over all connections, from 0, its head and body, and the connection."""
+    """One request that came: the ``number`` of it over all connections, from 0, its head and body, and the connection, by the client's ``port``."""
 
     def __init__(self, server: Hostile, number: int, request: bytes, connection: socket.socket) -> None:
         self.server, self.number, self.request, self._connection = server, number, request, connection
+        self.port: int = connection.getpeername()[1]
 
     def send(self, data: bytes) -> None:
         self._connection.sendall(data)

@@ -144,6 +144,9 @@ def several(
     unknown = words.keys() - FreshnessWords.__annotations__.keys()
     if unknown:
         raise TypeError(f"a lookup of several views takes no {', '.join(sorted(unknown))}: each of its requests may")
+    # as of one view: JSON has no NaN or infinity, they would arrive as null, and a limit as none
+    for request in requests:
+        request.options().check()
     body = {"requests": [msgspec.structs.asdict(request) | {"keys": key_list(request.keys)} for request in requests]}
     headers = _cache_control(words)
     return Call("several", "/v1/lookup", _read_several, encoded(body), timeout_s=timeout_s, headers=headers)
@@ -153,7 +156,8 @@ def row(view: str, key: Any, words: RowWords) -> Call[wire.ViewRow]:
     """One row; that it is missing is an error."""
     options = _options(words)
     parts = [join_key(part, ("key",)) for part in (key if isinstance(key, (list, tuple)) else [key])]
-    query = {name: f"{value:g}" for name in ("deadline_ms", "max_age_s") if (value := getattr(options, name)) is not None}
+    # with all its digits: rounded, a limit of twelve days would let rows pass that are seconds older
+    query = {name: repr(float(value)) for name in ("deadline_ms", "max_age_s") if (value := getattr(options, name)) is not None}
     if options.features is not None:
         query["features"] = ",".join(options.features)
     if not options.fallback:
@@ -183,7 +187,6 @@ def views(timeout_s: float | None) -> Call[list[dict[str, Any]]]:
 def _options(words: RowWords) -> LookupOptions:
     asked = {name: value for name, value in words.items() if name not in _OF_THE_CALL}
     options = LookupOptions(**asked)  # type: ignore[arg-type]  # a TypedDict of these very fields, and of those of the call
-    # JSON has no NaN or infinity: they would arrive as null
     options.check()
     return options if options.features is None else options._replace(features=list(options.features))
 

@@ -254,7 +254,6 @@ class BlockingTransport(Pooled):
         self._open()
 
     def _open(self) -> None:
-        self._pid = os.getpid()
         self._pool = httpcore2.ConnectionPool(
             ssl_context=self._tls,
             max_connections=self._connections,
@@ -262,12 +261,16 @@ class BlockingTransport(Pooled):
             uds=self._address.socket_path,
             network_backend=_Network(),
         )
+        # last: whoever finds this process's number finds its pool
+        self._pid = os.getpid()
 
     def send(self, call: Call[Any], exchange: Exchange) -> Outcome:
         """One request; what goes wrong is the outcome, and nothing is raised."""
         if self._pid != os.getpid():
             # two processes on one connection would read each other's answers
-            self._open()
+            with self._lock:
+                if self._pid != os.getpid():
+                    self._open()
         method, url, headers = self.request(call)
         try:
             timeout = {"pool": exchange.left_s(), "connect": exchange, "read": exchange, "write": exchange}

@@ -481,6 +481,19 @@ def test_whatever_answers_instead_of_the_server_is_an_error_of_ours(answer: byte
             thread.join()
 
 
+@pytest.mark.parametrize("kind", ["blocking", "async"])
+def test_limits_arrive_as_they_were_said(kind: str) -> None:
+    """Fewer digits would let rows pass that are older; JSON would make a NaN null, which is no limit."""
+    with Hostile(lambda visit: visit.answer(404, b"{}")) as server, opened(kind, server.url) as client:
+        with pytest.raises(RequestError):
+            client.row("numbers", 1, max_age_s=1_234_567, deadline_ms=40.25)
+        for age_s in (math.nan, math.inf, -1.0):
+            with pytest.raises(RequestError, match="max_age_s is a number from 0"):
+                client.several([ViewLookupRequest(view="numbers", keys=[1], max_age_s=age_s)])
+    (asked,) = server.requests
+    assert asked.startswith(b"GET /v1/views/numbers/rows/1?deadline_ms=40.25&max_age_s=1234567.0 HTTP/1.1\r\n")
+
+
 def test_the_server_is_told_whom_it_is_asked_as() -> None:
     for family, address, written in ((socket.AF_INET, "127.0.0.1", "127.0.0.1"), (socket.AF_INET6, "::1", "[::1]")):
         with socket.create_server((address, 0), family=family) as listener:

@@ -10,11 +10,14 @@ import ssl
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import httpcore2
 import pytest
 
 from store.client import AsyncClient, Client, Tls
@@ -309,22 +312,38 @@ def test_a_caller_that_gives_up_itself_is_told_so() -> None:
 
 
 def _ask_in_child(client: Client, told: Any) -> None:
-    told.put([client.views() for _ in range(20)])
+    pools = list[httpcore2.ConnectionPool]()
+    made = httpcore2.ConnectionPool
+
+    def slowly(**options: Any) -> httpcore2.ConnectionPool:
+        # the other threads come meanwhile
+        time.sleep(0.2)
+        pools.append(made(**options))
+        return pools[-1]
+
+    with mock.patch.object(httpcore2, "ConnectionPool", slowly), ThreadPoolExecutor(4) as threads:
+        told.put((list(threads.map(lambda _: client.views(), range(20))), len(pools)))
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_process_has_connections_of_its_own() -> None:
-    """As servers do that load a service once and fork workers: two processes on one connection would read each other's answers."""
-    fork = multiprocessing.get_context("fork")
-    with Hostile(good) as server, Client(server.url, connections=1) as client:
+    """As servers do that load a service once and fork workers: two processes on one connection would read each other's answers. The first of its threads opens them for all."""
+    fork, asked = multiprocessing.get_context("fork"), Counter[int]()
+
+    def behaviour(visit: Visit) -> None:
+        asked[visit.port] += 1
+        good(visit)
+
+    with Hostile(behaviour) as server, Client(server.url, connections=1) as client:
         assert client.views() == []
         told = fork.SimpleQueue()
         child = fork.Process(target=_ask_in_child, args=(client, told))
         child.start()
-        assert told.get() == [[]] * 20
+        assert told.get() == ([[]] * 20, 1)
         child.join()
         assert [client.views() for _ in range(20)] == [[]] * 20
         assert server.most_open == 2
+        assert sorted(asked.values()) == [20, 21]
 
 
 @KINDS
