@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +25,7 @@ from jobs.config.project import Project
 from jobs.pipeline.run import run_view
 from jobs.process.job import RunOptions
 from jobs.process.progress import Silent
+from tests.redis_process import RedisProcess, newest_redis
 
 CASES = {"table": 5_000_000, "redis": 1_000_000, "index": 200_000, "scores": 10_000_000}
 
@@ -70,29 +68,6 @@ def published(folder: Path) -> dict[str, Any]:
     return figures
 
 
-@contextlib.contextmanager
-def redis_server() -> Iterator[str]:
-    """The URL of a fresh server."""
-    binary = shutil.which("redis-server")
-    assert binary is not None, "no redis-server on the PATH"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = subprocess.Popen([binary, "--port", str(port), "--save", "", "--appendonly", "no"], stdout=subprocess.DEVNULL)
-    try:
-        client = redis.Redis(port=port)
-        for _ in range(100):
-            with contextlib.suppress(redis.ConnectionError):
-                client.ping()
-                break
-            time.sleep(0.05)
-        client.close()
-        yield f"redis://127.0.0.1:{port}/0"
-    finally:
-        process.terminate()
-        process.wait()
-
-
 def held_bytes(folder: Path, online: str) -> int:
     """Bytes in the online store and the indexes."""
     index = sum(path.stat().st_size for path in folder.rglob("var/items/index/*/*"))
@@ -108,7 +83,8 @@ def measured(case: str, rows: int) -> dict[str, Any]:
     """The full publishing of a case, and the delta's."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        online = stack.enter_context(redis_server()) if case == "redis" else "table:./var/online"
+        redis_server = stack.enter_context(RedisProcess(newest_redis(), folder)) if case == "redis" else None
+        online = "table:./var/online" if redis_server is None else redis_server.url()
         empty = held_bytes(folder, online)
         run_view(configured(folder, rows, 0.0, case, online), "items", Silent(), RunOptions(command="materialize"))
         full = published(folder)

@@ -25,13 +25,13 @@ import pyarrow as pa
 import yaml
 
 from benchmarks.common import DIM, report
-from benchmarks.online_delta import redis_server
 from benchmarks.store_plan import write_project
 from jobs.config.project import Project
 from jobs.pipeline.run import run_view
 from jobs.process.job import RunOptions
 from jobs.process.progress import Silent
 from store.lookup import Lookup
+from tests.redis_process import RedisProcess, newest_redis
 
 ROWS = 50_000
 ROUNDS = 3
@@ -117,7 +117,8 @@ def loaded(origin: Path, parts: Path, kind: str, python: str) -> dict[str, dict[
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as servers:
         folder = Path(shutil.copytree(origin, Path(name) / "project"))
         for side in ("feast", "ours"):
-            url = servers.enter_context(redis_server()) if kind == "Redis" else "table:./var/online"
+            server = servers.enter_context(RedisProcess(newest_redis(), Path(name))) if kind == "Redis" else None
+            url = "table:./var/online" if server is None else server.url()
             if side == "ours":
                 settings = yaml.safe_load((folder / "project.yaml").read_text()) | {"online": url}
                 (folder / "project.yaml").write_text(yaml.safe_dump(settings))

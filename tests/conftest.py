@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
-import subprocess
-import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +18,7 @@ import yaml
 
 from store.lookup import Lookup
 from store.online import kernels
+from tests.redis_process import RedisCluster, RedisProcess
 from tests.scene import Scene
 from tests.slow import SLOW, name_of
 
@@ -61,60 +59,18 @@ def redis_binary() -> str:
     return redis_binaries()[0]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """``redis://127.0.0.1:<port>/0`` of a real server that lives as long as the tests."""
-    with running_redis(redis_binary(), tmp_path_factory.mktemp("redis")) as url:
-        yield url
+    with RedisProcess(redis_binary(), tmp_path_factory.mktemp("redis")) as server:
+        yield server.url()
 
 
 @pytest.fixture(scope="session")
 def oldest_redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """As :func:`redis_server`, of the wheel's Redis 6.2, the oldest that is promised; or of the same server where there is no other."""
-    with running_redis(redis_binaries()[-1], tmp_path_factory.mktemp("oldest")) as url:
-        yield url
-
-
-@contextlib.contextmanager
-def running_redis(binary: str, folder: Path) -> Iterator[str]:
-    """The URL of a server that runs meanwhile."""
-    port = free_port()
-    command = [
-        binary,
-        "--port",
-        str(port),
-        "--bind",
-        "127.0.0.1",
-        "--save",
-        "",
-        "--appendonly",
-        "no",
-        "--dir",
-        str(folder),
-    ]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
-        client = redis.Redis(port=port)
-        for _ in range(200):
-            try:
-                client.ping()
-                break
-            except redis.ConnectionError:
-                time.sleep(0.05)
-        else:
-            raise AssertionError(f"redis-server did not start: {(folder / 'log').read_text()}")
-        client.close()
-        yield f"redis://127.0.0.1:{port}/0"
-    finally:
-        process.terminate()
-        process.wait()
+    with RedisProcess(redis_binaries()[-1], tmp_path_factory.mktemp("oldest")) as server:
+        yield server.url()
 
 
 @pytest.fixture
@@ -142,22 +98,23 @@ def emptied(url: str) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """``redis+cluster://…`` of three masters without replicas that live as long as the tests."""
-    # here, since it takes from this file
-    from tests.redis_process import RedisCluster
-
+def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
+    """Three masters without replicas that live as long as the tests."""
     with RedisCluster(redis_binary(), tmp_path_factory.mktemp("cluster"), replicas=False) as cluster:
-        yield cluster.url()
+        yield cluster
 
 
 @pytest.fixture
-def cluster_url(redis_cluster: str) -> Iterator[str]:
-    """The cluster's URL, its servers empty afterwards."""
+def cluster(redis_cluster: RedisCluster) -> Iterator[RedisCluster]:
+    """The same, empty. Who moves its slots moves them back."""
     yield redis_cluster
-    host, _, port = redis_cluster.rpartition("/")[2].partition(",")[0].partition(":")
-    with redis.RedisCluster(host, int(port)) as client:
-        client.flushall(target_nodes=redis.RedisCluster.PRIMARIES)
+    redis_cluster.empty()
+
+
+@pytest.fixture
+def cluster_url(cluster: RedisCluster) -> str:
+    """``redis+cluster://…`` of these."""
+    return cluster.url()
 
 
 @pytest.fixture(params=["table", "redis"])

@@ -19,9 +19,17 @@ from typing import Any, Self
 import pytest
 import redis
 
-from tests.conftest import free_port
-
 START_S = 10.0
+
+DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()
+"""Before a command: a server does not outlive tests that are killed (util-linux). It ends with the thread that starts it, so let the main one do that."""
+
+
+def free_port() -> int:
+    """A port of this machine that nobody has now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def redis_binaries() -> dict[str, str]:
@@ -50,7 +58,8 @@ class RedisProcess:
 
     def __init__(self, binary: str, folder: Path, *options: str, port: int | None = None) -> None:
         self.port = free_port() if port is None else port
-        self._command = [binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder), *options]
+        own = ("--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder))
+        self._command = [*DIES_WITH_US, binary, *own, *options]
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -66,7 +75,8 @@ class RedisProcess:
                         return
             except OSError:
                 pass
-            assert time.monotonic() < until, "redis-server did not start"
+            assert self._process.poll() is None, f"{self._command} ended with {self._process.returncode}: is the port taken?"
+            assert time.monotonic() < until, f"{self._command} does not answer after {START_S:g} s"
             time.sleep(0.01)
 
     def kill(self) -> None:
@@ -257,6 +267,12 @@ class RedisCluster:
     def alive(self) -> list[RedisProcess]:
         """The nodes that were not killed."""
         return [node for node in self.nodes if node.running]
+
+    def empty(self) -> None:
+        """Take all keys out of it."""
+        for master in self.masters:
+            with master.client() as client:
+                client.flushall()
 
     def kill(self) -> None:
         """As kill -9, all of them."""

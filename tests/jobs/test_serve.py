@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 
 from jobs.service.serve import serve
 from store.api import wire
 from store.errors import ConfigError
 from tests import REPOSITORY
-from tests.conftest import free_port, redis_binary
+from tests.conftest import redis_binary
+from tests.redis_process import RedisProcess, free_port
 from tests.server import Server, View, eventually, make_folder, read_reply, slow, write_numbers
 
 
@@ -350,30 +350,11 @@ def _without(value: Any, names: Sequence[str]) -> Any:
     return [_without(v, names) for v in value] if isinstance(value, list) else value
 
 
-@contextlib.contextmanager
-def _own_redis(port: int) -> Iterator[None]:
-    command = [redis_binary(), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        with redis.Redis(port=port) as client:
-
-            def answers() -> bool:
-                with contextlib.suppress(redis.ConnectionError):
-                    return bool(client.ping())
-                return False
-
-            eventually(answers)
-        yield
-    finally:
-        process.kill()
-        process.wait()
-
-
 def test_without_redis_every_request_is_503_at_once_and_with_it_back_they_are_answered_again(tmp_path: Path) -> None:
     port = free_port()
     project = make_folder(tmp_path, {"numbers": {}}, online=f"redis://127.0.0.1:{port}/0")
     with contextlib.ExitStack() as stack:
-        with _own_redis(port):
+        with RedisProcess(redis_binary(), tmp_path, port=port):
             project.publish_all()
             server = stack.enter_context(Server(tmp_path))
             assert server.get("/v1/views/numbers/rows/1").status == 200
@@ -396,7 +377,7 @@ def test_without_redis_every_request_is_503_at_once_and_with_it_back_they_are_an
         assert 'precompute_view_live_snapshot{view="numbers"} 1.0' in told
         assert str(port) not in told + server.get("/readyz").body.decode() + server.get("/").body.decode()
         assert f":{port}" in server.log.read_text()
-        with _own_redis(port):
+        with RedisProcess(redis_binary(), tmp_path, port=port):
             # the store asks a server that was gone only once in a while
             eventually(lambda: server.get("/v1/views/numbers/rows/1").status != 503)
             server.get("/v1/views/numbers/rows/1").check_problem(404, "unknown_view")

@@ -24,8 +24,8 @@ from store.errors import MissingRowError, OnlineStoreError, PrecomputeError, Req
 from store.lookup import ANSWER_FIELDS, Lookup
 from store.record import plain
 from tests.asking import features_of, opened
-from tests.conftest import free_port
 from tests.hostile import Hostile
+from tests.redis_process import free_port
 from tests.scene import Scene
 from tests.server import Server, damage_row, make_folder, slow, write_numbers
 

@@ -34,7 +34,7 @@ from store.record import plain, replace
 from store.status import Reason
 from store.vectors.index_build import build_index
 from store.vectors.index_record import index_figures
-from tests.conftest import free_port
+from tests.redis_process import free_port
 
 NOW = 1_700_000_000.0
 NOW_US = int(NOW * 1e6)

@@ -32,21 +32,6 @@ NEWEST = newest_redis()
 META = "precompute:{numbers}:meta"
 
 
-@pytest.fixture(scope="module")
-def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
-    with RedisCluster(NEWEST, tmp_path_factory.mktemp("cluster"), replicas=False) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def cluster(shared_cluster: RedisCluster) -> Iterator[RedisCluster]:
-    """Three masters, empty."""
-    yield shared_cluster
-    for master in shared_cluster.masters:
-        with master.client() as client:
-            client.flushall()
-
-
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RedisProcess]:
     with RedisProcess(NEWEST, tmp_path) as process:

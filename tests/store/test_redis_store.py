@@ -29,9 +29,8 @@ from store.redis.link import Breaker
 from store.redis.preflight import key_cost_bytes
 from store.redis.redis_store import RedisStore
 from store.redis.resp import MSET_KEYS, blocks
-from tests.conftest import free_port
 from tests.online import DAMAGED_POINTERS, TABLE, Stopped, commands_in, plain, rows_of
-from tests.redis_process import Proxy, RedisProcess, eventually, newest_redis, redis_binaries
+from tests.redis_process import Proxy, RedisProcess, eventually, free_port, newest_redis, redis_binaries
 
 VIEW = FeatureView("numbers", ("id",), (Feature("x", "float32", 4),), ttl_s=60, stale_for_s=0)
 BINARIES = redis_binaries()
