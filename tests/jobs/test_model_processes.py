@@ -216,7 +216,7 @@ def test_sigterm_ends_a_server_whose_model_hangs_once_its_requests_are_answered(
     write_numbers(tmp_path, [1, 2, 3, HANG])
     with Server(tmp_path) as server, ask(server, f"/v1/views/faulty/rows/{HANG}?deadline_ms=1500") as waiting:
         children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-        time.sleep(0.3)
+        eventually(lambda: b'precompute_fallback_queue_rows{view="faulty"} 1.0' in server.get("/metrics").body)
         started = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         read_reply(waiting).check_problem(504, "deadline")

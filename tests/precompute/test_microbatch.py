@@ -198,18 +198,18 @@ def test_what_takes_longer_than_anybody_waits_is_not_begun(make: Make) -> None:
     batcher, _ = make()
 
     def sleep() -> list[int]:
-        time.sleep(0.3)
+        time.sleep(0.8)
         return [10]
 
     # the first may have opened what it needed
     for _ in range(2):
-        assert batcher.submit("a", 1, sleep, later(0.2)).result(WAIT_S) == 10
+        assert batcher.submit("a", 1, sleep, later(0.6)).result(WAIT_S) == 10
     hasty, patient, other = (
-        batcher.submit(*asked) for asked in (("a", 2, 2, later(0.2)), ("a", 3, 3, later()), ("b", 4, 4, later(0.2)))
+        batcher.submit(*asked) for asked in (("a", 2, 2, later(0.6)), ("a", 3, 3, later()), ("b", 4, 4, later(0.6)))
     )
     assert (refusal(hasty), patient.result(WAIT_S), other.result(WAIT_S)) == ("deadline", 30, 40)
     # the last one took no time at all
-    assert batcher.submit("a", 2, 2, later(0.2)).result(WAIT_S) == 20
+    assert batcher.submit("a", 2, 2, later(0.6)).result(WAIT_S) == 20
 
 
 def test_a_flight_nobody_waits_for_any_more_is_not_begun(make: Make) -> None:
