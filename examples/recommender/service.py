@@ -12,6 +12,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -146,9 +147,7 @@ class App:
         n, recent = query.get("n", "10"), query.get("recent")
         if scope["method"] != "GET" or before != "/recommendations" or not user:
             return 404, {"detail": "GET /recommendations/{user}?n=10&recent=8"}
-        if not (
-            n.isascii() and n.isdigit() and 0 < int(n[:4]) <= 100 and (recent is None or (recent.isascii() and recent.isdigit()))
-        ):
+        if not (re.fullmatch("[1-9][0-9]?|100", n) and re.fullmatch("[0-9]{1,18}", recent or "0")):
             return 400, {"detail": "n is 1 to 100, recent a film's id"}
         answer = await self.recommender.recommend(unquote(user), int(n), None if recent is None else int(recent))
         films = [{"film_id": film, "title": self.recommender.titles.get(film)} for film in answer.films]
