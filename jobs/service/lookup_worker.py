@@ -17,7 +17,7 @@ from jobs.service.remote_fallback import RemoteFallback
 from jobs.service.warmer import Warmer
 from store.api.app import create_app
 from store.api.timing import Timing
-from store.guard.access import tls_of, tokens_of
+from store.guard.access import asked_of, tls_of, tokens_of
 from store.guard.gate import Gate
 from store.guard.limits import Limits
 from store.guard.server import GuardedServer
@@ -48,7 +48,14 @@ def main() -> None:
                 Timing.IN_SCOPE if spec["tracing"] else Timing.NOT_TOLD
             )
             app = create_app(
-                lookup, lambda: warmer.warming, fallback.ready, gate, meter, answer_bytes=limits.answer_bytes, timing=timing
+                lookup,
+                lambda: warmer.warming,
+                fallback.ready,
+                gate,
+                meter,
+                answer_bytes=limits.answer_bytes,
+                timing=timing,
+                asks=asked_of(spec),
             )
             with contextlib.ExitStack() as stack:
                 looks = [] if tokens is None else [tokens.look]

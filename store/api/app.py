@@ -14,7 +14,7 @@ from store.api import wire
 from store.api.front import Front, Gate, open_gate
 from store.api.live_views import LiveViews, Seen
 from store.api.metrics import CONTENT_TYPE, Metrics
-from store.api.openapi import openapi_document
+from store.api.openapi import Asks, openapi_document
 from store.api.pools import Pool
 from store.api.reply import JSON_TYPE, Reply, json_reply
 from store.api.request import Receive, Scope, headers_of, no_query, read_body
@@ -56,6 +56,7 @@ class Api:
         readers: threads for a store that is waited for.
         views: what is known of the lookup's views.
         answer_bytes: of one answer at most.
+        asks: what the gate and TLS ask for, as the document tells it.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Api:
         readers: Pool | None,
         views: LiveViews,
         answer_bytes: int = MAX_ANSWER_BYTES,
+        asks: Asks = Asks.NOTHING,
     ) -> None:
         self._answer_bytes = answer_bytes
         self._lookup, self._metrics, self._readers = lookup, metrics, readers
@@ -75,7 +77,7 @@ class Api:
         self._people = Pool("page", 1, 4)
         self._views = views
         self._page = Page(lookup, metrics.meter, self._known_views)
-        self._openapi = wire.encode(openapi_document())
+        self._openapi = wire.encode(openapi_document(asks))
 
     # ---- search, views
 
@@ -170,14 +172,15 @@ def create_app(
     answer_bytes: int = MAX_ANSWER_BYTES,
     cache_bytes: int = MAX_CACHE_BYTES,
     timing: Timing = Timing.NOT_TOLD,
+    asks: Asks = Asks.NOTHING,
 ) -> Front:
-    """The ASGI application; see :class:`Api` for the first arguments, :class:`Front` for the gate that stands before all routes, :class:`Metrics` for the
+    """The ASGI application; see :class:`Api` for the first arguments and the last, :class:`Front` for the gate that stands before all routes, :class:`Metrics` for the
     meter, and :class:`RowRoutes` for the others."""
     views = LiveViews(lookup)
     metrics = Metrics(lookup, meter, views)
     readers = Pool("read", _READERS, _WAITING) if lookup.online.blocking else None
     rows = RowRoutes(lookup, metrics, readers, answer_bytes, cache_bytes, timing)
-    api = Api(lookup, metrics, warming, fallback_ready, readers, views, answer_bytes)
+    api = Api(lookup, metrics, warming, fallback_ready, readers, views, answer_bytes, asks)
     fixed = {
         b"/v1/lookup": {"POST": rows.multi_lookup},
         b"/v1/views": {"GET": api.views},

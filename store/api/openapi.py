@@ -2,10 +2,45 @@
 
 from __future__ import annotations
 
+from enum import Flag, auto
 from typing import Any
 
 from store.api import wire
 from store.lookup_options import MAX_KEYS, MAX_NEIGHBOURS
+
+
+class Asks(Flag):
+    """What a server asks its callers for; both, where both are named."""
+
+    NOTHING = 0
+    TOKEN = auto()
+    CERTIFICATE = auto()
+
+
+_TOKEN, _CERTIFICATE = "token", "certificate"
+_SCHEMES = {
+    _TOKEN: {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "A token of `precompute token NAME`. Its scope is `read`, which opens what services ask, or `admin`, which opens that and what operators look at. "
+        "As the password of HTTP's Basic scheme it opens the same.",
+    },
+    _CERTIFICATE: {
+        "type": "mutualTLS",
+        "description": "A client's certificate that an authority of `serve.tls.client_ca` signed; it opens every route.",
+    },
+}
+
+
+def _security(asks: Asks, scope: str) -> list[dict[str, list[str]]]:
+    """The ways in, any of which will do; of a server that asks for nothing they may be shown all the same."""
+    token, certificate = {_TOKEN: [scope]}, {_CERTIFICATE: list[str]()}
+    if asks is Asks.NOTHING:
+        return [{}, token, certificate]
+    return [(token if Asks.TOKEN in asks else {}) | (certificate if Asks.CERTIFICATE in asks else {})]
+
+
+_NOT_LET_IN = "no token, or none that is valid"
 
 
 def _ref(name: str) -> dict[str, str]:
@@ -24,7 +59,7 @@ def _responses(name: str, *, arrow: bool = False, more: dict[str, str] | None = 
     responses: dict[str, Any] = {"200": {"description": "answered", "content": _content(name, arrow)}}
     refusals = {
         "400": "a bad request",
-        "401": "no token, or none that is valid",
+        "401": _NOT_LET_IN,
         "404": "no such view",
         "413": "too many keys or bytes",
         "415": "another content type",
@@ -82,27 +117,48 @@ _VIEWS = (
 )
 
 
-def openapi_document() -> dict[str, Any]:
-    """The document served at ``/openapi.json``."""
-    plain = {"200": {"description": "answered"}}
-    problem = {wire.PROBLEM: {"schema": _ref("Problem")}}
-    views = {
-        **plain,
-        "400": {"description": "a query parameter, and there are none", "content": problem},
-        "503": {"description": "the store cannot be reached", "content": problem},
-    }
-    ready = {"summary": "Views are published and models loaded", "responses": {**plain, "503": {"description": "not yet"}}}
+def openapi_document(asks: Asks = Asks.NOTHING) -> dict[str, Any]:
+    """The document served at ``/openapi.json``.
+
+    Args:
+        asks: what the server that serves it asks for. The scopes of tokens stand where OpenAPI 3.1 has the roles of such schemes.
+    """
     return {
         "openapi": "3.1.0",
         "info": {"title": "Precompute", "version": "1", "description": "Pre-computed features by key, with their freshness."},
-        "paths": {
-            "/v1/views": {"get": {"summary": "The published views", "description": _VIEWS, "responses": views}},
-            **_lookups(),
-            "/livez": {"get": {"summary": "The process lives", "responses": plain}},
-            "/readyz": {"get": ready},
-            "/metrics": {"get": {"summary": "Prometheus metrics", "responses": plain}},
-        },
-        "components": {"schemas": _schemas()},
+        "security": _security(asks, "read"),
+        "paths": {**_lookups(), **_of_the_server(asks)},
+        "components": {"schemas": _schemas(), "securitySchemes": _SCHEMES},
+    }
+
+
+def _of_the_server(asks: Asks) -> dict[str, Any]:
+    """The paths that tell of views and processes."""
+    plain = {"200": {"description": "answered"}}
+    problem = {wire.PROBLEM: {"schema": _ref("Problem")}}
+    refused = {"401": {"description": _NOT_LET_IN, "content": problem}}
+    views = {
+        **plain,
+        **refused,
+        "400": {"description": "a query parameter, and there are none", "content": problem},
+        "503": {"description": "the store cannot be reached", "content": problem},
+    }
+    ready = {**plain, **refused, "503": {"description": "not yet, or too many wait for a store that does not answer"}}
+    metrics = {
+        **plain,
+        **refused,
+        "403": {"description": "a token of scope read", "content": problem},
+        "404": {"description": "they are on the server's other address, `serve.admin`", "content": problem},
+    }
+    alive: dict[str, Any] = {"summary": "The process lives", "responses": plain, "security": []}
+    if Asks.CERTIFICATE in asks:
+        # without one there is no connection
+        alive["security"] = [{_CERTIFICATE: []}]
+    return {
+        "/v1/views": {"get": {"summary": "The published views", "description": _VIEWS, "responses": views}},
+        "/livez": {"get": alive},
+        "/readyz": {"get": {"summary": "Views are published and models loaded", "responses": ready}},
+        "/metrics": {"get": {"summary": "Prometheus metrics", "responses": metrics, "security": _security(asks, "admin")}},
     }
 
 

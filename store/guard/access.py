@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from store.api.openapi import Asks
 from store.guard.tls import Tls
 from store.guard.tokens import Tokens
 
@@ -27,3 +28,9 @@ def tls_of(spec: Mapping[str, Any]) -> Tls | None:
     """
     files: Mapping[str, str] | None = spec["tls"]
     return None if files is None else Tls(**{name: Path(path) for name, path in files.items()})
+
+
+def asked_of(spec: Mapping[str, Any]) -> Asks:
+    """What callers are asked for, by the same."""
+    token = Asks.NOTHING if spec["tokens"] is None else Asks.TOKEN
+    return token | (Asks.CERTIFICATE if (spec["tls"] or {}).get("client_ca") else Asks.NOTHING)

@@ -95,6 +95,7 @@ def test_with_a_certificate_and_a_token_every_route_answers(server: Guarded) -> 
     assert server.lookup("numbers", [1, 9])[0]["status"] == "fresh"
     assert server.post("/v1/views/numbers/search", {"key": 1}).status == 200
     assert [server.get(path).status for path in ("/v1/views", "/readyz", "/openapi.json", "/livez")] == [200] * 4
+    assert server.get("/openapi.json").json["security"] == [{"token": ["read"], "certificate": []}]
 
 
 def test_without_a_certificate_of_the_right_hand_nobody_is_let_in(server: Guarded) -> None:

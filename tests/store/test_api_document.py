@@ -1,4 +1,5 @@
-"""The API against its own document, by schemathesis with all of its checks: what conforms is answered, what does not is refused, all in the forms described."""
+"""The API against its own document, by schemathesis with all of its checks: what conforms is answered, what does not is refused, all in the forms described; and
+nobody is let in without what the document asks for."""
 
 from __future__ import annotations
 
@@ -9,8 +10,12 @@ import schemathesis
 from hypothesis import HealthCheck, settings
 
 from store.api.app import create_app
+from store.api.openapi import Asks, openapi_document
+from store.guard.gate import Gate
+from store.guard.tokens import Tokens, make_token
 from store.lookup import Lookup
 from store.online.online_store import MemoryStore
+from store.telemetry.instruments import Meter
 from tests.store.test_http_freshness import World
 
 # what it does not know to make, tests/store/test_api.py does
@@ -31,9 +36,18 @@ class Served:
 SERVED = Served()
 
 
-def document_of(real_views: bool) -> Any:
+class Guarded(Served):
+    """The same behind a gate, once there is one."""
+
+    app = create_app(Lookup(MemoryStore()), asks=Asks.TOKEN)
+
+
+GUARDED = Guarded()
+
+
+def document_of(served: Served, real_views: bool = False) -> Any:
     """The document as it is served; of real views, requests are for the one that is there."""
-    document = schemathesis.openapi.from_asgi("/openapi.json", SERVED)
+    document = schemathesis.openapi.from_asgi("/openapi.json", served)
     # too many keys, or too long a body, is a refusal as good as any
     document.config.checks.negative_data_rejection.expected_statuses.append("413")
     # which features it has, and which inputs, is not the document's to tell
@@ -41,7 +55,7 @@ def document_of(real_views: bool) -> Any:
     return document
 
 
-ANY, OF_A_VIEW = document_of(False), document_of(True)
+ANY, OF_A_VIEW, WITH_A_TOKEN = document_of(SERVED), document_of(SERVED, True), document_of(GUARDED)
 
 
 @OF_A_VIEW.hook
@@ -58,10 +72,15 @@ def map_body(_: Any, body: Any) -> Any:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def world(tmp_path_factory: pytest.TempPathFactory) -> None:
-    world = World(tmp_path_factory.mktemp("world"), {"new": 1.0, "old": 9.0, "expired": 20.0})
+def token(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("world")
+    world = World(folder, {"new": 1.0, "old": 9.0, "expired": 20.0})
     world.model.known = frozenset({"0", "a", "expired"})
     SERVED.app = world.app
+    token = make_token(folder / "tokens", "operator", "admin")
+    gate = Gate(Meter(), Tokens(folder / "tokens"))
+    GUARDED.app = create_app(world.lookup, fallback_ready=lambda _: True, gate=gate, asks=Asks.TOKEN)
+    return token
 
 
 @ANY.parametrize()
@@ -74,3 +93,42 @@ def test_what_is_asked_by_the_document_is_answered_by_it(case: Any) -> None:
 @EXAMPLES
 def test_and_so_it_is_of_a_view_that_is_there(case: Any) -> None:
     case.call_and_validate()
+
+
+@WITH_A_TOKEN.parametrize()
+@settings(EXAMPLES, max_examples=5)
+def test_where_the_document_asks_for_a_token_none_is_let_in_without(case: Any, token: str) -> None:
+    """Each that is answered is asked again without its token, and with a wrong one."""
+    case.call_and_validate(headers={"Authorization": f"Bearer {token}"})
+
+
+@pytest.mark.parametrize(
+    ("asks", "read", "metrics", "livez"),
+    [
+        (
+            Asks.NOTHING,
+            [{}, {"token": ["read"]}, {"certificate": []}],
+            [{}, {"token": ["admin"]}, {"certificate": []}],
+            [],
+        ),
+        (Asks.TOKEN, [{"token": ["read"]}], [{"token": ["admin"]}], []),
+        (Asks.CERTIFICATE, [{"certificate": []}], [{"certificate": []}], [{"certificate": []}]),
+        (
+            Asks.TOKEN | Asks.CERTIFICATE,
+            [{"token": ["read"], "certificate": []}],
+            [{"token": ["admin"], "certificate": []}],
+            [{"certificate": []}],
+        ),
+    ],
+)
+def test_the_document_tells_what_its_server_asks_for(asks: Asks, read: Any, metrics: Any, livez: Any) -> None:
+    document = openapi_document(asks)
+    told = {
+        path: next(iter(methods.values())).get("security", document["security"]) for path, methods in document["paths"].items()
+    }
+    assert told == dict.fromkeys(document["paths"], read) | {"/metrics": metrics, "/livez": livez}
+    schemes = document["components"]["securitySchemes"]
+    assert {name: (scheme["type"], scheme.get("scheme")) for name, scheme in schemes.items()} == {
+        "token": ("http", "bearer"),
+        "certificate": ("mutualTLS", None),
+    }
