@@ -36,7 +36,7 @@ from precompute.engine.batching import batches_by_cost
 from precompute.engine.prepare import MAX_PADDING
 from precompute.model import resolve_path
 from precompute.models.torch_model import TorchModel
-from precompute.precision.variants import has_bf16
+from precompute.techniques.machine import has_bf16
 from store.offline.runs import Report
 from store.offline.snapshot import Snapshot
 

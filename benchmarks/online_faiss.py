@@ -32,7 +32,7 @@ from precompute.engine.runner import Runner
 from precompute.model import resolve_path
 from precompute.models.text_encoder import TextEncoder
 from precompute.precision.conversion import use_variant
-from precompute.precision.variants import has_bf16
+from precompute.techniques.machine import has_bf16
 from store.feature_view import Feature, FeatureView, IndexSpec
 from store.vectors.index_build import build_index, build_overlay
 from store.vectors.vector_index import VectorIndex

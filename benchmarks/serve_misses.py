@@ -62,7 +62,7 @@ class Python:
 
 def suited_precision() -> str:
     """What this CPU computes fastest."""
-    from precompute.precision.variants import has_bf16
+    from precompute.techniques.machine import has_bf16
 
     return "bf16" if has_bf16() else "fp32"
 

@@ -25,7 +25,7 @@ from jobs.pipeline.run import run_view
 from jobs.process.progress import progress_for
 from jobs.service.fallback import ViewFallback
 from precompute.models.two_tower import train_two_tower
-from precompute.precision.variants import has_bf16
+from precompute.techniques.machine import has_bf16
 from store.errors import PrecomputeError
 from store.lookup import Lookup
 from store.lookup_options import LookupOptions

@@ -28,7 +28,7 @@ from jobs.config.view import FeatureConfig, GatesConfig, ViewConfig
 from jobs.rows.open_view import variant_name
 from jobs.service.fallback import ViewFallback
 from precompute.precision.same_value import differing
-from precompute.precision.variants import has_bf16
+from precompute.techniques.machine import has_bf16
 from store.api.wire import LookupRequest, SearchRequest
 from store.feature_view import RESERVED
 from store.lookup import Lookup

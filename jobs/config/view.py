@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import datetime, timedelta
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import pyarrow as pa
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 from jobs.config.section import Duration, Name, Section, did_you_mean, parse_time
 from precompute.registry import check_use
 from precompute.sources.statement import check_sql, parameters, referenced_views
+from precompute.techniques.table import BACKENDS, PRECISIONS
 from store.default_row import default_row
 from store.errors import ConfigError
 from store.feature_view import (
@@ -26,6 +27,13 @@ from store.feature_view import (
 )
 from store.online.codec import RowCodec
 from store.partition import Partition, containing
+
+if TYPE_CHECKING:
+    Precision: TypeAlias = str
+    Backend: TypeAlias = str
+else:
+    # of the table of techniques, whatever stands in it
+    Precision, Backend = Literal["auto", *PRECISIONS], Literal["auto", *BACKENDS]
 
 
 class SourceConfig(Section):
@@ -55,10 +63,10 @@ class ModelConfig(Section):
 
     use: str = Field(description="text_encoder, two_tower, top_k, or a class of yours as package.module:Class")
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments; {sql: SELECT …} becomes an Arrow table")
-    precision: Literal["auto", "fp32", "bf16", "fp16", "int8"] = Field(
+    precision: Precision = Field(
         default="auto", description="of the model's numbers; auto is what `precompute tune` picked, or fp32"
     )
-    backend: Literal["auto", "eager", "onednn", "compile", "aoti", "onnx"] = Field(
+    backend: Backend = Field(
         default="auto", description="what computes the model; auto is what `precompute tune` picked, or eager (onnx for int8)"
     )
 

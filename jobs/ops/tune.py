@@ -23,10 +23,11 @@ from jobs.config.tuning_file import write_tuning
 from jobs.config.view import AccuracyConfig
 from jobs.pipeline.accuracy import compared, judged, sample_of
 from jobs.process.report import versions
-from jobs.rows.open_view import EXAMPLE_ROWS, REFERENCE, OpenView, open_view
+from jobs.rows.open_view import EXAMPLE_ROWS, OpenView, open_view
 from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
 from precompute.model import Model
+from precompute.techniques.table import REFERENCE
 from store.errors import ConfigError, ModelError, SourceError
 from store.feature_view import FeatureView
 from store.freshness import iso
@@ -58,7 +59,7 @@ def tune(
         name: of the view.
         rows: size of the sample.
         partition: of a partitioned view; by default the latest that is over.
-        only: names of the candidates; by default what :func:`precompute.precision.variants.candidates` finds worth trying.
+        only: names of the candidates; by default what :func:`precompute.precision.candidates.candidates` finds worth trying.
         write: write the tuning file; else only measure.
         tell: told what begins.
 
@@ -71,12 +72,13 @@ def tune(
         ConfigError: the model is none of torch, or a name in ``only`` is unknown.
         SourceError, ModelError: as a run would.
     """
-    from precompute.precision.variants import candidates, parse
+    from precompute.precision.candidates import candidates
+    from precompute.techniques.technique import technique
 
     config, store = project.view(name), project.offline.view(name)
     if config.partition is not None and partition is None:
         partition = config.partition_at(datetime.now(UTC))
-    asked = [parse(text).name for text in only]
+    asked = [technique(text).name for text in only]
     with open_view(
         _in_float32(config.feature_view()), store.offline, project.home, partition=partition, memory_mb=project.settings.memory_mb
     ) as opened:
@@ -85,7 +87,7 @@ def tune(
         sample = sample_of(opened, rows)
         trials = _Trials(opened.view, model, sample, config.accuracy, store.compiled)
         measured = _measured(trials, list(dict.fromkeys([REFERENCE, *names])), tell)
-    picked = parse(_pick(measured))
+    picked = technique(_pick(measured))
     tuning = {
         "picked": picked.name,
         "precision": picked.precision,

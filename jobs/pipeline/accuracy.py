@@ -7,10 +7,11 @@ from collections.abc import Mapping
 import pyarrow as pa
 
 from jobs.config.view import AccuracyConfig, ViewConfig
-from jobs.rows.open_view import REFERENCE, OpenView
+from jobs.rows.open_view import OpenView
 from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
 from precompute.precision.accuracy import Accuracy, Judged, compare
+from precompute.techniques.table import REFERENCE
 from store.errors import SourceError
 from store.feature_view import FeatureView
 from store.offline.snapshot import Verdict

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from jobs.config.project import EngineConfig
-from jobs.rows.open_view import EXAMPLE_ROWS, REFERENCE, OpenView
+from jobs.rows.open_view import EXAMPLE_ROWS, OpenView
 from precompute.engine.meter import Meter
 from precompute.engine.runner import Runner
 from precompute.model import StagedModel
+from precompute.techniques.table import REFERENCE
 from precompute.workers.worker import SAMPLE
 from precompute.workers.worker_pool import WorkerPool
 from precompute.workers.worker_process import WorkerSpec

@@ -17,14 +17,12 @@ from precompute.project_path import absolute_arguments, starting_from
 from precompute.registry import LoadedModel, load_with_fingerprint
 from precompute.source import Files, Source
 from precompute.sources.statement import referenced_views
+from precompute.techniques.table import REFERENCE, technique_name
 from store.errors import ConfigError, SourceError
 from store.feature_view import FeatureView, ModelUse
 from store.offline.layers import Layers
 from store.offline.view_store import OfflineStore, ViewStore
 from store.partition import Partition
-
-REFERENCE = "fp32-eager"
-"""What other precisions and back ends are compared with, and what is used where nothing else was picked."""
 
 EXAMPLE_ROWS = 256
 """Of the source, that a conversion is shown: shapes to expect, and the scales of a static int8."""
@@ -59,14 +57,13 @@ class OpenView:
         """
         if self.variant == REFERENCE:
             return
-        from precompute.precision.conversion import (
-            # Torch takes a second to import; a model of pure Python needs none.
-            use_variant,
-        )
+        # Torch takes a second to import; a model of pure Python needs none.
+        from precompute.precision.conversion import use_variant
+        from precompute.techniques.technique import technique
 
-        # Scales are those of rows from all over; for shapes the first rows do, and cost no second reading of the source.
-        example = self.source.sample if "static" in self.variant else self.source.head
         try:
+            # Scales are those of rows from all over; for shapes the first rows do, and cost no second reading of the source.
+            example = self.source.sample if technique(self.variant).calibrates else self.source.head
             with starting_from(self.folder):
                 use_variant(self.model, self.variant, lambda: example(EXAMPLE_ROWS), self.compiled)
         except ConfigError as exc:
@@ -148,11 +145,8 @@ def _table(view: FeatureView, source: Source, name: str, sql: str) -> pa.Table:
 
 
 def variant_name(model: ModelUse) -> str:
-    """The name (:mod:`precompute.precision.variants`) of what a view's definition says of ``precision`` and ``backend``."""
-    precision, backend = model.precision, model.backend
-    if precision == "int8":
-        return f"int8-static-{'onnx' if backend == 'auto' else backend}"
-    return f"{'fp32' if precision == 'auto' else precision}-{'eager' if backend == 'auto' else backend}"
+    """The name (:mod:`precompute.techniques.table`) of what a view's definition says of ``precision`` and ``backend``."""
+    return technique_name(model.precision, model.backend)
 
 
 def files_of(layers: Layers) -> Files:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from jobs.rows.open_view import REFERENCE, OpenView, open_view
+from jobs.rows.open_view import OpenView, open_view
 from precompute.engine.features import with_null_rows
 from precompute.engine.microbatch import MicroBatcher, Refusal
 from precompute.engine.runner import compute
@@ -27,6 +27,7 @@ from precompute.model import Model, QueryModel
 from precompute.project_path import starting_from
 from precompute.registry import LoadedModel, load_with_fingerprint
 from precompute.sources.kept_input import KeptInput
+from precompute.techniques.table import REFERENCE
 from store.errors import PrecomputeError, SourceError
 from store.fallback import Computed, Fallback, Miss, unpacked_view
 from store.kept.kept_rows import Kept, KeptRows

@@ -34,7 +34,7 @@ class TorchModel(ABC):
     """Of rows, where a subclass knows no better: for a small MLP on 2 CPUs, 2,048 at once were 4 % faster than 4,096 and 19 % than 1,024."""
     max_cost: int | None = None
     variant = "fp32-eager"
-    """Name of what it computes by: see :mod:`precompute.precision.variants`."""
+    """Name of what it computes by: see :mod:`precompute.techniques.table`."""
 
     def __init__(self, module: torch.nn.Module, device: Device | None = None) -> None:
         self.device = device or Device()

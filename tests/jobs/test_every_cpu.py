@@ -92,7 +92,7 @@ def test_the_demo_in_miniature_on_the_lowest(tmp_path: Path) -> None:
     assert "9999: computed from fallback" in done.stdout
     assert "50: fresh from store" in done.stdout
     assert tried_by_onednn(done.stdout) == ["fp32-onednn"]
-    asked = [sys.executable, "-c", "from precompute.precision.variants import has_bf16; print(has_bf16())"]
+    asked = [sys.executable, "-c", "from precompute.techniques.machine import has_bf16; print(has_bf16())"]
     has_bf16 = subprocess.run(asked, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
     assert has_bf16.strip() == "False"
 

@@ -29,7 +29,7 @@ from jobs.service.fallback import ViewFallback
 from precompute.engine.runner import Runner
 from precompute.models.torch_model import TorchModel
 from precompute.precision.accuracy import compare
-from precompute.precision.variants import Variant
+from precompute.techniques.technique import Technique, technique
 from store.errors import ConfigError, GateError, SourceError
 from store.offline.snapshot import Verdict
 from store.offline.view_store import OfflineStore
@@ -503,11 +503,11 @@ def test_the_pick_is_the_fastest_that_passes_and_worth_it(rows: list[dict[str, A
 def test_by_default_the_candidates_of_this_machine_are_tried(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str]] = []
 
-    def candidates(device: Any, model: TorchModel) -> list[Variant]:
+    def candidates(device: Any, model: TorchModel) -> list[Technique]:
         asked.append((device.name, model.variant))
-        return [Variant("fp32", "eager"), Variant("fp32", "onednn")]
+        return [technique("fp32-eager"), technique("fp32-onednn")]
 
-    monkeypatch.setattr("precompute.precision.variants.candidates", candidates)
+    monkeypatch.setattr("precompute.precision.candidates.candidates", candidates)
     with_rates(monkeypatch, fp32_eager=100.0, fp32_onednn=104.0)
     project = torch_project(make_project, ROWS, view={"precision": "bf16"})  # what is configured now is no matter
     found = tune(project, "numbers")

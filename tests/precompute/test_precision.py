@@ -23,9 +23,11 @@ from precompute.model import Prepared
 from precompute.models.device import Device
 from precompute.models.text_encoder import Encoder
 from precompute.models.torch_model import Tensors, TorchModel
-from precompute.precision import inductor, onednn, onnx, variants
-from precompute.precision.conversion import convert, copied
-from precompute.precision.variants import NAMES, Variant, candidates, parse
+from precompute.precision.candidates import candidates
+from precompute.precision.conversion import convert
+from precompute.techniques import inductor, onednn, onnx
+from precompute.techniques.table import TABLE, technique_name, words
+from precompute.techniques.technique import copied, technique
 from precompute.text.sentence_folder import Normalize, Pooling
 from precompute.text.sentence_head import Head
 from store.errors import ConfigError, ModelError
@@ -134,7 +136,7 @@ def check(model: TorchModel, name: str, batches: list[Tensors], tolerance: float
     state = {k: (v.data_ptr(), v.clone()) for k, v in model.module.state_dict().items()}
     expected = [outputs(model, b) for b in batches]
     structure = repr(model.module)
-    convert(model, parse(name), lambda: batches[:-1], folder)
+    convert(model, technique(name), lambda: batches[:-1], folder)
     found = [outputs(model, b) for b in batches]
     for a, b in zip(expected, found, strict=True):
         assert [x.shape for x in a] == [x.shape for x in b]
@@ -144,17 +146,20 @@ def check(model: TorchModel, name: str, batches: list[Tensors], tolerance: float
     assert repr(model.module) == structure
     assert {k: v.data_ptr() for k, v in model.module.state_dict().items()} == {k: v for k, (v, _) in state.items()}
     assert all(torch.equal(v, state[k][1]) for k, v in model.module.state_dict().items())
-    convert(model, parse("fp32-eager"), list)
+    convert(model, technique("fp32-eager"), list)
     for a, b in zip(expected, [outputs(model, b) for b in batches], strict=True):
         for x, y in zip(a, b, strict=True):
             assert x.tobytes() == y.tobytes()
 
 
-def test_names_and_variants_are_one_to_one() -> None:
-    assert [parse(name).name for name in NAMES] == list(NAMES)
-    assert len(set(NAMES)) == len(NAMES)
-    assert parse("int8-static-onnx") == Variant("int8", "onnx", "static")
-    assert parse("fp32-eager") == Variant("fp32", "eager")
+def test_a_name_is_one_technique_and_what_a_view_says_is_one_name() -> None:
+    made = [technique(name) for name in TABLE]
+    assert [one.name for one in made] == list(TABLE)
+    assert [technique_name(one.precision, one.backend) for one in made] == list(TABLE)
+    assert words("int8-static-onnx") == ("int8", "onnx")
+    auto = {"auto": "fp32-eager", "fp32": "fp32-eager", "bf16": "bf16-eager", "fp16": "fp16-eager", "int8": "int8-static-onnx"}
+    assert {said: technique_name(said, "auto") for said in auto} == auto
+    assert technique_name("auto", "compile") == "fp32-compile"
 
 
 @pytest.mark.parametrize(
@@ -162,14 +167,7 @@ def test_names_and_variants_are_one_to_one() -> None:
 )
 def test_unknown_names_are_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(ConfigError, match=r"unknown precision .*fp32-eager, .*int8-static-onnx"):
-        parse(name)
-
-
-def test_a_combination_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match="unknown precision 'int8-eager'"):
-        Variant("int8", "eager")
-    with pytest.raises(ConfigError, match="unknown precision 'bf16-static-onednn'"):
-        Variant("bf16", "onednn", "static")
+        technique(name)
 
 
 # What is computed
@@ -191,12 +189,12 @@ def test_values_are_the_references(make: Callable[[], Arithmetic], batches: list
 
 def test_half_precision_computes_in_half_precision() -> None:
     model = bert()
-    convert(model, parse("bf16-eager"), some_texts)
+    convert(model, technique("bf16-eager"), some_texts)
     assert model.device.dtype == torch.bfloat16
     assert isinstance(model.forward, Encoder)  # a text encoder on a GPU knows it by its class
     assert {p.dtype for p in model.forward.parameters()} == {torch.bfloat16}
     assert {p.dtype for p in model.module.parameters()} == {torch.float32}
-    convert(model, parse("fp32-onednn"), some_texts)
+    convert(model, technique("fp32-onednn"), some_texts)
     assert model.device.dtype == torch.float32
 
 
@@ -248,11 +246,11 @@ def test_a_compiled_file_is_made_once_and_for_these_weights(tmp_path: Path, monk
     monkeypatch.setattr(inductor, "package", package)
     monkeypatch.setattr(inductor, "load", lambda path: Mlp())
     first, other = mlp(), mlp()
-    convert(first, parse("fp32-aoti"), some_rows, tmp_path / "cache")
-    convert(first, parse("fp32-aoti"), some_rows, tmp_path / "cache")
+    convert(first, technique("fp32-aoti"), some_rows, tmp_path / "cache")
+    convert(first, technique("fp32-aoti"), some_rows, tmp_path / "cache")
     with torch.no_grad():
         other.module.get_parameter("out.weight").add_(1)
-    convert(other, parse("fp32-aoti"), some_rows, tmp_path / "cache")
+    convert(other, technique("fp32-aoti"), some_rows, tmp_path / "cache")
     assert len(made) == 2
     assert len(set(made)) == 2
     assert sorted(p.name for p in (tmp_path / "cache").iterdir()) == sorted(made)
@@ -262,7 +260,7 @@ def test_a_converted_file_has_its_bytes_when_it_has_its_name(tmp_path: Path) -> 
     """Also after a loss of power, on a disk that keeps names before bytes."""
     pytest.importorskip("onnxruntime")
     with recorded(tmp_path) as images:
-        convert(mlp(), parse("fp32-onnx"), some_rows, tmp_path)
+        convert(mlp(), technique("fp32-onnx"), some_rows, tmp_path)
     (path,) = tmp_path.iterdir()
     found = [image.tree[path.name] for image in images if path.name in image.tree]
     assert found
@@ -291,7 +289,7 @@ def test_a_module_of_any_number_of_inputs_is_exported(name: str, tmp_path: Path)
 
 def test_a_size_that_no_example_showed_is_refused_and_not_computed(tmp_path: Path) -> None:
     model = mlp()
-    convert(model, parse("fp32-onnx"), lambda: [rows(5), rows(5, 1)], tmp_path)
+    convert(model, technique("fp32-onnx"), lambda: [rows(5), rows(5, 1)], tmp_path)
     assert outputs(model, rows(5, 2))[0].shape == (5, 4)
     told = "^precision fp32-onnx: dimension 0 of input 0 was 5 in all rows that the conversion was shown, and is 6 now: choose fp32-compile"
     with pytest.raises(ModelError, match=told):
@@ -314,7 +312,7 @@ def test_onnx_runtime_is_found_under_whatever_name_it_was_installed(monkeypatch:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)  # as with onnxruntime-gpu
-    convert(mlp(), parse("fp32-onnx"), some_rows, tmp_path)
+    convert(mlp(), technique("fp32-onnx"), some_rows, tmp_path)
     assert onnx.version()[0].isdigit()
 
 
@@ -349,9 +347,9 @@ class Odd(torch.nn.Module):
 def test_a_module_that_cannot_be_converted_computes_the_reference(name: str) -> None:
     model = Arithmetic(Odd(), Device("cpu"))
     before = outputs(model, rows(3))
-    convert(model, parse("bf16-eager"), some_rows)
+    convert(model, technique("bf16-eager"), some_rows)
     with pytest.raises(ConfigError, match=rf"^precision {name} does not work with this model: \w+: [^\n]+$"):
-        convert(model, parse(name), some_rows)
+        convert(model, technique(name), some_rows)
     assert model.forward is model.module
     assert model.device.dtype == torch.float32
     assert outputs(model, rows(3))[0].tobytes() == before[0].tobytes()
@@ -368,25 +366,25 @@ def test_operators_that_are_missing_or_wrong_are_refused(operator: Any, monkeypa
 
     monkeypatch.setattr(onednn.PackedLinear, "forward", forward)
     with pytest.raises(ConfigError, match=r"precision fp32-onednn: .*oneDNN linear layers.*: choose eager"):
-        convert(mlp(), parse("fp32-onednn"), some_rows)
+        convert(mlp(), technique("fp32-onednn"), some_rows)
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigError, match="precision fp32-compile: there is no C\\+\\+ compiler 'no-such-compiler'"):
-        convert(mlp(), parse("fp32-compile"), some_rows)
+        convert(mlp(), technique("fp32-compile"), some_rows)
     assert not {v.backend for v in candidates(Device("cpu"), mlp())} & {"compile", "aoti"}
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(variants, "_missing_onnx", lambda _: "onnxruntime not installed: pip install 'precompute[onnx]'")
+    monkeypatch.setattr(onnx, "missing_packages", lambda _: "onnxruntime not installed: pip install 'precompute[onnx]'")
     with pytest.raises(ConfigError, match=r"precision fp32-onnx: onnxruntime not installed: pip install 'precompute\[onnx\]'"):
-        convert(mlp(), parse("fp32-onnx"), some_rows)
+        convert(mlp(), technique("fp32-onnx"), some_rows)
 
 
 def test_no_examples_are_refused() -> None:
     with pytest.raises(ConfigError, match="precision fp32-onednn: there are no examples"):
-        convert(mlp(), parse("fp32-onednn"), list)
+        convert(mlp(), technique("fp32-onednn"), list)
 
 
 # What is proposed
@@ -432,7 +430,7 @@ def test_bfloat16_is_proposed_where_the_cpu_has_it_and_it_may_be_used(
 
 @pytest.mark.parametrize("name", ["ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"])
 def test_what_the_environment_forbids_is_not_proposed(name: str) -> None:
-    code = "from precompute.precision.variants import has_bf16; print(has_bf16())"
+    code = "from precompute.techniques.machine import has_bf16; print(has_bf16())"
     environment = os.environ | {name: "AVX2" if name.startswith("ONEDNN") else "avx2"}
     assert (
         subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout

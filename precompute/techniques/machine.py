@@ -1,0 +1,71 @@
+"""Machine: what this one has of what techniques need: instructions for bfloat16 and 8-bit integers, a compiler."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+import torch
+
+from precompute.models.device import Device
+
+EMULATED_BF16 = ("AVX512_CORE", "AVX512_CORE_VNNI")
+"""Instruction sets by which oneDNN says that it supports bfloat16, and emulates it; by lesser ones it says that it does not."""
+
+
+def has_bf16() -> bool:
+    """Whether this CPU multiplies bfloat16 by itself (AVX512-BF16, AMX, or ARM's), and torch and oneDNN may use that: ``ATEN_CPU_CAPABILITY``
+    and ``ONEDNN_MAX_CPU_ISA`` let a newer CPU compute as an older one."""
+    # what the CPU has, whether it may be used or not
+    flags = torch.cpu.get_capabilities()
+    if any(flags.get(flag) for flag in ("avx512_bf16", "amx_bf16")):
+        isa = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
+        used = torch.backends.cpu.get_cpu_capability() == "AVX512" and isa not in EMULATED_BF16
+    else:
+        used = any(flags.get(flag) for flag in ("bf16", "sve_bf16"))
+    return used and has_onednn() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def has_onednn() -> bool:
+    """Whether torch was built with it."""
+    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+
+
+def has_vnni() -> bool:
+    """Whether this CPU adds up products of 8-bit integers in 32 bits: AVX-VNNI, AVX512-VNNI, AMX, or ARM's."""
+    flags = torch.cpu.get_capabilities()
+    return any(flags.get(flag) for flag in ("avx_vnni", "avx512_vnni", "amx_int8", "dot", "i8mm"))
+
+
+def computes_in(dtype: torch.dtype, device: Device) -> bool:
+    """Whether the device multiplies such floats by itself and gains by it: float16 pays on GPUs alone, and bfloat16, emulated on AVX2, is 10 times
+    slower than float32."""
+    if dtype == torch.float32:
+        return True
+    if device.is_cuda:
+        # before Ampere, bfloat16 is emulated
+        return dtype == torch.float16 or torch.cuda.get_device_capability(device.torch) >= (8, 0)
+    return dtype == torch.bfloat16 and has_bf16()
+
+
+def missing_compiler(device: Device) -> str:
+    """What Inductor needs and is not here; an empty text when all is."""
+    if device.is_cuda and importlib.util.find_spec("triton") is None:
+        return "Triton is not installed, which compiles for a GPU"
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(compiler) is None:
+        return f"there is no C++ compiler {compiler!r}: install one, or name it in CXX"
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+        return "Python's header files are not installed (python3-dev)"
+    return ""
+
+
+def on_a_cpu_only(name: str, device: Device) -> str:
+    """The reason of a technique that computes on a CPU; an empty text where the device is one."""
+    if not device.is_cuda:
+        return ""
+    return f"{name} computes on a CPU, this model runs on {device.name}: choose bf16, or fp32 and compile"

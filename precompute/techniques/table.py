@@ -1,0 +1,48 @@
+"""Table: every technique by name, and the file of this wing that makes it. Read without torch; a technique's file is imported when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+REFERENCE = "fp32-eager"
+"""What others are compared with, and what is used where nothing else was picked."""
+
+TABLE: Mapping[str, str] = {
+    "fp32-eager": "eager:Eager",
+    "fp32-onednn": "onednn:Packed",
+    "fp32-compile": "inductor:Compiled",
+    "fp32-aoti": "inductor:Packaged",
+    "bf16-eager": "eager:Eager",
+    "bf16-onednn": "onednn:Packed",
+    "bf16-compile": "inductor:Compiled",
+    "bf16-aoti": "inductor:Packaged",
+    "fp16-eager": "eager:Eager",
+    "fp16-onednn": "onednn:Packed",
+    "fp16-compile": "inductor:Compiled",
+    "fp16-aoti": "inductor:Packaged",
+    "fp32-onnx": "onnx:Exported",
+    "int8-static-onnx": "onnx:Static",
+}
+"""Name, as tables and fingerprints have it → file and class. What stands before the last dash is a view's ``precision``, what stands behind it
+its ``backend``; the first of a precision is the one that ``backend: auto`` means."""
+
+SHORT: Mapping[str, str] = {"int8": "int8-static"}
+"""A view's word for a precision → the name's, where they differ."""
+
+
+def words(name: str) -> tuple[str, str]:
+    """``precision`` and ``backend``, as a view says them, of a technique's name."""
+    precision, _, backend = name.rpartition("-")
+    return next((short for short, long in SHORT.items() if long == precision), precision), backend
+
+
+PRECISIONS = tuple(dict.fromkeys(words(name)[0] for name in TABLE))
+BACKENDS = tuple(dict.fromkeys(words(name)[1] for name in TABLE))
+
+
+def technique_name(precision: str, backend: str) -> str:
+    """The name of what a view says, ``auto`` included; there may be no such technique, which :func:`precompute.techniques.technique.technique` tells."""
+    long = REFERENCE.rpartition("-")[0] if precision == "auto" else SHORT.get(precision, precision)
+    if backend == "auto":
+        return next((name for name in TABLE if name.rpartition("-")[0] == long), f"{long}-{backend}")
+    return f"{long}-{backend}"

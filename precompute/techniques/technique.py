@@ -1,0 +1,124 @@
+"""Technique: one way to compute a model, by other numbers or other kernels than the reference. One file of this wing is one technique, or a few that
+differ by their numbers; its line in :mod:`precompute.techniques.table` makes it known to views, ``tune`` and the accuracy gate.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from precompute.models.device import Device
+from precompute.models.torch_model import Tensors, TorchModel
+from precompute.techniques.table import TABLE, words
+from store.errors import ConfigError
+
+Forward = Callable[..., Any]
+
+FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""First word of a name → what its numbers are. What has another first word takes and gives float32."""
+
+
+class Technique(ABC):
+    """One way to compute a model, known by its ``name`` in a table and a fingerprint.
+
+    ``precision`` and ``backend`` are a view's words for it. ``dtype`` is what large products are computed in, and so what a model's FLOP/s are
+    measured against. ``convert_s`` is about how long converting MiniLM took on two cores, in seconds.
+
+    Args:
+        name: as the table has it.
+    """
+
+    calibrates = False
+    """Whether its values come from the rows that a conversion is shown, which then are rows from all over the source; others learn shapes from
+    them, for which the first rows do."""
+    convert_s = 1.0
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.precision, self.backend = words(name)
+        self.dtype = FLOATS.get(name.partition("-")[0], torch.float32)
+
+    @abstractmethod
+    def missing(self, device: Device) -> str:
+        """What it needs of this machine and is not there, and what to do, in words; an empty text when all is."""
+
+    @abstractmethod
+    def gain(self, device: Device, model: TorchModel) -> float:
+        """About how many times the reference's rate, where it was measured on such a machine; 0 where it is not worth trying. It decides what is
+        tried first and what is left out when time is short, and is never more than a guess."""
+
+    @abstractmethod
+    def converted(self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None) -> Forward:
+        """The model's forward by this technique. The model's ``module``, the reference, stays as it is.
+
+        Args:
+            model: computes the reference now.
+            batches: examples, at least one, on the model's device; see :func:`precompute.precision.conversion.convert`.
+            folder: keeps what took long to make; None where nothing is kept.
+
+        Raises:
+            Exception: whatever a compiler or exporter raises about a module it does not know.
+        """
+
+
+def technique(name: str) -> Technique:
+    """The technique of a name.
+
+    Raises:
+        ConfigError: there is none; the message lists them.
+    """
+    if name not in TABLE:
+        raise ConfigError(f"unknown precision {name!r}: write one of {', '.join(TABLE)}")
+    file, _, kind = TABLE[name].partition(":")
+    made: Technique = getattr(import_module(f"precompute.techniques.{file}"), kind)(name)
+    return made
+
+
+def module_of(model: TorchModel, dtype: torch.dtype, batches: Sequence[Tensors]) -> torch.nn.Module:
+    """The model's module anew for a conversion (:func:`copied`), between float32 inputs and float32 outputs whatever ``dtype`` is."""
+    module = copied(model.module, dtype)
+    if dtype != torch.float32 and any(t.is_floating_point() for t in batches[0]):
+        return _Cast(module, dtype)
+    return module
+
+
+def copied(module: torch.nn.Module, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """The module anew, as deep as its structure, with its tensors shared; those in float32 converted where ``dtype`` is another."""
+    tensors: dict[int, torch.Tensor] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.dtype == dtype or not tensor.is_floating_point():
+            tensors[id(tensor)] = tensor
+        elif isinstance(tensor, torch.nn.Parameter):
+            tensors[id(tensor)] = torch.nn.Parameter(tensor.detach().to(dtype), requires_grad=False)
+        else:
+            tensors[id(tensor)] = tensor.to(dtype)
+    # what the memo holds is taken for a copy made already
+    return copy.deepcopy(module, dict(tensors))
+
+
+class _Cast(torch.nn.Module):
+    """A module in half precision between float32 inputs and float32 outputs."""
+
+    def __init__(self, module: torch.nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.module, self.dtype = module, dtype
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        out = self.module(*(t.to(self.dtype) if t.is_floating_point() else t for t in inputs))
+        return out.float() if isinstance(out, torch.Tensor) else tuple(t.float() if t.is_floating_point() else t for t in out)
+
+
+def has_linear(model: TorchModel) -> bool:
+    """Whether the module has linear layers that can be replaced."""
+    return any(type(part) is torch.nn.Linear for part in model.module.modules())
+
+
+def elements(batch: Tensors) -> int:
+    """Numbers in a batch's tensors."""
+    return sum(t.numel() for t in batch)
