@@ -99,7 +99,7 @@ class ModelsConfig(Section):
     grace: Duration = Field(
         default=5.0,
         gt=0,
-        description="how much longer than its most patient request waits a model may be at one batch, before its process is replaced",
+        description="how much longer a model may be at one batch than its views' `fallback.deadline` for each row, or ten times its own pace, before its process is replaced",
     )
     memory_mb: int | None = Field(
         default=None, ge=64, description="of such a process, past which it is replaced; by default half of the machine's"

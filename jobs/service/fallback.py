@@ -94,6 +94,15 @@ class _Wanted(NamedTuple):
 LOAD_S = 600.0
 """How long opening a view may take: gigabytes of a model and its libraries may come from a cold disk, and be compiled."""
 
+SLOWER = 10
+"""Times as long as the row that was computed as its view was opened may any take: inputs differ, and the machine has other things to do."""
+
+LONGEST_BATCH_S = 30.0
+"""What a batch may take, where no row of it has a longer deadline by its view, and the model is not that slow."""
+
+LEAST_SLOWER = 2
+"""Times as long as at its pace a batch of such a model may take."""
+
 KEPT_PUBLISHINGS = 2
 """Publishings of a view that are kept open: a request that began before a publishing is still answered by the model it saw."""
 
@@ -132,6 +141,8 @@ class ViewFallback(Fallback):
         self._refused: dict[tuple[str, tuple[int, str]], tuple[float, str]] = {}
         """Of a view's publishing: when it was refused, and why."""
         self._logged_at, self._unlogged = 0.0, 0
+        self._row_s: dict[str, float] = {}
+        """Of a model: what a row took as its views were opened, at most."""
         self._batcher: MicroBatcher[_Request, Computed] = MicroBatcher(self._run, _refusal)
 
     def submit(
@@ -215,7 +226,7 @@ class ViewFallback(Fallback):
 
     # ---- in the batcher's thread
 
-    def _run(self, group: Hashable, requests: Sequence[_Request], deadline: float) -> list[Computed | Exception]:
+    def _run(self, group: Hashable, requests: Sequence[_Request]) -> list[Computed | Exception]:
         """Each view's inputs are fetched by one query, and rows of views that the model cannot tell apart are computed in one call."""
         results: list[Computed | Exception] = [Miss(Reason.UNKNOWN_ENTITY)] * len(requests)
         of_view: dict[tuple[str, tuple[int, str]], list[int]] = {}
@@ -227,7 +238,12 @@ class ViewFallback(Fallback):
             for (view, _), numbers in of_view.items():
                 with self._failing(view, numbers, results):
                     opened = self._open(requests[numbers[0]][2])
-                    self._watch(deadline)
+                    if group == _WARM_UP:
+                        self._warm_up(opened)
+                        continue
+                    # also of what was opened before
+                    deadlines = [pointer.view.fallback_deadline_s for _, _, pointer in requests]
+                    self._watch(time.monotonic() + longest_s(deadlines, self._row_s.get(requests[0][2].model)))
                     wanted = _wanted(opened, requests, numbers, results)
                     if wanted:
                         # where the source had no rows to show it before
@@ -245,6 +261,16 @@ class ViewFallback(Fallback):
             elif self._writer is not None and values is None and key and not query and isinstance(result, (Computed, Miss)):
                 self._keep(pointer, key, result)
         return results
+
+    def _warm_up(self, opened: _Opened) -> None:
+        """Compute a row of the source, unseen by anybody: a model's first call in a thread takes several times as long as the next, which tells its pace."""
+        self._watch(time.monotonic() + LOAD_S)
+        view = opened.view
+        for batch in view.source.head(1).combine_chunks().to_batches():
+            compute(view.model, view.view, batch)
+            began = time.monotonic()
+            compute(view.model, view.view, batch)
+            self._row_s[view.fingerprint] = max(time.monotonic() - began, self._row_s.get(view.fingerprint, 0.0))
 
     @contextlib.contextmanager
     def _failing(self, view: str, numbers: Sequence[int], results: list[Computed | Exception]) -> Iterator[None]:
@@ -337,12 +363,25 @@ class ViewFallback(Fallback):
             return model.fingerprint()
 
 
+def longest_s(deadlines_s: Sequence[float], row_s: float | None) -> float:
+    """How long a batch may take: by what is configured, and by the model's own pace, whatever its callers' patience: none makes a model that hangs do so for
+    longer, nor has one that does not replaced.
+
+    Args:
+        deadlines_s: ``fallback.deadline`` of each row's view.
+        row_s: what the model took for a row as it was opened; None where there was none to compute.
+    """
+    if row_s is None:
+        return max(*deadlines_s, LONGEST_BATCH_S)
+    at_pace_s = len(deadlines_s) * row_s
+    enough_s = max(sum(deadlines_s), SLOWER * at_pace_s)
+    return max(*deadlines_s, min(enough_s, LONGEST_BATCH_S), LEAST_SLOWER * at_pace_s)
+
+
 def _wanted(
     opened: _Opened, requests: Sequence[_Request], numbers: Sequence[int], results: list[Computed | Exception]
 ) -> list[_Wanted]:
     """The source's rows for those of a view's requests that there are any for; what becomes of the others goes into ``results``."""
-    if any(requests[i][0] == _WARM_UP for i in numbers):
-        _warm_up(opened.view)
     wanted = _source_rows(opened, requests, numbers)
     for i in numbers:
         key, values, _ = requests[i]
@@ -352,12 +391,6 @@ def _wanted(
             except (pa.ArrowException, ValueError, TypeError, OverflowError) as exc:
                 results[i] = Miss(Reason.MODEL_ERROR, f"the inputs do not fit the source's columns: {exc}")
     return wanted
-
-
-def _warm_up(opened: OpenView) -> None:
-    """Compute a row of the source, unseen by anybody: a model's first call in a thread takes several times as long as the next."""
-    for batch in opened.source.head(1).combine_chunks().to_batches():
-        compute(opened.model, opened.view, batch)
 
 
 def _refusal(kind: Refusal) -> Exception:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+import mmap
+import os
 import signal
+import time
 from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import NoReturn
 
 from precompute.workers.process import ChildProcess
 from store.clock import doubled_s
@@ -21,6 +26,79 @@ LONGEST_WAIT_S = 30.0
 STEADY_S = 60.0
 """A process that lived this long ended for a reason of its own, and is started anew at once."""
 
+PULSE_S = 1.0
+"""How often a process tells that it lives, at least."""
+
+STILL_S = 15.0
+"""A process that has told nothing for so long, and has no leave to, would answer nobody: something holds Python's lock, or its loop, or has stopped it."""
+
+START_S = 600.0
+"""Before it tells so for the first time: its libraries may come from a cold disk."""
+
+HELD_UP_S = 3.0
+"""Who looks so late was stopped itself, as all of a paused container is: what is looked at gets as long to show that it lives."""
+
+_WATCH_BYTES = 16
+
+
+class Watch:
+    """By when a process should be done with what it is at (:func:`time.monotonic`; infinity while it is idle), in memory that both it and the supervisor have:
+    one that keeps Python's lock for itself can tell nobody anything. Beside it, when the process last showed that it lives.
+
+    Args:
+        descriptor: of a file that :func:`watch_file` made.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._times = memoryview(mmap.mmap(descriptor, _WATCH_BYTES)).cast("d")
+
+    def begin(self) -> None:
+        """A process is about to be started."""
+        self.set(math.inf)
+        self.beat(time.monotonic() + START_S)
+
+    def set(self, done_by: float) -> None:
+        """Say it. Who does lives."""
+        self.beat(time.monotonic())
+        self._times[0] = done_by
+
+    def get(self) -> float:
+        """What was said last."""
+        return self._times[0]
+
+    def beat(self, at: float) -> None:
+        """Show that the process lives."""
+        self._times[1] = at
+
+    def pulse(self) -> NoReturn:
+        """Show it again and again."""
+        while True:
+            self.beat(time.monotonic())
+            time.sleep(PULSE_S)
+
+    def has_begun(self, now: float) -> bool:
+        """Whether the process has shown that it lives since it was started."""
+        return self._times[1] <= now
+
+    def is_still(self, now: float) -> bool:
+        """Whether it has shown nothing for too long, while it has nothing to do."""
+        return self.get() == math.inf and now - self._times[1] > STILL_S
+
+
+def watch_file(path: Path) -> int:
+    """A file for a :class:`Watch`, as a descriptor, which is the caller's to close.
+
+    Raises:
+        OSError: there is no room for it.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        os.truncate(descriptor, _WATCH_BYTES)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
 
 class KeptProcess(ABC):
     """A process that is kept alive, from the first :meth:`look` on. All of it is called in one thread, which must live as long as the process: on Linux
@@ -32,13 +110,17 @@ class KeptProcess(ABC):
         meter: counts how often it is replaced.
     """
 
+    longest_wait_s = LONGEST_WAIT_S
+    """Before it is started anew, at most."""
+
     def __init__(self, kind: str, name: str, meter: Meter) -> None:
         self.name = name
         self._kind, self._meter = kind, meter
         self.process: ChildProcess | None = None
         self.ends_quickly = 0
         """How often in a row it has ended soon after it was started."""
-        self._started_at = self._start_at = -math.inf
+        self._started_at = self._start_at = self._judged_from = -math.inf
+        self._looked_at = math.inf
         self._killed = ""
 
     @abstractmethod
@@ -53,13 +135,19 @@ class KeptProcess(ABC):
         """Why it must be killed, as the end of a sentence that starts with its name; None while it does well."""
         return None
 
+    def close(self) -> None:  # noqa: B027
+        """It is started no more: what it needed for that is given back."""
+
     def look(self, now: float) -> None:
         """Start it where it is due, and kill it where it must be; ``now`` is :func:`time.monotonic`."""
+        if now - self._looked_at > HELD_UP_S:
+            self._judged_from = now + HELD_UP_S
+        self._looked_at = now
         if self.process is None:
             if now >= self._start_at:
                 self._start(now)
             return
-        if not self._killed and (why := self.judged(now)) is not None:
+        if not self._killed and now >= self._judged_from and (why := self.judged(now)) is not None:
             self._killed = why
             self.process.signal(signal.SIGKILL)
         if self.process.ended():
@@ -70,12 +158,12 @@ class KeptProcess(ABC):
         try:
             self.process = self.start()
         except OSError as exc:
-            self._start_at = now + LONGEST_WAIT_S
+            self._start_at = now + self.longest_wait_s
             log.error("%s cannot be started: %s", self.name, exc)
 
     def _bury(self, process: ChildProcess, now: float) -> None:
         self.ends_quickly = 0 if now - self._started_at > STEADY_S else self.ends_quickly + 1
-        wait_s = doubled_s(FIRST_WAIT_S, max(0, self.ends_quickly - 1), LONGEST_WAIT_S)
+        wait_s = doubled_s(FIRST_WAIT_S, max(0, self.ends_quickly - 1), self.longest_wait_s)
         self._start_at, self.process = now + wait_s, None
         self._meter.counter(RESTARTS, self._kind, "killed" if self._killed else "ended").add()
         words = process.last_words()

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jobs.process.memory import settle
 from jobs.service.child import DRAIN_S, begin
+from jobs.service.kept_process import Watch
 from jobs.service.remote_fallback import RemoteFallback
 from jobs.service.warmer import Warmer
 from store.api.app import create_app
@@ -32,7 +34,7 @@ from store.telemetry.instruments import Meter
 def main() -> None:
     """Serve until SIGTERM, then finish the requests at hand."""
     spec = begin()
-    meter = Meter(Path(spec["runtime"]), f"worker-{spec['number']}")
+    meter, watch = Meter(Path(spec["runtime"]), f"worker-{spec['number']}"), Watch(spec["watch"])
     fallback = RemoteFallback(Path(spec["runtime"]), meter)
     with contextlib.closing(fallback), contextlib.closing(open_online_store(spec["online"])) as online:
         kept = open_kept_rows(spec["online"], KeptLimits(**spec["kept"]))
@@ -61,7 +63,8 @@ def main() -> None:
                 looks = [] if tokens is None else [tokens.look]
                 watched = _watched(app, spec, looks, stack)
                 server = GuardedServer(watched, limits, meter, tls_of(spec), int(DRAIN_S))
-                server.connections.on_tick += looks
+                # from the loop that answers: one that stands still shows no life
+                server.connections.on_tick += [lambda: watch.beat(time.monotonic()), *looks]
                 settle()
                 server.run(sockets=listening)
         finally:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import math
-import mmap
 import os
 import socket
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from jobs.service.child import started
-from jobs.service.kept_process import KeptProcess
+from jobs.service.kept_process import STILL_S, KeptProcess, Watch, watch_file
 from precompute.workers.process import ChildProcess
 from store.errors import ConfigError
 from store.telemetry.instruments import Meter
@@ -28,21 +26,10 @@ SOCKET_NAME = 32
 SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
 """Of a Unix socket's path, at most: ``sun_path`` without its last byte."""
 
-PULSE_S = 1.0
-"""How often a process tells that it lives."""
-
-STILL_S = 15.0
-"""A process that should do nothing, and has told nothing for so long, would answer nobody: something holds Python's lock, or has stopped it."""
-
-START_S = 600.0
-"""Before it tells so for the first time: its libraries may come from a cold disk."""
-
-_WATCH_BYTES = 16
-
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """``grace_s``: how much longer than its most patient request waits a call may take. ``memory_mb``: of a process. ``duckdb_mb``: of each view's source."""
+    """``grace_s``: how much longer a call may take than its batch should. ``memory_mb``: of a process. ``duckdb_mb``: of each view's source."""
 
     grace_s: float
     memory_mb: int
@@ -66,41 +53,6 @@ def check_runtime(runtime: Path) -> None:
             f"a server's sockets lie in a folder of their own under {runtime.parent}, whose name is {longest - SOCKET_PATH_BYTES} bytes too long for "
             "that: point TMPDIR at a folder with a shorter one"
         )
-
-
-class Watch:
-    """By when the process should be done with what it is at (:func:`time.monotonic`; infinity while it is idle), in memory that both it and the supervisor have:
-    a model that keeps Python's lock for itself can tell nobody anything. Beside it, when the process last showed that it lives.
-
-    Args:
-        descriptor: of a file of 16 bytes.
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        self._times = memoryview(mmap.mmap(descriptor, _WATCH_BYTES)).cast("d")
-
-    def set(self, done_by: float) -> None:
-        """Say it. Who does lives."""
-        self.beat(time.monotonic())
-        self._times[0] = done_by
-
-    def get(self) -> float:
-        """What was said last."""
-        return self._times[0]
-
-    def beat(self, at: float) -> None:
-        """Show that the process lives."""
-        self._times[1] = at
-
-    def pulse(self) -> NoReturn:
-        """Show it again and again."""
-        while True:
-            self.beat(time.monotonic())
-            time.sleep(PULSE_S)
-
-    def still_s(self, now: float) -> float:
-        """Since when the process has shown nothing, while it has nothing to do; below 0 when it has."""
-        return now - self._times[1] if self.get() == math.inf else -1.0
 
 
 class ModelGroup(KeptProcess):
@@ -127,25 +79,26 @@ class ModelGroup(KeptProcess):
             self._path.unlink(missing_ok=True)
             self._listener.bind(str(self._path))
             self._listener.listen(128)
-            self._file = os.open(self._path.with_suffix(".watch"), os.O_RDWR | os.O_CREAT, 0o600)
+            self._file = watch_file(self._path.with_suffix(".watch"))
             unless_made.callback(os.close, self._file)
-            os.truncate(self._file, _WATCH_BYTES)
             self._watch = Watch(self._file)
             unless_made.pop_all()
         self.wanted_at = self._memory_at = time.monotonic()
         """When a worker last said that it has a view of this model."""
 
     def start(self) -> ChildProcess:
-        self._watch.set(math.inf)
-        self._watch.beat(time.monotonic() + START_S)
+        self._watch.begin()
         files = {"listener": self._listener.fileno(), "watch": self._file}
         spec = self._project | {"duckdb_mb": self._limits.duckdb_mb} | files
         return started("jobs.service.model_server", spec, files.values())
 
     def judged(self, now: float) -> str | None:
         if now > self._watch.get() + self._limits.grace_s:
-            return f"was killed: a call took {self._limits.grace_s:g} s longer than its requests could wait"
-        if self._watch.still_s(now) > STILL_S:
+            return (
+                f"was killed: a call took {self._limits.grace_s:g} s longer than a batch may; if its rows are that slow, "
+                "raise its views' fallback.deadline, or serve.models.grace"
+            )
+        if self._watch.is_still(now):
             return f"was killed: it gave no sign of life for {STILL_S:g} s, with nothing to do"
         if now - self._memory_at > MEMORY_EVERY_S:
             self._memory_at = now

@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from jobs.service.child import begin
 from jobs.service.fallback import REFUSED_S, ViewFallback
-from jobs.service.model_group import Watch
+from jobs.service.kept_process import Watch
 from precompute.workers.frames import framed, read_message
 from store.fallback import Computed, Miss
 from store.kept.kept_rows import KeptLimits

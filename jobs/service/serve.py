@@ -29,7 +29,7 @@ def serve(project: Project, announce: Callable[[str], None], workers: int | None
 
     Raises:
         ConfigError: an address cannot be bound, or is open to strangers; the files of tokens or TLS cannot be used; or ``TMPDIR`` has too long a name.
-        PrecomputeError: no worker stays alive.
+        PrecomputeError: no worker comes up.
     """
     settings = project.settings.serve
     with contextlib.ExitStack() as stack:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import select
 import signal
 import socket
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.service.child import DRAIN_S, started
-from jobs.service.kept_process import KeptProcess
+from jobs.service.kept_process import STILL_S, KeptProcess, Watch, watch_file
 from jobs.service.model_group import ModelGroup, ModelLimits
 from jobs.service.remote_fallback import CONTROL
 from precompute.workers.process import ChildProcess, end_all
@@ -34,18 +35,40 @@ NO_ROOM_S = 5.0
 """Before a model is given a process again, after the system had no room for one: no file, no disk."""
 
 FUTILE = 5
-"""Times in a row that a worker may end as soon as it was started, none having lived long: what is wrong with it is wrong with all of them."""
+"""Times in a row that each worker may end as soon as it was started, while none has answered yet: what is wrong with them is in what they were told."""
+
+WORKER_WAIT_S = 5.0
+"""Before a worker is started anew, at most: where a request ends it, all others wait for the next."""
 
 
 class WorkerKeeper(KeptProcess):
-    """One lookup worker."""
+    """One lookup worker. Its loop shows that it lives."""
+
+    longest_wait_s = WORKER_WAIT_S
 
     def __init__(self, number: int, spec: dict[str, Any], meter: Meter) -> None:
         super().__init__("worker", f"lookup worker {number}", meter)
-        self._spec = spec | {"number": number}
+        self._file = watch_file(Path(spec["runtime"]) / f"worker-{number}.watch")
+        self._watch = Watch(self._file)
+        self._spec = spec | {"number": number, "watch": self._file}
+        self.has_answered = False
+        """Whether it was ever ready to."""
 
     def start(self) -> ChildProcess:
-        return started("jobs.service.lookup_worker", self._spec, self._spec["listeners"])
+        self._watch.begin()
+        return started("jobs.service.lookup_worker", self._spec, [*self._spec["listeners"], self._file])
+
+    def look(self, now: float) -> None:
+        if self.process is not None and self._watch.has_begun(now):
+            self.has_answered = True
+        super().look(now)
+
+    def judged(self, now: float) -> str | None:
+        return f"was killed: its loop stood still for {STILL_S:g} s" if self._watch.is_still(now) else None
+
+    def close(self) -> None:
+        """It is started no more."""
+        os.close(self._file)
 
 
 class Supervisor:
@@ -77,7 +100,7 @@ class Supervisor:
         """Keep the processes until :meth:`stop`, then have the workers finish their requests, then end the models.
 
         Raises:
-            PrecomputeError: no worker can be kept alive.
+            PrecomputeError: no worker came up.
         """
         try:
             while not self._stopping:
@@ -86,8 +109,8 @@ class Supervisor:
                 for kept in (*self._workers, *self._groups.values()):
                     kept.look(now)
                 self._retire(now)
-                if all(worker.ends_quickly >= FUTILE for worker in self._workers):
-                    raise PrecomputeError("no lookup worker stays alive: what ended them is in the log above")
+                if all(worker.ends_quickly >= FUTILE and not worker.has_answered for worker in self._workers):
+                    raise PrecomputeError("no lookup worker comes up: what ended them is in the log above")
                 select.select([self._control], [], [], TICK_S)
             self._drain()
         finally:
@@ -132,8 +155,8 @@ class Supervisor:
 
     def _end(self) -> None:
         _end([*self._workers, *self._groups.values()])
-        for group in self._groups.values():
-            group.close()
+        for kept in (*self._workers, *self._groups.values()):
+            kept.close()
         self._control.close()
 
 

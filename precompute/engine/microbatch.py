@@ -38,10 +38,10 @@ class _Flight(Generic[Payload, Result]):
 
 
 class MicroBatcher(Generic[Payload, Result]):
-    """Runs ``run(group, payloads, deadline)`` in its own thread, for all payloads of a group that wait.
+    """Runs ``run(group, payloads)`` in its own thread, for all payloads of a group that wait.
 
     Args:
-        run: returns one result or exception per payload, in order; if it raises, all of its callers get that. ``deadline`` is that of the most patient.
+        run: returns one result or exception per payload, in order; if it raises, all of its callers get that.
         refuse: makes the exception of a request that was shed or missed its deadline.
         max_queue: requests of one owner that wait at most.
         max_batch: payloads in one call at most.
@@ -49,7 +49,7 @@ class MicroBatcher(Generic[Payload, Result]):
 
     def __init__(
         self,
-        run: Callable[[Hashable, Sequence[Payload], float], Sequence[Result | Exception]],
+        run: Callable[[Hashable, Sequence[Payload]], Sequence[Result | Exception]],
         refuse: Callable[[Refusal], Exception],
         *,
         max_queue: int = 1024,
@@ -147,8 +147,7 @@ class MicroBatcher(Generic[Payload, Result]):
         results: Sequence[Result | Exception]
         began = time.monotonic()
         try:
-            latest = max(flight.deadline for flight in batch)
-            results = self._run(batch[0].group, [flight.payload for flight in batch], latest)
+            results = self._run(batch[0].group, [flight.payload for flight in batch])
             if len(results) != len(batch):
                 raise RuntimeError(f"{len(results)} results for {len(batch)} requests")
         except BaseException as exc:

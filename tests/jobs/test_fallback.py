@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import time
@@ -18,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.ops.drop import drop
-from jobs.service.fallback import ViewFallback
+from jobs.service.fallback import ViewFallback, longest_s
 from jobs.service.warmer import Warmer
 from precompute.model import digest
 from precompute.source import Source
@@ -419,6 +420,49 @@ def test_requests_of_the_old_and_the_new_snapshot_side_by_side_are_each_answered
 
 def _submit(fallback: ViewFallback, pointer: Pointer, key: str, **inputs: Any) -> Future[Computed]:
     return fallback.submit(pointer, [key], {key: inputs} if inputs else {}, time.monotonic() + 20)[0]
+
+
+@pytest.mark.parametrize(
+    ("deadlines_s", "row_s", "allowed_s"),
+    [
+        # nothing is known of the model: its source had no rows when it was opened
+        ([0.1], None, 30.0),
+        ([60.0, 0.1], None, 60.0),
+        # as configured
+        ([0.1, 0.2], 0.001, pytest.approx(0.3)),
+        ([2.0] * 64, 0.001, 30.0),
+        ([60.0] * 2, 0.001, 60.0),
+        # as slow as it is, ten times over, and twice where that takes long
+        ([0.1] * 4, 0.5, 20.0),
+        ([0.1] * 10, 0.5, 30.0),
+        ([2.0] * 64, 1.0, 128.0),
+    ],
+)
+def test_a_batch_may_take_what_is_configured_or_what_its_model_takes(
+    deadlines_s: list[float], row_s: float | None, allowed_s: float
+) -> None:
+    assert longest_s(deadlines_s, row_s) == allowed_s
+
+
+def test_a_models_pace_and_not_a_callers_patience_says_by_when_a_batch_should_be_done(make_project: MakeProject) -> None:
+    slow = {
+        "fallback": {"enabled": True, "deadline": "100ms"},
+        "model": {"use": "tests.arithmetic:Doubler", "args": {"sleep_s": 0.5}},
+    }
+    project = make_project([(1, 1.0)], view=slow)
+    project.publish_all()
+    told: list[float] = []
+    online, fallback = project.open_online(), ViewFallback(project.offline, project.home, 64, told.append)
+    with contextlib.closing(online), contextlib.closing(fallback):
+        pointer = online.live("numbers")
+        assert pointer is not None
+        fallback.warm(pointer)
+        told.clear()
+        began = time.monotonic()
+        fallback.submit(pointer, ["1"], {}, began + 60)[0].result(20)
+        assert len(told) == 2
+        assert began + 5 <= told[0] < began + 20
+        assert told[1] == math.inf
 
 
 def test_what_is_searched_by_is_never_computed_among_rows(make_project: MakeProject) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,10 +15,13 @@ from typing import Any
 
 import pytest
 
-from jobs.service.model_group import STILL_S, ModelGroup, ModelLimits, Watch, socket_path
+from jobs.service.kept_process import HELD_UP_S, START_S, STILL_S, KeptProcess, Watch
+from jobs.service.model_group import ModelGroup, ModelLimits, socket_path
 from jobs.service.model_link import ModelLink
 from jobs.service.model_server import Conversation
 from jobs.service.remote_fallback import RemoteFallback
+from jobs.service.supervisor import WorkerKeeper
+from precompute.workers.process import ChildProcess
 from store.fallback import Computed, Miss
 from store.online.online_store import MemoryStore, Pointer
 from store.telemetry.instruments import Meter
@@ -166,3 +170,50 @@ def test_a_process_that_should_be_idle_and_shows_no_life_is_killed(runtime: Path
         watch.set(now + 100)
         assert group.judged(now + 100) is None
         assert "a call took 1 s longer" in str(group.judged(now + 102))
+
+
+def test_a_worker_whose_loop_stands_still_is_killed(runtime: Path) -> None:
+    with contextlib.closing(WorkerKeeper(3, {"runtime": str(runtime), "listeners": []}, Meter())) as worker:
+        with (runtime / "worker-3.watch").open("r+b") as file:
+            watch = Watch(file.fileno())
+        watch.begin()
+        now = time.monotonic()
+        # it has not come up yet
+        assert (worker.judged(now + STILL_S + 1), watch.has_begun(now)) == (None, False)
+        assert worker.judged(now + START_S + STILL_S + 1) is not None
+        watch.beat(now)
+        assert (worker.judged(now + STILL_S - 1), watch.has_begun(now)) == (None, True)
+        assert "its loop stood still" in str(worker.judged(now + STILL_S + 1))
+
+
+class Still(KeptProcess):
+    """A process that showed that it lives once, as it began."""
+
+    def __init__(self) -> None:
+        super().__init__("model", "it", Meter())
+
+    def start(self) -> ChildProcess:
+        self.began = time.monotonic()
+        return ChildProcess([sys.executable, "-c", "import time; time.sleep(100)"], output="piped")
+
+    def judged(self, now: float) -> str | None:
+        return "was killed: it is still" if now - self.began > STILL_S else None
+
+
+def test_who_was_stopped_itself_lets_a_process_show_first_that_it_lives() -> None:
+    """As in a container that was paused: nothing in it could show anything."""
+    kept = Still()
+    now = time.monotonic()
+    kept.look(now)
+    process = kept.process
+    assert process is not None
+    with contextlib.closing(process.pipes()[1]):
+        kept.look(now + 0.1)
+        for late_s in (0.0, 0.1, HELD_UP_S - 0.1):
+            kept.look(now + STILL_S + 20 + late_s)
+        assert not process.wait(0.2)
+        kept.look(now + STILL_S + 20 + HELD_UP_S)
+        assert process.wait(10)
+        # which buries it
+        kept.look(now + STILL_S + 21 + HELD_UP_S)
+        assert kept.process is None

@@ -29,7 +29,7 @@ class Runs:
         self.gate, self.inside = threading.Event(), threading.Semaphore(0)
         self.gate.set()
 
-    def __call__(self, group: Hashable, payloads: Sequence[Any], deadline: float) -> list[Any]:
+    def __call__(self, group: Hashable, payloads: Sequence[Any]) -> list[Any]:
         self.batches.append((group, list(payloads)))
         self.inside.release()
         assert self.gate.wait(WAIT_S)
