@@ -6,10 +6,11 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from store.errors import DamagedPointerError, OnlineStoreError
 from store.online.online_store import Generation, Pointer, check_loaded, foreign_view, stale_epoch
-from store.record import Record, plain, read_record
+from store.record import Record, plain, record_of
 from store.redis.buckets import Buckets
 from store.redis.preflight import ServerState, evicted_of, identity_of, keys_of
 
@@ -97,6 +98,9 @@ class Loaded(Record, frozen=True):
         return self.buckets.number if self.rows >= 32 * self.buckets.number else min(self.rows, 1)
 
 
+_Note = TypeVar("_Note", Loading, Loaded)
+
+
 @dataclass(frozen=True)
 class Names:
     """Names of keys in Redis.
@@ -154,12 +158,16 @@ class Meta:
                 dropping.add(rest)
             try:
                 if kind == "rows":
-                    loaded[int(rest)] = read_record(Loaded, value)
+                    loaded[int(rest)] = read_note(Loaded, value)
                 elif kind == "loading":
-                    loading[int(rest)] = read_record(Loading, value)
+                    loading[int(rest)] = read_note(Loading, value)
             except ValueError:
                 unreadable.add(int(rest))
-        live = tuple(int(number) for number in fields.get(b"live", b"").split(b",") if number)
+        try:
+            live = tuple(int(number) for number in fields.get(b"live", b"").split(b",") if number)
+        except ValueError:
+            # nobody can tell: none of them goes before the next flip has written it anew
+            live = tuple(sorted(loaded))
         return cls(loaded, loading, frozenset(dropping), frozenset(unreadable), fields.get(b"owner", b"").decode(), live)
 
     @property
@@ -187,14 +195,38 @@ def doubts(meta: Meta, states: Collection[ServerState], beside: int) -> list[str
     return found
 
 
-def written(record: Record) -> bytes:
-    """A record as a field holds it: the same bytes for the same record."""
-    return json.dumps(plain(record), sort_keys=True).encode()
+def written(note: Loading | Loaded) -> bytes:
+    """A note as a field holds it: the same bytes for the same note, with a mark by which they are known to be whole. Where rows lie is told by it alone: one bit, and all keys
+    would be looked for in other buckets, and be unknown."""
+    body = plain(note)
+    return json.dumps(body | {"mark": _mark_of(body)}, sort_keys=True).encode()
 
 
-def version_of(pointer: bytes) -> bytes:
-    """What tells one pointer's bytes from another's, and whether they are whole."""
-    return hashlib.blake2b(pointer, digest_size=12).hexdigest().encode()
+def read_note(kind: type[_Note], data: bytes) -> _Note:
+    """The note that :func:`written` wrote.
+
+    Raises:
+        ValueError: the bytes are others.
+    """
+    try:
+        body = json.loads(data)
+    except RecursionError as exc:
+        raise ValueError("it is nested too deeply") from exc
+    mark = body.pop("mark", None) if isinstance(body, dict) else None
+    note = record_of(kind, body)
+    # who wrote no mark knew no buckets either
+    if mark != _mark_of(body) and (mark is not None or note.buckets is not None):
+        raise ValueError("its bytes are not those that were written")
+    return note
+
+
+def _mark_of(body: object) -> str:
+    return version_of(json.dumps(body, sort_keys=True).encode()).decode()
+
+
+def version_of(data: bytes) -> bytes:
+    """What tells these bytes from others, a pointer's and a note's, and whether they are whole."""
+    return hashlib.blake2b(data, digest_size=12).hexdigest().encode()
 
 
 def read_pointer(version: bytes, body: bytes, view: str, where: str) -> Pointer:
@@ -216,7 +248,7 @@ def buckets_of(record: bytes | None, view: str, number: int) -> Buckets | None:
         DamagedPointerError: it cannot be read.
     """
     try:
-        return None if record is None else read_record(Loaded, record).buckets
+        return None if record is None else read_note(Loaded, record).buckets
     except ValueError as exc:
         raise DamagedPointerError(
             f"what is noted of generation {number} of {view!r} is damaged ({exc}); publish the view again"

@@ -94,6 +94,22 @@ def test_what_was_lost_is_told_and_brought_back(project: Scene, loss: str) -> No
     assert project.rollback().snapshot == 1
 
 
+def test_what_is_noted_of_a_generation_in_redis_is_as_good_as_lost_when_it_is_damaged(
+    make_project: MakeProject, redis_url: str
+) -> None:
+    project = make_project(ROWS, project={"online": redis_url})
+    project.run()
+    with contextlib.closing(redis.Redis.from_url(redis_url)) as client:
+        note = client.hget("precompute:{numbers}:meta", "rows:1")
+        assert b'"rows": 40' in note
+        client.hset("precompute:{numbers}:meta", "rows:1", note.replace(b'"number": 1', b'"number": 3'))
+    assert "what is noted of generation 1 of 'numbers' is damaged" in (said(project) or "")
+    report = reconcile(project, "numbers", Silent())
+    assert report is not None
+    assert (report.status, project.served(range(40))) == ("published", (1, DOUBLES))
+    assert said(project) is None
+
+
 def test_a_pointer_left_behind_is_moved_and_nothing_loaded(project: Scene) -> None:
     with project.online_store() as online:
         behind = online.live("numbers")
@@ -249,6 +265,10 @@ def test_what_cannot_be_brought_back_is_tried_again_later_and_later(make_project
         reconciler.wait()
     assert len(announced) == 2
     assert announced[1] == "numbers: it could not be brought back (exit status 1); its output tells more; once more in 2 min"
+    reconciler._attempts["numbers"], reconciler._not_before["numbers"] = 5000, 0.0
+    reconciler.look()
+    reconciler.wait()
+    assert announced[-1].endswith("; once more in 60 min")
 
 
 def test_a_load_that_takes_hours_keeps_no_other_view_waiting(make_project: MakeProject) -> None:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 import redis
 
-from store.errors import DamagedPointerError, OnlineStoreError
+from store.errors import ConflictError, DamagedPointerError, OnlineStoreError
 from store.feature_view import Feature, FeatureView
 from store.online import kernels
 from store.online.codec import RowCodec, State
@@ -270,6 +270,32 @@ def test_what_older_versions_loaded_is_read_and_what_is_noted_is_believed_only_w
     raw.hset(META, "rows:1", '{"rows": "many"}')
     with pytest.raises(DamagedPointerError, match="what is noted of generation 1 of 'scores' is damaged"):
         open_store(shared_server.url()).read("scores", [b"1"])
+
+
+def test_a_flipped_bit_in_what_is_noted_of_a_generation_is_told_and_never_a_missing_row(
+    store: RedisStore, raw: redis.Redis, open_store: OpenStore, shared_server: RedisProcess
+) -> None:
+    """Without it nobody would know in which of how many buckets to look."""
+    publish(store, 1, ids(640))
+    note = raw.hget(META, "rows:1") or b""
+    for bit in range(0, 8 * len(note), 3):
+        flipped = bytearray(note)
+        flipped[bit // 8] ^= 1 << bit % 8
+        raw.hset(META, "rows:1", bytes(flipped))
+        with contextlib.closing(RedisStore(shared_server.url())) as reader:
+            with pytest.raises(DamagedPointerError, match="what is noted of generation 1 of 'scores' is damaged"):
+                reader.read("scores", ids(1))
+            assert reader.generations("scores") == []
+    raw.hset(META, "rows:1", note)
+    # which ones are live cannot be told: none of them is dropped, and all else goes on
+    raw.hset(META, "live", "q")
+    reader = open_store(shared_server.url())
+    assert read(reader, ids(20)) == expected(ids(20))
+    assert (reader.prepare("scores", Generation(2, 2), 20, 1000, "us").number, reader.doubts("scores")) == (None, [])
+    with pytest.raises(ConflictError, match="generation 1 of view 'scores' is live"):
+        reader.drop("scores", 1)
+    reader.flip(pointer(1))
+    assert raw.hget(META, "live") == b"1"
 
 
 def test_a_value_of_another_kind_in_a_buckets_place_is_damage_of_its_keys(store: RedisStore, raw: redis.Redis) -> None:
