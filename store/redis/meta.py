@@ -21,7 +21,8 @@ end
 local owner = redis.call('HGET', KEYS[1], 'owner')
 if owner and owner ~= '' and ARGV[4] ~= '' and owner ~= ARGV[4] and owner ~= ARGV[7] then return {'owner', owner} end
 local epoch = redis.call('HGET', KEYS[1], 'epoch')
-if epoch and tonumber(epoch) > tonumber(ARGV[1]) then return {'epoch', epoch} end
+local number = tonumber(epoch or '')
+if number and number > tonumber(ARGV[1]) then return {'epoch', epoch} end
 redis.call('HDEL', KEYS[1], '-')
 redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'version', ARGV[2], 'pointer', ARGV[3], 'owner', ARGV[4], 'at', ARGV[5], 'live', ARGV[6])
 return {'done', ''}
@@ -147,15 +148,17 @@ class Meta:
 
     @classmethod
     def of(cls, reply: Sequence[bytes]) -> Meta:
-        """From the reply of HGETALL. What cannot be read of a generation makes it one that is to be dropped."""
+        """From the reply of HGETALL. What cannot be read of a generation makes it one that is to be dropped; a field that is named as none of ours is left alone."""
         fields = dict(zip(reply[::2], reply[1::2], strict=True))
         loaded: dict[int, Loaded] = {}
         loading: dict[int, Loading] = {}
         dropping, unreadable = set(), set()
         for name, value in fields.items():
-            kind, _, rest = name.decode().partition(":")
-            if kind == "dropping":
+            kind, _, rest = name.decode(errors="replace").partition(":")
+            if kind == "dropping" and (rest == EVERYTHING or _is_number(rest)):
                 dropping.add(rest)
+            if not _is_number(rest):
+                continue
             try:
                 if kind == "rows":
                     loaded[int(rest)] = read_note(Loaded, value)
@@ -167,8 +170,9 @@ class Meta:
             live = tuple(int(number) for number in fields.get(b"live", b"").split(b",") if number)
         except ValueError:
             # nobody can tell: none of them goes before the next flip has written it anew
-            live = tuple(sorted(loaded))
-        return cls(loaded, loading, frozenset(dropping), frozenset(unreadable), fields.get(b"owner", b"").decode(), live)
+            live = tuple(sorted({*loaded, *unreadable}))
+        owner = fields.get(b"owner", b"").decode(errors="replace")
+        return cls(loaded, loading, frozenset(dropping), frozenset(unreadable), owner, live)
 
     @property
     def generations(self) -> list[Generation]:
@@ -218,6 +222,10 @@ def read_note(kind: type[_Note], data: bytes) -> _Note:
     if mark != _mark_of(body) and (mark is not None or note.buckets is not None):
         raise ValueError("its bytes are not those that were written")
     return note
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal()
 
 
 def _mark_of(body: object) -> str:

@@ -122,7 +122,7 @@ class RedisStore(OnlineStore):
         doing = "list the views"
         (members,) = self._servers.ask(self._names.views, [("SMEMBERS", self._names.views)], doing)
         assert isinstance(members, list)
-        names = sorted(name.decode() for name in members)
+        names = sorted(name.decode(errors="replace") for name in members)
         metas = [self._names.meta(name) for name in names]
         live = [self._servers.ask(meta, [("HEXISTS", meta, "pointer")], doing) for meta in metas]
         return [name for name, (there,) in zip(names, live, strict=True) if there]

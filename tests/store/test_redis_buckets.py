@@ -7,6 +7,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -277,7 +278,8 @@ def test_a_flipped_bit_in_what_is_noted_of_a_generation_is_told_and_never_a_miss
 ) -> None:
     """Without it nobody would know in which of how many buckets to look."""
     publish(store, 1, ids(640))
-    note = raw.hget(META, "rows:1") or b""
+    note = raw.hget(META, "rows:1")
+    assert isinstance(note, bytes)
     for bit in range(0, 8 * len(note), 3):
         flipped = bytearray(note)
         flipped[bit // 8] ^= 1 << bit % 8
@@ -288,14 +290,28 @@ def test_a_flipped_bit_in_what_is_noted_of_a_generation_is_told_and_never_a_miss
             assert reader.generations("scores") == []
     raw.hset(META, "rows:1", note)
     # which ones are live cannot be told: none of them is dropped, and all else goes on
-    raw.hset(META, "live", "q")
+    nonsense: dict[Any, Any] = {
+        "live": "q",
+        "epoch": "q",
+        "rows:q": note,
+        "loading:": "",
+        "dropping:q": "1",
+        b"\xff": "",
+        "owner": b"\xff",
+    }
+    raw.hset(META, mapping=nonsense)
     reader = open_store(shared_server.url())
     assert read(reader, ids(20)) == expected(ids(20))
+    with pytest.raises(ConflictError, match="is published by another project"):
+        reader.prepare("scores", Generation(2, 2), 20, 1000, "us")
+    raw.hset(META, "owner", "us")
     assert (reader.prepare("scores", Generation(2, 2), 20, 1000, "us").number, reader.doubts("scores")) == (None, [])
     with pytest.raises(ConflictError, match="generation 1 of view 'scores' is live"):
         reader.drop("scores", 1)
     reader.flip(pointer(1))
     assert raw.hget(META, "live") == b"1"
+    raw.sadd("precompute:views", b"\xff")
+    assert reader.views() == ["scores"]
 
 
 def test_a_value_of_another_kind_in_a_buckets_place_is_damage_of_its_keys(store: RedisStore, raw: redis.Redis) -> None:
