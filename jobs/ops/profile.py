@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from jobs.config.project import Project
 from jobs.rows.open_view import OpenView, open_view
-from precompute.engine.batching import WINDOW_ROWS
+from precompute.engine.batching import WINDOW_ROWS, joined
 from precompute.engine.runner import Runner
 from store.errors import ConfigError, SourceError
 from store.offline.view_store import OfflineStore
@@ -87,7 +87,7 @@ def _sampled(opened: OpenView, rows: int, runner: Runner) -> Iterator[pa.RecordB
     runner.meter.stage("read").busy_s += time.monotonic() - started
     if table.num_rows == 0:
         raise SourceError(f"view {opened.view.name!r}: the source yielded no rows: nothing to profile")
-    yield from table.combine_chunks().to_batches(WINDOW_ROWS)
+    yield from joined(iter(table.combine_chunks().to_batches(WINDOW_ROWS)), runner.window_rows)
 
 
 def _chained(first: pa.RecordBatch, rest: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

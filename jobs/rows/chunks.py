@@ -19,7 +19,7 @@ from jobs.rows.engine import engine_of
 from jobs.rows.open_view import OpenView
 from jobs.rows.plan import Plan, now_us
 from jobs.rows.rejections import Rejections
-from precompute.engine.batching import WINDOW_ROWS
+from precompute.engine.batching import WINDOW_ROWS, joined
 from precompute.engine.features import with_null_rows
 from precompute.engine.meter import Meter
 from precompute.engine.window import Outcome
@@ -89,7 +89,7 @@ class Chunks:
         """Compute all windows of the source and keep their rows; the report learns what the stages took."""
         meter, began, report = Meter(), time.monotonic(), self._job.report
         runner = engine_of(self._opened, self._job.project.settings.engine, meter, self._job.store)
-        windows = self._good_keys(self._opened.source.batches(WINDOW_ROWS))
+        windows = joined(self._good_keys(self._opened.source.batches(WINDOW_ROWS)), runner.window_rows)
         stream = runner.stream(windows, hidden=("input_hash",), memory_mb=self._job.memory_mb)
         try:
             for batch, done in stream:

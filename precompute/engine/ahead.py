@@ -81,6 +81,11 @@ class Ahead(Generic[Item], Iterator[Item]):
                 raise error
         raise StopIteration
 
+    def ready(self) -> bool:
+        """Whether the next item, or the end, need not be waited for."""
+        with self._changed:
+            return bool(self._ready) or self._ended or self._closed
+
     def close(self) -> None:
         """Stop the stage and those before it; what lies ready is dropped."""
         with self._changed:

@@ -1,7 +1,8 @@
 """Budget: how much one batch may cost. It finds itself, so that nobody sets a batch size.
 
-The first batches take turns with several budgets, and the smallest of the best wins. What a batch took, measured, bounds every larger one before it is
-tried; one that ran out of memory halves the budget, which grows back in small steps towards what did not fit.
+The first batches take turns with several budgets, and the smallest of the best wins; where that is the largest, larger ones take turns with it. A
+budget that the rows do not fill is given up, so that the search ends. What a batch took, measured, bounds every larger one before it is tried; one that ran
+out of memory halves the budget, which grows back in small steps towards what did not fit.
 """
 
 from __future__ import annotations
@@ -13,6 +14,12 @@ ROUNDS = 3
 """Batches of each candidate before one is chosen."""
 TIE = 0.97
 """A budget this close to the best rate is as good, and the smaller one takes less memory."""
+FILLED = 0.5
+"""Of its budget, padding counted: a batch that costs less tells nothing of it, as a window's last one may."""
+PADDED = 0.1
+"""Share of it that is padding, beyond which a batch tells nothing either: its window was small, as the first ones are."""
+TRIES = 16
+"""Batches made under a candidate, after which it is given up unless enough of them were filled: those on their way, some 11, among them."""
 MEMORY_SHARE = 0.8
 """Of the free memory, at most, for one batch."""
 GROW_AFTER = 32
@@ -41,12 +48,13 @@ class Budget:
         self._wanted = self.cost
         self._good = 0
         self._bytes_per_cost = 0.0
-        factors = [0.5]
-        while factors[-1] * 2 <= reach:
-            factors.append(factors[-1] * 2)
-        self._candidates = [] if fixed else sorted({max(1, int(self.cost * f)) for f in factors})
-        self._measured: dict[int, list[tuple[int, float]]] = {c: [] for c in self._candidates}
+        self._most = self.cost * reach
+        self._candidates: list[int] = []
+        self._measured: dict[int, list[tuple[int, float]]] = {}
+        self._given: dict[int, int] = {}
         self._turn = 0
+        if not fixed:
+            self._try([self.cost // 2, self.cost, self.cost * 2])
         self._before: tuple[int, int | None, list[int]] = (self.cost, None, self._candidates)
 
     @property
@@ -60,9 +68,11 @@ class Budget:
             if not self._candidates:
                 return self.cost
             self._turn += 1
-            return self._candidates[self._turn % len(self._candidates)]
+            candidate = self._candidates[self._turn % len(self._candidates)]
+            self._given[candidate] += 1
+            return candidate
 
-    def done(self, budget: int, cost: int, seconds: float, size_bytes: int = 0) -> None:
+    def done(self, budget: int, cost: int, seconds: float, size_bytes: int = 0, padded_cost: int = 0) -> None:
         """A batch made under ``budget`` went well.
 
         Args:
@@ -70,12 +80,18 @@ class Budget:
             cost: what its rows cost, padding not counted.
             seconds: how long it took.
             size_bytes: memory it took beyond what was taken before it; 0 when not measured.
+            padded_cost: what its rows cost, padding counted; by default there is none.
         """
+        padded_cost = max(cost, padded_cost)
+        filled = padded_cost >= FILLED * budget
         with self._lock:
-            if size_bytes > 0 and cost > 0:
-                self._bytes_per_cost = max(self._bytes_per_cost, size_bytes / cost)
+            # a small batch takes more for each unit of cost: the libraries' own memory
+            if size_bytes > 0 and filled:
+                self._bytes_per_cost = max(self._bytes_per_cost, size_bytes / padded_cost)
             if self._candidates:
-                self._searched(budget, cost, seconds)
+                if filled and budget in self._measured and cost >= (1 - PADDED) * padded_cost:
+                    self._measured[budget].append((cost, seconds))
+                self._search()
             elif self.cost < self._wanted:
                 self._good += 1
                 if self._good >= GROW_AFTER:
@@ -107,19 +123,28 @@ class Budget:
             limit = min(limit, max(1, int(MEMORY_SHARE * self._free_bytes() / self._bytes_per_cost)))
         return limit
 
-    def _searched(self, budget: int, cost: int, seconds: float) -> None:
-        # a window's last batch may be nearly empty
-        if budget in self._measured and cost >= budget // 2:
-            self._measured[budget].append((cost, seconds))
+    def _try(self, candidates: list[int]) -> None:
+        """Have these take turns, as far as they are allowed; what was measured of one before was beside others."""
+        self._candidates = sorted({max(1, c) for c in candidates if c <= max(self._most, self.cost)})
+        self._measured = {c: [] for c in self._candidates}
+        self._given = dict.fromkeys(self._candidates, 0)
+
+    def _search(self) -> None:
         limit = self._limit()
-        self._candidates = [c for c in self._candidates if c <= limit]
+        unfilled = [c for c in self._candidates if self._given[c] >= TRIES and len(self._measured[c]) <= ROUNDS]
+        if unfilled:
+            self._most = min(self._most, max(1, min(unfilled) - 1))
+        self._candidates = [c for c in self._candidates if c <= limit and c not in unfilled]
         measured = {c: self._measured[c] for c in self._candidates}
         if not measured:
-            self.cost = min(self.cost, limit)
+            self.cost = self._wanted = min(self.cost, limit)
             return
         if all(len(batches) > ROUNDS for batches in measured.values()):
             # the first of each is left out: it pays for memory that the later ones find at hand
             rates = {c: sum(n for n, _ in m[1:]) / max(sum(s for _, s in m[1:]), 1e-9) for c, m in measured.items()}
             best = max(rates.values())
             self.cost = self._wanted = min(c for c, rate in rates.items() if rate >= TIE * best)
+            largest = self.cost == max(rates)
             self._candidates = []
+            if largest and 2 * self.cost <= min(self._most, limit):
+                self._try([c for c in (self.cost, 2 * self.cost, 4 * self.cost) if c <= limit])

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from precompute.engine.budget import Budget
 from precompute.engine.features import checked, copied
-from precompute.engine.memory import is_out_of_memory
+from precompute.engine.memory import is_out_of_memory, without_locals
 from precompute.engine.meter import Meter
 from precompute.engine.pace import Pace
 from precompute.engine.window import Batch, Later, Rows, Window
@@ -33,7 +33,8 @@ class _Launched:
     result: Any = None
     error: BaseException | None = None
     started: float = 0.0
-    bytes_before: int = 0
+    size_bytes: int = 0
+    """Memory that it took beyond what was in use; 0 when not measured."""
 
 
 class Forward:
@@ -62,17 +63,23 @@ class Forward:
         self._model, self._staged, self._view, self._meter, self._budget = model, staged, view, meter, budget
         self._pace, self._hand_on_s = pace, hand_on_s
         self._depth = 0 if staged is None else staged.device.depth
+        self._landed_at = 0.0
+        """When the last batch did."""
         self._fits = False
         """Whether a batch was seen to fit the view."""
 
-    def windows(self, batches: Iterator[Batch]) -> Iterator[Window]:
+    def windows(self, batches: Iterator[Batch], ready: Callable[[], bool] = lambda: True) -> Iterator[Window]:
         """Windows whose every row was computed or rejected, or pieces of them. On a GPU, later batches are launched before the first is waited
-        for."""
+        for, if they are ``ready``."""
         under_way: deque[_Launched] = deque()
-        for batch in batches:
-            under_way.append(self._launch(batch))
-            while len(under_way) > (self._depth if self._budget.settled else 0):
+        while True:
+            # What is not there yet is not waited for: whoever feeds this may be waiting for what is under way, and it is timed by when it is done.
+            while under_way and (len(under_way) > self._depth or not ready()):
                 yield from self._land(under_way.popleft())
+            batch = next(batches, None)
+            if batch is None:
+                break
+            under_way.append(self._launch(batch))
         while under_way:
             yield from self._land(under_way.popleft())
 
@@ -81,13 +88,17 @@ class Forward:
         if batch.positions is None:
             return launched
         launched.started = time.monotonic()
-        launched.bytes_before = self._bytes_before()
+        bytes_before = self._bytes_before()
         try:
             if isinstance(batch.inputs, Later):
                 raise _Retry
             launched.result = self._model.compute(batch.inputs) if self._staged is None else self._staged.launch(batch.inputs)
         except (Exception, SystemExit) as exc:
-            launched.error = exc
+            launched.error = without_locals(exc)
+        else:
+            if bytes_before and self._staged is not None:
+                # memory is given out when a batch is launched, whenever it computes
+                launched.size_bytes = max(0, self._staged.device.peak_bytes(reset=True) - bytes_before)
         batch.inputs = None
         self._meter.forward_s += time.monotonic() - launched.started
         return launched
@@ -118,23 +129,23 @@ class Forward:
             raise
         except (Exception, SystemExit) as exc:
             # a model may raise anything; which row did it is what counts
-            self._retry(window, positions, exc)
+            self._retry(window, positions, without_locals(exc))
         else:
             self._keep(window, positions, features)
-            self._tell(launched, window.cost(positions))
+            self._tell(launched, window.cost(positions), window.padded_cost(positions))
             self._count(window, positions)
         now = time.monotonic()
+        self._landed_at = now
         if window.handed_on is None:
             window.handed_on = launched.started
         if now - window.handed_on >= self._hand_on_s:
             window.handed_on = now
             yield window.piece()
 
-    def _tell(self, launched: _Launched, cost: int) -> None:
-        """Budget and pace learn from a batch that went well."""
-        seconds, before = time.monotonic() - launched.started, launched.bytes_before
-        size = 0 if not before or self._staged is None else max(0, self._staged.device.peak_bytes(reset=True) - before)
-        self._budget.done(launched.batch.budget, cost, seconds, size)
+    def _tell(self, launched: _Launched, cost: int, padded_cost: int) -> None:
+        """Budget and pace learn from a batch that went well: what it took since it was launched, or since the one before it landed."""
+        seconds = time.monotonic() - max(launched.started, self._landed_at)
+        self._budget.done(launched.batch.budget, cost, seconds, launched.size_bytes, padded_cost)
         if self._pace is not None:
             self._pace.done(cost, seconds)
 
@@ -162,8 +173,6 @@ class Forward:
         self._meter.retries += 1
         one_row = False
         if is_out_of_memory(exc):
-            # its frames hold the tensors that did not fit
-            exc = exc.with_traceback(None)
             if self._staged is not None:
                 self._staged.device.release()
         elif len(positions) == 1 and not isinstance(exc, _Retry):
@@ -178,6 +187,7 @@ class Forward:
             except ModelError:
                 raise
             except (Exception, SystemExit) as failed:
+                without_locals(failed)
                 # with out of memory, that was its second try, alone and with the caches empty
                 if len(part) == 1:
                     window.reject(int(window.rows[part[0]]), "model", told(failed))

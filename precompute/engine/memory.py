@@ -8,6 +8,7 @@ import ctypes
 import os
 import resource
 import sys
+import traceback
 from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
@@ -30,6 +31,20 @@ def is_out_of_memory(exc: BaseException) -> bool:
         return True
     text = str(exc)
     return isinstance(exc, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
+
+
+def without_locals(exc: BaseException) -> BaseException:
+    """The same error, and those it came of, without what was in the variables of the functions that raised it: a batch's activations, which an error that
+    is kept would hold. Where it was raised can still be told."""
+    waiting, seen = [exc], set[int]()
+    while waiting:
+        one = waiting.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            # those that still run are left alone
+            traceback.clear_frames(one.__traceback__)
+            waiting += [other for other in (one.__cause__, one.__context__) if other is not None]
+    return exc
 
 
 def available_bytes() -> int:

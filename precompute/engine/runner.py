@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from precompute.engine.ahead import Ahead
+from precompute.engine.batching import DEVICE_WINDOW_ROWS
 from precompute.engine.budget import Budget
 from precompute.engine.features import checked, finite, in_order
 from precompute.engine.forward import Forward
@@ -89,6 +90,11 @@ class Runner:
         reach = SEARCHED_UP_TO if device.depth else 2
         return Budget(self._staged.start_cost, fixed=not search, reach=reach, free_bytes=device.free_bytes)
 
+    @property
+    def window_rows(self) -> int:
+        """Rows that a window of :meth:`stream` should have, as :func:`precompute.engine.batching.joined` takes it."""
+        return DEVICE_WINDOW_ROWS if self._staged is not None and self._staged.device.depth else 1
+
     def compute(self, batch: pa.RecordBatch) -> Outcome:
         """Run the model over one window of rows; memory for their features must be at hand."""
         preparation = Preparation(self._model, self._staged, self._view, self.budget.next)
@@ -151,7 +157,15 @@ class Runner:
         yield prepared
         batches = Ahead("batch", preparation.batches(prepared), times("batch"), Batch.input_bytes, share, prepared, AHEAD_BATCHES)
         yield batches
-        yield Ahead("model", forward.windows(batches), times("model"), Window.computed_bytes, share, batches, AHEAD_WINDOWS - 1)
+        yield Ahead(
+            "model",
+            forward.windows(batches, batches.ready),
+            times("model"),
+            Window.computed_bytes,
+            share,
+            batches,
+            AHEAD_WINDOWS - 1,
+        )
 
     def figures(self, seconds: float) -> dict[str, Any]:
         """What the run's report says of the engine, plain figures only.

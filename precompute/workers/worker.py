@@ -9,8 +9,7 @@ import queue
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,7 +18,7 @@ import pyarrow as pa
 from precompute.engine.meter import Meter
 from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
-from precompute.model import Model, StagedModel, model_fingerprint
+from precompute.model import Model, model_fingerprint
 from precompute.project_module import told
 from precompute.project_path import absolute_arguments, starting_from
 from precompute.registry import load_model
@@ -33,9 +32,6 @@ FIGURES = ("batches", "cost", "padded_cost", "flops", "retries", "out_of_memory"
 
 STAGES = ("prepare", "model", "check")
 """Of a worker's meter, too; what its other two stages waited for is the pool's to tell."""
-
-FLUSH_S = 0.05
-"""How long nothing may have come in and no batch been finished before what is launched on a GPU is waited for."""
 
 SAMPLE = "__sample__"
 """Name of the table that is no argument of the model, but rows to show a conversion."""
@@ -104,8 +100,6 @@ class _Worker:
         self._meter = Meter()
         self._runner: Runner
         self._waiting: queue.SimpleQueue[pa.RecordBatch] = queue.SimpleQueue()
-        self._under_way: deque[bool] = deque()
-        """Of each window given to the runner, which gives them back in this order: whether the pool knows it."""
 
     def run(self) -> None:
         first = read_frame(self._source)
@@ -130,14 +124,10 @@ class _Worker:
             check_fingerprint(model, spec, tables, folder)
             prepare_model(model, spec["convert"], sample)
             runner = Runner(model, view, self._meter)
-            depth = model.device.depth if isinstance(model, StagedModel) else 0
             self._runner = runner
             self._send({"kind": "ready", "device": runner.device_figures()})
-            for _, done in runner.stream(self._given(depth), memory_mb=spec["memory_mb"]):
-                if self._under_way[0]:
-                    self._send_done(done)
-                if done.last:
-                    self._under_way.popleft()
+            for _, done in runner.stream(iter(self._waiting.get, None), memory_mb=spec["memory_mb"]):
+                self._send_done(done)
         except PrecomputeError as exc:
             self._send({"kind": "error", "error": type(exc).__name__, "text": str(exc)})
         except (Exception, SystemExit) as exc:
@@ -150,24 +140,6 @@ class _Worker:
         while (frame := read_frame(self._source)) is not None:
             self._waiting.put(frame[1].read_next_batch())
         os._exit(0)
-
-    def _given(self, depth: int) -> Iterator[pa.RecordBatch]:
-        """The windows, for the runner. It leaves up to ``depth`` batches and ends of windows launched until something follows; when nothing does,
-        windows without rows do, or the pool would wait for the end of a window and the runner for the next."""
-        idle = True
-        while True:
-            finished = self._meter.batches
-            try:
-                window = self._waiting.get(timeout=None if idle else FLUSH_S)
-            except queue.Empty:
-                idle = self._meter.batches == finished
-                for _ in range(depth if idle else 0):
-                    self._under_way.append(False)
-                    yield window.slice(0, 0)
-                continue
-            idle = depth == 0
-            self._under_way.append(True)
-            yield window
 
     def _send_done(self, done: Outcome) -> None:
         header = {

@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from precompute.engine.batching import DEVICE_WINDOW_ROWS
 from precompute.engine.memory import ResidentPeak
 from precompute.engine.meter import Meter
 from precompute.engine.window import Outcome
@@ -45,6 +46,11 @@ class WorkerPool:
         self._patience = Patience(heartbeat_s, stall_s, hang_s, attempts)
         self._states: dict[int, dict[str, Any]] = {}
         """Of each worker, by its number: what it said last of its device, budget and memory."""
+
+    @property
+    def window_rows(self) -> int:
+        """As :attr:`precompute.engine.runner.Runner.window_rows`."""
+        return DEVICE_WINDOW_ROWS if any((device or "").startswith("cuda") for device in self._devices) else 1
 
     def figures(self, seconds: float) -> dict[str, Any]:
         """What the run's report says of the engine, as :meth:`precompute.engine.runner.Runner.figures`: memory is this process's and all workers', the

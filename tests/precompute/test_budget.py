@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from precompute.engine.budget import GROW_AFTER, Budget
+from precompute.engine.budget import FILLED, GROW_AFTER, TRIES, Budget
 
 
 def search(budget: Budget, rate: Callable[[int], float], size_bytes: int = 0) -> int:
@@ -47,11 +47,26 @@ def test_what_somebody_fixed_is_not_searched() -> None:
     assert budget.next() == 77
 
 
-def test_a_batch_that_is_nearly_empty_tells_nothing() -> None:
+def test_batches_that_are_nearly_empty_tell_nothing_and_end_the_search() -> None:
     budget = Budget(100, reach=1)
-    for _ in range(50):
+    for _ in range(2 * TRIES - 2):
         budget.done(budget.next(), 3, 1.0)
     assert not budget.settled
+    budget.done(budget.next(), 3, 1.0)
+    budget.done(budget.next(), 3, 1.0)
+    assert (budget.settled, budget.next()) == (True, 100)
+
+
+def test_larger_ones_are_tried_as_long_as_they_are_better_and_filled() -> None:
+    assert search(Budget(1024, reach=64), lambda cost: float(cost)) == 65_536
+    assert search(Budget(1024, reach=64), lambda cost: float(min(cost, 5000))) == 8192
+    budget = Budget(1024, reach=64)
+    while not budget.settled:
+        asked = budget.next()
+        cost = min(asked, 5000)  # all the rows there are
+        budget.done(asked, cost, 1.0)
+    assert budget.cost == 8192
+    assert budget.cost * FILLED <= 5000
 
 
 def test_no_candidate_is_tried_that_memory_does_not_allow() -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import traceback
+import weakref
 
 import pytest
+
+from precompute.engine.memory import without_locals
 
 SHOW = """
 import os, threading, time, torch
@@ -45,3 +49,29 @@ def test_without_openmp_nothing_happens() -> None:
         "import sys; from precompute.engine.memory import release_threads; release_threads(); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_error_that_is_kept_holds_no_activations() -> None:
+    class Activation:
+        """What a forward holds."""
+
+    alive: list[weakref.ref[Activation]] = []
+
+    def forward(depth: int) -> None:
+        activation = Activation()
+        alive.append(weakref.ref(activation))
+        try:
+            if depth == 0:
+                raise ValueError("bad")
+            forward(depth - 1)
+        except (ValueError, RuntimeError) as exc:
+            raise RuntimeError(f"in layer {depth}") from exc
+
+    try:
+        forward(3)
+    except RuntimeError as exc:
+        kept = without_locals(exc)
+    assert [ref() for ref in alive] == [None] * 4
+    assert [str(error) for error in (kept, kept.__cause__)] == ["in layer 3", "in layer 2"]
+    # the line that raised it can still be told
+    assert traceback.extract_tb(kept.__traceback__)[-1].name == "forward"
