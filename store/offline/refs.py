@@ -19,7 +19,7 @@ from store.disk.durable_file import create_once, disk_message, locked, make_fold
 from store.disk.lease import Lease
 from store.disk.record_file import read_record_file
 from store.errors import ConflictError, SnapshotError
-from store.record import Record, force_setattr, read_record, replace, written
+from store.record import Record, force_setattr, read_record, replace, sealed
 
 PUBLISH_LEASE = "publish"
 """Name of the lease that publishing, rolling back and removing snapshots hold."""
@@ -222,7 +222,7 @@ class Refs:
                 if lease is not None:
                     lease.check()
                 new = change(self.readable_live())
-                replace_durably(path, written(new), point="live")
+                replace_durably(path, sealed(new), point="live")
                 return new
         except OSError as exc:
             raise SnapshotError(disk_message(path, exc)) from exc
@@ -300,6 +300,6 @@ class Refs:
         try:
             make_folder(path.parent)
             with contextlib.suppress(FileExistsError):
-                create_once(path, written(note), path.parent / f".{path.stem}.{os.getpid()}.tmp")
+                create_once(path, sealed(note), path.parent / f".{path.stem}.{os.getpid()}.tmp")
         except OSError as exc:
             raise SnapshotError(disk_message(path, exc)) from exc

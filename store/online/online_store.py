@@ -7,7 +7,6 @@ What was loaded in one go is a **generation**: immutable, and numbered by the ep
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from store.errors import ConflictError, DamagedPointerError, OnlineStoreError
 from store.feature_view import FeatureView
 from store.online.found_rows import FoundRows, overlaid
 from store.online.packed import Buffer, Rows
-from store.record import Record, field, force_setattr, plain, read_record
+from store.record import Record, field, force_setattr, plain, read_record, sealed
 
 
 class Generation(Record, frozen=True):
@@ -91,11 +90,15 @@ class Pointer(Record, frozen=True):
 
     def to_bytes(self) -> bytes:
         """JSON that :meth:`from_bytes` reads back to an equal pointer."""
-        return json.dumps(plain(self) | {"view": self.view.to_json()}).encode()
+        return sealed(plain(self) | {"view": self.view.to_json()})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Pointer:
-        """The pointer that :meth:`to_bytes` wrote."""
+        """The pointer that :meth:`to_bytes` wrote.
+
+        Raises:
+            ValueError: it is none, or another one: a flipped bit could make rows fresh that are not.
+        """
         return read_record(cls, data)
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from store.errors import DamagedPointerError, OnlineStoreError
 from store.online.online_store import Generation, Pointer, check_loaded, foreign_view, stale_epoch
-from store.record import Record, plain, record_of
+from store.record import Record, content_of, digest_of, record_of, sealed
 from store.redis.buckets import Buckets
 from store.redis.preflight import ServerState, evicted_of, identity_of, keys_of
 
@@ -199,28 +197,17 @@ def doubts(meta: Meta, states: Collection[ServerState], beside: int) -> list[str
     return found
 
 
-def written(note: Loading | Loaded) -> bytes:
-    """A note as a field holds it: the same bytes for the same note, with a mark by which they are known to be whole. Where rows lie is told by it alone: one bit, and all keys
-    would be looked for in other buckets, and be unknown."""
-    body = plain(note)
-    return json.dumps(body | {"mark": _mark_of(body)}, sort_keys=True).encode()
-
-
 def read_note(kind: type[_Note], data: bytes) -> _Note:
-    """The note that :func:`written` wrote.
+    """What is noted of a generation. Where its rows lie is told by that alone: one bit, and all keys would be looked for in other buckets, and be unknown.
 
     Raises:
-        ValueError: the bytes are others.
+        ValueError: the bytes are not those that were written.
     """
-    try:
-        body = json.loads(data)
-    except RecursionError as exc:
-        raise ValueError("it is nested too deeply") from exc
-    mark = body.pop("mark", None) if isinstance(body, dict) else None
+    body, is_sealed = content_of(data)
     note = record_of(kind, body)
-    # who wrote no mark knew no buckets either
-    if mark != _mark_of(body) and (mark is not None or note.buckets is not None):
-        raise ValueError("its bytes are not those that were written")
+    # who wrote no seal knew no buckets either
+    if not is_sealed and note.buckets is not None:
+        raise ValueError("it has no seal")
     return note
 
 
@@ -228,13 +215,9 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdecimal()
 
 
-def _mark_of(body: object) -> str:
-    return version_of(json.dumps(body, sort_keys=True).encode()).decode()
-
-
-def version_of(data: bytes) -> bytes:
-    """What tells these bytes from others, a pointer's and a note's, and whether they are whole."""
-    return hashlib.blake2b(data, digest_size=12).hexdigest().encode()
+def version_of(pointer: bytes) -> bytes:
+    """What tells one pointer's bytes from another's, and whether they are whole."""
+    return digest_of(pointer).encode()
 
 
 def read_pointer(version: bytes, body: bytes, view: str, where: str) -> Pointer:
@@ -293,7 +276,7 @@ def check_flipped(answer: Sequence[bytes], pointer: Pointer, loaded: Sequence[in
 
 def begin_loading(number: int, loading: Loading) -> tuple[str, tuple[bytes | str | int, ...]]:
     """Script and arguments that note a load, and that take over one of the same number; refused ("live") when readers use it."""
-    return _MARK, (number, f"loading:{number}", written(loading))
+    return _MARK, (number, f"loading:{number}", sealed(loading))
 
 
 def begin_dropping(number: int) -> tuple[str, tuple[bytes | str | int, ...]]:
@@ -303,12 +286,12 @@ def begin_dropping(number: int) -> tuple[str, tuple[bytes | str | int, ...]]:
 
 def note_loading(number: int, before: Loading, after: Loading) -> tuple[str, tuple[bytes | str | int, ...]]:
     """Script and arguments that note how far a load is; refused ("changed") when it is not this process's any more."""
-    return _CHANGE, (f"loading:{number}", written(before), f"loading:{number}", written(after))
+    return _CHANGE, (f"loading:{number}", sealed(before), f"loading:{number}", sealed(after))
 
 
 def end_loading(number: int, before: Loading, loaded: Loaded) -> tuple[str, tuple[bytes | str | int, ...]]:
     """Script and arguments that make a generation one that is loaded whole; refused ("changed") as :func:`note_loading`."""
-    return _CHANGE, (f"loading:{number}", written(before), f"rows:{number}", written(loaded))
+    return _CHANGE, (f"loading:{number}", sealed(before), f"rows:{number}", sealed(loaded))
 
 
 def end_view(token: str) -> tuple[str, tuple[bytes | str | int, ...]]:

@@ -20,6 +20,7 @@ from store.feature_view import FeatureView
 from store.offline.snapshot import FORMAT_VERSION, Snapshot
 from store.offline.standing import Standing
 from store.online_url import open_online_store
+from store.record import content_of, sealed
 from tests.faults.conftest import MakeScene
 from tests.faults.harness import (
     VIEW,
@@ -143,7 +144,7 @@ def test_unknown_fields_are_ignored_and_unknown_formats_refused(committed: Fault
 def test_unknown_fields_of_pointers_and_leases_are_ignored(name: str, delta_to_come: MakeScene) -> None:
     scene = delta_to_come()
     path = scene.view_folder / "refs" / name
-    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"colour": "green"}))
+    path.write_bytes(sealed(content_of(path.read_bytes())[0] | {"colour": "green"}))
     recover(scene)
     check_everything(scene)
 
@@ -168,7 +169,7 @@ def test_a_view_of_the_first_release_is_run_and_rolled_back_to(scene: FaultScene
     pointer.write_text(json.dumps({name: json.loads(pointer.read_bytes())[name] for name in fields}))
     (scene.view_folder / "refs" / "epoch.json").unlink()
     online = scene.folder / "var" / "online" / VIEW / "live.json"
-    newer = ("generation", "partition", "renewed_at_us")
+    newer = ("generation", "partition", "renewed_at_us", "seal")
     online.write_text(json.dumps({k: v for k, v in json.loads(online.read_bytes()).items() if k not in newer}))
     assert check_readers(scene) == scene.history[0]
     scene.computed()

@@ -16,7 +16,7 @@ from store.online import kernels
 from store.online.online_store import Generation, MemoryStore, OnlineStore, Pointer
 from store.online.packed import Rows
 from store.online_url import open_online_store
-from store.record import replace
+from store.record import replace, sealed
 from tests.online import (
     TABLE,
     Stopped,
@@ -508,9 +508,11 @@ def test_a_pointer_comes_back_equal_from_its_bytes() -> None:
 def test_a_pointer_of_another_version_is_read_without_what_it_does_not_say_and_what_nobody_knows() -> None:
     body = json.loads(pointer(4).to_bytes())
     later = ("base_snapshot", "overlay", "overlay_index", "owner", "lossy")
-    for name in ("generation", "partition", "renewed_at_us", *later):  # the first version's pointers had none of these
+    # the first version's pointers had none of these
+    for name in ("generation", "partition", "renewed_at_us", "seal", *later):
         del body[name]
     assert Pointer.from_bytes(json.dumps(body | {"from_the_future": 1}).encode()) == pointer(4)
+    assert Pointer.from_bytes(sealed(body | {"from_the_future": 1})) == pointer(4)
 
 
 @pytest.mark.parametrize("url", ["", "memory", "table:", "http://x", "redis", "file:///x", "sqlite:x"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -17,7 +18,7 @@ from store.offline.refs import BadMark, LiveRef, Place
 from store.offline.row_figures import RowFigures, VectorFigures
 from store.offline.runs import Report
 from store.offline.snapshot import Part, Verdict
-from store.record import Record, plain, read_record, record_of, written
+from store.record import Record, plain, read_record, record_of, sealed, written
 
 PART: dict[str, Any] = {"path": "data/r/part-00000.parquet", "rows": 3, "size_bytes": 7, "sha256": "ab"}
 
@@ -113,6 +114,7 @@ def test_every_released_shape_is_read(kind: type[Any], shape: dict[str, Any], re
     assert read_record(kind, json.dumps(shape).encode()) == record
     assert read_record(kind, json.dumps(shape | {"of a later version": [1]}).encode()) == record
     assert read_record(kind, written(record)) == record
+    assert read_record(kind, sealed(record)) == record
 
 
 class Sample(Record, frozen=True):
@@ -127,6 +129,17 @@ class Sample(Record, frozen=True):
 def test_what_is_no_such_record_is_a_value_error(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"\S"):
         read_record(Sample, data)
+
+
+def test_a_flipped_bit_of_what_is_sealed_is_told_or_changes_nothing() -> None:
+    sample = Sample("é\n", math.inf, {"x": 10, "y": -1})
+    whole = sealed(sample)
+    assert read_record(Sample, sealed(json.loads(written(sample)) | {"of a later version": [1.5]})) == sample
+    for bit in range(8 * len(whole)):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with contextlib.suppress(ValueError):
+            assert read_record(Sample, bytes(flipped)) == sample
 
 
 def test_what_is_wrong_is_named() -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from store.errors import OnlineStoreError, PrecomputeError
+from store.disk.durable_file import replace_durably
+from store.errors import DamagedPointerError, OnlineStoreError, PrecomputeError
 from store.online.online_store import Generation
 from store.online.table_store import TableStore
 from tests.conftest import MakeProject
@@ -167,6 +168,21 @@ def test_a_damaged_pointer_file_is_refused(folder: Path, damaged: bytes) -> None
         for use in (reader.live, lambda view, s=reader: s.read(view, [b"a"])):
             with pytest.raises(OnlineStoreError, match=r"damaged.*publish the view again"):
                 use("numbers")
+
+
+def test_a_flipped_bit_in_a_pointer_file_is_told_and_makes_no_row_fresh(folder: Path) -> None:
+    store = TableStore(folder)
+    publish(store, 1, TABLE)
+    path = folder / "numbers" / "live.json"
+    whole = path.read_bytes()
+    for digit, other in ((b'"ttl_s": 1', b'"ttl_s": 9'), (b'"renewed_at_us": 0', b'"renewed_at_us": 4')):
+        assert whole.count(digit) == 1
+        replace_durably(path, whole.replace(digit, other))
+        for use in (store.live, lambda view: store.read(view, [b"a"])):
+            with pytest.raises(DamagedPointerError, match="its bytes are not those that were written"):
+                use("numbers")
+    replace_durably(path, whole)
+    assert values(store.read("numbers", [b"a"])) == [TABLE[b"a"]]
 
 
 def test_publishing_again_mends_a_damaged_pointer_file(folder: Path) -> None:
