@@ -140,7 +140,7 @@ class Served:
 
 def ask(connection: socket.socket, path: str) -> None:
     """Send a request."""
-    connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
 
 
 def answered(connection: socket.socket, status: int = 200) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from jobs.config.section import Duration, Section
 from store.api.wire import MAX_BODY_BYTES
@@ -17,6 +18,9 @@ _KEPT = KeptLimits()
 MOST_WORKERS = 64
 """Processes that answer."""
 _ADDRESS = re.compile(r"\A(unix:.+|\[?[0-9A-Za-z.:_-]+\]?:\d{1,5})\Z")
+
+Host = Annotated[str, Field(pattern=r"^[0-9A-Za-z_-]+(\.[0-9A-Za-z_-]+)*$"), AfterValidator(str.lower)]
+"""A name without a port."""
 
 
 class TlsConfig(Section):
@@ -119,6 +123,10 @@ class ServeConfig(Section):
     bind: str = Field(
         default="127.0.0.1:8080",
         description="host:port, or unix:./api.sock; others than this machine reach it only with `tokens` or `tls.client_ca`",
+    )
+    hosts: list[Host] = Field(
+        default=[],
+        description="names that a server without `tokens` and `tls` is asked for by, as a proxy on this machine passes them on; addresses and localhost need none",
     )
     workers: int = Field(default=1, ge=1, le=MOST_WORKERS, description="processes that answer, over one socket")
     admin: str | None = Field(

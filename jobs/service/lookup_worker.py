@@ -21,6 +21,7 @@ from store.api.app import create_app
 from store.api.timing import Timing
 from store.guard.access import asked_of, tls_of, tokens_of
 from store.guard.gate import Gate
+from store.guard.hosts import Hosts
 from store.guard.limits import Limits
 from store.guard.server import GuardedServer
 from store.kept.kept_rows import KeptLimits
@@ -44,7 +45,9 @@ def main() -> None:
         try:
             listening = [socket.socket(fileno=number) for number in spec["listeners"]]
             tokens = tokens_of(spec)
-            gate = Gate(meter, tokens, listening[1].getsockname() if len(listening) > 1 else None)
+            # a page has no token of another name's, and no certificate for its own
+            hosts = Hosts(spec["hosts"]) if tokens is None and spec["tls"] is None else None
+            gate = Gate(meter, tokens, listening[1].getsockname() if len(listening) > 1 else None, hosts)
             limits = Limits(**spec["limits"])
             timing = (Timing.IN_HEADER if spec["server_timing"] else Timing.NOT_TOLD) | (
                 Timing.IN_SCOPE if spec["tracing"] else Timing.NOT_TOLD

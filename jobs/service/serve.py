@@ -51,6 +51,7 @@ def serve(project: Project, announce: Callable[[str], None], workers: int | None
             "listeners": [one.socket.fileno() for one in listeners],
             **access,
             **_watching(project),
+            "hosts": settings.hosts,
             "limits": asdict(settings.limits.limits()),
         }
         models = settings.models

@@ -8,6 +8,7 @@ from typing import Any
 
 from store.api.reply import Reply, problem
 from store.api.request import Scope
+from store.guard.hosts import Hosts
 from store.guard.tokens import Tokens
 from store.telemetry.instruments import AUTH_REFUSED, Meter
 
@@ -21,6 +22,10 @@ _ANY = ("0.0.0.0", "::")  # noqa: S104  # compared with, not bound
 _CHALLENGE = [(b"www-authenticate", b'Bearer realm="precompute", Basic realm="precompute"'), (b"cache-control", b"no-store")]
 """Basic, with the token as the password, is how a browser is asked for one."""
 
+_NOT_HERE = problem(
+    421, "wrong_host", "this server is not asked for by that name: ask for its address, or have the name added to its serve.hosts"
+)
+
 
 class Gate:
     """Asked with every request's scope; the refusal, or None where it may pass.
@@ -29,15 +34,18 @@ class Gate:
         meter: counts refusals.
         tokens: who may ask; None: whoever reaches an address.
         admin: the admin socket's own name: host and port, or a path; None: there is none.
+        hosts: the names that it may be asked for by over TCP; None: by any.
     """
 
-    def __init__(self, meter: Meter, tokens: Tokens | None = None, admin: Any = None) -> None:
-        self._meter, self._tokens = meter, tokens
+    def __init__(self, meter: Meter, tokens: Tokens | None = None, admin: Any = None, hosts: Hosts | None = None) -> None:
+        self._meter, self._tokens, self._hosts = meter, tokens, hosts
         self._admin = (admin, None) if isinstance(admin, str) else None if admin is None else tuple(admin[:2])
 
     def __call__(self, scope: Scope) -> Reply | None:
         """Raises nothing."""
         path = scope["raw_path"]
+        if self._hosts is not None and not self._is_meant(scope, self._hosts):
+            return self._refused("host", _NOT_HERE)
         if self._admin is not None and path in OPERATORS and not self._is_admin(scope):
             return problem(404, "no_such_route", "there is no such route here")
         if self._tokens is None or path in _OPEN:
@@ -52,6 +60,17 @@ class Gate:
             return self._refused("scope", problem(403, "wrong_scope", "this takes a token of scope admin", _CHALLENGE[1:]))
         scope["token"] = token.name
         return None
+
+    def _is_meant(self, scope: Scope, hosts: Hosts) -> bool:
+        server = scope["server"]
+        # a Unix socket, which no browser reaches
+        if server is not None and server[1] is None:
+            return True
+        # no generator: 0.9 µs of a request in place of 1.4
+        for name, value in scope["headers"]:  # noqa: SIM110
+            if name == b"host" and not hosts.allow(value):
+                return False
+        return True
 
     def _is_admin(self, scope: Scope) -> bool:
         server = scope["server"]

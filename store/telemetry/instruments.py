@@ -223,7 +223,10 @@ CONNECTIONS_CLOSED = _instrument(
     "reason",
 )
 AUTH_REFUSED = _instrument(
-    Kind.COUNTER, "auth_refused", "Requests without a token that opens their route: none, unknown, scope", "reason"
+    Kind.COUNTER,
+    "auth_refused",
+    "Requests that may not pass: without a token (none), with a wrong one (unknown, scope), for another host (host)",
+    "reason",
 )
 
 STORE_UP = _instrument(

@@ -53,7 +53,7 @@ def pushed(connection: socket.socket, data: bytes | memoryview) -> int:
 
 
 def head(path: str, *headers: str, method: str = "GET") -> bytes:
-    return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: x", *headers, "", ""]).encode()
+    return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: localhost", *headers, "", ""]).encode()
 
 
 def post(path: str, body: bytes) -> bytes:

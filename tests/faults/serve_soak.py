@@ -128,7 +128,7 @@ class Soak:
         if rng.random() < MISSES:
             keys[0] = rng.randrange(STORED, KNOWN)
         body = json.dumps({"keys": keys}).encode()
-        head = f"POST /v1/views/numbers/lookup HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/views/numbers/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         started = time.perf_counter()
         connection.sendall(head.encode() + body)
         reply = read_reply(connection)

@@ -91,7 +91,7 @@ def process_of(server: Server, key: int) -> int:
 def ask(server: Server, path: str) -> Any:
     """A connection on which something was asked for."""
     connection = server.connect()
-    connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
     return connection
 
 
@@ -201,7 +201,7 @@ def test_a_worker_that_is_killed_under_load_takes_along_what_was_in_its_hands_an
             with contextlib.suppress(OSError, http.client.HTTPException), server.connect() as connection:
                 cut += 1
                 while not stop.is_set():
-                    connection.sendall(b"GET /v1/views/numbers/rows/1 HTTP/1.1\r\nHost: x\r\n\r\n")
+                    connection.sendall(b"GET /v1/views/numbers/rows/1 HTTP/1.1\r\nHost: localhost\r\n\r\n")
                     assert read_reply(connection).json["status"] == "fresh"
                     answered += 1
                 cut -= 1

@@ -37,7 +37,7 @@ def test_sigterm_finishes_the_requests_at_hand_and_ends_with_status_0(tmp_path: 
     make_folder(tmp_path, {"numbers": counting(tmp_path / "batches", 0.5)}).publish_all()
     write_numbers(tmp_path, [1, 2, 3, 9])
     with Server(tmp_path, bind) as server, server.connect() as idle, server.connect() as busy:
-        busy.sendall(b"GET /v1/views/numbers/rows/9 HTTP/1.1\r\nHost: x\r\n\r\n")
+        busy.sendall(b"GET /v1/views/numbers/rows/9 HTTP/1.1\r\nHost: localhost\r\n\r\n")
         eventually(lambda: "[9.0]" in (tmp_path / "batches").read_text())
         server.process.send_signal(signal.SIGTERM)
         reply = read_reply(busy)
@@ -264,7 +264,9 @@ def test_fifty_requests_at_once_for_one_missing_key_run_the_model_once(counted: 
         for i, connection in enumerate(connections):
             target = "GET /v1/views/numbers/rows/9" if i % 2 else "POST /v1/views/numbers/lookup"
             body = "" if i % 2 else '{"keys":[9,9]}'
-            head = f"{target} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            head = (
+                f"{target} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            )
             connection.sendall((head + body).encode())
         replies = [read_reply(connection) for connection in connections]
     rows = [row for reply in replies for row in reply.json.get("rows", [reply.json])]
@@ -304,7 +306,7 @@ def test_what_does_not_fit_the_queue_is_shed_at_once_and_hits_are_served_all_the
     with server.connect() as first, server.connect() as second:
         for connection, start in ((first, 1000), (second, 2000)):
             body = json.dumps({"keys": list(range(start, start + 1000)), "deadline_ms": 1500})
-            head = f"POST /v1/views/numbers/lookup HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+            head = f"POST /v1/views/numbers/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
             connection.sendall(f"{head}\r\n\r\n{body}".encode())
             eventually(lambda: "1000.0" in batches.read_text())
         refused = (server.get(f"/v1/views/numbers/rows/{key}?deadline_ms=0") for key in range(3000, 4000))

@@ -108,7 +108,7 @@ def test_without_a_certificate_of_the_right_hand_nobody_is_let_in(server: Guarde
             server.identity = "client"
     raw = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20)
     with raw:
-        raw.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+        raw.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert b"HTTP" not in raw.recv(1000)
     # and one that says nothing at all is sent away
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20) as silent:
@@ -174,7 +174,7 @@ def test_a_new_certificate_is_shown_without_a_restart(server: Guarded) -> None:
                 return old
 
         eventually(lambda: shown() != old)
-        before.sendall(f"GET {ROW} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.token}\r\n\r\n".encode())
+        before.sendall(f"GET {ROW} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {server.token}\r\n\r\n".encode())
         assert read_reply(before).status == 200
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from store.errors import ConfigError
 from store.guard.gate import Gate
+from store.guard.hosts import Hosts
 from store.guard.listener import Listener
 from store.guard.tls import Tls
 from store.guard.tokens import Tokens, make_token, read_tokens, remove_tokens
@@ -210,6 +211,38 @@ def test_what_operators_look_at_is_on_the_admin_address_alone(admin: Any, there:
         replies = [gate(asked(path, None, server)) for server in elsewhere]
         assert [reply and reply.status for reply in replies] == [404] * len(elsewhere)
     assert [gate(asked("/v1/views", None, server)) for server in (*there, *elsewhere)] == [None] * (len(there) + len(elsewhere))
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed"),
+    [
+        *((host, True) for host in (b"", b"127.0.0.1", b"127.0.0.1:8080", b"10.1.2.3:80", b"[::1]", b"[::1]:8080")),
+        *(
+            (host, True)
+            for host in (b"localhost", b"LocalHost:8080", b"localhost.", b"features.internal", b"Features.Internal:80")
+        ),
+        *(
+            (host, False)
+            for host in (b"evil.example", b"evil.example:8080", b"localhost.evil.example", b"127.0.0.1.evil.example")
+        ),
+        *((host, False) for host in (b"localhost, evil.example", b"localhost:80@evil.example", b"internal", b"[evil.example]")),
+        *((host, False) for host in (b"x.features.internal", b":", b":80", b"::1", b".", b"\xff", b"localhost\x00")),
+    ],
+)
+def test_a_page_of_another_name_reaches_nothing(host: bytes, allowed: bool) -> None:
+    meter = Meter()
+    gate, scope = Gate(meter, hosts=Hosts(["features.internal"])), asked("/v1/views")
+    scope["headers"] = [(b"accept", b"*/*"), (b"host", host)]
+    reply = gate(scope)
+    assert ((None if reply is None else reply.status), meter.counter(AUTH_REFUSED, "host").value) == (
+        (None, 0) if allowed else (421, 1)
+    )
+    # also as the second of two
+    scope["headers"].insert(0, (b"host", b"localhost"))
+    assert (gate(scope) is None) == allowed
+    # no page reaches a Unix socket; and no browser leaves its host out
+    assert gate(scope | {"server": ("/run/api.sock", None)}) is None
+    assert gate(scope | {"headers": []}) is None
 
 
 # ---- addresses

@@ -55,7 +55,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "spoilt_backed": {},
         "twins": {"source": {"sql": "SELECT * FROM (VALUES (1, 5.0), (2, 5.0)) AS t(id, x)"}},
     }
-    project = make_folder(folder, views)
+    project = make_folder(folder, views, serve={"bind": "127.0.0.1:0", "hosts": ["features.internal"]})
     project.publish_all()
     for view in ("spoilt", "spoilt_backed"):
         damage_row(project, view, 2.0)
@@ -979,7 +979,7 @@ def test_a_compressed_body_is_refused(healthy: Server, encoding: str) -> None:
 @pytest.mark.parametrize("path", [LOOKUP, SEARCH, "/v1/lookup"])
 @pytest.mark.parametrize("how", ["told", "chunked"])
 def test_a_body_over_four_mebibytes_is_refused_before_it_is_kept(healthy: Server, path: str, how: str) -> None:
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with healthy.connect() as connection:
         if how == "told":
             connection.sendall(f"{head}Content-Length: {wire.MAX_BODY_BYTES + 1}\r\n\r\n{{".encode())
@@ -1054,7 +1054,14 @@ def test_a_body_of_four_mebibytes_is_read(healthy: Server) -> None:
     ],
 )
 def test_a_bad_url_is_refused(healthy: Server, path: str, status: int | None) -> None:
-    check_refused(healthy.raw(f"GET /v1/views/{path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()), status)
+    check_refused(healthy.raw(f"GET /v1/views/{path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()), status)
+
+
+def test_a_page_that_had_its_own_name_lead_here_is_told_nothing(healthy: Server) -> None:
+    for path in ("/v1/views/numbers/rows/1", "/v1/views", "/", "/metrics", "/livez", "/nothing"):
+        healthy.get(path, host="evil.example:8080").check_problem(421, "wrong_host")
+        assert healthy.get(path, host="features.internal:80").status == healthy.get(path).status
+    healthy.post(LOOKUP, {"keys": [1]}, host="evil.example").check_problem(421, "wrong_host")
 
 
 @pytest.mark.parametrize(
@@ -1089,13 +1096,13 @@ def test_an_unknown_route_is_a_problem_too(healthy: Server, path: str) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        b"GET /v1/views/numbers/rows/\xff HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"FROB / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /v1/views/numbers/rows/\xff HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"FROB / HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"GET / HTTP/9.9\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
-        b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
-        b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-        b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+        b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
     ],
 )
 def test_what_is_not_http_is_400_or_hung_up_on(healthy: Server, data: bytes) -> None:
@@ -1109,7 +1116,7 @@ def test_what_is_not_http_is_400_or_hung_up_on(healthy: Server, data: bytes) -> 
 @pytest.mark.parametrize("kind", [wire.JSON, wire.ARROW])
 @pytest.mark.parametrize("path", [LOOKUP, SEARCH, "/v1/lookup"])
 def test_callers_that_stop_in_the_middle_of_a_body_leave_no_trace(healthy: Server, path: str, kind: str) -> None:
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}\r\nContent-Length: 100\r\n\r\n".encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nContent-Length: 100\r\n\r\n".encode()
     with contextlib.ExitStack() as stack:
         for data in (head, head + b'{"keys":[', head[:40]):
             with healthy.connect() as gone:
@@ -1122,7 +1129,7 @@ def test_callers_that_stop_in_the_middle_of_a_body_leave_no_trace(healthy: Serve
 def test_a_body_that_trickles_in_is_answered_while_others_are_too(healthy: Server) -> None:
     body = b'{"keys":[1]}'
     with healthy.connect() as slow_one:
-        slow_one.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" % LOOKUP.encode())
+        slow_one.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n" % LOOKUP.encode())
         slow_one.sendall(b"Content-Length: %d\r\n\r\n" % len(body))
         for i in range(len(body)):
             slow_one.sendall(body[i : i + 1])
