@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from store.errors import RequestError
 from store.feature_view import FeatureView
 from store.online.online_store import Pointer
-from store.status import Reason
+from store.status import Reason, Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,14 @@ class Miss(Exception):
     def __init__(self, reason: Reason, detail: str = "", *, broken: bool | None = False, retry_after_s: float = 0.0) -> None:
         super().__init__(detail or reason)
         self.reason, self.broken, self.retry_after_s = reason, broken, retry_after_s
+
+
+def outcome_of(future: Future[Computed]) -> str:
+    """What became of a row, once that is known: ``computed``, or why it is missing."""
+    error = future.exception()
+    if error is None:
+        return str(Status.COMPUTED)
+    return str(error.reason if isinstance(error, Miss) else Reason.MODEL_ERROR)
 
 
 class Fallback(Protocol):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from store.freshness import Sighting, microseconds, status_of
 from store.kept.kept_rows import KeptRows
 from store.key_text import MAX_KEY_BYTES, join_key, key_text, shown_key
 from store.lookup_options import MAX_KEYS, MAX_NEIGHBOURS, CacheControl, LookupOptions, SearchOptions, check_features
-from store.misses import Misses
+from store.misses import Misses, MissesTold
 from store.online import kernels
 from store.online.found_rows import FoundRows, PackedKeys
 from store.online.online_store import OnlineStore, Pointer
@@ -69,14 +68,13 @@ class Lookup:
         self._plans: dict[tuple[str, tuple[str, ...] | None], AnswerPlan] = {}
         self._seen: dict[str, tuple[Pointer, tuple[int, str, int], int | None, float]] = {}
         """View → its pointer and that one's version, when that was published (µs), and when it was first seen here, by the monotonic clock (s)."""
-        self.on_semantic: Callable[[str, Counter[str]], None] = lambda view, outcomes: None
-        """Told what became of misses that the semantic cache looked into; see :class:`store.semantic_cache.SemanticCache`."""
+        self.told = MissesTold()
         self._searches = Searches(None if root is None else Path(root), self._live, self.begin, self._age_of)
-        self._misses = None if fallback is None else Misses(fallback, kept, self._semantic_cache(fallback))
+        self._misses = None if fallback is None else Misses(fallback, kept, self._semantic_cache(fallback), self.told)
 
     def _semantic_cache(self, fallback: Fallback) -> SemanticCache:
         # who is told is known later
-        return SemanticCache(fallback, self._live, self._searches.index_of, self.begin, lambda *told: self.on_semantic(*told))
+        return SemanticCache(fallback, self._live, self._searches.index_of, self.begin, lambda *told: self.told.semantic(*told))
 
     @classmethod
     def open(cls, online: str, root: str | Path | None = None) -> Lookup:

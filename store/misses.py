@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from store.answer import MAX_DEADLINE_S, Answer
-from store.fallback import Computed, Fallback
+from store.fallback import Computed, Fallback, outcome_of
 from store.kept.kept_rows import KeptRows
 from store.online.online_store import Pointer
 from store.semantic_cache import SemanticCache
@@ -37,6 +38,19 @@ class _Behind:
     under_way: int = 0
 
 
+class MissesTold:
+    """Who counts what becomes of rows that the store has not, or has too old; nobody, until somebody takes a place here.
+
+    ``semantic`` is told what :class:`store.semantic_cache.SemanticCache` tells; ``kept`` how many rows were looked for among kept ones, and how many of them found;
+    ``refreshed`` of a stale row that was computed behind its answer: its view, and what became of it, as :func:`store.fallback.outcome_of` has it.
+    """
+
+    def __init__(self) -> None:
+        self.semantic: Callable[[str, Counter[str], float], None] = lambda view, outcomes, similarity: None
+        self.kept: Callable[[int, int], None] = lambda asked, found: None
+        self.refreshed: Callable[[str, str], None] = lambda view, outcome: None
+
+
 class Misses:
     """What stands behind a lookup's misses.
 
@@ -44,10 +58,11 @@ class Misses:
         fallback: computes rows.
         kept: rows that were computed before, and written by who computes; None where none are kept, and stale rows stay so.
         semantic: answers misses of views that want it by rows of other entities.
+        told: of what becomes of rows on the way.
     """
 
-    def __init__(self, fallback: Fallback, kept: KeptRows | None, semantic: SemanticCache) -> None:
-        self._fallback, self._kept, self._semantic = fallback, kept, semantic
+    def __init__(self, fallback: Fallback, kept: KeptRows | None, semantic: SemanticCache, told: MissesTold) -> None:
+        self._fallback, self._kept, self._semantic, self._told = fallback, kept, semantic, told
         self._lock = threading.Lock()
         self._behind: dict[str, _Behind] = {}
         """By view: none waits for another's."""
@@ -102,6 +117,7 @@ class Misses:
         asked = [i for i in (*missing, *stale) if answer.keys[i] not in inputs]
         found = self._kept.read(answer.pointer, [answer.keys[i] for i in asked]) if asked else {}
         settled = {i for i in asked if answer.keys[i] in found and answer.take_kept(i, found[answer.keys[i]])}
+        self._told.kept(len(asked), len(settled))
         # what was kept may be stale in its turn
         still = set(answer.stale_rows())
         return [i for i in missing if i not in settled and i not in still], sorted(still)
@@ -122,9 +138,10 @@ class Misses:
         if begun:
             futures = self._fallback.submit(pointer, begun, {}, now + REFRESH_S)
             for key, future in zip(begun, futures, strict=True):
-                future.add_done_callback(partial(self._done, behind, (pointer.publishing, key)))
+                future.add_done_callback(partial(self._done, pointer.view.name, behind, (pointer.publishing, key)))
 
-    def _done(self, behind: _Behind, row: tuple[tuple[int, str], str], future: Future[Computed]) -> None:
+    def _done(self, view: str, behind: _Behind, row: tuple[tuple[int, str], str], future: Future[Computed]) -> None:
         with self._lock:
             behind.until[row] = time.monotonic() + AGAIN_S
             behind.under_way -= 1
+        self._told.refreshed(view, outcome_of(future))

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -62,7 +63,8 @@ class SemanticCache:
         index_of: the index that was published with a pointer; raises where there is none.
         begin: looks rows up.
         tell: told a view, and how many of its misses came to what: ``hit``; ``far``: none is near enough; ``no_row``: the near ones have no row here;
-            ``no_vector``: the encoder did not answer, or the inputs are not all that it takes; ``unusable``: its view or index is not as it must be; ``busy``.
+            ``no_vector``: the encoder did not answer, or the inputs are not all that it takes; ``unusable``: its view or index is not as it must be; ``busy``; and the
+            sum of the similarities of the hits.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class SemanticCache:
         live: Callable[[str], Pointer],
         index_of: Callable[[Pointer], VectorIndex],
         begin: Begin,
-        tell: Callable[[str, Counter[str]], None],
+        tell: Callable[[str, Counter[str], float], None],
     ) -> None:
         self._fallback, self._live, self._index_of, self._begin, self._tell = fallback, live, index_of, begin, tell
         self._room = threading.Semaphore(AT_ONCE)
@@ -101,14 +103,14 @@ class SemanticCache:
             oldest_s: the largest age of a row that counts; None: the view's own limits hold.
         """
         if not self._room.acquire(blocking=False):
-            self._tell(pointer.view.name, Counter(busy=len(keys)))
+            self._tell(pointer.view.name, Counter(busy=len(keys)), 0.0)
             return self._fallback.submit(pointer, keys, inputs, deadline)
         futures: list[Future[Computed]] = [Future() for _ in keys]
         for future in futures:
             # none can be cancelled by one of those who wait for it
             future.set_running_or_notify_cancel()
         try:
-            self._threads.submit(self._answer, _Asked(pointer, keys, inputs, deadline, oldest_s, futures))
+            self._threads.submit(copy_context().run, self._answer, _Asked(pointer, keys, inputs, deadline, oldest_s, futures))
         except RuntimeError:
             # closed meanwhile
             self._room.release()
@@ -131,7 +133,7 @@ class SemanticCache:
         finally:
             self._room.release()
         try:
-            self._tell(name, outcomes)
+            self._tell(name, outcomes, sum(computed.like.similarity for computed in near.values() if computed.like is not None))
         finally:
             for i, computed in near.items():
                 asked.futures[i].set_result(computed)

@@ -97,8 +97,8 @@ WINGS = {
     # the one file of it that opens whichever store a URL names
     "store/online": {"store/disk"},
     "store/redis": {"store/online"},
-    # beside either kind of online store
-    "store/kept": {"store/online", "store/redis"},
+    # beside either kind of online store; how many rows are kept is counted where that is known
+    "store/kept": {"store/online", "store/redis", "store/telemetry"},
     "store/history": {"store/disk", "store/offline"},
     "store/vectors": {"store/disk", "store/online"},
     "store/encoding": {"store/online"},

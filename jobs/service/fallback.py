@@ -30,7 +30,7 @@ from precompute.sources.kept_input import KeptInput
 from precompute.techniques.table import REFERENCE
 from store.errors import PrecomputeError, SourceError
 from store.fallback import Computed, Fallback, Miss, unpacked_view
-from store.kept.kept_rows import Kept, KeptRows
+from store.kept.kept_rows import KeptRows
 from store.kept.kept_writer import KeptWriter
 from store.key_text import split_key
 from store.offline.view_store import OfflineStore
@@ -40,19 +40,20 @@ from store.online.online_store import Pointer
 from store.online.packed import Packed
 from store.partition import Partition
 from store.status import Reason
+from store.telemetry.batches import Batches, Tell
+from store.telemetry.instruments import Meter
+from store.telemetry.trace import Asked
 
 log = logging.getLogger(__name__)
 
-_Request = tuple[str, Mapping[str, Any] | None, Pointer]
-"""Key text, the input columns' values when they came with the request, and what is live for the caller."""
 
+class _Request(NamedTuple):
+    """Key text, the input columns' values when they came with the request, what is live for the caller, and whose trace it is in."""
 
-_Flight = tuple[str, tuple[int, str], str, str | None]
-"""View, publishing, key, and the inputs that came with the request, as JSON."""
-
-JUST_S = 1.0
-MOST_LATEST = 4096
-"""How long, and how many rows, are at hand after they were computed: they are written behind, and who asks may have looked before."""
+    key: str
+    values: Mapping[str, Any] | None
+    pointer: Pointer
+    asked: Asked | None = None
 
 
 class _Group(NamedTuple):
@@ -122,6 +123,8 @@ class ViewFallback(Fallback):
         memory_mb: DuckDB's memory, for each view.
         kept: where rows that were computed are written, and which entities there are none of.
         watch: told, before what may hang, by when (:func:`time.monotonic`) it should be done; infinity once nothing goes on.
+        meter: counts.
+        tell: as of :class:`store.telemetry.batches.Batches`.
     """
 
     def __init__(
@@ -131,10 +134,12 @@ class ViewFallback(Fallback):
         memory_mb: int = 256,
         watch: Callable[[float], None] = lambda done_by: None,
         kept: KeptRows | None = None,
+        meter: Meter | None = None,
+        tell: Tell | None = None,
     ) -> None:
-        self._writer = None if kept is None else KeptWriter(kept)
-        self._latest: dict[_Flight, tuple[float, Computed | Miss]] = {}
-        """What was computed last and is being kept, in order, with its time (monotonic)."""
+        meter = Meter() if meter is None else meter
+        self._batches = Batches(meter, tell)
+        self._writer = None if kept is None else KeptWriter(kept, meter)
         self._store, self._folder, self._memory_mb, self._watch = store, folder.absolute(), memory_mb, watch
         self._opened: dict[tuple[str, tuple[int, str]], _Opened] = {}
         self._models: dict[str, LoadedModel] = {}
@@ -154,41 +159,19 @@ class ViewFallback(Fallback):
         *,
         query: bool = False,
     ) -> list[Future[Computed]]:
-        group, view = _Group(pointer.model, query), pointer.view.name
+        group, view, asked = _Group(pointer.model, query), pointer.view.name, Asked.now()
         futures = []
         for key in keys:
             values = inputs.get(key)
+            if self._writer is not None and values is None and not query:
+                just_now = self._writer.just_now(pointer, key)
+                if just_now is not None:
+                    futures.append(_settled(just_now))
+                    continue
             given = None if values is None else json.dumps(values, sort_keys=True, default=str)
             flight = (view, pointer.publishing, key, given)
-            just_now = None if query else self._just_now(flight)
-            if just_now is not None:
-                futures.append(just_now)
-                continue
-            futures.append(self._batcher.submit(group, flight, (key, values, pointer), deadline, view))
+            futures.append(self._batcher.submit(group, flight, _Request(key, values, pointer, asked), deadline, view))
         return futures
-
-    def _just_now(self, flight: _Flight) -> Future[Computed] | None:
-        """What was computed for the same so lately that whoever asks may not have seen it kept yet."""
-        at, result = self._latest.get(flight, (-math.inf, None))
-        if result is None or time.monotonic() - at > JUST_S:
-            return None
-        future: Future[Computed] = Future()
-        if isinstance(result, Computed):
-            future.set_result(result)
-        else:
-            future.set_exception(result)
-        return future
-
-    def _keep(self, pointer: Pointer, key: str, result: Computed | Miss) -> None:
-        assert self._writer is not None
-        row = result.row if isinstance(result, Computed) else None
-        if (pointer.view.keep_missing_s if row is None else pointer.view.keep_s) > 0:
-            flight = (pointer.view.name, pointer.publishing, key, None)
-            self._latest.pop(flight, None)
-            self._latest[flight] = time.monotonic(), result
-            while len(self._latest) > MOST_LATEST:
-                self._latest.pop(next(iter(self._latest)))
-            self._writer.put(pointer, Kept(key, row))
 
     def warm(self, pointer: Pointer) -> None:
         """Open the view and compute one row, waiting for it, so that the first miss does not pay for loading.
@@ -203,7 +186,7 @@ class ViewFallback(Fallback):
     def begin_warm(self, pointer: Pointer, deadline: float) -> Future[Computed]:
         """As :meth:`warm`, without waiting; the future always ends in an error, once it was tried or the deadline is over."""
         flight = (pointer.view.name, pointer.publishing)
-        return self._batcher.submit(_WARM_UP, flight, (_WARM_UP, None, pointer), deadline, _WARM_UP)
+        return self._batcher.submit(_WARM_UP, flight, _Request(_WARM_UP, None, pointer), deadline, _WARM_UP)
 
     def ready(self, pointer: Pointer) -> bool:
         """Whether the view is open for the pointer's publishing."""
@@ -230,36 +213,39 @@ class ViewFallback(Fallback):
         """Each view's inputs are fetched by one query, and rows of views that the model cannot tell apart are computed in one call."""
         results: list[Computed | Exception] = [Miss(Reason.UNKNOWN_ENTITY)] * len(requests)
         of_view: dict[tuple[str, tuple[int, str]], list[int]] = {}
-        for i, (_, _, pointer) in enumerate(requests):
-            of_view.setdefault((pointer.view.name, pointer.publishing), []).append(i)
+        for i, request in enumerate(requests):
+            of_view.setdefault((request.pointer.view.name, request.pointer.publishing), []).append(i)
         alike: dict[Hashable, list[_Wanted]] = {}
         query = isinstance(group, _Group) and group.query
+        self._batches.begun([request.asked for request in requests])
         try:
             for (view, _), numbers in of_view.items():
                 with self._failing(view, numbers, results):
-                    opened = self._open(requests[numbers[0]][2])
+                    opened = self._open(requests[numbers[0]].pointer)
                     if group == _WARM_UP:
                         self._warm_up(opened)
                         continue
                     # also of what was opened before
-                    deadlines = [pointer.view.fallback_deadline_s for _, _, pointer in requests]
-                    self._watch(time.monotonic() + longest_s(deadlines, self._row_s.get(requests[0][2].model)))
-                    wanted = _wanted(opened, requests, numbers, results)
+                    deadlines = [request.pointer.view.fallback_deadline_s for request in requests]
+                    self._watch(time.monotonic() + longest_s(deadlines, self._row_s.get(requests[0].pointer.model)))
+                    with self._batches.inputs([requests[i].asked for i in numbers]):
+                        wanted = _wanted(opened, requests, numbers, results)
                     if wanted:
                         # where the source had no rows to show it before
                         opened.view.convert()
                         alike.setdefault(opened.alike, []).extend(wanted)
             for rows in alike.values():
                 whose = [i for each in rows for i in each.numbers]
-                with self._failing(rows[0].opened.view.view.name, whose, results):
+                views, asked = zip(*((requests[i].pointer.view.name, requests[i].asked) for i in whose), strict=True)
+                with self._failing(rows[0].opened.view.view.name, whose, results), self._batches.model(views, asked):
                     _compute(rows, query, requests, results)
         finally:
             self._watch(math.inf)
-        for (key, values, pointer), result in zip(requests, results, strict=True):
+        for (key, values, pointer, _), result in zip(requests, results, strict=True):
             if isinstance(result, Miss) and result.reason is Reason.MODEL_ERROR:
                 self._log_failure(pointer.view.name, key, result)
             elif self._writer is not None and values is None and key and not query and isinstance(result, (Computed, Miss)):
-                self._keep(pointer, key, result)
+                self._writer.put(pointer, key, result)
         return results
 
     def _warm_up(self, opened: _Opened) -> None:
@@ -384,13 +370,22 @@ def _wanted(
     """The source's rows for those of a view's requests that there are any for; what becomes of the others goes into ``results``."""
     wanted = _source_rows(opened, requests, numbers)
     for i in numbers:
-        key, values, _ = requests[i]
+        key, values, *_ = requests[i]
         if values is not None:
             try:
                 wanted.append(_Wanted(opened, [i], _input_row(opened.view, key, values)))
             except (pa.ArrowException, ValueError, TypeError, OverflowError) as exc:
                 results[i] = Miss(Reason.MODEL_ERROR, f"the inputs do not fit the source's columns: {exc}")
     return wanted
+
+
+def _settled(result: Computed | Miss) -> Future[Computed]:
+    future: Future[Computed] = Future()
+    if isinstance(result, Computed):
+        future.set_result(result)
+    else:
+        future.set_exception(result)
+    return future
 
 
 def _refusal(kind: Refusal) -> Exception:
@@ -439,7 +434,7 @@ def _compute(wanted: Sequence[_Wanted], query: bool, requests: Sequence[_Request
     if whose:
         hashes = kernels.hashes(Packed.of([requests[i][0].encode() for i in whose]))
         codec = opened.query_codec if query else opened.codec
-        snapshots = np.array([requests[i][2].snapshot for i in whose])
+        snapshots = np.array([requests[i].pointer.snapshot for i in whose])
         rows = codec.encode(done.features, hashes, np.full(len(whose), now_us), snapshots)
         for j, i in enumerate(whose):
             results[i] = Computed(rows.at(j), now_us)

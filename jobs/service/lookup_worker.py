@@ -79,11 +79,11 @@ def _watched(app: Any, spec: dict[str, Any], looks: list[Callable[[], None]], st
     name = f"worker-{spec['number']}"
     if spec["tracing"] is not None:
         # the extra [otel]
-        from store.telemetry.tracing import Tracing
+        from store.telemetry.tracing import Spans, Tracing
 
-        tracing = Tracing(app, spec["tracing"]["endpoint"], spec["tracing"]["sample"], name)
-        stack.callback(tracing.close)
-        app = tracing
+        spans = Spans(spec["tracing"]["endpoint"], spec["tracing"]["sample"], name)
+        stack.callback(spans.close)
+        app = Tracing(app, spans)
     if spec["access_log"] is not None:
         lines = AccessLog(app, None if spec["access_log"] == "-" else Path(spec["access_log"]), name)
         looks.append(lines.flush)

@@ -64,14 +64,18 @@ class ModelGroup(KeptProcess):
         runtime: folder for the socket.
         limits: beyond which it is killed.
         meter: counts how often it is replaced.
+        number: which of the models that are live at a time; what it counts goes on under it.
 
     Raises:
         OSError: the system has no room for it.
     """
 
-    def __init__(self, model: str, project: dict[str, Any], runtime: Path, limits: ModelLimits, meter: Meter) -> None:
+    def __init__(
+        self, model: str, project: dict[str, Any], runtime: Path, limits: ModelLimits, meter: Meter, number: int = 0
+    ) -> None:
         super().__init__("model", f"the model process {model[:12]}", meter)
-        self._project, self._limits = project, limits
+        self.number, self._runtime = number, runtime
+        self._project, self._limits = project | {"runtime": str(runtime), "process": f"model-{number}"}, limits
         self._path = socket_path(runtime, model)
         with contextlib.ExitStack() as unless_made:
             self._listener = unless_made.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -111,6 +115,8 @@ class ModelGroup(KeptProcess):
         """Nobody reaches it from now on; the process is ended by its keeper."""
         self._listener.close()
         os.close(self._file)
+        # begun anew, it has nothing in hand, and takes nothing
+        Meter(self._runtime, self._project["process"]).close()
         for path in (self._path, self._path.with_suffix(".watch")):
             path.unlink(missing_ok=True)
 

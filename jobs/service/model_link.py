@@ -23,6 +23,7 @@ from precompute.workers.frames import framed, read_message
 from store.fallback import Computed, Miss
 from store.online.online_store import Pointer
 from store.status import Reason
+from store.telemetry.trace import TRACE
 
 log = logging.getLogger(__name__)
 
@@ -41,12 +42,14 @@ class _Asked:
     query: bool
     number: int
     futures: Sequence[Future[Computed]]
+    trace: str | None = None
 
     def header(self, pointer: int) -> dict[str, Any]:
         if not self.keys:
             return {"warm": self.number, "pointer": pointer, "deadline": self.deadline}
         asked = {"ask": self.number, "pointer": pointer, "keys": self.keys, "inputs": self.inputs}
-        return asked | {"deadline": self.deadline, "query": self.query}
+        traced = {} if self.trace is None else {"trace": self.trace}
+        return asked | {"deadline": self.deadline, "query": self.query} | traced
 
 
 @dataclass(slots=True)
@@ -131,7 +134,7 @@ class ModelLink:
                 next(self._numbers)
             closed = self._closed.is_set()
             if not closed:
-                self._outbox.put(_Asked(pointer, keys, inputs, deadline, query, number, made))
+                self._outbox.put(_Asked(pointer, keys, inputs, deadline, query, number, made, TRACE.get()))
         if closed:
             _fail(made, _ended())
         return made

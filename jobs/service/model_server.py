@@ -31,9 +31,13 @@ from store.offline.view_store import OfflineStore
 from store.online.online_store import Pointer
 from store.online_url import open_kept_rows
 from store.status import Reason
+from store.telemetry.batches import Tell
+from store.telemetry.instruments import Meter
+from store.telemetry.trace import TRACE
 
 # from a worker:  {"pointer": n}                      body: the pointer that is called n from now on, on this connection
 #                 {"ask": i, "pointer": n, "keys": […], "inputs": {…}, "deadline": t, "query": …}       the keys are called i, i + 1, …
+#                                                     "trace": …, of a request that is traced: its traceparent
 #                 {"warm": i, "pointer": n, "deadline": t}        open it; i is answered as missing once that was tried
 # to a worker:    {"rows": [[i, computed at, bytes], …], "missed": [[i, reason, detail, broken], …], "open": […]}      body: the rows, one after the other;
 #                                                     open: all publishings that are open, where that changed
@@ -83,6 +87,7 @@ class Conversation:
 
     def _ask(self, header: Mapping[str, Any]) -> None:
         pointer, query = self._pointers[header["pointer"]], header["query"]
+        TRACE.set(header.get("trace"))
         futures = self._fallback.submit(pointer, header["keys"], header["inputs"], header["deadline"], query=query)
         for number, future in enumerate(futures, header["ask"]):
             future.add_done_callback(partial(self._done, number))
@@ -128,15 +133,25 @@ def _serve(listener: socket.socket, fallback: ViewFallback) -> None:
         Conversation(connection, fallback)
 
 
-def _end_refused(fallback: ViewFallback) -> None:
-    """End the process when the model that it loaded has not been what is live for a while: what is on disk may be by now, and modules are
-    imported once in a process."""
+def _look(fallback: ViewFallback, meter: Meter) -> None:
+    """Tell every second what the process takes, and end it when the model that it loaded has not been what is live for a while: what is on disk may be by now, and
+    modules are imported once in a process."""
     since = math.inf
     while time.monotonic() - since < REFUSED_S:
         time.sleep(1.0)
+        meter.process_figures()
         since = min(since, time.monotonic()) if fallback.refused() else math.inf
     log.warning("the model is loaded once more, in a new process: it may be the live snapshot's by now")
     os._exit(0)
+
+
+def _tell(spec: Mapping[str, Any]) -> Tell | None:
+    if spec["tracing"] is None:
+        return None
+    # the extra [otel]
+    from store.telemetry.tracing import Spans
+
+    return Spans(spec["tracing"]["endpoint"], spec["tracing"]["sample"], spec["process"]).tell
 
 
 def main() -> None:
@@ -147,8 +162,9 @@ def main() -> None:
     threading.Thread(target=watch.pulse, name="pulse", daemon=True).start()
     store, folder = OfflineStore(Path(spec["root"])), Path(spec["folder"])
     kept = open_kept_rows(spec["online"], KeptLimits(**spec["kept"]))
-    fallback = ViewFallback(store, folder, spec["duckdb_mb"], watch.set, kept)
-    threading.Thread(target=_end_refused, args=(fallback,), name="refused", daemon=True).start()
+    meter = Meter(Path(spec["runtime"]), spec["process"])
+    fallback = ViewFallback(store, folder, spec["duckdb_mb"], watch.set, kept, meter, _tell(spec))
+    threading.Thread(target=_look, args=(fallback, meter), name="look", daemon=True).start()
     _serve(socket.socket(fileno=spec["listener"]), fallback)
 
 

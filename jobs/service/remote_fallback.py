@@ -16,7 +16,7 @@ from typing import Any
 from jobs.service.breaker import Breaker
 from jobs.service.model_group import socket_path
 from jobs.service.model_link import ModelLink
-from store.fallback import Computed, Fallback, Miss
+from store.fallback import Computed, Fallback, Miss, outcome_of
 from store.online.online_store import Pointer
 from store.status import Reason
 from store.telemetry.instruments import BREAKER_OPEN, FALLBACK_QUEUE, FALLBACK_ROWS, Meter
@@ -116,15 +116,13 @@ class RemoteFallback(Fallback):
         return breaker
 
     def _landed(self, view: str, future: Future[Computed]) -> None:
-        error = future.exception()
-        broken = _broken(error)
+        broken = _broken(future.exception())
         with self._lock:
             self._in_flight[view] -= 1
             breaker = self._breaker(view)
             breaker.count(broken, time.monotonic())
-        outcome = "computed" if error is None else str(error.reason if isinstance(error, Miss) else Reason.MODEL_ERROR)
         self._meter.gauge(FALLBACK_QUEUE, view).add(-1)
-        self._meter.counter(FALLBACK_ROWS, view, outcome).add()
+        self._meter.counter(FALLBACK_ROWS, view, outcome_of(future)).add()
         self._meter.gauge(BREAKER_OPEN, view).set(breaker.is_open)
 
 

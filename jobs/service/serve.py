@@ -58,7 +58,9 @@ def serve(project: Project, announce: Callable[[str], None], workers: int | None
         limits = ModelLimits(
             models.grace, models.memory_mb or machine_memory_mb() // 2, duckdb_mb=max(64, project.settings.memory_mb // 4)
         )
-        supervisor = Supervisor(worker, shared | {"folder": str(project.home)}, limits, workers or settings.workers)
+        supervisor = Supervisor(
+            worker, shared | {"folder": str(project.home), "tracing": worker["tracing"]}, limits, workers or settings.workers
+        )
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: supervisor.stop())
         announce(listeners[0].shown)

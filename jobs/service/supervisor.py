@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import select
@@ -18,7 +19,7 @@ from jobs.service.model_group import ModelGroup, ModelLimits
 from jobs.service.remote_fallback import CONTROL
 from precompute.workers.process import ChildProcess, end_all
 from store.errors import PrecomputeError
-from store.telemetry.instruments import Meter
+from store.telemetry.instruments import RESTARTS, Meter
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,10 @@ class Supervisor:
 
     def __init__(self, worker: dict[str, Any], project: dict[str, Any], limits: ModelLimits, workers: int = 1) -> None:
         self._runtime, self._project, self._limits = Path(worker["runtime"]), project, limits
-        self._meter = Meter(self._runtime, "supervisor")
+        self._meter, self._figures_at = Meter(self._runtime, "supervisor"), 0.0
+        for process, why in itertools.product(("worker", "model"), ("ended", "killed")):
+            # told as 0 before the first: Prometheus sees its increase then
+            self._meter.counter(RESTARTS, process, why)
         self._workers = [WorkerKeeper(number, worker, self._meter) for number in range(workers)]
         self._groups: dict[str, ModelGroup] = {}
         self._control = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -109,6 +113,9 @@ class Supervisor:
                 for kept in (*self._workers, *self._groups.values()):
                     kept.look(now)
                 self._retire(now)
+                if now >= self._figures_at:
+                    self._figures_at = now + 1.0
+                    self._meter.process_figures()
                 if all(worker.ends_quickly >= FUTILE and not worker.has_answered for worker in self._workers):
                     raise PrecomputeError("no lookup worker comes up: what ended them is in the log above")
                 select.select([self._control], [], [], TICK_S)
@@ -127,7 +134,8 @@ class Supervisor:
 
     def _make(self, model: str) -> None:
         try:
-            self._groups[model] = ModelGroup(model, self._project, self._runtime, self._limits, self._meter)
+            number = min(set(range(MOST_MODELS)) - {group.number for group in self._groups.values()})
+            self._groups[model] = ModelGroup(model, self._project, self._runtime, self._limits, self._meter, number)
         except OSError as exc:
             self._room_at = time.monotonic() + NO_ROOM_S
             log.error("no process for model %s: %s; its rows are missing until there is room", model[:12], exc)

@@ -6,15 +6,11 @@ from collections.abc import Mapping
 
 from store.api.live_views import LiveViews
 from store.lookup import Answer, Lookup
-from store.status import AnswerSource
 from store.telemetry import instruments as counted
 from store.telemetry.exposition import CONTENT_TYPE, exposition
 from store.telemetry.instruments import Instrument, Meter, Number, Timer
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
-
-_KEPT = {str(AnswerSource.CACHE): "hit", str(AnswerSource.FALLBACK): "miss"}
-"""Source of a row that the store had not → what became of it among the kept ones."""
 
 
 class Metrics:
@@ -31,7 +27,8 @@ class Metrics:
         self._lookup = lookup
         self._views = LiveViews(lookup) if views is None else views
         lookup.on_damaged = lambda view, rows: self.meter.counter(counted.DAMAGED_ROWS, view).add(rows)
-        lookup.on_semantic = self._semantic
+        lookup.told.semantic, lookup.told.kept = self._semantic, self._asked_kept
+        lookup.told.refreshed = lambda view, outcome: self.meter.counter(counted.REFRESHES, view, outcome).add()
         self._whole: dict[str, Number] = {}
         self._kept: dict[tuple[str, str], tuple[Number, Number]] = {}
         self._missed: Number | None = None
@@ -57,9 +54,6 @@ class Metrics:
         else:
             for labels, rows in counts.items():
                 self.meter.counter(counted.ROWS, view, *labels).add(rows)
-                outcome = _KEPT.get(labels[1])
-                if outcome is not None:
-                    self.meter.counter(counted.CACHE, "kept", outcome).add(rows)
         future = answer.future_rows()
         if future:
             self.meter.counter(counted.FUTURE_ROWS, view).add(future)
@@ -83,16 +77,22 @@ class Metrics:
             number.add()
         self.timed("row", seconds)
 
-    def _semantic(self, view: str, outcomes: Mapping[str, int]) -> None:
+    def _asked_kept(self, asked: int, found: int) -> None:
+        self.meter.counter(counted.CACHE, "kept", "hit").add(found)
+        self.meter.counter(counted.CACHE, "kept", "miss").add(asked - found)
+
+    def _semantic(self, view: str, outcomes: Mapping[str, int], similarity: float) -> None:
+        self.meter.counter(counted.SEMANTIC_SIMILARITY, view).add(similarity)
         for outcome, rows in outcomes.items():
             if rows:
                 self.meter.counter(counted.SEMANTIC_CACHE, view, outcome).add(rows)
 
-    def not_kept(self) -> None:
-        """Count a row that was not among the encoded ones, and is from now on."""
+    def not_kept(self, size_bytes: int) -> None:
+        """Count a row that was not among the encoded ones, and is from now on; all of them take so many bytes."""
         if self._missed is None:
             self._missed = self.meter.counter(counted.CACHE, "l1", "miss")
         self._missed.add()
+        self.meter.gauge(counted.CACHE_BYTES, "l1").set(size_bytes)
 
     def timed(self, route: str, seconds: float) -> None:
         """Observe a request's time."""
@@ -136,6 +136,9 @@ class Metrics:
             tell(counted.VIEW_ROWS, name, pointer.rows)
             tell(counted.COVERAGE, name, pointer.rows / pointer.source_rows if pointer.source_rows else None)
             tell(counted.DEGRADED, name, float(pointer.degraded))
+            for rare in (counted.DAMAGED_ROWS, counted.FUTURE_ROWS):
+                # from 0 on: of a counter that is seen first when it has counted, Prometheus takes that for no increase
+                self.meter.counter(rare, name)
         for name in seen.unreadable:
             tell(counted.VIEW_UP, name, 0.0)
         return exposition(self.meter, now)

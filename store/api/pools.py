@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 from store.errors import RequestError
@@ -37,7 +39,8 @@ class Pool:
             raise RequestError(f"{self._most} {self.name} calls are in hand already; try again", status=503, code="busy")
         self._in_hand += 1
         loop = asyncio.get_running_loop()
-        future = self._threads.submit(function, *args, **kwargs)
+        # which request it is for, where that is traced
+        future = self._threads.submit(copy_context().run, partial(function, *args, **kwargs))
 
         def left(_: object) -> None:
             if not loop.is_closed():

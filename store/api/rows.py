@@ -124,7 +124,7 @@ class RowRoutes:
             body = b'{"view":"%b",%b' % (key[0].encode(), row_json(answer, 0))
         else:
             self._cache.keep(key, row)
-            self._metrics.not_kept()
+            self._metrics.not_kept(self._cache.size_bytes)
             body = row.body(answer.status(0), answer.age_us(0))
         return Reply(200, [JSON_TYPE, *headers], body)
 

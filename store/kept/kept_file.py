@@ -47,13 +47,16 @@ class KeptFile(KeptRows):
                 found |= connection.execute(query, (space.view, *slots)).fetchall()
         return found
 
-    def _put(self, space: Space, records: dict[int, tuple[bytes, int]]) -> None:
+    def _put(self, space: Space, records: dict[int, tuple[bytes, int]]) -> bool:
         rows = [(space.view, slot, over_us, record) for slot, (record, over_us) in records.items()]
+        kept = False
         with self._lock, self._trouble():
             connection = self._opened(make=True)
             assert connection is not None
             with connection:
                 connection.executemany("INSERT OR REPLACE INTO kept VALUES (?, ?, ?, ?)", rows)
+            kept = True
+        return kept
 
     def close(self) -> None:
         with self._lock:

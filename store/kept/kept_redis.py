@@ -41,7 +41,7 @@ class KeptRedis(KeptRows):
             return {}
         return {slot: record for slot, record in zip(slots, records, strict=True) if record is not None}
 
-    def _put(self, space: Space, records: dict[int, tuple[bytes, int]]) -> None:
+    def _put(self, space: Space, records: dict[int, tuple[bytes, int]]) -> bool:
         name, fields = self._name(space), [part for slot, (record, _) in records.items() for part in (str(slot), record)]
         # in one go: a writer that ends leaves none behind that stays for ever
         commands = [("HSET", name, *fields), ("PEXPIRE", name, str(max(1, space.longest_us // 1000)))]
@@ -50,6 +50,8 @@ class KeptRedis(KeptRows):
         except OnlineStoreError as exc:
             # it is full, gone, or gives no right to: nothing is kept
             log.debug("%s", exc)
+            return False
+        return True
 
     def _name(self, space: Space) -> str:
         return f"{self._prefix}:{{{space.view}}}:kept:{space.model[:16]}"

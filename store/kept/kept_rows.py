@@ -77,8 +77,8 @@ class KeptRows(ABC):
                 found[key] = record[_RECORD.size :] or None
         return found
 
-    def write(self, pointer: Pointer, rows: Sequence[Kept]) -> None:
-        """Keep these; those that are too large are not."""
+    def write(self, pointer: Pointer, rows: Sequence[Kept]) -> int:
+        """Keep these, and say how many are kept: those that are too large are not, and none where the store takes none."""
         space, now_us = Space.of(pointer, self._limits), self._now_us()
         records: dict[int, tuple[bytes, int]] = {}
         for key, row in rows:
@@ -88,16 +88,15 @@ class KeptRows(ABC):
             record = _RECORD.pack(digest, over_us, pointer.snapshot) + (row or b"")
             if over_us > now_us and len(record) <= space.record_bytes:
                 records[number] = record, over_us
-        if records:
-            self._put(space, records)
+        return len(records) if records and self._put(space, records) else 0
 
     @abstractmethod
     def _get(self, space: Space, slots: Sequence[int]) -> dict[int, bytes]:
         """Slot → its record, of those that have one."""
 
     @abstractmethod
-    def _put(self, space: Space, records: dict[int, tuple[bytes, int]]) -> None:
-        """Slot → its record, and when (µs since 1970) that is over; in place of what was there."""
+    def _put(self, space: Space, records: dict[int, tuple[bytes, int]]) -> bool:
+        """Slot → its record, and when (µs since 1970) that is over; in place of what was there. False where they could not be written."""
 
     @abstractmethod
     def close(self) -> None:

@@ -3,34 +3,64 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
+import time
 
+from store.fallback import Computed, Miss
 from store.kept.kept_rows import Kept, KeptRows
 from store.online.online_store import Pointer
+from store.telemetry.instruments import CACHE, Meter
 
 log = logging.getLogger(__name__)
 
 MOST_WAITING = 4096
 """Rows; beyond, they are not kept."""
 
+JUST_S = 1.0
+MOST_LATEST = 4096
+"""How long, and how many rows, are at hand after they were computed: they are written behind, and who asks may have looked before."""
+
+_Row = tuple[str, tuple[int, str], str]
+"""View, publishing and key."""
+
 
 class KeptWriter:
-    """Writes as fast as the store takes it.
+    """Writes as fast as the store takes it. Rows come from one thread.
 
     Args:
         kept: the store.
+        meter: counts what was kept, and what was not.
     """
 
-    def __init__(self, kept: KeptRows) -> None:
+    def __init__(self, kept: KeptRows, meter: Meter) -> None:
         self._kept = kept
+        self._stored, self._dropped = (meter.counter(CACHE, "kept", outcome) for outcome in ("stored", "dropped"))
         self._waiting: queue.Queue[tuple[Pointer, Kept]] = queue.Queue(MOST_WAITING)
+        self._latest: dict[_Row, tuple[float, Computed | Miss]] = {}
+        """What came last, in order, with its time (monotonic)."""
         threading.Thread(target=self._write, name="kept", daemon=True).start()
 
-    def put(self, pointer: Pointer, row: Kept) -> None:
-        """Keep a row that was computed under a pointer; returns at once."""
-        if not self._waiting.full():
-            self._waiting.put((pointer, row))
+    def put(self, pointer: Pointer, key: str, result: Computed | Miss) -> None:
+        """Keep what was computed under a pointer, as the view wants it kept; a miss says that there is no such entity. Returns at once."""
+        row = result.row if isinstance(result, Computed) else None
+        if (pointer.view.keep_missing_s if row is None else pointer.view.keep_s) <= 0:
+            return
+        which = (pointer.view.name, pointer.publishing, key)
+        self._latest.pop(which, None)
+        self._latest[which] = time.monotonic(), result
+        while len(self._latest) > MOST_LATEST:
+            self._latest.pop(next(iter(self._latest)))
+        try:
+            self._waiting.put_nowait((pointer, Kept(key, row)))
+        except queue.Full:
+            self._dropped.add()
+
+    def just_now(self, pointer: Pointer, key: str) -> Computed | Miss | None:
+        """What was put so lately that whoever asks may not have seen it kept yet."""
+        at, result = self._latest.get((pointer.view.name, pointer.publishing, key), (-math.inf, None))
+        return result if time.monotonic() - at <= JUST_S else None
 
     def _write(self) -> None:
         while True:
@@ -41,8 +71,11 @@ class KeptWriter:
             for pointer, row in taken:
                 of_pointer.setdefault(id(pointer), (pointer, []))[1].append(row)
             for pointer, rows in of_pointer.values():
+                kept = 0
                 try:
-                    self._kept.write(pointer, rows)
+                    kept = self._kept.write(pointer, rows)
                 except Exception:
                     # or nothing would be kept from now on
                     log.exception("rows of view %r cannot be kept", pointer.view.name)
+                self._stored.add(kept)
+                self._dropped.add(len(rows) - kept)

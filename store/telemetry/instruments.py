@@ -187,7 +187,7 @@ PROBLEMS = _instrument(Kind.COUNTER, "problems", "Refused or failed requests", "
 CACHE = _instrument(
     Kind.COUNTER,
     "cache_rows",
-    "Rows asked of a cache: l1 (encoded answers in a worker) or kept (computed misses); outcome hit, miss, stored or dropped",
+    "Rows asked of a cache: l1 (encoded answers in a worker) or kept (rows computed for misses); outcome hit or miss, of kept ones also stored or dropped",
     *("cache", "outcome"),
 )
 SEMANTIC_CACHE = _instrument(
@@ -196,17 +196,24 @@ SEMANTIC_CACHE = _instrument(
     "Misses looked for among similar inputs; outcome hit, far, no_row, no_vector, unusable or busy; all but hits go to the model",
     *("view", "outcome"),
 )
+SEMANTIC_SIMILARITY = _instrument(
+    Kind.COUNTER,
+    "semantic_cache_similarity",
+    "Sum of the similarities of the hits: divided by them, what they are on average",
+    "view",
+)
 CACHE_BYTES = _instrument(Kind.GAUGE, "cache_bytes", "Bytes that a cache holds", "cache")
 
 FALLBACK_QUEUE = _instrument(Kind.GAUGE, "fallback_queue_rows", "Misses that wait for the model or are in its hands", "view")
 FALLBACK_ROWS = _instrument(
     Kind.COUNTER,
     "fallback_rows",
-    "Misses given to the model; outcome computed, unknown_entity, deadline, shed, model_error or collapsed",
+    "Misses given to the model; outcome computed, unknown_entity, deadline, shed or model_error",
     *("view", "outcome"),
 )
-FALLBACK_BATCHES = _instrument(Kind.COUNTER, "fallback_batches", "Batches of misses that a model computed", "view")
-MODEL_SECONDS = _instrument(Kind.HISTOGRAM, "model_seconds", "Time that a model took for a batch of misses", "view")
+MODEL_SECONDS = _instrument(
+    Kind.HISTOGRAM, "model_seconds", "Time that a model took for a batch of misses, and how many batches there were", "view"
+)
 BREAKER_OPEN = _instrument(Kind.HIGHEST, "breaker_open", "1 while a model that kept failing is left alone", "view")
 REFRESHES = _instrument(
     Kind.COUNTER, "refreshed_rows", "Stale rows computed behind an answer; outcome as of fallback_rows", *("view", "outcome")

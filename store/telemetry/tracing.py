@@ -1,4 +1,5 @@
-"""Tracing: a span for each request, for OpenTelemetry, under its caller's where it came with a ``traceparent``; imported only where it is configured.
+"""Tracing: a span for each request, for OpenTelemetry, under its caller's where it came with a ``traceparent``, and spans of what was done for it below; imported
+only where it is configured.
 
 Spans go to the collector in a thread of the SDK's own, in batches; one that does not answer costs spans, and no request waits.
 """
@@ -18,38 +19,59 @@ from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_contex
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from store.telemetry.route import route_of
+from store.telemetry.trace import TRACE
 
 _Scope = dict[str, Any]
 _App = Callable[[_Scope, Any, Any], Awaitable[None]]
 
 _CARRIED = (b"traceparent", b"tracestate")
+_PROPAGATOR = TraceContextTextMapPropagator()
+
+
+class Spans:
+    """What a process makes spans with.
+
+    Args:
+        endpoint: of a collector, OTLP over HTTP: ``http://127.0.0.1:4318``.
+        sample: share of the requests that are traced, of those whose caller did not decide.
+        process: the name of this process.
+    """
+
+    def __init__(self, endpoint: str, sample: float, process: str) -> None:
+        resource = Resource.create({"service.name": "precompute", "service.instance.id": process})
+        self._provider = TracerProvider(sampler=ParentBased(TraceIdRatioBased(sample)), resource=resource, shutdown_on_exit=False)
+        exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=5)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=1000))
+        self.tracer = self._provider.get_tracer("precompute")
+
+    def tell(self, trace: str, name: str, began_ns: int, ended_ns: int, rows: int) -> None:
+        """A span that is over, under the one that ``trace`` (a ``traceparent``) names; times in ns since 1970."""
+        within, told = _PROPAGATOR.extract({"traceparent": trace}), {"precompute.rows": rows}
+        self.tracer.start_span(name, within, start_time=began_ns, attributes=told).end(ended_ns)
+
+    def close(self) -> None:
+        """Send what was not sent, for at most a few seconds."""
+        self._provider.shutdown()
 
 
 class Tracing:
     """An ASGI application that traces what another one answers.
 
     Args:
-        app: answers. What it puts into ``scope["stages"]`` (name → seconds, one after the other) become spans of their own.
-        endpoint: of a collector, OTLP over HTTP: ``http://127.0.0.1:4318``.
-        sample: share of the requests that are traced, of those whose caller did not decide.
-        worker: the name of this process.
+        app: answers. What it puts into ``scope["stages"]`` (name → seconds, one after the other) become spans of their own; whatever it has other threads and
+            processes do is told by :data:`store.telemetry.trace.TRACE` which span that comes under.
+        spans: of this process.
     """
 
-    def __init__(self, app: _App, endpoint: str, sample: float, worker: str) -> None:
-        self._app = app
-        resource = Resource.create({"service.name": "precompute", "service.instance.id": worker})
-        self._provider = TracerProvider(sampler=ParentBased(TraceIdRatioBased(sample)), resource=resource, shutdown_on_exit=False)
-        exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=5)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=1000))
-        self._tracer = self._provider.get_tracer("precompute")
-        self._propagator = TraceContextTextMapPropagator()
+    def __init__(self, app: _App, spans: Spans) -> None:
+        self._app, self._tracer = app, spans.tracer
 
     async def __call__(self, scope: _Scope, receive: Any, send: Any) -> None:
         """One request."""
         carrier = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _CARRIED}
         route, view = route_of(scope)
         span = self._tracer.start_span(
-            f"{scope['method']} {route}", self._propagator.extract(carrier) if carrier else None, SpanKind.SERVER
+            f"{scope['method']} {route}", _PROPAGATOR.extract(carrier) if carrier else None, SpanKind.SERVER
         )
         if not span.is_recording():
             await self._app(scope, receive, send)
@@ -62,20 +84,19 @@ class Tracing:
                 status = message["status"]
             await send(message)
 
+        within, carried = set_span_in_context(span), dict[str, str]()
+        _PROPAGATOR.inject(carried, within)
+        before = TRACE.set(carried["traceparent"])
         try:
             await self._app(scope, receive, seen)
         finally:
+            TRACE.reset(before)
             told = {"http.request.method": scope["method"], "http.route": route, "http.response.status_code": status}
             span.set_attributes(told | ({} if view is None else {"precompute.view": view}))
             if status >= 500 or not status:
                 span.set_status(Status(StatusCode.ERROR))
-            within = set_span_in_context(span)
             for stage, seconds in scope.get("stages", {}).items():
                 ended_ns = started_ns + int(seconds * 1e9)
                 self._tracer.start_span(stage, within, start_time=started_ns).end(ended_ns)
                 started_ns = ended_ns
             span.end()
-
-    def close(self) -> None:
-        """Send what was not sent, for at most a few seconds."""
-        self._provider.shutdown()

@@ -151,7 +151,7 @@ def asking(scene: Scene, **options: Any) -> Iterator[tuple[Lookup, Counter[str]]
     fallback = ViewFallback(scene.offline, scene.home, memory_mb=64)
     with contextlib.closing(fallback), scene.lookup(fallback, **options) as lookup:
         outcomes = Counter[str]()
-        lookup.on_semantic = lambda view, told: outcomes.update(told)
+        lookup.told.semantic = lambda view, told, similarity: outcomes.update(told)
         yield lookup, outcomes
 
 
@@ -356,6 +356,7 @@ def test_over_http_a_row_says_whose_it_is(make_texts: MakeTexts) -> None:
     assert same.status == 304
     assert views == {"labels": {"view": "vectors", "threshold": 0.94}, "vectors": None}
     assert 'precompute_semantic_cache_rows_total{outcome="hit",view="labels"} 3.0' in metrics
+    assert 'precompute_semantic_cache_similarity_total{view="labels"} 3.0' in metrics
 
 
 @table_only
@@ -369,8 +370,8 @@ def test_in_a_server_each_model_is_a_process_of_its_own(make_texts: MakeTexts) -
     assert (near.status, near.source, near.similarity, near.nearest) == ("fresh", "cache", 1.0, "1")
     assert near.computed_at == stored.computed_at
     assert [(row.status, row.similarity) for row in (far, ended, exact)] == [("computed", msgspec.UNSET)] * 3
-    # and the row that the model was warmed up with
-    assert sorted(computed(scene)) == ["['aaaa!']", "['aaaa']", "['aaaaa']", "['abc']"]
+    # and, twice, the row that the model was warmed up with
+    assert sorted(computed(scene)) == ["['aaaa!']", "['aaaa']", "['aaaa']", "['aaaaa']", "['abc']"]
 
 
 # ---- the configuration

@@ -286,14 +286,42 @@ def test_answers_say_what_took_how_long_where_that_is_configured(tmp_path: Path)
             assert f'precompute_stage_seconds_count{{stage="{stage}"}}' in counted
 
 
-def test_a_server_traces_its_requests_where_that_is_configured(tmp_path: Path) -> None:
+def test_a_server_traces_its_requests_to_the_model_where_that_is_configured(tmp_path: Path) -> None:
+    traces = [f"{number:032x}" for number in (1, 2, 3)]
     with collecting() as (address, spans):
-        make_folder(tmp_path, {"numbers": {}}, serve={"tracing": {"endpoint": address, "sample": 0.0}}).publish_all()
+        serve = {"tracing": {"endpoint": address, "sample": 0.0}}
+        make_folder(tmp_path, {"numbers": {}}, serve=serve).publish_all()
+        write_numbers(tmp_path, [1, 2, 3, 9, 10])
         with Server(tmp_path) as server:
-            trace = "0af7651916cd43dd8448eb211c80319c"
-            server.get("/v1/views/numbers/rows/2", traceparent=f"00-{trace}-b7ad6b7169203331-01")
-            server.get("/v1/views/numbers/rows/3")
-        # what was not sent is sent at the end
-        named = {span.name for span in spans()}
-        assert named == {"GET /v1/views/{view}/rows/{key}", "read", "verify", "encode"}
-        assert {span.trace_id.hex() for span in spans()} == {trace}
+
+            def asked(trace: str, path: str, body: Any = None) -> None:
+                reply = server.request("POST" if body else "GET", path, body, traceparent=f"00-{trace}-b7ad6b7169203331-01")
+                assert reply.status == 200
+
+            asked(traces[0], "/v1/views/numbers/rows/2")
+            asked(traces[1], "/v1/views/numbers/lookup", {"keys": [1, 9, 10, 77]})
+            asked(traces[2], "/v1/views/numbers/search", {"inputs": {"x": 2.0}})
+            # neither its caller nor we want that: no word of it goes to the model
+            server.lookup("numbers", [9])
+            eventually(lambda: sum(span.name == "model" for span in spans()) == 2)
+        # what a worker has not sent is sent at its end
+        of_trace = [{span.name: span for span in spans() if span.trace_id.hex() == trace} for trace in traces]
+        assert len(spans()) == sum(map(len, of_trace))
+    hit, missed, searched = of_trace
+    model = {"queue", "inputs", "model"}
+    assert hit.keys() == {"GET /v1/views/{view}/rows/{key}", "read", "verify", "encode"}
+    assert missed.keys() == {"POST /v1/views/{view}/lookup", "read", "verify", "wait", "encode"} | model
+    assert searched.keys() == {"POST /v1/views/{view}/search"} | model
+    for root, named in (("lookup", missed), ("search", searched)):
+        whole = named[f"POST /v1/views/{{view}}/{root}"]
+        # one after the other, all within the request
+        times = [time for name in ("queue", "inputs", "model") for time in _times(named[name])]
+        assert [_times(whole)[0], *times, _times(whole)[1]] == sorted([*_times(whole), *times])
+        assert {named[name].parent_span_id for name in model} == {whole.span_id}
+    rows = {name: {a.key: a.value.int_value for a in missed[name].attributes}["precompute.rows"] for name in model}
+    # of the key that the source does not know there is nothing to compute
+    assert rows == {"queue": 3, "inputs": 3, "model": 2}
+
+
+def _times(span: Any) -> tuple[int, int]:
+    return span.start_time_unix_nano, span.end_time_unix_nano

@@ -22,6 +22,7 @@ from store.lookup_options import LookupOptions
 from store.online.online_store import MemoryStore, Pointer
 from store.record import replace
 from store.status import Reason
+from store.telemetry.instruments import CACHE, Meter
 from tests.server import eventually
 from tests.store.test_lookup import NOW, NOW_US, STALE_FOR, TTL, House, Row, Scripted, computed_row
 
@@ -344,28 +345,35 @@ def test_the_writer_writes_behind_and_drops_what_the_store_is_too_slow_for(
     gate, written = threading.Event(), list[str]()
 
     class Slow:
-        def write(self, _: Pointer, rows: list[Kept]) -> None:
+        def write(self, _: Pointer, rows: list[Kept]) -> int:
             assert gate.wait(20)
             written.extend(row.key for row in rows)
+            # one of them is too large
+            return len(rows) - (rows[0].key == "0")
 
-    writer = KeptWriter(Slow())  # type: ignore[arg-type]
+    meter = Meter()
+    stored, dropped = (meter.counter(CACHE, "kept", outcome) for outcome in ("stored", "dropped"))
+    writer = KeptWriter(Slow(), meter)  # type: ignore[arg-type]
     for number in range(50):
-        writer.put(pointer, Kept(str(number), None))
+        writer.put(pointer, str(number), Miss(Reason.UNKNOWN_ENTITY))
     gate.set()
-    eventually(lambda: len(written) >= 5)
+    eventually(lambda: stored.value + dropped.value == 50)
     assert written == [str(number) for number in range(len(written))]
-    assert len(written) <= 11
+    assert 5 <= len(written) <= 11
+    assert stored.value == len(written) - 1
 
 
 def test_the_writer_outlives_a_write_that_fails(pointer: Pointer) -> None:
     written: list[str] = []
 
     class Failing:
-        def write(self, _: Pointer, rows: list[Kept]) -> None:
+        def write(self, _: Pointer, rows: list[Kept]) -> int:
             written.extend(row.key for row in rows)
             raise RuntimeError("no reason that anybody foresaw")
 
-    writer = KeptWriter(Failing())  # type: ignore[arg-type]
+    meter = Meter()
+    writer = KeptWriter(Failing(), meter)  # type: ignore[arg-type]
     for number in range(3):
-        writer.put(pointer, Kept(str(number), None))
+        writer.put(pointer, str(number), Miss(Reason.UNKNOWN_ENTITY))
         eventually(lambda: len(written) == number + 1)  # noqa: B023
+    eventually(lambda: meter.counter(CACHE, "kept", "dropped").value == 3)

@@ -13,7 +13,7 @@ import pytest
 
 from store.telemetry.access_log import AccessLog
 from store.telemetry.route import route_of
-from store.telemetry.tracing import Tracing
+from store.telemetry.tracing import Spans, Tracing
 from tests.collector import collecting
 
 SECRETS = ["alice@example.com", "deadline_ms", "pct_secret"]
@@ -145,13 +145,14 @@ def collector() -> Iterator[tuple[str, Callable[[], list[Any]]]]:
 
 def test_a_request_is_a_span_under_its_callers_with_its_stages_below(collector: tuple[str, Callable[[], list[Any]]]) -> None:
     address, spans = collector
-    tracing = Tracing(answering, address, 0.0, "worker-0")
+    made = Spans(address, 0.0, "worker-0")
+    tracing = Tracing(answering, made)
     caller = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-"
     row = "/v1/views/numbers/rows/alice@example.com"
     ask(tracing, scope(row, traceparent=caller + "01"), scope(f"{row}/refused", traceparent=caller + "01"))
     # not sampled: by its caller, by us, by what is no traceparent
     ask(tracing, scope(row, traceparent=caller + "00"), scope(row), scope(row, traceparent="nonsense"))
-    tracing.close()
+    made.close()
     got = spans()
     named = {span.name: span for span in got}
     assert sorted(span.name for span in got) == ["GET /v1/views/{view}/rows/{key}"] * 2 + ["encode"] * 2 + ["read"] * 2
@@ -173,13 +174,15 @@ def test_a_request_is_a_span_under_its_callers_with_its_stages_below(collector: 
 
 def test_every_request_is_traced_where_all_are_asked_for(collector: tuple[str, Callable[[], list[Any]]]) -> None:
     address, spans = collector
-    tracing = Tracing(answering, address + "/", 1.0, "worker-0")
+    made = Spans(address + "/", 1.0, "worker-0")
+    tracing = Tracing(answering, made)
     ask(tracing, *[scope("/v1/lookup", "POST")] * 3)
-    tracing.close()
+    made.close()
     assert len({span.trace_id for span in spans()}) == 3
 
 
 def test_a_collector_that_is_not_there_stops_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    tracing = Tracing(answering, "http://127.0.0.1:9", 1.0, "worker-0")
+    made = Spans("http://127.0.0.1:9", 1.0, "worker-0")
+    tracing = Tracing(answering, made)
     ask(tracing, scope("/livez"))
-    tracing.close()
+    made.close()
