@@ -66,6 +66,7 @@ class Lookup:
         """Told of rows that do not vouch for themselves, by lookups and searches: the view, and how many."""
         self._clock, self._monotonic = clock, monotonic
         self._plans: dict[tuple[str, tuple[str, ...] | None], AnswerPlan] = {}
+        self._last: dict[str, Pointer] = {}
         self._seen: dict[str, tuple[Pointer, tuple[int, str, int], int | None, float]] = {}
         """View → its pointer and that one's version, when that was published (µs), and when it was first seen here, by the monotonic clock (s)."""
         self.told = MissesTold()
@@ -169,8 +170,10 @@ class Lookup:
         read = self.online.read(view, raw)
         read_at = time.perf_counter()
         if read is None:
+            self._last.pop(view, None)
             raise self._unknown_view(view)
         pointer, found = read
+        self._last[view] = pointer
         inputs = _inputs_by_key(pointer, options.inputs) if options.inputs else {}
         behind = options.fallback and pointer.view.fallback
         fallback = self.fallback if behind else None
@@ -194,6 +197,10 @@ class Lookup:
     def look(self, pointer: Pointer) -> tuple[int, Sighting]:
         """What time it is, in µs since 1970, and what bounds the ages of a pointer's rows now."""
         return int(self._clock() * 1e6), self._sighting(pointer)
+
+    def last(self, view: str) -> Pointer | None:
+        """What was live when this process last read rows of a view; None where it has not, or there was no such view."""
+        return self._last.get(view)
 
     def _sighting(self, pointer: Pointer) -> Sighting:
         first, now_s = self._seen.get(pointer.view.name), self._monotonic()

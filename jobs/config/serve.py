@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, field_validator
 
 from jobs.config.section import Duration, Section
 from store.api.wire import MAX_BODY_BYTES
+from store.encoding.row_cache import MAX_CACHE_BYTES
 from store.guard.limits import Limits
 from store.kept.kept_rows import KeptLimits
 
@@ -141,6 +142,9 @@ class ServeConfig(Section):
     limits: LimitsConfig = LimitsConfig()
     models: ModelsConfig = ModelsConfig()
     kept: KeptConfig = KeptConfig()
+    cache_mb: int = Field(
+        default=MAX_CACHE_BYTES // 2**20, ge=0, description="of the encoded rows that each worker keeps in memory; 0: none"
+    )
     access_log: str | None = Field(
         default=None, description="file that gets a line of JSON for each request, or - for the standard error"
     )

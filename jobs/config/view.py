@@ -125,7 +125,8 @@ class FallbackConfig(Section):
     keep: Duration = Field(default=600.0, description="how long a computed row is kept, for the snapshot it was computed under")
     keep_missing: Duration = Field(default=30.0, description="how long it is kept in mind that the source has no such entity")
     stale_if_error: Duration = Field(
-        default=0.0, description="past ttl and stale_for: how long a row is still served, as stale, where the model fails"
+        default=0.0,
+        description="past ttl and stale_for: how long a row is still served, as stale, where the model or the online store fails",
     )
     default: dict[Name, Any] | None = Field(
         default=None, description="feature → value: stands in for a row that is missing, and says so; those not named are null"

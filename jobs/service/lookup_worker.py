@@ -59,6 +59,7 @@ def main() -> None:
                 gate,
                 meter,
                 answer_bytes=limits.answer_bytes,
+                cache_bytes=spec["cache_bytes"],
                 timing=timing,
                 asks=asked_of(spec),
             )

@@ -30,8 +30,9 @@ class Metrics:
         lookup.told.semantic, lookup.told.kept = self._semantic, self._asked_kept
         lookup.told.refreshed = lambda view, outcome: self.meter.counter(counted.REFRESHES, view, outcome).add()
         self._whole: dict[str, Number] = {}
-        self._kept: dict[tuple[str, str], tuple[Number, Number]] = {}
-        self._missed: Number | None = None
+        self._kept: dict[tuple[str, str, str], tuple[Number, Number]] = {}
+        self._missed, self._dropped = (self.meter.counter(counted.CACHE, "l1", outcome) for outcome in ("miss", "dropped"))
+        self._kept_bytes = self.meter.gauge(counted.CACHE_BYTES, "l1")
         self._routes: dict[str, Timer] = {}
         self._stages: dict[str, Timer] = {}
 
@@ -67,12 +68,12 @@ class Metrics:
             self.stage(stage, took)
         return stages
 
-    def kept(self, view: str, status: str, seconds: float) -> None:
-        """Count a row of the store that was answered from the encoded ones, and its time."""
-        series = self._kept.get((view, status))
+    def kept(self, view: str, status: str, seconds: float, outcome: str) -> None:
+        """Count a row of the store that was answered from the encoded ones, and its time; ``outcome``: a hit, or ``in_error``, since the store failed."""
+        series = self._kept.get((view, status, outcome))
         if series is None:
             rows = self.meter.counter(counted.ROWS, view, status, "store", "")
-            series = self._kept[view, status] = rows, self.meter.counter(counted.CACHE, "l1", "hit")
+            series = self._kept[view, status, outcome] = rows, self.meter.counter(counted.CACHE, "l1", outcome)
         for number in series:
             number.add()
         self.timed("row", seconds)
@@ -87,12 +88,12 @@ class Metrics:
             if rows:
                 self.meter.counter(counted.SEMANTIC_CACHE, view, outcome).add(rows)
 
-    def not_kept(self, size_bytes: int) -> None:
-        """Count a row that was not among the encoded ones, and is from now on; all of them take so many bytes."""
-        if self._missed is None:
-            self._missed = self.meter.counter(counted.CACHE, "l1", "miss")
+    def not_kept(self, dropped: int, size_bytes: int) -> None:
+        """Count a row that was not among the encoded ones, and is from now on, and those it took the place of; all take so many bytes."""
         self._missed.add()
-        self.meter.gauge(counted.CACHE_BYTES, "l1").set(size_bytes)
+        if dropped:
+            self._dropped.add(dropped)
+        self._kept_bytes.set(size_bytes)
 
     def timed(self, route: str, seconds: float) -> None:
         """Observe a request's time."""

@@ -70,7 +70,7 @@ def refusal(exc: Exception, where: str) -> tuple[Reply, str]:
     route = where.partition("/rows/")[0][:_LONGEST_ROUTE]
     if isinstance(exc, (OnlineStoreError, VectorIndexError)):
         # what it says names hosts and files, and is for the operator
-        _tell(route, str(exc))
+        tell_failure(route, str(exc))
         what = "the online store does not answer" if isinstance(exc, OnlineStoreError) else "the vector index cannot be read"
         return problem(503, "store_unavailable", f"{what}; the server's log says why", [RETRY_SOON]), "store_unavailable"
     log.error("%s failed", route, exc_info=exc)
@@ -80,7 +80,7 @@ def refusal(exc: Exception, where: str) -> tuple[Reply, str]:
 _told_at: dict[str, float] = {}
 
 
-def _tell(route: str, text: str) -> None:
+def tell_failure(route: str, text: str) -> None:
     """Log an error that every request may meet, once in a while, whatever route met it: a store that is gone is told of, and fills no disk."""
     now = time.monotonic()
     if now - _told_at.get(text, -math.inf) >= _TELL_AGAIN_S:

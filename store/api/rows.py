@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 from store.answer import Answer, AnswerPlan
 from store.api import arrow, wire
 from store.api.metrics import Metrics
 from store.api.pools import Pool
-from store.api.reply import ARROW_TYPE, JSON_TYPE, RETRY_SOON, Reply, Stream, problem, refusal
+from store.api.reply import ARROW_TYPE, JSON_TYPE, RETRY_SOON, Reply, Stream, problem, refusal, tell_failure
 from store.api.request import Receive, Scope, both, headers_of, no_query, query_options, read_body, wants_arrow
 from store.api.timing import Timing, timed
 from store.encoding.answer_size import LARGE_ARROW_BYTES, LARGE_BYTES, MAX_ANSWER_BYTES, Measure, Room
@@ -23,7 +24,7 @@ from store.encoding.arrow_template import stream_of
 from store.encoding.http_freshness import VARY, Headers, cache_control, matches, missing_headers, row_headers
 from store.encoding.json_rows import lookup_json, lookup_pieces, row_json
 from store.encoding.row_cache import MAX_CACHE_BYTES, CachedRow, CacheKey, RowCache, cached_row
-from store.errors import PrecomputeError, RequestError
+from store.errors import OnlineStoreError, PrecomputeError, RequestError
 from store.freshness import status_of
 from store.key_text import key_from_path
 from store.lookup import Lookup
@@ -75,8 +76,14 @@ class RowRoutes:
             reply = self._cached_reply(cached, headers, options, asked, started)
             if reply is not None:
                 return reply
-        entity = await self._entity(view) if b"/" in raw_key else ("key",)
-        answer = await self._begin(view, [key_from_path(raw_key, entity)], options, asked)
+        try:
+            entity = await self._entity(view) if b"/" in raw_key else ("key",)
+            answer = await self._begin(view, [key_from_path(raw_key, entity)], options, asked)
+        except (OnlineStoreError, RequestError) as exc:
+            in_error = None if cached is None else self._in_error(cached, exc, headers, options, asked, started)
+            if in_error is None:
+                raise
+            return in_error
         if answer.pending:
             await _landed(answer)
         missing = answer.reason(0) is not None
@@ -99,8 +106,38 @@ class RowRoutes:
         status = status_of(view, age_us / 1e6, oldest_s)
         if status is not Status.FRESH and (status is Status.MISSING or view.fallback):
             return None
+        return self._kept_reply(row, status, age_us, asked, started, "hit")
+
+    def _in_error(
+        self,
+        row: CachedRow,
+        error: PrecomputeError,
+        asked: dict[bytes, bytes],
+        options: LookupOptions,
+        control: CacheControl | None,
+        started: float,
+    ) -> Reply | None:
+        """The row that was kept, as stale, where the store fails (RFC 5861 §4): of what was live last, and as young as the view and the request want it."""
+        pointer, view = row.pointer, row.pointer.view
+        if isinstance(error, RequestError) and error.status != HTTPStatus.SERVICE_UNAVAILABLE:
+            # the caller's
+            return None
+        if self._lookup.last(view.name) is not pointer or wants_arrow(asked) or (control is not None and control.no_cache):
+            return None
+        oldest_s = options.max_age_s if control is None else control.oldest_s(view, options.max_age_s, False)
+        now_us, sighting = self._lookup.look(pointer)
+        age_us = sighting.age_us(row.computed_at_us, now_us)
+        most_s = view.ttl_s + view.stale_for_s + view.stale_if_error_s
+        if age_us > (most_s if oldest_s is None else min(most_s, oldest_s)) * 1e6:
+            return None
+        tell_failure(f"GET /v1/views/{view.name}", str(error))
+        return self._kept_reply(row, Status.STALE, age_us, asked, started, "in_error")
+
+    def _kept_reply(
+        self, row: CachedRow, status: Status, age_us: int, asked: dict[bytes, bytes], started: float, outcome: str
+    ) -> Reply:
         headers, etag = row.headers_now(status, age_us)
-        self._metrics.kept(view.name, status, time.perf_counter() - started)
+        self._metrics.kept(row.pointer.view.name, status, time.perf_counter() - started, outcome)
         etags = asked.get(b"if-none-match")
         if etags is not None and matches(etags, etag):
             return Reply(304, headers)
@@ -108,7 +145,9 @@ class RowRoutes:
 
     async def _entity(self, view: str) -> Sequence[str]:
         live = self._lookup.online.live
-        pointer = live(view) if self._readers is None else await self._readers.run(live, view)
+        pointer = self._lookup.online.known(view)
+        if pointer is None:
+            pointer = live(view) if self._readers is None else await self._readers.run(live, view)
         return ("key",) if pointer is None else pointer.view.entity
 
     def _row_reply(self, answer: Answer, asked: dict[bytes, bytes], key: CacheKey) -> Reply:
@@ -119,12 +158,13 @@ class RowRoutes:
             return Reply(304, headers)
         if as_arrow:
             return Reply(200, [ARROW_TYPE, *headers], arrow.encode_arrow(answer.table()))
-        row = cached_row(answer) if self._lookup.online.tells_changes else None
+        row = cached_row(answer)
         if row is None:
             body = b'{"view":"%b",%b' % (key[0].encode(), row_json(answer, 0))
         else:
-            self._cache.keep(key, row)
-            self._metrics.not_kept(self._cache.size_bytes)
+            # under another pointer by now, it would not be asked for
+            if self._cache.most_bytes and self._lookup.online.known(key[0]) is row.pointer:
+                self._metrics.not_kept(self._cache.keep(key, row), self._cache.size_bytes)
             body = row.body(answer.status(0), answer.age_us(0))
         return Reply(200, [JSON_TYPE, *headers], body)
 

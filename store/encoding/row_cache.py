@@ -90,7 +90,7 @@ class RowCache:
 
     def __init__(self, size_bytes: int = MAX_CACHE_BYTES) -> None:
         self._rows: OrderedDict[CacheKey, CachedRow] = OrderedDict()
-        self._most = size_bytes
+        self.most_bytes = size_bytes
         self.size_bytes = 0
 
     def get(self, key: CacheKey) -> CachedRow | None:
@@ -100,17 +100,20 @@ class RowCache:
             self._rows.move_to_end(key)
         return row
 
-    def keep(self, key: CacheKey, row: CachedRow) -> None:
-        """Keep a row, in place of the one under its key, and let go of others where there is no room."""
+    def keep(self, key: CacheKey, row: CachedRow) -> int:
+        """Keep a row, in place of the one under its key, and let go of others where there is no room; returns of how many."""
         self.drop(key)
         size = row.size_bytes + _key_bytes(key)
-        if size > self._most // 8:
-            return
+        if size > self.most_bytes // 8:
+            return 0
         self._rows[key] = row
         self.size_bytes += size
-        while self.size_bytes > self._most:
+        dropped = 0
+        while self.size_bytes > self.most_bytes:
             gone, old = self._rows.popitem(last=False)
             self.size_bytes -= old.size_bytes + _key_bytes(gone)
+            dropped += 1
+        return dropped
 
     def drop(self, key: CacheKey) -> None:
         """Let go of a row."""

@@ -109,8 +109,6 @@ class OnlineStore(ABC):
     reached or refuses; none swallows anything. Safe to share between threads.
     """
 
-    tells_changes: ClassVar[bool] = False
-    """Whether :meth:`known` knows anything."""
     blocking: ClassVar[bool] = False
     """True when a read waits for a network: an event loop must hand it to a thread."""
 
@@ -171,7 +169,10 @@ class OnlineStore(ABC):
         """The view's pointer as it is now, or None."""
 
     def known(self, view: str) -> Pointer | None:
-        """The view's pointer, where it can be told without waiting that it is live now; None where it cannot, or there is none. Under the same object nothing has changed."""
+        """The view's pointer, where it can be told without waiting that it is live; None where it cannot, or there is none. Under the same object nothing has changed.
+
+        One that lies behind a network is known for a moment after it was asked for, and so for as long, at most, after another one was made live: see the store.
+        """
         return None
 
     @abstractmethod
@@ -213,8 +214,6 @@ class OnlineStore(ABC):
 
 class MemoryStore(OnlineStore):
     """The reference: dictionaries under one lock. Lives and dies with its process."""
-
-    tells_changes = True
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

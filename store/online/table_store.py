@@ -70,8 +70,6 @@ class TableStore(OnlineStore):
         memory_bytes: what a load may hold of the index it builds.
     """
 
-    tells_changes = True
-
     def __init__(self, folder: str | Path, memory_bytes: int = 2**30) -> None:
         self.folder, self._memory_bytes = Path(folder), memory_bytes
         self._live: dict[str, _Live] = {}

@@ -168,7 +168,20 @@ def latency(figures: Figures) -> Html | None:
     return element(
         "section",
         element("h2", "Latency"),
-        element("div", element("table", head, element("tbody", *rows), class_="fold"), class_="card"),
+        element("div", element("table", head, element("tbody", *rows), class_="fold"), _kept_rows(figures), class_="card"),
+    )
+
+
+def _kept_rows(figures: Figures) -> Html | None:
+    """How many single rows came from those that workers keep encoded, and what these take."""
+    asked = figures.counts(counted.CACHE, "l1")
+    hits, misses = asked.get(("hit",), 0.0), asked.get(("miss",), 0.0)
+    if not hits + misses:
+        return None
+    kept_mb = figures.counts(counted.CACHE_BYTES, "l1").get((), 0.0) / 2**20
+    return element(
+        "p",
+        f"{hits / (hits + misses):.1%} of the single rows came from the workers' memory, which holds {kept_mb:,.1f} MB of them.",
     )
 
 

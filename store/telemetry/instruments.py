@@ -187,7 +187,7 @@ PROBLEMS = _instrument(Kind.COUNTER, "problems", "Refused or failed requests", "
 CACHE = _instrument(
     Kind.COUNTER,
     "cache_rows",
-    "Rows asked of a cache: l1 (encoded answers in a worker) or kept (rows computed for misses); outcome hit or miss, of kept ones also stored or dropped",
+    "Rows asked of a cache: l1 (encoded rows in a worker) or kept (rows computed for misses); outcome hit or miss, dropped, of l1 also in_error (served since the store failed), of kept ones stored",
     *("cache", "outcome"),
 )
 SEMANTIC_CACHE = _instrument(

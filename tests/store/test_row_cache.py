@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from store.api.app import create_app
 from store.encoding.row_cache import RowCache, cached_row
+from store.errors import DamagedPointerError, OnlineStoreError, RequestError
 from store.feature_view import Feature, FeatureView
 from store.lookup import Lookup
 from store.online.codec import RowCodec
+from store.online.found_rows import FoundRows
 from store.online.online_store import Generation, MemoryStore, OnlineStore, Pointer
 from store.online.table_store import TableStore
 from store.record import replace
@@ -56,10 +59,12 @@ class House:
     def get(self, key: str, **headers: str) -> Reply:
         return call(self.app, "GET", PATH + key, **headers)
 
-    def hits(self) -> float:
+    def hits(self, outcome: str = "hit") -> float:
+        return self.sample("precompute_cache_rows_total", cache="l1", outcome=outcome)
+
+    def sample(self, name: str, **labels: str) -> float:
         families = text_string_to_metric_families(call(self.app, "GET", "/metrics").body.decode())
-        samples = [s for family in families for s in family.samples if s.name == "precompute_cache_rows_total"]
-        return sum(s.value for s in samples if s.labels == {"cache": "l1", "outcome": "hit"})
+        return sum(s.value for family in families for s in family.samples if s.name == name and s.labels == labels)
 
 
 @pytest.fixture(params=["memory", "table"])
@@ -179,3 +184,112 @@ def test_no_more_bytes_are_kept_than_allowed_and_what_was_asked_for_last_stays(t
     nothing = RowCache(0)
     nothing.keep(("things", b"1", None), row)
     assert (nothing.size_bytes, nothing.get(("things", b"1", None))) == (0, None)
+
+
+class Failing(MemoryStore):
+    """Answers nothing, and knows nothing, while ``error`` is set: as a store behind a network that is gone."""
+
+    error: Exception | None = None
+
+    def read(self, view: str, keys: Sequence[bytes]) -> tuple[Pointer, FoundRows] | None:
+        if self.error is not None:
+            raise self.error
+        return super().read(view, keys)
+
+    def live(self, view: str) -> Pointer | None:
+        if self.error is not None:
+            raise self.error
+        return super().live(view)
+
+    def known(self, view: str) -> Pointer | None:
+        return None if self.error is not None else super().known(view)
+
+
+ERROR = OnlineStoreError("Redis at redis://secret:6379/0 does not answer")
+
+
+@pytest.mark.parametrize(
+    "error", [ERROR, DamagedPointerError("damaged"), RequestError("busy", status=503, code="busy")], ids=repr
+)
+def test_where_the_store_fails_a_row_that_is_kept_is_served_as_stale_within_its_limit(error: Exception) -> None:
+    store = Failing()
+    house = House(store)
+    view = dataclasses.replace(VIEW, stale_if_error_s=20)
+    house.publish(1, {"a": (1.0, 2.0), "b": (2.0, 2.0)}, view=view)
+    fresh = house.get("a")
+    assert house.get("a").headers["age"] == "2"
+    store.error = error
+    told = []
+    for passed_s in (0.5, 8.0, 13.0, 33.0, 33.000001):
+        house.now_s = NOW + passed_s
+        reply = house.get("a")
+        told.append((reply.status, reply.json["status"], reply.json.get("age_s"), reply.headers.get("age")))
+    # ttl 10 s, stale_for 5 s, stale_if_error 20 s
+    assert told[:-1] == [(200, "stale", age_s, age) for age_s, age in ((2.5, "3"), (10.0, "10"), (15.0, "15"), (35.0, "35"))]
+    assert told[-1][0] == 503
+    house.now_s = NOW + 0.5
+    # it says that it is stale by its ETag, too; and what was never read is not there
+    assert house.get("a").headers["etag"] != fresh.headers["etag"]
+    assert house.get("a", if_none_match=fresh.headers["etag"]).status == 200
+    assert house.get("b").status == 503
+    assert house.get("a?features=x").status == 503
+    assert house.get("a", accept="application/vnd.apache.arrow.stream").status == 503
+    store.error = None
+    assert (house.hits("hit"), house.hits("in_error")) == (1, 6)
+    assert house.sample("precompute_lookup_rows_total", view="things", status="stale", source="store", reason="") == 6
+    assert house.get("a").json["status"] == "fresh"
+
+
+@pytest.mark.parametrize(
+    ("asked", "allowed"),
+    [
+        ({"cache_control": "no-cache"}, False),
+        ({"cache_control": "max-age=2"}, False),
+        ({"cache_control": "max-age=3"}, True),
+        ({"cache_control": "min-fresh=8"}, False),
+        ({"cache_control": "min-fresh=7"}, True),
+        ({"cache_control": "max-stale=0"}, True),
+        ({"cache_control": "only-if-cached"}, True),
+        ({"cache_control": "no-cache, only-if-cached"}, False),
+        ({"query": "?max_age_s=2.4"}, False),
+        ({"query": "?max_age_s=2.5"}, True),
+    ],
+    ids=str,
+)
+def test_what_a_request_asks_of_its_row_holds_where_the_store_fails_too(asked: dict[str, str], allowed: bool) -> None:
+    store = Failing()
+    house = House(store)
+    house.publish(1, {"a": (1.0, 2.0)})
+    house.get("a")
+    store.error, house.now_s = ERROR, NOW + 0.5
+    headers = {name: value for name, value in asked.items() if name != "query"}
+    assert house.get(f"a{asked.get('query', '')}", **headers).status == (200 if allowed else 503)
+
+
+def test_where_the_store_fails_no_row_of_what_is_known_to_be_replaced_is_served() -> None:
+    store = Failing()
+    house = House(store)
+    house.publish(1, {"a": (1.0, 0.0), "b": (2.0, 0.0)})
+    house.get("a")
+    # bad, and gone back from
+    house.publish(2, {"a": (1.5, 0.0), "b": (2.5, 0.0)})
+    house.get("b")
+    store.error = ERROR
+    assert house.get("a").status == 503
+    assert house.get("b").json["snapshot"] == 2
+
+
+def test_what_is_kept_is_counted(tmp_path: Path) -> None:
+    house = House(TableStore(tmp_path), cache_bytes=15_000)
+    house.publish(1, {str(i): (float(i), 0.0) for i in range(20)})
+    for i in (*range(20), *range(17, 20)):
+        house.get(str(i))
+    kept_bytes = house.sample("precompute_cache_bytes", cache="l1")
+    assert 13_000 < kept_bytes <= 15_000
+    hits, misses, dropped = (house.hits(outcome) for outcome in ("hit", "miss", "dropped"))
+    assert (hits, misses) == (3, 20)
+    assert dropped == 20 - 11
+    assert "13.0% of the single rows came from" in call(house.app, "GET", "/").body.decode()
+    off = House(TableStore(tmp_path), cache_bytes=0)
+    assert [off.get("1").json["features"]["x"] for _ in range(3)] == [1.0] * 3
+    assert [off.hits(outcome) for outcome in ("hit", "miss", "dropped")] == [0, 0, 0]
