@@ -87,6 +87,12 @@ class ComputeDevice(Protocol):
     def release(self) -> None:
         """Give cached memory back, after running out of it."""
 
+    def threads(self) -> int:
+        """Threads that a CPU computes with; 1 of what is none."""
+
+    def compute_with(self, threads: int) -> None:
+        """Compute with so many in the calling thread, a new one, and in no other."""
+
     def peak_flops(self) -> float:
         """FLOP/s of a large matrix product here and now, in the model's precision."""
 

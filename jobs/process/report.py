@@ -121,6 +121,8 @@ def engine_line(engine: dict[str, Any]) -> str:
         f"{engine['batches']:,} batch{'es' * (engine['batches'] > 1)}"
         + (f" of up to {engine['budget']:,} {engine['cost_unit']}" if engine["cost"] and engine.get("budget") else "")
     )
+    if (lanes := engine.get("lanes", {"count": 1}))["count"] > 1:
+        said.append(f"{lanes['count']} at once, {lanes['threads']} thread{'s' * (lanes['threads'] > 1)} each")
     if engine.get("mfu"):
         said.append(f"{engine['flops_per_s'] / 1e9:,.0f} GFLOP/s, MFU {engine['mfu']:.0%} of {engine['peak_flops'] / 1e9:,.0f}")
     if engine.get("peak_memory_bytes"):

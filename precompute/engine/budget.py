@@ -45,6 +45,8 @@ class Budget:
         self.cost = max(1, start)
         self.ceiling: int | None = None
         self.failures = 0
+        self.under_way = 0
+        """Batches on their way beside those that :data:`TRIES` counts, as whoever computes many at once tells."""
         self._wanted = self.cost
         self._good = 0
         self._bytes_per_cost = 0.0
@@ -131,7 +133,7 @@ class Budget:
 
     def _search(self) -> None:
         limit = self._limit()
-        unfilled = [c for c in self._candidates if self._given[c] >= TRIES and len(self._measured[c]) <= ROUNDS]
+        unfilled = [c for c in self._candidates if self._given[c] >= TRIES + self.under_way and len(self._measured[c]) <= ROUNDS]
         if unfilled:
             self._most = min(self._most, max(1, min(unfilled) - 1))
         self._candidates = [c for c in self._candidates if c <= limit and c not in unfilled]

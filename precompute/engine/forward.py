@@ -1,5 +1,5 @@
-"""Forward: the model's stage. Batches are launched and landed; of one that fails, the rows are tried in smaller ones until the bad row stands
-alone, or until they fit in memory."""
+"""Forward: the model's stage. Batches are launched and landed, on a CPU several at once where that is quicker; of one that fails, the rows are tried in
+smaller ones until the bad row stands alone, or until they fit in memory."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from precompute.engine.budget import Budget
 from precompute.engine.features import checked, copied
-from precompute.engine.memory import is_out_of_memory, without_locals
+from precompute.engine.memory import is_out_of_memory, release_threads, without_locals
 from precompute.engine.meter import Meter
 from precompute.engine.pace import Pace
 from precompute.engine.window import Batch, Later, Rows, Window
+from precompute.lanes.lanes import Lanes
+from precompute.lanes.trial import Trial
 from precompute.model import Features, Model, StagedModel
 from precompute.project_module import told
 from store.errors import ModelError
@@ -27,12 +30,17 @@ class _Retry(Exception):
 
 @dataclass(slots=True)
 class _Launched:
-    """A batch on its way: what :meth:`StagedModel.land` waits for, or the features, or the error kept for when its turn comes."""
+    """A batch on its way: what :meth:`StagedModel.land` waits for, or a lane's future, or the features, or the error kept for when its turn comes."""
 
     batch: Batch
+    turn: int | None = None
+    """Of the trial."""
     result: Any = None
     error: BaseException | None = None
+    in_lane: bool = False
     started: float = 0.0
+    ended: float = 0.0
+    """Known of a lane's."""
     size_bytes: int = 0
     """Memory that it took beyond what was in use; 0 when not measured."""
 
@@ -48,6 +56,7 @@ class Forward:
         budget: told what each batch cost and took.
         pace: told so, too.
         hand_on_s: a window that takes longer is handed on in pieces, about this often.
+        trial: how many batches are computed at once; by default one.
     """
 
     def __init__(
@@ -59,10 +68,15 @@ class Forward:
         budget: Budget,
         pace: Pace | None = None,
         hand_on_s: float = float("inf"),
+        trial: Trial | None = None,
     ) -> None:
         self._model, self._staged, self._view, self._meter, self._budget = model, staged, view, meter, budget
         self._pace, self._hand_on_s = pace, hand_on_s
         self._depth = 0 if staged is None else staged.device.depth
+        self._trial = trial
+        self._lanes: Lanes | None = None
+        self._computed_until = 0.0
+        """By lanes."""
         self._landed_at = 0.0
         """When the last batch did."""
         self._fits = False
@@ -72,20 +86,47 @@ class Forward:
         """Windows whose every row was computed or rejected, or pieces of them. On a GPU, later batches are launched before the first is waited
         for, if they are ``ready``."""
         under_way: deque[_Launched] = deque()
-        while True:
-            # What is not there yet is not waited for: whoever feeds this may be waiting for what is under way, and it is timed by when it is done.
-            while under_way and (len(under_way) > self._depth or not ready()):
+        try:
+            while True:
+                # What is not there yet is not waited for: whoever feeds this may be waiting for what is under way, and it is timed by when it is done.
+                while under_way and (len(under_way) > self._depth or not ready()):
+                    yield from self._land(under_way.popleft())
+                batch = next(batches, None)
+                if batch is None:
+                    break
+                if self._trial is not None and self._trial.lanes != (1 if self._lanes is None else self._lanes.count):
+                    # each number of lanes has the CPU to itself
+                    while under_way:
+                        yield from self._land(under_way.popleft())
+                    self._change_lanes(self._trial)
+                under_way.append(self._launch(batch))
+            while under_way:
                 yield from self._land(under_way.popleft())
-            batch = next(batches, None)
-            if batch is None:
-                break
-            under_way.append(self._launch(batch))
-        while under_way:
-            yield from self._land(under_way.popleft())
+        finally:
+            if self._lanes is not None:
+                self._lanes.close()
+                self._lanes = None
+
+    def _change_lanes(self, trial: Trial) -> None:
+        assert self._staged is not None
+        if self._lanes is not None:
+            self._lanes.close()
+            self._lanes = None
+        if trial.lanes > 1:
+            # this thread's team would be in the way of theirs
+            release_threads()
+            self._lanes = Lanes(trial.lanes, trial.threads, trial.total, self._staged.device.compute_with)
+        # one more for each lane, so that none waits for the one whose turn it is to be landed
+        self._depth = 2 * trial.lanes if trial.lanes > 1 else self._staged.device.depth
+        self._budget.under_way = self._depth
 
     def _launch(self, batch: Batch) -> _Launched:
-        launched = _Launched(batch)
+        launched = _Launched(batch, None if self._trial is None or self._trial.settled else self._trial.turn)
         if batch.positions is None:
+            return launched
+        if self._lanes is not None:
+            launched.in_lane = True
+            launched.result = self._lanes.put(partial(self._launch_in_lane, launched))
             return launched
         launched.started = time.monotonic()
         bytes_before = self._bytes_before()
@@ -102,6 +143,21 @@ class Forward:
         batch.inputs = None
         self._meter.forward_s += time.monotonic() - launched.started
         return launched
+
+    def _launch_in_lane(self, launched: _Launched) -> Features:
+        batch, launched.started = launched.batch, time.monotonic()
+        assert self._staged is not None
+        assert batch.positions is not None
+        try:
+            if isinstance(batch.inputs, Later):
+                raise _Retry
+            return self._made(self._staged.land(self._staged.launch(batch.inputs)), len(batch.positions))
+        except (Exception, SystemExit) as exc:
+            without_locals(exc)
+            raise
+        finally:
+            batch.inputs = None
+            launched.ended = time.monotonic()
 
     def _bytes_before(self) -> int:
         """Bytes in use, when it is worth knowing what a batch takes."""
@@ -121,9 +177,7 @@ class Forward:
         try:
             if launched.error is not None:
                 raise launched.error
-            waiting = time.monotonic()
-            features = launched.result if self._staged is None else self._staged.land(launched.result)
-            self._meter.landing_s += time.monotonic() - waiting
+            features = self._landed(launched, len(positions))
         except ModelError:
             # the model's own word that view and source do not fit it: no row's fault
             raise
@@ -131,7 +185,7 @@ class Forward:
             # a model may raise anything; which row did it is what counts
             self._retry(window, positions, without_locals(exc))
         else:
-            self._keep(window, positions, features)
+            window.pieces.append((window.rows[positions], features))
             self._tell(launched, window.cost(positions), window.padded_cost(positions))
             self._count(window, positions)
         now = time.monotonic()
@@ -142,10 +196,32 @@ class Forward:
             window.handed_on = now
             yield window.piece()
 
+    def _landed(self, launched: _Launched, rows: int) -> Features:
+        if launched.in_lane:
+            features: Features = launched.result.result()
+            # what several lanes computed meanwhile counts once
+            self._meter.forward_s += max(0.0, launched.ended - max(launched.started, self._computed_until))
+            self._computed_until = max(launched.ended, self._computed_until)
+            return features
+        waiting = time.monotonic()
+        features = launched.result if self._staged is None else self._staged.land(launched.result)
+        self._meter.landing_s += time.monotonic() - waiting
+        return self._made(features, rows)
+
     def _tell(self, launched: _Launched, cost: int, padded_cost: int) -> None:
-        """Budget and pace learn from a batch that went well: what it took since it was launched, or since the one before it landed."""
-        seconds = time.monotonic() - max(launched.started, self._landed_at)
-        self._budget.done(launched.batch.budget, cost, seconds, launched.size_bytes, padded_cost)
+        """Budget and pace learn from a batch that went well: what it took since it was launched, or since the one before it landed; or in its lane,
+        beside the others."""
+        if launched.in_lane:
+            seconds = launched.ended - launched.started
+        else:
+            seconds = time.monotonic() - max(launched.started, self._landed_at)
+        budget = launched.batch.budget
+        if self._trial is not None and launched.turn is not None and self._staged is not None:
+            free_bytes = self._staged.device.free_bytes() if launched.size_bytes else 0
+            self._trial.done(launched.turn, padded_cost, seconds, launched.size_bytes, free_bytes)
+            # what it took in other company tells nothing of a budget
+            budget = 0
+        self._budget.done(budget, cost, seconds, launched.size_bytes, padded_cost)
         if self._pace is not None:
             self._pace.done(cost, seconds)
 
@@ -173,6 +249,9 @@ class Forward:
         self._meter.retries += 1
         one_row = False
         if is_out_of_memory(exc):
+            if self._lanes is not None:
+                # it has its second try without them
+                self._lanes.wait()
             if self._staged is not None:
                 self._staged.device.release()
         elif len(positions) == 1 and not isinstance(exc, _Retry):
@@ -195,22 +274,25 @@ class Forward:
                 else:
                     one_row |= self._halve(window, part, failed)
                 continue
-            self._keep(window, part, features)
+            window.pieces.append((window.rows[part], features))
             self._count(window, part)
         return one_row
 
     def _computed(self, window: Window, positions: Rows) -> Features:
         if self._staged is None:
-            return self._model.compute(window.at(positions))
+            return self._made(self._model.compute(window.at(positions)), len(positions))
         assert window.prepared is not None
-        return self._staged.land(self._staged.launch(self._staged.inputs(window.prepared, positions)))
+        inputs = self._staged.inputs(window.prepared, positions)
+        if self._lanes is not None:
+            return self._lanes.put(partial(self._launch_in_lane, _Launched(Batch(window, positions, inputs=inputs)))).result()
+        return self._made(self._staged.land(self._staged.launch(inputs)), len(positions))
 
-    def _keep(self, window: Window, positions: Rows, features: Features) -> None:
+    def _made(self, features: Features, rows: int) -> Features:
+        """A copy of what the model returned, once it was seen to fit."""
         # a model that does not fit its view is told after the first batch, not after its window
         if not self._fits or not isinstance(features, Mapping):
-            checked(self._view, features, len(positions))
+            checked(self._view, features, rows)
             self._fits = True
-        # Copied in the model's thread: a model may use its memory again. And one that outlives its batch lies between the activations of the next ones,
-        # for which malloc then takes new memory each time: 1.2 GB over 2 M rows of a small MLP, and 4.2 to 5.7 s instead of 3.5.
-        made = {feature.name: copied(features[feature.name]) for feature in self._view.features if feature.name in features}
-        window.pieces.append((window.rows[positions], made))
+        # Copied in the thread that computed: a model may use its memory again. And one that outlives its batch lies between the activations of the next
+        # ones, for which malloc then takes new memory each time: 1.2 GB over 2 M rows of a small MLP, and 4.2 to 5.7 s instead of 3.5.
+        return {feature.name: copied(features[feature.name]) for feature in self._view.features if feature.name in features}

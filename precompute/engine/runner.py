@@ -23,6 +23,7 @@ from precompute.engine.meter import Meter
 from precompute.engine.pace import Pace
 from precompute.engine.prepare import Preparation
 from precompute.engine.window import Batch, Outcome, Window
+from precompute.lanes.trial import Trial
 from precompute.model import Model, SizedModel, StagedModel
 from store.feature_view import FeatureView
 
@@ -45,7 +46,9 @@ AHEAD_BATCHES = 8
 """Batches ready for the model: a GPU never waits for one to be put together, and a budget that was cut takes effect soon."""
 
 SEARCHED_UP_TO = 64
-"""Multiples of the first budget that are tried on a device that computes while others are launched; 2 on a CPU, whose cache is small."""
+"""Multiples of the first budget that are tried on a device that computes while others are launched."""
+SEARCHED_ON_CPU = 8
+"""The same of a CPU, whose cache is small: MiniLM is best at 1,024 to 2,048 tokens on AMD's Zen 5, and at 4,096 on a Xeon with AMX."""
 
 
 def compute(model: Model, view: FeatureView, batch: pa.RecordBatch) -> Outcome:
@@ -66,6 +69,7 @@ class Runner:
         meter: told what every stage took; kept by the caller to report it.
         budget: what a batch may cost; by default it finds itself. Given, it is shared with an earlier runner of the same model.
         search: whether a budget of its own looks for the best; else it stays what the model begins with.
+        lanes: how many batches a stream computes at once on a CPU, where the model allows for it; by default what its first ones find best.
 
     Raises:
         ModelError: (from every method) the model returns something other than the view declares: a missing feature, another length or
@@ -73,13 +77,28 @@ class Runner:
     """
 
     def __init__(
-        self, model: Model, view: FeatureView, meter: Meter | None = None, budget: Budget | None = None, *, search: bool = True
+        self,
+        model: Model,
+        view: FeatureView,
+        meter: Meter | None = None,
+        budget: Budget | None = None,
+        *,
+        search: bool = True,
+        lanes: int | None = None,
     ) -> None:
         self.meter = Meter() if meter is None else meter
         self._model, self._view = model, view
         self._staged = model if isinstance(model, StagedModel) else None
+        self._trial = self._first_trial(lanes)
         self.budget = budget or self._first_budget(search)
         self._peak = ResidentPeak()
+
+    def _first_trial(self, lanes: int | None) -> Trial | None:
+        staged = self._staged
+        # a model may not know the question
+        if staged is None or staged.device.depth or not getattr(staged, "concurrent", False):
+            return None
+        return Trial(staged.device.threads(), lanes)
 
     def _first_budget(self, search: bool) -> Budget:
         if self._staged is None:
@@ -87,8 +106,17 @@ class Runner:
         if self._staged.max_cost is not None:
             return Budget(self._staged.max_cost, fixed=True)
         device = self._staged.device
-        reach = SEARCHED_UP_TO if device.depth else 2
-        return Budget(self._staged.start_cost, fixed=not search, reach=reach, free_bytes=device.free_bytes)
+        reach = SEARCHED_UP_TO if device.depth else SEARCHED_ON_CPU
+        return Budget(self._staged.start_cost, fixed=not search, reach=reach, free_bytes=self._free_bytes)
+
+    def _free_bytes(self) -> int:
+        """Memory that one of the batches computed at once can still take."""
+        assert self._staged is not None
+        return self._staged.device.free_bytes() // (1 if self._trial is None else self._trial.lanes)
+
+    def _next_budget(self) -> int:
+        # the search for the best comes after that for lanes, since in lanes it is another
+        return self.budget.next() if self._trial is None or self._trial.settled else self.budget.cost
 
     @property
     def window_rows(self) -> int:
@@ -148,8 +176,8 @@ class Runner:
         """The stages before the last, each in a thread of its own and at most ``share`` bytes ahead: read, prepare, batch, model."""
         plain = self._staged is None and not isinstance(self._model, SizedModel)
         pace = Pace(START_ROWS if plain else None, BATCH_S)
-        preparation = Preparation(self._model, self._staged, self._view, lambda: min(self.budget.next(), pace.limit))
-        forward = Forward(self._model, self._staged, self._view, self.meter, self.budget, pace, HAND_ON_S)
+        preparation = Preparation(self._model, self._staged, self._view, lambda: min(self._next_budget(), pace.limit))
+        forward = Forward(self._model, self._staged, self._view, self.meter, self.budget, pace, HAND_ON_S, self._trial)
         times = self.meter.stage
         read = Ahead("read", windows, times("read"), lambda window: int(window[0].nbytes), share)
         yield read
@@ -182,8 +210,10 @@ class Runner:
         return figures
 
     def state_figures(self) -> dict[str, Any]:
-        """What a batch may cost by now, and the memory taken at most."""
-        figures = {"budget": self.budget.cost, "peak_memory_bytes": self._peak.bytes()}
+        """What a batch may cost by now, the memory taken at most, and how many batches are computed at once."""
+        figures: dict[str, Any] = {"budget": self.budget.cost, "peak_memory_bytes": self._peak.bytes()}
+        if self._trial is not None:
+            figures["lanes"] = {"count": self._trial.lanes, "threads": self._trial.threads, "rates": self._trial.rates()}
         return figures if self._staged is None else figures | {"device_peak_memory_bytes": self._staged.device.peak_bytes()}
 
     def device_figures(self, *, peak: bool = True) -> dict[str, Any]:

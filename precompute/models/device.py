@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from precompute.engine.memory import ResidentPeak, available_bytes
+from precompute.models.threads import compute_threads, compute_with
 
 LAUNCHED_AHEAD = 2
 """Batches on a GPU's way at once: one computing, one being copied in or out."""
@@ -94,6 +95,14 @@ class Device:
         """Give cached memory back."""
         if self.is_cuda:
             torch.cuda.empty_cache()
+
+    def threads(self) -> int:
+        """Threads that torch computes with on a CPU; 1 on a GPU."""
+        return 1 if self.is_cuda else compute_threads()
+
+    def compute_with(self, threads: int) -> None:
+        """Let the calling thread, a new one, compute with so many."""
+        compute_with(threads)
 
     def peak_flops(self) -> float:
         """FLOP/s of a large matrix product, the best of a few: what a perfect model could reach here and now."""

@@ -115,6 +115,7 @@ class TextEncoder(TorchModel):
     """
 
     cost_unit = "tokens"
+    concurrent = True
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ import torch
 
 from precompute.model import Prepared, digest
 from precompute.models.device import Device
+from precompute.models.threads import compute_with
 from precompute.models.torch_model import Tensors, TorchModel
 from store.errors import ConfigError, ModelError
 
@@ -142,21 +143,7 @@ def _workers(count: int) -> ThreadPoolExecutor:
     for another within a tile, which on a machine with other work took three times as long."""
     with _pools_lock:
         if count not in _pools:
-            ready = threading.Barrier(count + 1)
-
-            def alone() -> None:
-                # the first call in a thread sets what the process has, so it must come before
-                torch.get_num_threads()
-                # of this thread; but also of threads that begin now
-                torch.set_num_threads(1)
-                ready.wait()
-
-            pool = ThreadPoolExecutor(count, "top_k", alone)
-            for _ in range(count):
-                pool.submit(int)
-            ready.wait()
-            torch.set_num_threads(count)
-            _pools[count] = pool
+            _pools[count] = ThreadPoolExecutor(count, "top_k", compute_with, (1,))
         return _pools[count]
 
 

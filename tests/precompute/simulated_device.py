@@ -67,6 +67,11 @@ class SimulatedDevice:
 
     def release(self) -> None: ...
 
+    def threads(self) -> int:
+        return 1
+
+    def compute_with(self, threads: int) -> None: ...
+
     def peak_flops(self) -> float:
         return 1.0
 

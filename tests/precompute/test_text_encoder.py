@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, BertConfig, BertModel
 
-from precompute.engine.runner import compute
+from precompute.engine.runner import Runner, compute
 from precompute.model import resolve_path
 from precompute.models.text_encoder import TextEncoder
 from precompute.precision.same_value import relative_errors, tolerance
@@ -263,3 +263,13 @@ def test_the_fingerprint_changes_with_weights_tokenizer_config_and_limit(copied:
         (copied / name).write_text(json.dumps(json.loads((copied / name).read_text()), indent=3))
         seen.add(TextEncoder(str(copied), max_tokens=32).fingerprint())
     assert len(seen) == 5
+
+
+def test_values_are_the_same_whether_one_batch_is_computed_or_several_at_once(small_folder: Path) -> None:
+    encoder = TextEncoder(str(small_folder), max_cost=64, device="cpu")
+    view = FeatureView("texts", ("id",), (Feature("embedding", "float32", dim=encoder.dim),), 60.0, 60.0)
+    rows = pa.record_batch({"id": pa.array(range(210)), "text": TEXTS * 30})
+    alone = compute(encoder, view, rows).features.column("embedding").flatten()
+    given = [rows.slice(at, 70) for at in range(0, 210, 70)]
+    pieces = [done.features.column("embedding").flatten() for _, done in Runner(encoder, view, lanes=3).stream(given)]
+    np.testing.assert_allclose(np.asarray(pa.concat_arrays(pieces)), np.asarray(alone), atol=2e-6)

@@ -1,0 +1,60 @@
+"""Cores: which CPUs this process may use, and how much of their time."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_TOPOLOGY = Path("/sys/devices/system/cpu")
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def places(threads: int) -> list[frozenset[int]]:
+    """A place for each of ``threads`` compute threads, neighbours side by side: the CPUs of a core, or one CPU, whichever there are as many of as
+    threads. Empty where threads do not take all that the process may use: then they are not alone, and the system had better place them.
+    """
+    # not there on every system
+    if not hasattr(os, "sched_getaffinity"):
+        return []
+    allowed = os.sched_getaffinity(0)
+    cores = sorted({_siblings(cpu) & allowed for cpu in allowed}, key=min)
+    if threads == len(cores):
+        return cores
+    return [frozenset({cpu}) for cpu in sorted(allowed)] if threads == len(allowed) else []
+
+
+def usable_threads(threads: int) -> int:
+    """So many of ``threads`` as there are CPUs for: those the process may use, and no more than the control group's quota, rounded down."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(threads, allowed, _quota()))
+
+
+def move_to(place: frozenset[int]) -> None:
+    """Keep the calling thread, and the threads it starts, on these CPUs; nothing is done for none.
+
+    Raises:
+        OSError: the process may no longer use them.
+    """
+    if place:
+        # 0 is the thread that calls
+        os.sched_setaffinity(0, place)
+
+
+def _siblings(cpu: int) -> frozenset[int]:
+    """The CPUs of a CPU's core; itself alone where the system does not tell."""
+    try:
+        text = (_TOPOLOGY / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text()
+        ends = [part.split("-") for part in text.strip().split(",")]
+        return frozenset(n for end in ends for n in range(int(end[0]), int(end[-1]) + 1)) | {cpu}
+    except (OSError, ValueError):
+        return frozenset({cpu})
+
+
+def _quota() -> int:
+    """Whole CPUs whose time the control group grants; no bound where there is none."""
+    try:
+        granted, period = _QUOTA.read_text().split()
+        return int(granted) // int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        # no such control group, or "max"
+        return 2**31

@@ -1,0 +1,301 @@
+"""Lanes: several batches computed at once on a CPU come out as if there had been one, whatever fails, and leave no trace in the process."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from precompute.engine.runner import Runner
+from precompute.lanes import cores
+from precompute.lanes.cores import places, usable_threads
+from precompute.lanes.lanes import Lanes
+from precompute.lanes.trial import Trial
+from precompute.models.threads import compute_threads, compute_with
+from store.errors import ModelError
+from tests.precompute.test_engine import SINGLE, Staged, Times, gathered, windows
+
+
+class AtOnce(Times):
+    """2x; how many batches were in it at once, at each call the rows, and where its threads computed. With ``meet``, a batch waits for another."""
+
+    def __init__(self, meet: bool = False, hungry: int = 0, bad: float = -99.0) -> None:
+        super().__init__()
+        self.meet, self.hungry, self.bad = meet, hungry, bad
+        self.lock = threading.Lock()
+        self.rows_inside = self.inside = self.most_at_once = 0
+        self.threads: dict[str, tuple[int, frozenset[int]]] = {}
+        self.full = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        thread = threading.current_thread().name
+        with self.lock:
+            self.calls += 1
+            self.inside += 1
+            self.rows_inside += len(x)
+            self.most_at_once = max(self.most_at_once, self.inside)
+            self.threads[thread] = (torch.get_num_threads(), frozenset(os.sched_getaffinity(0)))
+            fits = not self.hungry or self.rows_inside <= self.hungry
+        try:
+            if not fits:
+                self.full += 1
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+            if self.bad in x:
+                raise ValueError("cannot take it")
+            if self.hungry:
+                time.sleep(0.002)
+            deadline = time.monotonic() + 10
+            while self.meet and self.most_at_once < 2 and time.monotonic() < deadline:
+                time.sleep(0.001)
+            return 2 * x
+        finally:
+            with self.lock:
+                self.inside -= 1
+                self.rows_inside -= len(x)
+
+
+def staged(module: Times) -> Staged:
+    model = Staged(module)
+    model.concurrent = True
+    model.max_cost = 8
+    return model
+
+
+def lane_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("lane")]
+
+
+def test_batches_are_computed_at_once_and_come_out_in_order() -> None:
+    module = AtOnce(meet=True)
+    xs = [float(i) for i in range(500)]
+    runner = Runner(staged(module), SINGLE, lanes=3)
+    pieces = list(runner.stream(windows(xs, 60)))
+    assert [done.window for _, done in pieces] == sorted(done.window for _, done in pieces)
+    values, errors = gathered(iter(pieces))
+    assert (values, errors) == ({i: {"double": 2 * x} for i, x in enumerate(xs)}, {})
+    assert 2 <= module.most_at_once <= 3
+    assert set(module.threads) <= {"lane_0", "lane_1", "lane_2"}
+    assert runner.state_figures()["lanes"]["count"] == 3
+    assert runner.meter.batches == sum(-(-min(60, 500 - at) // 8) for at in range(0, 500, 60))
+    assert runner.meter.forward_s > 0
+    assert lane_threads() == []
+
+
+def test_a_model_that_does_not_say_so_computes_one_batch_after_the_other() -> None:
+    module = AtOnce()
+    model = staged(module)
+    model.concurrent = False
+    runner = Runner(model, SINGLE, lanes=3)
+    gathered(runner.stream(windows([1.0] * 100, 100)))
+    assert set(module.threads) == {"model"}
+    assert "lanes" not in runner.state_figures()
+
+
+def test_torchs_threads_and_the_affinity_are_the_lanes_own() -> None:
+    """The process may be a user's: what it computes with, before and after, and in threads of its own, stays as it was."""
+    before, allowed = compute_threads(), os.sched_getaffinity(0)
+    torch.set_num_threads(4)
+    try:
+        module = AtOnce(meet=True)
+        gathered(Runner(staged(module), SINGLE, lanes=2).stream(windows([1.0] * 200, 50)))
+        others: list[int] = []
+        thread = threading.Thread(target=lambda: others.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert (compute_threads(), others, os.sched_getaffinity(0)) == (4, [4], allowed)
+        share = max(1, usable_threads(4) // 2)
+        assert {threads for threads, _ in module.threads.values()} == {share}
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_each_lane_is_on_cores_of_its_own_where_it_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hardware threads a core; what may not be used is passed over, and a share of the machine is not pinned."""
+    siblings = {0: {0, 4}, 1: {1, 5}, 4: {0, 4}, 5: {1, 5}}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 4, 5})
+    monkeypatch.setattr(cores, "_siblings", lambda cpu: frozenset(siblings[cpu]))
+    assert places(2) == [{0, 4}, {1, 5}]
+    assert places(4) == [{0}, {1}, {4}, {5}]
+    assert places(3) == []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 4})
+    assert places(2) == [{4}, {1}] or places(2) == [{1}, {4}]
+    moved: list[frozenset[int]] = []
+    monkeypatch.setattr("precompute.lanes.lanes.places", lambda total: [frozenset({n}) for n in range(total)])
+    monkeypatch.setattr("precompute.lanes.lanes.move_to", moved.append)
+    lanes = Lanes(2, 2, 4, lambda threads: None)
+    meeting = threading.Barrier(2)
+    for future in [lanes.put(meeting.wait) for _ in range(2)]:
+        future.result(10)
+    lanes.close()
+    assert sorted(moved, key=min) == [{0, 1}, {2, 3}]
+
+
+def test_no_more_threads_than_the_control_group_grants(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(cores, "_QUOTA", tmp_path / "cpu.max")
+    assert usable_threads(12) == 12
+    (tmp_path / "cpu.max").write_text("350000 100000\n")
+    assert usable_threads(12) == 3
+    assert usable_threads(2) == 2
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    assert usable_threads(12) == 1
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert usable_threads(20) == 16
+
+
+def test_a_thread_that_begins_meanwhile_has_the_processs_threads() -> None:
+    before = compute_threads()
+    seen: list[int] = []
+
+    def lane() -> None:
+        compute_with(before + 1)
+        seen.append(torch.get_num_threads())
+
+    threads = [threading.Thread(target=lane) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [before + 1] * 8
+    assert compute_threads() == before
+
+
+# ---- failures
+
+
+def test_a_bad_row_is_one_bad_row() -> None:
+    xs = [float(i) for i in range(300)]
+    values, errors = gathered(Runner(staged(AtOnce(bad=77.0)), SINGLE, lanes=3).stream(windows(xs, 100)))
+    assert values == {i: {"double": 2 * x} for i, x in enumerate(xs) if x != 77}
+    assert errors.keys() == {77}
+    assert errors[77].startswith("model: ValueError: cannot take it")
+
+
+def test_what_does_not_fit_beside_the_others_is_tried_again_without_them() -> None:
+    """8 rows fit at once: nothing fits beside a batch of 8, and every row is computed."""
+    module = AtOnce(meet=True, hungry=8)
+    xs = [float(i) for i in range(400)]
+    runner = Runner(staged(module), SINGLE, lanes=3)
+    values, errors = gathered(runner.stream(windows(xs, 100)))
+    assert (values, errors) == ({i: {"double": 2 * x} for i, x in enumerate(xs)}, {})
+    assert runner.meter.out_of_memory == module.full > 0
+
+
+def test_a_mistake_of_the_model_ends_the_stream_and_its_lanes() -> None:
+    class Wrong(Staged):
+        def features(self, outputs: Sequence[Any]) -> dict[str, Any]:
+            return {"other": outputs[0]}
+
+    model = Wrong()
+    model.concurrent = True
+    with pytest.raises(ModelError, match="double"):
+        gathered(Runner(model, SINGLE, lanes=2).stream(windows([1.0] * 100, 100)))
+    for thread in lane_threads():
+        thread.join(10)
+    assert lane_threads() == []
+
+
+def test_a_stream_that_is_closed_leaves_no_lane() -> None:
+    stream = Runner(staged(AtOnce()), SINGLE, lanes=2).stream(windows([1.0] * 5000, 50))
+    next(stream)
+    stream.close()
+    for thread in lane_threads():
+        thread.join(10)
+    assert lane_threads() == []
+
+
+# ---- how many
+
+
+def tried(trial: Trial, seconds_of: dict[int, float], cost: int = 100, **memory: int) -> list[int]:
+    """The lanes of every batch, until the trial is over; each is told when it is done, before the next is begun."""
+    lanes = []
+    while not trial.settled:
+        lanes.append(trial.lanes)
+        trial.done(trial.turn, cost, seconds_of[trial.lanes], **memory)
+    return lanes
+
+
+@pytest.fixture
+def eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("precompute.lanes.trial.usable_threads", lambda total: total)
+
+
+@pytest.mark.usefixtures("eight")
+@pytest.mark.parametrize(
+    ("seconds_of", "chosen"),
+    [
+        ({1: 0.1, 2: 0.15, 8: 0.5}, 8),  # 1,000, 1,333 and 1,600 a second
+        ({1: 0.1, 2: 0.1, 8: 0.6}, 2),
+        ({1: 0.1, 2: 0.15, 8: 0.6}, 2),  # as good as 8, and takes less memory
+        ({1: 0.1, 2: 0.2, 8: 0.79}, 1),
+    ],
+)
+def test_the_quickest_number_of_lanes_is_taken_after_all_had_their_turns(seconds_of: dict[int, float], chosen: int) -> None:
+    trial = Trial(8)
+    lanes = tried(trial, seconds_of)
+    turns = [n for n, before in zip(lanes, [0, *lanes], strict=False) if n != before]
+    assert turns == [1, 2, 8, 2, 1]
+    expected = {n: n * 100 / s for n, s in seconds_of.items()}
+    assert trial.lanes == chosen
+    assert trial.threads == 8 // chosen
+    assert trial.rates() == {f"{n}×{8 // n}": pytest.approx(rate, abs=0.1) for n, rate in expected.items()}
+
+
+@pytest.mark.usefixtures("eight")
+def test_lanes_that_would_take_too_long_or_too_much_are_not_tried() -> None:
+    slow = Trial(8)
+    assert set(tried(slow, {1: 0.6, 2: 0.7})) == {1, 2}  # eight would take 4.8 s a batch
+    assert slow.lanes == 2
+    large = Trial(8)
+    assert set(tried(large, {1: 0.1, 2: 0.1}, size_bytes=2**30, free_bytes=5 * 2**30)) == {1, 2}
+    assert Trial(8, asked=5).lanes == 5
+    assert Trial(1).settled
+    huge = Trial(8)
+    assert set(tried(huge, {1: 10.0})) == {1}
+    assert huge.lanes == 1
+
+
+@pytest.mark.usefixtures("eight")
+def test_batches_of_a_turn_that_is_over_do_not_count() -> None:
+    trial = Trial(2)
+    first = trial.turn
+    while trial.turn == first:
+        trial.done(first, 100, 0.1)
+    for _ in range(100):
+        trial.done(first, 100, 1e-9)
+    assert trial.lanes == 2
+    tried(trial, {1: 0.1, 2: 0.1})
+    assert trial.lanes == 2
+
+
+def test_the_first_batches_find_the_number_of_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches that slow each other down gain nothing at once, and those that wait for something else gain all there is."""
+    monkeypatch.setattr("precompute.lanes.trial.usable_threads", lambda total: 2)
+    monkeypatch.setattr("precompute.lanes.trial.TURN_S", 0.02)
+
+    class Waiting(Times):
+        def __init__(self, crowded_s: float) -> None:
+            super().__init__()
+            self.crowded_s = crowded_s
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            in_lane = threading.current_thread().name.startswith("lane")
+            time.sleep(self.crowded_s if in_lane else 0.003)
+            return 2 * x
+
+    for crowded_s, chosen in ((0.02, 1), (0.001, 2)):
+        model = Staged(Waiting(crowded_s))
+        model.concurrent = True
+        runner = Runner(model, SINGLE)
+        xs = [float(i) for i in range(1500)]
+        values, errors = gathered(runner.stream(windows(xs, 500)))
+        assert (len(values), errors) == (1500, {})
+        assert runner.state_figures()["lanes"]["count"] == chosen
+        assert set(runner.state_figures()["lanes"]["rates"]) == {"1×2", "2×1"}
