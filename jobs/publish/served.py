@@ -21,6 +21,9 @@ SAMPLE_ROWS = 256
 """Of 1 % of the rows that are lost, 256 see one with a probability of 92 %; they are read in about 10 ms."""
 DOUBTED_ROWS = 20_000
 """Rows that are compared where the store itself doubts that it has all: of 1 in 4,000 that are lost, they see one with a probability of 99 %."""
+KEY_PLACES = 16
+"""That keys alone are drawn from: what an online store loses by itself is spread over all keys, and of what was loaded one after the other a sixteenth is seen for sure. They
+take 9 ms of CPU, and 64 places 20."""
 HEALED = "its rows are said to be degraded, and all that were compared are there"
 _BATCH_KEYS = 500
 
@@ -53,7 +56,8 @@ def check_served(
             raise RowsLostError(f"generation {number} of view {name!r} is not in the online store: {remedy}")
     compared = 0
     # one batch of what came from many row groups: one look at the store
-    sample = store.sample(snapshot, rows, None if values else view.entity).combine_chunks()
+    wanted = store.sample(snapshot, rows) if values else store.sample(snapshot, rows, view.entity, KEY_PLACES)
+    sample = wanted.combine_chunks()
     for batch in sample.to_batches(max_chunksize=_BATCH_KEYS):
         keys = list(map(bytes, packed_strings(key_column(batch, view.entity)).strings()))
         wrong = _wrong(online, pointer, snapshot, keys, batch if values else None)

@@ -76,18 +76,19 @@ class Selection:
         """How many rows."""
         return sum(file.count for file in self.files)
 
-    def draw(self, rows: int, seed: int) -> Selection:
+    def draw(self, rows: int, seed: int, places: int = CLUSTERS) -> Selection:
         """Rows drawn at random: all when there are no more than ``rows``; else some from each of many places that are spread evenly over all of
         them, each row with the same chance. The same seed draws the same rows.
 
         Args:
             rows: how many at most; fewer come where many row groups are of a few rows.
             seed: not negative.
+            places: how many they are drawn from, at least; each costs a row group that is read.
 
         Raises:
             SnapshotError: a file cannot be read.
         """
-        total, clusters = self.count, min(CLUSTERS, rows)
+        total, clusters = self.count, min(places, rows)
         if total <= rows:
             return self
         while True:

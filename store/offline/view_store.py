@@ -30,7 +30,7 @@ from store.offline.layers import Layers, dead_rows, living
 from store.offline.part_file import write_part_file
 from store.offline.refs import BadMark, Refs, run_lease
 from store.offline.runs import Runs
-from store.offline.selection import Selection, all_rows, seed_of
+from store.offline.selection import CLUSTERS, Selection, all_rows, seed_of
 from store.offline.snapshot import Part, Snapshot
 from store.record import replace
 
@@ -218,15 +218,15 @@ class ViewStore:
                 f"{path} cannot be read ({exc}): snapshot {snapshot.number} is damaged; publish another one"
             ) from exc
 
-    def sample(self, snapshot: Snapshot, rows: int, columns: Sequence[str] | None = None) -> pa.Table:
+    def sample(self, snapshot: Snapshot, rows: int, columns: Sequence[str] | None = None, places: int = CLUSTERS) -> pa.Table:
         """Up to ``rows`` rows drawn at random from all over the snapshot, in its order; the same ones every time. Reads the row groups they lie in, and
-        of a large snapshot not many of these: see :meth:`store.offline.selection.Selection.draw`.
+        of a large snapshot not many of these (``places``): see :meth:`store.offline.selection.Selection.draw`.
 
         Raises:
             SnapshotError: a part is missing or damaged.
         """
         layers = self.layers(snapshot)
-        drawn = all_rows(layers).draw(rows, seed_of(layers))
+        drawn = all_rows(layers).draw(rows, seed_of(layers), places)
         return self.table(snapshot, drawn, columns)
 
     def table(self, snapshot: Snapshot, rows: Selection, columns: Sequence[str] | None = None) -> pa.Table:

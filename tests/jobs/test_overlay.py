@@ -237,9 +237,9 @@ def test_what_an_overlay_lies_over_is_looked_at_by_its_keys_alone(
     asked: list[tuple[int, int, Any]] = []
     sample = ViewStore.sample
 
-    def watched(self: ViewStore, snapshot: Snapshot, rows: int, columns: Any = None) -> Any:
+    def watched(self: ViewStore, snapshot: Snapshot, rows: int, columns: Any = None, *places: int) -> Any:
         asked.append((snapshot.number, rows, columns))
-        return sample(self, snapshot, rows, columns)
+        return sample(self, snapshot, rows, columns, *places)
 
     monkeypatch.setattr(ViewStore, "sample", watched)
     project.publish()
