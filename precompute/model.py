@@ -165,6 +165,24 @@ def table_digest(table: pa.Table) -> str:
     return sha.hexdigest()
 
 
+_ON_HOST: ContextVar[bool] = ContextVar("on_host", default=False)
+
+
+@contextlib.contextmanager
+def on_host() -> Iterator[None]:
+    """Models that are loaded within, in this thread, stay on the CPU: they are asked what they are, and compute in processes of their own."""
+    token = _ON_HOST.set(True)
+    try:
+        yield
+    finally:
+        _ON_HOST.reset(token)
+
+
+def stays_on_host() -> bool:
+    """Whether a model that is loaded now leaves GPUs alone."""
+    return _ON_HOST.get()
+
+
 _FILES_READ: ContextVar[set[Path] | None] = ContextVar("files_read", default=None)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 
 from jobs.pipeline.verdicts import Verdicts
+from jobs.rows.engine import computed
 from jobs.rows.open_view import OpenView
 from precompute.engine.features import with_null_rows
 from precompute.engine.runner import compute
@@ -47,10 +48,12 @@ def _parity(opened: OpenView, sample: pa.Table) -> tuple[int, dict[str, str]]:
         return 0, {}
     batch = again.take(pa.array(same)).drop_columns(["key", "input_hash"]).combine_chunks().to_batches()[0]
     keys = [keys[row] for row in same]
-    done = with_null_rows(opened.view, compute(opened.model, opened.view, batch))
+    outcome = compute(opened.model, opened.view, batch) if opened.wanted is None else computed(opened, batch, opened.variant)
+    done = with_null_rows(opened.view, outcome)
     differs = {keys[rejection.row]: rejection.error for rejection in done.rejections}
     keys = [keys[row] for row in done.rows.tolist()]
     # a torch model knows how it computes; without importing torch, that is how to tell one from a model of the user's own
-    precision = opened.variant if getattr(opened.model, "variant", None) == opened.variant else None
+    known = opened.wanted is not None or getattr(opened.model, "variant", None) == opened.variant
+    precision = opened.variant if known else None
     rows = differing(stored.take(pa.array([position[key] for key in keys], pa.int64())), done.features, opened.view, precision)
     return len(same), differs | {keys[row]: what for row, what in rows.items()}

@@ -88,7 +88,7 @@ class Chunks:
     def compute(self) -> None:
         """Compute all windows of the source and keep their rows; the report learns what the stages took."""
         meter, began, report = Meter(), time.monotonic(), self._job.report
-        runner = engine_of(self._opened, self._job.project.settings.engine, meter, self._job.store)
+        runner = engine_of(self._opened, self._job.project.settings.engine, meter)
         windows = joined(self._good_keys(self._opened.source.batches(WINDOW_ROWS)), runner.window_rows)
         stream = runner.stream(windows, hidden=("input_hash",), memory_mb=self._job.memory_mb)
         try:

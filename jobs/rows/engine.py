@@ -2,52 +2,78 @@
 
 from __future__ import annotations
 
+import pyarrow as pa
+
 from jobs.config.project import EngineConfig
 from jobs.rows.open_view import EXAMPLE_ROWS, OpenView
+from precompute.engine.features import in_order
 from precompute.engine.meter import Meter
 from precompute.engine.runner import Runner
-from precompute.model import StagedModel
+from precompute.engine.window import Outcome
 from precompute.techniques.table import REFERENCE
 from precompute.workers.worker import SAMPLE
 from precompute.workers.worker_pool import WorkerPool
 from precompute.workers.worker_process import WorkerSpec
-from store.offline.view_store import ViewStore
 
 
-def engine_of(opened: OpenView, config: EngineConfig, meter: Meter, store: ViewStore) -> Runner | WorkerPool:
-    """The engine of a run: workers where ``workers`` asks for them, or where there are several GPUs to use.
+def engine_of(opened: OpenView, config: EngineConfig, meter: Meter) -> Runner | WorkerPool:
+    """The engine of a run: workers where ``workers`` asks for them, or where there is a GPU to use.
 
     Args:
         opened: the view; its own model computes where there are no workers.
         config: how many, and when one is given up.
         meter: told what the stages took.
-        store: where converted models are kept.
     """
     devices = _devices(opened, config)
     if not devices:
         return Runner(opened.model, opened.view, meter)
+    return WorkerPool(_spec(opened, opened.variant), meter, devices, hang_s=config.hang)
+
+
+def computed(opened: OpenView, batch: pa.RecordBatch, variant: str) -> Outcome:
+    """A window of rows, by a technique, in a worker process where a run would compute them in one: of a view that has :attr:`OpenView.wanted`.
+
+    Raises:
+        ModelError, ConfigError: as :meth:`WorkerPool.stream`.
+    """
+    pool = WorkerPool(_spec(opened, variant), Meter(), _gpus(opened)[:1])
+    pieces = [done for _, done in pool.stream([batch])]
+    rows, features = in_order(opened.view, [(done.rows, done.features) for done in pieces])
+    rejections = sorted((r for done in pieces for r in done.rejections), key=lambda rejection: rejection.row)
+    return Outcome(rows, features, rejections)
+
+
+def _spec(opened: OpenView, variant: str) -> WorkerSpec:
     model = opened.view.definition.model
     tables, convert = dict(opened.tables), None
-    if opened.variant != REFERENCE:
+    if variant != REFERENCE:
         example = opened.source.sample(EXAMPLE_ROWS)
         if example.num_rows:
-            convert = {"variant": opened.variant, "folder": str(store.compiled)}
+            convert = {"variant": variant, "folder": str(opened.compiled)}
             tables[SAMPLE] = example
     args = {name: value for name, value in model.args.items() if name not in opened.tables}
     precision = opened.variant.removesuffix("-eager")
-    spec = WorkerSpec(model.use, args, tables, opened.view, opened.folder, convert, precision, opened.fingerprint)
-    return WorkerPool(spec, meter, devices, hang_s=config.hang)
+    return WorkerSpec(model.use, args, tables, opened.view, opened.folder, convert, precision, opened.fingerprint)
 
 
 def _devices(opened: OpenView, config: EngineConfig) -> list[str | None]:
     """One for each worker; empty for none."""
-    staged = opened.model if isinstance(opened.model, StagedModel) else None
-    gpus = 0
-    if staged is not None and staged.device.name.startswith("cuda"):
-        # Imports torch, as the model did.
-        from precompute.models.device import gpu_count
-
-        gpus = gpu_count()
+    gpus = _gpus(opened)
     if config.workers == "auto":
-        return [f"cuda:{n}" for n in range(gpus)] if gpus > 1 else []
-    return [f"cuda:{n % gpus}" if gpus else None for n in range(config.workers)]
+        return list(gpus)
+    if not gpus:
+        return [None] * config.workers
+    # one at least: what breaks a GPU's context breaks it for its process
+    return [gpus[n % len(gpus)] for n in range(max(1, config.workers))]
+
+
+def _gpus(opened: OpenView) -> list[str]:
+    """Those that workers compute on: the one that the model's ``device`` names, or all."""
+    if opened.wanted is None:
+        return []
+    if ":" in opened.wanted:
+        return [opened.wanted]
+    # imports torch, as the model did
+    from precompute.models.device import gpu_count
+
+    return [f"cuda:{n}" for n in range(gpu_count())]

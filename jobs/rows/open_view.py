@@ -5,6 +5,7 @@ both have the same SQL, the same inputs and the same model.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from jobs.config.view import model_queries
-from precompute.model import Model, model_fingerprint
+from precompute.model import Model, StagedModel, model_fingerprint, on_host
 from precompute.project_path import absolute_arguments, starting_from
 from precompute.registry import LoadedModel, load_with_fingerprint
 from precompute.source import Files, Source
@@ -46,16 +47,27 @@ class OpenView:
     variant: str
     compiled: Path
     """Where its converted models are kept."""
+    held: bool = False
+    """Whether its model was kept off the GPUs."""
+
+    @property
+    def wanted(self) -> str | None:
+        """The GPU where workers compute for it, ``cuda`` for any; None of a model that computes where it is."""
+        if not self.held or not isinstance(self.model, StagedModel):
+            return None
+        # a user's own is where it put itself
+        name: str = getattr(self.model.device, "wanted", self.model.device.name.partition(":")[0])
+        return name if name.startswith("cuda") else None
 
     def convert(self) -> None:
         """Let the model compute in the view's precision from now on; it is in float32 before. Comes once there is a row to compute, since rows of the
-        source are shown to the conversion; the second time nothing is done.
+        source are shown to the conversion; the second time nothing is done, and nothing where workers convert it.
 
         Raises:
             ConfigError: the model cannot be converted on this machine, or the source has no usable rows.
             SourceError: the source cannot be read.
         """
-        if self.variant == REFERENCE:
+        if self.variant == REFERENCE or self.wanted is not None:
             return
         # Torch takes a second to import; a model of pure Python needs none.
         from precompute.precision.conversion import use_variant
@@ -85,6 +97,7 @@ def open_view(
     partition: Partition | None = None,
     memory_mb: int = 1024,
     load: Callable[[str, Mapping[str, Any], str], LoadedModel] | None = None,
+    held: bool = False,
 ) -> OpenView:
     """Open a view's source and load its model, in float32; see :meth:`OpenView.convert`.
 
@@ -97,6 +110,7 @@ def open_view(
         memory_mb: DuckDB's memory.
         load: makes the model from ``use``, args (their paths absolute) and the name of its precision; a server passes one that shares models
             between views.
+        held: keep the model off the GPUs, for workers to compute there (:mod:`jobs.rows.engine`): the context of one that breaks ends with its process.
 
     Raises:
         ConfigError: bad SQL, or a model that cannot be made as configured.
@@ -121,7 +135,8 @@ def open_view(
         arguments = {**absolute_arguments(model.args, folder), **tables}
         try:
             use = model.use
-            loaded = load_with_fingerprint(use, arguments, folder) if load is None else load(use, arguments, variant)
+            with on_host() if held else nullcontext():
+                loaded = load_with_fingerprint(use, arguments, folder) if load is None else load(use, arguments, variant)
             fingerprint = model_fingerprint(loaded.fingerprint, use, variant.removesuffix("-eager"), tables)
         except ConfigError as exc:
             raise ConfigError(f"view {view.name!r}: model: {exc}") from exc
@@ -129,7 +144,7 @@ def open_view(
         source.close()
         raise
     compiled = offline.view(view.name).compiled
-    return OpenView(view, folder, source, loaded.model, fingerprint, inputs, tables, variant, compiled)
+    return OpenView(view, folder, source, loaded.model, fingerprint, inputs, tables, variant, compiled, held)
 
 
 def _files(store: ViewStore, number: int) -> Files:

@@ -268,9 +268,17 @@ class Recipes:
 
     def _open(self, partition: Partition) -> OpenView:
         if self._by_partition:
-            return open_view(self._view, self._store.offline, self._folder, partition=partition, memory_mb=self._memory_mb)
+            return open_view(
+                self._view, self._store.offline, self._folder, partition=partition, memory_mb=self._memory_mb, held=True
+            )
         return open_view(
-            self._view, self._store.offline, self._folder, partition=partition, memory_mb=self._memory_mb, load=self._loaded
+            self._view,
+            self._store.offline,
+            self._folder,
+            partition=partition,
+            memory_mb=self._memory_mb,
+            load=self._loaded,
+            held=True,
         )
 
     def _loaded(self, use: str, args: Mapping[str, Any], _precision: str) -> LoadedModel:

@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from jobs.rows.open_view import OpenView, open_view
 from precompute.engine.features import with_null_rows
+from precompute.engine.memory import is_device_lost
 from precompute.engine.microbatch import MicroBatcher, Refusal
 from precompute.engine.runner import compute
 from precompute.model import Model, QueryModel
@@ -143,6 +144,7 @@ class ViewFallback(Fallback):
         self._store, self._folder, self._memory_mb, self._watch = store, folder.absolute(), memory_mb, watch
         self._opened: dict[tuple[str, tuple[int, str]], _Opened] = {}
         self._models: dict[str, LoadedModel] = {}
+        self._lost = False
         self._refused: dict[tuple[str, tuple[int, str]], tuple[float, str]] = {}
         """Of a view's publishing: when it was refused, and why."""
         self._logged_at, self._unlogged = 0.0, 0
@@ -199,6 +201,10 @@ class ViewFallback(Fallback):
     def refused(self) -> bool:
         """Whether a model was loaded and was not the live snapshot's, and none is open."""
         return bool(self._refused) and not self._opened
+
+    def lost(self) -> bool:
+        """Whether a GPU does not compute any more in this process."""
+        return self._lost
 
     def close(self) -> None:
         """Refuse what waits, then close every source."""
@@ -265,10 +271,12 @@ class ViewFallback(Fallback):
             yield
             return
         except PrecomputeError as exc:
+            self._lost |= is_device_lost(exc)
             log.error("fallback of view %r: %s", view, exc)
             miss = Miss(Reason.MODEL_ERROR, str(exc), broken=True)
         except BaseException as exc:
             # a user's model may raise anything, sys.exit() included
+            self._lost |= is_device_lost(exc)
             log.exception("fallback of view %r failed", view)
             miss = Miss(Reason.MODEL_ERROR, f"{type(exc).__name__}: {exc}", broken=True)
         for i in numbers:

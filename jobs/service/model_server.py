@@ -135,13 +135,14 @@ def _serve(listener: socket.socket, fallback: ViewFallback) -> None:
 
 def _look(fallback: ViewFallback, meter: Meter) -> None:
     """Tell every second what the process takes, and end it when the model that it loaded has not been what is live for a while: what is on disk may be by now, and
-    modules are imported once in a process."""
+    modules are imported once in a process; or when its GPU is lost to it."""
     since = math.inf
-    while time.monotonic() - since < REFUSED_S:
+    while time.monotonic() - since < REFUSED_S and not fallback.lost():
         time.sleep(1.0)
         meter.process_figures()
         since = min(since, time.monotonic()) if fallback.refused() else math.inf
-    log.warning("the model is loaded once more, in a new process: it may be the live snapshot's by now")
+    why = "its GPU is lost to this one" if fallback.lost() else "it may be the live snapshot's by now"
+    log.warning("the model is loaded once more, in a new process: %s", why)
     os._exit(0)
 
 

@@ -12,7 +12,14 @@ from typing import Any
 
 from precompute.engine.budget import Budget
 from precompute.engine.features import checked, copied
-from precompute.engine.memory import is_out_of_memory, release_threads, without_locals
+from precompute.engine.memory import (
+    DeviceLostError,
+    first_line,
+    is_device_lost,
+    is_out_of_memory,
+    release_threads,
+    without_locals,
+)
 from precompute.engine.meter import Meter
 from precompute.engine.pace import Pace
 from precompute.engine.window import Batch, Later, Rows, Window
@@ -183,6 +190,7 @@ class Forward:
             raise
         except (Exception, SystemExit) as exc:
             # a model may raise anything; which row did it is what counts
+            _check_device(exc)
             self._retry(window, positions, without_locals(exc))
         else:
             window.pieces.append((window.rows[positions], features))
@@ -267,6 +275,7 @@ class Forward:
                 raise
             except (Exception, SystemExit) as failed:
                 without_locals(failed)
+                _check_device(failed)
                 # with out of memory, that was its second try, alone and with the caches empty
                 if len(part) == 1:
                     window.reject(int(window.rows[part[0]]), "model", told(failed))
@@ -296,3 +305,11 @@ class Forward:
         # Copied in the thread that computed: a model may use its memory again. And one that outlives its batch lies between the activations of the next
         # ones, for which malloc then takes new memory each time: 1.2 GB over 2 M rows of a small MLP, and 4.2 to 5.7 s instead of 3.5.
         return {feature.name: copied(features[feature.name]) for feature in self._view.features if feature.name in features}
+
+
+def _check_device(exc: BaseException) -> None:
+    """Raises:
+    DeviceLostError: it is lost; no smaller batch would help.
+    """
+    if is_device_lost(exc):
+        raise DeviceLostError(f"the GPU is lost to this process: {first_line(exc)}") from without_locals(exc)

@@ -1,5 +1,5 @@
-"""Memory: what this process may still take, what it took at most, which errors mean that there was none left; and how the C library and OpenMP
-hold on to what the engine frees."""
+"""Memory: what this process may still take, what it took at most, which errors mean that there was none left, or that a GPU is lost; and how the C
+library and OpenMP hold on to what the engine frees."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import resource
 import sys
 import traceback
 from pathlib import Path
+
+from store.errors import ModelError
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
@@ -24,13 +26,89 @@ _MMAP_BYTES = 32 * 2**20
 _TRIM_BYTES = 256 * 2**20
 
 
+_FULL = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "std::bad_alloc",
+    "STATUS_ALLOC_FAILED",
+    "CUFFT_ALLOC_FAILED",
+    "ALLOCATION_FAILED",
+    "cudaErrorMemoryAllocation",
+    "Failed to allocate memory",
+    "is smaller than requested bytes",
+    "OutOfMemory",
+)
+"""What says in an error of torch's or ONNX Runtime's that memory ran out: CUDA itself ("out of memory", code 2), torch's allocators on a CPU, cuBLAS, cuSPARSE
+and cuSOLVER (``CUBLAS_STATUS_ALLOC_FAILED`` and the like), cuDNN (``CUDNN_STATUS_ALLOC_FAILED``, and since 9
+``CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED``), ONNX Runtime's arena (``BFCArena``) and TensorRT."""
+
+_CUDA_ERRORS = (
+    "CUDA error",
+    "CUDA failure",
+    "CUBLAS failure",
+    "CUDNN failure",
+    "cuDNN error",
+    "Triton Error [CUDA]",
+    "Cuda Runtime (",
+)
+"""How torch, ONNX Runtime, Triton and TensorRT begin to tell that CUDA failed. What CUDA reports asynchronously is found wherever the host waits next."""
+_PASSING = (
+    "invalid argument",
+    "invalid configuration",
+    "invalid device function",
+    "invalid device ordinal",
+    "invalid resource handle",
+    "no kernel image is available",
+    "unsupported toolchain",
+    "too many resources requested",
+    "out of resource",
+    "operation not supported",
+    "operation not permitted",
+    "capture",
+    "STATUS_NOT_SUPPORTED",
+    "STATUS_INVALID_VALUE",
+    "STATUS_BAD_PARAM",
+    "STATUS_ARCH_MISMATCH",
+)
+"""Of CUDA's errors, those that a call gets and that leave the context as it was (CUDA Runtime API, "Error Handling": after others "the process must be terminated
+and relaunched")."""
+
+_LIBRARIES = ("onnxruntime",)
+"""Their errors derive from nothing but Exception."""
+
+
+class DeviceLostError(ModelError):
+    """The GPU does not compute any more in this process, whatever it is given: an assertion failed on it, or it accessed memory that is not there. Only another
+    process can go on."""
+
+
 def is_out_of_memory(exc: BaseException) -> bool:
-    """Whether an error says that memory ran out: Python's, torch's on a GPU (by name, so that torch need not be imported), or torch's
-    on the CPU, which is a plain RuntimeError."""
+    """Whether an error says that memory ran out: Python's, torch's on a GPU (by name, so that torch need not be imported), or that of a library, which is a
+    RuntimeError and tells it in words."""
     if isinstance(exc, MemoryError) or type(exc).__name__ in ("OutOfMemoryError", "ArrowMemoryError"):
         return True
-    text = str(exc)
-    return isinstance(exc, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
+    return _is_librarys(exc) and any(words in str(exc) for words in _FULL)
+
+
+def is_device_lost(exc: BaseException) -> bool:
+    """Whether an error says that CUDA's context in this process is gone: every later call gets the same error."""
+    if isinstance(exc, DeviceLostError):
+        return True
+    if is_out_of_memory(exc) or not _is_librarys(exc):
+        return False
+    # the lines that follow are advice
+    text = first_line(exc)
+    return any(words in text for words in _CUDA_ERRORS) and not any(words in text for words in _PASSING)
+
+
+def first_line(exc: BaseException) -> str:
+    """Of its message."""
+    return (str(exc).strip().splitlines() or [type(exc).__name__])[0]
+
+
+def _is_librarys(exc: BaseException) -> bool:
+    return isinstance(exc, RuntimeError) or type(exc).__module__.partition(".")[0] in _LIBRARIES
 
 
 def without_locals(exc: BaseException) -> BaseException:

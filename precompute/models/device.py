@@ -14,7 +14,9 @@ import numpy.typing as npt
 import torch
 
 from precompute.engine.memory import ResidentPeak, available_bytes
+from precompute.model import stays_on_host
 from precompute.models.threads import compute_threads, compute_with
+from store.errors import ConfigError
 
 LAUNCHED_AHEAD = 2
 """Batches on a GPU's way at once: one computing, one being copied in or out."""
@@ -24,11 +26,19 @@ class Device:
     """One CPU or one GPU.
 
     Args:
-        name: ``cpu``, ``cuda`` or ``cuda:1``; by default a GPU where there is one.
+        name: ``cpu``, ``cuda`` or ``cuda:1``; by default a GPU where there is one. Within :func:`precompute.model.on_host` it is the CPU, and
+            ``wanted`` tells what it would be elsewhere.
+
+    Raises:
+        ConfigError: no such GPU.
     """
 
     def __init__(self, name: str | None = None) -> None:
-        self.torch = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        gpus = gpu_count()
+        self.wanted = name or ("cuda" if gpus else "cpu")
+        if torch.device(self.wanted).type == "cuda" and (torch.device(self.wanted).index or 0) >= gpus:
+            raise ConfigError(f"device {name!r}: torch {torch.__version__} finds {gpus or 'no'} GPUs on this machine")
+        self.torch = torch.device("cpu" if stays_on_host() else self.wanted)
         self.name = str(self.torch)
         self.is_cuda = self.torch.type == "cuda"
         self.depth = LAUNCHED_AHEAD if self.is_cuda else 0
@@ -120,8 +130,8 @@ class Device:
 
 
 def gpu_count() -> int:
-    """GPUs that torch can use."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    """GPUs that torch can use, as the driver's own library (NVML) counts them: asking CUDA would make this process one that has a context on each."""
+    return torch.cuda.device_count()
 
 
 @dataclass(slots=True)
@@ -142,7 +152,7 @@ class Fetch:
 def traced(path: Path) -> Iterator[None]:
     """Record what torch does inside, in this thread, and write it to ``path`` as a Chrome trace."""
     activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
+    if gpu_count():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as recorded:
         yield

@@ -1,6 +1,6 @@
 """Pool stream: windows in, features out, over workers that are watched and replaced.
 
-A worker that is killed, goes silent or hangs is replaced. The windows it had are computed again, now alone in a worker so that blame is certain: first
+A worker that is killed, goes silent, hangs or loses its GPU is replaced. The windows it had are computed again, now alone in a worker so that blame is certain: first
 all that is left of them, then in halves, until the row that ends its worker stands alone. It is tried a few times more and then rejected.
 """
 
@@ -33,8 +33,9 @@ HELD = 4
 
 LOAD_TRIES = 3
 """Of a worker that ends while it loads a model which another one has loaded: it may have been killed from outside, and its device may be broken."""
-MAX_FRUITLESS = 16
-"""Workers that may die one after the other without any window or part of one finished in between; 4 for each worker, if that is more."""
+MAX_FRUITLESS = 24
+"""Workers that may die one after the other without any window or part of one finished in between; 4 for each worker, if that is more. To find one row among
+131,072 takes 21, if it is always in the first half and nothing is finished within a second."""
 
 
 class PoolStream:

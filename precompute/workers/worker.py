@@ -15,6 +15,7 @@ from typing import IO, Any
 
 import pyarrow as pa
 
+from precompute.engine.memory import first_line, is_device_lost
 from precompute.engine.meter import Meter
 from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
@@ -32,6 +33,9 @@ FIGURES = ("batches", "cost", "padded_cost", "flops", "retries", "out_of_memory"
 
 STAGES = ("prepare", "model", "check")
 """Of a worker's meter, too; what its other two stages waited for is the pool's to tell."""
+
+LOST_STATUS = 70
+"""The exit status of a worker whose GPU is lost to it: another one goes on with its rows."""
 
 SAMPLE = "__sample__"
 """Name of the table that is no argument of the model, but rows to show a conversion."""
@@ -129,9 +133,11 @@ class _Worker:
             for _, done in runner.stream(iter(self._waiting.get, None), memory_mb=spec["memory_mb"]):
                 self._send_done(done)
         except PrecomputeError as exc:
+            _end_if_lost(exc)
             self._send({"kind": "error", "error": type(exc).__name__, "text": str(exc)})
         except (Exception, SystemExit) as exc:
             # of a module that is imported, or of a method that no row can be blamed for
+            _end_if_lost(exc)
             text = f"the model of view {view.name!r} failed in its worker: {told(exc)}"
             self._send({"kind": "error", "error": ModelError.__name__, "text": text})
 
@@ -165,6 +171,13 @@ class _Worker:
         except OSError:
             # the parent is gone
             os._exit(1)
+
+
+def _end_if_lost(exc: BaseException) -> None:
+    if is_device_lost(exc):
+        # the pool tells the last line
+        print(f"\n{first_line(exc)}", file=sys.stderr, flush=True)
+        os._exit(LOST_STATUS)
 
 
 if __name__ == "__main__":

@@ -164,9 +164,9 @@ def test_workers_compute_where_they_are_asked_for(make_project: MakeProject, eng
     ("workers", "gpus", "devices"),
     [
         ("auto", 0, None),
-        ("auto", 1, None),
+        ("auto", 1, "1 workers: cuda:0"),
         ("auto", 2, "2 workers: cuda:0, cuda:1"),
-        (0, 2, None),
+        (0, 2, "1 workers: cuda:0"),
         (1, 2, "1 workers: cuda:0"),
         (3, 2, "3 workers: cuda:0, cuda:1"),
         (3, 0, "3 workers: as they are"),
@@ -177,14 +177,14 @@ def test_workers_share_the_gpus_that_are_there(
 ) -> None:
     monkeypatch.setattr("precompute.models.device.gpu_count", lambda: gpus)  # this machine may have none
     project = make_project(numbers(), view={"model": {"use": f"{HERE}:OnGpu"}})
-    store, meter = project.store, Meter()
-    with open_view(project.view("numbers").feature_view(), project.offline, project.home) as opened:
-        engine = engine_of(opened, EngineConfig(workers=workers), meter, store)
+    meter = Meter()
+    with open_view(project.view("numbers").feature_view(), project.offline, project.home, held=True) as opened:
+        engine = engine_of(opened, EngineConfig(workers=workers), meter)
         assert isinstance(engine, Runner if devices is None else WorkerPool)
         assert devices is None or engine.figures(1.0)["device"] == devices
     project = make_project(view={"model": {"use": "tests.arithmetic:Doubler"}})  # is on no GPU, however many there are
     with open_view(project.view("numbers").feature_view(), project.offline, project.home) as opened:
-        engine = engine_of(opened, EngineConfig(workers=workers), meter, store)
+        engine = engine_of(opened, EngineConfig(workers=workers), meter)
         count = 0 if workers == "auto" else workers
         assert isinstance(engine, WorkerPool if count else Runner)
         assert not count or engine.figures(1.0)["device"] == f"{count} workers: as they are"
@@ -197,9 +197,8 @@ def test_a_worker_that_loads_another_model_than_the_run_began_with_computes_noth
     weights = tmp_path / "weights"
     weights.write_text("2")
     project = make_project(numbers(), view=PID | {"model": {"use": f"{HERE}:Weighed", "args": {"path": str(weights)}}})
-    store = project.store
     with open_view(project.view("numbers").feature_view(), project.offline, project.home) as opened:
-        engine = engine_of(opened, EngineConfig(workers=1), Meter(), store)
+        engine = engine_of(opened, EngineConfig(workers=1), Meter())
         window = opened.source.head(3).combine_chunks().to_batches()
         assert [done.done for _, done in engine.stream(window)] == [3]
         weights.write_text("3")
@@ -224,6 +223,34 @@ def test_workers_commit_the_same_rows_byte_for_byte(make_project: MakeProject, v
         xyz = np.stack([numbers().column(name).to_numpy() for name in "xyz"], 1)
         off = np.abs(np.stack(found.column("vector").to_numpy()) - (xyz @ LINEAR["weight"].T + LINEAR["bias"])).max()
         assert off < 1e-5 if view is TORCH else 1e-3 < off < 0.1
+
+
+def test_where_there_is_a_gpu_the_runs_own_process_computes_nothing(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the rows, nor what the gates compare: what breaks a GPU's context breaks it for its process. The GPU is only counted here, and its worker
+    computes on a CPU."""
+    args = {name: value for name, value in BF16["model"]["args"].items() if name != "device"}
+    view = BF16 | {"model": BF16["model"] | {"args": args}, "fallback": {"enabled": True}}
+    project, alone = run(make_project, numbers(), None, view=view)
+    monkeypatch.setattr("precompute.models.device.gpu_count", lambda: 1)
+    monkeypatch.setattr("precompute.engine.runner.Forward", None)
+    _, report = run(make_project, None, None, view=view)
+    assert (alone.status, report.status, report.snapshot) == ("committed", "committed", 2)
+    assert ("workers" in alone.engine, report.engine["workers"]) == (False, 1)
+    assert [(v.gate, v.passed, v.message) for v in report.gates] == [(v.gate, v.passed, v.message) for v in alone.gates]
+    assert {"accuracy", "parity"} <= {verdict.gate for verdict in report.gates}
+    assert content(committed(project, 2)) == content(committed(project, 1))
+
+
+@pytest.mark.parametrize(("device", "count"), [("cuda", 0), ("cuda:2", 2)])
+def test_a_gpu_that_is_not_there_is_refused_by_name(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, device: str, count: int
+) -> None:
+    monkeypatch.setattr("precompute.models.device.gpu_count", lambda: count)
+    view = TORCH | {"model": TORCH["model"] | {"args": TORCH["model"]["args"] | {"device": device}}}
+    with pytest.raises(ConfigError, match=f"device '{device}': torch .* finds {count or 'no'} GPUs"):
+        run(make_project, numbers(), None, view=view)
 
 
 # ---- deaths

@@ -27,7 +27,7 @@ from tests.arithmetic import Doubler
 from tests.server import Server, View, eventually, make_folder, read_reply, write_numbers
 
 HERE = "tests.jobs.test_model_processes"
-HANG, EXIT, GROW, SPIN = 100, 101, 102, 103
+HANG, EXIT, GROW, SPIN, LOSE = 100, 101, 102, 103, 104
 """Inputs that a :class:`Faulty` model cannot take."""
 
 DEADLINE_S, GRACE_S = 2, 0.3
@@ -49,6 +49,8 @@ class Faulty(Doubler):
             os._exit(3)
         if GROW in x:
             self.kept = bytearray(os.urandom(2**20)) * 700
+        if LOSE in x:
+            raise RuntimeError("CUDA error: device-side assert triggered")
         while SPIN in x or GROW in x:
             pass
         return super().compute(batch) | {"double": [float(os.getpid())] * len(x)}
@@ -70,7 +72,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     defaulted: View = {"fallback": {"default": {"double": 7.5, "vector": [0, 0, 0, 1]}}}
     views = {"numbers": {}, "faulty": FAULTY, "counted": counting, "defaulted": defaulted}
     make_folder(folder, views, serve=SERVE).publish_all()
-    write_numbers(folder, [1, 2, 3, *range(9, 60), HANG, EXIT, GROW, SPIN])
+    write_numbers(folder, [1, 2, 3, *range(9, 60), HANG, EXIT, GROW, SPIN, LOSE])
     with Server(folder) as server:
         yield server
 
@@ -97,8 +99,14 @@ def ask(server: Server, path: str) -> Any:
 
 @pytest.mark.parametrize(
     ("bad", "deadline_ms", "code"),
-    [(HANG, 100, "deadline"), (SPIN, 100, "deadline"), (GROW, 9000, "model_error"), (EXIT, 9000, "model_error")],
-    ids=["hangs", "spins", "grows", "ends"],
+    [
+        (HANG, 100, "deadline"),
+        (SPIN, 100, "deadline"),
+        (GROW, 9000, "model_error"),
+        (EXIT, 9000, "model_error"),
+        (LOSE, 9000, "model_error"),
+    ],
+    ids=["hangs", "spins", "grows", "ends", "loses its GPU"],
 )
 def test_a_model_that_is_lost_is_replaced_and_nobody_else_notices(server: Server, bad: int, deadline_ms: int, code: str) -> None:
     before, other = process_of(server, 10), server.get("/v1/views/numbers/rows/10").json
@@ -165,7 +173,7 @@ def test_a_miss_that_was_computed_is_kept_for_all_workers_and_so_is_that_there_i
         first = server.get(f"/v1/views/counted/rows/{key}")
         assert (first.status, first.json.get("source")) == (status, answer and "fallback")
         eventually(lambda: server.get(f"/v1/views/counted/rows/{key}").json.get("source") == answer)  # noqa: B023
-    write_numbers(server.log.parent, [*range(1, 60), 7777, HANG, EXIT, GROW, SPIN])
+    write_numbers(server.log.parent, [*range(1, 60), 7777, HANG, EXIT, GROW, SPIN, LOSE])
     for _ in range(10):
         kept = server.get("/v1/views/counted/rows/51").json
         assert (kept["status"], kept["source"], kept["features"]["double"]) == ("fresh", "cache", 102.0)

@@ -78,6 +78,24 @@ class Dying(Doubler):
         raise ModelError("this source is not for me")
 
 
+class Poisoned(Doubler):
+    """CUDA's context in its process is gone once ``on`` was in a batch: whatever comes then, the same error comes of it."""
+
+    ASSERTED = """CUDA error: device-side assert triggered
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."""
+
+    def __init__(self, on: float) -> None:
+        super().__init__()
+        self.on, self.lost = on, False
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
+        self.lost |= self.on in batch.column("x").to_pylist()
+        if self.lost:
+            raise RuntimeError(self.ASSERTED)
+        return super().compute(batch)
+
+
 class Unloadable(Doubler):
     """Does ``how`` while it loads."""
 

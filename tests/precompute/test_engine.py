@@ -17,9 +17,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from onnxruntime.capi.onnxruntime_pybind11_state import Fail, RuntimeException
 
 from precompute.engine import prepare, runner
-from precompute.engine.memory import ResidentPeak, available_bytes, is_out_of_memory, resident_bytes
+from precompute.engine.memory import ResidentPeak, available_bytes, is_device_lost, is_out_of_memory, resident_bytes
 from precompute.engine.meter import Meter
 from precompute.engine.runner import Runner, compute
 from precompute.engine.window import Outcome
@@ -29,6 +30,9 @@ from precompute.models.torch_model import Tensors, TorchModel
 from store.errors import ModelError, SourceError
 from store.feature_view import Feature, FeatureView
 from tests.arithmetic import REFUSED_AT, Doubler, raised_at
+from tests.precompute.dying_models import Poisoned
+
+ASSERTED = Poisoned.ASSERTED
 
 VIEW = FeatureView("numbers", ("id",), (Feature("double", "float64"), Feature("vector", "float32", dim=4)), 60.0, 60.0)
 SINGLE = FeatureView("numbers", ("id",), (Feature("double", "float32"),), 60.0, 60.0)
@@ -451,12 +455,54 @@ def test_the_stage_that_is_slow_is_told() -> None:
         (pa.ArrowMemoryError("malloc of size 99 failed"), True),
         (torch.OutOfMemoryError("CUDA out of memory"), True),
         (RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried …"), True),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be …"), True),
+        (torch.AcceleratorError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (
+            RuntimeException(
+                "[ONNXRuntimeError] : 6 : … BFCArena::AllocateRawInternal(…) Failed to allocate memory for requested buffer of size 9"
+            ),
+            True,
+        ),
+        (RuntimeException("… Available memory of 5 is smaller than requested bytes of 9"), True),
+        (Fail("[ONNXRuntimeError] : 1 : FAIL : CUDA failure 2: out of memory ; GPU=0 ; hostname=…"), True),
         (RuntimeError("shape mismatch"), False),
+        (RuntimeError(ASSERTED), False),
         (ValueError("out of memory"), False),
     ],
 )
 def test_which_errors_are_out_of_memory(error: BaseException, yes: bool) -> None:
     assert is_out_of_memory(error) is yes
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError(ASSERTED), True),
+        (torch.AcceleratorError(ASSERTED), True),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), True),
+        (RuntimeError("CUDA error: unspecified launch failure"), True),
+        (RuntimeError("CUDA error: misaligned address"), True),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( …`"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), True),
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), True),
+        (Fail("[ONNXRuntimeError] : 1 : FAIL : CUDA failure 700: an illegal memory access was encountered ; GPU=0"), True),
+        (RuntimeError("CUDA error: no kernel image is available for execution on the device"), False),
+        (RuntimeError("CUDA error: invalid configuration argument\nCUDA kernel errors might be …"), False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling `cublasSgemm( …`"), False),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"), False),
+        (RuntimeError("shape mismatch"), False),
+        (ValueError(ASSERTED), False),
+    ],
+)
+def test_which_errors_say_that_a_gpu_is_lost_to_the_process(error: BaseException, lost: bool) -> None:
+    assert is_device_lost(error) is lost
 
 
 def test_a_real_allocation_that_fails_is_out_of_memory() -> None:

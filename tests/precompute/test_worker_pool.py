@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from precompute.engine.memory import DeviceLostError
 from precompute.engine.meter import Meter
 from precompute.engine.runner import START_ROWS, Runner
 from precompute.engine.window import Outcome
@@ -26,13 +27,13 @@ from precompute.workers.worker_pool import WorkerPool
 from precompute.workers.worker_process import WorkerSpec
 from store.errors import ConfigError, ModelError
 from store.feature_view import Feature, FeatureView
-from tests.precompute.dying_models import Launching
+from tests.precompute.dying_models import Launching, Poisoned
 
 ROOT = str(Path(__file__).parents[2])
 VIEW = FeatureView("numbers", ("id",), (Feature("double", "float64"), Feature("vector", "float32", dim=4)), 60.0, 60.0)
-DOUBLER, DYING, LAUNCHING, TOLD, SLOW_TO_LOAD = (
+DOUBLER, DYING, LAUNCHING, TOLD, SLOW_TO_LOAD, POISONED = (
     "tests.arithmetic:Doubler",
-    *(f"tests.precompute.dying_models:{name}" for name in ("Dying", "Launching", "Told", "SlowToLoad")),
+    *(f"tests.precompute.dying_models:{name}" for name in ("Dying", "Launching", "Told", "SlowToLoad", "Poisoned")),
 )
 IN_TIME: dict[str, Any] = {"heartbeat_s": 0.1, "stall_s": 1.5, "hang_s": 1.5}
 Stream = Iterable[tuple[pa.RecordBatch, Outcome]]
@@ -268,6 +269,21 @@ def test_a_row_that_ends_its_worker_is_rejected_alone(at: int, how: str, told: s
     left, error = without(everything(stream), 1, at - 8)
     assert left == less(as_one_process(DOUBLER, {}, given), 1, at - 8)
     assert error == f"its worker process {told} (2 of 2 tries)"
+
+
+def test_a_row_that_breaks_a_gpus_context_ends_its_worker_and_is_rejected_alone() -> None:
+    """The rows beside it are computed by others: in its process nothing computes any more."""
+    given = list(windows(3, 8))
+    stream = pool(POISONED, {"on": 10.0}).stream(given, hidden=["input_hash"])
+    left, error = without(everything(stream), 1, 2)
+    assert left == less(as_one_process(DOUBLER, {}, given), 1, 2)
+    why = f"the GPU is lost to this process: {Poisoned.ASSERTED.splitlines()[0]}"
+    assert error == f"its worker process exited with status 70; the last line of its stderr: {why} (2 of 2 tries)"
+
+
+def test_without_a_worker_a_broken_context_fails_the_run_and_rejects_no_row() -> None:
+    with pytest.raises(DeviceLostError, match=r"device-side assert triggered$"):
+        as_one_process(POISONED, {"on": 10.0}, windows(3, 8))
 
 
 def test_two_such_rows_in_one_window_are_both_found() -> None:
