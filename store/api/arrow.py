@@ -12,6 +12,9 @@ from store.encoding.ipc import END_OF_STREAM, field_at, table_at
 from store.errors import RequestError
 from store.lookup_options import MAX_KEYS
 
+MAX_MESSAGES = 16
+"""Of an Arrow body: schema, dictionaries and batches. Each batch has its whole dictionary looked through, and a dictionary that comes in pieces is copied for each."""
+
 
 def decode_arrow_keys(body: bytes) -> list[str]:
     """The ``key`` column of an Arrow IPC stream: text or integers, at most :data:`store.lookup_options.MAX_KEYS` rows.
@@ -19,11 +22,11 @@ def decode_arrow_keys(body: bytes) -> list[str]:
     Arrow trusts its input by default; every batch is validated in full before a value is read.
 
     Raises:
-        RequestError: broken, compressed, another column or type, nulls, or too many rows.
+        RequestError: broken, compressed, in too many pieces, another column or type, nulls, or too many rows.
     """
     keys: list[str] = []
     try:
-        _refuse_compression(body)
+        _refuse_what_takes_long(body)
         with pa.ipc.open_stream(pa.py_buffer(body)) as reader:
             if reader.schema.names != ["key"]:
                 raise RequestError(f"the Arrow body has columns {reader.schema.names[:5]}, it takes one: key", code="bad_arrow")
@@ -40,7 +43,7 @@ def decode_arrow_keys(body: bytes) -> list[str]:
                 column = batch.column(0)
                 if column.null_count:
                     raise RequestError("the Arrow body has a null key", code="bad_arrow")
-                keys.extend(_texts(column, len(body)))
+                keys.extend(_texts(column, len(body)) if len(column) else [])
     except (pa.ArrowException, OSError, ValueError, UnicodeDecodeError) as exc:
         raise RequestError(f"the body is not an Arrow IPC stream: {str(exc)[:200]}", code="bad_arrow") from exc
     return keys
@@ -60,11 +63,13 @@ def _texts(column: pa.Array, most_bytes: int) -> list[str]:
         RequestError: the keys have more than ``most_bytes``.
     """
     if pa.types.is_dictionary(column.type):
-        values: list[str | None] = _texts_or_nulls(column.dictionary, most_bytes)
-        found = [values[i] for i in column.indices.to_pylist()]
-        if None in found:
+        # of a dictionary with everybody's keys a few may be meant; there is no `take` of string_view
+        used, where = np.unique(column.indices.to_numpy(), return_inverse=True)
+        values = pa.concat_arrays([column.dictionary.slice(i, 1) for i in used.tolist()])
+        if values.null_count:
             raise RequestError("the Arrow body has a null key", code="bad_arrow")
-        texts = [text for text in found if text is not None]
+        texts = _texts(values, most_bytes)
+        texts = [texts[i] for i in where.tolist()]
         size = sum(map(len, texts))
     else:
         size = 0
@@ -78,25 +83,22 @@ def _texts(column: pa.Array, most_bytes: int) -> list[str]:
     return texts
 
 
-def _texts_or_nulls(values: pa.Array, most_bytes: int) -> list[str | None]:
-    """A dictionary's values; the null ones may be there as long as no key is one."""
-    valid = values.is_valid().to_pylist()
-    texts = iter(_texts(values.drop_null(), most_bytes))
-    return [next(texts) if there else None for there in valid]
-
-
-def _refuse_compression(body: bytes) -> None:
-    """Refuse a stream with compressed buffers before any is expanded: four megabytes may unpack to gigabytes.
+def _refuse_what_takes_long(body: bytes) -> None:
+    """Refuse a stream of too many messages, and one with compressed buffers before any is expanded: four megabytes may unpack to gigabytes.
 
     Arrow has no switch for that, so the one field that tells is read from each message's flatbuffer: RecordBatch.compression, field 3
     of the table that Message.header, field 2, refers to, or, of a dictionary, of the one that DictionaryBatch.data, field 1, of that refers to
     (format/Message.fbs). Arrow before 1.0 said it in the message's custom metadata, and is still read.
 
     Raises:
-        RequestError: a record batch is compressed.
+        RequestError: a record batch is compressed, or there are too many.
         pyarrow.ArrowInvalid, ValueError: not an IPC stream.
     """
-    for message in pa.ipc.MessageReader.open_stream(pa.py_buffer(body)):
+    for number, message in enumerate(pa.ipc.MessageReader.open_stream(pa.py_buffer(body)), 1):
+        if number > MAX_MESSAGES:
+            raise RequestError(
+                f"the Arrow body has more than {MAX_MESSAGES} messages: put its batches together", code="bad_arrow"
+            )
         if message.type in ("record batch", "dictionary"):
             metadata = message.metadata.to_pybytes()
             try:

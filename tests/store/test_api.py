@@ -23,6 +23,7 @@ import xxhash
 from prometheus_client.parser import text_string_to_metric_families
 
 from store.api import wire
+from store.errors import RequestError
 from store.feature_view import Feature, FeatureView
 from store.lookup import MAX_KEYS
 from store.online.codec import RowCodec
@@ -82,6 +83,14 @@ def arrow_table(table: pa.Table, compression: str | None = None) -> bytes:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
         writer.write_table(table)
+    return bytes(sink.getvalue())
+
+
+def arrow_batches(batch: pa.RecordBatch, times: int) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        for _ in range(times):
+            writer.write_batch(batch)
     return bytes(sink.getvalue())
 
 
@@ -382,6 +391,9 @@ ARROW_KEYS = [
     pa.array(["0", "1", "77", "1", "é"], pa.string_view()).slice(1),
     pa.array(["1", "77", "1", "é"]).dictionary_encode(),
     pa.array(["1", "77", "1", "é"], pa.large_string()).dictionary_encode(),
+    # those that nobody asks for, and a null among them
+    pa.DictionaryArray.from_arrays(pa.array([50_001, 50_003, 50_001, 50_002]), [*map(str, range(50_000)), None, "1", "é", "77"]),
+    pa.DictionaryArray.from_arrays([0, 2, 0, 1], pa.array(["1", "é", "77", None], pa.string_view())),
     pa.DictionaryArray.from_arrays(pa.array([3, 1, 3, 2], pa.int8()), pa.array([None, "77", "é", "1"])),
 ]
 
@@ -690,6 +702,17 @@ def test_the_page_answers_what_its_box_asks(api: Server, question: str, status: 
     assert answer in page.body.decode()
 
 
+def test_what_a_body_holds_is_counted_before_it_is_decoded_and_what_its_texts_hold_is_not() -> None:
+    text = rb'"\\\",[[[{{{,,,"'
+    few = b'{"keys":["9"],"inputs":{"9":{"x":[' + b",".join([text] * 100_000) + b"]}}}"
+    assert len(wire.decode(wire.decode_lookup, few).inputs["9"]["x"]) == 100_000
+    most = wire.MAX_VALUES - 2 * wire.CONTAINER_VALUES
+    for count, refused in ((most, False), (most + 1, True)):
+        body = b'{"keys":[' + b"1," * count + b"1]}"
+        with pytest.raises(RequestError, match="at most 500,000 values") if refused else contextlib.nullcontext():
+            assert len(wire.decode(wire.decode_lookup, body).keys) == count + 1
+
+
 # ---- those who mean harm: a problem for each, and the next request is answered
 
 
@@ -701,7 +724,10 @@ def _json_refusals() -> Iterator[tuple[str, str, Any, int | None]]:
     yield "unknown feature", LOOKUP, {"keys": [1], "features": ["nope"]}, 400
     yield "feature twice", LOOKUP, {"keys": [1], "features": ["double", "double"]}, 400
     yield "no keys", LOOKUP, {"keys": []}, 400
-    yield "a million keys", LOOKUP, b'{"keys":[' + b"1," * 999_999 + b"1]}", 413
+    for unit in (b"1", b"[]", b'{"":[]}', b'"\\\\",["\\"",""]'):
+        units = b",".join([unit] * (4 * 10**6 // (len(unit) + 1)))
+        yield f"{unit.decode()} for a body", LOOKUP, b'{"keys":[%b]}' % units, 413
+    yield "keys of too many digits", LOOKUP, b'{"keys":[' + b"9" * 700 + b"]}", 422
     yield "no requests", "/v1/lookup", {"requests": []}, 400
     yield "too many requests", "/v1/lookup", {"requests": [{"view": "numbers", "keys": [1]}] * 33}, 413
     yield "request without a view", "/v1/lookup", {"requests": [{"keys": [1]}]}, 422
@@ -728,9 +754,9 @@ def _json_refusals() -> Iterator[tuple[str, str, Any, int | None]]:
     yield "lone surrogate", LOOKUP, rb'{"keys":["\ud800"]}', 400
     yield "lone surrogate inside", LOOKUP, rb'{"keys":["a\udc00b"]}', 400
     yield "lone surrogate in exclude", SEARCH, rb'{"key":1,"exclude":["\ud83d"]}', 400
-    for depth in (100, 900, 100_000):
+    for depth in (100, 900, 40_000):
         deep = b"[" * depth + b"]" * depth
-        if depth == 100_000:
+        if depth == 40_000:
             yield f"keys {depth} deep", LOOKUP, b'{"keys":[%s]}' % deep, 400
         yield f"key {depth} deep", SEARCH, b'{"key":%s}' % deep, 400
         yield f"exclude {depth} deep", SEARCH, b'{"key":1,"exclude":[%s]}' % deep, 400
@@ -784,7 +810,7 @@ def _json_refusals() -> Iterator[tuple[str, str, Any, int | None]]:
         "7",
     ):
         yield f"vector {vector}", SEARCH, f'{{"vector":{vector}}}'.encode(), None
-    yield "vector of a million", SEARCH, b'{"vector":[' + b"1," * 999_999 + b"1]}", 400
+    yield "vector of a million", SEARCH, b'{"vector":[' + b"1," * 999_999 + b"1]}", 413
     searches: list[dict[str, Any]] = [{}, {"key": 1, "vector": [1, 2, 3, 4]}, {"key": 1, "inputs": {"x": 1}}, {"key": None}]
     searches += [{"key": 1, "k": k} for k in (0, -1, 1001, 1.5, "1", None, True, 2**70)]
     conditions: list[Any] = [
@@ -876,6 +902,10 @@ def _arrow_refusals() -> Iterator[tuple[str, bytes, int]]:
     yield "too many keys", arrow([str(i) for i in range(MAX_KEYS + 1)]), 413
     yield "too many keys in many batches", arrow(pa.chunked_array([["1"] * 300] * 4)), 413
     yield "a hundred thousand keys", arrow(pa.array(range(100_000))), 413
+    # each batch would have all of it looked through
+    dictionary = pa.DictionaryArray.from_arrays(pa.array([0], pa.int32()), ["1"] * 100_000)
+    yield "a dictionary in many batches", arrow_batches(pa.record_batch({"key": dictionary}), 20), 400
+    yield "many batches without a row", arrow_batches(pa.record_batch({"key": pa.array([], pa.string())}), 20_000), 400
     yield "a key that is not UTF-8", arrow(["@@"]).replace(b"@@", b"\xff\xfe"), 400
     offsets = np.array([0, 2, 3], np.int32).tobytes()
     for wrong in ([0, 2**30, 3], [0, -1, 3], [0, 3, 2]):
