@@ -22,7 +22,7 @@ $(VENV)/.demo: $(VENV)/.base
 	$(PIP) --constraint constraints.txt --no-deps recbole==1.2.1
 	@touch $@
 
-$(VENV)/.base: pyproject.toml constraints.txt setup.py store/online/_kernels.c
+$(VENV)/.base: pyproject.toml constraints.txt setup.py store/online/_kernels.c $(wildcard precompute/text/_encoder*.cpp precompute/text/_encoder*.h)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --constraint constraints.txt torch  # first and alone: a CPU build in pip's reach then satisfies everything after it
 	$(PIP) --constraint constraints.txt --editable ".[cpu,demo,dev]"

@@ -37,6 +37,7 @@ SEAMS = {
         "precompute/techniques/shapes.py",
         "precompute/techniques/technique.py",
         "precompute/text/attention.py",
+        "precompute/text/encoder.py",
         "precompute/text/sentence_head.py",
         "precompute/text/transformer.py",
     },

@@ -1,0 +1,381 @@
+"""The C++ encoder: torch's values but for bfloat16's roundings, the same bits by every kernel, and nothing read beside what it was given."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import sysconfig
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel
+
+from precompute.text import encoder
+from precompute.text.encoder import UnpaddedBert, kernel, not_understood
+from store.errors import ConfigError
+from tests import REPOSITORY
+
+NATIVE = encoder._extension()
+pytestmark = pytest.mark.skipif(NATIVE is None, reason="the C++ extension is not built: python setup.py build_ext --inplace")
+
+HERE: list[str] = NATIVE.kernels() if NATIVE else []
+SIZES = [(64, 2, 96, 2), (128, 2, 160, 1), (32, 1, 1056, 1)]
+"""Width, heads, inner width, layers: heads of 32 and 64; an inner layer that no panels fill evenly, and one that is done in three parts."""
+LENGTHS = [1, 2, 11, 12, 13, 31, 32, 33, 5, 17, 64, 0, 13, 255]
+
+
+def transformer(kind: str = "bert", size: tuple[int, int, int, int] = SIZES[0], positions: int = 340, **settings: Any) -> Any:
+    """One with random weights; biases and gains, too."""
+    torch.manual_seed(0)
+    width, heads, inner, layers = size
+    config = AutoConfig.for_model(
+        kind,
+        **{
+            "hidden_size": width,
+            "num_attention_heads": heads,
+            "intermediate_size": inner,
+            "num_hidden_layers": layers,
+            "max_position_embeddings": positions,
+            "vocab_size": 50,
+            "pad_token_id": 1,
+            **settings,
+        },
+    )
+    made = AutoModel.from_config(config).eval().requires_grad_(False)
+    for parameter in made.parameters():
+        parameter += torch.randn_like(parameter) * 0.05
+    return made
+
+
+def texts(lengths: list[int], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids, padded by 1, and the mask."""
+    longest = max(lengths)
+    mask = (torch.arange(longest) < torch.tensor(lengths).unsqueeze(1)).long()
+    ids = torch.randint(2, 50, mask.shape, generator=torch.Generator().manual_seed(seed))
+    return torch.where(mask > 0, ids, 1), mask
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", encoder.KINDS)
+def test_values_are_torchs_and_equal_bits_by_every_kernel(kind: str, size: tuple[int, int, int, int]) -> None:
+    model = transformer(kind, size)
+    ids, mask = texts(LENGTHS)
+    expected = model(input_ids=ids, attention_mask=mask).last_hidden_state
+    plain = UnpaddedBert(model, "plain")(ids, mask)
+    there = mask > 0
+    assert torch.nn.functional.cosine_similarity(plain[there], expected[there]).min() > 0.9999
+    assert (plain[there] - expected[there]).abs().max() < 0.06
+    assert not plain[~there].any()
+    # "amx" adds up in another order
+    for name in set(HERE) - {"plain", "amx"}:
+        assert torch.equal(UnpaddedBert(model, name)(ids, mask), plain), name
+    if "amx" in HERE:
+        assert torch.allclose(UnpaddedBert(model, "amx")(ids, mask), plain, atol=0.02)
+
+
+def test_a_text_has_the_same_bits_alone_and_among_others_by_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = transformer()
+    generator = np.random.default_rng(3)
+    lengths = [int(n) for n in generator.integers(0, 120, 40)] + [340, 1]
+    ids, mask = texts(lengths)
+    for name in HERE:
+        encoded = UnpaddedBert(model, name)
+        together = encoded(ids, mask)
+        for row in (0, 7, 40, 41):
+            length = lengths[row]
+            alone = encoded(ids[row : row + 1, :length], mask[row : row + 1, :length])
+            assert torch.equal(alone[0], together[row, :length]), (name, row)
+        for threads in (1, 3, 100):
+            monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+            assert torch.equal(encoded(ids, mask), together), (name, threads)
+
+
+def test_texts_longer_than_a_chunk_and_none_at_all() -> None:
+    model = transformer(positions=700)
+    ids, mask = texts([513, 1, 600])
+    expected = model(input_ids=ids, attention_mask=mask).last_hidden_state
+    for name in HERE:
+        hidden = UnpaddedBert(model, name)(ids, mask)
+        assert torch.nn.functional.cosine_similarity(hidden[mask > 0], expected[mask > 0]).min() > 0.9999
+        assert UnpaddedBert(model, name)(ids[:0], mask[:0]).shape == (0, 600, 64)
+        assert not UnpaddedBert(model, name)(ids, mask * 0).any()
+
+
+def test_huge_and_nan_weights_stay_in_their_text() -> None:
+    model = transformer()
+    model.embeddings.word_embeddings.weight[7] = float("nan")
+    model.embeddings.word_embeddings.weight[8] = 3e38
+    ids, mask = texts([40, 40, 40])
+    ids[:] = 5
+    ids[1, 3], ids[2, 4] = 7, 8
+    for name in HERE:
+        hidden = UnpaddedBert(model, name)(ids, mask)
+        assert hidden[0].isfinite().all()
+        assert hidden[1].isnan().any()
+        assert torch.equal(hidden[0], UnpaddedBert(model, name)(ids[:1], mask[:1])[0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"hidden_act": "gelu_new"}, "hidden_act is 'gelu_new'; only 'gelu' is understood"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu'; only 'gelu' is understood"),
+        ({"is_decoder": True}, "is_decoder is True; only False is understood"),
+        ({"is_decoder": True, "add_cross_attention": True}, "is_decoder is True; only False is understood"),
+        (
+            {"hidden_size": 48},
+            "heads of 24 and an inner layer of 96 numbers: only multiples of 32 are understood",
+        ),
+        (
+            {"intermediate_size": 100},
+            "heads of 32 and an inner layer of 100 numbers: only multiples of 32 are understood",
+        ),
+    ],
+)
+def test_what_is_not_understood_is_left_to_torch(settings: dict[str, Any], reason: str) -> None:
+    model = transformer(**settings)
+    assert not_understood(model) == reason
+    with pytest.raises(ConfigError, match="understood"):
+        UnpaddedBert(model, "plain")
+
+
+def test_what_was_put_into_a_model_or_around_it_is_left_to_torch() -> None:
+    assert not_understood(transformer("electra")).startswith("model_type is 'electra'")
+    relative = transformer()
+    relative.config.position_embedding_type = "relative_key"
+    assert not_understood(relative) == "position_embedding_type is 'relative_key'; only 'absolute' is understood"
+    adapted = transformer()
+    adapted.encoder.layer[1].output.adapter = torch.nn.Linear(64, 64)
+    assert (
+        not_understood(adapted)
+        == "it is no plain bert: encoder.layer.1.output.adapter.bias, encoder.layer.1.output.adapter.weight"
+    )
+    wrapped = transformer()
+    wrapped.encoder.layer[0].attention.self.query = torch.nn.Sequential(wrapped.encoder.layer[0].attention.self.query)
+    assert "encoder.layer.0.attention.self.query" in not_understood(wrapped)
+    hooked = transformer()
+    hooked.encoder.layer[0].register_forward_hook(lambda *_: None)
+    assert not_understood(hooked) == "it is no plain bert: encoder.layer.0"
+    patched = transformer()
+    patched.encoder.forward = patched.encoder.forward
+    assert not_understood(patched) == "it is no plain bert: encoder"
+    # what is not used may be anything
+    assert not_understood(transformer(pooler_output_size=3)) == ""
+
+
+def arguments(lengths: list[int]) -> dict[str, Any]:
+    """What the extension is called with, of a model of 32 numbers, one layer, 50 words and 40 places."""
+    ids, mask = texts(lengths)
+    made = UnpaddedBert(transformer(size=(32, 1, 64, 1), positions=40), "plain")
+    held = {name: getattr(made, f"_{name}") for name in ("words", "places", "vectors", "panels")}
+    rest = {
+        "ids": ids.numpy(),
+        "positions": made._positions(ids.numpy()),
+        "lengths": mask.sum(1).numpy(),
+        "out": np.zeros((*ids.shape, 32), np.float32),
+    }
+    return {"kernel": "plain", "threads": 2, "shape": (1, 32, 1, 64), "epsilon": 1e-12, **held, **rest}
+
+
+def changed(array: npt.NDArray[Any], at: tuple[int, ...], value: int) -> npt.NDArray[Any]:
+    copy = array.copy()
+    copy[at] = value
+    return copy
+
+
+BAD: dict[str, Any] = {
+    "an id beyond the words": lambda a: {"ids": changed(a["ids"], (1, 4), 50)},
+    "a negative id": lambda a: {"ids": changed(a["ids"], (0, 0), -1)},
+    "an id beyond 32 bits": lambda a: {"ids": changed(a["ids"], (0, 0), 2**32 + 5)},
+    "a position beyond the places": lambda a: {"positions": changed(a["positions"], (1, 4), 40)},
+    "a negative position": lambda a: {"positions": changed(a["positions"], (1, 0), -(2**63))},
+    "a length beyond its row": lambda a: {"lengths": changed(a["lengths"], (0,), 6)},
+    "a negative length": lambda a: {"lengths": changed(a["lengths"], (0,), -1)},
+    "lengths for other texts": lambda a: {"lengths": np.repeat(a["lengths"], 2)[:3]},
+    "more lengths": lambda a: {"lengths": np.repeat(a["lengths"], 4)},
+    "no lengths": lambda a: {"lengths": a["lengths"][:0]},
+    "fewer positions": lambda a: {"positions": a["positions"][:1]},
+    "a small out": lambda a: {"out": a["out"][:, :, :16].copy()},
+    "half an out": lambda a: {"out": a["out"].astype(np.float16)},
+    "an out that is read only": lambda a: {"out": a["out"].tobytes()},
+    "an out with gaps": lambda a: {"out": np.zeros((2, 5, 64), np.float32)[:, :, ::2]},
+    "no words": lambda a: {"words": a["words"][:0]},
+    "half a word": lambda a: {"words": a["words"].ravel()[:-16]},
+    "short vectors": lambda a: {"vectors": a["vectors"][:-1]},
+    "short panels": lambda a: {"panels": a["panels"][:-2]},
+    "more layers": lambda a: {"shape": (2, 32, 1, 64)},
+    "no layers": lambda a: {"shape": (0, 32, 1, 64)},
+    "no heads": lambda a: {"shape": (1, 32, 0, 64)},
+    "small heads": lambda a: {"shape": (1, 32, 2, 64)},
+    "a negative width": lambda a: {"shape": (1, -32, 1, 64)},
+    "an overflowing width": lambda a: {"shape": (1, 2**30, 1, 2**30)},
+    "an odd inner width": lambda a: {"shape": (1, 32, 1, 65)},
+    "no threads": lambda a: {"threads": 0},
+    "too many threads": lambda a: {"threads": 257},
+    "another kernel": lambda a: {"kernel": "neon"},
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_does_not_fit_together_is_refused(case: str) -> None:
+    assert NATIVE is not None
+    good = arguments([5, 5])
+    NATIVE.encode(*good.values())
+    assert good["out"].any()
+    with pytest.raises((ValueError, BufferError)):
+        NATIVE.encode(*(good | BAD[case](good)).values())
+
+
+def test_random_sizes_are_computed_or_refused() -> None:
+    """Lengths, ids and positions at random, a few of them beyond their bounds: refused just then."""
+    assert NATIVE is not None
+    generator = np.random.default_rng(5)
+    for name in HERE:
+        for _ in range(60):
+            given = arguments([int(n) for n in generator.integers(0, 40, generator.integers(1, 30))] + [1]) | {"kernel": name}
+            for field, least, most in (("ids", -1, 51), ("positions", -1, 41), ("lengths", -1, 41)):
+                if generator.random() < 0.3:
+                    place = tuple(int(generator.integers(0, n)) for n in given[field].shape)
+                    given[field] = changed(given[field], place, int(generator.integers(least, most)))
+            rows = given["ids"].shape[1]
+            seen = np.arange(rows) < given["lengths"][:, None]
+            sound = ((given["lengths"] >= 0) & (given["lengths"] <= rows)).all()
+            for field, end in (("ids", 50), ("positions", 40)):
+                sound = sound and ((given[field] >= 0) & (given[field] < end))[seen].all()
+            if sound:
+                NATIVE.encode(*given.values())
+                assert given["out"][seen].any(axis=1).all()
+                assert not given["out"][~seen].any()
+            else:
+                with pytest.raises(ValueError, match="encode: "):
+                    NATIVE.encode(*given.values())
+
+
+def test_a_text_beyond_the_places_or_an_id_beyond_the_words_is_refused() -> None:
+    encoded = UnpaddedBert(transformer(positions=40), "plain")
+    ids, mask = texts([41])
+    with pytest.raises(ValueError, match="an id or a position is in no table"):
+        encoded(ids, mask)
+    ids[0, 0] = 50
+    with pytest.raises(ValueError, match="an id or a position is in no table"):
+        encoded(ids[:, :40], mask[:, :40])
+
+
+def test_threads_at_once_get_what_each_asked_for() -> None:
+    models = [UnpaddedBert(transformer(kind), HERE[0]) for kind in ("bert", "roberta")]
+    asked = [texts([3 + seed, 60, 7 * seed + 1], seed) for seed in range(12)]
+    expected = [models[seed % 2](*one) for seed, one in enumerate(asked)]
+    with ThreadPoolExecutor(6) as pool:
+        for _ in range(3):
+            got = list(pool.map(lambda seed: models[seed % 2](*asked[seed]), range(12)))
+            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_others_run_meanwhile() -> None:
+    encoded, asked = UnpaddedBert(transformer(), "plain"), texts([200] * 8)
+    began, ended = threading.Event(), threading.Event()
+
+    def compute() -> None:
+        began.set()
+        encoded(*asked)
+        ended.set()
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    began.wait()
+    turns = 0
+    while not ended.wait(0.001):
+        turns += 1
+    thread.join()
+    assert turns > 5
+
+
+def test_nothing_is_kept_after_a_call_or_an_error() -> None:
+    assert NATIVE is not None
+    encoded, asked, bad = UnpaddedBert(transformer(), HERE[0]), texts([300, 20]), arguments([5, 5])
+    bad["ids"] = changed(bad["ids"], (0, 0), 50)
+
+    def rounds() -> int:
+        for _ in range(150):
+            encoded(*asked)
+            with pytest.raises(ValueError, match="no table"):
+                NATIVE.encode(*bad.values())
+        gc.collect()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    before = rounds()
+    counts = [sys.getrefcount(value) for value in bad.values()]
+    # 150 chunks would be 60 MB
+    assert rounds() - before < 20_000
+    assert [sys.getrefcount(value) for value in bad.values()] == counts
+
+
+def test_what_was_not_built_or_is_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    for built in (None, SimpleNamespace(VERSION=encoder._VERSION - 1)):
+        monkeypatch.setitem(sys.modules, "precompute.text._encoder", built)
+        assert kernel() is None
+        with pytest.raises(ConfigError, match="was not built"):
+            UnpaddedBert(transformer(), "plain")
+
+
+@pytest.mark.parametrize(
+    ("isa", "there", "expected"),
+    [
+        ("", ["amx", "avx512", "plain"], "amx"),
+        ("avx512_core_amx", ["amx", "avx512", "plain"], "amx"),
+        ("AVX512_CORE_BF16", ["amx", "avx512", "plain"], "avx512"),
+        ("AVX512_CORE", ["amx", "avx512", "plain"], None),
+        ("AVX2", ["avx512", "plain"], None),
+        ("DEFAULT", ["avx512", "plain"], "avx512"),
+        ("", ["plain"], None),
+    ],
+)
+def test_a_newer_cpu_may_compute_as_an_older_one(
+    isa: str, there: list[str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoder, "_extension", lambda: SimpleNamespace(kernels=lambda: there))
+    monkeypatch.delenv("DNNL_MAX_CPU_ISA", raising=False)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", isa)
+    assert kernel() == expected
+
+
+def test_tiles_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers over AMX's tiles, with each tile instruction written out in C."""
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no C++ compiler {compiler}")
+    made = tmp_path / "_encoder.so"
+    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-DENCODER_EMULATE_TILES"]
+    source = REPOSITORY / "precompute" / "text" / "_encoder.cpp"
+    subprocess.run(
+        [compiler, *flags, f"-I{sysconfig.get_paths()['include']}", str(source), "-o", str(made)], check=True, timeout=110
+    )
+    emulated = _loaded(made)
+    monkeypatch.setattr(encoder, "_extension", lambda: emulated)
+    for kind, size in (("bert", SIZES[0]), ("roberta", SIZES[1]), ("bert", SIZES[2])):
+        model = transformer(kind, size)
+        for seed in range(3):
+            lengths = [int(n) for n in np.random.default_rng(seed).integers(0, 70, 20)] + [300, 1, 257]
+            ids, mask = texts(lengths, seed)
+            assert torch.equal(UnpaddedBert(model, "amx")(ids, mask), UnpaddedBert(model, "plain")(ids, mask)), (kind, seed)
+
+
+def _loaded(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("_encoder", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
