@@ -1,25 +1,27 @@
-"""A server at half its capacity through flips to other models, rollbacks and killed workers: no answer fails, none mixes two models, and how long they take.
+"""A server at half its capacity through flips to other models, rollbacks and killed workers: no answer fails, none mixes two models, how long they take, and what memory.
 
     python -m tests.faults.serve_soak [--seconds 600] [--out FOLDER]
 
-Every ten seconds something is published by another model or rolled back, every half minute a worker is killed. Writes soak.csv, a line a second, and soak.svg; prints one line of JSON.
+Every ten seconds something is published by another model or rolled back, every half minute a worker is killed, but never the first one, whose memory tells. Requests are
+mixed: single rows, lookups as JSON and Arrow, of several views, searches, misses among them. Writes soak.csv, a line a second, and soak.svg; prints one line of JSON, and
+ends with 1 and what is wrong where anything is.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import http.client
 import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,8 +29,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from store.api import arrow
 from tests.arithmetic import Doubler
-from tests.server import Server, make_folder, read_reply, write_numbers
+from tests.faults.soak_picture import write_csv, write_svg
+from tests.server import Server, make_folder, write_numbers
 
 STORED, KNOWN = 2_000, 4_000
 """Entities that are published, and those that the source knows: the others are misses."""
@@ -36,17 +40,24 @@ FLIP_S, KILL_S = 10.0, 30.0
 KEYS = 20
 MISSES = 0.02
 """Share of requests with a key that is no hit."""
+CONNECTION_REQUESTS = 2_000
+"""Of one connection, so that every worker has some."""
 STEP = 1e6
+KINDS = {"row": 0.70, "json": 0.20, "arrow": 0.05, "several": 0.03, "search": 0.02}
+"""Of the requests."""
+WARM_S = 30.0
+"""From then on a worker's memory must not grow."""
+GROWN_MB = 40.0
+"""By more than this: allocators round, and what was published last is mapped beside what is live."""
+MOST_TOLD = 20
 
 
 class Versioned(Doubler):
     """``double`` = 2x + a million times the version, so that a row tells its model."""
 
-    def __init__(self, version: int) -> None:
-        super().__init__(dim=0, version=version)
-
     def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
-        return {"double": super().compute(batch)["double"] + STEP * self.version}
+        values = super().compute(batch)
+        return values | {"double": values["double"] + STEP * self.version}
 
 
 @dataclass
@@ -58,6 +69,42 @@ class Second:
     cut: int = 0
     mixed: int = 0
     computed: int = 0
+    resident_mb: dict[str, float] = field(default_factory=dict)
+    """Of each process that there is."""
+
+
+class Connection:
+    """One connection, and what came on it."""
+
+    def __init__(self, server: Server) -> None:
+        self._socket = server.connect()
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def ask(self, method: str, path: str, body: bytes = b"", accept: str = "application/json") -> tuple[int, bytes]:
+        """Status and body; a connection that was cut off is an OSError."""
+        lines = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nAccept: {accept}\r\n"
+        if body:
+            lines += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        self._socket.sendall(lines.encode() + b"\r\n" + body)
+        data = self._more(b"")
+        while (end := data.find(b"\r\n\r\n")) < 0:
+            data = self._more(data)
+        head = data[:end].lower()
+        size = int(head.partition(b"content-length:")[2].partition(b"\r\n")[0])
+        while len(data) < end + 4 + size:
+            data = self._more(data)
+        return int(head[9:12]), data[end + 4 :]
+
+    def _more(self, data: bytes) -> bytes:
+        came = self._socket.recv(1 << 16)
+        if not came:
+            raise ConnectionError
+        return data + came
 
 
 class Soak:
@@ -69,90 +116,176 @@ class Soak:
         """Snapshot → version of its model."""
         self.seconds: dict[int, Second] = defaultdict(Second)
         self.events: list[tuple[float, str]] = []
+        self.wrong: list[str] = []
+        """What must not be."""
         self.stop = threading.Event()
         self.lock = threading.Lock()
+        # a process of its own: who publishes would hold up who measures
+        command = [sys.executable, "-m", __spec__.name, "--publish", str(folder)]
+        self.publisher: Any = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.publish(1)
 
     def publish(self, version: int) -> None:
-        """Compute and publish all rows by another model; misses are known to the source all the while."""
-        view = {
-            "model": {"use": f"{__spec__.name}:Versioned", "args": {"version": version}},
-            "features": {"double": {"dtype": "float64"}},
-            "source": {"sql": "SELECT * FROM read_parquet('${data}/data.parquet')"},
-            "index": None,
-            "gates": {"rows": None, "rolled_back": None},
-        }
-        project = make_folder(self.folder, {"numbers": view}, serve={"workers": 2})
-        write_numbers(self.folder, list(range(STORED)))
-        # known before a reader can see the snapshot
-        self.versions[max(self.versions, default=0) + 1] = version
-        project.publish_all()
-        write_numbers(self.folder, list(range(KNOWN)))
+        """Have all rows computed and published by another model, or gone back to those before by version 0."""
+        if version:
+            # known before a reader can see the snapshot
+            self.versions[max(self.versions, default=0) + 1] = version
+        self.publisher.stdin.write(f"{version}\n")
+        self.publisher.stdin.flush()
+        if self.publisher.stdout.readline() != "done\n":
+            raise AssertionError("the publisher failed: its words are above")
 
     def disturb(self, server: Server, began: float, seconds: float) -> None:
-        """Flips, rollbacks and killed workers, until the time is over."""
-        version, flip_at, kill_at = 1, FLIP_S, KILL_S
+        """Flips, rollbacks and killed workers, until the time is over; and what memory the processes have, every second."""
+        version, flip_at, kill_at, look_at = 1, FLIP_S, KILL_S, 0.0
+        first = workers_of(server)[0]
         while (now := time.monotonic() - began) < seconds:
+            if now >= look_at:
+                look_at += 1.0
+                resident_mb = {name: resident(pid) for pid, name in processes_of(server, first)}
+                with self.lock:
+                    self.seconds[int(now)].resident_mb = resident_mb
             if now >= flip_at:
                 flip_at += FLIP_S
                 version += 1
                 if version % 4 == 0:
-                    make_folder(self.folder, {}).rollback("numbers")
-                    self.events.append((now, "rollback"))
+                    self.publish(0)
+                    self.events.append((time.monotonic() - began, "rollback"))
                 else:
                     self.publish(version)
-                    self.events.append((now, "flip"))
+                    self.events.append((time.monotonic() - began, "flip"))
             if now >= kill_at:
                 kill_at += KILL_S
-                os.kill(random.choice(workers_of(server)), signal.SIGKILL)
-                self.events.append((now, "kill"))
+                for worker in [pid for pid in workers_of(server) if pid != first][:1]:
+                    os.kill(worker, signal.SIGKILL)
+                    self.events.append((now, "kill"))
             time.sleep(0.1)
 
     def client(self, server: Server, began: float, per_s: float) -> None:
         """Ask so many times a second, each answer looked through."""
         rng, next_at = random.Random(), time.monotonic()
         while not self.stop.is_set():
-            with contextlib.suppress(OSError, http.client.HTTPException), server.connect() as connection:
-                while not self.stop.is_set():
+            with contextlib.suppress(OSError), Connection(server) as connection:
+                for _ in range(CONNECTION_REQUESTS):
+                    if self.stop.is_set():
+                        return
                     # as if others asked, too: who waits is not waited for
                     next_at = max(next_at + 1 / per_s, time.monotonic() - 1.0) if per_s else time.monotonic()
                     time.sleep(max(0.0, next_at - time.monotonic()))
-                    self.ask(connection, began, rng)
-                return
+                    try:
+                        self.ask(connection, began, rng)
+                    except (AssertionError, ArithmeticError, LookupError, TypeError, ValueError) as exc:
+                        self.found(began, "failed", f"an answer that cannot be read: {exc!r}")
+                continue
             with self.lock:
                 self.seconds[int(time.monotonic() - began)].cut += 1
 
-    def ask(self, connection: Any, began: float, rng: random.Random) -> None:
-        """One request of some keys."""
-        keys = rng.sample(range(STORED), KEYS)
-        if rng.random() < MISSES:
-            keys[0] = rng.randrange(STORED, KNOWN)
-        body = json.dumps({"keys": keys}).encode()
-        head = f"POST /v1/views/numbers/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        started = time.perf_counter()
-        connection.sendall(head.encode() + body)
-        reply = read_reply(connection)
-        taken_ms = (time.perf_counter() - started) * 1e3
+    def found(self, began: float, kind: str, told: str) -> None:
+        """Something that must not be."""
         with self.lock:
             second = self.seconds[int(time.monotonic() - began)]
-            second.times_ms.append(taken_ms)
-            if reply.status != 200 or any(row.get("reason", "unknown_entity") != "unknown_entity" for row in reply.json["rows"]):
-                second.failed += 1
-                print(reply, file=sys.stderr)
-                return
-            answer = reply.json
-            second.computed += sum(row["status"] == "computed" for row in answer["rows"])
-            version = self.versions[answer["snapshot"]]
-            alike = {(row["snapshot"], row["model"]) for row in answer["rows"]} == {(answer["snapshot"], answer["model"])}
-            # a miss that the source does not know while it is replaced has no features
-            there = [(row["features"]["double"], key) for row, key in zip(answer["rows"], keys, strict=True) if row["features"]]
-            second.mixed += not alike or any(double != 2.0 * key + STEP * version for double, key in there)
+            setattr(second, kind, getattr(second, kind) + 1)
+            self.wrong.append(f"{time.monotonic() - began:.2f} s: {kind}: {told}")
+            if len(self.wrong) <= MOST_TOLD:
+                print(self.wrong[-1], file=sys.stderr, flush=True)
+
+    def ask(self, connection: Connection, began: float, rng: random.Random) -> None:
+        """One request of some kind."""
+        kind = rng.choices([*KINDS], [*KINDS.values()])[0]
+        keys = rng.sample(range(STORED), KEYS)
+        if rng.random() < MISSES and kind != "search":
+            keys[0] = rng.randrange(STORED, KNOWN)
+        path, body, accept = f"/v1/views/numbers/rows/{keys[0]}", b"", "application/json"
+        if kind in ("json", "arrow"):
+            path, body = "/v1/views/numbers/lookup", json.dumps({"keys": keys}).encode()
+            accept = accept if kind == "json" else "application/vnd.apache.arrow.stream"
+        elif kind == "several":
+            asked = [{"view": "numbers", "keys": some} for some in (keys[:10], keys[10:])]
+            path, body = "/v1/lookup", json.dumps({"requests": asked}).encode()
+        elif kind == "search":
+            path, body = "/v1/views/numbers/search", json.dumps({"key": keys[0], "k": 5, "features": ["double"]}).encode()
+        started = time.perf_counter()
+        status, answer = connection.ask("POST" if body else "GET", path, body, accept)
+        taken_ms = (time.perf_counter() - started) * 1e3
+        with self.lock:
+            self.seconds[int(time.monotonic() - began)].times_ms.append(taken_ms)
+        # the source may not know a miss while it is replaced
+        if status != 200 and not (kind == "row" and keys[0] >= STORED and status == 404):
+            self.found(began, "failed", f"{kind}: {status} {answer[:300]!r}")
+        elif status == 200:
+            for rows in rows_of(kind, answer):
+                self.look_through(began, kind, rows)
+
+    def look_through(self, began: float, kind: str, rows: Sequence[dict[str, Any]]) -> None:
+        """Rows that were answered as one: all of one snapshot, each as that one's model makes it."""
+        bad = [row for row in rows if row.get("reason") not in (None, "unknown_entity")]
+        if bad:
+            self.found(began, "failed", f"{kind}: {bad[0]}")
+        with self.lock:
+            self.seconds[int(time.monotonic() - began)].computed += sum(row["status"] == "computed" for row in rows)
+        offset = STEP * self.versions[rows[0]["snapshot"]]
+        # a miss that the source does not know while it is replaced has no features
+        there = [(row["double"] if "double" in row else (row["features"] or {}).get("double"), row["key"]) for row in rows]
+        right = all(double is None or double == 2.0 * int(key) + offset for double, key in there)
+        if len({(row["snapshot"], row["model"]) for row in rows}) > 1 or not right:
+            self.found(began, "mixed", f"{kind}: {rows}"[:600])
+
+
+def publish(folder: Path) -> None:
+    """For each number that is read: rows computed and published by that version of the model, or, by 0, a rollback. Misses are known to the source all the while."""
+    for version in map(int, sys.stdin):
+        view = {
+            "model": {"use": f"{__spec__.name}:Versioned", "args": {"version": version}},
+            "source": {"sql": "SELECT * FROM read_parquet('${data}/data.parquet')"},
+            "gates": {"rows": None, "rolled_back": None},
+        }
+        if version:
+            project = make_folder(folder, {"numbers": view}, serve={"workers": 2})
+            write_numbers(folder, list(range(STORED)))
+            project.publish_all()
+            write_numbers(folder, list(range(KNOWN)))
+        else:
+            make_folder(folder, {}).rollback("numbers")
+        print("done", flush=True)
+
+
+def rows_of(kind: str, answer: bytes) -> Iterable[Sequence[dict[str, Any]]]:
+    """The rows of an answer, those together that must be of one snapshot."""
+    if kind == "arrow":
+        yield arrow.decode_arrow(answer).to_pylist()
+        return
+    told = json.loads(answer)
+    if kind == "row":
+        yield [told]
+        return
+    for one in told["responses"] if kind == "several" else [told]:
+        assert {row["snapshot"] for row in one["rows"]} <= {one["snapshot"]}
+        yield one["rows"]
+
+
+def processes_of(server: Server, first: int) -> list[tuple[int, str]]:
+    """Number and name of each: the supervisor, the worker that is never killed, the other, the models."""
+    named = [(server.process.pid, "supervisor")]
+    for pid in map(int, Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()):
+        with contextlib.suppress(OSError):
+            line = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if b"lookup_worker" in line:
+                named.append((pid, "worker" if pid == first else "other worker"))
+            elif b"model_server" in line:
+                named.append((pid, f"model {pid}"))
+    return named
 
 
 def workers_of(server: Server) -> list[int]:
     """Numbers of its lookup workers."""
-    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-    return [int(pid) for pid in children if b"lookup_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid, name in processes_of(server, 0) if name == "other worker"]
+
+
+def resident(pid: int) -> float:
+    """Resident memory in MB; 0 of a process that is no more."""
+    with contextlib.suppress(OSError, IndexError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return 0.0
 
 
 def run(soak: Soak, server: Server, seconds: float, clients: int, per_s: float, *, disturbed: bool) -> float:
@@ -163,61 +296,31 @@ def run(soak: Soak, server: Server, seconds: float, clients: int, per_s: float, 
     threads = [threading.Thread(target=soak.client, args=(server, began, per_s / clients)) for _ in range(clients)]
     for thread in threads:
         thread.start()
-    if disturbed:
-        soak.disturb(server, began, seconds)
-    else:
-        time.sleep(seconds)
-    soak.stop.set()
-    for thread in threads:
-        thread.join()
+    try:
+        if disturbed:
+            soak.disturb(server, began, seconds)
+        else:
+            time.sleep(seconds)
+    finally:
+        soak.stop.set()
+        for thread in threads:
+            thread.join()
     return sum(len(second.times_ms) for second in soak.seconds.values()) / seconds
 
 
-def write_csv(soak: Soak, path: Path) -> None:
-    """A line for each second."""
-    lines = ["second,requests,p50_ms,p99_ms,computed,failed,cut,mixed"]
-    for number, second in sorted(soak.seconds.items()):
-        p50, p99 = np.percentile(second.times_ms, [50, 99]) if second.times_ms else (0.0, 0.0)
-        lines.append(
-            f"{number},{len(second.times_ms)},{p50:.2f},{p99:.2f},{second.computed},{second.failed},{second.cut},{second.mixed}"
-        )
-    path.write_text("\n".join(lines) + "\n")
-
-
-def write_svg(soak: Soak, path: Path, seconds: float) -> None:
-    """p50 and p99 over time on a logarithmic scale, and what happened meanwhile."""
-    width, height, left, bottom = 960, 320, 56, 36
-    low, high = 0.1, 10_000.0
-
-    def x(at: float) -> float:
-        return left + (width - left - 12) * at / seconds
-
-    def y(ms: float) -> float:
-        share = np.log(min(max(ms, low), high) / low) / np.log(high / low)
-        return float(height - bottom - (height - bottom - 24) * share)
-
-    def line(q: float, colour: str) -> str:
-        points = [(n, float(np.percentile(s.times_ms, q))) for n, s in sorted(soak.seconds.items()) if s.times_ms]
-        return f'<polyline fill="none" stroke="{colour}" points="{" ".join(f"{x(n):.1f},{y(ms):.1f}" for n, ms in points)}"/>'
-
-    colours = {"flip": "#8ab4f8", "rollback": "#f6ae2d", "kill": "#d64550"}
-    marks = [
-        f'<path d="M{x(at):.1f} 24V{height - bottom}" stroke="{colours[what]}" stroke-dasharray="2 3"/>'
-        for at, what in soak.events
-    ]
-    grid = [
-        f'<path d="M{left} {y(ms):.1f}H{width - 12}" stroke="#ddd"/><text x="{left - 6}" y="{y(ms) + 4:.1f}" text-anchor="end">{ms:g} ms</text>'
-        for ms in (0.1, 1.0, 10.0, 100.0, 1000.0, 10_000.0)
-    ]
-    legend = "p50 dark, p99 light; dotted: " + ", ".join(f"{what} {sum(w == what for _, w in soak.events)}" for what in colours)
-    total = soak.seconds.values()
-    told = f"{sum(len(s.times_ms) for s in total):,} answers: {sum(s.failed for s in total)} failed, {sum(s.mixed for s in total)} mixed; {sum(s.cut for s in total)} connections cut"
-    path.write_text(
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">'
-        f'<rect width="{width}" height="{height}" fill="#fff"/><text x="{left}" y="16">{legend} · {told}</text>'
-        f"{''.join(grid)}{''.join(marks)}{line(99, '#9ecae1')}{line(50, '#08519c')}"
-        f'<text x="{width / 2}" y="{height - 8}" text-anchor="middle">seconds, 0 to {seconds:g}</text></svg>\n'
-    )
+def memory(seconds: dict[int, Second]) -> dict[str, list[float]]:
+    """Name of a process → its resident MB at first, once it was warm, and at last; of those that come and go, all together at most."""
+    looked = [(at, second.resident_mb) for at, second in sorted(seconds.items()) if second.resident_mb]
+    warm = min(WARM_S, looked[-1][0] / 2)
+    told = {}
+    for name in ("supervisor", "worker"):
+        of_it = [(at, mb[name]) for at, mb in looked if name in mb]
+        told[name] = [of_it[0][1], next(mb for at, mb in of_it if at >= warm), of_it[-1][1]]
+    for name in ("other worker", "model"):
+        told[f"{name}, at most"] = [
+            max(max((mb for whose, mb in found.items() if whose.startswith(name)), default=0.0) for _, found in looked)
+        ]
+    return {name: [round(mb, 1) for mb in figures] for name, figures in told.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -226,21 +329,33 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--publish", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
+    if arguments.publish is not None:
+        publish(arguments.publish)
+        return
     with tempfile.TemporaryDirectory() as name:
         soak = Soak(Path(name))
-        with Server(Path(name)) as server:
+        with soak.publisher, Server(Path(name)) as server:
             capacity = run(soak, server, 3.0, arguments.clients, 0.0, disturbed=False)
             rate = run(soak, server, arguments.seconds, arguments.clients, capacity / 2, disturbed=True)
-        write_csv(soak, arguments.out / "soak.csv")
-        write_svg(soak, arguments.out / "soak.svg", arguments.seconds)
     total = list(soak.seconds.values())
     figures = {kind: sum(getattr(second, kind) for second in total) for kind in ("failed", "mixed", "cut", "computed")}
     events = {what: sum(w == what for _, w in soak.events) for what in ("flip", "rollback", "kill")}
+    resident_mb = memory(soak.seconds)
+    _, warm_mb, last_mb = resident_mb["worker"]
+    if last_mb > warm_mb + GROWN_MB:
+        soak.wrong.append(f"a worker's memory grew from {warm_mb} to {last_mb} MB")
+    if figures["cut"] > arguments.clients * events["kill"]:
+        soak.wrong.append(f"{figures['cut']} connections were cut by {events['kill']} kills")
+    write_csv(soak.seconds, arguments.out / "soak.csv")
+    write_svg(soak.seconds, soak.events, arguments.out / "soak.svg", arguments.seconds)
     times = [ms for second in total for ms in second.times_ms]
-    p50, p99 = np.percentile(times, [50, 99])
-    print(json.dumps({"capacity_per_s": capacity, "per_s": rate, "p50_ms": p50, "p99_ms": p99, **figures, **events}))
-    sys.exit(1 if figures["failed"] or figures["mixed"] else 0)
+    p50, p99 = np.percentile(times, [50, 99]).round(3)
+    told = {"requests": len(times), "capacity_per_s": round(capacity), "per_s": round(rate), "p50_ms": p50, "p99_ms": p99}
+    print(json.dumps({**told, **figures, **events, "resident_mb": resident_mb}))
+    if soak.wrong:
+        sys.exit(f"WRONG, {len(soak.wrong)} times:\n" + "\n".join(soak.wrong[:MOST_TOLD]))
 
 
 if __name__ == "__main__":
