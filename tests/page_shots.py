@@ -22,9 +22,22 @@ from tests.scene import Scene
 from tests.server import Server
 
 PROJECT = REPOSITORY / "examples" / "recommender" / "project"
-SIZES = {"phone": (390, 2900), "desk": (1280, 1640)}
+SIZES = {"phone": (390, 4600), "desk": (1280, 2280)}
 LIGHT, DARK = "1", "0"
 """Of Chromium's setting preferredColorScheme."""
+
+LARGE = """
+name: film_large
+entity: [film_id]
+source: {sql: "SELECT film_id, genres AS text FROM read_csv('films.csv')"}
+model: {use: "film_models:GenreVector", args: {dim: 256}}
+features: {vector: {dtype: float32, dim: 256}}
+ttl: 26h
+stale_for: 7d
+fallback: {enabled: true, deadline: 2s}
+semantic_cache: {view: film_vector, threshold: 0.9}
+"""
+"""A view of a model that is worth a semantic cache."""
 
 QUESTIONS = {
     "": {},
@@ -36,10 +49,11 @@ QUESTIONS = {
 def with_history(folder: Path) -> Scene:
     """The example's project after some days: snapshots, a run without changes, one that failed, and a way back."""
     shutil.copytree(PROJECT, folder, ignore=shutil.ignore_patterns("var", "__pycache__"))
+    (folder / "views" / "film_large.yaml").write_text(LARGE)
     scene = Scene(folder, {})
     films, users = folder / "films.csv", folder / "users.csv"
     whole = films.read_text()
-    scene.publish_all("film_vector", "user_favourites")
+    scene.publish_all("film_vector", "user_favourites", "film_large")
     films.write_text(whole.replace("horror silent", "horror fantasy silent"))
     scene.publish_all("film_vector", "user_favourites")
     scene.publish_all("film_vector")
@@ -70,6 +84,8 @@ def asked(url: str) -> None:
             client.get("film_vector", list(range(1, 41)))
             client.search("film_vector", key=8)
             client.row("film_vector", 7)
+            for number, text in enumerate(("comedy silent", "comedy musical romance", "western noir")):
+                client.rows("film_large", [f"9{number}"], inputs={f"9{number}": {"text": text}})
 
 
 def shoot(url: str, path: Path, width: int, height: int, scheme: str) -> None:

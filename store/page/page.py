@@ -9,7 +9,7 @@ from store.lookup import Lookup
 from store.page.figures import Figures, ViewFigures, gather
 from store.page.html import Html, element, joined
 from store.page.question import Question, answered, box
-from store.page.sections import fallback, latency, view_card
+from store.page.sections import caches, fallback, latency, view_card
 from store.page.style import STYLE
 from store.telemetry.instruments import Meter
 
@@ -67,6 +67,7 @@ def status_page(figures: Figures, asked: Question = _NOTHING, answer: Html | Non
             else element("p", "No view is published yet: ", element("code", "precompute run VIEW"), class_="card"),
             latency(figures),
             fallback(figures),
+            caches(figures),
         ),
         element(
             "footer",

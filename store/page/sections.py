@@ -58,10 +58,20 @@ def _facts(told: Mapping[str, Any]) -> Html:
         ("coverage", coverage),
         ("published", str(told["published_at"])[:19].replace("T", " ")),
         ("search", _search(told)),
-        ("fallback", "the model answers misses" if told["fallback"] else "–"),
+        ("fallback", _fallback(told)),
         ("model", element("code", str(told["model"])[:12])),
     ]
     return element("dl", *(joined(element("dt", name), element("dd", value)) for name, value in facts))
+
+
+def _fallback(told: Mapping[str, Any]) -> Child:
+    if not told["fallback"]:
+        return "–"
+    spec = told.get("semantic_cache")
+    if spec is None:
+        return "the model answers misses"
+    near = f", or rows whose inputs are alike: by {spec['threshold']:g} or more in "
+    return joined("the model answers misses", near, element("code", spec["view"]))
 
 
 def _search(told: Mapping[str, Any]) -> str:
@@ -221,3 +231,66 @@ def fallback(figures: Figures) -> Html | None:
         element("h2", "Fallback"),
         element("div", element("table", head, element("tbody", *rows), class_="fold"), class_="card"),
     )
+
+
+_Cells = Sequence[tuple[str, Child, str | None]]
+
+
+def caches(figures: Figures) -> Html | None:
+    """What was answered without the online store, or without a model, because it had been answered before, or nearly."""
+    rows = [row for row in (_encoded(figures), _kept(figures), *_near(figures)) if row is not None]
+    if not rows:
+        return None
+    names = [name for name, _, _ in rows[0]]
+    head = _head(names, numbers=("found", "of"))
+    body = [element("tr", *(element("td", value, class_=kind, data_is=label) for label, value, kind in cells)) for cells in rows]
+    return element(
+        "section",
+        element("h2", "Caches"),
+        element("div", element("table", head, element("tbody", *body), class_="fold"), class_="card"),
+    )
+
+
+def _cache(name: Child, found: float, looked_for: float, saved: str, told: str) -> _Cells:
+    share = found / looked_for if looked_for else 0.0
+    return [
+        ("cache", name, None),
+        ("found", f"{found:,.0f}", "n"),
+        ("of", f"{looked_for:,.0f}", "n"),
+        ("share", shares_bar({saved: share, "not found": 1 - share}, ["s0", "rest"]), "bar"),
+        ("", told, None),
+    ]
+
+
+def _encoded(figures: Figures) -> _Cells | None:
+    counts = {outcome: rows for (outcome,), rows in figures.counts(counted.CACHE, "l1").items()}
+    hits = counts.get("hit", 0.0)
+    size = figures.counts(counted.CACHE_BYTES, "l1").get((), 0.0)
+    if not counts:
+        return None
+    return _cache("encoded rows", hits, hits + counts.get("miss", 0.0), "reads saved", f"reads saved; {size / 1024:,.0f} KiB")
+
+
+def _kept(figures: Figures) -> _Cells | None:
+    counts = {outcome: rows for (outcome,), rows in figures.counts(counted.CACHE, "kept").items()}
+    hits = counts.get("hit", 0.0)
+    if not counts:
+        return None
+    told = f"calls saved; {counts.get('stored', 0.0):,.0f} stored, {counts.get('dropped', 0.0):,.0f} not"
+    return _cache("kept rows", hits, hits + counts.get("miss", 0.0), "calls saved", told)
+
+
+def _near(figures: Figures) -> list[_Cells]:
+    """Of each view with a semantic cache."""
+    by_view: dict[str, dict[str, float]] = {}
+    for (view, outcome), rows in figures.counts(counted.SEMANTIC_CACHE).items():
+        by_view.setdefault(view, {})[outcome] = rows
+    told = []
+    for view, outcomes in sorted(by_view.items()):
+        hits = outcomes.pop("hit", 0.0)
+        similarity = figures.counts(counted.SEMANTIC_SIMILARITY, view).get((), 0.0)
+        words = ["calls saved" + (f" at a similarity of {similarity / hits:.3f}" if hits else "")]
+        words += [f"{rows:,.0f} {outcome}" for outcome, rows in sorted(outcomes.items())]
+        name = element("span", "similar inputs of ", element("code", view))
+        told.append(_cache(name, hits, hits + sum(outcomes.values()), "calls saved", "; ".join(words)))
+    return told

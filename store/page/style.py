@@ -33,7 +33,7 @@ form>div{min-width:0;max-width:100%;flex:0 1 16rem}select{width:100%}form .wide{
 .answer{border-left:3px solid var(--accent);margin-top:.9rem}footer{padding:2rem 1rem;font-size:.9rem}
 @media(max-width:640px){table.fold thead{display:none}table.fold tr{display:block;border-bottom:1px solid var(--line);padding:.35rem 0}
 table.fold td{display:flex;justify-content:space-between;gap:1rem;border:0;padding:.1rem 0;text-align:right;white-space:normal}
-table.fold td::before{content:attr(data-is);color:var(--quiet);text-align:left;white-space:nowrap}table.fold td.bar{width:auto}form button{flex:1 1 auto}}
+table.fold td::before{content:attr(data-is);color:var(--quiet);text-align:left;white-space:nowrap}table.fold td.bar{width:auto;align-items:center}table.fold td.bar svg{flex:1;width:0}form button{flex:1 1 auto}}
 """.strip()
 
 POLICY = (

@@ -132,6 +132,31 @@ def test_it_shows_a_view_its_runs_and_what_was_asked_of_it() -> None:
         assert text in page.text
 
 
+def test_it_shows_what_was_answered_without_a_model() -> None:
+    meter = Meter()
+    for cache, outcome, rows in (("l1", "hit", 30), ("l1", "miss", 10), ("kept", "hit", 5), ("kept", "miss", 15)):
+        meter.counter(counted.CACHE, cache, outcome).add(rows)
+    for outcome, rows in (("stored", 7), ("dropped", 2)):
+        meter.counter(counted.CACHE, "kept", outcome).add(rows)
+    meter.gauge(counted.CACHE_BYTES, "l1").set(3 * 1024)
+    for outcome, rows in (("hit", 4), ("far", 3), ("no_row", 1)):
+        meter.counter(counted.SEMANTIC_CACHE, "films", outcome).add(rows)
+    meter.counter(counted.SEMANTIC_CACHE, "others", "far").add(2)
+    meter.counter(counted.SEMANTIC_SIMILARITY, "films").add(3.8)
+    told = TOLD | {"semantic_cache": {"view": "vectors", "threshold": 0.94}}
+    page = Parsed(status_page(Figures([ViewFigures(told)], totals(meter), True, NOW_S)))
+    harmless(page)
+    for text in (
+        "the model answers misses, or rows whose inputs are alike: by 0.94 or more in  vectors",
+        "encoded rows 30 40 reads saved not found reads saved; 3 KiB",
+        "kept rows 5 20 calls saved not found calls saved; 7 stored, 2 not",
+        "similar inputs of  films 4 8 calls saved not found calls saved at a similarity of 0.950; 3 far; 1 no_row",
+        "similar inputs of  others 0 2 calls saved not found calls saved; 2 far",
+    ):
+        assert text in page.text
+    assert "Caches" not in Parsed(status_page(Figures([ViewFigures(TOLD)]))).texts
+
+
 def test_without_a_view_it_says_what_to_do() -> None:
     page = Parsed(status_page(Figures()))
     harmless(page)
