@@ -41,6 +41,12 @@ def has_vnni() -> bool:
     return any(flags.get(flag) for flag in ("avx_vnni", "avx512_vnni", "amx_int8", "dot", "i8mm"))
 
 
+def has_int8_products() -> bool:
+    """Whether oneDNN may use them: what ``ONEDNN_MAX_CPU_ISA`` forbids it does by a reference that takes seconds for a layer."""
+    isa = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
+    return has_onednn() and has_vnni() and isa not in ("SSE41", "AVX", "AVX2", "AVX512_CORE")
+
+
 def computes_in(dtype: torch.dtype, device: Device) -> bool:
     """Whether the device multiplies such floats by itself and gains by it: float16 pays on GPUs alone, and bfloat16, emulated on AVX2, is 10 times
     slower than float32."""

@@ -14,7 +14,7 @@ import torch
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.techniques.machine import computes_in, has_onednn, on_a_cpu_only
-from precompute.techniques.technique import Forward, Technique, has_linear, module_of
+from precompute.techniques.technique import Forward, Technique, has_linear, module_of, with_linear
 from store.errors import ConfigError
 
 
@@ -62,19 +62,7 @@ def packed(module: torch.nn.Module) -> torch.nn.Module:
         ConfigError: this torch has no such operators, or they compute something else.
     """
     probe()
-    done: dict[int, PackedLinear] = {}
-
-    def replaced(part: torch.nn.Module) -> torch.nn.Module:
-        # a subclass may compute something else, or be read by its owner
-        if type(part) is torch.nn.Linear:
-            return done.setdefault(id(part), PackedLinear(part))
-        # named_children() leaves out a layer's second name
-        for name, child in list(part._modules.items()):
-            if child is not None:
-                setattr(part, name, replaced(child))
-        return part
-
-    return replaced(module)
+    return with_linear(module, PackedLinear)
 
 
 @torch.inference_mode()

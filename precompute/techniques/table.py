@@ -22,6 +22,9 @@ TABLE: Mapping[str, str] = {
     "fp16-aoti": "inductor:Packaged",
     "fp32-onnx": "onnx:Exported",
     "int8-static-onnx": "onnx:Static",
+    "int8-dynamic-onednn": "per_row:PerRow",
+    "int8-weights-eager": "weight_only:WeightOnly",
+    "int4-weights-eager": "weight_only:WeightOnly",
 }
 """Name, as tables and fingerprints have it → file and class. What stands before the last dash is a view's ``precision``, what stands behind it
 its ``backend``; the first of a precision is the one that ``backend: auto`` means."""

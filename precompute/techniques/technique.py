@@ -114,6 +114,25 @@ class _Cast(torch.nn.Module):
         return out.float() if isinstance(out, torch.Tensor) else tuple(t.float() if t.is_floating_point() else t for t in out)
 
 
+def with_linear(module: torch.nn.Module, make: Callable[[torch.nn.Linear], torch.nn.Module]) -> torch.nn.Module:
+    """The module with each of its linear layers replaced by what ``make`` makes of it, once each, in place; the module itself may be one."""
+    done: dict[int, torch.nn.Module] = {}
+
+    def replaced(part: torch.nn.Module) -> torch.nn.Module:
+        # a subclass may compute something else, or be read by its owner
+        if type(part) is torch.nn.Linear:
+            if id(part) not in done:
+                done[id(part)] = make(part)
+            return done[id(part)]
+        # named_children() leaves out a layer's second name
+        for name, child in list(part._modules.items()):
+            if child is not None:
+                setattr(part, name, replaced(child))
+        return part
+
+    return replaced(module)
+
+
 def has_linear(model: TorchModel) -> bool:
     """Whether the module has linear layers that can be replaced."""
     return any(type(part) is torch.nn.Linear for part in model.module.modules())

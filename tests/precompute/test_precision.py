@@ -25,7 +25,10 @@ from precompute.models.text_encoder import Encoder
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.precision.candidates import candidates
 from precompute.precision.conversion import convert
-from precompute.techniques import inductor, onednn, onnx
+from precompute.precision.same_value import relative_errors
+from precompute.precision.same_value import tolerance as tolerance_of
+from precompute.techniques import inductor, onednn, onnx, per_row
+from precompute.techniques.machine import has_int8_products
 from precompute.techniques.table import TABLE, technique_name, words
 from precompute.techniques.technique import copied, technique
 from precompute.text.sentence_folder import Normalize, Pooling
@@ -157,7 +160,14 @@ def test_a_name_is_one_technique_and_what_a_view_says_is_one_name() -> None:
     assert [one.name for one in made] == list(TABLE)
     assert [technique_name(one.precision, one.backend) for one in made] == list(TABLE)
     assert words("int8-static-onnx") == ("int8", "onnx")
-    auto = {"auto": "fp32-eager", "fp32": "fp32-eager", "bf16": "bf16-eager", "fp16": "fp16-eager", "int8": "int8-static-onnx"}
+    auto = {
+        "auto": "fp32-eager",
+        "fp32": "fp32-eager",
+        "bf16": "bf16-eager",
+        "fp16": "fp16-eager",
+        "int8": "int8-static-onnx",
+        "int4-weights": "int4-weights-eager",
+    }
     assert {said: technique_name(said, "auto") for said in auto} == auto
     assert technique_name("auto", "compile") == "fp32-compile"
 
@@ -185,6 +195,65 @@ def test_unknown_names_are_refused_with_the_known_ones(name: str) -> None:
 @pytest.mark.parametrize(("name", "tolerance"), [("fp32-onednn", 1e-6), ("bf16-eager", 0.05), ("fp16-eager", 0.01)])
 def test_values_are_the_references(make: Callable[[], Arithmetic], batches: list[Tensors], name: str, tolerance: float) -> None:
     check(make(), name, batches, tolerance)
+
+
+def wide() -> Arithmetic:
+    """Layers as the kernels for integers want them, and one that they do not take."""
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(
+        torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 16, bias=False), torch.nn.Linear(16, 3)
+    )
+    return Arithmetic(layers, Device("cpu"))
+
+
+def wide_rows(count: int, seed: int = 0) -> Tensors:
+    return (torch.randn(count, 32, generator=torch.Generator().manual_seed(seed)),)
+
+
+WITH_VNNI = pytest.mark.skipif(not has_int8_products(), reason="no products of 8-bit integers")
+
+
+@pytest.mark.parametrize(
+    ("name", "tolerance"),
+    [
+        pytest.param("int8-dynamic-onednn", 0.01, marks=WITH_VNNI),
+        ("int8-weights-eager", 0.01),
+        ("int4-weights-eager", 0.06),
+    ],
+)
+def test_integers_come_near_and_no_row_depends_on_another(name: str, tolerance: float) -> None:
+    """Outputs have a deviation of 0.2."""
+    batches = [wide_rows(5), wide_rows(64, 1), wide_rows(1, 2)]
+    check(wide(), name, batches, tolerance)
+    model = wide()
+    convert(model, technique(name), lambda: batches[:-1])
+    (x,) = wide_rows(5)
+    alone = outputs(model, (x[2:3],))[0]
+    among = outputs(model, (torch.cat([1e4 * x[:2], x[2:3], torch.zeros(2, 32)]),))[0]
+    assert relative_errors(alone, among[2:3])[0] <= tolerance_of(name, "float32").known
+    assert np.isfinite(among).all()
+    assert not np.array_equal(alone, outputs(wide(), (x[2:3],))[0])
+
+
+@WITH_VNNI
+def test_integers_are_exact_where_8_bits_hold_them() -> None:
+    linear = torch.nn.Linear(64, 5, bias=False).requires_grad_(False)
+    numbers = torch.Generator().manual_seed(0)
+    for tensor in (linear.weight, x := torch.empty(7, 64)):
+        tensor.copy_(torch.randint(-127, 128, tensor.shape, generator=numbers))
+        tensor[:, 0] = 127  # the largest sums there are would overflow 16 bits, two by two
+    assert torch.equal(per_row.PerRowLinear(linear)(x), linear(x))
+
+
+def test_layers_that_their_kernels_read_past_the_end_of_stay_as_they_are() -> None:
+    model = wide()
+    convert(model, technique("int8-weights-eager"), lambda: [wide_rows(5), wide_rows(6)])
+    kinds = [type(part).__name__ for part in model.forward.modules()]  # type: ignore[attr-defined]
+    assert (kinds.count("Int8Linear"), kinds.count("Linear")) == (2, 1)
+    with pytest.raises(
+        ConfigError, match="int4-weights-eager: no linear layer has multiples of 32 inputs and 16 outputs: choose bf16-eager"
+    ):
+        convert(mlp(), technique("int4-weights-eager"), some_rows)
 
 
 def test_half_precision_computes_in_half_precision() -> None:

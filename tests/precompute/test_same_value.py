@@ -16,7 +16,7 @@ from transformers import AutoModel
 from precompute.model import resolve_path
 from precompute.models.text_encoder import TextEncoder
 from precompute.precision.conversion import use_variant
-from precompute.precision.same_value import MARGIN, NOISE, ROUNDING, differing, relative_errors, tolerance
+from precompute.precision.same_value import MARGIN, MOST, NOISE, ROUNDING, differing, noise_of, relative_errors, tolerance
 from precompute.techniques.table import TABLE
 from store.feature_view import Feature, FeatureView
 
@@ -102,7 +102,7 @@ def test_a_precisions_noise_is_the_same_value_and_nothing_else_is(
 def test_as_much_as_is_allowed_is_the_same_value_and_nothing_else_is(name: str, wrong: dict[str, Floats]) -> None:
     right = np.roll(wrong["the next row's"], -1, axis=0).astype(np.float64)
     noise = np.random.default_rng(0).standard_normal(right.shape)
-    noise *= 0.9 * NOISE[name.split("-")[0]] * MARGIN / relative_errors(right, right + noise)[:, None]
+    noise *= 0.9 * min(noise_of(name) * MARGIN, MOST) / relative_errors(right, right + noise)[:, None]
     check(name, right, right + noise, wrong)
 
 
@@ -183,7 +183,7 @@ def test_tolerances_are_those_of_what_computed() -> None:
     assert tolerance(None, "float32") == tolerance("fp32-eager", "float32")
     assert tolerance("fp32-eager", "float64").limit == pytest.approx(2e-5)  # what computed counts, wherever it is kept
     assert tolerance("fp32-eager", "float16").limit == pytest.approx(2e-5 + 2**-10)
-    assert {name.split("-")[0] for name in TABLE} <= set(NOISE)
+    assert [noise_of(name) for name in ("int8-static-onnx", "int8-dynamic-onednn", "bf16-compile")] == [2e-3, 2.5e-2, 1e-2]
 
 
 def test_a_score_near_zero_has_the_noise_of_the_others() -> None:

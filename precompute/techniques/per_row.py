@@ -1,0 +1,93 @@
+"""Per row: linear layers in 8-bit integers on a CPU, each row of their inputs with a scale of its own, so that no row depends on another.
+
+For CPUs that add up products of 8-bit integers (VNNI) and have no bfloat16. One AMD Zen 5 core, 1,024 × 384 × 1,536: 1.6 ms and 0.2 for rounding the inputs, against 2.8 (bfloat16),
+5.5 (float32) packed by oneDNN, and 13 eager. MiniLM loses too much for the default accuracy: cosine 0.998, recall@10 0.94, as torchao's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from precompute.models.device import Device
+from precompute.models.torch_model import Tensors, TorchModel
+from precompute.techniques.machine import has_int8_products, on_a_cpu_only
+from precompute.techniques.technique import Forward, Technique, has_linear, module_of, with_linear
+from store.errors import ConfigError
+
+STEPS = 127
+"""Of a scale, to either side."""
+TINY = 1e-12
+"""Least magnitude of a row: one of zeros is zeros."""
+
+
+class PerRow(Technique):
+    """int8-dynamic, the rest in float32."""
+
+    def missing(self, device: Device) -> str:
+        if device.is_cuda:
+            return on_a_cpu_only(self.name, device)
+        return "" if has_int8_products() else "this CPU has no products of 8-bit integers (VNNI): choose fp32-onednn"
+
+    def gain(self, device: Device, model: TorchModel) -> float:
+        return 0.0 if self.missing(device) or not has_linear(model) else 1.6
+
+    def converted(self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None) -> Forward:
+        probe()
+        return with_linear(module_of(model, torch.float32, batches), PerRowLinear)
+
+
+class PerRowLinear(torch.nn.Module):
+    """``x @ weight.T + bias`` in 8-bit integers: weights symmetric with a scale each output, rows symmetric with a scale each row. oneDNN takes
+    unsigned inputs, so 128 is added to them and taken off again (signed ones it computes by a reference that is 10,000 times slower).
+
+    Args:
+        linear: the layer, on the CPU; it stays as it is.
+    """
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        weight = linear.weight.detach()
+        self.scales = weight.abs().amax(1).clamp_(min=TINY).div_(STEPS)
+        rounded = (weight / self.scales[:, None]).round_().to(torch.int8)
+        self.zeros = torch.zeros(len(weight), dtype=torch.int64)
+        self.packed = torch.ops.onednn.qlinear_prepack(rounded, None)
+        self.bias = linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` float32 [..., in] → float32 [..., out]."""
+        rows = x.reshape(-1, x.shape[-1])
+        largest = torch.maximum(rows.amax(1, keepdim=True), -rows.amin(1, keepdim=True))
+        scale = largest.clamp_(min=TINY).div_(STEPS)
+        # by int8, since torch rounds to uint8 at a fifth of the speed; flipping the sign's bit adds 128
+        numbers = (rows * scale.reciprocal()).round_().to(torch.int8).view(torch.uint8).bitwise_xor_(128)
+        out: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
+            numbers, 1.0, 128, self.packed, self.scales, self.zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+        out = out.mul_(scale)
+        if self.bias is not None:
+            out = out.add_(self.bias)
+        return out.view(*x.shape[:-1], -1)
+
+
+@torch.inference_mode()
+def probe() -> None:
+    """Compare a small product, exact in 8 bits, with torch's own.
+
+    Raises:
+        ConfigError: this torch has no such operators, or they compute something else.
+    """
+    linear = torch.nn.Linear(2, 3, bias=False).requires_grad_(False)
+    linear.weight.copy_(torch.tensor([[127.0, -127.0], [1.0, 127.0], [-127.0, -127.0]]))
+    x = torch.tensor([[127.0, -127.0], [-127.0, 3.0], [0.0, 0.0]])
+    try:
+        right = torch.equal(PerRowLinear(linear)(x), linear(x))
+    except (AttributeError, RuntimeError, TypeError) as exc:
+        reason = str(exc).partition("\n")[0]
+        raise ConfigError(
+            f"torch {torch.__version__} has no 8-bit linear layers on this machine ({reason}): choose fp32-onednn"
+        ) from exc
+    if not right:
+        raise ConfigError(f"the 8-bit linear layers of torch {torch.__version__} compute something else: choose fp32-onednn")
