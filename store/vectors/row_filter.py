@@ -19,6 +19,8 @@ from store.vectors.index_rows import filterable
 MOST_CONDITIONS, MOST_VALUES = 16, 1000
 """Features that one filter may name, and values that a feature may be one of."""
 
+_LEAST, _MOST = -(2**63), 2**63 - 1
+
 _BOUNDS: dict[str, Callable[[Any, Any], Any]] = {
     "gte": pc.greater_equal,
     "gt": pc.greater,
@@ -68,18 +70,34 @@ def _tests(name: str, kind: pa.DataType, condition: Any, *, half: bool) -> Calla
             raise _refused(f"filter: the bounds of {name!r} are some of {', '.join(_BOUNDS)}")
         if pa.types.is_boolean(kind):
             raise _refused(f"filter: {name!r} is true or false, it has no bounds")
-        bounds = [(_BOUNDS[bound], value_of(value)) for bound, value in condition.items()]
+        values = {bound: value_of(value) for bound, value in condition.items()}
+        if pa.types.is_integer(kind):
+            bounds = [_whole(bound, value) for bound, value in values.items()]
+        else:
+            bounds = [(_BOUNDS[bound], value) for bound, value in values.items()]
         return lambda column: functools.reduce(pc.and_, [compare(column, value) for compare, value in bounds])
     if isinstance(condition, (list, tuple)):
         if not 0 < len(condition) <= MOST_VALUES:
             raise _refused(f"filter: {name!r} may be one of 1 to {MOST_VALUES} values, got {len(condition)}")
-        values = [value_of(value) for value in condition]
-        inside = [value.cast(kind) for value in values if _fits(value, kind)]
+        inside = [value.cast(kind) for value in map(value_of, condition) if _fits(value, kind)]
         return lambda column: pc.is_in(column, pa.array([v.as_py() for v in inside], kind))
     value = value_of(condition)
     if not _fits(value, kind):
         return lambda column: pa.chunked_array([pa.repeat(False, len(column))])
     return lambda column: pc.equal(column, value.cast(kind))
+
+
+def _whole(bound: str, value: pa.Scalar) -> tuple[Callable[[Any, Any], Any], pa.Scalar]:
+    """A bound of integers as the integer that says the same: Arrow refuses to compare those beyond 2⁵³ with a float. Beyond all of int64 it is
+    the last of these, which all of them meet or none."""
+    number = value.as_py()
+    if bound in ("gte", "gt"):
+        least = math.ceil(number) if bound == "gte" else math.floor(number) + 1
+        compare, whole = (pc.greater_equal, max(least, _LEAST)) if least <= _MOST else (pc.greater, _MOST)
+    else:
+        most = math.floor(number) if bound == "lte" else math.ceil(number) - 1
+        compare, whole = (pc.less_equal, min(most, _MOST)) if most >= _LEAST else (pc.less, _LEAST)
+    return compare, pa.scalar(whole, pa.int64())
 
 
 def _value(name: str, kind: pa.DataType, value: Any, *, half: bool) -> pa.Scalar:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,16 @@ CASES: list[tuple[dict[str, Any], Any]] = [
         lambda r: r["lang"] == "en" and r["stock"] > 0 and r["price"] is not None and r["price"] < 400,
     ),
 ]
+
+
+def test_bounds_of_integers_are_exact_however_large_they_are() -> None:
+    numbers = [-(2**63), -(2**53) - 1, -1, 0, 1, 2**53, 2**53 + 1, 2**63 - 1]
+    table, view = pa.table({"n": numbers}), view_of(32, "l2", scalars=(Feature("n", "int64"),))
+    compared = {"gte": operator.ge, "gt": operator.gt, "lte": operator.le, "lt": operator.lt}
+    for limit in [*numbers, 0.5, -0.5, -0.0, 2.0**53, 2.0**63, -(2.0**63), 1e300, -1e300]:
+        for name, compare in compared.items():
+            admitted = RowFilter(view, {"n": {name: limit}}).admits(table).tolist()
+            assert admitted == [compare(number, limit) for number in numbers], (name, limit)
 
 
 @pytest.fixture(scope="module", params=["exact", "codes"])
