@@ -312,7 +312,7 @@ class Cluster(Servers):
 
     # ---- rows in
 
-    def load(self, rows: Rows, layout: Layout, acknowledged: Acknowledged, throttle: Throttle, identity: str, doing: str) -> None:
+    def load(self, rows: Rows, layout: Layout, acknowledged: Acknowledged, throttle: Throttle, identity: str, doing: str) -> str:
         load = _Load(self, layout, doing)
         try:
             for number, (node, block, done) in enumerate(self._laid_out(rows, layout, acknowledged.done, doing)):
@@ -325,7 +325,8 @@ class Cluster(Servers):
             acknowledged.settled(None)
         finally:
             load.close()
-        if not identity or identity_of(self.states(doing, ADMIN_S).values()) != identity:
+        now = identity_of(self.states(doing, ADMIN_S).values())
+        if not identity or now != identity:
             # what a master acknowledged and had not handed on is lost with it
             there = counted(self.masters(), layout, doing)
             if there != acknowledged.done:
@@ -333,6 +334,7 @@ class Cluster(Servers):
                     f"a server of Redis at {self.where} was started anew, or another one took its place, while this was to {doing}: of {acknowledged.done} rows "
                     f"{there} are there. Do it again"
                 )
+        return now
 
     def _laid_out(self, rows: Rows, layout: Layout, done: int, doing: str) -> Iterator[tuple[Node, Block, int | None]]:
         """Blocks, and whose they are; beside the last one of each slice, how many rows there are up to it."""

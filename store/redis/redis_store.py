@@ -280,14 +280,15 @@ class RedisStore(OnlineStore):
         acknowledged, throttle = Acknowledged(loading.done, note), Throttle(self._options.max_load_mb_s)
         layout = Layout(self._names.rows(view, number), loading.buckets)
         try:
-            self._servers.load(rows, layout, acknowledged, throttle, loading.server, doing)
+            whole = self._servers.load(rows, layout, acknowledged, throttle, loading.server, doing)
         except (ConflictError, Full):
             self._clean_up(view, number, loading.token)
             raise
         states = self._servers.states(doing, ADMIN_S)
         for link, state in states.items():
             replicated(link, self._servers.scratch(link, self._names.prefix), state.replicas or 0, doing)
-        server = identity_of(states.values())
+        # in a cluster the note may be there and rows not: of one server it comes after all of them
+        server = whole if self._servers.cluster else identity_of(states.values())
         loaded = Loaded(loading.generation, acknowledged.done, server, loading.evicted or 0, loading.buckets)
         if self._run(view, *records.end_loading(number, loading, loaded))[0] != b"done":
             self._clean_up(view, number, loading.token)

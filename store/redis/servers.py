@@ -97,9 +97,9 @@ class Servers(ABC):
         names was there until then."""
 
     @abstractmethod
-    def load(self, rows: Rows, layout: Layout, acknowledged: Acknowledged, throttle: Throttle, identity: str, doing: str) -> None:
-        """Send rows and wait for all replies. ``identity``: who the servers were when what is acknowledged already was counted. Raises as :class:`Pipe`, and what
-        ``rows`` raises."""
+    def load(self, rows: Rows, layout: Layout, acknowledged: Acknowledged, throttle: Throttle, identity: str, doing: str) -> str:
+        """Send rows and wait for all replies. ``identity``: who the servers were when what is acknowledged already was counted; returns who they were when all
+        was found to be there. Raises as :class:`Pipe`, and what ``rows`` raises."""
 
     def states(self, doing: str, budget: Budget | float | None = None) -> dict[Link, ServerState]:
         """Of each master; who they are is looked at once."""
@@ -166,7 +166,7 @@ class SingleServer(Servers):
             at += count
         return version, found or [FoundRows(keys, []) for _ in layouts]
 
-    def load(self, rows: Rows, layout: Layout, acknowledged: Acknowledged, throttle: Throttle, identity: str, doing: str) -> None:
+    def load(self, rows: Rows, layout: Layout, acknowledged: Acknowledged, throttle: Throttle, identity: str, doing: str) -> str:
         pipe = Pipe(self._link, doing, lambda: check_same(self._link, identity, doing))
         try:
             for number, (block, done) in enumerate(_laid_out(rows, layout, acknowledged.done)):
@@ -179,6 +179,7 @@ class SingleServer(Servers):
             acknowledged.settled(None)
         finally:
             pipe.close()
+        return identity
 
 
 def _laid_out(rows: Rows, layout: Layout, done: int) -> Iterator[tuple[Block, int | None]]:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -214,6 +215,27 @@ def test_a_failover_between_preflight_and_load_is_no_load_to_go_on_with(
         assert store.prepare("numbers", Generation(3, 1), 5000, 10**5, "").rows_done == 0
         publish(store, 3, table)
         assert read_all(store, table) == list(table.values())
+
+
+def test_a_master_that_is_started_anew_when_all_was_acknowledged_is_told(
+    tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the last reply and the note that all is there, which another one keeps."""
+    with RedisCluster(NEWEST, tmp_path, replicas=False) as cluster:
+        store, load, table = open_store(cluster.url()), Cluster.load, many(100)
+        noting = [cluster.master_of(key) for key in (META, "precompute:views")]
+        (other, *_) = [master for master in cluster.masters if master not in noting]
+
+        def late(self: Cluster, *args: Any) -> str:
+            whole = load(self, *args)
+            other.kill()
+            other.start()
+            eventually(lambda: not _refused(lambda: store.read_generation("numbers", 1, list(table))))
+            return whole
+
+        monkeypatch.setattr(Cluster, "load", late)
+        publish(store, 1, table)
+        assert any("started anew" in doubt for doubt in store.doubts("numbers"))
 
 
 def _refused(use: Callable[[], object]) -> bool:
