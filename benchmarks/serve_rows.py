@@ -1,4 +1,4 @@
-"""Rows over HTTP from table files, server on one core and client on another, against a bare ASGI constant of the same size under the same server.
+"""Rows over HTTP from table files, by a worker's server with its limits, against a constant of the same size from a bare ASGI application under uvicorn; both on one core, the client on another.
 
 One connection gives latency, sixteen the rate. The client writes prepared requests to raw sockets, so that the server is what is measured; an
 answer and its constant take turns, so that what else the machine does falls on both.
@@ -36,30 +36,42 @@ _PATH = f"/v1/views/{VIEW.name}"
 
 
 def serve(folder: str, cache_bytes: int) -> None:
-    """The server process: the API, with so many bytes of encoded rows, and beside it a route that answers a constant."""
-    import uvicorn
-
+    """The server process: the API, with so many bytes of encoded rows."""
     from store.api.app import create_app
+    from store.guard.limits import Limits
+    from store.guard.server import GuardedServer
     from store.lookup import Lookup
     from store.online.table_store import TableStore
+    from store.telemetry.instruments import Meter
 
-    app = create_app(Lookup(TableStore(folder)), cache_bytes=cache_bytes)
+    meter = Meter()
+    app = create_app(Lookup(TableStore(folder)), meter=meter, cache_bytes=cache_bytes)
+    GuardedServer(app, Limits(), meter).run(sockets=[_listening()])
+
+
+def serve_constant() -> None:
+    """The other one: the path says how many bytes are wanted."""
+    import uvicorn
+
     bodies: dict[bytes, bytes] = {}
 
-    async def beside(scope: Any, receive: Any, send: Any) -> None:
+    async def constant(scope: Any, receive: Any, send: Any) -> None:
         path = scope["raw_path"]
-        if not path.startswith(b"/constant/"):
-            return await app(scope, receive, send)
         body = bodies.setdefault(path, b"x" * int(path[len(b"/constant/") :]))
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
+    config = uvicorn.Config(constant, loop="uvloop", http="httptools", lifespan="off", access_log=False, log_config=None)
+    uvicorn.Server(config).run(sockets=[_listening()])
+
+
+def _listening() -> socket.socket:
+    """On the first core, on a port that is told."""
     os.sched_setaffinity(0, {0})
     sock = socket.create_server(("127.0.0.1", 0), backlog=2048)
-    config = uvicorn.Config(beside, loop="uvloop", http="httptools", lifespan="off", access_log=False, log_config=None)
     print(sock.getsockname()[1], flush=True)
-    uvicorn.Server(config).run(sockets=[sock])
+    return sock
 
 
 class _Caller(asyncio.Protocol):
@@ -158,14 +170,14 @@ class Server:
         return (int(used[11]) + int(used[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def compare(server: Server, requests: list[bytes], total: int) -> Mapping[str, Any]:
+def compare(server: Server, bare: Server, requests: list[bytes], total: int) -> Mapping[str, Any]:
     """The answer's figures, those of a constant of its size, and what the first are of the second."""
     import uvloop
 
     _, _, size = uvloop.run(_load(server.port, requests, 1, len(requests)))
     constant, ours, theirs = [_get(f"/constant/{size}")], Figures(), Figures()
     for _ in range(ROUNDS):
-        theirs.take(server, constant, total // ROUNDS)
+        theirs.take(bare, constant, total // ROUNDS)
         ours.take(server, requests, total // ROUNDS)
     answer, floor = ours.told(), theirs.told()
     return {
@@ -207,9 +219,9 @@ def cases() -> dict[str, tuple[list[bytes], int]]:
 
 
 @contextlib.contextmanager
-def _serving(folder: str, cache_bytes: int) -> Iterator[Server]:
-    """A server on the first core, while this process stays on the second."""
-    command = [sys.executable, "-m", "benchmarks.serve_rows", folder, str(cache_bytes)]
+def _serving(*arguments: str) -> Iterator[Server]:
+    """A server on the first core, while this process stays on the second: of a folder and so many bytes of encoded rows, or of constants."""
+    command = [sys.executable, "-m", "benchmarks.serve_rows", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -231,10 +243,10 @@ def main() -> None:
         fill(TableStore(folder))
         figures = {}
         for cache_bytes in (0, MAX_CACHE_BYTES):
-            with _serving(folder, cache_bytes) as server:
+            with _serving(folder, str(cache_bytes)) as server, _serving("constant") as bare:
                 for name, (requests, total) in cases().items():
                     if (name == _ONE) == (cache_bytes == 0):
-                        figures[name] = compare(server, requests, total)
+                        figures[name] = compare(server, bare, requests, total)
     lines = [
         f"{name:<24} {f['bytes']:>8,} B  {f['answer']['requests_per_s']:>8,.0f}/s, {f['rate_ratio']:.2f} of the constant's, by CPU {f['cpu_ratio']:.2f}; "
         f"p50 {f['answer']['p50_ms']:.3f} ms, {f['p50_ratio']:.2f} × its; p99 {f['answer']['p99_ms']:.3f} ms, {f['p99_ratio']:.2f} ×"
@@ -244,4 +256,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], int(sys.argv[2])) if len(sys.argv) > 1 else main()
+    if len(sys.argv) == 3:
+        serve(sys.argv[1], int(sys.argv[2]))
+    elif len(sys.argv) == 2:
+        serve_constant()
+    else:
+        main()

@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
@@ -24,8 +24,10 @@ from store.key_text import MAX_KEY_BYTES, join_key, key_text, shown_key
 from store.lookup_options import MAX_KEYS, MAX_NEIGHBOURS, CacheControl, LookupOptions, SearchOptions, check_features
 from store.misses import Misses, MissesTold
 from store.online import kernels
+from store.online.codec import State
 from store.online.found_rows import FoundRows, PackedKeys
 from store.online.online_store import OnlineStore, Pointer
+from store.online.packed import Buffer
 from store.online_url import open_online_store
 from store.record import plain
 from store.search import Searches
@@ -35,6 +37,17 @@ IMPOSSIBLE = b"\0"
 """Looked up in place of a key no entity can have, and never found: keys with a NUL are not stored."""
 
 _DEFAULT = LookupOptions()
+
+
+class WholeRow(NamedTuple):
+    """A row of the store, verified: packed, and when it was computed (µs since 1970); and the seconds that reading it took, and verifying it."""
+
+    plan: AnswerPlan
+    key: str
+    value: Buffer
+    computed_at_us: int
+    read_s: float
+    verify_s: float
 
 
 class Lookup:
@@ -193,6 +206,32 @@ class Lookup:
         if self._misses is not None and behind:
             self._misses.begin(answer, missing, inputs, options.deadline_ms, fallback is not None)
         return answer
+
+    def whole_row(self, view: str, key: str, features: Sequence[str] | None) -> WholeRow | None:
+        """One row of a store that is not waited for; None where there is more to say of it than its values, as :meth:`begin` does: it is missing, or damaged, or there is no such view.
+
+        Args:
+            view: its name.
+            key: one that :func:`store.key_text.check_key` lets pass.
+            features: which, in which order; all by default.
+
+        Raises:
+            RequestError: there is no such feature.
+            OnlineStoreError: the store cannot be read.
+        """
+        began = time.perf_counter()
+        read = self.online.read(view, [key.encode()])
+        if read is None:
+            return None
+        pointer, found = read
+        read_at = time.perf_counter()
+        self._last[view] = pointer
+        plan = self._plan(pointer, features)
+        state, computed_at_us = plan.codec.verify_one(found, plan.snapshots)
+        value = found.values[0]
+        if state is not State.WHOLE or value is None:
+            return None
+        return WholeRow(plan, key, value, computed_at_us, read_at - began, time.perf_counter() - read_at)
 
     def look(self, pointer: Pointer) -> tuple[int, Sighting]:
         """What time it is, in µs since 1970, and what bounds the ages of a pointer's rows now."""

@@ -30,6 +30,7 @@ class Metrics:
         lookup.told.semantic, lookup.told.kept = self._semantic, self._asked_kept
         lookup.told.refreshed = lambda view, outcome: self.meter.counter(counted.REFRESHES, view, outcome).add()
         self._whole: dict[str, Number] = {}
+        self._one: dict[tuple[str, str], Number] = {}
         self._kept: dict[tuple[str, str, str], tuple[Number, Number]] = {}
         self._missed, self._dropped = (self.meter.counter(counted.CACHE, "l1", outcome) for outcome in ("miss", "dropped"))
         self._kept_bytes = self.meter.gauge(counted.CACHE_BYTES, "l1")
@@ -67,6 +68,17 @@ class Metrics:
         for stage, took in stages.items():
             self.stage(stage, took)
         return stages
+
+    def read(self, view: str, status: str, seconds: float, read_s: float, verify_s: float) -> None:
+        """Count a row of the store, as :meth:`answered` does: its time, and that of reading, verifying and, what is left, encoding it."""
+        rows = self._one.get((view, status))
+        if rows is None:
+            rows = self._one[view, status] = self.meter.counter(counted.ROWS, view, status, "store", "")
+        rows.add()
+        self.timed("row", seconds)
+        self.stage("read", read_s)
+        self.stage("verify", verify_s)
+        self.stage("encode", max(0.0, seconds - read_s - verify_s))
 
     def kept(self, view: str, status: str, seconds: float, outcome: str) -> None:
         """Count a row of the store that was answered from the encoded ones, and its time; ``outcome``: a hit, or ``in_error``, since the store failed."""

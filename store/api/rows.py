@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 from store.answer import Answer, AnswerPlan
 from store.api import arrow, wire
@@ -23,13 +23,14 @@ from store.encoding.answer_size import LARGE_ARROW_BYTES, LARGE_BYTES, MAX_ANSWE
 from store.encoding.arrow_template import stream_of
 from store.encoding.http_freshness import VARY, Headers, cache_control, matches, missing_headers, row_headers
 from store.encoding.json_rows import lookup_json, lookup_pieces, row_json
-from store.encoding.row_cache import MAX_CACHE_BYTES, CachedRow, CacheKey, RowCache, cached_row
+from store.encoding.row_cache import MAX_CACHE_BYTES, CachedRow, CacheKey, RowCache, cached_row, encoded_row
 from store.errors import OnlineStoreError, PrecomputeError, RequestError
 from store.freshness import status_of
 from store.key_text import key_from_path
-from store.lookup import Lookup
+from store.lookup import Lookup, WholeRow
 from store.lookup_options import CacheControl, LookupOptions
 from store.online.found_rows import FoundRows
+from store.online.online_store import Pointer
 from store.status import Reason, Status
 
 _MISSING_STATUS = {Reason.DAMAGED: 500, Reason.DEADLINE: 504, Reason.SHED: 503, Reason.MODEL_ERROR: 502, Reason.BAD_KEY: 400}
@@ -37,6 +38,27 @@ _MISSING_STATUS = {Reason.DAMAGED: 500, Reason.DEADLINE: 504, Reason.SHED: 503, 
 _PIECE_BYTES = 64 * 1024
 """Of a large answer, about: half a millisecond of work, while others wait."""
 _PIECE_ROWS = 16
+
+
+class _Asked(NamedTuple):
+    """A request for one row, and when it came (:func:`time.perf_counter`)."""
+
+    started: float
+    headers: dict[bytes, bytes]
+    options: LookupOptions
+    control: CacheControl | None
+    key: CacheKey
+
+    @classmethod
+    def of(cls, scope: Scope, view: str, raw_key: bytes) -> _Asked:
+        """Raises:
+        RequestError: a header or the query cannot be read.
+        """
+        started = time.perf_counter()
+        headers, options = headers_of(scope), query_options(scope)
+        features = options.features
+        key = view, raw_key, None if features is None else tuple(features)
+        return cls(started, headers, options, cache_control(headers.get(b"cache-control")), key)
 
 
 class RowRoutes:
@@ -65,83 +87,109 @@ class RowRoutes:
         self._cache = RowCache(cache_bytes)
         self._answer_bytes, self._room = answer_bytes, Room(answer_bytes)
 
+    def row_at_once(self, scope: Scope, view: str, raw_key: bytes) -> Reply | None:
+        """``GET /v1/views/{view}/rows/{key}``, where the answer is a row of the store, as JSON, and nothing must be waited for: it is kept, and known to be live
+        still, or lies in a mapped file; None otherwise.
+
+        Raises:
+            RequestError: the request is refused.
+        """
+        asked = _Asked.of(scope, view, raw_key)
+        if wants_arrow(asked.headers):
+            return None
+        try:
+            row, read = self._cache.get(asked.key), None
+            if row is None or self._lookup.online.known(view) is not row.pointer:
+                row, read = None, self._read_at_once(asked)
+        except OnlineStoreError:
+            return None
+        if row is not None:
+            judged = self._judged(row.pointer, row.computed_at_us, asked)
+        else:
+            judged = None if read is None else self._judged(read.plan.pointer, read.computed_at_us, asked)
+        if judged is None:
+            return None
+        status, age_us = judged
+        if row is None:
+            assert read is not None
+            row = encoded_row(read.plan, read.key, read.value, read.computed_at_us)
+            self._keep(asked.key, row)
+        reply = _kept_reply(row, status, age_us, asked)
+        seconds = time.perf_counter() - asked.started
+        if read is None:
+            self._metrics.kept(view, status, seconds, "hit")
+        else:
+            self._metrics.read(view, status, seconds, read.read_s, read.verify_s)
+        return reply
+
+    def _read_at_once(self, asked: _Asked) -> WholeRow | None:
+        if self._readers is not None or self._timing is not Timing.NOT_TOLD:
+            return None
+        view, raw_key, _ = asked.key
+        entity: Sequence[str] = ("key",)
+        if b"/" in raw_key:
+            pointer = self._lookup.online.live(view)
+            entity = entity if pointer is None else pointer.view.entity
+        return self._lookup.whole_row(view, key_from_path(raw_key, entity), asked.options.features)
+
+    def _judged(self, pointer: Pointer, computed_at_us: int, asked: _Asked) -> tuple[Status, int] | None:
+        """Status and age (µs) of a row of the store; None where it is dated ahead, which is counted, or not fresh, and something stands behind it that wants to be asked."""
+        view, options, control = pointer.view, asked.options, asked.control
+        oldest_s = options.max_age_s
+        if control is not None:
+            may_ask = options.fallback and view.fallback and self._lookup.fallback is not None and not control.only_if_cached
+            oldest_s = control.oldest_s(view, oldest_s, may_ask)
+        now_us, sighting = self._lookup.look(pointer)
+        age_us = sighting.age_us(computed_at_us, now_us)
+        status = status_of(view, age_us / 1e6, oldest_s)
+        if computed_at_us > now_us or (status is not Status.FRESH and (status is Status.MISSING or view.fallback)):
+            return None
+        return status, age_us
+
+    def _keep(self, key: CacheKey, row: CachedRow) -> None:
+        if self._cache.most_bytes:
+            self._metrics.not_kept(self._cache.keep(key, row), self._cache.size_bytes)
+
     async def row(self, scope: Scope, receive: Receive, view: str, raw_key: bytes) -> Reply:
-        """``GET /v1/views/{view}/rows/{key}``."""
-        started = time.perf_counter()
-        headers, options = headers_of(scope), query_options(scope)
-        asked = cache_control(headers.get(b"cache-control"))
-        key: CacheKey = view, raw_key, None if options.features is None else tuple(options.features)
-        cached = self._cache.get(key)
-        if cached is not None:
-            reply = self._cached_reply(cached, headers, options, asked, started)
-            if reply is not None:
-                return reply
+        """``GET /v1/views/{view}/rows/{key}``, where :meth:`row_at_once` has no answer."""
+        asked = _Asked.of(scope, view, raw_key)
         try:
             entity = await self._entity(view) if b"/" in raw_key else ("key",)
-            answer = await self._begin(view, [key_from_path(raw_key, entity)], options, asked)
+            answer = await self._begin(view, [key_from_path(raw_key, entity)], asked.options, asked.control)
         except (OnlineStoreError, RequestError) as exc:
-            in_error = None if cached is None else self._in_error(cached, exc, headers, options, asked, started)
+            in_error = self._in_error(exc, asked)
             if in_error is None:
                 raise
             return in_error
         if answer.pending:
             await _landed(answer)
         missing = answer.reason(0) is not None
-        reply = self._missing(answer, options, asked, headers) if missing else self._row_reply(answer, headers, key)
-        return self._told("row", scope, answer, started, reply)
+        reply = self._missing(answer, asked.options, asked.control, asked.headers) if missing else self._row_reply(answer, asked)
+        return self._told("row", scope, answer, asked.started, reply)
 
-    def _cached_reply(
-        self, row: CachedRow, asked: dict[bytes, bytes], options: LookupOptions, control: CacheControl | None, started: float
-    ) -> Reply | None:
-        """The answer, if the row that was kept is still what would be read, and nothing stands behind it that wants to be asked."""
-        pointer, view = row.pointer, row.pointer.view
-        if self._lookup.online.known(view.name) is not pointer or wants_arrow(asked):
-            return None
-        oldest_s = options.max_age_s
-        if control is not None:
-            may_ask = options.fallback and view.fallback and self._lookup.fallback is not None and not control.only_if_cached
-            oldest_s = control.oldest_s(view, oldest_s, may_ask)
-        now_us, sighting = self._lookup.look(pointer)
-        age_us = sighting.age_us(row.computed_at_us, now_us)
-        status = status_of(view, age_us / 1e6, oldest_s)
-        if status is not Status.FRESH and (status is Status.MISSING or view.fallback):
-            return None
-        return self._kept_reply(row, status, age_us, asked, started, "hit")
-
-    def _in_error(
-        self,
-        row: CachedRow,
-        error: PrecomputeError,
-        asked: dict[bytes, bytes],
-        options: LookupOptions,
-        control: CacheControl | None,
-        started: float,
-    ) -> Reply | None:
+    def _in_error(self, error: PrecomputeError, asked: _Asked) -> Reply | None:
         """The row that was kept, as stale, where the store fails (RFC 5861 §4): of what was live last, and as young as the view and the request want it."""
-        pointer, view = row.pointer, row.pointer.view
-        if isinstance(error, RequestError) and error.status != HTTPStatus.SERVICE_UNAVAILABLE:
-            # the caller's
+        row, control = self._cache.get(asked.key), asked.control
+        if row is None or (isinstance(error, RequestError) and error.status != HTTPStatus.SERVICE_UNAVAILABLE):
+            # nothing is kept, or the error is the caller's
             return None
-        if self._lookup.last(view.name) is not pointer or wants_arrow(asked) or (control is not None and control.no_cache):
+        pointer, view, oldest_s = row.pointer, row.pointer.view, asked.options.max_age_s
+        if (
+            self._lookup.last(view.name) is not pointer
+            or wants_arrow(asked.headers)
+            or (control is not None and control.no_cache)
+        ):
             return None
-        oldest_s = options.max_age_s if control is None else control.oldest_s(view, options.max_age_s, False)
+        if control is not None:
+            oldest_s = control.oldest_s(view, oldest_s, False)
         now_us, sighting = self._lookup.look(pointer)
         age_us = sighting.age_us(row.computed_at_us, now_us)
         most_s = view.ttl_s + view.stale_for_s + view.stale_if_error_s
         if age_us > (most_s if oldest_s is None else min(most_s, oldest_s)) * 1e6:
             return None
         tell_failure(f"GET /v1/views/{view.name}", str(error))
-        return self._kept_reply(row, Status.STALE, age_us, asked, started, "in_error")
-
-    def _kept_reply(
-        self, row: CachedRow, status: Status, age_us: int, asked: dict[bytes, bytes], started: float, outcome: str
-    ) -> Reply:
-        headers, etag = row.headers_now(status, age_us)
-        self._metrics.kept(row.pointer.view.name, status, time.perf_counter() - started, outcome)
-        etags = asked.get(b"if-none-match")
-        if etags is not None and matches(etags, etag):
-            return Reply(304, headers)
-        return Reply(200, [JSON_TYPE, *headers], row.body(status, age_us))
+        self._metrics.kept(view.name, Status.STALE, time.perf_counter() - asked.started, "in_error")
+        return _kept_reply(row, Status.STALE, age_us, asked)
 
     async def _entity(self, view: str) -> Sequence[str]:
         live = self._lookup.online.live
@@ -150,23 +198,21 @@ class RowRoutes:
             pointer = live(view) if self._readers is None else await self._readers.run(live, view)
         return ("key",) if pointer is None else pointer.view.entity
 
-    def _row_reply(self, answer: Answer, asked: dict[bytes, bytes], key: CacheKey) -> Reply:
-        as_arrow = wants_arrow(asked)
+    def _row_reply(self, answer: Answer, asked: _Asked) -> Reply:
+        as_arrow = wants_arrow(asked.headers)
+        row = None if as_arrow else cached_row(answer)
+        if row is not None:
+            if self._lookup.online.known(asked.key[0]) is row.pointer:
+                # under another one by now, it would not be asked for
+                self._keep(asked.key, row)
+            return _kept_reply(row, answer.status(0), answer.age_us(0), asked)
         headers = row_headers(answer, b"a" if as_arrow else b"j")
-        etags = asked.get(b"if-none-match")
+        etags = asked.headers.get(b"if-none-match")
         if etags is not None and matches(etags, dict(headers)[b"etag"]):
             return Reply(304, headers)
         if as_arrow:
             return Reply(200, [ARROW_TYPE, *headers], arrow.encode_arrow(answer.table()))
-        row = cached_row(answer)
-        if row is None:
-            body = b'{"view":"%b",%b' % (key[0].encode(), row_json(answer, 0))
-        else:
-            # under another pointer by now, it would not be asked for
-            if self._cache.most_bytes and self._lookup.online.known(key[0]) is row.pointer:
-                self._metrics.not_kept(self._cache.keep(key, row), self._cache.size_bytes)
-            body = row.body(answer.status(0), answer.age_us(0))
-        return Reply(200, [JSON_TYPE, *headers], body)
+        return Reply(200, [JSON_TYPE, *headers], b'{"view":"%b",%b' % (asked.key[0].encode(), row_json(answer, 0)))
 
     def _missing(self, answer: Answer, options: LookupOptions, asked: CacheControl | None, sent: dict[bytes, bytes]) -> Reply:
         pointer, reason = answer.pointer, answer.reason(0)
@@ -287,6 +333,14 @@ class RowRoutes:
     ) -> Answer:
         begin = partial(self._lookup.begin, view, keys, options, cache_control=asked, columnar=columnar, admit=admit)
         return begin() if self._readers is None else await self._readers.run(begin)
+
+
+def _kept_reply(row: CachedRow, status: Status, age_us: int, asked: _Asked) -> Reply:
+    headers, etag = row.headers_now(status, age_us)
+    etags = asked.headers.get(b"if-none-match")
+    if etags is not None and matches(etags, etag):
+        return Reply(304, headers)
+    return Reply(200, [JSON_TYPE, *headers], row.body(status, age_us))
 
 
 def _as_arrow(answer: Answer) -> bytes | memoryview:

@@ -8,7 +8,7 @@ import zlib
 from email.utils import formatdate
 from functools import lru_cache
 
-from store.answer import Answer
+from store.answer import Answer, AnswerPlan
 from store.errors import RequestError
 from store.feature_view import FeatureView
 from store.lookup_options import CacheControl
@@ -111,7 +111,7 @@ def etag(answer: Answer, form: bytes, status: Status) -> bytes:
     like = answer.likes.get(0)
     near = b"" if like is None else b"-%b" % like.similarity.hex().encode()
     version = version_of(answer.pointer)
-    return b'W/"%b-%b-%b%b%b%b"' % (version, checksum, status[:1].encode(), form, chosen_features(answer), near)
+    return b'W/"%b-%b-%b%b%b%b"' % (version, checksum, status[:1].encode(), form, chosen_features(answer.plan), near)
 
 
 def version_of(pointer: Pointer) -> bytes:
@@ -119,9 +119,9 @@ def version_of(pointer: Pointer) -> bytes:
     return b"%d-%d" % (pointer.snapshot, round(pointer.view.ttl_s * 1e6))
 
 
-def chosen_features(answer: Answer) -> bytes:
+def chosen_features(plan: AnswerPlan) -> bytes:
     """What an ETag has of the features that were asked for; nothing where all were."""
-    features = answer.plan.features
+    features = plan.features
     return b"" if features is None else b"-%08x" % zlib.crc32(",".join(features).encode())
 
 

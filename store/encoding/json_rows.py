@@ -29,17 +29,24 @@ def row_json(answer: Answer, i: int) -> bytes:
         told = b'"key":%b,"status":"missing","source":%b,"reason":"%b","computed_at":null,"age_s":null%b%b}'
         features = b"null" if default is None else features_json(plan, default)
         return told % (key, _dumps(answer.source(i)), reason.encode(), _common(plan), features)
-    told = b'"key":%b,"status":"%b","source":"%b",%b"computed_at":%b,"age_s":%b%b'
+    told, value = b'"key":%b,"status":"%b","source":"%b",%b"computed_at":%b,"age_s":%b%b', answer.packed_row(i)
+    assert value is not None
     status, source, like = answer.status(i).encode(), str(answer.source(i)).encode(), answer.likes.get(i)
     whose = b"" if like is None else b'"similarity":%b,"nearest":%b,' % (_dumps(like.similarity), _dumps(like.key))
-    return told % (key, status, source, whose, time_json(answer.computed_at_us(i)), _dumps(answer.age_s(i)), tail_json(answer, i))
+    return told % (
+        key,
+        status,
+        source,
+        whose,
+        time_json(answer.computed_at_us(i)),
+        _dumps(answer.age_s(i)),
+        tail_json(answer.plan, value),
+    )
 
 
-def tail_json(answer: Answer, i: int) -> bytes:
+def tail_json(plan: AnswerPlan, value: Buffer) -> bytes:
     """What a row that is there says behind its age, the same as long as the pointer is: ``,"ttl_s":…,…,"features":{…}}``."""
-    value = answer.packed_row(i)
-    assert value is not None
-    return b"%b%b}" % (_common(answer.plan), features_json(answer.plan, value))
+    return b"%b%b}" % (_common(plan), features_json(plan, value))
 
 
 def features_json(plan: AnswerPlan, value: Buffer) -> bytes:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import lru_cache
 from typing import NamedTuple
 
-from store.answer import Answer
+from store.answer import Answer, AnswerPlan
 from store.encoding.http_freshness import VARY, Headers, chosen_features, http_date, lifetime, version_of
 from store.encoding.json_rows import key_json, tail_json, time_json
 from store.online.codec import CHECKSUM_BYTES
 from store.online.online_store import Pointer
+from store.online.packed import Buffer
 from store.status import AnswerSource, Status
 
 MAX_CACHE_BYTES = 64 * 2**20
@@ -21,6 +23,10 @@ CacheKey = tuple[str, bytes, tuple[str, ...] | None]
 """View, key as the URL has it, features."""
 
 
+_STATUSES = {status: status.encode() for status in Status}
+_STATUS_LETTERS = {status: text[:1] for status, text in _STATUSES.items()}
+
+
 class CachedRow(NamedTuple):
     """A row under the pointer it was read under; the times are µs since 1970."""
 
@@ -30,7 +36,8 @@ class CachedRow(NamedTuple):
     before_age: bytes
     after_age: bytes
     headers: Headers
-    etag: bytes
+    etag: tuple[bytes, bytes]
+    """What stands before the status in it, and behind."""
     version: bytes
 
     @property
@@ -43,7 +50,7 @@ class CachedRow(NamedTuple):
         # digits of whole microseconds lead to the very float64 that the division does
         return b"%b%b%b%d.%06d%b" % (
             self.before_status,
-            status.encode(),
+            _STATUSES[status],
             self.before_age,
             age_us // 1_000_000,
             age_us % 1_000_000,
@@ -52,7 +59,8 @@ class CachedRow(NamedTuple):
 
     def headers_now(self, status: Status, age_us: int) -> tuple[Headers, bytes]:
         """Headers of the whole answer but for its type, and the ETag among them."""
-        etag = self.etag % status[:1].encode()
+        before, after = self.etag
+        etag = before + _STATUS_LETTERS[status] + after
         left_s = (int(self.pointer.view.ttl_s * 1e6) - age_us) // 1_000_000
         told = [
             (b"age", b"%d" % -(-age_us // 1_000_000)),
@@ -67,16 +75,34 @@ def cached_row(answer: Answer) -> CachedRow | None:
     computed_at_us, value = answer.computed_at_us(0), answer.packed_row(0)
     if value is None or answer.source(0) is not AnswerSource.STORE or computed_at_us > answer.now_us:
         return None
-    pointer = answer.pointer
-    checksum = bytes(value[:CHECKSUM_BYTES]).hex().encode()
+    return encoded_row(answer.plan, answer.keys[0], value, computed_at_us)
+
+
+def encoded_row(plan: AnswerPlan, key: str, value: Buffer, computed_at_us: int) -> CachedRow:
+    """A whole row of the store, ready to be answered with."""
+    pointer, before_key, lives, etag_before, etag_after, version = _shared(plan)
     return CachedRow(
         pointer,
         computed_at_us,
-        b'{"view":"%b","key":%b,"status":"' % (pointer.view.name.encode(), key_json(answer.keys[0])),
+        b'%b%b,"status":"' % (before_key, key_json(key)),
         b'","source":"store","computed_at":%b,"age_s":' % time_json(computed_at_us),
-        tail_json(answer, 0),
-        [lifetime(pointer.view), VARY, (b"last-modified", http_date(computed_at_us // 1_000_000))],
-        b'W/"%b-%b-%%bj%b"' % (version_of(pointer), checksum, chosen_features(answer)),
+        tail_json(plan, value),
+        [lives, VARY, (b"last-modified", http_date(computed_at_us // 1_000_000))],
+        (b"%b%b-" % (etag_before, bytes(value[:CHECKSUM_BYTES]).hex().encode()), etag_after),
+        version,
+    )
+
+
+@lru_cache(256)
+def _shared(plan: AnswerPlan) -> tuple[Pointer, bytes, tuple[bytes, bytes], bytes, bytes, bytes]:
+    """What all rows under one plan have in common."""
+    pointer = plan.pointer
+    return (
+        pointer,
+        b'{"view":"%b","key":' % pointer.view.name.encode(),
+        lifetime(pointer.view),
+        b'W/"%b-' % version_of(pointer),
+        b'j%b"' % chosen_features(plan),
         b'; detail="v%d"' % pointer.snapshot,
     )
 

@@ -6,10 +6,11 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
+from store.api.reply import Reply
 from store.guard.limits import Limits
 from store.telemetry.instruments import CONNECTIONS, CONNECTIONS_CLOSED, Meter
 
@@ -41,6 +42,11 @@ class Connection(Protocol):
     def cut(self, why: str) -> None: ...
 
 
+def header_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Headers as they are sent (RFC 9112 §5): all of them are ours, and none has a line's end in it."""
+    return b"".join([part for name, value in headers for part in (name, b": ", value, b"\r\n")])
+
+
 class Connections:
     """The connections of one worker.
 
@@ -59,6 +65,9 @@ class Connections:
         """Accepted and not closed; those still shaking hands, too."""
         self.seconds = (limits.header_s, limits.body_s, math.inf, limits.idle_s, math.inf)
         """How long a connection may wait for a head, a body, our answer, the next request; one that has ended has its own time."""
+        self.at_once: Callable[[dict[str, Any]], Reply | None] | None = None
+        """What answers a request that need not be waited for, by its scope; None where nothing does."""
+        self._lines: tuple[Any, bytes] = None, b""
         self.bodies = 0
         """Bytes of bodies that no route has answered yet."""
         self.on_tick: list[Callable[[], None]] = [meter.process_figures]
@@ -92,6 +101,14 @@ class Connections:
             except Exception:
                 # nobody else's time runs on for it
                 log.exception("what is done now and then failed")
+
+    def head(self, headers: list[tuple[bytes, bytes]]) -> bytes:
+        """Headers of every answer as they are sent: another list each second, which has the date."""
+        of, lines = self._lines
+        if of is not headers:
+            lines = header_lines(headers)
+            self._lines = headers, lines
+        return lines
 
     # ---- coming and going
 

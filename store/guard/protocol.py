@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import math
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 import httptools
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from store.api.front import ASKED
 from store.api.reply import RETRY_SOON, Reply, problem
-from store.guard.connections import Connections
+from store.guard.connections import Connections, header_lines
 
 LINGER_BYTES, LINGER_HEAD_BYTES = 16 * 2**20, 2**18
 """Of a request that was refused, for its body or for its head, thrown away so that its sender comes to read why; one that sends more is cut off."""
@@ -76,6 +77,8 @@ class LimitedProtocol(HttpToolsProtocol):
         """When the client first let the answer that is sent wait; 0 where it has not."""
         self._taken = self._untaken = 0
         """Bytes of it that it took all the same, and that it had yet to take when it last let it wait."""
+        self._at_once = 0
+        """Requests answered at once, of those that came with the last bytes."""
         self._received = self._begun = self._head_bytes = self._body_bytes = self._thrown_away = 0
 
     # ---- reading
@@ -96,7 +99,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes of requests."""
-        self._received = len(data)
+        self._received, self._at_once = len(data), 0
         waited_for, begun, body_bytes = self._waits_for, self._begun, self._body_bytes
         if waited_for >= _ENDED:
             self._throw_away(len(data))
@@ -200,7 +203,27 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        at_once, scope = self._all.at_once, cast(dict[str, Any], cycle.scope)
+        # of as many as may wait: others have their turn; and an answer that is not taken is waited for
+        if at_once is not None and self._at_once < self._limits.pipelined and not self.flow.write_paused:
+            self._at_once += 1
+            reply = at_once(scope)
+            if reply is not None and isinstance(reply.body, bytes):
+                self._answer(cycle, reply, reply.body)
+                return
+            scope[ASKED] = True
         super()._start_asgi_task(cycle, app)
+
+    def _answer(self, cycle: RequestResponseCycle, reply: Reply, body: bytes) -> None:
+        """What uvicorn does of two messages, in one piece."""
+        cycle.response_started = cycle.response_complete = True
+        length = b"" if reply.status == HTTPStatus.NOT_MODIFIED else b"content-length: %d\r\n" % len(body)
+        close = b"" if cycle.keep_alive else b"connection: close\r\n"
+        head = STATUS_LINE[reply.status] + self._all.head(cycle.default_headers) + header_lines(reply.headers) + length + close
+        self.transport.write(b"%b\r\n%b" % (head, b"" if cycle.scope["method"] == "HEAD" else body))
+        if not cycle.keep_alive:
+            self.transport.close()
+        self.on_response_complete()
 
     def on_response_complete(self) -> None:
         """An answer is made; the next request, if one waits, is begun."""
@@ -341,5 +364,4 @@ def _on_the_wire(refusal: Reply) -> bytes:
     assert isinstance(refusal.body, bytes)
     phrase = HTTPStatus(refusal.status).phrase.encode()
     headers = [*refusal.headers, (b"content-length", b"%d" % len(refusal.body)), *SECURITY_HEADERS, (b"connection", b"close")]
-    lines = b"".join(b"%s: %s\r\n" % header for header in headers)
-    return b"HTTP/1.1 %d %s\r\n%s\r\n%s" % (refusal.status, phrase, lines, refusal.body)
+    return b"HTTP/1.1 %d %s\r\n%s\r\n%s" % (refusal.status, phrase, header_lines(headers), refusal.body)

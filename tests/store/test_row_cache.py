@@ -189,6 +189,7 @@ def test_no_more_bytes_are_kept_than_allowed_and_what_was_asked_for_last_stays(t
 class Failing(MemoryStore):
     """Answers nothing, and knows nothing, while ``error`` is set: as a store behind a network that is gone."""
 
+    blocking = True
     error: Exception | None = None
 
     def read(self, view: str, keys: Sequence[bytes]) -> tuple[Pointer, FoundRows] | None:

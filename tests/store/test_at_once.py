@@ -1,0 +1,156 @@
+"""Answers that need no waiting go out without a task: the same bytes as by the whole way, in the order they were asked for, under the same limits."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from store.api.reply import problem
+from store.guard.limits import Limits
+from store.guard.server import GuardedServer
+from store.online.online_store import MemoryStore
+from store.telemetry.instruments import CONNECTIONS_CLOSED, Meter
+from tests.server import eventually
+from tests.store.test_guard import replies
+from tests.store.test_row_cache import House
+
+ROW = "/v1/views/things/rows/"
+
+
+class WholeWay:
+    """The same application, which cannot be asked at once."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self._app(scope, receive, send)
+
+
+class Counted(WholeWay):
+    """Tells how many were answered at once."""
+
+    answered = 0
+
+    def at_once(self, scope: Any) -> Any:
+        reply = self._app.at_once(scope)
+        self.answered += reply is not None
+        return reply
+
+
+@contextlib.contextmanager
+def served(app: Any, **limits: Any) -> Iterator[tuple[tuple[str, int], Meter]]:
+    """The address of a server in a thread."""
+    meter = Meter()
+    server = GuardedServer(app, Limits(**limits), meter)
+    listening = socket.create_server(("127.0.0.1", 0))
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65536)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    try:
+        eventually(lambda: server.started)
+        yield listening.getsockname(), meter
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        listening.close()
+    assert not thread.is_alive()
+
+
+def house(**options: Any) -> House:
+    made = House(MemoryStore(), **options)
+    made.publish(
+        1, {"a": (1.5, 2.0), "é/b": (float("nan"), 0.25), "old": (2.0, 20.0), "ahead": (3.0, -1000.0), "stale": (1.0, 12.0)}
+    )
+    return made
+
+
+def sent(address: tuple[str, int], data: bytes) -> bytes:
+    """All that is answered, up to the answer of a last request, after which the connection is closed, if it was not before."""
+    with socket.create_connection(address, timeout=20) as connection:
+        connection.sendall(data + b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    return re.sub(rb"date: [^\r]*", b"date: now", answer)
+
+
+def get(path: str, *headers: str, method: str = "GET", version: str = "1.1") -> bytes:
+    return "\r\n".join([f"{method} {ROW}{path} HTTP/{version}", "Host: x", *headers, "", ""]).encode()
+
+
+REQUESTS = [
+    get("a"),
+    get("a?features=t,x"),
+    get("%C3%A9%2Fb"),
+    get("a", method="HEAD"),
+    get("a", version="1.0"),
+    get("a", "Connection: close"),
+    get("a", "If-None-Match: *"),
+    get("a", "If-None-Match: *", method="HEAD"),
+    get("a", "Content-Length: 5") + b"hello",
+    get("a", "Transfer-Encoding: chunked") + b"5\r\nhello\r\n0\r\n\r\n",
+    get("a", "Accept: application/vnd.apache.arrow.stream"),
+    get("a", "Cache-Control: max-age=1"),
+    get("a", "Cache-Control: max-age=x"),
+    get("a?nothing=1"),
+    get("a?features=nothing"),
+    *map(get, ("nobody", "old", "ahead", "stale", "%00", "%FF", "a/b")),
+    get("a").replace(b"things", b"nothing"),
+    get("a", method="PUT"),
+    b"".join(map(get, ("a", "nobody", "a", "a", "stale"))),
+    get("a") + b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n" + get("a"),
+]
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 2**20])
+def test_what_is_answered_at_once_is_what_the_whole_way_answers_byte_by_byte(cache_bytes: int) -> None:
+    at_once, whole = Counted(house(cache_bytes=cache_bytes).app), WholeWay(house(cache_bytes=cache_bytes).app)
+    with served(at_once) as (here, _), served(whole) as (there, _):
+        for data in REQUESTS:
+            for _ in range(2):
+                answer = sent(here, data)
+                assert answer.startswith(b"HTTP/1.1 ")
+                assert answer == sent(there, data), data
+    # of rows, not all the rest
+    assert 30 < at_once.answered < 2 * len(REQUESTS) + 8
+
+
+def test_the_gate_stands_before_it_and_is_asked_once() -> None:
+    asked: list[str] = []
+
+    def gate(scope: Any) -> Any:
+        asked.append(scope["path"].rpartition("/")[2])
+        return problem(401, "no_token", "send one") if scope["path"].endswith("/old") else None
+
+    with served(house(gate=gate).app) as (address, _):
+        for key, status in (("a", 200), ("old", 401), ("nobody", 404)):
+            assert sent(address, get(key)).split(b" ")[1] == b"%d" % status
+    assert asked == ["a", "livez", "old", "livez", "nobody", "livez"]
+
+
+def test_many_at_once_are_answered_in_order_and_not_without_end() -> None:
+    with served(house().app, pipelined=4) as (address, meter), socket.create_connection(address, timeout=20) as connection:
+        connection.sendall(get("a") * 9)
+        assert [reply.status for reply in replies(connection, 9)] == [200] * 9
+        connection.sendall(get("a") * 40)
+        # four at once, one that is answered by a task, four that wait for it
+        assert [reply.status for reply in replies(connection, 10)] == [200] * 9 + [429]
+        assert meter.counter(CONNECTIONS_CLOSED, "too_large").value == 1
+
+
+def test_who_does_not_take_these_answers_is_cut_off_too() -> None:
+    made = House(MemoryStore())
+    made.publish(1, {str(i): (float(i), 0.0) for i in range(10)})
+    with served(made.app, write_s=0.2, pipelined=100_000) as (address, meter), socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(20)
+        connection.connect(address)
+        with contextlib.suppress(OSError):
+            for _ in range(2000):
+                connection.sendall(get("1") * 4)
+        eventually(lambda: meter.counter(CONNECTIONS_CLOSED, "slow_reader").value == 1)
