@@ -126,11 +126,12 @@ def check_features(view: FeatureView, features: Sequence[str]) -> None:
     Raises:
         RequestError: names it.
     """
-    unknown = [name for name in features if name not in view.feature_names]
-    if unknown:
+    # once: a body may name a hundred thousand
+    there = view.feature_names
+    unknown = next((name for name in features if name not in there), None)
+    if unknown is not None:
         raise RequestError(
-            f"view {view.name!r} has no feature {str(unknown[0])[:80]!r} (it has: {', '.join(view.feature_names)})",
-            code="unknown_feature",
+            f"view {view.name!r} has no feature {str(unknown)[:80]!r} (it has: {', '.join(there)})", code="unknown_feature"
         )
     if len(set(features)) != len(features):
         raise RequestError("a feature is named twice", code="bad_request")
