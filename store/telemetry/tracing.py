@@ -15,7 +15,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
-from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.trace import SpanKind, Status, StatusCode, get_current_span, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from store.telemetry.route import route_of
@@ -26,6 +26,10 @@ _App = Callable[[_Scope, Any, Any], Awaitable[None]]
 
 _CARRIED = (b"traceparent", b"tracestate")
 _PROPAGATOR = TraceContextTextMapPropagator()
+
+MOST_ASKED_S = 100.0
+"""Requests a second that are traced because their callers say so, in a process: a span costs as much as a row, and who may ask for rows must not say what all of
+them cost."""
 
 
 class Spans:
@@ -65,14 +69,17 @@ class Tracing:
 
     def __init__(self, app: _App, spans: Spans) -> None:
         self._app, self._tracer = app, spans.tracer
+        self._room, self._room_at = MOST_ASKED_S, time.monotonic()
 
     async def __call__(self, scope: _Scope, receive: Any, send: Any) -> None:
         """One request."""
         carrier = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _CARRIED}
+        under = _PROPAGATOR.extract(carrier) if carrier else None
+        if under is not None and get_current_span(under).get_span_context().trace_flags.sampled and not self._has_room():
+            await self._app(scope, receive, send)
+            return
         route, view = route_of(scope)
-        span = self._tracer.start_span(
-            f"{scope['method']} {route}", _PROPAGATOR.extract(carrier) if carrier else None, SpanKind.SERVER
-        )
+        span = self._tracer.start_span(f"{scope['method']} {route}", under, SpanKind.SERVER)
         if not span.is_recording():
             await self._app(scope, receive, send)
             return
@@ -100,3 +107,13 @@ class Tracing:
                 self._tracer.start_span(stage, within, start_time=started_ns).end(ended_ns)
                 started_ns = ended_ns
             span.end()
+
+    def _has_room(self) -> bool:
+        """Whether one more may be traced because its caller says so."""
+        now = time.monotonic()
+        self._room = min(MOST_ASKED_S, self._room + (now - self._room_at) * MOST_ASKED_S)
+        self._room_at = now
+        if self._room < 1:
+            return False
+        self._room -= 1
+        return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 from store.telemetry.access_log import AccessLog
 from store.telemetry.route import route_of
-from store.telemetry.tracing import Spans, Tracing
+from store.telemetry.tracing import MOST_ASKED_S, Spans, Tracing
 from tests.collector import collecting
 
 SECRETS = ["alice@example.com", "deadline_ms", "pct_secret"]
@@ -179,6 +180,20 @@ def test_every_request_is_traced_where_all_are_asked_for(collector: tuple[str, C
     ask(tracing, *[scope("/v1/lookup", "POST")] * 3)
     made.close()
     assert len({span.trace_id for span in spans()}) == 3
+
+
+def test_no_caller_has_all_of_its_requests_traced(collector: tuple[str, Callable[[], list[Any]]]) -> None:
+    address, spans = collector
+    made = Spans(address, 0.0, "worker-0")
+    tracing = Tracing(answering, made)
+    began = time.monotonic()
+    asked = scope("/v1/lookup", "POST", traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
+    ask(tracing, *[asked] * 500)
+    seconds = time.monotonic() - began
+    made.close()
+    # a second's worth, and what came since
+    traced = sum(span.name.startswith("POST") for span in spans())
+    assert MOST_ASKED_S <= traced <= MOST_ASKED_S * (1 + seconds)
 
 
 def test_a_collector_that_is_not_there_stops_nobody(caplog: pytest.LogCaptureFixture) -> None:
