@@ -186,8 +186,7 @@ class SemanticCache:
         Inputs come from the request, or from the source; from there only where both views have the same one: else the encoder's would decide which entities
         there are, and a row would be answered for one that the view's own source has not.
         """
-        definition, other = asked.pointer.view.definition, encoder.view.definition
-        one_source = definition.source == other.source and asked.pointer.partition == encoder.partition
+        one_source = _has_one_source(asked.pointer, encoder)
         wanted, given = [], dict[str, dict[str, Any]]()
         for i, key in enumerate(asked.keys):
             values = asked.inputs.get(key)
@@ -256,6 +255,16 @@ def _nearest(index: VectorIndex, vector: _Vector, key: str, threshold: float) ->
     # a float16 is rounded: of two that are the same the cosine may be a bit above 1
     likes = [Likeness(other, min(1.0, score)) for other, score in zip(found.keys, found.scores, strict=True)]
     return [like for like in likes if like.similarity >= threshold]
+
+
+def _has_one_source(own: Pointer, other: Pointer) -> bool:
+    """Whether both views have the same rows: of one SQL, one partition, and the same snapshots of the views that they read."""
+    inputs = own.inputs.keys() & other.inputs.keys()
+    return (
+        own.view.definition.source == other.view.definition.source
+        and own.partition == other.partition
+        and all(own.inputs[view] == other.inputs[view] for view in inputs)
+    )
 
 
 def _handed_on(to: Future[Computed], done: Future[Computed]) -> None:

@@ -300,6 +300,20 @@ def test_a_key_without_inputs_is_looked_into_only_where_both_views_have_one_sour
 
 
 @table_only
+def test_a_source_of_another_views_rows_is_one_only_where_both_read_the_same_snapshot(make_texts: MakeTexts) -> None:
+    source = {"source": {"sql": "SELECT id, repeat('a', double::BIGINT) AS text FROM live.numbers"}}
+    scene = make_texts(labels=source, vectors=source)
+    scene.publish_all("numbers", "vectors", "labels")
+    pq.write_table(pa.table({"id": [1, 6], "x": [1.0, 2.0]}), scene.folder / "data.parquet")
+    # `labels` still reads the numbers that it was computed from
+    scene.publish_all("numbers", "vectors")
+    with asking(scene) as (lookup, outcomes):
+        assert lookup.row("labels", 6)["reason"] == "unknown_entity"
+        assert +outcomes == {"no_vector": 1}
+        assert short(asked(lookup, "aa", "6")) == ("fresh", "cache", "1", "a")
+
+
+@table_only
 def test_a_row_of_a_later_publishing_is_not_mixed_in(make_texts: MakeTexts) -> None:
     scene = published(make_texts())
     with asking(scene) as (lookup, outcomes):
