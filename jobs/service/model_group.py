@@ -14,6 +14,7 @@ from typing import Any
 from jobs.service.child import started
 from jobs.service.kept_process import STILL_S, KeptProcess, Watch, watch_file
 from precompute.workers.process import ChildProcess
+from store.disk.spill_folder import sweep
 from store.errors import ConfigError
 from store.telemetry.instruments import Meter
 
@@ -112,7 +113,8 @@ class ModelGroup(KeptProcess):
         return None
 
     def close(self) -> None:
-        """Nobody reaches it from now on; the process is ended by its keeper."""
+        """Nobody reaches it from now on; the process was ended by its keeper, and had no time to clear up."""
+        sweep()
         self._listener.close()
         os.close(self._file)
         # begun anew, it has nothing in hand, and takes nothing

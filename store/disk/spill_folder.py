@@ -22,7 +22,7 @@ class SpillFolder:
     """A folder of one's own under the system's temporary folder (``TMPDIR``)."""
 
     def __init__(self) -> None:
-        _sweep(Path(tempfile.gettempdir()))
+        sweep()
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
         self._file = (self.path / _LOCK).open("ab")
         fcntl.flock(self._file, fcntl.LOCK_EX)
@@ -33,9 +33,9 @@ class SpillFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def _sweep(parent: Path) -> None:
+def sweep() -> None:
     """Remove the folders of processes that died."""
-    for folder in parent.glob(f"{_PREFIX}*"):
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         # Somebody else's, or gone meanwhile.
         with contextlib.suppress(OSError):
             if not (folder / _LOCK).exists():

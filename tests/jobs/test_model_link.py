@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import socket
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +28,7 @@ from precompute.workers.process import ChildProcess
 from store.fallback import Computed, Miss
 from store.online.online_store import MemoryStore, Pointer
 from store.telemetry.instruments import Meter
+from tests import REPOSITORY
 from tests.server import eventually
 from tests.store.test_lookup import House, Row, computed_row
 
@@ -170,6 +174,16 @@ def test_a_process_that_should_be_idle_and_shows_no_life_is_killed(runtime: Path
         watch.set(now + 100)
         assert group.judged(now + 100) is None
         assert "a call took 1 s longer" in str(group.judged(now + 102))
+
+
+def test_what_a_model_process_had_on_disk_goes_with_it(runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    group = ModelGroup("model", {}, runtime, ModelLimits(1.0, 10_000, 64), Meter())
+    script = "import os, signal; from store.disk.spill_folder import SpillFolder; folder = SpillFolder(); os.kill(os.getpid(), signal.SIGTERM)"
+    subprocess.run([sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(tmp_path)}, cwd=REPOSITORY, timeout=60)
+    assert len(list(tmp_path.glob("precompute-duckdb-*"))) == 1
+    group.close()
+    assert not list(tmp_path.glob("precompute-duckdb-*"))
 
 
 def test_a_worker_whose_loop_stands_still_is_killed(runtime: Path) -> None:
