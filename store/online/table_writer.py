@@ -276,9 +276,20 @@ class _Entries:
         file, start, end = self._file.fileno(), 8 * int(run.bounds[first]), 8 * int(run.bounds[stop])
         positions = run.offset + 8 * int(run.bounds[-1])
         return (
-            np.frombuffer(os.pread(file, end - start, run.offset + start), np.uint64),
-            np.frombuffer(os.pread(file, end - start, positions + start), np.int64),
+            np.frombuffer(_read(file, end - start, run.offset + start), np.uint64),
+            np.frombuffer(_read(file, end - start, positions + start), np.int64),
         )
+
+
+def _read(file: int, size: int, start: int) -> bytes:
+    """All of it: the system reads 2 GiB at once, at most."""
+    parts = []
+    while size and (part := os.pread(file, size, start)):
+        parts.append(part)
+        size, start = size - len(part), start + len(part)
+    if size:
+        raise OSError("what was put aside is cut short")
+    return b"".join(parts)
 
 
 class _Lines:
