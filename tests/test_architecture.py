@@ -29,6 +29,7 @@ SEAMS = {
         "precompute/models/two_tower.py",
         "precompute/precision/conversion.py",
         "precompute/techniques/eager.py",
+        "precompute/techniques/encoder.py",
         "precompute/techniques/inductor.py",
         "precompute/techniques/kept.py",
         "precompute/techniques/machine.py",
@@ -118,7 +119,8 @@ WINGS = {
     "precompute/precision": {"precompute/engine", "precompute/models", "precompute/techniques"},
     "precompute/sources": set[str](),
     "precompute/text": set[str](),
-    "precompute/techniques": {"precompute/models"},
+    # one of them computes a text encoder's transformer by kernels of its own
+    "precompute/techniques": {"precompute/models", "precompute/text"},
     "precompute/workers": {"precompute/engine", "precompute/precision"},
     "jobs/config": set[str](),
     "jobs/process": {"jobs/config"},

@@ -16,6 +16,7 @@ TABLE: Mapping[str, str] = {
     "bf16-onednn": "onednn:Packed",
     "bf16-compile": "inductor:Compiled",
     "bf16-aoti": "inductor:Packaged",
+    "bf16-encoder": "encoder:Unpadded",
     "fp16-eager": "eager:Eager",
     "fp16-onednn": "onednn:Packed",
     "fp16-compile": "inductor:Compiled",

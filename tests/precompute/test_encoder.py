@@ -22,10 +22,19 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel
 
+from precompute.models.device import Device
+from precompute.models.text_encoder import Encoder
+from precompute.precision.candidates import candidates
+from precompute.precision.conversion import convert
+from precompute.techniques import encoder as technique_file
+from precompute.techniques.machine import has_bf16
+from precompute.techniques.technique import technique
 from precompute.text import encoder
 from precompute.text.encoder import UnpaddedBert, kernel, not_understood
 from store.errors import ConfigError
 from tests import REPOSITORY
+from tests.precompute.test_precision import bert as small_bert
+from tests.precompute.test_precision import mlp, outputs
 
 NATIVE = encoder._extension()
 pytestmark = pytest.mark.skipif(NATIVE is None, reason="the C++ extension is not built: python setup.py build_ext --inplace")
@@ -370,6 +379,54 @@ def test_tiles_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             lengths = [int(n) for n in np.random.default_rng(seed).integers(0, 70, 20)] + [300, 1, 257]
             ids, mask = texts(lengths, seed)
             assert torch.equal(UnpaddedBert(model, "amx")(ids, mask), UnpaddedBert(model, "plain")(ids, mask)), (kind, seed)
+
+
+def test_a_model_computes_by_it_and_its_reference_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(technique_file, "kernel", lambda: HERE[0])
+    model = small_bert()
+    model.module = Encoder(transformer()).eval()
+    convert(model, technique("fp32-eager"), list)
+    asked = texts([40, 12, 40, 1])
+    before = outputs(model, asked)[0]
+    convert(model, technique("bf16-encoder"), lambda: [asked, texts([3])])
+    computed = outputs(model, asked)[0]
+    assert computed.dtype == np.float32
+    assert (computed * before).sum(1).min() > 0.9999
+    assert not np.array_equal(computed, before)
+    assert model.device.dtype == torch.bfloat16
+    convert(model, technique("fp32-eager"), list)
+    assert np.array_equal(outputs(model, asked)[0], before)
+
+
+def test_it_is_proposed_to_what_it_understands_where_the_cpu_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, device = small_bert(), Device("cpu")
+    assert "bf16-encoder" not in {one.name for one in candidates(device, model)}  # heads of 8
+    model.module = Encoder(transformer()).eval()
+    assert ("bf16-encoder" in {one.name for one in candidates(device, model)}) == (has_bf16() and kernel() is not None)
+    monkeypatch.setattr(technique_file, "computes_in", lambda *_: True)
+    monkeypatch.setattr(technique_file, "kernel", lambda: "avx512")
+    assert [one.name for one in candidates(device, model)][:2] == ["fp32-eager", "bf16-encoder"]
+    monkeypatch.setattr(technique_file, "kernel", lambda: None)
+    assert "bf16-encoder" not in {one.name for one in candidates(device, model)}
+
+
+def test_what_it_cannot_do_is_told_and_the_reference_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(technique_file, "kernel", lambda: "plain")
+    for model, reason in (
+        (mlp(), "this model is no text encoder"),
+        (small_bert(), "heads of 8 and an inner layer of 32 numbers"),
+    ):
+        with pytest.raises(ConfigError, match=f"precision bf16-encoder: {reason}"):
+            convert(model, technique("bf16-encoder"), lambda: [texts([2])])
+        assert model.forward is model.module
+    model = small_bert()
+    model.module = Encoder(transformer()).eval()
+    monkeypatch.setattr(UnpaddedBert, "__call__", lambda self, ids, mask: torch.randn(*ids.shape, 64))
+    with pytest.raises(ConfigError, match=r"computes something else than this transformer \(cosine"):
+        convert(model, technique("bf16-encoder"), lambda: [texts([20, 9])])
+    monkeypatch.setattr(technique_file, "kernel", lambda: None)
+    with pytest.raises(ConfigError, match="was not built, or this CPU has neither AVX512-BF16 nor AMX"):
+        convert(model, technique("bf16-encoder"), lambda: [texts([2])])
 
 
 def _loaded(path: Path) -> ModuleType:
