@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +25,7 @@ from store.client.tables import arrays
 from store.errors import MissingRowError, OnlineStoreError, PrecomputeError, RequestError
 from store.lookup import ANSWER_FIELDS, Lookup
 from store.record import plain
+from tests import REPOSITORY
 from tests.asking import features_of, opened
 from tests.hostile import Hostile
 from tests.redis_process import free_port
@@ -344,6 +347,58 @@ def test_an_answer_becomes_numpy_and_pandas(client: Client) -> None:
     assert table.to_pandas()["double"].tolist()[0] == 4.0
     lists = arrays(pa.table({"items": pa.array([[1, 2], None], pa.list_(pa.int64())), "flag": [True, None]}))
     assert [lists["items"][1], lists["flag"].tolist()] == [None, [True, None]]
+
+
+WITHOUT_PANDAS = """
+import sys
+import pyarrow as pa
+from store.client.tables import arrays
+arrays(pa.ipc.open_stream(sys.stdin.buffer.read()).read_all())
+print("pandas" in sys.modules)
+"""
+
+
+def test_numpy_arrays_load_no_pandas_which_takes_longer_than_anybody_waits(client: Client) -> None:
+    table, sink = client.get("numbers", [1, 2]), pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    command = [sys.executable, "-c", WITHOUT_PANDAS]
+    done = subprocess.run(command, input=sink.getvalue().to_pybytes(), capture_output=True, cwd=REPOSITORY, timeout=60)
+    assert (done.stdout.decode(), done.stderr.decode()) == ("False\n", "")
+
+
+def test_numpy_has_every_kind_of_column_also_where_it_begins_within_a_buffer() -> None:
+    table = pa.table(
+        {
+            "text": ["a", "b", "c"],
+            "time": pa.array([1, None, 3], pa.timestamp("us", "UTC")),
+            "half": pa.array([1.5, None, 2.5], pa.float16()),
+            "small": pa.array([1, 2, 3], pa.int8()),
+            "flag": [True, False, True],
+            "vector": pa.FixedSizeListArray.from_arrays(pa.array(np.arange(6, dtype=np.float16)), 2),
+            "items": pa.array([[1, 2], [], [3]], pa.list_(pa.int64())),
+            "names": [["a"], ["b", "c"], []],
+        }
+    )
+    for part in (table, table.slice(1), pa.concat_tables([table, table]).slice(1, 4)):
+        columns = arrays(part)
+        assert {name: str(column.dtype) for name, column in columns.items()} == {
+            "text": "object",
+            "time": "datetime64[us]",
+            "half": "float16",
+            "small": "int8",
+            "flag": "bool",
+            "vector": "float16",
+            "items": "object",
+            "names": "object",
+        }
+        for name in ("text", "small", "flag"):
+            assert columns[name].tolist() == part[name].to_pylist()
+        for name in ("items", "names"):
+            assert [one.tolist() for one in columns[name]] == part[name].to_pylist()
+        np.testing.assert_array_equal(columns["vector"], np.array(part["vector"].to_pylist(), np.float16))
+        np.testing.assert_array_equal(columns["half"], np.array(part["half"].to_pylist(), np.float16))
+        assert columns["time"].astype(object).tolist() == [t and t.replace(tzinfo=None) for t in part["time"].to_pylist()]
 
 
 @pytest.mark.parametrize(
