@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from store.api import wire
+from store.encoding.http_freshness import MOST_PARTS
 from store.errors import RequestError
 from store.lookup_options import LookupOptions
 
@@ -113,9 +114,9 @@ def no_query(scope: Scope) -> None:
 
 
 def wants_arrow(headers: dict[bytes, bytes]) -> bool:
-    """Whether the caller would rather have an Arrow stream than JSON, or as soon (RFC 9110 §12.5.1)."""
+    """Whether the caller would rather have an Arrow stream than JSON, or as soon (RFC 9110 §12.5.1); not by a list that is too long to be anybody's."""
     accept = headers.get(b"accept")
-    if accept is None or _ARROW not in accept:
+    if accept is None or _ARROW not in accept or accept.count(b",") + accept.count(b";") >= MOST_PARTS:
         return False
     qualities: dict[bytes, float] = {}
     for part in accept.split(b","):

@@ -18,6 +18,8 @@ from store.status import Reason, Status
 
 Headers = list[tuple[bytes, bytes]]
 """Names in lower case."""
+MOST_PARTS = 64
+"""Of a header that is a list: those of 16 KiB took a hundred times as long as the row."""
 
 VARY = (b"vary", b"Accept")
 
@@ -32,10 +34,12 @@ def cache_control(header: bytes | None) -> CacheControl | None:
     ask nothing of them, and are passed over.
 
     Raises:
-        RequestError: a directive's seconds are none.
+        RequestError: a directive's seconds are none, or there are too many directives.
     """
     if not header:
         return None
+    if header.count(b",") >= MOST_PARTS:
+        raise RequestError(f"Cache-Control has at most {MOST_PARTS} directives")
     return _kept(header) if len(header) <= _LONGEST_KEPT else _parsed(header)
 
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from store.api import wire
 from store.api.app import create_app
-from store.encoding.http_freshness import cache_control
+from store.api.request import wants_arrow
+from store.encoding.http_freshness import MOST_PARTS, cache_control
 from store.errors import RequestError
 from store.fallback import Computed, Miss
 from store.feature_view import Feature, FeatureView, IndexSpec
@@ -121,19 +122,37 @@ class World:
         ("max-age=" + "9" * 50, CacheControl(max_age_s=2**31)),
         ('foo="a, no-cache, \\" b", max-age=1', CacheControl(max_age_s=1)),
         (",,;;= =, max-age=1", CacheControl(max_age_s=1)),
+        ("a," * (MOST_PARTS - 1) + "max-age=1", CacheControl(max_age_s=1)),
     ],
 )
 def test_what_cache_control_asks(header: str | None, asked: CacheControl | None) -> None:
     assert cache_control(None if header is None else header.encode()) == asked
 
 
-@pytest.mark.parametrize("text", ["max-age", "max-age=", "max-age=x", "max-age=-1", "max-age=1.5", "min-fresh=²", "max-stale=a"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "max-age",
+        "max-age=",
+        "max-age=x",
+        "max-age=-1",
+        "max-age=1.5",
+        "min-fresh=²",
+        "max-stale=a",
+        "a," * MOST_PARTS + "max-age=1",
+    ],
+)
 def test_seconds_that_are_none_are_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(RequestError):
         cache_control(text.encode("latin-1", "replace"))
     world = World(tmp_path, {"new": 0})
     for reply in (world.get(ROW + "new", cache_control=text), world.post(LOOKUP, {"keys": ["new"]}, cache_control=text)):
         reply.check_problem(400, "bad_request")
+
+
+@pytest.mark.parametrize(("others", "arrow"), [(MOST_PARTS - 1, True), (MOST_PARTS, False)])
+def test_a_list_of_types_is_read_as_far_as_anybody_writes_one(others: int, arrow: bool) -> None:
+    assert wants_arrow({b"accept": b"a/b," * others + wire.ARROW.encode()}) == arrow
 
 
 AGES = {"new": 1.0, "old": 9.0, "stale": 12.0, "expired": 20.0}
