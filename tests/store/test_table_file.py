@@ -224,7 +224,7 @@ def test_many_rows_stand_where_their_hashes_say(tmp_path: Path) -> None:
 def test_what_passes_the_memory_gives_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read_at = os.pread
     # at most so many at once, as the system reads 2 GiB of more
-    monkeypatch.setattr(os, "pread", lambda file, size, at: read_at(file, min(size, 1000), at))
+    monkeypatch.setattr(os, "pread", lambda file, size, at: read_at(file, min(size, 100), at))
     batches = [numbered(at, at + 500) for at in range(0, 20_000, 500)]
     whole = write(tmp_path / "whole", *batches, memory_bytes=2**30)
     spilled = write(tmp_path / "spilled", *batches, memory_bytes=0)
