@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pyarrow as pa
 
@@ -10,6 +12,7 @@ from store.disk.lease import is_held
 from store.entity_key import key_column
 from store.errors import DamagedPointerError, OnlineStoreError, RowsLostError
 from store.offline.refs import PUBLISH_LEASE
+from store.offline.selection import CLUSTERS
 from store.offline.snapshot import Snapshot
 from store.offline.view_store import ViewStore
 from store.online.codec import HEADER_BYTES, RowCodec, State
@@ -29,7 +32,14 @@ _BATCH_KEYS = 500
 
 
 def check_served(
-    store: ViewStore, online: OnlineStore, pointer: Pointer, snapshot: Snapshot, rows: int = SAMPLE_ROWS, *, values: bool = True
+    store: ViewStore,
+    online: OnlineStore,
+    pointer: Pointer,
+    snapshot: Snapshot,
+    rows: int = SAMPLE_ROWS,
+    *,
+    values: bool = True,
+    turn: int = 0,
 ) -> int:
     """Read some rows under ``pointer``, which need not be live, and compare them with the snapshot's.
 
@@ -40,6 +50,7 @@ def check_served(
         snapshot: what the pointer names.
         rows: how many.
         values: False compares no values: the rows have to be there and vouch for themselves. Keys alone are read of Parquet then, in a tenth of the time.
+        turn: others are drawn for each.
 
     Returns:
         how many were compared.
@@ -56,8 +67,8 @@ def check_served(
             raise RowsLostError(f"generation {number} of view {name!r} is not in the online store: {remedy}")
     compared = 0
     # one batch of what came from many row groups: one look at the store
-    wanted = store.sample(snapshot, rows) if values else store.sample(snapshot, rows, view.entity, KEY_PLACES)
-    sample = wanted.combine_chunks()
+    columns, places = (None, CLUSTERS) if values else (view.entity, KEY_PLACES)
+    sample = store.sample(snapshot, rows, columns, places, turn).combine_chunks()
     for batch in sample.to_batches(max_chunksize=_BATCH_KEYS):
         keys = list(map(bytes, packed_strings(key_column(batch, view.entity)).strings()))
         wrong = _wrong(online, pointer, snapshot, keys, batch if values else None)
@@ -84,18 +95,24 @@ def _wrong(
     return None
 
 
-def lost(store: ViewStore, online: OnlineStore) -> str | None:
+def lost(store: ViewStore, online: OnlineStore, unfounded: dict[str, list[str]] | None = None) -> str | None:
     """What the online store does not serve of what is live, in words; None when nothing is wrong, and while somebody publishes.
+
+    Args:
+        store: of the view.
+        online: where it is served from.
+        unfounded: of each view, the store's doubts that were looked into and nothing was found; kept from one call to the next by who looks often: a server that was
+            started anew with all its data is doubted until the next publishing, and would have 20,000 rows compared every minute.
 
     Raises:
         SnapshotError: what is live cannot be read.
         OnlineStoreError: the store does not answer.
         ConflictError: another project publishes the view.
     """
-    return None if is_held(store.leases, PUBLISH_LEASE) else lost_now(store, online)
+    return None if is_held(store.leases, PUBLISH_LEASE) else lost_now(store, online, unfounded)
 
 
-def lost_now(store: ViewStore, online: OnlineStore) -> str | None:
+def lost_now(store: ViewStore, online: OnlineStore, unfounded: dict[str, list[str]] | None = None) -> str | None:
     """As :func:`lost`, for who holds the publishing lease."""
     ref = store.refs.live()
     if ref is None:
@@ -117,11 +134,16 @@ def lost_now(store: ViewStore, online: OnlineStore) -> str | None:
     loaded = {generation.number for generation in online.generations(store.name)}
     if not loaded >= ref.place.generations:
         return f"generation {min(ref.place.generations - loaded)} of view {store.name!r} is not in the online store"
+    known = {} if unfounded is None else unfounded
     doubts = online.doubts(store.name)
+    doubted = pointer.degraded or doubts != known.pop(store.name, [])
     try:
-        check_served(store, online, pointer, snapshot, DOUBTED_ROWS if doubts or pointer.degraded else SAMPLE_ROWS)
+        # of rows that are lost unseen, others see one; within the hour the same, so that who is to bring back what was missed misses it too
+        turn = int(time.time() // 3600)
+        check_served(store, online, pointer, snapshot, DOUBTED_ROWS if doubted else SAMPLE_ROWS, turn=turn)
     except RowsLostError as exc:
         return "; ".join([str(exc), *doubts])
+    known[store.name] = doubts
     return HEALED if pointer.degraded else None
 
 

@@ -49,6 +49,7 @@ class Reconciler:
         self._told: dict[str, str] = {}
         self._attempts: dict[str, int] = {}
         self._not_before: dict[str, float] = {}
+        self._unfounded: dict[str, list[str]] = {}
         self._mending: dict[str, threading.Thread] = {}
         self._turns = threading.Semaphore(AT_ONCE)
 
@@ -102,7 +103,7 @@ class Reconciler:
 
     def _lost(self, view: str) -> str | None:
         with contextlib.closing(open_online_store(self._project.online)) as online:
-            return lost(self._project.offline.view(view), online)
+            return lost(self._project.offline.view(view), online, self._unfounded)
 
     def _mend(self, view: str) -> str | None:
         """Have it brought back; why that failed, None when it did not."""

@@ -218,15 +218,17 @@ class ViewStore:
                 f"{path} cannot be read ({exc}): snapshot {snapshot.number} is damaged; publish another one"
             ) from exc
 
-    def sample(self, snapshot: Snapshot, rows: int, columns: Sequence[str] | None = None, places: int = CLUSTERS) -> pa.Table:
-        """Up to ``rows`` rows drawn at random from all over the snapshot, in its order; the same ones every time. Reads the row groups they lie in, and
+    def sample(
+        self, snapshot: Snapshot, rows: int, columns: Sequence[str] | None = None, places: int = CLUSTERS, turn: int = 0
+    ) -> pa.Table:
+        """Up to ``rows`` rows drawn at random from all over the snapshot, in its order; the same ones every time of a ``turn``. Reads the row groups they lie in, and
         of a large snapshot not many of these (``places``): see :meth:`store.offline.selection.Selection.draw`.
 
         Raises:
             SnapshotError: a part is missing or damaged.
         """
         layers = self.layers(snapshot)
-        drawn = all_rows(layers).draw(rows, seed_of(layers), places)
+        drawn = all_rows(layers).draw(rows, seed_of(layers) + turn, places)
         return self.table(snapshot, drawn, columns)
 
     def table(self, snapshot: Snapshot, rows: Selection, columns: Sequence[str] | None = None) -> pa.Table:

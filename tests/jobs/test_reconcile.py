@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -22,6 +23,8 @@ from jobs.schedule.scheduler import Scheduler
 from store.disk.lease import take
 from store.errors import ConflictError, OnlineStoreError
 from store.offline.refs import PUBLISH_LEASE
+from store.offline.snapshot import Snapshot
+from store.offline.view_store import ViewStore
 from store.online.online_store import OnlineStore
 from store.record import replace
 from tests.conftest import MakeProject
@@ -108,6 +111,29 @@ def test_what_is_noted_of_a_generation_in_redis_is_as_good_as_lost_when_it_is_da
     assert report is not None
     assert (report.status, project.served(range(40))) == ("published", (1, DOUBLES))
     assert said(project) is None
+
+
+def test_doubts_are_looked_into_once_and_other_rows_are_compared_every_hour(
+    project: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doubts, looks = (
+        [["started anew"], ["started anew"], ["started anew"], ["started anew", "3 keys were evicted"], []],
+        list[Any](),
+    )
+    sample, turn, unfounded = ViewStore.sample, int(time.time() // 3600), dict[str, list[str]]()
+
+    def watched(self: ViewStore, snapshot: Snapshot, rows: int, *how: Any) -> Any:
+        looks.append((rows, how[-1] - turn in (0, 1)))
+        return sample(self, snapshot, rows, *how)
+
+    monkeypatch.setattr(ViewStore, "sample", watched)
+    with project.online_store() as online:
+        for found in doubts:
+            monkeypatch.setattr(online, "doubts", lambda _, found=found: found)
+            assert lost(project.store, online, unfounded) is None
+        monkeypatch.setattr(online, "doubts", lambda _: ["started anew"])
+        assert lost(project.store, online) is None
+    assert looks == [(rows, True) for rows in (20_000, 256, 256, 20_000, 20_000, 20_000)]
 
 
 def test_a_pointer_left_behind_is_moved_and_nothing_loaded(project: Scene) -> None:

@@ -341,6 +341,7 @@ def test_a_sample_holds_living_rows_only(store: ViewStore, chain: Chain) -> None
         sample = store.sample(chain.last, rows)
         assert set(zip(sample["id"].to_pylist(), sample["double"].to_pylist(), strict=True)) <= set(ROWS_OF_LAST)
         assert store.sample(chain.last, rows).equals(sample)
+    assert len({store.sample(chain.last, 1, turn=turn)["id"][0].as_py() for turn in range(20)}) > 1
     assert store.sample(chain.last, 100)["id"].to_pylist() == [key for key, _ in ROWS_OF_LAST]
     assert store.sample(chain.last, 100, ["double"]).schema.names == ["double"]
 
