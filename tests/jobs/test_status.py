@@ -17,6 +17,7 @@ from store.disk.lease import take
 from store.errors import PrecomputeError, SnapshotError
 from store.offline.refs import PUBLISH_LEASE, run_lease
 from store.offline.runs import Report
+from store.record import content_of, sealed
 from tests.conftest import MakeProject
 from tests.scene import Scene
 
@@ -238,7 +239,7 @@ def test_a_view_that_is_held_needs_attention(make_project: MakeProject) -> None:
     project.run()
     store = project.store
     path = store.leases / "live.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"held": "a reason"}))
+    path.write_bytes(sealed(content_of(path.read_bytes())[0] | {"held": "a reason"}))
     line = project.status()
     assert (line["held"], line["attention"]) == ("a reason", ["held: a reason"])
     store.refs.resume_live()
