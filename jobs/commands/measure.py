@@ -54,6 +54,12 @@ def add(commands: Commands) -> None:
     add_partition(tune)
     tune.add_argument("--dry-run", action="store_true", help="only measure: write no tuning file")
     tune.add_argument(
+        "--within",
+        default="5m",
+        metavar="TIME",
+        help="what candidates may take in all, the most promising first; those named are all measured (default: 5m)",
+    )
+    tune.add_argument(
         "--only", action="append", default=[], metavar="NAME", help="measure this one, as bf16-onednn; may be repeated"
     )
     cache = commands.add(
@@ -92,6 +98,7 @@ def _tune(arguments: argparse.Namespace) -> int:
         rows=arguments.rows,
         partition=partition_of(project, arguments),
         only=arguments.only,
+        within_s=_within_s(arguments.within),
         write=not arguments.dry_run,
         tell=(lambda _: None) if arguments.json else (lambda line: print(line, file=sys.stderr, flush=True)),
     )
@@ -109,6 +116,15 @@ def _thresholds(arguments: argparse.Namespace) -> int:
     measured = thresholds(project, arguments.view, by=arguments.by, rows=arguments.rows, agreement=arguments.agreement)
     print(json.dumps(measured) if arguments.json else describe_thresholds(measured))
     return DONE
+
+
+def _within_s(text: str) -> float:
+    from jobs.config.section import parse_duration
+
+    try:
+        return parse_duration(text)
+    except ValueError as exc:
+        raise ConfigError(f"--within: {text!r}: {exc}") from exc
 
 
 def _check_rows(rows: int) -> None:
@@ -139,27 +155,40 @@ def describe_profile(figures: dict[str, Any]) -> str:
     pace = max(figures["stages"], key=lambda name: figures["stages"][name]["busy_s"])
     what, remedy = PACE[pace]
     lines += ["", f"  {engine}"] if engine else []
+    if batch := figures.get("batch_ms"):
+        lines.append(f"  a batch takes {batch['p50']:g} ms (p50), {batch['p95']:g} (p95), {batch['p99']:g} (p99)")
     return "\n".join([*lines, "", f"{figures['stages'][pace]['busy_s'] / seconds:.0%} of the time is {what}; {remedy}."])
 
 
 def describe_tuning(tuning: Mapping[str, Any]) -> str:
     """Speed against accuracy as a table, and what was picked."""
-    from jobs.pipeline.accuracy import figures_text
+    from jobs.pipeline.comparison import figures_text
 
     figures = [figures_text(row.get("accuracy", {})) for row in tuning["measured"]]
     width = max(len(text) for text in ("accuracy against float32", *figures)) + 2
-    lines = [f"  {'precision':<18}{'rows/s':>9}{'speed':>8}  {'accuracy against float32':<{width}}verdict"]
+    head = f"{'rows/s':>9}{'speed':>8}{'p50 ms':>9}{'p95':>8}{'p99':>8}{'MiB':>7}"
+    lines = [f"  {'precision':<20}{head}  {'accuracy against float32':<{width}}verdict"]
     for row, accuracy in zip(tuning["measured"], figures, strict=True):
         rate = f"{row['rows_per_s']:>9,.0f}{row['speed']:>7.2f}×" if row["rows_per_s"] is not None else f"{'–':>9}{'–':>8}"
+        batch, memory = row.get("batch_ms", {}), row.get("memory_bytes")
+        for share, room in (("p50", 9), ("p95", 8), ("p99", 8)):
+            ms = batch.get(share)
+            rate += f"{'–' if ms is None else f'{ms:,.0f}' if ms >= 100 else f'{ms:.3g}':>{room}}"
+        rate += f"{memory / 2**20:>7,.0f}" if memory else f"{'–':>7}"
         verdict = (
             "picked" if row["name"] == tuning["picked"] else "passes" if row["refused"] is None else f"refused: {row['refused']}"
         )
-        lines.append(f"  {row['name']:<18}{rate}  {accuracy:<{width}}{verdict}")
+        lines.append(f"  {row['name']:<20}{rate}  {accuracy:<{width}}{verdict}")
     budget = f"the view's accuracy (cosine {tuning['budget']['cosine']:g}, recall@10 {tuning['budget']['recall_at_10']:g})"
     return "\n".join(
         [
             f"{tuning['view']}: {tuning['rows']:,} rows of its source, {tuning['machine']}",
             *lines,
+            *(
+                [f"left out, since {tuning['within_s']:,.0f} s are short for them: {', '.join(tuning['left_out'])}"]
+                if tuning.get("left_out")
+                else []
+            ),
             f"{tuning['picked']} is the fastest within {budget}; "
             + (f"written to {tuning['file']}, which `precision: auto` reads." if tuning["file"] else "nothing was written."),
         ]

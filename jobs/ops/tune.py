@@ -8,27 +8,20 @@ from __future__ import annotations
 
 import os
 import platform
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import pyarrow as pa
 
 from jobs.config.project import Project
 from jobs.config.tuning_file import write_tuning
-from jobs.config.view import AccuracyConfig
-from jobs.pipeline.accuracy import compared, judged, sample_of
+from jobs.ops.trials import Trials
+from jobs.pipeline.accuracy import keep_comparisons, sample_of
 from jobs.process.report import versions
-from jobs.rows.open_view import EXAMPLE_ROWS, OpenView, open_view
-from precompute.engine.runner import Runner
-from precompute.engine.window import Outcome
-from precompute.model import Model
-from precompute.techniques.table import REFERENCE
-from store.errors import ConfigError, ModelError, SourceError
+from jobs.rows.open_view import OpenView, open_view
+from precompute.techniques.table import REFERENCE, words
+from store.errors import ConfigError
 from store.feature_view import FeatureView
 from store.freshness import iso
 from store.partition import Partition
@@ -36,8 +29,6 @@ from store.partition import Partition
 if TYPE_CHECKING:
     from precompute.models.torch_model import TorchModel
 
-ROUNDS = 3
-"""Times that each candidate computes the sample, taking turns, so that a busy moment of the machine hits all alike."""
 WORTHWHILE = 1.05
 """Times float32's rate: less is noise, and float32 stays."""
 
@@ -49,6 +40,7 @@ def tune(
     rows: int = 1024,
     partition: Partition | None = None,
     only: Sequence[str] = (),
+    within_s: float = 300.0,
     write: bool = True,
     tell: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
@@ -60,47 +52,52 @@ def tune(
         rows: size of the sample.
         partition: of a partitioned view; by default the latest that is over.
         only: names of the candidates; by default what :func:`precompute.precision.candidates.candidates` finds worth trying.
+        within_s: how long candidates may take that nobody named; the most promising come first, and what there is no time for is left out.
         write: write the tuning file; else only measure.
         tell: told what begins.
 
     Returns:
         ``file`` (null when none was written), ``picked`` (a candidate's name), ``precision``, ``backend``, ``rows`` and ``measured``: for each
-        candidate ``name``, ``rows_per_s``, ``speed`` (times float32's), ``convert_s``, the figures of
-        :meth:`precompute.precision.accuracy.Accuracy.to_json` and ``refused`` (why, or null).
+        candidate ``name``, ``rows_per_s``, ``speed`` (times float32's), ``batch_ms`` (``p50``, ``p95``, ``p99``), ``memory_bytes`` (the process's at its peak,
+        as if this candidate were alone in it; null where the system does not tell), ``convert_s``, the figures of
+        :meth:`precompute.precision.accuracy.Accuracy.to_json` and ``refused`` (why, or null); ``left_out``: names.
 
     Raises:
         ConfigError: the model is none of torch, or a name in ``only`` is unknown.
         SourceError, ModelError: as a run would.
     """
-    from precompute.precision.candidates import candidates
-    from precompute.techniques.technique import technique
-
-    config, store = project.view(name), project.offline.view(name)
+    config, store, asked = project.view(name), project.offline.view(name), _named(only)
     if config.partition is not None and partition is None:
         partition = config.partition_at(datetime.now(UTC))
-    asked = [technique(text).name for text in only]
     with open_view(
         _in_float32(config.feature_view()), store.offline, project.home, partition=partition, memory_mb=project.settings.memory_mb
     ) as opened:
         model = _torch_model(opened)
-        names = asked or [candidate.name for candidate in candidates(model.device, model)]
+        plan = _planned(model, asked)
         sample = sample_of(opened, rows)
-        trials = _Trials(opened.view, model, sample, config.accuracy, store.compiled)
-        measured = _measured(trials, list(dict.fromkeys([REFERENCE, *names])), tell)
-    picked = technique(_pick(measured))
+        trials = Trials(opened, model, sample, config.accuracy)
+        measured, left_out = _measured(trials, plan, within_s, tell)
+        # the run that follows is spared its check
+        keep_comparisons(opened, sample, trials.comparisons if write else {})
     tuning = {
-        "picked": picked.name,
-        "precision": picked.precision,
-        "backend": picked.backend,
+        **_picked(measured),
         "rows": sample.num_rows,
         "budget": config.accuracy.model_dump(),
         "measured": measured,
+        "left_out": left_out,
+        "within_s": within_s,
         "at": iso(datetime.now(UTC).replace(microsecond=0)),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {model.device.name}",
         "versions": dict(versions()),
     }
-    path = write_tuning(project.folder, name, project.model_as_written(name), tuning) if write else None
-    return {"view": name, "file": None if path is None else str(path), **tuning}
+    path = str(write_tuning(project.folder, name, project.model_as_written(name), tuning)) if write else None
+    return {"view": name, "file": path, **tuning}
+
+
+def _named(only: Sequence[str]) -> list[str]:
+    from precompute.techniques.technique import technique
+
+    return [technique(name).name for name in only]
 
 
 def _torch_model(opened: OpenView) -> TorchModel:
@@ -115,97 +112,64 @@ def _torch_model(opened: OpenView) -> TorchModel:
     return opened.model
 
 
-class _Trials:
-    """Candidates that compute one sample of a view, each compared with float32, which is tried first.
-
-    ``ready`` has, of each that can compute it, what makes the model compute in it once more.
-    """
-
-    def __init__(
-        self, view: FeatureView, model: TorchModel, sample: pa.RecordBatch, budget: AccuracyConfig, compiled: Path
-    ) -> None:
-        self.view, self.model, self.sample, self._budget, self._compiled = view, model, sample, budget, compiled
-        self._reference: Outcome | None = None
-        self.ready: dict[str, Callable[[], object]] = {}
-
-    def tried(self, variant: str) -> dict[str, Any]:
-        """``name``, ``convert_s``, ``refused`` and, where it computes, ``accuracy``.
-
-        Raises:
-            ModelError, SourceError: float32 computes nothing.
-        """
-        line: dict[str, Any] = {"name": variant, "convert_s": 0.0, "refused": None}
-        started = time.monotonic()
-        try:
-            self._convert(variant)
-        except ConfigError as exc:
-            return line | {"refused": str(exc)}
-        line["convert_s"] = round(time.monotonic() - started, 1)
-        try:
-            outcome = Runner(self.model, self.view).compute(self.sample)
-        except ModelError as exc:
-            if variant == REFERENCE:
-                raise
-            return line | {"refused": str(exc)}
-        self.ready[variant] = self.model.restorer()
-        if self._reference is None:
-            self._reference = self._usable(outcome)
-        accuracy = compared(self.view, self._reference, outcome)
-        line["accuracy"] = {} if accuracy is None else accuracy.to_json()["features"]
-        figures = judged(self._budget, accuracy, self._reference, outcome)
-        line["refused"] = "; ".join(figure.shortfall for figure in figures if figure.room < 0) or None
-        return line
-
-    def _convert(self, variant: str) -> None:
-        from precompute.precision.conversion import use_variant
-
-        if variant == REFERENCE:
-            self.model.use(self.model.module)
-        else:
-            examples = self.sample.slice(0, EXAMPLE_ROWS)
-            use_variant(self.model, variant, lambda: pa.Table.from_batches([examples]), self._compiled)
-
-    def _usable(self, reference: Outcome) -> Outcome:
-        if not len(reference.rows):
-            error = reference.rejections[0].error
-            raise SourceError(
-                f"view {self.view.name!r}: none of {self.sample.num_rows:,} rows could be computed in float32; the first: {error}"
-            )
-        return reference
-
-
 def _in_float32(view: FeatureView) -> FeatureView:
     model = replace(view.definition.model, precision="fp32", backend="eager")
     return replace(view, definition=replace(view.definition, model=model))
 
 
-def _measured(trials: _Trials, names: Sequence[str], tell: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Of each candidate, what :meth:`_Trials.tried` tells, ``rows_per_s`` and ``speed``."""
-    lines = []
-    for name in names:
+@dataclass(slots=True)
+class _Plan:
+    """Techniques to try, in their order; ``costs`` are those that time may be short for: about how long each takes to convert, and how many times
+    float32's rate it is expected to compute at."""
+
+    names: list[str]
+    costs: dict[str, tuple[float, float]]
+
+    def pays(self, name: str, trials: Trials, left_s: float) -> bool:
+        """Whether there is time to convert and compare it, and for one round of all."""
+        if name not in self.costs:
+            return True
+        convert_s, gain = self.costs[name]
+        needed_s = convert_s + 2 * trials.pass_s[REFERENCE] / gain + sum(trials.pass_s.values())
+        return needed_s <= left_s
+
+
+def _planned(model: TorchModel, asked: Sequence[str]) -> _Plan:
+    """What was asked for, whatever it takes, or else what is worth trying here."""
+    from precompute.precision.candidates import candidates
+
+    if asked:
+        return _Plan(list(dict.fromkeys([REFERENCE, *asked])), {})
+    found = candidates(model.device, model)
+    costs = {one.name: (one.convert_s, one.gain(model.device, model)) for one in found if one.name != REFERENCE}
+    return _Plan([one.name for one in found], {name: (s, gain or 1.0) for name, (s, gain) in costs.items()})
+
+
+def _measured(
+    trials: Trials, plan: _Plan, within_s: float, tell: Callable[[str], None]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Of each candidate, what :meth:`Trials.tried` tells, ``rows_per_s``, ``speed`` and ``batch_ms``; and the names of those that time was short for."""
+    lines, left_out, until = [], [], time.monotonic() + within_s
+    for name in plan.names:
+        if not plan.pays(name, trials, until - time.monotonic()):
+            tell(f"{name}: left out, since it would take longer than there is time")
+            left_out.append(name)
+            continue
         tell(f"{name}: converting and comparing {trials.sample.num_rows:,} rows")
         lines.append(trials.tried(name))
-    rates = _rates(trials.model, trials.view, trials.sample, trials.ready, tell)
+    rates = trials.rates(until, tell)
     for line in lines:
         rate = rates.get(line["name"])
-        line["rows_per_s"] = None if rate is None else round(rate, 1)
-        line["speed"] = None if rate is None else round(rate / rates[REFERENCE], 3)
-    return lines
+        line["rows_per_s"] = None if rate is None else round(rate.rows_per_s, 1)
+        line["speed"] = None if rate is None else round(rate.rows_per_s / rates[REFERENCE].rows_per_s, 3)
+        line["batch_ms"] = {} if rate is None else rate.batch_ms
+    return lines, left_out
 
 
-def _rates(
-    model: Model, view: FeatureView, sample: pa.RecordBatch, ready: dict[str, Callable[[], object]], tell: Callable[[str], None]
-) -> dict[str, float]:
-    """Rows a second of each candidate: the median of a few rounds."""
-    seconds: dict[str, list[float]] = {name: [] for name in ready}
-    for number in range(ROUNDS):
-        tell(f"measuring {len(ready)} candidates, round {number + 1} of {ROUNDS}")
-        for name, restore in ready.items():
-            restore()
-            started = time.monotonic()
-            Runner(model, view).compute(sample)
-            seconds[name].append(time.monotonic() - started)
-    return {name: sample.num_rows / statistics.median(times) for name, times in seconds.items()}
+def _picked(measured: Sequence[dict[str, Any]]) -> dict[str, str]:
+    name = _pick(measured)
+    precision, backend = words(name)
+    return {"picked": name, "precision": precision, "backend": backend}
 
 
 def _pick(measured: Sequence[dict[str, Any]]) -> str:

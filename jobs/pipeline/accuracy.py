@@ -1,77 +1,137 @@
-"""Accuracy gate: how far a view's precision is from float32 on rows of its own, before a run computes in it, and in tuning."""
+"""Accuracy gate: how far a view's precision is from float32 on rows of its own. Where a model computes for several threads it is measured beside a run's
+first batches, of which nothing is written before it has passed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from jobs.config.view import AccuracyConfig, ViewConfig
+from jobs.config.view import ViewConfig
+from jobs.pipeline.comparison import Comparison, KeptComparison, compared
 from jobs.rows.engine import computed
 from jobs.rows.open_view import OpenView
 from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
-from precompute.precision.accuracy import Accuracy, Judged, compare
 from precompute.techniques.table import REFERENCE
 from store.errors import SourceError
-from store.feature_view import FeatureView
 from store.offline.snapshot import Verdict
-
-CHECKED_ROWS = 512
-"""Of the source, before a run computes in another precision: 10 neighbours among 512 tell 0.985 from 0.97 with room to spare."""
 
 if TYPE_CHECKING:
     from precompute.models.torch_model import TorchModel
 
-SHORT = {
-    "mean_cosine": "cosine",
-    "min_cosine": "min",
-    "recall_at_10": "recall@10",
-    "rank_correlation": "rank",
-    "max_abs_error": "max error",
-    "relative_error": "relative",
-    "overlap": "overlap",
-}
+CHECKED_ROWS = 512
+"""Of the source: 10 neighbours among 512 tell 0.985 from 0.97 with room to spare."""
+SHARE = 4
+"""Of the compute threads, one in so many measures beside a run; one at least."""
+
+
+class _Stopped(Exception):
+    """Nobody waits for it any more."""
+
+
+class AccuracyCheck:
+    """The comparison of a view's precision with float32, on its way; :meth:`close` it when nobody asks any more.
+
+    Args:
+        config: the view's, which says how near it must be.
+        opened: the view, its model converted, in another precision than float32. Its source is read here, and not afterwards.
+
+    Raises:
+        SourceError, ModelError: as a run would.
+    """
+
+    def __init__(self, config: ViewConfig, opened: OpenView) -> None:
+        self._config, self._opened = config, opened
+        sample = sample_of(opened, CHECKED_ROWS)
+        self._rows = sample.num_rows
+        self._kept = KeptComparison(opened, opened.variant, sample)
+        self._found = self._kept.read()
+        self._error: BaseException | None = None
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+        if self._found is not None:
+            return
+        # torch takes a second to import, and a model of pure Python needs none
+        from precompute.models.torch_model import TorchModel
+
+        model = opened.model
+        assert isinstance(model, TorchModel), "no other model has another precision"
+        if opened.wanted is not None:
+            self._keep(*(computed(opened, sample, technique) for technique in (opened.variant, REFERENCE)))
+        elif model.concurrent:
+            self._begin(model, sample)
+        else:
+            self._keep(*(begun() for begun in self._both(model, sample)))
+
+    @property
+    def known(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return self._thread is None
+
+    def verdict(self) -> Verdict:
+        """Wait for it.
+
+        Raises:
+            ModelError: measuring failed.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._found is not None
+        return self._found.verdict(self._config.accuracy, self._opened.variant)
+
+    def close(self) -> None:
+        """Give up what is not known yet, after the batch under way."""
+        self._stopped = True
+        if self._thread is not None:
+            self._thread.join()
+
+    def _both(self, model: TorchModel, sample: pa.RecordBatch) -> Iterator[Callable[[], Outcome]]:
+        """By the model's technique, and in float32: rows made ready here, to be computed in any thread."""
+        for one in (model, model.in_float32()):
+            yield Runner(one, self._opened.view, search=False).begun(sample, self._go_on)
+
+    def _begin(self, model: TorchModel, sample: pa.RecordBatch) -> None:
+        begun = list(self._both(model, sample))
+        threads = max(1, model.device.threads() // SHARE)
+
+        def measure() -> None:
+            try:
+                model.device.compute_with(threads)
+                self._keep(*(one() for one in begun))
+            except _Stopped:
+                pass
+            except BaseException as exc:
+                self._error = exc
+
+        self._thread = threading.Thread(target=measure, name="accuracy", daemon=True)
+        self._thread.start()
+
+    def _go_on(self) -> None:
+        if self._stopped:
+            raise _Stopped
+
+    def _keep(self, done: Outcome, reference: Outcome) -> None:
+        self._found = compared(self._opened.view, reference, done, self._rows)
+        self._kept.write(self._found)
 
 
 def check_accuracy(config: ViewConfig, opened: OpenView) -> Verdict | None:
-    """Compare a view's precision with float32 on a sample of its own rows, before a run computes in it.
-
-    Returns:
-        the verdict, whose figure is the one farthest beyond its limit, or else the nearest to it, and whose ``message`` has all of them; None
-        for float32 itself.
-    """
-    if opened.variant == REFERENCE:
-        return None
-    # Torch takes a second to import, and a model of pure Python needs none.
-    from precompute.models.torch_model import TorchModel
-
-    model = opened.model
-    assert isinstance(model, TorchModel), "no other model has another precision"
-    sample = sample_of(opened, CHECKED_ROWS)
-    if opened.wanted is not None:
-        done, reference = (computed(opened, sample, variant) for variant in (opened.variant, REFERENCE))
-    else:
-        done, reference = _both(opened, model, sample)
-    accuracy = compared(opened.view, reference, done)
-    figures = sorted(judged(config.accuracy, accuracy, reference, done), key=lambda figure: figure.room)
-    reasons = [figure.shortfall for figure in figures if figure.room < 0]
-    message = f"{opened.variant} against float32 on {sample.num_rows:,} rows: {figures_text({} if accuracy is None else accuracy.to_json()['features'])}"
-    if reasons:
-        message += f": {'; '.join(reasons)}"
-    return Verdict("accuracy", not reasons, figures[0].measured, figures[0].limit, message)
+    """Compare a view's precision with float32 on a sample of its own rows, now; None for float32 itself."""
+    return None if opened.variant == REFERENCE else AccuracyCheck(config, opened).verdict()
 
 
-def _both(opened: OpenView, model: TorchModel, sample: pa.RecordBatch) -> tuple[Outcome, Outcome]:
-    """By the technique that the model computes by, and in float32."""
-    done = Runner(model, opened.view).compute(sample)
-    restore = model.restorer()
-    model.use(model.module)
-    try:
-        return done, Runner(model, opened.view).compute(sample)
-    finally:
-        restore()
+def keep_comparisons(opened: OpenView, sample: pa.RecordBatch, comparisons: dict[str, Comparison]) -> None:
+    """What was measured of several techniques, where a run's check would be of the same rows: its :data:`CHECKED_ROWS` first."""
+    rows = sample.slice(0, CHECKED_ROWS)
+    for technique, comparison in comparisons.items():
+        if technique != REFERENCE and comparison.rows == rows.num_rows:
+            KeptComparison(opened, technique, rows).write(comparison)
 
 
 def sample_of(opened: OpenView, rows: int) -> pa.RecordBatch:
@@ -83,32 +143,3 @@ def sample_of(opened: OpenView, rows: int) -> pa.RecordBatch:
         raise SourceError(f"view {opened.view.name!r}: the source yielded no rows: nothing to compare precisions on")
     batch: pa.RecordBatch = table.to_batches()[0]
     return batch
-
-
-def compared(view: FeatureView, reference: Outcome, other: Outcome) -> Accuracy | None:
-    """On the rows that both computed; None when there are none."""
-    both = sorted(set(reference.rows.tolist()) & set(other.rows.tolist()))
-    if not both:
-        return None
-    chosen = []
-    for done in (reference, other):
-        position = {row: i for i, row in enumerate(done.rows.tolist())}
-        chosen.append(done.features.take(pa.array([position[row] for row in both], pa.int64())))
-    return compare(chosen[0], chosen[1], view)
-
-
-def judged(budget: AccuracyConfig, accuracy: Accuracy | None, reference: Outcome, other: Outcome) -> list[Judged]:
-    """Every figure with its limit; rows that are lost have one too."""
-    if accuracy is None:
-        return [Judged("rows that both compute:", 0, 1, -1)]
-    lost = len(set(reference.rows.tolist()) - set(other.rows.tolist()))
-    figures = accuracy.judged(budget.cosine, budget.recall_at_10)
-    return [*figures, Judged("rows rejected that float32 computes:", lost, 0, -lost)] if lost else figures
-
-
-def figures_text(features: Mapping[str, Mapping[str, float]]) -> str:
-    """The accuracy's figures, in words."""
-    told = []
-    for name, figures in features.items():
-        told.append(f"{name}: " * (len(features) > 1) + " · ".join(f"{SHORT[k]} {v:.6g}" for k, v in figures.items()))
-    return "; ".join(told) or "–"

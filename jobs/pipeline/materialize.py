@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
-from jobs.pipeline.accuracy import check_accuracy
+from jobs.pipeline.accuracy import AccuracyCheck
 from jobs.pipeline.judging import judged, judged_again
 from jobs.process.job import Job
 from jobs.rows.chunks import Chunks
@@ -22,6 +22,7 @@ from jobs.rows.plan import Plan, go_on_hashing, is_damaged, make_plan, now_us, r
 from jobs.rows.replaced import Replaced, figures_of
 from jobs.rows.source_age import iso_us, read_source_at
 from precompute.sources.input_hash import MD5
+from precompute.techniques.table import REFERENCE
 from store.clock import utc_now
 from store.errors import GateError, RejectedError, SnapshotError, SourceError
 from store.offline.snapshot import Counts, Snapshot, Verdict
@@ -48,10 +49,11 @@ def materialize(job: Job) -> Snapshot:
         if plan.source_rows:
             with job.report.stage("open"):
                 opened.convert()
-        accuracy = _checked_accuracy(job, opened, plan)
-        chunks = _computed(job, opened, plan)
+        with closing(_Accuracy(job, opened, plan)) as accuracy:
+            chunks = _computed(job, opened, plan, accuracy)
+            verdicts = accuracy.passed()
         delta = _snapshot(job, opened, plan, chunks)
-        snapshot = _judged(job, opened, plan, chunks, delta, accuracy)
+        snapshot = _judged(job, opened, plan, chunks, delta, verdicts)
         with job.report.stage("commit"):
             snapshot = job.store.commit(snapshot, job.lease)
         took_over = (Path(part.path).parent.name for part in (*delta.parts, *snapshot.parts))
@@ -113,34 +115,63 @@ def _unchanged(job: Job, opened: OpenView, plan: Plan) -> Snapshot:
         return judged_again(job, opened, plan.parent)
 
 
-def _checked_accuracy(job: Job, opened: OpenView, plan: Plan) -> list[Verdict]:
+class _Accuracy:
     """The verdict on the view's precision, where one is due: what is built on was computed in the same one, and was compared then.
 
     Raises:
         GateError: it is refused, and nobody accepts that; nothing was computed.
     """
-    if plan.parent is not None or not plan.source_rows:
-        return []
-    with job.report.stage("accuracy"):
-        verdict = check_accuracy(job.config, opened)
-    if verdict is None:
-        return []
-    job.report.gates = [verdict]
-    if not verdict.passed and verdict.gate not in job.options.accept:
-        name = job.config.name
-        raise GateError(
-            f"view {name!r}: {verdict.message}. Nothing was computed; choose another precision (`precompute tune "
-            f"{name}` measures them all), change the view's `accuracy`, or accept it: precompute run {name} "
-            "--accept accuracy"
-        )
-    return [verdict]
+
+    def __init__(self, job: Job, opened: OpenView, plan: Plan) -> None:
+        self._job = job
+        self._check: AccuracyCheck | None = None
+        self._verdicts: list[Verdict] | None = None
+        if plan.parent is not None or not plan.source_rows or opened.variant == REFERENCE:
+            self._verdicts = []
+            return
+        with job.report.stage("accuracy"):
+            self._check = AccuracyCheck(job.config, opened)
+        if self._check.known:
+            self._judge("computed")
+
+    def passed(self) -> list[Verdict]:
+        """The verdicts for the manifest, once they are known: before anything is written.
+
+        Raises:
+            GateError: it is refused, and nobody accepts that; nothing was written.
+        """
+        if self._verdicts is None:
+            with self._job.report.stage("accuracy"):
+                self._judge("written")
+        assert self._verdicts is not None
+        return self._verdicts
+
+    def close(self) -> None:
+        """Nobody asks any more."""
+        if self._check is not None:
+            self._check.close()
+
+    def _judge(self, what: str) -> None:
+        assert self._check is not None
+        job, verdict = self._job, self._check.verdict()
+        job.report.gates = [verdict]
+        if not verdict.passed and verdict.gate not in job.options.accept:
+            name = job.config.name
+            # there is no chunk in it
+            job.store.journals.end(job.report.run)
+            raise GateError(
+                f"view {name!r}: {verdict.message}. Nothing was {what}; choose another precision (`precompute tune "
+                f"{name}` measures them all), change the view's `accuracy`, or accept it: precompute run {name} "
+                "--accept accuracy"
+            )
+        self._verdicts = [verdict]
 
 
-def _computed(job: Job, opened: OpenView, plan: Plan) -> Chunks:
+def _computed(job: Job, opened: OpenView, plan: Plan, accuracy: _Accuracy) -> Chunks:
     """Compute what the plan says; afterwards the parts are written, and the report's counts are known."""
     config, report, store = job.config, job.report, job.store
     store.journals.begin(report.run, plan.recipe, report.partition, full=job.options.full)
-    chunks = Chunks(job, opened, math.floor(plan.source_rows * config.max_rejected + 1e-9))
+    chunks = Chunks(job, opened, math.floor(plan.source_rows * config.max_rejected + 1e-9), accuracy.passed)
     chunks.take_over(plan)
     job.progress.begin(f"materialize {config.name}", plan.diff.compute)
     chunks.compute()

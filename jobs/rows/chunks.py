@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -44,14 +44,15 @@ class Chunks:
         job: the run.
         opened: its view; the source is loaded, the model converted.
         max_rejected: how many rows may be rejected.
+        may_write: called before anything is written: returns once the rows may be kept, or raises why not.
 
     Raises:
         RejectedError: from every method that takes rows: see :class:`jobs.rows.rejections.Rejections`.
         SnapshotError: the file system failed.
     """
 
-    def __init__(self, job: Job, opened: OpenView, max_rejected: int) -> None:
-        self._job, self._opened = job, opened
+    def __init__(self, job: Job, opened: OpenView, max_rejected: int, may_write: Callable[[], object] = lambda: None) -> None:
+        self._job, self._opened, self._may_write = job, opened, may_write
         self.rejections = Rejections(job, opened, max_rejected)
         self.parts: list[Part] = []
         self.figures: dict[str, RowFigures] = {}
@@ -160,6 +161,7 @@ class Chunks:
         """Make what was computed since the last chunk durable, and note it in the journal."""
         store, run, number = self._job.store, self._job.report.run, self._finished
         part = rejected = figures = None
+        self._may_write()
         with self._job.report.stage("write"):
             if self._pending:
                 assert self._counter is not None

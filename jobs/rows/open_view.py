@@ -49,6 +49,12 @@ class OpenView:
     """Where its converted models are kept."""
     held: bool = False
     """Whether its model was kept off the GPUs."""
+    own: str = ""
+    """The model's own fingerprint, in whatever precision."""
+
+    def fingerprint_by(self, technique: str) -> str:
+        """The fingerprint of the same model by another technique."""
+        return model_fingerprint(self.own, self.view.definition.model.use, technique.removesuffix("-eager"), self.tables)
 
     @property
     def wanted(self) -> str | None:
@@ -144,7 +150,7 @@ def open_view(
         source.close()
         raise
     compiled = offline.view(view.name).compiled
-    return OpenView(view, folder, source, loaded.model, fingerprint, inputs, tables, variant, compiled, held)
+    return OpenView(view, folder, source, loaded.model, fingerprint, inputs, tables, variant, compiled, held, loaded.fingerprint)
 
 
 def _files(store: ViewStore, number: int) -> Files:

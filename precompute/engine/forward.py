@@ -223,6 +223,7 @@ class Forward:
             seconds = launched.ended - launched.started
         else:
             seconds = time.monotonic() - max(launched.started, self._landed_at)
+        self._meter.batch_took(seconds)
         budget = launched.batch.budget
         if self._trial is not None and launched.turn is not None and self._staged is not None:
             free_bytes = self._staged.device.free_bytes() if launched.size_bytes else 0

@@ -213,6 +213,13 @@ def release_threads() -> None:
         ctypes.CDLL(None).omp_pause_resource_all(_PAUSE_SOFT)
 
 
+def give_back() -> None:
+    """Have ``malloc`` give freed memory back to the system, now; what is held afterwards is in use."""
+    # another C library than GNU's
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def keep_freed_memory() -> None:
     """Have ``malloc`` keep freed memory, up to 256 MiB in each of its arenas, instead of giving it back to the system after every layer of every batch;
     for the whole process, from now on. Blocks of more than 32 MiB are given back all the same.

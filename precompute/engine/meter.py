@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 from precompute.engine.ahead import StageTime
+
+STEP = 1.02
 
 
 @dataclass(slots=True)
@@ -26,10 +30,28 @@ class Meter:
     out_of_memory: int = 0
     forward_s: float = 0.0
     landing_s: float = 0.0
+    batch_steps: Counter[int] = field(default_factory=Counter)
+    """Batches by how long they took, in powers of :data:`STEP` seconds: of any number of them, little is kept."""
 
     def stage(self, name: str) -> StageTime:
         """The time of one stage, to be added to."""
         return self.stages.setdefault(name, StageTime())
+
+    def batch_took(self, seconds: float) -> None:
+        """One more batch, from its launch to its landing."""
+        self.batch_steps[round(math.log(max(seconds, 1e-9), STEP))] += 1
+
+    def batch_ms(self) -> dict[str, float]:
+        """Milliseconds that a batch took: ``p50``, ``p95`` and ``p99`` (the least that so many took no longer than), to 1 %; empty where none is known."""
+        steps, total = sorted(self.batch_steps), self.batch_steps.total()
+        found: dict[str, float] = {}
+        below = 0
+        for step in steps:
+            below += self.batch_steps[step]
+            for name, share in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99)):
+                if name not in found and below >= share * total:
+                    found[name] = float(f"{1e3 * STEP**step:.3g}")
+        return found
 
     @property
     def padding(self) -> float:
@@ -54,6 +76,7 @@ class Meter:
             "rows": self.rows,
             "rows_per_s": round(self.rows * rate, 1),
             "batches": self.batches,
+            "batch_ms": self.batch_ms(),
             "cost": self.cost,
             "cost_per_s": round(self.cost * rate, 1),
             "padding": round(self.padding, 4),

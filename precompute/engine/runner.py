@@ -7,7 +7,7 @@ other. So a fallback's values are the batch job's values.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -130,6 +130,25 @@ class Runner:
         for window in forward.windows(preparation.batches(preparation.windows(iter([(batch, batch)])))):
             return self._outcome(window)
         raise AssertionError("a window went in and none came out")
+
+    def begun(self, batch: pa.RecordBatch, go_on: Callable[[], object] = lambda: None) -> Callable[[], Outcome]:
+        """:meth:`compute` in two steps: the rows are made ready now, which other threads must not do meanwhile, and computed by whoever calls what
+        comes back, where the model is ``concurrent``.
+
+        Args:
+            batch: some hundred rows; their inputs are held.
+            go_on: called before each batch is computed; may raise.
+        """
+        preparation = Preparation(self._model, self._staged, self._view, self.budget.next)
+        ready = list(preparation.batches(preparation.windows(iter([(batch, batch)]))))
+
+        def batches() -> Iterator[Batch]:
+            for one in ready:
+                go_on()
+                yield one
+
+        forward = Forward(self._model, self._staged, self._view, self.meter, self.budget)
+        return lambda: self._outcome(next(forward.windows(batches())))
 
     def stream(
         self, windows: Iterable[pa.RecordBatch], *, hidden: Iterable[str] = (), memory_mb: int = 512

@@ -6,9 +6,10 @@ features (:meth:`TorchModel.features`); copying, launching and waiting are the s
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +67,14 @@ class TorchModel(ABC):
         self.device.dtype = dtype
         # whoever converts it says what it is
         self.variant = "fp32-eager" if forward is self.module else "?"
+
+    def in_float32(self) -> Self:
+        """The same model by the reference, whatever this one computes by: its weights are shared, and both may compute at once where the model
+        is ``concurrent``."""
+        other = copy.copy(self)
+        other.device = copy.copy(self.device)
+        other.use(other.module)
+        return other
 
     def restorer(self) -> Callable[[], None]:
         """What puts the present conversion back after others were used."""

@@ -8,6 +8,7 @@ import shutil
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -45,6 +46,12 @@ def has_int8_products() -> bool:
     """Whether oneDNN may use them: what ``ONEDNN_MAX_CPU_ISA`` forbids it does by a reference that takes seconds for a layer."""
     isa = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
     return has_onednn() and has_vnni() and isa not in ("SSE41", "AVX", "AVX2", "AVX512_CORE")
+
+
+def instructions() -> dict[str, Any]:
+    """What this CPU has and torch and oneDNN may use, of what values depend on."""
+    limits = {name: os.environ.get(name) for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")}
+    return {"flags": dict(torch.cpu.get_capabilities()), "torch": torch.backends.cpu.get_cpu_capability(), **limits}
 
 
 def computes_in(dtype: torch.dtype, device: Device) -> bool:

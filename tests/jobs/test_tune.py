@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -21,16 +22,23 @@ from safetensors.torch import save_file
 from jobs.cli import main
 from jobs.commands.measure import describe_tuning
 from jobs.config.tuning_file import read_tuning, tuning_path, write_tuning
+from jobs.ops import trials as trials_module
 from jobs.ops import tune as tune_module
+from jobs.ops.trials import ROUNDS, Rate, Trials
 from jobs.ops.tune import tune
+from jobs.pipeline import accuracy as accuracy_module
+from jobs.pipeline import comparison
 from jobs.pipeline import materialize as materialize_module
+from jobs.pipeline.accuracy import AccuracyCheck
+from jobs.rows.chunks import Chunks
 from jobs.rows.open_view import EXAMPLE_ROWS, open_view
 from jobs.service.fallback import ViewFallback
 from precompute.engine.runner import Runner
 from precompute.models.torch_model import TorchModel
+from precompute.models.torch_module import TorchModule
 from precompute.precision.accuracy import compare
 from precompute.techniques.technique import Technique, technique
-from store.errors import ConfigError, GateError, SourceError
+from store.errors import ConfigError, GateError, ModelError, RejectedError, SourceError
 from store.offline.snapshot import Verdict
 from store.offline.view_store import OfflineStore
 from store.partition import containing
@@ -162,10 +170,10 @@ def tell_nothing(_: str) -> None:
 def with_rates(monkeypatch: pytest.MonkeyPatch, **rates: float) -> None:
     """Rows/s as told, by name with _ for -, whatever the machine is at."""
 
-    def fixed(model: Any, view: Any, sample: Any, ready: dict[str, Any], tell: Any) -> dict[str, float]:
-        return {name: rates[name.replace("-", "_")] for name in ready}
+    def fixed(trials: Trials, until: float, tell: Any) -> dict[str, Rate]:
+        return {name: Rate(rates[name.replace("-", "_")], {"p50": 1.0, "p95": 2.0, "p99": 3.0}) for name in trials.ready}
 
-    monkeypatch.setattr(tune_module, "_rates", fixed)
+    monkeypatch.setattr(Trials, "rates", fixed)
 
 
 # ---- tuning file
@@ -344,6 +352,9 @@ def test_tune_compares_every_candidate_with_float32_and_picks_the_fastest_that_p
     x = drawn(project)
     for row in found["measured"]:
         assert row.pop("convert_s") >= 0
+        assert row.pop("batch_ms") == {"p50": 1.0, "p95": 2.0, "p99": 3.0}
+        memory = row.pop("memory_bytes")
+        assert memory is None or 2**20 < memory < 2**40
     assert found["measured"] == [
         {
             "name": "fp32-eager",
@@ -379,10 +390,12 @@ def test_tune_compares_every_candidate_with_float32_and_picks_the_fastest_that_p
     assert told[0] == "fp32-eager: converting and comparing 120 rows"
     after = files(project.folder)
     written = json.loads(after.pop("tuning/numbers.json"))
-    assert after == before  # nothing else, above all no snapshot
+    kept = [path for path in after if path not in before]
+    assert [path.rpartition("/")[2].rpartition("-")[0] for path in kept] == ["accuracy-bf16-eager", "accuracy-fp32-onednn"]
+    assert {path: body for path, body in after.items() if path not in kept} == before  # nothing else, above all no snapshot
     body = {key: value for key, value in written.items() if key not in ("version", "model")}
-    assert body["measured"][0].pop("convert_s") >= 0
-    assert [row.pop("convert_s", 0) >= 0 for row in body["measured"]] == [True] * 3
+    for row in body["measured"]:
+        assert [row.pop(name) is not row for name in ("convert_s", "batch_ms", "memory_bytes")] == [True] * 3
     assert body == {key: value for key, value in found.items() if key != "file"}
 
     project = again(project)
@@ -402,7 +415,7 @@ def test_each_candidate_is_measured_as_what_it_is_in_turns(make_project: MakePro
             computed.append((self._model.variant, done.features.column("double").to_pylist()))
             return done
 
-    monkeypatch.setattr(tune_module, "Runner", Watched)
+    monkeypatch.setattr(trials_module, "Runner", Watched)
     project = torch_project(make_project, ROWS, view={"accuracy": LOOSE})
     tune(project, "numbers", rows=50, only=["bf16-eager", "fp32-onednn"])
     x = drawn(project, 50)
@@ -413,7 +426,7 @@ def test_each_candidate_is_measured_as_what_it_is_in_turns(make_project: MakePro
     }
     values["fp32-onednn"] = values["fp32-eager"]
     names = ["fp32-eager", "bf16-eager", "fp32-onednn"]
-    assert [name for name, _ in computed] == names * (1 + tune_module.ROUNDS)
+    assert [name for name, _ in computed] == names * (1 + ROUNDS)
     assert all(found == values[name] for name, found in computed)
 
 
@@ -436,7 +449,7 @@ def test_what_cannot_be_converted_and_what_is_not_accurate_is_refused_with_the_r
     assert rank > 0.999
     assert bf16["refused"] == f"vector: recall@10 {recall:.5g} is below 0.985"
     assert bf16["speed"] == 9.0
-    del aoti["convert_s"]
+    del aoti["convert_s"], aoti["batch_ms"]
     assert aoti == {
         "name": "fp32-aoti",
         "refused": "precision fp32-aoti: there is no C++ compiler 'no-such-compiler': install one, or name it in CXX",
@@ -516,6 +529,22 @@ def test_by_default_the_candidates_of_this_machine_are_tried(make_project: MakeP
     assert found["picked"] == "fp32-eager"
 
 
+def test_what_there_is_no_time_for_is_left_out_and_said(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["fp32-eager", "bf16-eager", "fp32-aoti", "fp32-onednn"]
+    monkeypatch.setattr("precompute.precision.candidates.candidates", lambda *_: [technique(name) for name in names])
+    project = torch_project(make_project, ROWS, view={"accuracy": LOOSE})
+    told = list[str]()
+    found = tune(project, "numbers", within_s=20, tell=told.append)  # compiling takes about a minute
+    assert ([row["name"] for row in found["measured"]], found["left_out"]) == ([*names[:2], names[3]], ["fp32-aoti"])
+    assert "fp32-aoti: left out, since it would take longer than there is time" in told
+    told.clear()
+    found = tune(project, "numbers", within_s=0, tell=told.append)
+    assert (len(found["measured"]), found["left_out"], found["picked"]) == (1, names[1:], "fp32-eager")
+    assert [line for line in told if "round" in line] == ["measuring 1 candidates, round 1 of 3"]
+    found = tune(project, "numbers", within_s=0, only=["bf16-eager"])
+    assert (len(found["measured"]), found["left_out"]) == (2, [])
+
+
 def test_a_bad_row_is_no_obstacle(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
     with_rates(monkeypatch, fp32_eager=100.0, bf16_eager=900.0)
     project = torch_project(make_project, [*ROWS, (500, None)], view={"accuracy": LOOSE})
@@ -583,8 +612,18 @@ def test_the_table_can_be_read() -> None:
         "picked": "bf16-eager",
         "budget": {"cosine": 0.999, "recall_at_10": 0.985},
         "file": "tuning/items.json",
+        "left_out": ["bf16-aoti", "fp32-aoti"],
+        "within_s": 300.0,
         "measured": [
-            {"name": "fp32-eager", "rows_per_s": 1234.5, "speed": 1.0, "refused": None, "accuracy": {"vector": vector}},
+            {
+                "name": "fp32-eager",
+                "rows_per_s": 1234.5,
+                "speed": 1.0,
+                "refused": None,
+                "accuracy": {"vector": vector},
+                "batch_ms": {"p50": 7.25, "p95": 112.0, "p99": 1230.0},
+                "memory_bytes": 1234 * 2**20,
+            },
             {"name": "bf16-eager", "rows_per_s": 98765.4, "speed": 80.005, "refused": None, "accuracy": {"vector": vector}},
             {"name": "fp32-aoti", "rows_per_s": None, "speed": None, "refused": "no compiler"},
             {
@@ -598,12 +637,14 @@ def test_the_table_can_be_read() -> None:
     }
     assert describe_tuning(found).splitlines() == [
         "items: 1,024 rows of its source, x86_64, 2 CPUs, cpu",
-        "  precision            rows/s   speed  accuracy against float32                                verdict",
-        "  fp32-eager            1,234   1.00×  cosine 0.99999 · min 0.9 · recall@10 0.9912             passes",
-        "  bf16-eager           98,765  80.00×  cosine 0.99999 · min 0.9 · recall@10 0.9912             picked",
-        "  fp32-aoti                 –       –  –                                                       refused: no compiler",
-        "  int8-static-onnx          2   0.00×  vector: recall@10 0.5; score: rank 1 · max error 1e-07  refused: vector: recall@10 0.5 is "
-        "below 0.985",
+        "  precision              rows/s   speed   p50 ms     p95     p99    MiB  accuracy against float32                                verdict",
+        "  fp32-eager              1,234   1.00×     7.25     112   1,230  1,234  cosine 0.99999 · min 0.9 · recall@10 0.9912             passes",
+        "  bf16-eager             98,765  80.00×        –       –       –      –  cosine 0.99999 · min 0.9 · recall@10 0.9912             picked",
+        "  fp32-aoti                   –       –        –       –       –      –  –                                                       refused: "
+        "no compiler",
+        "  int8-static-onnx            2   0.00×        –       –       –      –  vector: recall@10 0.5; score: rank 1 · max error 1e-07  refused: "
+        "vector: recall@10 0.5 is below 0.985",
+        "left out, since 300 s are short for them: bf16-aoti, fp32-aoti",
         "bf16-eager is the fastest within the view's accuracy (cosine 0.999, recall@10 0.985); written to tuning/items.json, "
         "which `precision: auto` reads.",
     ]
@@ -637,8 +678,9 @@ def test_a_precision_that_is_not_accurate_enough_computes_nothing(make_project: 
     )
     assert (report.status, report.snapshot, report.counts, report.engine) == ("refused", None, {}, {})
     after = files(project.root)
-    assert {path: body for path, body in after.items() if "/runs/" not in path and "lease" not in path} == {
-        path: body for path, body in before.items() if "/runs/" not in path and "lease" not in path
+    aside = ("/runs/", "lease", "/compiled/accuracy-")  # what was measured is kept
+    assert {path: body for path, body in after.items() if not any(part in path for part in aside)} == {
+        path: body for path, body in before.items() if not any(part in path for part in aside)
     }
     assert (store.view("numbers").numbers(), store.view("numbers").refs.live()) == ([1], live)
     assert project.cli("lookup", "numbers", "7") == 0
@@ -668,7 +710,7 @@ def test_a_precision_within_the_budget_is_committed_with_its_verdict_and_not_mea
     def never(*_: Any) -> None:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(materialize_module, "check_accuracy", never)
+    monkeypatch.setattr(materialize_module, "AccuracyCheck", never)
     changed = [*ROWS[:-1], (ROWS[-1][0], 1.003)]
     project = torch_project(make_project, changed, view=view)
     assert project.cli("run", "numbers") == 0
@@ -678,6 +720,78 @@ def test_a_precision_within_the_budget_is_committed_with_its_verdict_and_not_mea
     assert stored(project, 2) == wanted(changed, torch.bfloat16)
     assert project.cli("run", "numbers") == 0  # nothing to do
     assert project.report().status == "current"
+
+
+def test_what_tune_measured_no_run_measures_again(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_rates(monkeypatch, fp32_eager=100.0, bf16_eager=900.0)
+    project = torch_project(make_project, ROWS, view={"accuracy": LOOSE})
+    tune(project, "numbers", only=["bf16-eager"])
+    measured: list[str] = []
+    both = AccuracyCheck._both
+    monkeypatch.setattr(AccuracyCheck, "_both", lambda *given: measured.append("again") or both(*given))  # type: ignore[func-returns-value]
+    project = again(project)
+    report = project.run()
+    assert (report.gates[0].gate, report.gates[0].passed, measured) == ("accuracy", True, [])
+    # as it would be without
+    (kept,) = (project.store.compiled).glob("accuracy-*")
+    before, message = kept.read_bytes(), report.gates[0].message
+    kept.write_bytes(before.replace(b'"rows": 120', b'"rows": 121', 1))
+    report = project.run(full=True)
+    assert (report.gates[0].message, measured, kept.read_bytes()) == (message, ["again"], before)
+    # other rows, or other features of them, are measured
+    other = torch_project(make_project, [*ROWS, (500, 9.5)], view={"precision": "bf16", "accuracy": LOOSE})
+    assert other.cli("run", "numbers", "--full") == 0
+    assert len(measured) == 2
+
+
+def test_beside_a_run_nothing_is_written_before_it_is_known(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, written = threading.Event(), list[list[str]]()
+    project = torch_project(make_project, ROWS, view={"precision": "bf16"})
+    keep, compared = Chunks._keep, comparison.compared
+
+    def keeping(*given: Any) -> None:
+        keep(*given)
+        kept.set()
+
+    def comparing(*given: Any) -> Any:
+        assert kept.wait(30), "the run waited for it"
+        written.append([path for path in files(project.root) if path.endswith(".parquet")])
+        return compared(*given)
+
+    monkeypatch.setattr(TorchModule, "concurrent", True)
+    monkeypatch.setattr(Chunks, "_keep", keeping)
+    monkeypatch.setattr(accuracy_module, "compared", comparing)
+    assert project.cli("run", "numbers") == 3
+    assert "is below 0.985. Nothing was written; choose another precision" in str(project.report().error)
+    left = [path for path in files(project.root) if path.startswith("numbers/")]
+    assert [path for path in left if not path.startswith(("numbers/runs/", "numbers/refs/", "numbers/compiled/accuracy-"))] == []
+    assert project.numbers() == []
+    assert project.cli("run", "numbers") == 3
+    assert "Nothing was computed; choose another precision" in str(project.report().error)  # it was kept
+    assert written == [[]]
+    loose = torch_project(make_project, [*ROWS, (500, 9.5)], view={"precision": "bf16", "accuracy": LOOSE})
+    kept.clear()
+    report = loose.run()
+    assert report.snapshot is not None
+    assert (written, report.gates[0].passed) == ([[], []], True)
+    assert stored(loose, report.snapshot) == wanted([*ROWS, (500, 9.5)], torch.bfloat16)
+
+
+def test_a_check_that_fails_or_that_nobody_waits_for_ends(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise ModelError("the reference fell over")
+
+    monkeypatch.setattr(TorchModule, "concurrent", True)
+    project = torch_project(make_project, ROWS, view={"precision": "bf16", "accuracy": LOOSE})
+    with monkeypatch.context() as patched:
+        patched.setattr(accuracy_module, "compared", broken)
+        with pytest.raises(ModelError, match="the reference fell over"):
+            project.run()
+    assert project.numbers() == []
+    bad = torch_project(make_project, [*ROWS, (500, None)], view={"precision": "bf16", "accuracy": LOOSE, "bad_rows": "fail"})
+    with pytest.raises(RejectedError):
+        bad.run()
+    assert "accuracy" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_a_precision_that_is_not_accurate_enough_is_computed_where_that_is_accepted(make_project: MakeProject) -> None:
