@@ -19,7 +19,7 @@ from store.api.pools import Pool
 from store.api.reply import JSON_TYPE, Reply, json_reply
 from store.api.request import Receive, Scope, headers_of, no_query, read_body
 from store.api.rows import RowRoutes
-from store.api.timing import Timing
+from store.api.timing import Timing, timed
 from store.encoding.answer_size import MAX_ANSWER_BYTES, Measure
 from store.encoding.json_rows import search_json
 from store.encoding.row_cache import MAX_CACHE_BYTES
@@ -57,6 +57,7 @@ class Api:
         views: what is known of the lookup's views.
         answer_bytes: of one answer at most.
         asks: what the gate and TLS ask for, as the document tells it.
+        timing: who is told what searches took.
     """
 
     def __init__(
@@ -69,7 +70,9 @@ class Api:
         views: LiveViews,
         answer_bytes: int = MAX_ANSWER_BYTES,
         asks: Asks = Asks.NOTHING,
+        timing: Timing = Timing.NOT_TOLD,
     ) -> None:
+        self._timing = timing
         self._answer_bytes = answer_bytes
         self._lookup, self._metrics, self._readers = lookup, metrics, readers
         self._warming, self._fallback_ready = warming, fallback_ready
@@ -91,7 +94,8 @@ class Api:
         seconds = time.perf_counter() - started
         self._metrics.timed("search", seconds)
         self._metrics.stage("search", seconds)
-        return Reply(200, [JSON_TYPE], body)
+        reply = Reply(200, [JSON_TYPE], body)
+        return reply if self._timing is Timing.NOT_TOLD else timed(scope, reply, {"search": seconds}, seconds, self._timing)
 
     def _searched(self, view: str, options: SearchOptions) -> bytes:
         searched, found = self._lookup.find(view, options, Measure(self._answer_bytes).add)
@@ -180,7 +184,7 @@ def create_app(
     metrics = Metrics(lookup, meter, views)
     readers = Pool("read", _READERS, _WAITING) if lookup.online.blocking else None
     rows = RowRoutes(lookup, metrics, readers, answer_bytes, cache_bytes, timing)
-    api = Api(lookup, metrics, warming, fallback_ready, readers, views, answer_bytes, asks)
+    api = Api(lookup, metrics, warming, fallback_ready, readers, views, answer_bytes, asks, timing)
     fixed = {
         b"/v1/lookup": {"POST": rows.multi_lookup},
         b"/v1/views": {"GET": api.views},

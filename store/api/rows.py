@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -120,7 +121,7 @@ class RowRoutes:
             self._metrics.kept(view, status, seconds, "hit")
         else:
             self._metrics.read(view, status, seconds, read.read_s, read.verify_s)
-        return reply
+        return reply if self._timing is Timing.NOT_TOLD else timed(scope, reply, {}, seconds, self._timing)
 
     def _read_at_once(self, asked: _Asked) -> WholeRow | None:
         if self._readers is not None or self._timing is not Timing.NOT_TOLD:
@@ -293,13 +294,17 @@ class RowRoutes:
                 begun.append(self._refused(exc))
             await asyncio.sleep(0)
         await self._all_landed(begun)
+        stages: Counter[str] = Counter()
         for answer in begun:
             if isinstance(answer, Answer):
-                self._metrics.answered("multi_lookup", answer, time.perf_counter() - started, encoded=False)
+                # one after the other, so that what they took adds up
+                stages.update(self._metrics.answered("multi_lookup", answer, time.perf_counter() - started, encoded=False))
         pieces = _several([one.view for one in wanted.requests], begun)
-        if size.total > LARGE_BYTES:
-            return self._streamed([JSON_TYPE], pieces, size.total)
-        return Reply(200, [JSON_TYPE], b"".join(pieces))
+        large = size.total > LARGE_BYTES
+        reply = self._streamed([JSON_TYPE], pieces, size.total) if large else Reply(200, [JSON_TYPE], b"".join(pieces))
+        if self._timing is Timing.NOT_TOLD:
+            return reply
+        return timed(scope, reply, stages, time.perf_counter() - started, self._timing)
 
     async def _all_landed(self, begun: list[Answer | Reply]) -> None:
         """Wait for what is in flight; what fails is a reply then, and the others are judged by what time it is by now: also where nothing was in flight, the last

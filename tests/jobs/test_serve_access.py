@@ -270,16 +270,24 @@ def test_answers_say_what_took_how_long_where_that_is_configured(tmp_path: Path)
     write_numbers(tmp_path, [1, 2, 3, 9])
     with Server(tmp_path) as server:
         hit, miss = server.get("/v1/views/numbers/rows/1"), server.get("/v1/views/numbers/rows/9")
-        many = server.post(LOOKUP, {"keys": [1, 9]})
-        told = [re.findall(r"(\w+);dur=([0-9.]+)", reply.headers["server-timing"]) for reply in (hit, miss, many)]
+        many, again = server.post(LOOKUP, {"keys": [1, 9]}), server.get("/v1/views/numbers/rows/1")
+        several = server.post("/v1/lookup", {"requests": [{"view": "numbers", "keys": [1, 9]}, {"view": "numbers", "keys": [2]}]})
+        found = server.post("/v1/views/numbers/search", {"key": 1})
+        replies = (hit, miss, many, again, several, found)
+        told = [re.findall(r"(\w+);dur=([0-9.]+)", reply.headers["server-timing"]) for reply in replies]
         assert [[name for name, _ in stages] for stages in told] == [
             ["read", "verify", "encode", "total"],
             ["read", "verify", "wait", "encode", "total"],
             ["read", "verify", "wait", "encode", "total"],
+            # kept as it was encoded
+            ["total"],
+            ["read", "verify", "wait", "total"],
+            ["search", "total"],
         ]
-        for stages in told:
+        for stages in told[:3]:
             *parts, total = [float(took) for _, took in stages]
             assert total == pytest.approx(sum(parts), abs=0.01)
+        assert float(told[4][-1][1]) >= sum(float(took) for _, took in told[4][:-1])
         assert "server-timing" not in server.get("/livez").headers
         counted = server.get("/metrics").body.decode()
         for stage in ("read", "verify", "wait", "encode"):
@@ -311,7 +319,7 @@ def test_a_server_traces_its_requests_to_the_model_where_that_is_configured(tmp_
     model = {"queue", "inputs", "model"}
     assert hit.keys() == {"GET /v1/views/{view}/rows/{key}", "read", "verify", "encode"}
     assert missed.keys() == {"POST /v1/views/{view}/lookup", "read", "verify", "wait", "encode"} | model
-    assert searched.keys() == {"POST /v1/views/{view}/search"} | model
+    assert searched.keys() == {"POST /v1/views/{view}/search", "search"} | model
     for root, named in (("lookup", missed), ("search", searched)):
         whole = named[f"POST /v1/views/{{view}}/{root}"]
         # one after the other, all within the request
