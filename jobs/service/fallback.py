@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from jobs.process.suspects import row_hash
 from jobs.rows.open_view import OpenView, open_view
 from precompute.engine.features import with_null_rows
 from precompute.engine.memory import is_device_lost
-from precompute.engine.microbatch import MicroBatcher, Refusal
+from precompute.engine.microbatch import MicroBatcher, Refusal, longest_s
 from precompute.engine.runner import compute
 from precompute.model import Model, QueryModel
 from precompute.project_path import starting_from
@@ -96,15 +97,6 @@ class _Wanted(NamedTuple):
 LOAD_S = 600.0
 """How long opening a view may take: gigabytes of a model and its libraries may come from a cold disk, and be compiled."""
 
-SLOWER = 10
-"""Times as long as the row that was computed as its view was opened may any take: inputs differ, and the machine has other things to do."""
-
-LONGEST_BATCH_S = 30.0
-"""What a batch may take, where no row of it has a longer deadline by its view, and the model is not that slow."""
-
-LEAST_SLOWER = 2
-"""Times as long as at its pace a batch of such a model may take."""
-
 KEPT_PUBLISHINGS = 2
 """Publishings of a view that are kept open: a request that began before a publishing is still answered by the model it saw."""
 
@@ -123,9 +115,11 @@ class ViewFallback(Fallback):
         folder: of the project that is served: where the relative paths and the modules of what is live are, wherever it was published.
         memory_mb: DuckDB's memory, for each view.
         kept: where rows that were computed are written, and which entities there are none of.
-        watch: told, before what may hang, by when (:func:`time.monotonic`) it should be done; infinity once nothing goes on.
+        watch: told, before what may hang, by when (:func:`time.monotonic`) it should be done, and the hashes of the rows that are in hand; infinity once nothing
+            goes on.
         meter: counts.
         tell: as of :class:`store.telemetry.batches.Batches`.
+        suspects: hashes of rows that are not computed until then (monotonic): one of them may have ended the process before this one.
     """
 
     def __init__(
@@ -133,11 +127,14 @@ class ViewFallback(Fallback):
         store: OfflineStore,
         folder: Path,
         memory_mb: int = 256,
-        watch: Callable[[float], None] = lambda done_by: None,
+        watch: Callable[[float, Sequence[int]], None] = lambda done_by, rows: None,
         kept: KeptRows | None = None,
         meter: Meter | None = None,
         tell: Tell | None = None,
+        suspects: Mapping[int, float] | None = None,
     ) -> None:
+        self._suspects, self._held = suspects or {}, list[int]()
+        """Rows that are left alone, and those in hand, or that lost the GPU."""
         meter = Meter() if meter is None else meter
         self._batches = Batches(meter, tell)
         self._writer = None if kept is None else KeptWriter(kept, meter)
@@ -170,7 +167,10 @@ class ViewFallback(Fallback):
                 if just_now is not None:
                     futures.append(_settled(just_now))
                     continue
-            given = None if values is None else json.dumps(values, sort_keys=True, default=str)
+            given = _given(values)
+            if self._suspects and self._suspects.get(row_hash(view, key, given), -math.inf) > time.monotonic():
+                futures.append(_settled(Miss(Reason.MODEL_ERROR, "the model's process ended with it in hand", broken=None)))
+                continue
             flight = (view, pointer.publishing, key, given)
             futures.append(self._batcher.submit(group, flight, _Request(key, values, pointer, asked), deadline, view))
         return futures
@@ -233,7 +233,10 @@ class ViewFallback(Fallback):
                         continue
                     # also of what was opened before
                     deadlines = [request.pointer.view.fallback_deadline_s for request in requests]
-                    self._watch(time.monotonic() + longest_s(deadlines, self._row_s.get(requests[0].pointer.model)))
+                    row_s = self._row_s.get(requests[0].pointer.model)
+                    if not self._lost:
+                        self._held = [row_hash(one.pointer.view.name, one.key, _given(one.values)) for one in requests]
+                    self._watch(time.monotonic() + longest_s(deadlines, row_s), self._held)
                     with self._batches.inputs([requests[i].asked for i in numbers]):
                         wanted = _wanted(opened, requests, numbers, results)
                     if wanted:
@@ -246,7 +249,9 @@ class ViewFallback(Fallback):
                 with self._failing(rows[0].opened.view.view.name, whose, results), self._batches.model(views, asked):
                     _compute(rows, query, requests, results)
         finally:
-            self._watch(math.inf)
+            if not self._lost:
+                self._held = []
+            self._watch(math.inf, self._held)
         for (key, values, pointer, _), result in zip(requests, results, strict=True):
             if isinstance(result, Miss) and result.reason is Reason.MODEL_ERROR:
                 self._log_failure(pointer.view.name, key, result)
@@ -256,7 +261,7 @@ class ViewFallback(Fallback):
 
     def _warm_up(self, opened: _Opened) -> None:
         """Compute a row of the source, unseen by anybody: a model's first call in a thread takes several times as long as the next, which tells its pace."""
-        self._watch(time.monotonic() + LOAD_S)
+        self._watch(time.monotonic() + LOAD_S, self._held)
         view = opened.view
         for batch in view.source.head(1).combine_chunks().to_batches():
             compute(view.model, view.view, batch)
@@ -296,7 +301,7 @@ class ViewFallback(Fallback):
         opened = self._opened.get((name, pointer.publishing))
         if opened is not None:
             return opened
-        self._watch(time.monotonic() + LOAD_S)
+        self._watch(time.monotonic() + LOAD_S, self._held)
         opened = self._opened[name, pointer.publishing] = _Opened.of(self._open_as_live(pointer))
         # in the order in which they were opened: epochs may start again
         in_order = [which for other, which in self._opened if other == name]
@@ -357,21 +362,6 @@ class ViewFallback(Fallback):
             return model.fingerprint()
 
 
-def longest_s(deadlines_s: Sequence[float], row_s: float | None) -> float:
-    """How long a batch may take: by what is configured, and by the model's own pace, whatever its callers' patience: none makes a model that hangs do so for
-    longer, nor has one that does not replaced.
-
-    Args:
-        deadlines_s: ``fallback.deadline`` of each row's view.
-        row_s: what the model took for a row as it was opened; None where there was none to compute.
-    """
-    if row_s is None:
-        return max(*deadlines_s, LONGEST_BATCH_S)
-    at_pace_s = len(deadlines_s) * row_s
-    enough_s = max(sum(deadlines_s), SLOWER * at_pace_s)
-    return max(*deadlines_s, min(enough_s, LONGEST_BATCH_S), LEAST_SLOWER * at_pace_s)
-
-
 def _wanted(
     opened: _Opened, requests: Sequence[_Request], numbers: Sequence[int], results: list[Computed | Exception]
 ) -> list[_Wanted]:
@@ -385,6 +375,11 @@ def _wanted(
             except (pa.ArrowException, ValueError, TypeError, OverflowError) as exc:
                 results[i] = Miss(Reason.MODEL_ERROR, f"the inputs do not fit the source's columns: {exc}")
     return wanted
+
+
+def _given(values: Mapping[str, Any] | None) -> str | None:
+    """Inputs that came with a request, so that equal ones are."""
+    return None if values is None else json.dumps(values, sort_keys=True, default=str)
 
 
 def _settled(result: Computed | Miss) -> Future[Computed]:

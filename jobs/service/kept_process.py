@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -38,33 +39,44 @@ START_S = 600.0
 HELD_UP_S = 3.0
 """Who looks so late was stopped itself, as all of a paused container is: what is looked at gets as long to show that it lives."""
 
-_WATCH_BYTES = 16
+MOST_HELD = 64
+"""Rows that a process may have in its hands."""
+
+_WATCH_BYTES = 8 * (3 + MOST_HELD)
 
 
 class Watch:
     """By when a process should be done with what it is at (:func:`time.monotonic`; infinity while it is idle), in memory that both it and the supervisor have:
-    one that keeps Python's lock for itself can tell nobody anything. Beside it, when the process last showed that it lives.
+    one that keeps Python's lock for itself can tell nobody anything. Beside it, when the process last showed that it lives, and which rows it has in its hands.
 
     Args:
         descriptor: of a file that :func:`watch_file` made.
     """
 
     def __init__(self, descriptor: int) -> None:
-        self._times = memoryview(mmap.mmap(descriptor, _WATCH_BYTES)).cast("d")
+        shared = memoryview(mmap.mmap(descriptor, _WATCH_BYTES))
+        self._times, self._rows = shared[:16].cast("d"), shared[16:].cast("Q")
 
     def begin(self) -> None:
         """A process is about to be started."""
         self.set(math.inf)
         self.beat(time.monotonic() + START_S)
 
-    def set(self, done_by: float) -> None:
-        """Say it. Who does lives."""
+    def set(self, done_by: float, rows: Sequence[int] = ()) -> None:
+        """Say it, and which rows (by their hashes) are in hand. Who does lives."""
         self.beat(time.monotonic())
+        self._rows[0] = held = min(len(rows), MOST_HELD)
+        for number in range(held):
+            self._rows[1 + number] = rows[number]
         self._times[0] = done_by
 
     def get(self) -> float:
         """What was said last."""
         return self._times[0]
+
+    def held(self) -> list[int]:
+        """The rows that are in hand, or were as the process ended."""
+        return self._rows[1 : 1 + self._rows[0]].tolist()
 
     def beat(self, at: float) -> None:
         """Show that the process lives."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jobs.process.suspects import Suspects
 from jobs.service.child import started
 from jobs.service.kept_process import STILL_S, KeptProcess, Watch, watch_file
 from precompute.workers.process import ChildProcess
@@ -88,13 +89,17 @@ class ModelGroup(KeptProcess):
             unless_made.callback(os.close, self._file)
             self._watch = Watch(self._file)
             unless_made.pop_all()
+        self._suspects = Suspects()
         self.wanted_at = self._memory_at = time.monotonic()
         """When a worker last said that it has a view of this model."""
 
     def start(self) -> ChildProcess:
+        now = time.monotonic()
+        self._suspects.add(self._watch.held(), now)
+        suspects = list(self._suspects.until(now).items())
         self._watch.begin()
         files = {"listener": self._listener.fileno(), "watch": self._file}
-        spec = self._project | {"duckdb_mb": self._limits.duckdb_mb} | files
+        spec = self._project | {"duckdb_mb": self._limits.duckdb_mb, "suspects": suspects} | files
         return started("jobs.service.model_server", spec, files.values())
 
     def judged(self, now: float) -> str | None:

@@ -164,7 +164,8 @@ def main() -> None:
     store, folder = OfflineStore(Path(spec["root"])), Path(spec["folder"])
     kept = open_kept_rows(spec["online"], KeptLimits(**spec["kept"]))
     meter = Meter(Path(spec["runtime"]), spec["process"])
-    fallback = ViewFallback(store, folder, spec["duckdb_mb"], watch.set, kept, meter, _tell(spec))
+    suspects = dict(spec["suspects"])
+    fallback = ViewFallback(store, folder, spec["duckdb_mb"], watch.set, kept, meter, _tell(spec), suspects)
     threading.Thread(target=_look, args=(fallback, meter), name="look", daemon=True).start()
     _serve(socket.socket(fileno=spec["listener"]), fallback)
 

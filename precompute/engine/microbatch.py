@@ -27,6 +27,16 @@ REMEMBERED_S = 10.0
 """How long it counts what a batch took: of a group that was only slow for a while, requests are begun again."""
 
 
+SLOWER = 10
+"""Times as long as the row that was computed as its view was opened may any take: inputs differ, and the machine has other things to do."""
+
+LONGEST_BATCH_S = 30.0
+"""What a batch may take, where no row of it has a longer deadline by its view, and the model is not that slow."""
+
+LEAST_SLOWER = 2
+"""Times as long as at its pace a batch of such a model may take."""
+
+
 @dataclass(slots=True)
 class _Flight(Generic[Payload, Result]):
     group: Hashable
@@ -166,3 +176,18 @@ class MicroBatcher(Generic[Payload, Result]):
             flight.future.set_exception(result)
         else:
             flight.future.set_result(result)
+
+
+def longest_s(deadlines_s: Sequence[float], row_s: float | None) -> float:
+    """How long a batch may take: by what is configured, and by the model's own pace, whatever its callers' patience: none makes a model that hangs do so for
+    longer, nor has one that does not replaced.
+
+    Args:
+        deadlines_s: ``fallback.deadline`` of each row's view.
+        row_s: what the model took for a row as it was opened; None where there was none to compute.
+    """
+    if row_s is None:
+        return max(*deadlines_s, LONGEST_BATCH_S)
+    at_pace_s = len(deadlines_s) * row_s
+    enough_s = max(sum(deadlines_s), SLOWER * at_pace_s)
+    return max(*deadlines_s, min(enough_s, LONGEST_BATCH_S), LEAST_SLOWER * at_pace_s)

@@ -19,8 +19,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.ops.drop import drop
-from jobs.service.fallback import ViewFallback, longest_s
+from jobs.service.fallback import ViewFallback
 from jobs.service.warmer import Warmer
+from precompute.engine.microbatch import longest_s
 from precompute.model import digest
 from precompute.source import Source
 from store.errors import SourceError
@@ -452,7 +453,10 @@ def test_a_models_pace_and_not_a_callers_patience_says_by_when_a_batch_should_be
     project = make_project([(1, 1.0)], view=slow)
     project.publish_all()
     told: list[float] = []
-    online, fallback = project.open_online(), ViewFallback(project.offline, project.home, 64, told.append)
+    online, fallback = (
+        project.open_online(),
+        ViewFallback(project.offline, project.home, 64, lambda done_by, rows: told.append(done_by)),
+    )
     with contextlib.closing(online), contextlib.closing(fallback):
         pointer = online.live("numbers")
         assert pointer is not None

@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from jobs.service.kept_process import HELD_UP_S, START_S, STILL_S, KeptProcess, Watch
+from jobs.process.suspects import FIRST_S, LONGEST_S, MOST, Suspects
+from jobs.service.kept_process import HELD_UP_S, MOST_HELD, START_S, STILL_S, KeptProcess, Watch
 from jobs.service.model_group import ModelGroup, ModelLimits, socket_path
 from jobs.service.model_link import ModelLink
 from jobs.service.model_server import Conversation
@@ -184,6 +185,34 @@ def test_what_a_model_process_had_on_disk_goes_with_it(runtime: Path, tmp_path: 
     assert len(list(tmp_path.glob("precompute-duckdb-*"))) == 1
     group.close()
     assert not list(tmp_path.glob("precompute-duckdb-*"))
+
+
+def test_what_a_process_had_in_its_hands_is_known_to_the_next_one(runtime: Path) -> None:
+    with contextlib.closing(ModelGroup("model", {}, runtime, ModelLimits(1.0, 10_000, 64), Meter())) as group:
+        with (runtime / "model.watch").open("r+b") as file:
+            watch = Watch(file.fileno())
+        assert watch.held() == []
+        watch.set(5.0, [2**64 - 1, 7])
+        assert (group._watch.held(), group._watch.get()) == ([2**64 - 1, 7], 5.0)
+        watch.set(5.0, range(MOST_HELD + 1))
+        assert group._watch.held() == list(range(MOST_HELD))
+        watch.set(math.inf)
+        assert group._watch.held() == []
+
+
+def test_a_row_that_is_there_whenever_a_process_ends_is_left_alone_for_longer_each_time() -> None:
+    suspects = Suspects()
+    suspects.add([1, 2], 0.0)
+    assert suspects.until(FIRST_S - 1) == {1: FIRST_S, 2: FIRST_S}
+    assert suspects.until(FIRST_S) == {}
+    suspects.add([1, 3], 100.0)
+    assert suspects.until(100.0) == {1: 100 + 2 * FIRST_S, 3: 100 + FIRST_S}
+    for _ in range(100):
+        suspects.add([1], 200.0)
+    assert suspects.until(300.0) == {1: 200 + LONGEST_S}
+    suspects.add(range(10, 10 + MOST), 400.0)
+    assert len(suspects.until(400.0)) == MOST
+    assert 1 not in suspects.until(400.0)
 
 
 def test_a_worker_whose_loop_stands_still_is_killed(runtime: Path) -> None:
