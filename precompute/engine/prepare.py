@@ -34,18 +34,20 @@ class Preparation:
 
     Args:
         model: the loaded model.
-        staged: the same, where it is one; told, since asking a protocol costs as much as a small batch.
+        staged: the same, where it is one.
         view: named in errors.
         next_budget: tells what the batch made now may cost.
     """
 
     def __init__(self, model: Model, staged: StagedModel | None, view: FeatureView, next_budget: Callable[[], int]) -> None:
-        self._model, self._staged, self._view, self._next_budget = model, staged, view, next_budget
+        self._staged, self._view, self._next_budget = staged, view, next_budget
+        self._checking = model if isinstance(model, CheckingModel) else None
+        self._sized = model if staged is None and isinstance(model, SizedModel) else None
 
     def windows(self, batches: Iterator[tuple[pa.RecordBatch, pa.RecordBatch]], *, in_time: bool = False) -> Iterator[Window]:
         """Prepared windows of batches, each as it came and as the model sees it; several of one that takes longer than :data:`PREPARE_S`,
         if ``in_time``."""
-        paced = in_time and (self._staged is not None or isinstance(self._model, SizedModel | CheckingModel))
+        paced = in_time and (self._staged or self._sized or self._checking) is not None
         pace = Pace(START_WINDOW_ROWS if paced else None, PREPARE_S)
         for number, (batch, shown) in enumerate(batches):
             first = 0
@@ -69,9 +71,8 @@ class Preparation:
             yield Batch(window, None)
 
     def _prepare(self, window: Window) -> None:
-        model = self._model
-        if isinstance(model, CheckingModel):
-            for row, reason in self._asked("unusable()", model.unusable, window.shown).items():
+        if self._checking is not None:
+            for row, reason in self._asked("unusable()", self._checking.unusable, window.shown).items():
                 window.reject(row, "input", reason)
         window.rows = np.arange(window.shown.num_rows)
         if window.rejections:
@@ -80,8 +81,8 @@ class Preparation:
             return
         if self._staged is not None:
             self._prepare_staged(self._staged, window)
-        elif isinstance(model, SizedModel):
-            window.costs = self._costs(self._asked("costs()", model.costs, taken(window.shown, window.rows)), window)
+        elif self._sized is not None:
+            window.costs = self._costs(self._asked("costs()", self._sized.costs, taken(window.shown, window.rows)), window)
 
     def _prepare_staged(self, model: StagedModel, window: Window) -> None:
         try:
@@ -151,7 +152,7 @@ class Preparation:
         positions = np.arange(len(window.rows))
         if window.prepared is not None and window.prepared.bad:
             positions = np.setdiff1d(positions, np.fromiter(window.prepared.bad, np.int64))
-        if window.costs is None:
+        if window.costs is None or len(positions) < 2:
             start = 0
             while start < len(positions):
                 budget = self._next_budget()

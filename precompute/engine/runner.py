@@ -92,6 +92,9 @@ class Runner:
         self._trial = self._first_trial(lanes)
         self.budget = budget or self._first_budget(search)
         self._peak = ResidentPeak()
+        # Made once: asking a model which protocols it follows takes as long as a small model does.
+        self._preparation = Preparation(model, self._staged, view, self.budget.next)
+        self._forward = Forward(model, self._staged, view, self.meter, self.budget)
 
     def _first_trial(self, lanes: int | None) -> Trial | None:
         staged = self._staged
@@ -125,9 +128,8 @@ class Runner:
 
     def compute(self, batch: pa.RecordBatch) -> Outcome:
         """Run the model over one window of rows; memory for their features must be at hand."""
-        preparation = Preparation(self._model, self._staged, self._view, self.budget.next)
-        forward = Forward(self._model, self._staged, self._view, self.meter, self.budget)
-        for window in forward.windows(preparation.batches(preparation.windows(iter([(batch, batch)])))):
+        windows = self._preparation.windows(iter([(batch, batch)]))
+        for window in self._forward.windows(self._preparation.batches(windows)):
             return self._outcome(window)
         raise AssertionError("a window went in and none came out")
 

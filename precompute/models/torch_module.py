@@ -140,12 +140,7 @@ class TorchModule(TorchModel):
         """2 for each weight of a linear layer, a row; what other layers need is not counted."""
         return self._flops * len(rows)
 
-    def unusable(self, batch: pa.RecordBatch) -> dict[int, str]:
-        """Rows with a null that nothing fills, or a list of another length.
-
-        Raises:
-            ModelError: a column is missing, or of a type that its input does not take.
-        """
+    def _unusable(self, batch: pa.RecordBatch) -> dict[int, str]:
         if self._checked is None or not batch.schema.equals(self._checked):
             for argument in self._inputs:
                 argument.check(batch.schema)
@@ -156,12 +151,15 @@ class TorchModule(TorchModel):
         return bad
 
     def prepare(self, batch: pa.RecordBatch) -> Prepared:
-        """The tensors of all rows; each row costs 1.
+        """The tensors of all rows; each row costs 1. Bad are those with a null that nothing fills, or a list of another length.
 
         Measured for 8,192 rows: 0.02 ms for an id, 0.13 ms for three numbers as a matrix, 0.2 ms for text of 20 values and 3 ms for text that is
         different in every row.
+
+        Raises:
+            ModelError: a column is missing, or of a type that its input does not take.
         """
-        bad = self.unusable(batch)
+        bad = self._unusable(batch)
         if bad:
             # they stand in the way of whole columns: another row's values take their places, and are not computed
             good = np.setdiff1d(np.arange(batch.num_rows), list(bad))

@@ -236,7 +236,7 @@ def test_a_list_column_has_the_length_that_dim_says() -> None:
     model = echo({"column": "v", "dim": 2})
     batch = pa.record_batch({"v": [[1.0, 2.0], None, [3.0], [4.0, None], [5.0, 6.0]]})
     bad = {1: "v is null", 2: "v has 1 numbers, not 2", 3: "v holds a null"}
-    assert model.unusable(batch) == model.prepare(batch).bad == bad
+    assert model.prepare(batch).bad == bad
     prepared = model.prepare(batch)
     assert model.tensors(prepared, np.array([0, 4]))[0].tolist() == [[1, 2], [5, 6]]
     with pytest.raises(ValueError, match="v is null"):
@@ -250,7 +250,7 @@ def test_text_is_its_place_in_the_vocabulary_and_0_when_unknown_or_null(words: A
     model = echo({"column": "v", "vocabulary": "known"}, known=words)
     column = pa.array(["a", "x", None, "b", "a"], pa.string()).cast(kind)
     assert made(model, v=column).tolist() == [2, 0, 0, 1, 2]
-    assert model.unusable(pa.record_batch({"v": column})) == {}
+    assert model.prepare(pa.record_batch({"v": column})).bad == {}
 
 
 def test_a_vocabulary_may_stand_in_place_and_hold_whole_numbers() -> None:
@@ -262,9 +262,9 @@ def test_nulls_are_filled_or_named() -> None:
     columns = {"a": [1, None, None], "b": pa.array([Decimal("0.5"), None, Decimal("2.5")])}
     assert made(echo({"columns": ["a", "b"], "fill": 9}), **columns).tolist() == [[1, 0.5], [9, 9], [9, 2.5]]
     assert made(echo({"column": "a", "fill": 0}), **columns).tolist() == [1, 0, 0]
-    assert echo(["a", "b"]).unusable(pa.record_batch(columns)) == {1: "b is null", 2: "a is null"}
+    assert echo(["a", "b"]).prepare(pa.record_batch(columns)).bad == {1: "b is null", 2: "a is null"}
     whole = echo("a")
-    assert whole.unusable(pa.record_batch({"a": [1, 2]})) == {}
+    assert whole.prepare(pa.record_batch({"a": [1, 2]})).bad == {}
     assert whole.prepare(pa.record_batch({"a": pa.array([None, None], pa.int64())})).bad == {0: "a is null", 1: "a is null"}
 
 
@@ -356,9 +356,8 @@ def test_a_class_that_fails_and_weights_that_do_not_fit(folder: Path, tmp_path: 
 )
 def test_columns_that_do_not_fit(spec: Any, column: Any, message: str) -> None:
     model = echo(spec)
-    for method in (model.unusable, model.prepare):
-        with pytest.raises(ModelError, match=message):
-            method(pa.record_batch({"v": column}))
+    with pytest.raises(ModelError, match=message):
+        model.prepare(pa.record_batch({"v": column}))
 
 
 @pytest.mark.parametrize(
