@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
+import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -268,3 +273,52 @@ def test_values_are_shown_short() -> None:
     assert shown(list(range(9))) == "[0, 1, 2, 3, 4, 5, 6, 7, … ] (9)"
     assert shown("x" * 600) == "x" * 497 + "…"
     assert shown(None) == "None"
+
+
+FRAMES = """<script>
+const frames = WIDTHS.map(width => Object.assign(document.createElement("iframe"), {width, height: 900, src: "page.html"}))
+frames.forEach(frame => { frame.style.border = 0; document.body.append(frame) })
+onload = () => { document.title = JSON.stringify(frames.map(frame => {
+  const page = frame.contentDocument
+  const widest = [...page.querySelectorAll("body *")].map(one => [one.getBoundingClientRect().right, one.tagName + "." + one.getAttribute("class")])
+  return [page.documentElement.clientWidth, Math.max(...widest.map(one => one[0])), frame.contentWindow.getComputedStyle(page.body).backgroundColor]
+})) }
+</script>"""
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium on the PATH")
+@pytest.mark.parametrize(("scheme", "ground"), [("1", "rgb(251, 251, 250)"), ("0", "rgb(18, 20, 22)")], ids=["light", "dark"])
+def test_in_a_browser_its_style_counts_and_nothing_is_wider_than_a_phone(tmp_path: Path, scheme: str, ground: str) -> None:
+    """As Chromium lays it out, under the page's own policy: without the style that it names, the ground would be white."""
+    meter = Meter()
+    for i, timed in enumerate((counted.REQUEST_SECONDS, counted.STAGE_SECONDS)):
+        meter.timer(timed, f"of_a_long_name_{i}").observe(61.0)
+    for name in ("l1", "kept"):
+        meter.counter(counted.CACHE, name, "hit").add(1_234_567_890)
+    meter.counter(counted.FALLBACK_ROWS, "films", "unknown_entity").add(1_234_567)
+    meter.counter(counted.SEMANTIC_CACHE, "films", "hit").add(5)
+    told = TOLD | {"view": "a_view_whose_name_is_as_long_as_names_may_be_in_this_world_63ch", "model": "f" * 64}
+    views = [ViewFigures(told, RUNS, degraded=True), ViewFigures(TOLD, RUNS)]
+    page = status_page(
+        Figures(views, totals(meter), False, NOW_S), Question("films", "x" * 200), element("p", "an answer", class_="card answer")
+    )
+    policy = POLICY.partition("; frame-ancestors")[0]
+    (tmp_path / "page.html").write_text(
+        page.replace("<head>", f'<head><meta http-equiv="Content-Security-Policy" content="{policy}">')
+    )
+    (tmp_path / "frames.html").write_text("<body>" + FRAMES.replace("WIDTHS", "[320, 390, 1280]"))
+    command = [
+        "chromium",
+        "--headless=old",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--allow-file-access-from-files",
+        "--hide-scrollbars",
+    ]
+    command += [f"--blink-settings=preferredColorScheme={scheme}", "--dump-dom", f"file://{tmp_path}/frames.html"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    title = re.search("<title>(.*?)</title>", done.stdout)
+    assert title is not None, done
+    laid_out = json.loads(title[1])
+    assert [(width, colour) for width, _, colour in laid_out] == [(width, ground) for width in (320, 390, 1280)]
+    assert all(right <= width for width, right, _ in laid_out), laid_out
