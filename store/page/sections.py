@@ -178,20 +178,7 @@ def latency(figures: Figures) -> Html | None:
     return element(
         "section",
         element("h2", "Latency"),
-        element("div", element("table", head, element("tbody", *rows), class_="fold"), _kept_rows(figures), class_="card"),
-    )
-
-
-def _kept_rows(figures: Figures) -> Html | None:
-    """How many single rows came from those that workers keep encoded, and what these take."""
-    asked = figures.counts(counted.CACHE, "l1")
-    hits, misses = asked.get(("hit",), 0.0), asked.get(("miss",), 0.0)
-    if not hits + misses:
-        return None
-    kept_mb = figures.counts(counted.CACHE_BYTES, "l1").get((), 0.0) / 2**20
-    return element(
-        "p",
-        f"{hits / (hits + misses):.1%} of the single rows came from the workers' memory, which holds {kept_mb:,.1f} MB of them.",
+        element("div", element("table", head, element("tbody", *rows), class_="fold"), class_="card"),
     )
 
 
@@ -268,7 +255,9 @@ def _encoded(figures: Figures) -> _Cells | None:
     size = figures.counts(counted.CACHE_BYTES, "l1").get((), 0.0)
     if not counts:
         return None
-    return _cache("encoded rows", hits, hits + counts.get("miss", 0.0), "reads saved", f"reads saved; {size / 1024:,.0f} KiB")
+    return _cache(
+        "encoded rows", hits, hits + counts.get("miss", 0.0), "reads saved", f"reads saved; {size / 1024:,.0f} KiB"
+    )
 
 
 def _kept(figures: Figures) -> _Cells | None:

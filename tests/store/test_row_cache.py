@@ -290,7 +290,6 @@ def test_what_is_kept_is_counted(tmp_path: Path) -> None:
     hits, misses, dropped = (house.hits(outcome) for outcome in ("hit", "miss", "dropped"))
     assert (hits, misses) == (3, 20)
     assert dropped == 20 - 11
-    assert "13.0% of the single rows came from" in call(house.app, "GET", "/").body.decode()
     off = House(TableStore(tmp_path), cache_bytes=0)
     assert [off.get("1").json["features"]["x"] for _ in range(3)] == [1.0] * 3
     assert [off.hits(outcome) for outcome in ("hit", "miss", "dropped")] == [0, 0, 0]
