@@ -43,6 +43,17 @@ class _Refused(Exception):
     """Ends the parsing of a request."""
 
 
+class _Answered(RequestResponseCycle):
+    """What stands for a request that is answered: nothing is kept of it."""
+
+    def __init__(self) -> None:
+        self.response_started = self.response_complete = True
+        self.message_event = asyncio.Event()
+
+
+_ANSWERED = _Answered()
+
+
 class LimitedProtocol(HttpToolsProtocol):
     """One connection.
 
@@ -164,7 +175,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= limits.pipelined:
             self._refusal = problem(429, "too_many_pipelined", f"at most {limits.pipelined} requests of a connection may wait")
             raise _Refused
-        super().on_headers_complete()
+        if not self._answered_at_once():
+            super().on_headers_complete()
         # what follows a body in chunks is none of a request's headers (RFC 9110 §6.5.1): it goes where nobody reads it
         self.headers = []
         self._waits_for, self._head_bytes = _BODY, 0
@@ -203,27 +215,35 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        at_once, scope = self._all.at_once, cast(dict[str, Any], cycle.scope)
-        # of as many as may wait: others have their turn; and an answer that is not taken is waited for
-        if at_once is not None and self._at_once < self._limits.pipelined and not self.flow.write_paused:
-            self._at_once += 1
-            reply = at_once(scope)
-            if reply is not None and isinstance(reply.body, bytes):
-                self._answer(cycle, reply, reply.body)
-                return
-            scope[ASKED] = True
         super()._start_asgi_task(cycle, app)
 
-    def _answer(self, cycle: RequestResponseCycle, reply: Reply, body: bytes) -> None:
-        """What uvicorn does of two messages, in one piece."""
-        cycle.response_started = cycle.response_complete = True
-        length = b"" if reply.status == HTTPStatus.NOT_MODIFIED else b"content-length: %d\r\n" % len(body)
-        close = b"" if cycle.keep_alive else b"connection: close\r\n"
-        head = STATUS_LINE[reply.status] + self._all.head(cycle.default_headers) + header_lines(reply.headers) + length + close
-        self.transport.write(b"%b\r\n%b" % (head, b"" if cycle.scope["method"] == "HEAD" else body))
-        if not cycle.keep_alive:
+    def _answered_at_once(self) -> bool:
+        """Whether the request whose head is there needed no task; else the application is told that it was asked."""
+        at_once = self._all.at_once
+        # in its turn; of as many as may wait, so that others have theirs; and an answer that is not taken is waited for
+        if at_once is None or self._at_once >= self._limits.pipelined or self.flow.write_paused:
+            return False
+        if not (self.cycle is None or self.cycle.response_complete) or self.parser.should_upgrade():
+            return False
+        self._at_once += 1
+        scope, url = cast(dict[str, Any], self.scope), httptools.parse_url(self.url)
+        scope["method"] = method = self.parser.get_method().decode("ascii")
+        scope["raw_path"], scope["query_string"] = url.path, url.query or b""
+        reply = at_once(scope)
+        if reply is None or not isinstance(reply.body, bytes):
+            scope[ASKED] = True
+            return False
+        keep_alive = self.parser.should_keep_alive() and self.parser.get_http_version() != "1.0"
+        length = b"" if reply.status == HTTPStatus.NOT_MODIFIED else b"content-length: %d\r\n" % len(reply.body)
+        head = self._all.head(self.server_state.default_headers), header_lines(reply.headers), length
+        close = b"" if keep_alive else b"connection: close\r\n"
+        shown = b"" if method == "HEAD" else reply.body
+        self.transport.write(b"%b%b%b%b%b\r\n%b" % (STATUS_LINE[reply.status], *head, close, shown))
+        self.cycle, self._running = _ANSWERED, None
+        if not keep_alive:
             self.transport.close()
         self.on_response_complete()
+        return True
 
     def on_response_complete(self) -> None:
         """An answer is made; the next request, if one waits, is begun."""

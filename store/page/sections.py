@@ -255,9 +255,7 @@ def _encoded(figures: Figures) -> _Cells | None:
     size = figures.counts(counted.CACHE_BYTES, "l1").get((), 0.0)
     if not counts:
         return None
-    return _cache(
-        "encoded rows", hits, hits + counts.get("miss", 0.0), "reads saved", f"reads saved; {size / 1024:,.0f} KiB"
-    )
+    return _cache("encoded rows", hits, hits + counts.get("miss", 0.0), "reads saved", f"reads saved; {size / 1024:,.0f} KiB")
 
 
 def _kept(figures: Figures) -> _Cells | None:

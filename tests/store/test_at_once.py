@@ -92,6 +92,7 @@ REQUESTS = [
     get("a", "Connection: close"),
     get("a", "If-None-Match: *"),
     get("a", "If-None-Match: *", method="HEAD"),
+    get("a", "Connection: Upgrade", "Upgrade: h2c"),
     get("a", "Content-Length: 5") + b"hello",
     get("a", "Transfer-Encoding: chunked") + b"5\r\nhello\r\n0\r\n\r\n",
     get("a", "Accept: application/vnd.apache.arrow.stream"),
@@ -124,8 +125,8 @@ def test_the_gate_stands_before_it_and_is_asked_once() -> None:
     asked: list[str] = []
 
     def gate(scope: Any) -> Any:
-        asked.append(scope["path"].rpartition("/")[2])
-        return problem(401, "no_token", "send one") if scope["path"].endswith("/old") else None
+        asked.append(scope["raw_path"].rpartition(b"/")[2].decode())
+        return problem(401, "no_token", "send one") if asked[-1] == "old" else None
 
     with served(house(gate=gate).app) as (address, _):
         for key, status in (("a", 200), ("old", 401), ("nobody", 404)):
