@@ -67,13 +67,16 @@ class Changes:
         self._store.check_parts(self._snapshot, self.layers)
 
     def _dead(self, layer: Snapshot) -> pa.Array:
-        """Key texts of the rows that are none of a snapshot any more; those replaced, too."""
+        """Key texts of the rows of earlier snapshots that are none of this one any more; those replaced, too."""
         assert layer.deletes is not None
         path: Path = self._store.checked_path(layer, layer.deletes)
         entity = layer.view.entity
         try:
             with pq.ParquetFile(path) as file:
-                table = file.read([f"key_{name}" for name in entity])
+                table = file.read(["part", *(f"key_{name}" for name in entity)])
         except (pa.ArrowException, OSError) as exc:
             raise SnapshotError(f"{path} cannot be read ({exc}); publish another snapshot") from exc
-        return key_column(table.rename_columns(list(entity)), entity)
+        # those of its own parts an interrupted run had computed: what is there of such a key is another row, an earlier snapshot's perhaps
+        own = pc.is_in(table.column("part").cast(pa.string()), pa.array([part.path for part in layer.parts], pa.string()))
+        earlier = table.drop_columns("part").filter(pc.invert(own))
+        return key_column(earlier.rename_columns(list(entity)), entity)

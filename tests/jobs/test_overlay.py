@@ -11,12 +11,14 @@ import pytest
 import redis
 
 from jobs.publish.publisher import BASE_ROWS
+from jobs.rows import chunks
 from store.offline.refs import Place
 from store.offline.snapshot import Snapshot
 from store.offline.view_store import ViewStore
 from store.online.online_store import Generation, Terms
 from store.online.table_store import TableStore
 from tests.conftest import MakeProject
+from tests.jobs.test_materialize import interrupted
 from tests.scene import Scene
 
 ROWS = 40
@@ -78,6 +80,21 @@ def test_a_row_that_is_rejected_now_is_not_served_from_the_base(make_project: Ma
         project.run()
         check(project, {key: x for key, x in table.items() if x != -1.0})
         assert project.live().place == Place(1, 1, overlay)
+
+
+def test_a_row_that_is_again_what_it_was_before_a_run_was_interrupted_is_served_from_the_base(
+    published: Any, make_project: MakeProject, online: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the interrupted run made of it is dead, but it is not: it had a tombstone over it, and was unknown."""
+    published(BASE)
+    monkeypatch.setattr(chunks, "WINDOW_ROWS", 2)
+    monkeypatch.setattr(chunks, "PART_BYTES", 1)
+    table = BASE | {0: 100.0, 1: 101.0, 2: 102.0, 3: 103.0}
+    interrupted(make_project(sorted(table.items()), project={"online": online}, view=UNJUDGED), monkeypatch, 1)
+    del table[30]
+    project = published(table | {0: BASE[0], 3: BASE[3]})
+    snapshot = project.snapshot(2)
+    assert (snapshot.own_deletes, snapshot.counts.removed, project.live().place) == (1, 1, Place(1, 1, 2))
 
 
 def test_overlays_are_cumulative_and_the_last_two_are_kept(published: Any) -> None:
