@@ -15,6 +15,8 @@ enum { BLOCK = 32, DEPTH = 16, QUERIES_AT_ONCE = 32 };
 template <class Done>
 static void block_product(const bf16 *a, size_t row_size, int rows, const bf16 *panel, int pairs, int row, int column, const Done &done) {
     alignas(64) float results[BLOCK * PANEL];
+    TILE_READS(a);
+    TILE_READS(panel);
     TILE_ZERO(0);
     TILE_ZERO(1);
     if (rows > 16) {

@@ -37,6 +37,7 @@ static void product(int sums, int left, int right) {
 #define TILE_STORE(tile, to, stride) tile_emulation::store(tile, to, stride)
 #define TILE_ZERO(tile) tile_emulation::zero(tile)
 #define TILE_PRODUCT(sums, left, right) tile_emulation::product(sums, left, right)
+#define TILE_READS(at) (void)(at)
 #define TILES_BEGIN() memset(tile_emulation::words, 0xff, sizeof tile_emulation::words)
 #define TILES_END()
 
@@ -52,6 +53,10 @@ ENCODER_TILES_BEGIN
 namespace tiles {
 using namespace wide_vectors;
 
+/* GCC's intrinsics do not tell the compiler that a tile, or their configuration, is read from memory (amxtileintrin.h of GCC 12: no such operand):
+ * what is to be read has to be written by here. */
+#define TILE_READS(at) __asm__ volatile("" ::"r"(at) : "memory")
+
 /* All eight tiles sixteen rows of 64 bytes: palette 1 (Intel SDM vol. 1, 18.2) */
 static ENCODER_INLINE void configure() {
     alignas(64) uint8_t config[64] = {1};
@@ -59,6 +64,7 @@ static ENCODER_INLINE void configure() {
         config[16 + 2 * tile] = 64;
         config[48 + tile] = 16;
     }
+    TILE_READS(config);
     _tile_loadconfig(config);
 }
 
