@@ -21,10 +21,14 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import pyarrow as pa
+
+from store.api import wire
 from tests.server import Server, make_folder, read_reply, write_numbers
 
 MIB = 2**20
 ROWS, DIM = 1000, 384
+LOOKUP = "/v1/views/numbers/lookup"
 
 Stop = threading.Event
 
@@ -90,7 +94,7 @@ def silent(crowd: Crowd, stop: Stop) -> None:
 def large_bodies(crowd: Crowd, stop: Stop) -> None:
     """200 bodies of just under the limit, of which the last byte never comes."""
     body = b'{"keys":["' + b"x" * (4 * MIB - 100)
-    connections = {c: memoryview(post("/v1/views/numbers/lookup", body + b"x" * 50)[:-1]) for c in crowd.many(200)}
+    connections = {c: memoryview(post(LOOKUP, body + b"x" * 50)[:-1]) for c in crowd.many(200)}
     while not stop.is_set():
         for connection, left in connections.items():
             connections[connection] = left[pushed(connection, left[: 256 * 1024]) :]
@@ -131,10 +135,29 @@ def misses(crowd: Crowd, stop: Stop) -> None:
         for connection in connections:
             number += 1000
             wanted = {"keys": list(range(number, number + 1000)), "deadline_ms": 200}
-            pushed(connection, post("/v1/views/numbers/lookup", json.dumps(wanted).encode()))
+            pushed(connection, post(LOOKUP, json.dumps(wanted).encode()))
             with contextlib.suppress(OSError):
                 connection.recv(MIB)
         stop.wait(0.02)
+
+
+def many_values(crowd: Crowd, stop: Stop) -> None:
+    """4 MB of lists in JSON, and a dictionary that each of some thousand Arrow batches refers to, one request after the other."""
+    sink = pa.BufferOutputStream()
+    dictionary = pa.DictionaryArray.from_arrays(pa.array([], pa.int32()), ["1"] * 200_000)
+    batch = pa.record_batch({"key": dictionary})
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        for _ in range(10_000):
+            writer.write_batch(batch)
+    arrow, lists = bytes(sink.getvalue()), b'{"keys":[' + b"[[]]," * (4 * MIB // 5 - 10) + b"1]}"
+    what = head(LOOKUP, f"Content-Type: {wire.ARROW}", f"Content-Length: {len(arrow)}", method="POST") + arrow
+    while not stop.is_set():
+        for data in (what, post(LOOKUP, lists)):
+            connection = crowd.one()
+            connection.setblocking(True)
+            with contextlib.suppress(OSError), connection:
+                connection.sendall(data)
+                connection.recv(MIB)
 
 
 ATTACKS: dict[str, tuple[Callable[[Crowd, Stop], None], int]] = {
@@ -146,6 +169,7 @@ ATTACKS: dict[str, tuple[Callable[[Crowd, Stop], None], int]] = {
     "unread_small_answers": (unread_small_answers, 160),
     "garbage": (garbage, 96),
     "misses": (misses, 160),
+    "many_values": (many_values, 96),
 }
 """Name → what it does, and MiB that it may cost a worker."""
 
