@@ -16,7 +16,7 @@ from jobs.service.child import started
 from jobs.service.kept_process import STILL_S, KeptProcess, Watch, watch_file
 from precompute.workers.process import ChildProcess
 from store.disk.spill_folder import sweep
-from store.errors import ConfigError
+from store.errors import ConfigError, PrecomputeError
 from store.telemetry.instruments import Meter
 
 MEMORY_EVERY_S = 1.0
@@ -123,7 +123,8 @@ class ModelGroup(KeptProcess):
         self._listener.close()
         os.close(self._file)
         # begun anew, it has nothing in hand, and takes nothing
-        Meter(self._runtime, self._project["process"]).close()
+        with contextlib.suppress(PrecomputeError):
+            Meter(self._runtime, self._project["process"]).close()
         for path in (self._path, self._path.with_suffix(".watch")):
             path.unlink(missing_ok=True)
 

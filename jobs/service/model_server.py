@@ -25,6 +25,7 @@ from jobs.service.child import begin
 from jobs.service.fallback import REFUSED_S, ViewFallback
 from jobs.service.kept_process import Watch
 from precompute.workers.frames import framed, read_message
+from store.errors import PrecomputeError
 from store.fallback import Computed, Miss
 from store.kept.kept_rows import KeptLimits
 from store.offline.view_store import OfflineStore
@@ -146,6 +147,15 @@ def _look(fallback: ViewFallback, meter: Meter) -> None:
     os._exit(0)
 
 
+def _meter(spec: Mapping[str, Any]) -> Meter:
+    try:
+        return Meter(Path(spec["runtime"]), spec["process"])
+    except PrecomputeError as exc:
+        # a disk that is full is no reason to compute nothing
+        log.error("what this process counts is told by nobody: %s", exc)
+        return Meter()
+
+
 def _tell(spec: Mapping[str, Any]) -> Tell | None:
     if spec["tracing"] is None:
         return None
@@ -163,7 +173,7 @@ def main() -> None:
     threading.Thread(target=watch.pulse, name="pulse", daemon=True).start()
     store, folder = OfflineStore(Path(spec["root"])), Path(spec["folder"])
     kept = open_kept_rows(spec["online"], KeptLimits(**spec["kept"]))
-    meter = Meter(Path(spec["runtime"]), spec["process"])
+    meter = _meter(spec)
     suspects = dict(spec["suspects"])
     fallback = ViewFallback(store, folder, spec["duckdb_mb"], watch.set, kept, meter, _tell(spec), suspects)
     threading.Thread(target=_look, args=(fallback, meter), name="look", daemon=True).start()

@@ -6,6 +6,7 @@ series. All processes of a server count into one folder, and any of them tells a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from bisect import bisect_left
@@ -142,11 +143,12 @@ class Meter:
             return self.slots.run((instrument.name, labels), SIZES[instrument.kind])
 
     def process_figures(self) -> None:
-        """Set what is known of this process: memory and open files. Called about once a second, 40 µs."""
-        with open("/proc/self/statm", "rb") as file:
-            pages = int(file.read().split()[1])
-        self.gauge(PROCESS_BYTES, self.process).set(pages * os.sysconf("SC_PAGE_SIZE"))
-        self.gauge(PROCESS_FILES, self.process).set(len(os.listdir("/proc/self/fd")))
+        """Set what is known of this process: memory and open files. Called about once a second, 40 µs; where no file can be opened any more, they stay as they were."""
+        with contextlib.suppress(OSError):
+            with open("/proc/self/statm", "rb") as file:
+                pages = int(file.read().split()[1])
+            self.gauge(PROCESS_BYTES, self.process).set(pages * os.sysconf("SC_PAGE_SIZE"))
+            self.gauge(PROCESS_FILES, self.process).set(len(os.listdir("/proc/self/fd")))
 
     def close(self) -> None:
         """End counting; what was counted stays readable."""

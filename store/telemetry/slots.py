@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from store.errors import PrecomputeError
 from store.record import Record, read_record, written
 
 MAX_SLOTS = 1 << 17
-"""Of a process: a sparse file of 1 MiB. A series of a counter takes one, of a histogram twenty: labels come from closed sets, and views are few."""
+"""Of a process: a file of 1 MiB. A series of a counter takes one, of a histogram twenty: labels come from closed sets, and views are few."""
 
 Key = tuple[str, tuple[str, ...]]
 """A series: its instrument's name, its labels' values."""
@@ -54,7 +55,7 @@ class Slots:
         try:
             values = os.open(folder / f"{process}.values", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                os.ftruncate(values, 8 * MAX_SLOTS)
+                _allocate(values)
                 self._map = mmap.mmap(values, 8 * MAX_SLOTS)
             finally:
                 os.close(values)
@@ -94,6 +95,14 @@ class Slots:
         if self._keys is not None:
             os.close(self._keys)
             self._keys = None
+
+
+def _allocate(file: int) -> None:
+    """All of it, now: what is written to a hole of a mapped file, on a disk that is full by then, ends the process."""
+    if sys.platform == "linux":
+        os.posix_fallocate(file, 0, 8 * MAX_SLOTS)
+    else:
+        os.ftruncate(file, 8 * MAX_SLOTS)
 
 
 def read_slots(folder: Path) -> Iterator[tuple[str, Key, list[float]]]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -177,3 +180,31 @@ def test_a_process_knows_its_memory_and_its_open_files() -> None:
 def test_a_folder_that_is_not_there_is_told() -> None:
     with pytest.raises(PrecomputeError, match="metrics cannot be kept in /nowhere"):
         Meter(Path("/nowhere"))
+
+
+@contextmanager
+def limited(kind: int, to: int) -> Iterator[None]:
+    """A limit of this process's, meanwhile."""
+    soft, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (to, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, (soft, hard))
+
+
+def test_all_of_a_file_is_there_before_it_is_written_and_where_there_is_no_room_that_is_told(tmp_path: Path) -> None:
+    """What is written to a hole of a mapped file ends the process where the disk is full by then."""
+    Meter(tmp_path, "worker-0").close()
+    assert (tmp_path / "worker-0.values").stat().st_blocks * 512 >= 8 * MAX_SLOTS
+    with limited(resource.RLIMIT_FSIZE, 4096), pytest.raises(PrecomputeError, match="metrics cannot be kept"):
+        Meter(tmp_path, "worker-1")
+
+
+def test_without_a_file_to_open_a_process_tells_what_it_last_knew_of_itself() -> None:
+    meter = Meter(process="worker-3")
+    meter.process_figures()
+    before = samples(meter)
+    with limited(resource.RLIMIT_NOFILE, 3):
+        meter.process_figures()
+    assert samples(meter) == before
