@@ -58,10 +58,13 @@ class Meter:
         """Share of what was computed that was padding."""
         return 1 - self.cost / self.padded_cost if self.padded_cost else 0.0
 
-    def mfu(self, peak_flops: float) -> float:
-        """FLOP/s while the model computed, as a share of ``peak_flops``."""
+    def peak_figures(self, peak_flops: float) -> dict[str, float]:
+        """``mfu``, FLOP/s while the model computed as a share of ``peak_flops``; and that peak, which is the most that was ever seen: where the model
+        itself reached more than the probe, on a machine that others use too, it is the model's."""
         computing = self.forward_s + self.landing_s
-        return round(self.flops / computing / peak_flops, 4) if computing else 0.0
+        reached = self.flops / computing if computing else 0.0
+        peak = max(peak_flops, reached)
+        return {"peak_flops": round(peak), "mfu": round(reached / peak, 4) if peak else 0.0}
 
     def to_json(self, seconds: float) -> dict[str, Any]:
         """Plain figures for a run of ``seconds``."""

@@ -219,7 +219,7 @@ class Runner:
     def figures(self, seconds: float) -> dict[str, Any]:
         """What the run's report says of the engine, plain figures only.
 
-        ``mfu`` is the model's FLOP/s while it computed as a share of what a large matrix product reaches on the same device, measured now
+        ``mfu`` is the model's FLOP/s while it computed as a share of what matrix products of its shapes reach on the same device, measured here
         (model FLOPs utilisation, Chowdhery et al. 2022, appendix B, with a measured instead of a data sheet's peak).
 
         Args:
@@ -227,7 +227,7 @@ class Runner:
         """
         figures = self.meter.to_json(seconds) | self.state_figures() | self.device_figures(peak=self.meter.flops > 0)
         if "peak_flops" in figures:
-            figures["mfu"] = self.meter.mfu(figures["peak_flops"])
+            figures |= self.meter.peak_figures(figures["peak_flops"])
         return figures
 
     def state_figures(self) -> dict[str, Any]:

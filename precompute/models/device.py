@@ -15,6 +15,7 @@ import torch
 
 from precompute.engine.memory import ResidentPeak, available_bytes
 from precompute.model import stays_on_host
+from precompute.models.peak import Pack, probed
 from precompute.models.threads import compute_threads, compute_with
 from store.errors import ConfigError
 
@@ -44,6 +45,10 @@ class Device:
         self.depth = LAUNCHED_AHEAD if self.is_cuda else 0
         self.dtype = torch.float32
         """What large products are computed in; set by whoever converts the model."""
+        self.shapes: Sequence[tuple[int, int]] = ((1024, 1024),)
+        """(inputs, outputs) of the model's layers with the most to compute."""
+        self.pack: Pack | None = None
+        """Makes a layer in float32 what the model computes it by, where that is no float."""
         self._resident = ResidentPeak()
         self._copies_in = torch.cuda.Stream(self.torch) if self.is_cuda else None  # type: ignore[no-untyped-call]
         self._copies_out = torch.cuda.Stream(self.torch) if self.is_cuda else None  # type: ignore[no-untyped-call]
@@ -115,16 +120,18 @@ class Device:
         compute_with(threads)
 
     def peak_flops(self) -> float:
-        """FLOP/s of a large matrix product, the best of a few: what a perfect model could reach here and now."""
-        size = 8192 if self.is_cuda else 1024
+        """FLOP/s of matrix products, the best of a few: what a perfect model could reach here. On a CPU of the model's own shapes, packed
+        (:mod:`precompute.models.peak`), on a GPU large ones."""
+        if not self.is_cuda:
+            return probed(self.shapes, self.dtype, self.pack)
+        size = 8192
         with torch.inference_mode():
             a = torch.randn(size, size, device=self.torch).to(self.dtype)
             best = float("inf")
             for _ in range(6):
                 started = time.perf_counter()
                 torch.nn.functional.linear(a, a)
-                if self.is_cuda:
-                    torch.cuda.synchronize(self.torch)
+                torch.cuda.synchronize(self.torch)
                 best = min(best, time.perf_counter() - started)
         return 2 * size**3 / best
 

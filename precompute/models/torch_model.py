@@ -18,6 +18,7 @@ import torch
 
 from precompute.model import Features, Prepared
 from precompute.models.device import Device, Fetch
+from precompute.models.peak import shapes_of
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -43,6 +44,7 @@ class TorchModel(ABC):
     def __init__(self, module: torch.nn.Module, device: Device | None = None) -> None:
         self.device = device or Device()
         self.module = module.eval().requires_grad_(False).to(self.device.torch)
+        self.device.shapes = shapes_of(self.module)
         self.forward: Callable[..., torch.Tensor | Tensors] = self.module
 
     @abstractmethod
@@ -64,7 +66,7 @@ class TorchModel(ABC):
     def use(self, forward: Callable[..., torch.Tensor | Tensors], dtype: torch.dtype = torch.float32) -> None:
         """Compute with a converted module from now on; ``dtype`` is what its large products are computed in."""
         self.forward = forward
-        self.device.dtype = dtype
+        self.device.dtype, self.device.pack = dtype, None
         # whoever converts it says what it is
         self.variant = "fp32-eager" if forward is self.module else "?"
 
@@ -78,11 +80,11 @@ class TorchModel(ABC):
 
     def restorer(self) -> Callable[[], None]:
         """What puts the present conversion back after others were used."""
-        forward, dtype, variant = self.forward, self.device.dtype, self.variant
+        forward, dtype, pack, variant = self.forward, self.device.dtype, self.device.pack, self.variant
 
         def restore() -> None:
             self.use(forward, dtype)
-            self.variant = variant
+            self.device.pack, self.variant = pack, variant
 
         return restore
 

@@ -122,6 +122,7 @@ def _convert(model: TorchModel, wanted: Technique, examples: Callable[[], Sequen
         for batch in (max(batches, key=elements), min(batches, key=elements)):
             forward(*batch)
     model.use(forward, wanted.dtype)
+    model.device.pack = wanted.pack
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from precompute.models.device import Device
+from precompute.models.packed_linear import PackedLinear
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.techniques.machine import computes_in, has_onednn, on_a_cpu_only
 from precompute.techniques.technique import Forward, Technique, has_linear, module_of, with_linear
@@ -35,24 +36,6 @@ class Packed(Technique):
 
     def converted(self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None) -> Forward:
         return packed(module_of(model, self.dtype, batches))
-
-
-class PackedLinear(torch.nn.Module):
-    """``x @ weight.T + bias`` with the weight packed; values as :class:`torch.nn.Linear`'s up to the order of the sums.
-
-    Args:
-        linear: the layer, on the CPU; it stays as it is.
-    """
-
-    def __init__(self, linear: torch.nn.Linear) -> None:
-        super().__init__()
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
-        self.bias = linear.bias
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` [..., in] → [..., out], of the weight's dtype."""
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return out
 
 
 def packed(module: torch.nn.Module) -> torch.nn.Module:

@@ -15,7 +15,8 @@ import torch
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.techniques.kept import Folder, guarded, kept
-from precompute.techniques.machine import has_vnni, on_a_cpu_only
+from precompute.techniques.machine import has_int8_products, has_vnni, on_a_cpu_only
+from precompute.techniques.per_row import PerRowLinear
 from precompute.techniques.shapes import exported
 from precompute.techniques.technique import Forward, Technique, elements, has_linear, module_of
 from store.errors import ConfigError
@@ -60,6 +61,11 @@ class Static(Exported):
 
     calibrates = True
     convert_s = 25.0
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        # ONNX Runtime's own products cannot be had alone
+        self.pack = PerRowLinear if has_int8_products() else None
 
     def missing(self, device: Device) -> str:
         return on_a_cpu_only(self.name, device) or missing_packages(device)

@@ -26,6 +26,10 @@ TINY = 1e-12
 class PerRow(Technique):
     """int8-dynamic, the rest in float32."""
 
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.pack = PerRowLinear
+
     def missing(self, device: Device) -> str:
         if device.is_cuda:
             return on_a_cpu_only(self.name, device)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from precompute.models.device import Device
+from precompute.models.peak import Pack
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.techniques.table import TABLE, words
 from store.errors import ConfigError
@@ -38,6 +39,9 @@ class Technique(ABC):
     """Whether its values come from the rows that a conversion is shown, which then are rows from all over the source; others learn shapes from
     them, for which the first rows do."""
     convert_s = 1.0
+    pack: Pack | None = None
+    """Makes of a layer in float32 what it is computed by, for the peak that a model's FLOP/s are a share of; None where that is a product of
+    ``dtype``."""
 
     def __init__(self, name: str) -> None:
         self.name = name

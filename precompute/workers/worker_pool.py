@@ -66,8 +66,7 @@ class WorkerPool:
                 figures[name] = max(values)
         peaks = [state["peak_flops"] for state in states if "peak_flops" in state]
         if peaks and self._meter.flops:
-            figures["peak_flops"] = round(sum(peaks) / len(peaks))
-            figures["mfu"] = self._meter.mfu(figures["peak_flops"])
+            figures |= self._meter.peak_figures(sum(peaks) / len(peaks))
         return figures
 
     def stream(

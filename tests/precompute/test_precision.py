@@ -21,6 +21,7 @@ from transformers import BertConfig, BertModel
 
 from precompute.model import Prepared
 from precompute.models.device import Device
+from precompute.models.packed_linear import PackedLinear
 from precompute.models.text_encoder import Encoder
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.precision.candidates import candidates
@@ -282,16 +283,16 @@ def test_a_copy_shares_the_tensors_and_nothing_else() -> None:
 def test_every_linear_layer_is_packed_once() -> None:
     module = onednn.packed(copied(Mlp()))
     assert isinstance(module, Mlp)
-    assert isinstance(module.first, onednn.PackedLinear)
+    assert isinstance(module.first, PackedLinear)
     assert module.first is module.again
     alone = onednn.packed(torch.nn.Linear(3, 2).requires_grad_(False))
-    assert isinstance(alone, onednn.PackedLinear)
+    assert isinstance(alone, PackedLinear)
 
 
 def test_packed_layers_take_inputs_that_are_not_contiguous() -> None:
     linear = torch.nn.Linear(6, 4).requires_grad_(False)
     x = torch.randn(6, 5, 3).permute(2, 1, 0)
-    torch.testing.assert_close(onednn.PackedLinear(linear)(x), linear(x), atol=1e-6, rtol=0)
+    torch.testing.assert_close(PackedLinear(linear)(x), linear(x), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(("name", "last"), [("fp32-compile", 9), ("fp32-aoti", 1)])
@@ -426,14 +427,14 @@ def test_a_module_that_cannot_be_converted_computes_the_reference(name: str) -> 
 
 @pytest.mark.parametrize("operator", [lambda *_: 1 / 0, lambda *_: torch.zeros(2, 2, 2)], ids=["raises", "wrong"])
 def test_operators_that_are_missing_or_wrong_are_refused(operator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forward(self: onednn.PackedLinear, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: PackedLinear, x: torch.Tensor) -> torch.Tensor:
         try:
             result: torch.Tensor = operator(x)
         except ZeroDivisionError:
             raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_linear_pointwise'") from None
         return result
 
-    monkeypatch.setattr(onednn.PackedLinear, "forward", forward)
+    monkeypatch.setattr(PackedLinear, "forward", forward)
     with pytest.raises(ConfigError, match=r"precision fp32-onednn: .*oneDNN linear layers.*: choose eager"):
         convert(mlp(), technique("fp32-onednn"), some_rows)
 
