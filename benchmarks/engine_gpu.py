@@ -130,12 +130,14 @@ def synchronize(device: Device) -> None:
         torch.cuda.synchronize(device.torch)
 
 
-def write_encoder(folder: Path, layers: int, dim: int) -> None:
+def write_encoder(folder: Path, layers: int, dim: int, heads: int | None = None) -> None:
     """A randomly initialised BERT of this size, with MiniLM's tokenizer."""
     from transformers import BertConfig, BertModel
 
     torch.manual_seed(0)
-    config = BertConfig(hidden_size=dim, num_hidden_layers=layers, num_attention_heads=dim // 64, intermediate_size=4 * dim)
+    config = BertConfig(
+        hidden_size=dim, num_hidden_layers=layers, num_attention_heads=heads or dim // 64, intermediate_size=4 * dim
+    )
     BertModel(config, add_pooling_layer=False).save_pretrained(folder, safe_serialization=True)
     shutil.copy(resolve_path(MINILM) / "tokenizer.json", folder)
 

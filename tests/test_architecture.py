@@ -20,6 +20,7 @@ SEAMS = {
     "torch": {
         "precompute/models/device.py",
         "precompute/models/exported_program.py",
+        "precompute/models/graphs.py",
         "precompute/models/module_inputs.py",
         "precompute/models/packed_linear.py",
         "precompute/models/peak.py",

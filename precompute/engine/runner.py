@@ -235,6 +235,9 @@ class Runner:
         figures: dict[str, Any] = {"budget": self.budget.cost, "peak_memory_bytes": self._peak.bytes()}
         if self._trial is not None:
             figures["lanes"] = {"count": self._trial.lanes, "threads": self._trial.threads, "rates": self._trial.rates()}
+        # of a forward that is played back where shapes repeat
+        if counts := getattr(getattr(self._staged, "forward", None), "counts", None):
+            figures["graphs"] = dict(counts)
         return figures if self._staged is None else figures | {"device_peak_memory_bytes": self._staged.device.peak_bytes()}
 
     def device_figures(self, *, peak: bool = True) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import torch
 
 from precompute.model import Prepared, Verbatim, digest, resolve_path
 from precompute.models.device import Device
+from precompute.models.graphs import Graphed, bucketed_length
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.project_path import absolute_path
 from precompute.text import attention
@@ -64,6 +65,9 @@ class Encoder(torch.nn.Module):
     def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Padded at the end: ``ids`` and ``mask`` (1 where there is a token, 2 where its prompt is left out of the pooling) int64 [B, T]."""
         seen = mask.clamp(max=1) if self.head.leaves_out_prompt else mask
+        if mask.is_cuda and getattr(self.transformer.config, "model_type", "") == "bert":
+            # as transformers would make it, but it looks whether there is any padding, and the host would wait for all that was launched before
+            seen = (mask > 0)[:, None, None, :].expand(-1, 1, mask.shape[1], -1)
         hidden = self.transformer(input_ids=ids, attention_mask=seen).last_hidden_state  # [B, T, D]
         out: torch.Tensor = self.head(hidden, mask)
         return out
@@ -161,7 +165,7 @@ class TextEncoder(TorchModel):
         self._flops = transformer_flops(transformer)
         super().__init__(Encoder(transformer, head), Device(device))
         self.start_cost = START_TOKENS[self.device.torch.type]
-        self._unpadded = False
+        self._unpadded = self._bucketed = False
         self._cache = None if token_cache is None else self._cache_in(absolute_path(token_cache), recipe.lowercase)
         self._begin_with(self._prompt)
 
@@ -226,13 +230,16 @@ class TextEncoder(TorchModel):
         return bad
 
     def use(self, forward: Callable[..., torch.Tensor | Tensors], dtype: torch.dtype = torch.float32) -> None:
-        """On a GPU in half precision, texts are laid end to end instead of padded."""
+        """On a GPU in half precision, texts are laid end to end instead of padded, if it can; by graphs, they are padded to few lengths."""
         half = dtype in (torch.float16, torch.bfloat16)
         # models other than BERT count positions in ways of their own
         positions = getattr(self._config, "model_type", "") == "bert"
         if self.device.is_cuda and half and positions and isinstance(forward, Encoder) and not forward.head.leaves_out_prompt:
-            forward = UnpaddedEncoder(forward.transformer, forward.head)
+            dim = self._config.hidden_size // self._config.num_attention_heads
+            if attention.is_available(self.device.torch, dtype, dim):
+                forward = UnpaddedEncoder(forward.transformer, forward.head)
         self._unpadded = isinstance(forward, UnpaddedEncoder)
+        self._bucketed = isinstance(forward, Graphed)
         super().use(forward, dtype)
 
     def prepare(self, batch: pa.RecordBatch) -> Prepared:
@@ -271,6 +278,8 @@ class TextEncoder(TorchModel):
             bounds = np.append(starts, len(ids)).astype(np.int32)
             flat = (torch.from_numpy(a) for a in (ids[None], place[None], bounds))
             return (*flat, torch.tensor(longest))
+        if self._bucketed:
+            longest = min(bucketed_length(longest), max(longest, self.max_tokens))
         padded = np.full((len(rows), longest), self._tokenizer.padding, np.int64)  # [B, T]
         mask = np.zeros((len(rows), longest), np.int64)
         padded[row, place] = ids

@@ -69,6 +69,18 @@ class TorchModel(ABC):
         self.device.dtype, self.device.pack = dtype, None
         # whoever converts it says what it is
         self.variant = "fp32-eager" if forward is self.module else "?"
+        if self.device.is_cuda:
+            self._place_reference(forward)
+
+    def _place_reference(self, forward: Callable[..., torch.Tensor | Tensors]) -> None:
+        """Keep one copy of the weights on the GPU: the reference's go to the host while something else computes that shares none of them, and come back when it
+        computes itself."""
+        module = forward if isinstance(forward, torch.nn.Module) else getattr(forward, "module", None)
+        own = {id(parameter) for parameter in self.module.parameters()}
+        apart = module is not None and own.isdisjoint(id(parameter) for parameter in module.parameters())
+        self.module.to("cpu" if apart else self.device.torch)
+        if apart:
+            self.device.release()
 
     def in_float32(self) -> Self:
         """The same model by the reference, whatever this one computes by: its weights are shared, and both may compute at once where the model

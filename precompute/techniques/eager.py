@@ -1,16 +1,24 @@
-"""Eager: the module as torch computes it, layer by layer; in float32 the reference itself."""
+"""Eager: the module as torch computes it, layer by layer; in float32 the reference itself. And on a GPU its products by fewer bits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
-from precompute.techniques.machine import computes_in
-from precompute.techniques.technique import Forward, Technique, module_of
+from precompute.techniques.inductor import compiled
+from precompute.techniques.machine import computes_in, missing_compiler, on_a_gpu_only
+from precompute.techniques.technique import Forward, Technique, has_linear, module_of
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+"""The largest number of it: 4 bits of exponent, 3 of mantissa (Micikevicius et al. 2022)."""
+FP8_STEP = 16
+"""Sizes of a layer that its products can have are multiples of it."""
 
 
 class Eager(Technique):
@@ -29,3 +37,104 @@ class Eager(Technique):
 
     def converted(self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None) -> Forward:
         return module_of(model, self.dtype, batches)
+
+
+class Tf32(Technique):
+    """Float32 whose products take 10 bits of each mantissa, on GPUs from Ampere on: as exact as float16, in float32's range."""
+
+    convert_s = 0.5
+
+    def missing(self, device: Device) -> str:
+        return on_a_gpu_only(self.name, device, (8, 0))
+
+    def gain(self, device: Device, model: TorchModel) -> float:
+        return 0.0 if self.missing(device) else 2.0
+
+    def converted(self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None) -> Forward:
+        return in_tf32(model.module)
+
+
+class Fp8(Technique):
+    """Linear layers in 8-bit floats on a GPU from Hopper on, everything else in bfloat16: a scale for each row of inputs, so that no row depends on its
+    neighbours, and for each output. The quantising costs as much as the products of a small model gain."""
+
+    convert_s = 1.0
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.dtype = torch.bfloat16
+
+    def missing(self, device: Device) -> str:
+        reason = on_a_gpu_only(self.name, device, (9, 0))
+        return reason or (missing_compiler(device) if self.backend == "compile" else "")
+
+    def gain(self, device: Device, model: TorchModel) -> float:
+        return 0.0 if self.missing(device) or not has_linear(model) else 2.5
+
+    def converted(self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None) -> Forward:
+        module = in_fp8(module_of(model, self.dtype, batches))
+        return compiled(module) if self.backend == "compile" else module
+
+
+def in_tf32(forward: Callable[..., Any]) -> Forward:
+    """The forward with TF32 allowed while it is launched: what else this process computes is as it was."""
+
+    def allowed(*inputs: torch.Tensor) -> Any:
+        settings: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+        before = [found.fp32_precision for found in settings]
+        try:
+            for found in settings:
+                found.fp32_precision = "tf32"
+            return forward(*inputs)
+        finally:
+            for found, precision in zip(settings, before, strict=True):
+                found.fp32_precision = precision
+
+    return allowed
+
+
+class Fp8Linear(torch.nn.Module):
+    """``x @ weight.T + bias`` with both sides in 8-bit floats and the sums in float32.
+
+    Args:
+        linear: the layer, in bfloat16; it stays as it is.
+    """
+
+    weight: torch.Tensor
+    scales: torch.Tensor
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        quantised, scales = quantised_rows(linear.weight.detach())
+        self.register_buffer("weight", quantised)
+        self.register_buffer("scales", scales.T)
+        self.bias = linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` [..., in] bfloat16 → [..., out] bfloat16."""
+        rows, scales = quantised_rows(x.reshape(-1, x.shape[-1]))
+        out = torch._scaled_mm(rows, self.weight.T, scale_a=scales, scale_b=self.scales, bias=self.bias, out_dtype=torch.bfloat16)
+        assert isinstance(out, torch.Tensor)
+        return out.reshape(*x.shape[:-1], -1)
+
+
+def quantised_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(8-bit floats [n, m], float32 [n, 1]), whose product is nearly ``x`` [n, m]: each row's largest becomes the largest number there is."""
+    scales = x.abs().amax(1, keepdim=True).float().clamp(min=torch.finfo(torch.float32).tiny) / FP8_MAX
+    return (x.float() / scales).clamp(-FP8_MAX, FP8_MAX).to(FP8), scales
+
+
+def in_fp8(module: torch.nn.Module) -> torch.nn.Module:
+    """The module, in place, with its linear layers so, of those whose sizes allow it; the module itself may be one."""
+    done: dict[int, Fp8Linear] = {}
+
+    def replaced(part: torch.nn.Module) -> torch.nn.Module:
+        # a subclass may compute something else, or be read by its owner
+        if type(part) is torch.nn.Linear and not (part.in_features % FP8_STEP or part.out_features % FP8_STEP):
+            return done.setdefault(id(part), Fp8Linear(part))
+        for name, child in list(part._modules.items()):
+            if child is not None:
+                setattr(part, name, replaced(child))
+        return part
+
+    return replaced(module)

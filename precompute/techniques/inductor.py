@@ -7,27 +7,28 @@ eager's rate, after half a minute and more of compiling. It pays where memory an
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from precompute.models.device import Device
+from precompute.models.graphs import Graphed, check_rows
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.techniques.kept import guarded, kept
-from precompute.techniques.machine import computes_in, missing_compiler
+from precompute.techniques.machine import computes_in, missing_compiler, on_a_gpu_only
 from precompute.techniques.shapes import exported
 from precompute.techniques.technique import Forward, Technique, module_of
-
-GRAPHED_SHAPES = 8
-"""A CUDA graph is recorded for each shape, and each keeps memory of its own: they are used up to so many shapes among the examples."""
+from store.errors import ConfigError
 
 
 class Compiled(Technique):
     """fp32, bf16 and fp16 by ``torch.compile``, anew in each process. MiniLM in bfloat16 reached 3 (AMX) to 5.2 times (AMD Zen) eager float32's rate."""
 
     convert_s = 40.0
+    options: Mapping[str, Any] = {}
+    """Of Inductor, beside freezing."""
 
     def missing(self, device: Device) -> str:
         return missing_compiler(device)
@@ -38,7 +39,37 @@ class Compiled(Technique):
         return 1.4 if self.dtype == torch.float32 else 4.0
 
     def converted(self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None) -> Forward:
-        return compiled(module_of(model, self.dtype, batches), batches)
+        return compiled(module_of(model, self.dtype, batches), **self.options)
+
+
+class Tuned(Compiled):
+    """The same with products by the kernels that are quickest of those that Inductor has for each, measured while it compiles: minutes of it."""
+
+    convert_s = 240.0
+    options: Mapping[str, Any] = {"max_autotune": True, "coordinate_descent_tuning": True}
+
+    def missing(self, device: Device) -> str:
+        return on_a_gpu_only(self.name, device) or missing_compiler(device)
+
+    def gain(self, device: Device, model: TorchModel) -> float:
+        # after all that takes less time
+        return min(super().gain(device, model), 1.3) if device.is_cuda else 0.0
+
+
+class Recorded(Compiled):
+    """The same, played back as CUDA graphs where shapes repeat: for small batches of small models, whose launches take longer than their computing."""
+
+    def missing(self, device: Device) -> str:
+        return on_a_gpu_only(self.name, device) or missing_compiler(device)
+
+    def gain(self, device: Device, model: TorchModel) -> float:
+        return super().gain(device, model) if device.is_cuda else 0.0
+
+    def converted(self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None) -> Forward:
+        reason = check_rows(model.module, batches)
+        if reason:
+            raise ConfigError(reason)
+        return Graphed(super().converted(model, batches, folder), model.device.torch)
 
 
 class Packaged(Technique):
@@ -62,27 +93,14 @@ class Packaged(Technique):
             return guarded(load(place.file(self.name, ".pt2", model, batches, "", write)), self.name, batches)
 
 
-def compiled(module: torch.nn.Module, examples: Sequence[Tensors]) -> Forward:
+def compiled(module: torch.nn.Module, **options: Any) -> Forward:
     """``torch.compile`` with weights frozen into the kernels, one kernel for all shapes.
 
     Sizes are variables in the compiled code (``dynamic``): compiled for each shape instead, the ninth would silently run eagerly
-    (``recompile_limit``). Only a size of 1 is compiled anew, when it first comes.
+    (``recompile_limit``). Only a size of 1 is compiled anew, when it first comes. Inductor's own CUDA graphs are off: it records one for every shape there is.
     """
     _keep_apart()
-    on_gpu = examples[0][0].is_cuda
-    shapes = {tuple(t.shape for t in example) for example in examples}
-    graphs = on_gpu and len(shapes) <= GRAPHED_SHAPES
-    forward = torch.compile(module, dynamic=True, options={"freezing": True, "triton.cudagraphs": graphs})
-    if not graphs:
-        return forward
-
-    def graphed(*inputs: torch.Tensor) -> Any:
-        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-        out = forward(*inputs)
-        # the graph writes its next outputs to the same memory
-        return out.clone() if isinstance(out, torch.Tensor) else tuple(t.clone() for t in out)
-
-    return graphed
+    return torch.compile(module, dynamic=True, options={"freezing": True, "triton.cudagraphs": False, **options})
 
 
 def _keep_apart() -> None:

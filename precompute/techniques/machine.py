@@ -82,3 +82,13 @@ def on_a_cpu_only(name: str, device: Device) -> str:
     if not device.is_cuda:
         return ""
     return f"{name} computes on a CPU, this model runs on {device.name}: choose bf16, or fp32 and compile"
+
+
+def on_a_gpu_only(name: str, device: Device, capability: tuple[int, int] = (0, 0)) -> str:
+    """The reason of a technique that computes on a GPU, of this compute capability or a later one; an empty text where the device is one."""
+    if not device.is_cuda:
+        return f"{name} computes on a GPU, this model runs on {device.name}"
+    found = torch.cuda.get_device_capability(device.torch)
+    if found < capability:
+        return f"{name} needs a GPU of compute capability {'.'.join(map(str, capability))} or later, {device.name} has {'.'.join(map(str, found))}"
+    return ""

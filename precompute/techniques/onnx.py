@@ -1,5 +1,5 @@
-"""ONNX Runtime: float32, and on a CPU 8-bit integers. The extra ``onnx`` installs it; on a GPU it takes ``onnxruntime-gpu`` in its place: inputs and outputs
-pass through the host, and TensorRT is used before CUDA where its libraries load."""
+"""ONNX Runtime: float32, and on a CPU 8-bit integers. The extra ``onnx`` installs it; on a GPU it takes ``onnxruntime-gpu`` in its place: inputs
+and outputs stay on the GPU, and TensorRT is used before CUDA where its libraries load."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -20,6 +19,19 @@ from precompute.techniques.per_row import PerRowLinear
 from precompute.techniques.shapes import exported
 from precompute.techniques.technique import Forward, Technique, elements, has_linear, module_of
 from store.errors import ConfigError
+
+ONNX_TYPES = {
+    "tensor(float)": torch.float32,
+    "tensor(double)": torch.float64,
+    "tensor(float16)": torch.float16,
+    "tensor(int64)": torch.int64,
+    "tensor(int32)": torch.int32,
+    "tensor(int16)": torch.int16,
+    "tensor(int8)": torch.int8,
+    "tensor(uint8)": torch.uint8,
+    "tensor(bool)": torch.bool,
+}
+"""ONNX Runtime's name of a type → torch's."""
 
 QUANTISED = ["MatMul", "Gemm"]
 """Operators computed in 8 bits, where one side is a constant: linear layers, not attention's products."""
@@ -150,14 +162,55 @@ def load(path: Path, single: bool, device: torch.device) -> Callable[..., torch.
         device: where it computes, and where its inputs and outputs are.
     """
     session = _session(path, device)
-    names = [i.name for i in session.get_inputs()]
+    bound = Bound(session, device)
 
     def forward(*inputs: torch.Tensor) -> torch.Tensor | Tensors:
-        feeds = {name: np.ascontiguousarray(t.cpu().numpy()) for name, t in zip(names, inputs, strict=True)}
-        outputs = tuple(torch.from_numpy(a).to(device) for a in session.run(None, feeds))
+        outputs = bound(inputs)
         return outputs[0] if single else outputs
 
     return forward
+
+
+class Bound:
+    """A session that reads its inputs and writes its outputs where torch has them.
+
+    Args:
+        session: of ONNX Runtime.
+        device: of the tensors.
+    """
+
+    def __init__(self, session: Any, device: torch.device) -> None:
+        self._session, self._device = session, device
+        self._inputs = [(i.name, i.shape) for i in session.get_inputs()]
+        self._outputs = [(o.name, o.shape, ONNX_TYPES[o.type]) for o in session.get_outputs()]
+        known = {size for _, shape in self._inputs for size in shape if isinstance(size, str)}
+        self.sized = all(isinstance(size, int) or size in known for _, shape, _ in self._outputs for size in shape)
+        """Whether the outputs' sizes are known by the inputs'; else they come by way of the host."""
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> Tensors:
+        inputs = [t.contiguous() for t in inputs]
+        if not self.sized:
+            feeds = {name: t.cpu().numpy() for (name, _), t in zip(self._inputs, inputs, strict=True)}
+            return tuple(torch.from_numpy(a).to(self._device) for a in self._session.run(None, feeds))
+        sizes: dict[str, int] = {}
+        binding = self._session.io_binding()
+        for (name, shape), tensor in zip(self._inputs, inputs, strict=True):
+            sizes |= {size: found for size, found in zip(shape, tensor.shape, strict=True) if isinstance(size, str)}
+            self._bind(binding.bind_input, name, tensor)
+        outputs = []
+        for name, shape, dtype in self._outputs:
+            sized = [size if isinstance(size, int) else sizes[size] for size in shape]
+            outputs.append(torch.empty(sized, dtype=dtype, device=self._device))
+            self._bind(binding.bind_output, name, outputs[-1])
+        if self._device.type == "cuda":
+            # it computes on a stream of its own, and is done when it returns
+            torch.cuda.current_stream(self._device).synchronize()
+        self._session.run_with_iobinding(binding)
+        return tuple(outputs)
+
+    def _bind(self, bind: Callable[..., None], name: str, tensor: torch.Tensor) -> None:
+        numbers = torch.empty(0, dtype=tensor.dtype).numpy().dtype.type
+        bind(name, self._device.type, self._device.index or 0, numbers, list(tensor.shape), tensor.data_ptr())
 
 
 def providers(device: torch.device) -> list[Any]:

@@ -64,6 +64,8 @@ class WorkerPool:
         for name in ("budget", "device_peak_memory_bytes"):
             if values := [state[name] for state in states if name in state]:
                 figures[name] = max(values)
+        if graphs := [state["graphs"] for state in states if "graphs" in state]:
+            figures["graphs"] = {name: sum(counts[name] for counts in graphs) for name in graphs[0]}
         peaks = [state["peak_flops"] for state in states if "peak_flops" in state]
         if peaks and self._meter.flops:
             figures |= self._meter.peak_figures(sum(peaks) / len(peaks))
