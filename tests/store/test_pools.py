@@ -1,0 +1,94 @@
+"""Pools: searches that wait for a model hold up no row of a store that is waited for, too; what is beyond the room for them is refused at once; what is traced stays so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from store.api.app import create_app
+from store.api.pools import Pool
+from store.errors import RequestError
+from store.fallback import Computed, Miss
+from store.lookup import Lookup
+from store.online.online_store import Pointer
+from store.status import Reason
+from store.telemetry.trace import TRACE
+from tests.asgi import exchange, scope_of
+from tests.server import Reply
+from tests.store.test_http_freshness import ROW, SEARCH, World
+
+AT_ONCE, IN_HAND = 8, 264
+"""Searches that wait for a model, and those that may be in hand with those behind them."""
+
+
+class Hanging:
+    """A model that answers nothing until it is told to."""
+
+    def __init__(self) -> None:
+        self.asked: list[Future[Computed]] = []
+        self.over = False
+
+    def submit(
+        self, pointer: Pointer, keys: Sequence[str], inputs: Any, deadline: float, *, query: bool = False
+    ) -> list[Future[Computed]]:
+        future: Future[Computed] = Future()
+        self.asked.append(future)
+        if self.over:
+            future.set_exception(Miss(Reason.SHED))
+        return [future]
+
+    def give_up(self) -> None:
+        self.over = True
+        for future in self.asked:
+            if not future.done():
+                future.set_exception(Miss(Reason.SHED))
+
+
+def test_searches_that_wait_for_a_model_hold_up_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, model = World(tmp_path, {"new": 1.0}), Hanging()
+    monkeypatch.setattr(type(world.lookup.online), "blocking", True)
+    app = create_app(Lookup(world.lookup.online, tmp_path, model, clock=lambda: world.now_s, monotonic=lambda: world.now_s))
+
+    async def ask(method: str, path: str, body: Any = None) -> Reply:
+        return await exchange(app, *scope_of(method, path, body))
+
+    async def scene() -> tuple[Reply, int, list[Reply], list[Reply]]:
+        text = {"inputs": {"x": 1.0}, "deadline_ms": 60_000}
+        searches = [asyncio.create_task(ask("POST", SEARCH, text)) for _ in range(IN_HAND + 20)]
+        while len(model.asked) < AT_ONCE:
+            await asyncio.sleep(0.01)
+        row = await ask("GET", ROW + "new")
+        waiting, refused = len(model.asked), [search.result() for search in searches if search.done()]
+        model.give_up()
+        return row, waiting, refused, await asyncio.gather(*searches)
+
+    row, waiting, refused, answered = asyncio.run(asyncio.wait_for(scene(), 60))
+    assert (row.status, row.json["status"], waiting) == (200, "fresh", AT_ONCE)
+    assert len(refused) == 20
+    for reply in refused:
+        reply.check_problem(503, "busy")
+    assert Counter(reply.json["type"].rpartition(":")[2] for reply in answered) == {"shed": IN_HAND, "busy": 20}
+
+
+def test_a_call_has_what_its_caller_is_traced_by_and_leaves_its_place() -> None:
+    async def scene() -> list[str | None]:
+        pool, told = Pool("read", 1, 0), []
+        for trace in ("00-1", None, "00-2"):
+            TRACE.set(trace)
+            told.append(await pool.run(TRACE.get))
+            # its place is free in the loop's next round
+            await asyncio.sleep(0)
+        held = asyncio.create_task(pool.run(lambda: None))
+        await asyncio.sleep(0)
+        with pytest.raises(RequestError, match="1 read calls are in hand already"):
+            await pool.run(lambda: None)
+        await held
+        return told
+
+    assert asyncio.run(scene()) == ["00-1", None, "00-2"]
