@@ -263,11 +263,11 @@ class Answer:
             wait(self.pending.values(), timeout=max(0.0, self.deadline - time.monotonic()))
             self.settle()
 
-    def settle(self) -> None:
-        """Take what the futures hold now, and judge all rows by the time it is now; a row that is not done has missed the deadline."""
+    def settle(self, not_done: Reason = Reason.DEADLINE) -> None:
+        """Take what the futures hold now, and judge all rows by the time it is now; a row that is not done is missing for that reason."""
         assert self._statuses is not None or not self.pending
         for i, future in self.pending.items():
-            error = future.exception() if future.done() else Miss(Reason.DEADLINE)
+            error = future.exception() if future.done() else Miss(not_done)
             if error is not None:
                 if not isinstance(error, Miss):
                     raise error

@@ -18,7 +18,7 @@ from store.api.openapi import Asks, openapi_document
 from store.api.pools import Pool
 from store.api.reply import JSON_TYPE, Reply, json_reply
 from store.api.request import Receive, Scope, headers_of, no_query, read_body
-from store.api.rows import RowRoutes
+from store.api.rows import MOST_WAITING, RowRoutes
 from store.api.timing import Timing, timed
 from store.encoding.answer_size import MAX_ANSWER_BYTES, Measure
 from store.encoding.json_rows import search_json
@@ -177,13 +177,14 @@ def create_app(
     cache_bytes: int = MAX_CACHE_BYTES,
     timing: Timing = Timing.NOT_TOLD,
     asks: Asks = Asks.NOTHING,
+    waiting: int = MOST_WAITING,
 ) -> Front:
     """The ASGI application; see :class:`Api` for the first arguments and the last, :class:`Front` for the gate that stands before all routes, :class:`Metrics` for the
     meter, and :class:`RowRoutes` for the others."""
     views = LiveViews(lookup)
     metrics = Metrics(lookup, meter, views)
     readers = Pool("read", _READERS, _WAITING) if lookup.online.blocking else None
-    rows = RowRoutes(lookup, metrics, readers, answer_bytes, cache_bytes, timing)
+    rows = RowRoutes(lookup, metrics, readers, answer_bytes, cache_bytes, timing, waiting)
     api = Api(lookup, metrics, warming, fallback_ready, readers, views, answer_bytes, asks, timing)
     fixed = {
         b"/v1/lookup": {"POST": rows.multi_lookup},

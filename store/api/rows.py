@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import time
 from collections import Counter
@@ -35,6 +34,9 @@ from store.online.online_store import Pointer
 from store.status import Reason, Status
 
 _MISSING_STATUS = {Reason.DAMAGED: 500, Reason.DEADLINE: 504, Reason.SHED: 503, Reason.MODEL_ERROR: 502, Reason.BAD_KEY: 400}
+
+MOST_WAITING = 500
+"""Requests that wait for models, where nothing else is said: half of the connections that there may be."""
 
 _PIECE_BYTES = 64 * 1024
 """Of a large answer, about: half a millisecond of work, while others wait."""
@@ -72,6 +74,7 @@ class RowRoutes:
         answer_bytes: of one answer at most.
         cache_bytes: of the encoded rows that are kept.
         timing: who is told what answers took.
+        waiting: requests that may wait for models at once; what others miss is shed: a hit finds a connection, however slow a model is.
     """
 
     def __init__(
@@ -82,7 +85,9 @@ class RowRoutes:
         answer_bytes: int = MAX_ANSWER_BYTES,
         cache_bytes: int = MAX_CACHE_BYTES,
         timing: Timing = Timing.NOT_TOLD,
+        waiting: int = MOST_WAITING,
     ) -> None:
+        self._waiting, self._most_waiting = 0, waiting
         self._timing = timing
         self._lookup, self._metrics, self._readers = lookup, metrics, readers
         self._cache = RowCache(cache_bytes)
@@ -163,7 +168,7 @@ class RowRoutes:
                 raise
             return in_error
         if answer.pending:
-            await _landed(answer)
+            await self._landed(answer)
         missing = answer.reason(0) is not None
         reply = self._missing(answer, asked.options, asked.control, asked.headers) if missing else self._row_reply(answer, asked)
         return self._told("row", scope, answer, asked.started, reply)
@@ -252,7 +257,7 @@ class RowRoutes:
         size = Measure(self._answer_bytes, columnar)
         answer = await self._begin(view, keys, options, asked, columnar=columnar, admit=size.add)
         if answer.pending:
-            await _landed(answer)
+            await self._landed(answer)
         kind_of = [ARROW_TYPE if columnar else JSON_TYPE, VARY]
         if size.total > (LARGE_ARROW_BYTES if columnar else LARGE_BYTES):
             rows = max(1, len(keys) * _PIECE_BYTES // size.total)
@@ -314,12 +319,46 @@ class RowRoutes:
         for i, answer in enumerate(begun):
             if isinstance(answer, Answer):
                 try:
-                    await _landed(answer)
+                    await self._landed(answer)
                 except PrecomputeError as exc:
                     begun[i] = self._refused(exc)
         for answer in begun:
             if isinstance(answer, Answer):
                 answer.judge_again()
+
+    async def _landed(self, answer: Answer) -> None:
+        """Wait for an answer's rows in flight, at most until its deadline, without blocking the loop or cancelling a shared flight."""
+        if not answer.pending:
+            return
+        if self._waiting >= self._most_waiting:
+            answer.settle(Reason.SHED)
+            return
+        began, loop = time.perf_counter(), asyncio.get_running_loop()
+        all_done = asyncio.Event()
+        left = len(answer.pending)
+
+        def one_done() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                all_done.set()
+
+        def landed(_: Future[Any]) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(one_done)
+
+        for future in answer.pending.values():
+            future.add_done_callback(landed)
+        # settle() marks what has not landed with the reason `deadline`
+        self._waiting += 1
+        try:
+            await asyncio.wait_for(all_done.wait(), max(0.0, answer.deadline - time.monotonic()))
+        except TimeoutError:
+            pass
+        finally:
+            self._waiting -= 1
+        answer.settle()
+        answer.wait_s += time.perf_counter() - began
 
     def _refused(self, exc: PrecomputeError) -> Reply:
         reply, code = refusal(exc, "POST /v1/lookup")
@@ -364,30 +403,3 @@ def _several(views: Sequence[str], answers: Sequence[Answer | Reply]) -> Iterato
             yield b'{"view":%b,"problem":%b}' % (wire.encode(view), answer.body)
         before = b","
     yield b"]}"
-
-
-async def _landed(answer: Answer) -> None:
-    """Wait for an answer's rows in flight, at most until its deadline, without blocking the loop or cancelling a shared flight."""
-    if not answer.pending:
-        return
-    began, loop = time.perf_counter(), asyncio.get_running_loop()
-    all_done = asyncio.Event()
-    left = len(answer.pending)
-
-    def one_done() -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            all_done.set()
-
-    def landed(_: Future[Any]) -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(one_done)
-
-    for future in answer.pending.values():
-        future.add_done_callback(landed)
-    # settle() marks what has not landed with the reason `deadline`
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(all_done.wait(), max(0.0, answer.deadline - time.monotonic()))
-    answer.settle()
-    answer.wait_s += time.perf_counter() - began
