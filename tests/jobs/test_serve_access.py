@@ -78,6 +78,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         "admin": "unix:./admin.sock",
         "access_log": "./access.log",
         "limits": {"body_bytes": 2000, "headers_bytes": 700, "header_time": "300ms"},
+        "cache_mb": 0,
     }
     make_folder(folder, {"numbers": {}}, serve=serve).publish_all()
     token = made_token(folder, "ranker")
@@ -201,6 +202,11 @@ def test_every_request_is_a_line_in_the_access_log_without_its_key(server: Serve
 def test_limits_are_those_of_the_configuration(server: Guarded) -> None:
     server.post(LOOKUP, {"keys": ["x" * 2000]}).check_problem(413, "body_too_large")
     server.get(ROW, x="y" * 700).check_problem(431, "headers_too_large")
+    admin = f"Bearer {made_token(server.folder, 'counts', '--scope', 'admin')}"
+    eventually(lambda: server.admin("/metrics", authorization=admin).status == 200)
+    assert [server.get(ROW).status for _ in range(3)] == [200] * 3
+    # no row is kept
+    assert 'cache="l1",outcome="hit"' not in server.admin("/metrics", authorization=admin).body.decode()
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_no_answer_is_of_what_was_live_before_for_longer_than_is_promised(url: s
     assert {snapshot for _, snapshot in asked.fresh} >= set(flipped)
     # a killed connection is made anew, unless it was so again and again
     assert set(asked.others) <= {"stale"}
-    assert len(asked.fresh) / 2 < hits(app) < len(asked.fresh)
+    assert len(asked.fresh) / 4 < hits(app) < len(asked.fresh)
 
 
 def test_a_pointer_is_known_for_a_moment_and_never_one_before_another_that_was_seen(url: str, open_store: OpenStore) -> None:
