@@ -124,7 +124,7 @@ WINGS = {
     "precompute/text": set[str](),
     # one of them computes a text encoder's transformer by kernels of its own
     "precompute/techniques": {"precompute/models", "precompute/text"},
-    "precompute/workers": {"precompute/engine", "precompute/precision"},
+    "precompute/workers": {"precompute/engine", "precompute/lanes", "precompute/precision"},
     "jobs/config": set[str](),
     "jobs/process": {"jobs/config"},
     "jobs/rows": {"jobs/config", "jobs/process"},

@@ -23,6 +23,21 @@ def places(threads: int) -> list[frozenset[int]]:
     return [frozenset({cpu}) for cpu in sorted(allowed)] if threads == len(allowed) else []
 
 
+def share(number: int, processes: int) -> frozenset[int]:
+    """The CPUs of process ``number``, from 0, of several that compute side by side: whole cores, all dealt out, neighbours together and so of one NUMA
+    node as far as nodes and processes divide. Empty where the system had better place them: there are fewer cores than processes, or the control
+    group grants less time than the CPUs have, so that any of them may be the one that is free.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return frozenset()
+    allowed = os.sched_getaffinity(0)
+    cores = sorted({_siblings(cpu) & allowed for cpu in allowed}, key=lambda core: (_node(min(core)), min(core)))
+    if len(cores) < processes or _quota() < len(allowed):
+        return frozenset()
+    first, end = (n * len(cores) // processes for n in (number, number + 1))
+    return frozenset().union(*cores[first:end])
+
+
 def usable_threads(threads: int) -> int:
     """So many of ``threads`` as there are CPUs for: those the process may use, and no more than the control group's quota, rounded down."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -48,6 +63,11 @@ def _siblings(cpu: int) -> frozenset[int]:
         return frozenset(n for end in ends for n in range(int(end[0]), int(end[-1]) + 1)) | {cpu}
     except (OSError, ValueError):
         return frozenset({cpu})
+
+
+def _node(cpu: int) -> int:
+    """The NUMA node of a CPU; 0 where the system does not tell."""
+    return min((int(link.name[4:]) for link in (_TOPOLOGY / f"cpu{cpu}").glob("node[0-9]*")), default=0)
 
 
 def _quota() -> int:

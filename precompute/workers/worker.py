@@ -4,6 +4,7 @@ what came out. ``python -m precompute.workers.worker`` is started by :mod:`preco
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import sys
@@ -19,6 +20,7 @@ from precompute.engine.memory import first_line, is_device_lost
 from precompute.engine.meter import Meter
 from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
+from precompute.lanes.cores import move_to
 from precompute.model import Model, model_fingerprint
 from precompute.project_module import told
 from precompute.project_path import absolute_arguments, starting_from
@@ -110,6 +112,9 @@ class _Worker:
         if first is None:
             return
         spec = first[0]
+        # of this thread, and so of all that it starts; others may have taken CPUs away meanwhile
+        with contextlib.suppress(OSError):
+            move_to(frozenset(spec["cpus"]))
         threading.Thread(target=self._beat, args=(spec["heartbeat_s"],), name="beat", daemon=True).start()
         tables = {}
         for name in spec["tables"]:

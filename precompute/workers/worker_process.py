@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from precompute.engine.meter import Meter
 from precompute.engine.window import taken
+from precompute.lanes import cores
 from precompute.workers.frames import write_frame
 from precompute.workers.process import ChildProcess, python_module
 from precompute.workers.tasks import Task
@@ -53,11 +54,12 @@ class WorkerSpec:
     precision: str = "fp32"
     fingerprint: str | None = None
 
-    def header(self, args: Mapping[str, Any], share: Share) -> dict[str, Any]:
-        """The first message to a worker, with the model's arguments for it."""
+    def header(self, args: Mapping[str, Any], cpus: frozenset[int], share: Share) -> dict[str, Any]:
+        """The first message to a worker, with the model's arguments and the CPUs for it."""
         return {
             "use": self.use,
             "args": args,
+            "cpus": sorted(cpus),
             "tables": list(self.tables),
             "view": self.view.to_json(),
             "folder": None if self.folder is None else str(self.folder),
@@ -111,7 +113,9 @@ class WorkerProcess(ChildProcess):
         self._figures: dict[str, float] = {}
         self._stages: dict[str, list[float]] = {}
         self._outbox: queue.SimpleQueue[tuple[Mapping[str, Any], pa.RecordBatch | pa.Table | None] | None] = queue.SimpleQueue()
-        self._outbox.put((spec.header(args, share), None))
+        on_cpu = device is None or device == "cpu"
+        cpus = cores.share(number, share.workers) if on_cpu and share.workers > 1 else frozenset[int]()
+        self._outbox.put((spec.header(args, cpus, share), None))
         for table in spec.tables.values():
             self._outbox.put(({}, table))
         stdin, stdout = self.pipes()

@@ -14,7 +14,7 @@ import torch
 
 from precompute.engine.runner import Runner
 from precompute.lanes import cores
-from precompute.lanes.cores import places, usable_threads
+from precompute.lanes.cores import places, share, usable_threads
 from precompute.lanes.lanes import Lanes
 from precompute.lanes.trial import Trial
 from precompute.models.threads import compute_threads, compute_with
@@ -134,6 +134,22 @@ def test_each_lane_is_on_cores_of_its_own_where_it_has_them(monkeypatch: pytest.
         future.result(10)
     lanes.close()
     assert sorted(moved, key=min) == [{0, 1}, {2, 3}]
+
+
+def test_worker_processes_share_all_cores_and_keep_to_a_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two sockets whose CPUs take turns in being counted, four cores each, two hardware threads a core; the last core is another's."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)) - {7, 15})
+    for cpu in range(16):
+        (tmp_path / f"cpu{cpu}" / f"node{cpu % 2}").mkdir(parents=True)
+        (tmp_path / f"cpu{cpu}" / "topology").mkdir()
+        (tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list").write_text(f"{cpu % 8},{cpu % 8 + 8}\n")
+    monkeypatch.setattr(cores, "_TOPOLOGY", tmp_path)
+    monkeypatch.setattr(cores, "_QUOTA", tmp_path / "cpu.max")
+    assert [share(n, 2) for n in range(2)] == [{0, 8, 2, 10, 4, 12}, {6, 14, 1, 9, 3, 11, 5, 13}]
+    assert [share(n, 7) for n in (0, 3, 4, 6)] == [{0, 8}, {6, 14}, {1, 9}, {5, 13}]
+    assert share(0, 8) == frozenset(), "one would have no core"
+    (tmp_path / "cpu.max").write_text("200000 100000\n")
+    assert share(0, 2) == frozenset(), "some are another's at any time, and nobody knows which"
 
 
 def test_no_more_threads_than_the_control_group_grants(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

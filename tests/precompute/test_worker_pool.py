@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from precompute.engine.memory import DeviceLostError
 from precompute.engine.meter import Meter
 from precompute.engine.runner import START_ROWS, Runner
 from precompute.engine.window import Outcome
+from precompute.lanes.cores import share
 from precompute.registry import load_model
 from precompute.workers import pool_stream
 from precompute.workers.pool_stream import HELD
@@ -217,8 +219,25 @@ def test_workers_share_cores_and_each_sees_its_own_gpu(monkeypatch: pytest.Monke
         stream.close()
         return found
 
-    assert said({"device": "cuda:0"}, "cuda:1", "cpu") == {f"cuda 42 7 {cores // 2} 5", f"cpu 42  {cores // 2} 5"}
-    assert said({}, "cuda:2") == {"None 42 GPU-a - 5"}
+    every = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    mine = ",".join(map(str, sorted(share(1, 2)))) or every
+    assert said({"device": "cuda:0"}, "cuda:1", "cpu") == {
+        f"cuda 42 7 {cores // 2} 5 on {every}",
+        f"cpu 42  {cores // 2} 5 on {mine}",
+    }
+    assert said({}, "cuda:2") == {f"None 42 GPU-a - 5 on {every}"}
+
+
+def test_of_two_gpus_the_faster_one_computes_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    view = FeatureView("told", ("id",), (Feature("said", "string"),), 60.0, 60.0)
+    spec = WorkerSpec(TOLD, {}, {"table": pa.table({"n": [1]})}, view)
+    rows = Counter[str]()
+    for _, done in WorkerPool(spec, Meter(), ["cuda:0", "cuda:1"]).stream(windows(60, 4)):
+        rows.update(done.features.column("said").to_pylist())
+    slow, fast = (rows[said] for said in sorted(rows))
+    assert slow + fast == 240
+    assert fast > 2 * slow
 
 
 def test_a_model_of_ones_own_is_found_in_the_projects_folder(tmp_path: Path) -> None:
