@@ -100,7 +100,9 @@ def compiled(module: torch.nn.Module, **options: Any) -> Forward:
     (``recompile_limit``). Only a size of 1 is compiled anew, when it first comes. Inductor's own CUDA graphs are off: it records one for every shape there is.
     """
     _keep_apart()
-    return torch.compile(module, dynamic=True, options={"freezing": True, "triton.cudagraphs": False, **options})
+    # on a CPU in as many threads as the one that calls has: several may compute at once, each with a share
+    fixed = {"freezing": True, "cpp.dynamic_threads": True, "triton.cudagraphs": False}
+    return torch.compile(module, dynamic=True, options={**fixed, **options})
 
 
 def _keep_apart() -> None:
