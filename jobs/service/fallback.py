@@ -24,7 +24,7 @@ from jobs.rows.open_view import OpenView, open_view
 from precompute.engine.features import with_null_rows
 from precompute.engine.memory import is_device_lost
 from precompute.engine.microbatch import MicroBatcher, Refusal, longest_s
-from precompute.engine.runner import compute
+from precompute.engine.runner import Runner
 from precompute.model import Model, QueryModel
 from precompute.project_path import starting_from
 from precompute.registry import LoadedModel, load_with_fingerprint
@@ -74,6 +74,7 @@ class _Opened(NamedTuple):
     alike: Hashable
     """Of two views for which this is equal, a row of one could be one of the other."""
     kept: KeptInput
+    runner: Runner
 
     @classmethod
     def of(cls, view: OpenView) -> _Opened:
@@ -83,7 +84,7 @@ class _Opened(NamedTuple):
         kept = view.source.kept()
         # begins to read it
         kept.rows([])
-        return cls(view, codec, RowCodec(unpacked_view(view.view)), alike, kept)
+        return cls(view, codec, RowCodec(unpacked_view(view.view)), alike, kept, Runner(view.model, view.view, search=False))
 
 
 class _Wanted(NamedTuple):
@@ -264,9 +265,9 @@ class ViewFallback(Fallback):
         self._watch(time.monotonic() + LOAD_S, self._held)
         view = opened.view
         for batch in view.source.head(1).combine_chunks().to_batches():
-            compute(view.model, view.view, batch)
+            opened.runner.compute(batch)
             began = time.monotonic()
-            compute(view.model, view.view, batch)
+            opened.runner.compute(batch)
             self._row_s[view.fingerprint] = max(time.monotonic() - began, self._row_s.get(view.fingerprint, 0.0))
 
     @contextlib.contextmanager
@@ -428,10 +429,10 @@ def _compute(wanted: Sequence[_Wanted], query: bool, requests: Sequence[_Request
     """Put what the model makes of rows that are alike into ``results``."""
     opened = wanted[0].opened
     view, model = opened.view.view, opened.view.model
-    asked = model.for_queries() if query and isinstance(model, QueryModel) else model
+    runner = Runner(model.for_queries(), view, search=False) if query and isinstance(model, QueryModel) else opened.runner
     numbers = [i for each in wanted for i in each.numbers]
     batch = pa.concat_tables([each.rows for each in wanted]).combine_chunks().to_batches()[0]
-    done = with_null_rows(view, compute(asked, view, batch))
+    done = with_null_rows(view, runner.compute(batch))
     now_us = time.time_ns() // 1000
     whose = [numbers[row] for row in done.rows.tolist()]
     if whose:
