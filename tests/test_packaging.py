@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import re
 import shutil
@@ -34,6 +35,13 @@ USES = {
     "examples": ["client"],
 }
 """Folder → extras that it may import from, beside what is always installed."""
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no compiler")
+@pytest.mark.parametrize("name", ["store.online._kernels", "precompute.text._encoder"])
+def test_an_extension_is_built_where_a_compiler_is(name: str) -> None:
+    """It is optional to install, so that one that no longer compiles would go unseen: its tests are left out without it."""
+    assert importlib.util.find_spec(name) is not None, "python setup.py build_ext --inplace says why"
 
 
 def normalised(name: str) -> str:
