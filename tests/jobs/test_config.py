@@ -101,7 +101,7 @@ VIEW_MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "endless duration": ({"ttl": float("inf")}, ["ttl", "inf", "26h"]),
     "unknown model": ({"model": {"use": "text_encodr"}}, ["model.use", "'text_encodr'", "text_encoder", "package.module:Class"]),
     "unknown module": ({"model": {"use": "nowhere.at:All"}}, ["model.use", "'nowhere.at:All'", "PYTHONPATH"]),
-    "unknown precision": ({"model": {"use": "top_k", "precision": "fp8"}}, ["model.precision", "'fp8'", "fp32"]),
+    "unknown precision": ({"model": {"use": "top_k", "precision": "fp4"}}, ["model.precision", "'fp4'", "fp32"]),
     "bad SQL": ({"source": {"sql": "SELEC 1"}}, ["source.sql", "SELEC 1", "syntax error"]),
     "several statements": ({"source": {"sql": "SELECT 1; DROP TABLE x"}}, ["source.sql", "DROP TABLE x", "one SELECT"]),
     "DDL": ({"source": {"sql": "CREATE TABLE x AS SELECT 1"}}, ["source.sql", "CREATE TABLE x", "one SELECT"]),
