@@ -7,6 +7,7 @@ eager's rate, after half a minute and more of compiling. It pays where memory an
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -100,9 +101,31 @@ def compiled(module: torch.nn.Module, **options: Any) -> Forward:
     (``recompile_limit``). Only a size of 1 is compiled anew, when it first comes. Inductor's own CUDA graphs are off: it records one for every shape there is.
     """
     _keep_apart()
-    # on a CPU in as many threads as the one that calls has: several may compute at once, each with a share
-    fixed = {"freezing": True, "cpp.dynamic_threads": True, "triton.cudagraphs": False}
-    return torch.compile(module, dynamic=True, options={**fixed, **options})
+    fixed: dict[str, Any] = {"freezing": True, "triton.cudagraphs": False}
+    if any(parameter.is_cuda for parameter in module.parameters()):
+        return torch.compile(module, dynamic=True, options={**fixed, **options})
+    # in as many threads as the one that calls has, since several may compute at once, each with a share
+    fixed |= {"cpp.dynamic_threads": True, "guard_filter_fn": _but_for_threads}
+    forward = torch.compile(module, dynamic=True, options={**fixed, **options})
+    known: set[tuple[bool, ...]] = set()
+    compiling = threading.Lock()
+
+    def one_by_one(*inputs: torch.Tensor) -> Any:
+        """Threads that all come with a first size of 1 would each compile it, until the limit is reached."""
+        kind = tuple(size == 1 for tensor in inputs for size in tensor.shape)
+        if kind in known:
+            return forward(*inputs)
+        with compiling:
+            out = forward(*inputs)
+            known.add(kind)
+            return out
+
+    return one_by_one
+
+
+def _but_for_threads(guards: Sequence[Any]) -> list[bool]:
+    """Which guards of compiled code to keep: all but that of the process's state, of which the number of threads is a part; the code does not depend on it."""
+    return [guard.guard_type != "GLOBAL_STATE" for guard in guards]
 
 
 def _keep_apart() -> None:
