@@ -16,7 +16,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 def settle() -> None:
     """Call once, when all that stays is loaded and before the first request.
 
-    What is there by now is never looked through again by the garbage collector, and the rest seldom: requests leave no cycles, and a look through all takes
+    What is there by now is never looked through again by the garbage collector, and the rest seldom: few requests leave cycles, and a look through all takes
     tens of milliseconds. Freed memory is kept: else an answer of a megabyte is 200 pages that the system clears and maps each time.
     """
     gc.collect()
