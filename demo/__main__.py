@@ -26,6 +26,7 @@ from jobs.process.progress import progress_for
 from jobs.service.fallback import ViewFallback
 from precompute.models.two_tower import train_two_tower
 from precompute.techniques.machine import has_bf16
+from precompute.text.encoder import kernel
 from store.errors import PrecomputeError
 from store.lookup import Lookup
 from store.lookup_options import LookupOptions
@@ -73,9 +74,9 @@ def main() -> int:
 
 def tuned(project: Project) -> Project:
     """The project, its documents computed in the fastest precision that keeps their neighbours: what `precompute tune` does, with those
-    candidates that take no compiler."""
-    precisions = ("fp32", "bf16") if has_bf16() else ("fp32",)
-    print(describe_tuning(tune(project, "doc_embedding", rows=TUNED_ROWS, only=[f"{p}-onednn" for p in precisions])))
+    candidates that compile nothing."""
+    only = ["fp32-onednn", *(["bf16-onednn"] if has_bf16() else []), *(["bf16-encoder"] if has_bf16() and kernel() else [])]
+    print(describe_tuning(tune(project, "doc_embedding", rows=TUNED_ROWS, only=only)))
     return Project(project.folder)
 
 
