@@ -92,6 +92,7 @@ DEMO_DOORS = {
     "precompute.models.text_encoder",
     "precompute.models.two_tower",
     "precompute.techniques.machine",
+    "precompute.text.encoder",
     "store.errors",
     "store.lookup",
     "store.lookup_options",
