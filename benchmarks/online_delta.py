@@ -28,7 +28,7 @@ from jobs.process.progress import Silent
 from store.online_url import open_online_store
 from tests.redis_process import RedisProcess, newest_redis
 
-CASES = {"table": 5_000_000, "redis": 1_000_000, "index": 200_000, "scores": 10_000_000}
+CASES = {"table": 5_000_000, "redis": 5_000_000, "index": 200_000, "scores": 10_000_000}
 
 
 def configured(folder: Path, rows: int, changed: float, case: str, online: str) -> Project:

@@ -797,9 +797,7 @@ def test_a_delta_reads_of_the_live_snapshot_only_row_groups_of_rows_it_replaced(
     gates: dict[str, float | None] = {"duplicates": None, "parity": None}
     make_project(list(MANY.items()), view=view(gates)).run()
     project = make_project(list((MANY | {i: MANY[i] + 2.0 for i in range(3100, 3200)}).items()), view=view(gates))
-    monkeypatch.setattr(
-        ViewStore, "sample", lambda self, snapshot, rows, columns=None: pa.Table.from_batches([next(self.batches(snapshot))])
-    )
+    monkeypatch.setattr(ViewStore, "sample", lambda self, snapshot, *_: pa.Table.from_batches([next(self.batches(snapshot))]))
     read: list[int] = []
     original = pq.ParquetFile.read_row_group
 
