@@ -86,7 +86,7 @@ static __attribute__((noinline)) void product(const bf16 *a, size_t row_size, in
         for (int row = 0; row < rows; row += BLOCK) {
             /* the next panel on its way from the third cache while this one is at work */
             if (column + PANEL < columns)
-                for (size_t at = 0; at < share; at += 32) prefetch(panels + panel_size + (size_t)(row / BLOCK) * share + at);
+                for (size_t at = 0; at < share; at += 32) fetch_ahead(panels + panel_size + (size_t)(row / BLOCK) * share + at);
             block_product(a + (size_t)row * row_size, row_size, rows - row < BLOCK ? rows - row : BLOCK, panels, pairs, row, column, done);
         }
     }

@@ -151,7 +151,7 @@ static ENCODER_INLINE void interleave(const bf16 *even, const bf16 *odd, bf16 *p
         pairs[2 * i + 1] = odd ? odd[i] : 0;
     }
 }
-static ENCODER_INLINE void prefetch(const void *) {}
+static ENCODER_INLINE void fetch_ahead(const void *) {}
 
 #undef EACH_LANE
 
@@ -236,7 +236,7 @@ static ENCODER_INLINE void interleave(const bf16 *even, const bf16 *odd, bf16 *p
     _mm512_storeu_si512(pairs, _mm512_permutex2var_epi16(a, low, b));
     _mm512_storeu_si512(pairs + PANEL, _mm512_permutex2var_epi16(a, _mm512_add_epi16(low, _mm512_set1_epi16(16)), b));
 }
-static ENCODER_INLINE void prefetch(const void *at) { _mm_prefetch((const char *)at, _MM_HINT_T1); }
+static ENCODER_INLINE void fetch_ahead(const void *at) { _mm_prefetch((const char *)at, _MM_HINT_T1); }
 
 } // namespace wide_vectors
 
