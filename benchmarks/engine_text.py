@@ -180,6 +180,8 @@ class _Turns:
             self._note(f"bare {name}", self._bare(project, view, name, run.engine))
             self._tell(project, view, name, snapshot, run)
         if self._first in self._names:
+            # the first checks the precision on rows of this file, beside its batches
+            self._ours(project, "poisoned")
             seconds, _, run = self._ours(project, "poisoned", checked=True)
             self._note("poisoned", seconds)
             self.figures["poisoned: written, rejected"] = [run.counts["written"], run.counts["rejected"]]
