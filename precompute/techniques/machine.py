@@ -7,12 +7,14 @@ import os
 import shutil
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from precompute.models.device import Device
+from store.errors import ConfigError
 
 EMULATED_BF16 = ("AVX512_CORE", "AVX512_CORE_VNNI")
 """Instruction sets by which oneDNN says that it supports bfloat16, and emulates it; by lesser ones it says that it does not."""
@@ -75,6 +77,28 @@ def missing_compiler(device: Device) -> str:
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
         return "Python's header files are not installed (python3-dev)"
     return ""
+
+
+def check_layers(kind: str, right: Callable[[], bool], instead: str) -> None:
+    """Refuse linear layers made of torch's private operators, where these are not there, or compute something else.
+
+    Args:
+        kind: of layers.
+        right: computes a small product, and whether it is torch's own.
+        instead: what to choose then.
+
+    Raises:
+        ConfigError: they are refused.
+    """
+    try:
+        is_right = right()
+    except (AttributeError, RuntimeError, TypeError) as exc:
+        reason = str(exc).partition("\n")[0]
+        raise ConfigError(
+            f"torch {torch.__version__} has no {kind} linear layers on this machine ({reason}): choose {instead}"
+        ) from exc
+    if not is_right:
+        raise ConfigError(f"the {kind} linear layers of torch {torch.__version__} compute something else: choose {instead}")
 
 
 def on_a_cpu_only(name: str, device: Device) -> str:

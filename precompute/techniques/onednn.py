@@ -14,9 +14,8 @@ import torch
 from precompute.models.device import Device
 from precompute.models.packed_linear import PackedLinear
 from precompute.models.torch_model import Tensors, TorchModel
-from precompute.techniques.machine import computes_in, has_onednn, on_a_cpu_only
+from precompute.techniques.machine import check_layers, computes_in, has_onednn, on_a_cpu_only
 from precompute.techniques.technique import Forward, Technique, has_linear, module_of, with_linear
-from store.errors import ConfigError
 
 
 class Packed(Technique):
@@ -57,12 +56,4 @@ def probe() -> None:
     """
     linear = torch.nn.Linear(3, 2).requires_grad_(False)
     x = torch.arange(12, dtype=torch.float32).reshape(2, 2, 3)
-    try:
-        right = torch.allclose(PackedLinear(linear)(x), linear(x), atol=1e-5)
-    except (AttributeError, RuntimeError, TypeError) as exc:
-        reason = str(exc).partition("\n")[0]
-        raise ConfigError(
-            f"torch {torch.__version__} has no oneDNN linear layers on this machine ({reason}): choose eager"
-        ) from exc
-    if not right:
-        raise ConfigError(f"the oneDNN linear layers of torch {torch.__version__} compute something else: choose eager")
+    check_layers("oneDNN", lambda: torch.allclose(PackedLinear(linear)(x), linear(x), atol=1e-5), "eager")

@@ -14,9 +14,8 @@ import torch
 
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
-from precompute.techniques.machine import has_bf16, has_int8_products, on_a_cpu_only
+from precompute.techniques.machine import check_layers, has_bf16, has_int8_products, on_a_cpu_only
 from precompute.techniques.technique import Forward, Technique, has_linear, module_of, with_linear
-from store.errors import ConfigError
 
 STEPS = 127
 """Of a scale, to either side."""
@@ -90,12 +89,4 @@ def probe() -> None:
     linear = torch.nn.Linear(2, 3, bias=False).requires_grad_(False)
     linear.weight.copy_(torch.tensor([[127.0, -127.0], [1.0, 127.0], [-127.0, -127.0]]))
     x = torch.tensor([[127.0, -127.0], [-127.0, 3.0], [0.0, 0.0]])
-    try:
-        right = torch.equal(PerRowLinear(linear)(x), linear(x))
-    except (AttributeError, RuntimeError, TypeError) as exc:
-        reason = str(exc).partition("\n")[0]
-        raise ConfigError(
-            f"torch {torch.__version__} has no 8-bit linear layers on this machine ({reason}): choose fp32-onednn"
-        ) from exc
-    if not right:
-        raise ConfigError(f"the 8-bit linear layers of torch {torch.__version__} compute something else: choose fp32-onednn")
+    check_layers("8-bit", lambda: torch.equal(PerRowLinear(linear)(x), linear(x)), "fp32-onednn")
