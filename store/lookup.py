@@ -415,14 +415,16 @@ class Lookup:
 
 
 def _inputs_by_key(pointer: Pointer, inputs: Mapping[Any, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Key text → input column → value.
+    """Key text → input column → value. Those of what no key can be are passed over: whose row it would be is a bad key, and fails no other.
 
     Raises:
-        RequestError: no key, or no input of the view's model.
+        RequestError: no input of the view's model.
     """
-    by_key = {key_text(key, pointer.view.entity): columns for key, columns in inputs.items()}
-    for columns in by_key.values():
+    by_key: dict[str, Mapping[str, Any]] = {}
+    for key, columns in inputs.items():
         check_inputs(pointer, columns)
+        with contextlib.suppress(RequestError):
+            by_key[key_text(key, pointer.view.entity)] = columns
     return by_key
 
 

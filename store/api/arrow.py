@@ -16,15 +16,15 @@ MAX_MESSAGES = 16
 """Of an Arrow body: schema, dictionaries and batches. Each batch has its whole dictionary looked through, and a dictionary that comes in pieces is copied for each."""
 
 
-def decode_arrow_keys(body: bytes) -> list[str]:
-    """The ``key`` column of an Arrow IPC stream: text or integers, at most :data:`store.lookup_options.MAX_KEYS` rows.
+def decode_arrow_keys(body: bytes) -> list[str | None]:
+    """The ``key`` column of an Arrow IPC stream: text or integers, at most :data:`store.lookup_options.MAX_KEYS` rows; a null is one bad key.
 
     Arrow trusts its input by default; every batch is validated in full before a value is read.
 
     Raises:
-        RequestError: broken, compressed, in too many pieces, another column or type, nulls, or too many rows.
+        RequestError: broken, compressed, in too many pieces, another column or type, or too many rows.
     """
-    keys: list[str] = []
+    keys: list[str | None] = []
     try:
         _refuse_what_takes_long(body)
         with pa.ipc.open_stream(pa.py_buffer(body)) as reader:
@@ -40,10 +40,7 @@ def decode_arrow_keys(body: bytes) -> list[str]:
                 if len(keys) + batch.num_rows > MAX_KEYS:
                     raise RequestError(f"a request has 1 to {MAX_KEYS} keys", status=413, code="too_many_keys")
                 batch.validate(full=True)
-                column = batch.column(0)
-                if column.null_count:
-                    raise RequestError("the Arrow body has a null key", code="bad_arrow")
-                keys.extend(_texts(column, len(body)) if len(column) else [])
+                keys.extend(_texts(batch.column(0), len(body)))
     except (pa.ArrowException, OSError, ValueError, UnicodeDecodeError) as exc:
         raise RequestError(f"the body is not an Arrow IPC stream: {str(exc)[:200]}", code="bad_arrow") from exc
     return keys
@@ -54,8 +51,8 @@ def _is_key(kind: pa.DataType) -> bool:
     return any((types.is_integer(kind), types.is_string(kind), types.is_large_string(kind), types.is_string_view(kind)))
 
 
-def _texts(column: pa.Array, most_bytes: int) -> list[str]:
-    """The keys of a column without nulls.
+def _texts(column: pa.Array, most_bytes: int) -> list[str | None]:
+    """The keys of a column, None for a null.
 
     Views and dictionaries name one text many times: a body of 4 MB may stand for gigabytes.
 
@@ -64,19 +61,17 @@ def _texts(column: pa.Array, most_bytes: int) -> list[str]:
     """
     if pa.types.is_dictionary(column.type):
         # of a dictionary with everybody's keys a few may be meant; there is no `take` of string_view
-        used, where = np.unique(column.indices.to_numpy(), return_inverse=True)
-        values = pa.concat_arrays([column.dictionary.slice(i, 1) for i in used.tolist()])
-        if values.null_count:
-            raise RequestError("the Arrow body has a null key", code="bad_arrow")
-        texts = _texts(values, most_bytes)
-        texts = [texts[i] for i in where.tolist()]
-        size = sum(map(len, texts))
+        used, where = np.unique(column.indices.drop_null().to_numpy(), return_inverse=True)
+        named = [column.dictionary.slice(i, 1) for i in used.tolist()]
+        values, numbers = _texts(pa.concat_arrays(named), most_bytes) if named else [], iter(where.tolist())
+        texts = [values[next(numbers)] if there else None for there in column.indices.is_valid().to_pylist()]
+        size = sum(len(text) for text in texts if text is not None)
     else:
         size = 0
         if pa.types.is_string_view(column.type):
-            # a view is 16 bytes, its length the first four (format/Columnar.rst, "Variable-size Binary View Layout")
+            # a view is 16 bytes, its length the first four (format/Columnar.rst, "Variable-size Binary View Layout"); a null's are anything
             lengths = np.frombuffer(column.buffers()[1], "<i4")[::4][column.offset : column.offset + len(column)]
-            size = int(lengths.sum(dtype=np.int64))
+            size = int(lengths[column.is_valid().to_numpy(zero_copy_only=False)].sum(dtype=np.int64))
         texts = column.cast(pa.string()).to_pylist() if size <= most_bytes else []
     if size > most_bytes:
         raise RequestError(f"the keys of the Arrow body have {size:,} bytes", status=413, code="body_too_large")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -232,8 +233,9 @@ def encoded(body: Any) -> bytes:
     """
     try:
         return _encoder.encode(body)
-    except UnicodeEncodeError as exc:
-        raise RequestError("a key is not valid UTF-8", code="bad_key") from exc
+    except UnicodeEncodeError:
+        # half of a surrogate pair, which JSON can spell: among keys it is one bad key
+        return json.dumps(body, default=_plain).encode()
     except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as exc:
         raise RequestError(f"not something JSON can carry: {exc}") from exc
 

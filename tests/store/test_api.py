@@ -370,7 +370,15 @@ def test_rows_come_in_the_order_of_the_keys_each_with_its_own_status(api: Server
 
 
 BAD_KEYS = [b"null", b"true", b"1.5", b"{}", b'{"a":1}', b"[]", b"[1,2]", b"[null]", b'[["a"]]', b'""', rb'"a\u0000b"']
-BAD_KEYS += [b"18446744073709551616", b'"%s"' % (b"x" * 512), b"[" * 900 + b"]" * 900]
+BAD_KEYS += [
+    b"18446744073709551616",
+    b"1e400",
+    rb'"\ud800"',
+    b"9" * 700,
+    b"9" * 5000,
+    b'"%s"' % (b"x" * 512),
+    b"[" * 900 + b"]" * 900,
+]
 
 
 @pytest.mark.parametrize("bad", BAD_KEYS, ids=[str(key[:20]) for key in BAD_KEYS])
@@ -727,7 +735,6 @@ def _json_refusals() -> Iterator[tuple[str, str, Any, int | None]]:
     for unit in (b"1", b"[]", b'{"":[]}', b'"\\\\",["\\"",""]'):
         units = b",".join([unit] * (4 * 10**6 // (len(unit) + 1)))
         yield f"{unit.decode()} for a body", LOOKUP, b'{"keys":[%b]}' % units, 413
-    yield "keys of too many digits", LOOKUP, b'{"keys":[' + b"9" * 700 + b"]}", 422
     yield "no requests", "/v1/lookup", {"requests": []}, 400
     yield "too many requests", "/v1/lookup", {"requests": [{"view": "numbers", "keys": [1]}] * 33}, 413
     yield "request without a view", "/v1/lookup", {"requests": [{"keys": [1]}]}, 422
@@ -751,8 +758,6 @@ def _json_refusals() -> Iterator[tuple[str, str, Any, int | None]]:
         b'{"keys":["\xed\xa0\x80"]}',
     ):
         yield f"no UTF-8 {body[:10]!r}", LOOKUP, body, 400
-    yield "lone surrogate", LOOKUP, rb'{"keys":["\ud800"]}', 400
-    yield "lone surrogate inside", LOOKUP, rb'{"keys":["a\udc00b"]}', 400
     yield "lone surrogate in exclude", SEARCH, rb'{"key":1,"exclude":["\ud83d"]}', 400
     for depth in (100, 900, 40_000):
         deep = b"[" * depth + b"]" * depth
@@ -782,8 +787,6 @@ def _json_refusals() -> Iterator[tuple[str, str, Any, int | None]]:
     ):
         if key != b"null":
             yield f"search key {key[:12]!r}", SEARCH, b'{"key":%s}' % key, None
-    yield "integer of 5000 digits", LOOKUP, b'{"keys":[%s]}' % (b"9" * 5000), None
-    yield "integer of 5000 digits among texts", LOOKUP, b'{"keys":["1",1%s]}' % (b"0" * 5000), None
     options = [
         ("features", '"double"'),
         ("features", "[1]"),
@@ -792,7 +795,7 @@ def _json_refusals() -> Iterator[tuple[str, str, Any, int | None]]:
         ("fallback", "0"),
     ]
     options += [("inputs", "[]"), ("inputs", '{"9":1}'), ("inputs", '{"9":{}}'), ("inputs", '{"9":{"nope":1}}'), ("kyes", "[1]")]
-    options += [("inputs", '{"":{"x":1}}'), ("inputs", '{"9":[]}'), ("inputs", '{"9":{"id":1}}')]
+    options += [("inputs", '{"9":[]}'), ("inputs", '{"9":{"id":1}}')]
     for name in ("deadline_ms", "max_age_s"):
         options += [(name, value) for value in (nan, "Infinity", "-Infinity", "1e999", "-1", '"1"', "[]", "true", "9" * 400)]
     for name, value in options:
@@ -881,8 +884,6 @@ def _arrow_refusals() -> Iterator[tuple[str, bytes, int]]:
     yield "another column", arrow(["1"], "keys"), 400
     yield "an extra column", arrow_table(pa.table({"key": ["1"], "x": [1.0]})), 400
     yield "the column twice", arrow_table(pa.Table.from_arrays([pa.array(["1"])] * 2, ["key", "key"])), 400
-    yield "nulls", arrow(["1", None]), 400
-    yield "null integers", arrow(pa.array([1, None])), 400
     arrays = [
         pa.array([1.0]),
         pa.array([True]),
@@ -898,7 +899,6 @@ def _arrow_refusals() -> Iterator[tuple[str, bytes, int]]:
     ]
     for array in arrays:
         yield f"type {array.type}", arrow(array), 400
-    yield "a null value of a dictionary", arrow(pa.DictionaryArray.from_arrays([0, 1], ["1", None])), 400
     yield "too many keys", arrow([str(i) for i in range(MAX_KEYS + 1)]), 413
     yield "too many keys in many batches", arrow(pa.chunked_array([["1"] * 300] * 4)), 413
     yield "a hundred thousand keys", arrow(pa.array(range(100_000))), 413

@@ -130,6 +130,7 @@ def _json_rows(reply: Any, table: pa.Table) -> list[dict[str, Any]]:
         ("numbers", [[1, 2]], {}),
         ("numbers", [""], {}),
         ("numbers", ["a\0b"], {}),
+        ("numbers", [1, "\ud800", ["a\udc00"], 2**70, 2], {}),
         ("numbers", ["x" * 512], {}),
         ("pairs", [["a"]], {}),
         ("pairs", [["a", None]], {}),
