@@ -63,6 +63,8 @@ class _Group(NamedTuple):
 
     model: str
     query: bool
+    suspect: int | None = None
+    """The hash of a row that is tried alone."""
 
 
 class _Opened(NamedTuple):
@@ -120,7 +122,7 @@ class ViewFallback(Fallback):
             goes on.
         meter: counts.
         tell: as of :class:`store.telemetry.batches.Batches`.
-        suspects: hashes of rows that are not computed until then (monotonic): one of them may have ended the process before this one.
+        suspects: hashes of rows that a process may have ended by, and from when on (monotonic) each may be tried, alone; once it came through, it is as any.
     """
 
     def __init__(
@@ -134,9 +136,9 @@ class ViewFallback(Fallback):
         tell: Tell | None = None,
         suspects: Mapping[int, float] | None = None,
     ) -> None:
-        self._suspects, self._held = suspects or {}, list[int]()
-        """Rows that are left alone, and those in hand, or that lost the GPU."""
-        meter = Meter() if meter is None else meter
+        self._suspects, self._held = dict(suspects or {}), list[int]()
+        """Rows that are left alone, or tried alone, and those in hand, or that lost the GPU."""
+        meter = meter or Meter()
         self._batches = Batches(meter, tell)
         self._writer = None if kept is None else KeptWriter(kept, meter)
         self._store, self._folder, self._memory_mb, self._watch = store, folder.absolute(), memory_mb, watch
@@ -145,9 +147,9 @@ class ViewFallback(Fallback):
         self._lost = False
         self._refused: dict[tuple[str, tuple[int, str]], tuple[float, str]] = {}
         """Of a view's publishing: when it was refused, and why."""
-        self._logged_at, self._unlogged = 0.0, 0
         self._row_s: dict[str, float] = {}
         """Of a model: what a row took as its views were opened, at most."""
+        self._logged_at, self._unlogged = 0.0, 0
         self._batcher: MicroBatcher[_Request, Computed] = MicroBatcher(self._run, _refusal)
 
     def submit(
@@ -168,12 +170,15 @@ class ViewFallback(Fallback):
                 if just_now is not None:
                     futures.append(_settled(just_now))
                     continue
-            given = _given(values)
-            if self._suspects and self._suspects.get(row_hash(view, key, given), -math.inf) > time.monotonic():
-                futures.append(_settled(Miss(Reason.MODEL_ERROR, "the model's process ended with it in hand", broken=None)))
-                continue
+            given, whose = _given(values), group
+            tried_from = self._suspects.get(suspect := row_hash(view, key, given)) if self._suspects else None
+            if tried_from is not None:
+                if tried_from > time.monotonic():
+                    futures.append(_settled(Miss(Reason.MODEL_ERROR, "the model's process ended with it in hand", broken=None)))
+                    continue
+                whose = group._replace(suspect=suspect)
             flight = (view, pointer.publishing, key, given)
-            futures.append(self._batcher.submit(group, flight, _Request(key, values, pointer, asked), deadline, view))
+            futures.append(self._batcher.submit(whose, flight, _Request(key, values, pointer, asked), deadline, view))
         return futures
 
     def warm(self, pointer: Pointer) -> None:
@@ -253,6 +258,8 @@ class ViewFallback(Fallback):
             if not self._lost:
                 self._held = []
             self._watch(math.inf, self._held)
+        if isinstance(group, _Group) and group.suspect is not None and not self._lost:
+            self._suspects.pop(group.suspect, None)
         for (key, values, pointer, _), result in zip(requests, results, strict=True):
             if isinstance(result, Miss) and result.reason is Reason.MODEL_ERROR:
                 self._log_failure(pointer.view.name, key, result)
@@ -276,15 +283,12 @@ class ViewFallback(Fallback):
         try:
             yield
             return
-        except PrecomputeError as exc:
-            self._lost |= is_device_lost(exc)
-            log.error("fallback of view %r: %s", view, exc)
-            miss = Miss(Reason.MODEL_ERROR, str(exc), broken=True)
         except BaseException as exc:
             # a user's model may raise anything, sys.exit() included
             self._lost |= is_device_lost(exc)
-            log.exception("fallback of view %r failed", view)
-            miss = Miss(Reason.MODEL_ERROR, f"{type(exc).__name__}: {exc}", broken=True)
+            told, known = str(exc), isinstance(exc, PrecomputeError)
+            log.error("fallback of view %r: %s", view, told, exc_info=not known)
+            miss = Miss(Reason.MODEL_ERROR, told if known else f"{type(exc).__name__}: {told}", broken=True)
         for i in numbers:
             results[i] = miss
 

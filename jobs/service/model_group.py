@@ -94,9 +94,8 @@ class ModelGroup(KeptProcess):
         """When a worker last said that it has a view of this model."""
 
     def start(self) -> ChildProcess:
-        now = time.monotonic()
-        self._suspects.add(self._watch.held(), now)
-        suspects = list(self._suspects.until(now).items())
+        self._suspects.add(self._watch.held(), time.monotonic())
+        suspects = list(self._suspects.until().items())
         self._watch.begin()
         files = {"listener": self._listener.fileno(), "watch": self._file}
         spec = self._project | {"duckdb_mb": self._limits.duckdb_mb, "suspects": suspects} | files

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.ops.drop import drop
+from jobs.process.suspects import row_hash
 from jobs.service.fallback import ViewFallback
 from jobs.service.warmer import Warmer
 from precompute.engine.microbatch import longest_s
@@ -467,6 +468,30 @@ def test_a_models_pace_and_not_a_callers_patience_says_by_when_a_batch_should_be
         assert len(told) == 2
         assert began + 5 <= told[0] < began + 20
         assert told[1] == math.inf
+
+
+def test_rows_that_a_process_may_have_ended_by_are_computed_alone_until_they_came_through(make_project: MakeProject) -> None:
+    project = make_project([(number, 1.0) for number in range(1, 5)], view=FALLBACK)
+    project.publish_all()
+    held: list[list[int]] = []
+    one, two, three, four = (row_hash("numbers", str(number), None) for number in range(1, 5))
+    suspects = {one: 0.0, two: 0.0, four: math.inf}
+    watch = lambda done_by, rows: held.append(list(rows))  # noqa: E731
+    online, fallback = project.open_online(), ViewFallback(project.offline, project.home, 64, watch, suspects=suspects)
+    with contextlib.closing(online), contextlib.closing(fallback):
+        pointer = online.live("numbers")
+        assert pointer is not None
+        fallback.warm(pointer)
+        for alone in ([[one], [two], [three]], [[one, two, three]]):
+            held.clear()
+            with fallback._batcher._changed:
+                # none is begun before all are asked for
+                futures = fallback.submit(pointer, ["1", "2", "3", "4"], {}, time.monotonic() + 20)
+            refused = futures.pop().exception(20)
+            assert isinstance(refused, Miss)
+            assert (refused.reason, refused.broken) == (Reason.MODEL_ERROR, None)
+            assert [values_of(pointer, future.result(20))["double"] for future in futures] == [2.0] * 3
+            eventually(lambda: [rows for rows in held if rows] == alone)  # noqa: B023
 
 
 def test_what_is_searched_by_is_never_computed_among_rows(make_project: MakeProject) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from jobs.process.suspects import FIRST_S, LONGEST_S, MOST, Suspects
+from jobs.process.suspects import FIRST_S, LONGEST_S, MOST, TRIALS, TRIALS_S, Suspects
 from jobs.service.kept_process import HELD_UP_S, MOST_HELD, START_S, STILL_S, KeptProcess, Watch
 from jobs.service.model_group import ModelGroup, ModelLimits, socket_path
 from jobs.service.model_link import ModelLink
@@ -200,19 +200,37 @@ def test_what_a_process_had_in_its_hands_is_known_to_the_next_one(runtime: Path)
         assert group._watch.held() == []
 
 
-def test_a_row_that_is_there_whenever_a_process_ends_is_left_alone_for_longer_each_time() -> None:
+def test_rows_are_tried_alone_after_a_process_ended_with_them_and_what_ends_one_alone_is_left_alone_for_longer_each_time() -> (
+    None
+):
     suspects = Suspects()
-    suspects.add([1, 2], 0.0)
-    assert suspects.until(FIRST_S - 1) == {1: FIRST_S, 2: FIRST_S}
-    assert suspects.until(FIRST_S) == {}
-    suspects.add([1, 3], 100.0)
-    assert suspects.until(100.0) == {1: 100 + 2 * FIRST_S, 3: 100 + FIRST_S}
+    suspects.add([1, 2, 3], 0.0)
+    assert suspects.until() == {1: 0.0, 2: 0.0, 3: 0.0}
+    suspects.add([2], 1.0)
+    assert suspects.until() == {1: 0.0, 2: 1 + FIRST_S, 3: 0.0}
+    suspects.add([2], 100.0)
+    assert suspects.until() == {1: 0.0, 2: 100 + 2 * FIRST_S, 3: 0.0}
     for _ in range(100):
-        suspects.add([1], 200.0)
-    assert suspects.until(300.0) == {1: 200 + LONGEST_S}
-    suspects.add(range(10, 10 + MOST), 400.0)
-    assert len(suspects.until(400.0)) == MOST
-    assert 1 not in suspects.until(400.0)
+        suspects.add([4], 1000.0)
+    assert suspects.until()[4] == 1000 + LONGEST_S
+    suspects.add(range(10, 10 + MOST), 2000.0)
+    assert len(suspects.until()) == MOST
+    assert 1 not in suspects.until()
+
+
+def test_trials_that_end_one_process_after_the_other_are_given_up_for_a_while() -> None:
+    suspects = Suspects()
+    # alone from the first, it was no trial
+    suspects.add([9], 0.0)
+    suspects.add(range(1, 9), 0.0)
+    for row in range(1, TRIALS):
+        suspects.add([row], 10.0 * row)
+    assert suspects.until()[8] == 0.0
+    suspects.add([TRIALS], 10.0 * TRIALS)
+    assert suspects.until()[8] == 10 + TRIALS_S
+    # a while later it is no longer so many
+    suspects.add([8], 20.0 + TRIALS_S)
+    assert suspects.until()[7] == 0.0
 
 
 def test_a_worker_whose_loop_stands_still_is_killed(runtime: Path) -> None:

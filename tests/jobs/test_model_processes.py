@@ -27,7 +27,7 @@ from tests.arithmetic import Doubler
 from tests.server import Server, View, eventually, make_folder, read_reply, write_numbers
 
 HERE = "tests.jobs.test_model_processes"
-HANG, EXIT, GROW, LOSE, *SPIN = BAD = range(100, 107)
+HANG, EXIT, GROW, LOSE, AMONG, *SPIN = BAD = range(100, 108)
 """Inputs that a :class:`Faulty` model cannot take."""
 
 DEADLINE_S, GRACE_S = 2, 0.3
@@ -45,7 +45,7 @@ class Faulty(Doubler):
         if HANG in x:
             # Python's lock is held all the while: no other thread of the process gets to do anything
             ctypes.PyDLL(None).sleep(3600)
-        if EXIT in x:
+        if not {EXIT, AMONG}.isdisjoint(x):
             os._exit(3)
         if GROW in x:
             self.kept = bytearray(os.urandom(2**20)) * 700
@@ -131,6 +131,21 @@ def test_a_model_that_is_lost_is_replaced_and_nobody_else_notices(server: Server
     assert {row["status"] for row in server.lookup("faulty", list(range(20, 60)))} == {"computed"}
     assert server.get("/v1/views/numbers/rows/10").json["features"] == other["features"]
     eventually(lambda: server.get("/readyz").json["fallback"]["faulty"] == "ready")
+
+
+def test_of_the_rows_that_a_process_ended_with_only_the_one_to_blame_is_left_alone(server: Server) -> None:
+    eventually(lambda: server.get("/v1/views/faulty/rows/13").status == 200)
+    first = process_of(server, 13)
+    assert {row["reason"] for row in server.lookup("faulty", [20, 21, AMONG], deadline_ms=9000)} == {"model_error"}
+    # the next one tries each alone
+    eventually(lambda: server.get("/v1/views/faulty/rows/13").status == 200)
+    second = process_of(server, 20)
+    server.get(f"/v1/views/faulty/rows/{AMONG}").check_problem(502, "model_error")
+    eventually(lambda: server.get("/v1/views/faulty/rows/13").status == 200)
+    third = process_of(server, 13)
+    assert len({first, second, third}) == 3
+    rows = server.lookup("faulty", [20, 21, AMONG, 22], deadline_ms=9000)
+    assert [row["features"] and int(row["features"]["double"]) for row in rows] == [third, third, None, third]
 
 
 def alive(pid: int) -> bool:
