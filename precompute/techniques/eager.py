@@ -11,7 +11,7 @@ import torch
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.techniques.inductor import compiled
-from precompute.techniques.machine import computes_in, missing_compiler, on_a_gpu_only
+from precompute.techniques.machine import check_layers, computes_in, missing_compiler, on_a_gpu_only
 from precompute.techniques.technique import Forward, Technique, has_linear, module_of
 
 FP8 = torch.float8_e4m3fn
@@ -72,6 +72,7 @@ class Fp8(Technique):
         return 0.0 if self.missing(device) or not has_linear(model) else 2.5
 
     def converted(self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None) -> Forward:
+        probe(model.device.torch)
         module = in_fp8(module_of(model, self.dtype, batches))
         return compiled(module) if self.backend == "compile" else module
 
@@ -138,3 +139,18 @@ def in_fp8(module: torch.nn.Module) -> torch.nn.Module:
         return part
 
     return replaced(module)
+
+
+@torch.inference_mode()
+def probe(device: torch.device) -> None:
+    """Compare a small product with torch's own, of powers of two, which 8 bits hold, and with another scale each row and each output.
+
+    Raises:
+        ConfigError: this torch or this GPU has no such operator, or it computes something else.
+    """
+    powers = 2.0 ** -(torch.arange(FP8_STEP)[:, None] % 3 + torch.arange(FP8_STEP) % 5)
+    linear = torch.nn.Linear(FP8_STEP, FP8_STEP).requires_grad_(False).to(device, torch.bfloat16)
+    linear.weight.copy_(powers.tril() - powers.triu(1))
+    linear.bias.fill_(2.0)
+    x = torch.diag(powers[0]).to(device, torch.bfloat16)
+    check_layers("8-bit float", lambda: torch.allclose(Fp8Linear(linear)(x), linear(x), rtol=0.01), "bf16-eager")

@@ -13,7 +13,7 @@ import torch
 
 from precompute.models.device import Device
 from precompute.models.torch_model import Tensors, TorchModel
-from precompute.techniques.machine import computes_in, on_a_cpu_only
+from precompute.techniques.machine import check_layers, computes_in, on_a_cpu_only
 from precompute.techniques.technique import Forward, Technique, has_linear, module_of, with_linear
 from store.errors import ConfigError
 
@@ -40,6 +40,7 @@ class WeightOnly(Technique):
 
     def converted(self, model: TorchModel, batches: Sequence[Tensors], folder: Path | None) -> Forward:
         kind = Int8Linear if self.name.startswith("int8") else Int4Linear
+        probe(kind)
         changed: list[torch.nn.Linear] = []
 
         def replaced(linear: torch.nn.Linear) -> torch.nn.Module:
@@ -102,3 +103,25 @@ def _shaped(out: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> to
     if bias is not None:
         out = out.add_(bias)
     return out.view(*x.shape[:-1], -1)
+
+
+@torch.inference_mode()
+def probe(kind: type[Int8Linear | Int4Linear]) -> None:
+    """Compare a small product with torch's own. It is exact: scales are powers of two, another one each output, and in 4 bits each group, whose zeros
+    differ, too; and sums are of two weights.
+
+    Raises:
+        ConfigError: this torch has no such operators, or they compute something else.
+    """
+    bits, output, group = (8 if kind is Int8Linear else 4), torch.arange(OUTPUTS)[:, None], torch.arange(2 * GROUP) // GROUP
+    steps = 2**bits - 2
+    numbers = (output * 5 + torch.arange(2 * GROUP) * 17) % steps - steps // 2
+    # both ends of what bits hold, so that a scale is what it was made with
+    numbers[:, ::GROUP], numbers[:, 1::GROUP] = (-127, 127) if bits == 8 else (-8, 7)
+    if bits == 4:
+        numbers, output = numbers + 8 * group, output + group
+    linear = torch.nn.Linear(2 * GROUP, OUTPUTS).requires_grad_(False).bfloat16()
+    linear.weight.copy_(numbers * 2.0 ** (output % 3))
+    x = torch.eye(2 * GROUP) + torch.eye(2 * GROUP).roll(GROUP, 1)
+    wanted = (x @ linear.weight.float().T).bfloat16() + linear.bias
+    check_layers(f"{bits}-bit", lambda: torch.equal(kind(linear)(x.bfloat16()), wanted), "bf16-eager")

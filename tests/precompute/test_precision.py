@@ -28,10 +28,13 @@ from precompute.precision.candidates import candidates
 from precompute.precision.conversion import convert
 from precompute.precision.same_value import relative_errors
 from precompute.precision.same_value import tolerance as tolerance_of
-from precompute.techniques import inductor, onednn, onnx, per_row
+from precompute.techniques import inductor, onednn, onnx
+from precompute.techniques.eager import Fp8Linear
 from precompute.techniques.machine import has_int8_products
+from precompute.techniques.per_row import PerRowLinear
 from precompute.techniques.table import TABLE, technique_name, words
 from precompute.techniques.technique import copied, technique
+from precompute.techniques.weight_only import Int4Linear, Int8Linear
 from precompute.text.sentence_folder import Normalize, Pooling
 from precompute.text.sentence_head import Head
 from store.errors import ConfigError, ModelError
@@ -243,7 +246,7 @@ def test_integers_are_exact_where_8_bits_hold_them() -> None:
     for tensor in (linear.weight, x := torch.empty(7, 64)):
         tensor.copy_(torch.randint(-127, 128, tensor.shape, generator=numbers))
         tensor[:, 0] = 127  # the largest sums there are would overflow 16 bits, two by two
-    assert torch.equal(per_row.PerRowLinear(linear)(x), linear(x))
+    assert torch.equal(PerRowLinear(linear)(x), linear(x))
 
 
 def test_layers_that_their_kernels_read_past_the_end_of_stay_as_they_are() -> None:
@@ -425,18 +428,35 @@ def test_a_module_that_cannot_be_converted_computes_the_reference(name: str) -> 
     assert outputs(model, rows(3))[0].tobytes() == before[0].tobytes()
 
 
-@pytest.mark.parametrize("operator", [lambda *_: 1 / 0, lambda *_: torch.zeros(2, 2, 2)], ids=["raises", "wrong"])
-def test_operators_that_are_missing_or_wrong_are_refused(operator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forward(self: PackedLinear, x: torch.Tensor) -> torch.Tensor:
-        try:
-            result: torch.Tensor = operator(x)
-        except ZeroDivisionError:
-            raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_linear_pointwise'") from None
+@pytest.mark.parametrize("operator", ["missing", "wrong"])
+@pytest.mark.parametrize(
+    ("layer", "name", "words"),
+    [
+        (PackedLinear, "fp32-onednn", "oneDNN linear layers.*: choose eager"),
+        (PerRowLinear, "int8-dynamic-onednn", "8-bit linear layers.*: choose fp32-onednn"),
+        (Int8Linear, "int8-weights-eager", "8-bit linear layers.*: choose bf16-eager"),
+        (Int4Linear, "int4-weights-eager", "4-bit linear layers.*: choose bf16-eager"),
+        (Fp8Linear, "fp8-eager", "8-bit float linear layers.*: choose bf16-eager"),
+    ],
+)
+def test_operators_that_are_missing_or_wrong_are_refused(
+    layer: Any, name: str, words: str, operator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they compute for one input is that of its neighbour."""
+    forward = layer.forward
+
+    def found(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if operator == "missing":
+            raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_linear_pointwise'")
+        result: torch.Tensor = forward(self, x.roll(1, -1))
         return result
 
-    monkeypatch.setattr(PackedLinear, "forward", forward)
-    with pytest.raises(ConfigError, match=r"precision fp32-onednn: .*oneDNN linear layers.*: choose eager"):
-        convert(mlp(), technique("fp32-onednn"), some_rows)
+    chosen = technique(name)
+    # as on a machine that has what it takes
+    monkeypatch.setattr(type(chosen), "missing", lambda *_: "")
+    monkeypatch.setattr(layer, "forward", found)
+    with pytest.raises(ConfigError, match=f"precision {name}: .*{words}"):
+        convert(mlp(), chosen, some_rows)
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
