@@ -189,7 +189,7 @@ class PoolStream:
                 assert batch is not None
                 process.progress = process.heard
                 self._fruitless = 0
-                process.count(self._meter, header["figures"], header["stages"])
+                process.count(self._meter, header["figures"], header["stages"], header["batch_steps"])
                 self._states[process.number] |= header["state"]
                 self._finished(process.in_flight[0], header["rejections"], batch)
                 if header["last"]:

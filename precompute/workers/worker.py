@@ -159,6 +159,7 @@ class _Worker:
             "rejections": [(r.row, r.stage, r.error) for r in done.rejections],
             "figures": {name: getattr(self._meter, name) for name in FIGURES},
             "state": self._runner.state_figures(),
+            "batch_steps": dict(self._meter.batch_steps),
             "stages": {name: [t.busy_s, t.starved_s, t.blocked_s] for name in STAGES for t in [self._meter.stage(name)]},
         }
         names = ["row", *done.features.schema.names]

@@ -54,7 +54,7 @@ class WorkerPool:
 
     def figures(self, seconds: float) -> dict[str, Any]:
         """What the run's report says of the engine, as :meth:`precompute.engine.runner.Runner.figures`: memory is this process's and all workers', the
-        budget and a device's memory the largest of any, ``peak_flops`` a worker's, measured when its model was loaded and the others were
+        budget and a device's memory the largest of any, lanes one's, ``peak_flops`` a worker's, measured when its model was loaded and the others were
         busy with theirs."""
         count, states = len(self._devices), list(self._states.values())
         devices = ", ".join(sorted({device or "as they are" for device in self._devices}))
@@ -64,6 +64,8 @@ class WorkerPool:
         for name in ("budget", "device_peak_memory_bytes"):
             if values := [state[name] for state in states if name in state]:
                 figures[name] = max(values)
+        if lanes := [state["lanes"] for state in states if "lanes" in state]:
+            figures["lanes"] = lanes[0]
         if graphs := [state["graphs"] for state in states if "graphs" in state]:
             figures["graphs"] = {name: sum(counts[name] for counts in graphs) for name in graphs[0]}
         peaks = [state["peak_flops"] for state in states if "peak_flops" in state]

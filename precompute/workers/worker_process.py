@@ -8,7 +8,7 @@ import queue
 import signal
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +112,7 @@ class WorkerProcess(ChildProcess):
         self._steps = 0
         self._figures: dict[str, float] = {}
         self._stages: dict[str, list[float]] = {}
+        self._batch_steps = Counter[int]()
         self._outbox: queue.SimpleQueue[tuple[Mapping[str, Any], pa.RecordBatch | pa.Table | None] | None] = queue.SimpleQueue()
         on_cpu = device is None or device == "cpu"
         cpus = cores.share(number, share.workers) if on_cpu and share.workers > 1 else frozenset[int]()
@@ -136,7 +137,7 @@ class WorkerProcess(ChildProcess):
         if steps != self._steps:
             self._steps, self.progress = steps, self.heard
 
-    def count(self, meter: Meter, figures: dict[str, float], stages: dict[str, list[float]]) -> None:
+    def count(self, meter: Meter, figures: dict[str, float], stages: dict[str, list[float]], batch_steps: dict[str, int]) -> None:
         """Add what the worker's meter says beyond what it said before."""
         for name in FIGURES:
             more = figures[name] - self._figures.get(name, 0)
@@ -146,7 +147,10 @@ class WorkerProcess(ChildProcess):
             times.busy_s += seconds[0] - before[0]
             times.starved_s += seconds[1] - before[1]
             times.blocked_s += seconds[2] - before[2]
-        self._figures, self._stages = figures, stages
+        # JSON has texts for keys
+        steps = Counter({int(step): count for step, count in batch_steps.items()})
+        meter.batch_steps.update(steps - self._batch_steps)
+        self._figures, self._stages, self._batch_steps = figures, stages, steps
 
     def judged(self, now: float, patience: Patience) -> str | None:
         """None for a worker that does well, else why it is given up; an empty text where it ended by itself."""

@@ -282,6 +282,7 @@ def test_the_report_holds_the_engines_figures(make_project: MakeProject, engine:
     assert written == report.engine
     assert (written["rows"], written["cost"]) == (200, 200)
     assert written["batches"] == 15  # of 16, 16 and 8 rows in each of 5 windows
+    assert written["batch_ms"].keys() == {"p50", "p95", "p99"}
     assert {"prepare", "model", "check", "write"} <= written["stages"].keys()
     assert (written["budget"], written["cost_unit"]) == (16, "rows")
     processes = 1 if engine is None else 3

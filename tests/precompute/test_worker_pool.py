@@ -154,6 +154,7 @@ def test_what_comes_out_is_what_the_runner_makes(workers: int) -> None:
     assert everything(stream) == as_one_process(DOUBLER, args, given, theirs)
     assert ours.rows == theirs.rows == 6 * START_ROWS + 3
     assert (ours.batches, ours.retries) == (theirs.batches, theirs.retries)
+    assert ours.batch_steps.total() == theirs.batch_steps.total() > 0
     assert ours.stage("model").busy_s > 0
 
 
