@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from store.api import wire
+from tests.documented import check_documented
 from tests.server import Reply
 
 
@@ -46,5 +47,6 @@ async def exchange(app: Any, scope: Mapping[str, Any], body: bytes) -> Reply:
 
     await app(scope, receive, send)
     start, *parts = messages
+    check_documented(scope["method"], scope["raw_path"].decode("latin-1"), start["status"])
     headers = {name.decode(): value.decode("latin-1") for name, value in start["headers"]} | {"pieces": str(len(parts))}
     return Reply(start["status"], headers, b"".join(bytes(part["body"]) for part in parts))

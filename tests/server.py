@@ -24,6 +24,7 @@ import yaml
 
 from store.api import arrow, wire
 from tests import REPOSITORY
+from tests.documented import check_documented
 from tests.scene import Scene
 
 View = dict[str, Any]
@@ -161,7 +162,9 @@ class Server:
         connection.sock = self.connect()
         with contextlib.closing(connection):
             connection.request(method, path, body if body is None or isinstance(body, bytes) else json.dumps(body), lines)
-            return _reply(connection.getresponse())
+            reply = _reply(connection.getresponse())
+        check_documented(method, path, reply.status)
+        return reply
 
     def get(self, path: str, **headers: str) -> Reply:
         return self.request("GET", path, **headers)

@@ -40,9 +40,6 @@ def _security(asks: Asks, scope: str) -> list[dict[str, list[str]]]:
     return [(token if Asks.TOKEN in asks else {}) | (certificate if Asks.CERTIFICATE in asks else {})]
 
 
-_NOT_LET_IN = "no token, or none that is valid"
-
-
 def _ref(name: str) -> dict[str, str]:
     return {"$ref": f"#/components/schemas/{name}"}
 
@@ -54,21 +51,50 @@ def _content(name: str, arrow: bool) -> dict[str, Any]:
     return content
 
 
-def _responses(name: str, *, arrow: bool = False, more: dict[str, str] | None = None) -> dict[str, Any]:
-    problem = {wire.PROBLEM: {"schema": _ref("Problem")}}
-    responses: dict[str, Any] = {"200": {"description": "answered", "content": _content(name, arrow)}}
-    refusals = {
-        "400": "a bad request",
-        "401": _NOT_LET_IN,
-        "404": "no such view",
-        "413": "too many keys or bytes",
-        "415": "another content type",
-        "422": "the body does not fit",
-        "503": "the store cannot be reached",
-    }
-    for status, what in {**refusals, **(more or {})}.items():
-        responses[status] = {"description": what, "content": problem}
-    return responses
+_EVERYWHERE = {
+    "400": "no HTTP, or not what the route takes",
+    "401": "no token, or none that is valid",
+    "408": "the request took too long to come",
+    "413": "more bytes, values or keys than are taken, or than would be sent",
+    "414": "too long a URL",
+    "421": "asked for by a name that is none of `serve.hosts`, where neither tokens nor TLS keep strangers out",
+    "429": "too many requests of this connection wait",
+    "431": "too many bytes of headers",
+    "500": "an error nobody foresaw; the server's log has it",
+    "503": "the store cannot be reached, or too much is in hand already",
+}
+"""Whatever is asked for may be refused with these, most of them before anybody looks for what."""
+
+
+_OF_A_ROW = {
+    "404": "no such row or view",
+    "500": "the row is damaged, or an error nobody foresaw",
+    "502": "the model failed",
+    "503": "the store cannot be reached, or the model or the server has too much in hand already",
+    "504": "the model was too slow, or nothing is stored that is fresh enough, and nothing else was asked for",
+}
+_OF_A_BODY = {"415": "another content type, or an encoding", "422": "the body does not fit"}
+_OF_A_SEARCH = _OF_A_BODY | {
+    "404": "no such view, or no row that has a vector to search by",
+    "409": "the vector is of another model",
+    "422": "the body does not fit, or the model cannot take the inputs",
+    "504": "the model was too slow",
+}
+"""What not every operation may be refused with, or more to say of it."""
+
+
+def _responses(answered: dict[str, Any], more: dict[str, str] | None = None) -> dict[str, Any]:
+    """An operation's, by status; ``more`` are refusals that not all have, or of which there is more to say."""
+    told = {status: {"$ref": f"#/components/responses/{status}"} for status in _EVERYWHERE}
+    return {"200": answered, **told, **{status: _refusal(what) for status, what in (more or {}).items()}}
+
+
+def _refusal(what: str) -> dict[str, Any]:
+    return {"description": what, "content": {wire.PROBLEM: {"schema": _ref("Problem")}}}
+
+
+def _answered(name: str, *, arrow: bool = False) -> dict[str, Any]:
+    return {"description": "answered", "content": _content(name, arrow)}
 
 
 def _parameter(name: str, place: str, kind: str, what: str, **limits: Any) -> dict[str, Any]:
@@ -128,34 +154,28 @@ def openapi_document(asks: Asks = Asks.NOTHING) -> dict[str, Any]:
         "info": {"title": "Precompute", "version": "1", "description": "Pre-computed features by key, with their freshness."},
         "security": _security(asks, "read"),
         "paths": {**_lookups(), **_of_the_server(asks)},
-        "components": {"schemas": _schemas(), "securitySchemes": _SCHEMES},
+        "components": {
+            "schemas": _schemas(),
+            "responses": {status: _refusal(what) for status, what in _EVERYWHERE.items()},
+            "securitySchemes": _SCHEMES,
+        },
     }
 
 
 def _of_the_server(asks: Asks) -> dict[str, Any]:
     """The paths that tell of views and processes."""
-    plain = {"200": {"description": "answered"}}
-    problem = {wire.PROBLEM: {"schema": _ref("Problem")}}
-    refused = {"401": {"description": _NOT_LET_IN, "content": problem}}
-    views = {
-        **plain,
-        **refused,
-        "400": {"description": "a query parameter, and there are none", "content": problem},
-        "503": {"description": "the store cannot be reached", "content": problem},
-    }
-    ready = {**plain, **refused, "503": {"description": "not yet, or too many wait for a store that does not answer"}}
-    metrics = {
-        **plain,
-        **refused,
-        "403": {"description": "a token of scope read", "content": problem},
-        "404": {"description": "they are on the server's other address, `serve.admin`", "content": problem},
-    }
-    alive: dict[str, Any] = {"summary": "The process lives", "responses": plain, "security": []}
+    plain = {"description": "answered"}
+    ready = _responses(plain, {"503": "not yet, or too many wait for a store that does not answer"})
+    ready["503"]["content"][wire.JSON] = {"schema": {"type": "object"}}
+    metrics = _responses(plain, {"403": "a token of scope read", "404": "they are on the server's other address, `serve.admin`"})
+    everybody = _responses(plain)
+    del everybody["401"]
+    alive: dict[str, Any] = {"summary": "The process lives", "responses": everybody, "security": []}
     if Asks.CERTIFICATE in asks:
         # without one there is no connection
         alive["security"] = [{_CERTIFICATE: []}]
     return {
-        "/v1/views": {"get": {"summary": "The published views", "description": _VIEWS, "responses": views}},
+        "/v1/views": {"get": {"summary": "The published views", "description": _VIEWS, "responses": _responses(plain)}},
         "/livez": {"get": alive},
         "/readyz": {"get": {"summary": "Views are published and models loaded", "responses": ready}},
         "/metrics": {"get": {"summary": "Prometheus metrics", "responses": metrics, "security": _security(asks, "admin")}},
@@ -180,29 +200,28 @@ def _lookups() -> dict[str, Any]:
         "string",
         "RFC 9111: no-cache, only-if-cached, max-age, min-fresh, max-stale: how fresh a row must be",
     )
-    failed = {"404": "no such row or view", "502": "the model failed", "504": "the model was too slow"}
     row = {
         "summary": "One row",
         "parameters": [view, key, *options, control],
-        "responses": {**_responses("ViewRow", arrow=True, more=failed), "304": {"description": "not modified"}},
+        "responses": {**_responses(_answered("ViewRow", arrow=True), _OF_A_ROW), "304": {"description": "not modified"}},
     }
     lookup = {
         "summary": "Many rows of one view",
         "parameters": [view, *options, control],
         "requestBody": _body("LookupRequest", arrow=True),
-        "responses": _responses("LookupAnswer", arrow=True),
+        "responses": _responses(_answered("LookupAnswer", arrow=True), _OF_A_BODY | {"404": "no such view"}),
     }
     multi_lookup = {
         "summary": "Rows of several views",
         "parameters": [control],
         "requestBody": _body("MultiLookupRequest"),
-        "responses": _responses("MultiLookupAnswer"),
+        "responses": _responses(_answered("MultiLookupAnswer"), _OF_A_BODY),
     }
     search = {
         "summary": "Nearest rows",
         "parameters": [view],
         "requestBody": _body("SearchRequest"),
-        "responses": _responses("SearchAnswer", more={"409": "the vector is of another model", "504": "the model was too slow"}),
+        "responses": _responses(_answered("SearchAnswer"), _OF_A_SEARCH),
     }
     return {
         "/v1/views/{view}/rows/{key}": {"get": row},

@@ -3,12 +3,15 @@ nobody is let in without what the document asks for."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
+from schemathesis.core.failures import FailureGroup
 
+from store.api import wire
 from store.api.app import create_app
 from store.api.openapi import Asks, openapi_document
 from store.guard.gate import Gate
@@ -16,6 +19,7 @@ from store.guard.tokens import Tokens, make_token
 from store.lookup import Lookup
 from store.online.online_store import MemoryStore
 from store.telemetry.instruments import Meter
+from tests import REPOSITORY
 from tests.store.test_http_freshness import World
 
 # what it does not know to make, tests/store/test_api.py does
@@ -100,6 +104,36 @@ def test_and_so_it_is_of_a_view_that_is_there(case: Any) -> None:
 def test_where_the_document_asks_for_a_token_none_is_let_in_without(case: Any, token: str) -> None:
     """Each that is answered is asked again without its token, and with a wrong one."""
     case.call_and_validate(headers={"Authorization": f"Bearer {token}"})
+
+
+class Teapot(Served):
+    """Answers with a status that the document does not tell of."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/openapi.json":
+            await self.app(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 418, "headers": [(b"content-type", wire.PROBLEM.encode())]})
+        await send({"type": "http.response.body", "body": wire.encode(wire.Problem("urn:a", "b", 418, "c"))})
+
+
+@pytest.mark.parametrize("path", ["/v1/views/{view}/rows/{key}", "/v1/views", "/livez"])
+def test_an_answer_that_the_document_does_not_tell_of_is_seen(path: str) -> None:
+    case = document_of(Teapot())[path]["GET"].Case(path_parameters={"view": "things", "key": "a"})
+    with pytest.raises(FailureGroup, match="Undocumented status code"):
+        case.call_and_validate()
+
+
+def test_every_status_that_the_code_names_is_in_the_document() -> None:
+    """By the numbers in the files that answer: also those that come before any route is looked for, which no test of a route meets."""
+    files = [path for wing in ("api", "guard") for path in (REPOSITORY / "store" / wing).glob("*.py")]
+    named = {int(number) for path in files for number in re.findall(r"(?<![\w.])[45]\d\d(?!\w)", path.read_text())}
+    # of another method, which is no operation
+    told = {
+        int(status) for methods in openapi_document()["paths"].values() for one in methods.values() for status in one["responses"]
+    }
+    assert named - {405} <= told
+    assert named >= {408, 421, 431, 504}
 
 
 @pytest.mark.parametrize(
