@@ -15,7 +15,6 @@ from jobs.pipeline.accuracy import CHECKED_ROWS
 from jobs.pipeline.comparison import Comparison, compared
 from jobs.rows.open_view import EXAMPLE_ROWS, OpenView
 from precompute.engine.memory import ResidentPeak, give_back, resident_bytes
-from precompute.engine.meter import Meter
 from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
 from precompute.techniques.table import REFERENCE
@@ -61,6 +60,7 @@ class Trials:
 
         Raises:
             ModelError, SourceError: float32 computes nothing.
+            ConfigError: what torch computes as float32 is none.
         """
         line: dict[str, Any] = {"name": technique, "convert_s": 0.0, "refused": None}
         # what the one before held is not this one's
@@ -71,6 +71,8 @@ class Trials:
         try:
             self._convert(technique)
         except ConfigError as exc:
+            if technique == REFERENCE:
+                raise
             return line | {"refused": str(exc)}
         converted = time.monotonic()
         line["convert_s"] = round(converted - started, 1)
@@ -89,13 +91,14 @@ class Trials:
         return line | self._judged(technique, outcome)
 
     def rates(self, until: float, tell: Callable[[str], None]) -> dict[str, Rate]:
-        """Of each that is ready.
+        """Of each that is ready, as a run computes: the stages overlap, batches are as large and, on a CPU, as many at once as that technique's first
+        ones find best, which a later round goes on with.
 
         Args:
             until: of :func:`time.monotonic`; no further round is begun that would end later, after the first.
             tell: told what begins.
         """
-        meters = {name: Meter() for name in self.ready}
+        runners = {name: Runner(self._model, self._opened.view) for name in self.ready}
         seconds: dict[str, list[float]] = {name: [] for name in self.ready}
         for number in range(ROUNDS):
             began = time.monotonic()
@@ -103,13 +106,14 @@ class Trials:
             for name, restore in self.ready.items():
                 restore()
                 started = time.monotonic()
-                Runner(self._model, self._opened.view, meters[name]).compute(self.sample)
+                for _ in runners[name].stream([self.sample]):
+                    pass
                 seconds[name].append(time.monotonic() - started)
             now = time.monotonic()
             if now + (now - began) > until:
                 break
         rows = self.sample.num_rows
-        return {name: Rate(rows / statistics.median(times), meters[name].batch_ms()) for name, times in seconds.items()}
+        return {name: Rate(rows / statistics.median(times), runners[name].meter.batch_ms()) for name, times in seconds.items()}
 
     def _judged(self, technique: str, outcome: Outcome) -> dict[str, Any]:
         view = self._opened.view
@@ -125,8 +129,10 @@ class Trials:
 
     def _convert(self, technique: str) -> None:
         from precompute.precision.conversion import use_variant
+        from precompute.techniques.machine import check_float32
 
         if technique == REFERENCE:
+            check_float32(self._model.device)
             self._model.use(self._model.module)
         else:
             examples = self.sample.slice(0, EXAMPLE_ROWS)

@@ -22,7 +22,7 @@ from store.record import Record, read_record, sealed
 
 log = logging.getLogger(__name__)
 
-CODE_VERSION = 1
+CODE_VERSION = 2
 """Raised by whoever changes how figures are computed."""
 
 SHORT = {

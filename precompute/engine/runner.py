@@ -126,31 +126,26 @@ class Runner:
         """Rows that a window of :meth:`stream` should have, as :func:`precompute.engine.batching.joined` takes it."""
         return DEVICE_WINDOW_ROWS if self._staged is not None and self._staged.device.depth else 1
 
-    def compute(self, batch: pa.RecordBatch) -> Outcome:
-        """Run the model over one window of rows; memory for their features must be at hand."""
-        windows = self._preparation.windows(iter([(batch, batch)]))
-        for window in self._forward.windows(self._preparation.batches(windows)):
-            return self._outcome(window)
-        raise AssertionError("a window went in and none came out")
-
-    def begun(self, batch: pa.RecordBatch, go_on: Callable[[], object] = lambda: None) -> Callable[[], Outcome]:
-        """:meth:`compute` in two steps: the rows are made ready now, which other threads must not do meanwhile, and computed by whoever calls what
-        comes back, where the model is ``concurrent``.
+    def compute(self, batch: pa.RecordBatch, *, lanes: int = 1, go_on: Callable[[], object] = lambda: None) -> Outcome:
+        """Run the model over one window of rows; memory for their features must be at hand.
 
         Args:
-            batch: some hundred rows; their inputs are held.
-            go_on: called before each batch is computed; may raise.
+            batch: the rows.
+            lanes: how many batches are computed at once, by a compute thread each, of a model that is ``concurrent``; or one after the other, by all.
+            go_on: called before each batch; may raise.
         """
-        preparation = Preparation(self._model, self._staged, self._view, self.budget.next)
-        ready = list(preparation.batches(preparation.windows(iter([(batch, batch)]))))
+        forward = self._forward
+        if lanes > 1:
+            forward = Forward(self._model, self._staged, self._view, self.meter, self.budget, trial=Trial(lanes, lanes))
 
         def batches() -> Iterator[Batch]:
-            for one in ready:
+            for one in self._preparation.batches(self._preparation.windows(iter([(batch, batch)]))):
                 go_on()
                 yield one
 
-        forward = Forward(self._model, self._staged, self._view, self.meter, self.budget)
-        return lambda: self._outcome(next(forward.windows(batches())))
+        for window in forward.windows(batches()):
+            return self._outcome(window)
+        raise AssertionError("a window went in and none came out")
 
     def stream(
         self, windows: Iterable[pa.RecordBatch], *, hidden: Iterable[str] = (), memory_mb: int = 512

@@ -36,8 +36,8 @@ class TorchModel(ABC):
     """Of rows, where a subclass knows no better: for a small MLP on 2 CPUs, 2,048 at once were 4 % faster than 4,096 and 19 % than 1,024."""
     max_cost: int | None = None
     concurrent = False
-    """Whether several threads may compute in it at once, each a batch of its own: then on a CPU the engine tries that. A module that keeps nothing
-    from one call to the next may say so."""
+    """Whether several threads may prepare and compute in it at once, each rows of its own: then on a CPU the engine tries that. A model and a module
+    that keep nothing from one call to the next may say so."""
     variant = "fp32-eager"
     """Name of what it computes by: see :mod:`precompute.techniques.table`."""
 

@@ -18,6 +18,9 @@ from store.errors import ConfigError
 
 EMULATED_BF16 = ("AVX512_CORE", "AVX512_CORE_VNNI")
 """Instruction sets by which oneDNN says that it supports bfloat16, and emulates it; by lesser ones it says that it does not."""
+PROBED = 256
+"""Rows, inputs and outputs of a product that tells how exact products are: 1 ms, and large enough for the kernels that layers have."""
+FLOAT32_ERROR = 1e-5
 
 
 def has_bf16() -> bool:
@@ -52,7 +55,8 @@ def has_int8_products() -> bool:
 
 def instructions() -> dict[str, Any]:
     """What this CPU has and torch and oneDNN may use, of what values depend on."""
-    limits = {name: os.environ.get(name) for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")}
+    names = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")
+    limits = {name: os.environ.get(name) for name in names}
     return {"flags": dict(torch.cpu.get_capabilities()), "torch": torch.backends.cpu.get_cpu_capability(), **limits}
 
 
@@ -99,6 +103,27 @@ def check_layers(kind: str, right: Callable[[], bool], instead: str) -> None:
         ) from exc
     if not is_right:
         raise ConfigError(f"the {kind} linear layers of torch {torch.__version__} compute something else: choose {instead}")
+
+
+@torch.inference_mode()
+def check_float32(device: Device) -> None:
+    """Refuse to take for float32 what somebody had computed by fewer bits: by ``torch.set_float32_matmul_precision``, ``torch.backends``,
+    ``ONEDNN_DEFAULT_FPMATH_MODE`` or whatever else. bfloat16 is off by 2e-3 of a product, TF32 by 2e-4, float32 by 3e-7.
+
+    Raises:
+        ConfigError: the device's products are none of float32.
+    """
+    made = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(PROBED, PROBED, generator=made) for _ in range(2))
+    exact = x.double() @ weight.double().T
+    found = torch.nn.functional.linear(x.to(device.torch), weight.to(device.torch)).cpu().double()
+    error = ((found - exact).norm() / exact.norm()).item()
+    if not error <= FLOAT32_ERROR:
+        raise ConfigError(
+            f"products in float32 are off by {error:.1g} on {device.name}: something lets torch compute them by fewer bits "
+            "(torch.set_float32_matmul_precision, torch.backends.*.fp32_precision, ONEDNN_DEFAULT_FPMATH_MODE), and no other precision can be "
+            "compared with such: take that back, or choose fp32"
+        )
 
 
 def on_a_cpu_only(name: str, device: Device) -> str:

@@ -34,9 +34,13 @@ from jobs.rows.chunks import Chunks
 from jobs.rows.open_view import EXAMPLE_ROWS, open_view
 from jobs.service.fallback import ViewFallback
 from precompute.engine.runner import Runner
+from precompute.engine.window import Outcome
+from precompute.models.packed_linear import PackedLinear
 from precompute.models.torch_model import TorchModel
 from precompute.models.torch_module import TorchModule
 from precompute.precision.accuracy import compare
+from precompute.precision.reference import PROOF_ROWS
+from precompute.techniques import onednn
 from precompute.techniques.technique import Technique, technique
 from store.errors import ConfigError, GateError, ModelError, RejectedError, SourceError
 from store.offline.snapshot import Verdict
@@ -409,11 +413,19 @@ def test_each_candidate_is_measured_as_what_it_is_in_turns(make_project: MakePro
     computed: list[tuple[str, list[float]]] = []
 
     class Watched(Runner):
-        def compute(self, batch: pa.RecordBatch) -> Any:
-            done = super().compute(batch)
+        def compute(self, batch: pa.RecordBatch, **how: Any) -> Any:
+            done = super().compute(batch, **how)
+            self.note(done)
+            return done
+
+        def stream(self, *given: Any, **how: Any) -> Any:
+            for batch, done in super().stream(*given, **how):
+                self.note(done)
+                yield batch, done
+
+        def note(self, done: Outcome) -> None:
             assert isinstance(self._model, TorchModel)
             computed.append((self._model.variant, done.features.column("double").to_pylist()))
-            return done
 
     monkeypatch.setattr(trials_module, "Runner", Watched)
     project = torch_project(make_project, ROWS, view={"accuracy": LOOSE})
@@ -727,8 +739,8 @@ def test_what_tune_measured_no_run_measures_again(make_project: MakeProject, mon
     project = torch_project(make_project, ROWS, view={"accuracy": LOOSE})
     tune(project, "numbers", only=["bf16-eager"])
     measured: list[str] = []
-    both = AccuracyCheck._both
-    monkeypatch.setattr(AccuracyCheck, "_both", lambda *given: measured.append("again") or both(*given))  # type: ignore[func-returns-value]
+    measure = AccuracyCheck._measure
+    monkeypatch.setattr(AccuracyCheck, "_measure", lambda *given: measured.append("again") or measure(*given))  # type: ignore[func-returns-value]
     project = again(project)
     report = project.run()
     assert (report.gates[0].gate, report.gates[0].passed, measured) == ("accuracy", True, [])
@@ -792,6 +804,56 @@ def test_a_check_that_fails_or_that_nobody_waits_for_ends(make_project: MakeProj
     with pytest.raises(RejectedError):
         bad.run()
     assert "accuracy" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_fault_of_both_packed_precisions_is_seen(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Float32 is computed by packed layers where that is quicker, and only while the module itself computes the same."""
+    techniques: list[str] = []
+    measured = AccuracyCheck._computed
+
+    def computing(check: AccuracyCheck, model: TorchModel, rows: pa.RecordBatch) -> Any:
+        techniques.append(f"{'module' if model.forward is model.module else 'packed'} {rows.num_rows}")
+        return measured(check, model, rows)
+
+    monkeypatch.setattr(AccuracyCheck, "_computed", computing)
+    project = torch_project(make_project, ROWS, view={"precision": "bf16", "backend": "onednn", "accuracy": LOOSE})
+    right = project.run().gates[0]
+    assert right.passed
+    assert techniques == ["packed 120", "packed 120", f"module {PROOF_ROWS}"]
+
+    probe, forward = onednn.probe, PackedLinear.forward
+    monkeypatch.setattr(onednn, "probe", lambda: None)
+    for wrong in (lambda *given: -forward(*given), lambda *given: float("nan") * forward(*given)):
+        techniques.clear()
+        shutil.rmtree(project.store.compiled)
+        with monkeypatch.context() as patched:
+            patched.setattr(PackedLinear, "forward", wrong)
+            with pytest.raises(GateError, match=r"mean cosine -1|rows that both compute"):
+                project.run(full=True)
+        assert techniques[-1] == "module 120"
+    # a kind of layer that cannot be packed at all
+    techniques.clear()
+    monkeypatch.setattr(onednn, "probe", probe)
+    monkeypatch.setattr(PackedLinear, "__init__", None)
+    eager = torch_project(make_project, ROWS, view={"precision": "bf16", "backend": "eager", "accuracy": LOOSE})
+    assert eager.run(full=True).gates[0].passed
+    assert techniques == ["packed 120", "module 120"]
+
+
+def test_what_is_no_float32_is_compared_with_nothing(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = torch.nn.functional.linear
+
+    def rounded(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return linear(x.bfloat16().to(x.dtype), weight.bfloat16().to(x.dtype), bias)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", rounded)
+    project = torch_project(make_project, ROWS, view={"precision": "bf16", "accuracy": LOOSE})
+    for asked in (project.run, lambda: tune(project, "numbers", only=["bf16-eager"])):
+        with pytest.raises(
+            ConfigError, match=r"products in float32 are off by 0\.00\d on cpu: something lets torch compute them by fewer bits"
+        ):
+            asked()
+    assert project.numbers() == []
 
 
 def test_a_precision_that_is_not_accurate_enough_is_computed_where_that_is_accepted(make_project: MakeProject) -> None:
