@@ -16,7 +16,7 @@ from store.api.live_views import LiveViews, Seen
 from store.api.metrics import CONTENT_TYPE, Metrics
 from store.api.openapi import Asks, openapi_document
 from store.api.pools import Pool
-from store.api.reply import JSON_TYPE, Reply, json_reply
+from store.api.reply import JSON_TYPE, NOT_STORED, Reply, json_reply
 from store.api.request import Receive, Scope, headers_of, no_query, read_body
 from store.api.rows import MOST_WAITING, RowRoutes
 from store.api.timing import Timing, timed
@@ -41,7 +41,7 @@ _WAITING = 256
 _PAGE_HEADERS = [
     (b"content-type", b"text/html; charset=utf-8"),
     (b"content-security-policy", POLICY.encode()),
-    (b"cache-control", b"no-store"),
+    NOT_STORED,
 ]
 
 
@@ -115,7 +115,7 @@ class Api:
 
     async def livez(self, scope: Scope, receive: Receive) -> Reply:
         """``GET /livez``."""
-        return Reply(200, [JSON_TYPE], b'{"status":"alive"}')
+        return Reply(200, [JSON_TYPE, NOT_STORED], b'{"status":"alive"}')
 
     async def readyz(self, scope: Scope, receive: Receive) -> Reply:
         """``GET /readyz``."""
@@ -144,7 +144,7 @@ class Api:
 
     async def render_metrics(self, scope: Scope, receive: Receive) -> Reply:
         """``GET /metrics``."""
-        return Reply(200, [(b"content-type", CONTENT_TYPE.encode())], await self._call(self._metrics.render))
+        return Reply(200, [(b"content-type", CONTENT_TYPE.encode()), NOT_STORED], await self._call(self._metrics.render))
 
     async def openapi_json(self, scope: Scope, receive: Receive) -> Reply:
         """``GET /openapi.json``."""

@@ -39,12 +39,13 @@ _TELL_AGAIN_S = 10.0
 _LONGEST_ROUTE = 120
 """Characters of a route in the log."""
 _CACHE_CONTROL = b"cache-control"
+NOT_STORED = (_CACHE_CONTROL, b"no-store")
 PROBLEM_TYPE = (b"content-type", wire.PROBLEM.encode())
 
 
 def json_reply(value: Any, status: int = 200) -> Reply:
-    """Anything that JSON can carry."""
-    return Reply(status, [JSON_TYPE], wire.encode(value))
+    """Anything that JSON can carry, of this moment: no cache keeps it."""
+    return Reply(status, [JSON_TYPE, NOT_STORED], wire.encode(value))
 
 
 def problem(status: int, code: str, detail: str, headers: Headers | None = None, **more: Any) -> Reply:
@@ -52,7 +53,7 @@ def problem(status: int, code: str, detail: str, headers: Headers | None = None,
     body = wire.Problem(f"urn:precompute:problem:{code}", code.replace("_", " "), status, detail, **more)
     lines = [PROBLEM_TYPE, *(headers or [])]
     if all(name != _CACHE_CONTROL for name, _ in lines):
-        lines.append((_CACHE_CONTROL, b"no-store"))
+        lines.append(NOT_STORED)
     return Reply(status, lines, wire.encode(body))
 
 

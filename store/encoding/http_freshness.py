@@ -130,8 +130,10 @@ def chosen_features(plan: AnswerPlan) -> bytes:
 
 
 def lifetime(view: FeatureView) -> tuple[bytes, bytes]:
-    """``Cache-Control`` of a view's rows: their TTL, and how long they may be served past it (RFC 5861)."""
-    return b"cache-control", b"max-age=%d, stale-while-revalidate=%d" % (view.ttl_s, view.stale_for_s)
+    """``Cache-Control`` of a view's rows: their TTL, and how much longer a cache behind us may serve them: while it asks again, and where it is answered by an error
+    (RFC 5861 §3, §4): as long as we serve a stale row ourselves then. All are from the row's own time on, so that what is left of them goes by ``Age``."""
+    told = view.ttl_s, view.stale_for_s, view.stale_for_s + view.stale_if_error_s
+    return b"cache-control", b"max-age=%d, stale-while-revalidate=%d, stale-if-error=%d" % told
 
 
 @lru_cache(4096)

@@ -293,6 +293,35 @@ def test_what_was_read_first_is_judged_when_what_was_read_last_is_there(tmp_path
     assert [row["status"] for answer in reply.json["responses"] for row in answer["rows"]] == ["missing"] * 7
 
 
+def test_caches_are_told_the_same_of_a_row_on_every_path_and_nothing_of_what_is_no_single_row(tmp_path: Path) -> None:
+    """A stale row, read and then kept, as JSON, as Arrow, as a 304, and one that was computed; not of POST, which no cache keeps unasked (RFC 9110 §9.3.3)."""
+    world = World(tmp_path, {"stale": 12.0, "old": 9.0})
+    world.model.known = frozenset({"nobody"})
+    rows = [
+        world.get(ROW + "old"),
+        world.get(ROW + "old"),
+        world.get(ROW + "stale", accept=wire.ARROW),
+        world.get(ROW + "nobody"),
+    ]
+    rows.append(world.get(ROW + "stale", if_none_match=world.get(ROW + "stale").headers["etag"]))
+    assert [(reply.status, reply.headers["age"]) for reply in rows] == [
+        (200, "9"),
+        (200, "9"),
+        (200, "12"),
+        (200, "0"),
+        (304, "12"),
+    ]
+    assert {reply.headers["cache-control"] for reply in rows} == {"max-age=10, stale-while-revalidate=5, stale-if-error=5"}
+    assert world.get(ROW + "none").headers["cache-control"] == "no-store"
+    for path in ("/v1/views", "/readyz", "/livez", "/metrics", "/"):
+        assert world.get(path).headers["cache-control"] == "no-store", path
+    several = {"requests": [{"view": "things", "keys": ["old"]}]}
+    for path, body in ((LOOKUP, {"keys": ["old"]}), (SEARCH, {"vector": [1, 2]}), ("/v1/lookup", several)):
+        for accept in (wire.JSON, wire.ARROW):
+            reply = world.post(path, body, accept=accept)
+            assert (reply.status, reply.headers.keys() & {"cache-control", "age", "expires"}) == (200, set()), path
+
+
 def test_a_304_never_hides_that_a_row_has_become_stale(tmp_path: Path) -> None:
     world = World(tmp_path, {"row": 8.0}, fallback=False)
     for accept in (wire.JSON, wire.ARROW):

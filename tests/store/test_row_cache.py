@@ -225,7 +225,9 @@ def test_where_the_store_fails_a_row_that_is_kept_is_served_as_stale_within_its_
         house.now_s = NOW + passed_s
         reply = house.get("a")
         told.append((reply.status, reply.json["status"], reply.json.get("age_s"), reply.headers.get("age")))
-    # ttl 10 s, stale_for 5 s, stale_if_error 20 s
+        if reply.status == 200:
+            assert reply.headers["cache-control"] == "max-age=10, stale-while-revalidate=5, stale-if-error=25"
+    # ttl 10 s, stale_for 5 s, stale_if_error 20 s: what a cache behind may do, this one does
     assert told[:-1] == [(200, "stale", age_s, age) for age_s, age in ((2.5, "3"), (10.0, "10"), (15.0, "15"), (35.0, "35"))]
     assert told[-1][0] == 503
     house.now_s = NOW + 0.5
