@@ -66,6 +66,8 @@ class Budget:
 
     def next(self) -> int:
         """The budget of the batch made now."""
+        if not self._candidates:
+            return self.cost
         with self._lock:
             if not self._candidates:
                 return self.cost
@@ -84,6 +86,8 @@ class Budget:
             size_bytes: memory it took beyond what was taken before it; 0 when not measured.
             padded_cost: what its rows cost, padding counted; by default there is none.
         """
+        if not size_bytes and not self._candidates and self.cost >= self._wanted:
+            return
         padded_cost = max(cost, padded_cost)
         filled = padded_cost >= FILLED * budget
         with self._lock:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -46,7 +45,7 @@ def checked(view: FeatureView, features: Features, rows: int) -> pa.RecordBatch:
     Raises:
         ModelError: it returns something other than the view declares: a missing feature, another length or type.
     """
-    if not isinstance(features, Mapping):
+    if not isinstance(features, (dict, Mapping)):
         raise ModelError(f"the model of view {view.name!r} returned {type(features).__name__}, not a dict of features")
     columns = []
     for feature in view.features:
@@ -54,58 +53,67 @@ def checked(view: FeatureView, features: Features, rows: int) -> pa.RecordBatch:
             raise ModelError(
                 f"the model of view {view.name!r} returned no {feature.name!r} (it returned: {', '.join(features) or 'nothing'})"
             )
-        columns.append(_column(view, feature, features[feature.name], rows))
+        try:
+            columns.append(_column(feature, features[feature.name], rows))
+        except _Misfit as exc:
+            raise ModelError(f"feature {feature.name!r} of view {view.name!r}: {exc}") from exc.__cause__
     return pa.RecordBatch.from_arrays(columns, schema=view.feature_schema())
 
 
-def _column(view: FeatureView, feature: Feature, values: Any, rows: int) -> pa.Array:
-    where = f"feature {feature.name!r} of view {view.name!r}"
+class _Misfit(Exception):
+    """What is wrong with a feature's values."""
+
+
+def _column(feature: Feature, values: Any, rows: int) -> pa.Array:
     if isinstance(values, pa.ChunkedArray):
         values = values.combine_chunks()
     if not hasattr(values, "__len__") or (isinstance(values, np.ndarray) and values.ndim == 0):
-        raise ModelError(f"{where}: the model returned {type(values).__name__}, not one value for each of {rows} rows")
+        raise _Misfit(f"the model returned {type(values).__name__}, not one value for each of {rows} rows")
     if len(values) != rows:
-        raise ModelError(f"{where}: the model returned {len(values)} values for {rows} rows")
+        raise _Misfit(f"the model returned {len(values)} values for {rows} rows")
     try:
         if feature.dim is not None and not isinstance(values, pa.Array):
             values = np.asarray(values)
             if values.ndim != 2 or values.shape[1] != feature.dim:
-                raise ModelError(
-                    f"{where}: declared as a vector of {feature.dim}, but the model returned shape {list(values.shape)}; correct `dim` or the model"
+                raise _Misfit(
+                    f"declared as a vector of {feature.dim}, but the model returned shape {list(values.shape)}; correct `dim` or the model"
                 )
-            if feature.dtype.startswith("float") and values.dtype.kind in "fiu":
+            if feature.dtype.startswith("float") and values.dtype.kind in "fiu" and values.dtype != feature.dtype:
                 # what does not fit becomes infinite, and is rejected as such
                 with np.errstate(over="ignore"):
                     values = values.astype(feature.dtype, copy=False)
-            flat = pa.array(np.ascontiguousarray(values).reshape(-1)).cast(SCALAR_TYPES[feature.dtype])
+            flat = _as(SCALAR_TYPES[feature.dtype], pa.array(np.ascontiguousarray(values).reshape(-1)))
             return pa.FixedSizeListArray.from_arrays(flat, type=feature.arrow_type)
         if feature.max_items is not None and not isinstance(values, pa.Array):
             values = _lists(values)
         elif not isinstance(values, pa.Array):
             values = np.asarray(values)
             if values.ndim != 1:
-                raise ModelError(
-                    f"{where}: declared as one value a row, but the model returned shape {list(values.shape)}; declare `dim` (or `max_items`, of a "
+                raise _Misfit(
+                    f"declared as one value a row, but the model returned shape {list(values.shape)}; declare `dim` (or `max_items`, of a "
                     "list) or correct the model"
                 )
             values = pa.array(values)
-        column = values.cast(feature.arrow_type)
+        column = _as(feature.arrow_type, values)
         column.validate(full=True)
     except (pa.ArrowException, ValueError, TypeError, OverflowError) as exc:
-        raise ModelError(
-            f"{where}: the model returned {getattr(values, 'type', type(values).__name__)}, which does not fit {feature.arrow_type}: {exc}"
+        raise _Misfit(
+            f"the model returned {getattr(values, 'type', type(values).__name__)}, which does not fit {feature.arrow_type}: {exc}"
         ) from exc
     if feature.max_items is not None:
         longest = pc.max(pc.list_value_length(column)).as_py() or 0
         if longest > feature.max_items:
-            raise ModelError(
-                f"{where}: a list of {longest} items, declared at most {feature.max_items}; correct `max_items` or the model"
-            )
+            raise _Misfit(f"a list of {longest} items, declared at most {feature.max_items}; correct `max_items` or the model")
     if feature.dim is not None and column.null_count:
-        raise ModelError(f"{where}: the model returned a null vector; raise for such a row, or name it in unusable()")
+        raise _Misfit("the model returned a null vector; raise for such a row, or name it in unusable()")
     if (feature.dim is not None or feature.max_items is not None) and column.flatten().null_count:
-        raise ModelError(f"{where}: a vector or list holds a null; leave it out")
+        raise _Misfit("a vector or list holds a null; leave it out")
     return column
+
+
+def _as(kind: pa.DataType, column: pa.Array) -> pa.Array:
+    # even a cast to its own type takes 2 µs
+    return column if column.type == kind else column.cast(kind)
 
 
 def _lists(values: Any) -> pa.Array:
@@ -116,40 +124,41 @@ def _lists(values: Any) -> pa.Array:
     return pa.array([row.tolist() if isinstance(row, np.ndarray) else row for row in values])
 
 
-def finite(view: FeatureView, features: pa.RecordBatch) -> tuple[npt.NDArray[np.bool_], Mapping[int, str]]:
-    """(rows to keep, row → error) by looking for NaN, infinities and, in an indexed cosine vector, zero norm."""
-    keep = np.ones(features.num_rows, np.bool_)
+def bad_rows(view: FeatureView, features: pa.RecordBatch) -> Mapping[int, str]:
+    """Row → error, by looking for NaN, infinities and, in an indexed cosine vector, zero norm."""
     bad: dict[int, str] = {}
-    for feature in view.features:
+    for feature, column in zip(view.features, features.columns, strict=True):
         if not feature.dtype.startswith("float"):
             continue
-        column = features.column(feature.name)
-        if feature.dim is None and feature.max_items is None:
-            if column.null_count:
-                column = pc.fill_null(column, pa.scalar(0.0).cast(column.type))
-            infinite = np.flatnonzero(~np.isfinite(np.asarray(column)))
-        elif feature.dim is not None:
-            matrix = np.asarray(column.flatten()).reshape(-1, feature.dim)
-            infinite = np.flatnonzero(~np.isfinite(matrix).all(axis=1))
-            if view.index is not None and view.index.on == feature.name and view.index.metric == "cosine":
-                for row in np.flatnonzero(~matrix.any(axis=1)).tolist():
-                    bad.setdefault(row, f"{feature.name} is all zeros, which has no direction for cosine")
-        else:
-            items = np.asarray(column.flatten())
-            infinite = np.unique(np.asarray(pc.list_parent_indices(column))[~np.isfinite(items)])
-        for row in infinite.tolist():
+        if feature.dim is None and feature.max_items is None and column.null_count:
+            column = pc.fill_null(column, pa.scalar(0.0).cast(column.type))
+        numbers = np.asarray(column if feature.dim is None and feature.max_items is None else column.flatten())
+        if feature.dim is not None and view.index is not None and view.index.on == feature.name and view.index.metric == "cosine":
+            for row in np.flatnonzero(~numbers.reshape(-1, feature.dim).any(axis=1)).tolist():
+                bad.setdefault(row, f"{feature.name} is all zeros, which has no direction for cosine")
+        is_finite = np.isfinite(numbers)
+        # as good as always
+        if is_finite.all():
+            continue
+        rows = np.flatnonzero(~is_finite)
+        if feature.dim is not None:
+            rows = np.unique(rows // feature.dim)
+        elif feature.max_items is not None:
+            rows = np.unique(np.asarray(pc.list_parent_indices(column))[rows])
+        for row in rows.tolist():
             bad.setdefault(row, f"{feature.name} is not finite")
-    keep[list(bad)] = False
-    return keep, bad
+    return bad
 
 
 def in_order(view: FeatureView, pieces: list[tuple[Rows, pa.RecordBatch]]) -> tuple[Rows, pa.RecordBatch]:
     """All pieces, row numbers and features each, as one batch in the order the rows came in."""
     if not pieces:
         return np.empty(0, np.int64), pa.RecordBatch.from_pylist([], schema=view.feature_schema())
-    rows = np.concatenate([rows for rows, _ in pieces])
-    merged = pa.concat_batches([features for _, features in pieces])
-    if (rows[1:] > rows[:-1]).all():
+    rows, merged = pieces[0]
+    if len(pieces) > 1:
+        rows = np.concatenate([rows for rows, _ in pieces])
+        merged = pa.concat_batches([features for _, features in pieces])
+    if len(rows) == 1 or (rows[1:] > rows[:-1]).all():
         return rows, merged
     order = np.argsort(rows, kind="stable")
     return rows[order], merged.take(pa.array(order))

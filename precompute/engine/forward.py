@@ -97,18 +97,21 @@ class Forward:
             while True:
                 # What is not there yet is not waited for: whoever feeds this may be waiting for what is under way, and it is timed by when it is done.
                 while under_way and (len(under_way) > self._depth or not ready()):
-                    yield from self._land(under_way.popleft())
+                    if done := self._land(under_way.popleft()):
+                        yield done
                 batch = next(batches, None)
                 if batch is None:
                     break
                 if self._trial is not None and self._trial.lanes != (1 if self._lanes is None else self._lanes.count):
                     # each number of lanes has the CPU to itself
                     while under_way:
-                        yield from self._land(under_way.popleft())
+                        if done := self._land(under_way.popleft()):
+                            yield done
                     self._change_lanes(self._trial)
                 under_way.append(self._launch(batch))
             while under_way:
-                yield from self._land(under_way.popleft())
+                if done := self._land(under_way.popleft()):
+                    yield done
         finally:
             if self._lanes is not None:
                 self._lanes.close()
@@ -174,13 +177,13 @@ class Forward:
         self._staged.device.peak_bytes(reset=True)
         return self._staged.device.peak_bytes(reset=True)
 
-    def _land(self, launched: _Launched) -> Iterator[Window]:
+    def _land(self, launched: _Launched) -> Window | None:
+        """What is to be handed on now: the window, when this was its end, or a piece of it."""
         window, positions = launched.batch.window, launched.batch.positions
         if positions is None:
             # nothing asks for them any more, while the window waits to be written
             window.prepared = window.costs = None
-            yield window
-            return
+            return window
         try:
             if launched.error is not None:
                 raise launched.error
@@ -194,15 +197,15 @@ class Forward:
             self._retry(window, positions, without_locals(exc))
         else:
             window.pieces.append((window.rows[positions], features))
-            self._tell(launched, window.cost(positions), window.padded_cost(positions))
-            self._count(window, positions)
+            self._tell(launched, *self._count(window, positions))
         now = time.monotonic()
         self._landed_at = now
         if window.handed_on is None:
             window.handed_on = launched.started
-        if now - window.handed_on >= self._hand_on_s:
-            window.handed_on = now
-            yield window.piece()
+        if now - window.handed_on < self._hand_on_s:
+            return None
+        window.handed_on = now
+        return window.piece()
 
     def _landed(self, launched: _Launched, rows: int) -> Features:
         if launched.in_lane:
@@ -234,14 +237,16 @@ class Forward:
         if self._pace is not None:
             self._pace.done(cost, seconds)
 
-    def _count(self, window: Window, positions: Rows) -> None:
+    def _count(self, window: Window, positions: Rows) -> tuple[int, int]:
+        """What they cost, without padding and with it."""
+        cost, padded_cost = window.cost(positions)
         self._meter.batches += 1
-        if window.costs is None:
-            return
-        self._meter.cost += window.cost(positions)
-        self._meter.padded_cost += window.padded_cost(positions)
-        if self._staged is not None and window.prepared is not None:
-            self._meter.flops += self._staged.flops(window.prepared, positions)
+        if window.costs is not None:
+            self._meter.cost += cost
+            self._meter.padded_cost += padded_cost
+            if self._staged is not None and window.prepared is not None:
+                self._meter.flops += self._staged.flops(window.prepared, positions)
+        return cost, padded_cost
 
     def _retry(self, window: Window, positions: Rows, exc: BaseException) -> None:
         """Compute the rows of a batch that failed in smaller ones: until the row that fails stands alone, or until they fit in memory."""
@@ -249,7 +254,7 @@ class Forward:
         # one halving for each batch: a row that never fits must not shrink the batches of all others to nothing
         if full:
             self._meter.out_of_memory += 1
-            self._budget.out_of_memory(window.padded_cost(positions))
+            self._budget.out_of_memory(window.cost(positions)[1])
         if self._halve(window, positions, exc) and full:
             self._budget.was_one_row()
 
@@ -300,7 +305,7 @@ class Forward:
     def _made(self, features: Features, rows: int) -> Features:
         """A copy of what the model returned, once it was seen to fit."""
         # a model that does not fit its view is told after the first batch, not after its window
-        if not self._fits or not isinstance(features, Mapping):
+        if not self._fits or not isinstance(features, (dict, Mapping)):
             checked(self._view, features, rows)
             self._fits = True
         # Copied in the thread that computed: a model may use its memory again. And one that outlives its batch lies between the activations of the next

@@ -4,7 +4,7 @@ row."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -44,33 +44,32 @@ class Preparation:
         self._checking = model if isinstance(model, CheckingModel) else None
         self._sized = model if staged is None and isinstance(model, SizedModel) else None
 
-    def windows(self, batches: Iterator[tuple[pa.RecordBatch, pa.RecordBatch]], *, in_time: bool = False) -> Iterator[Window]:
-        """Prepared windows of batches, each as it came and as the model sees it; several of one that takes longer than :data:`PREPARE_S`,
-        if ``in_time``."""
-        paced = in_time and (self._staged or self._sized or self._checking) is not None
+    def windows(self, batches: Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]) -> Iterator[Window]:
+        """Prepared windows of batches, each as it came and as the model sees it; several of one that takes longer than :data:`PREPARE_S`."""
+        paced = (self._staged or self._sized or self._checking) is not None
         pace = Pace(START_WINDOW_ROWS if paced else None, PREPARE_S)
         for number, (batch, shown) in enumerate(batches):
             first = 0
             while True:
                 part = shown.slice(first, pace.limit)
-                window = Window(batch, part, number, first, first + part.num_rows >= batch.num_rows)
                 started = time.monotonic()
-                self._prepare(window)
-                if part.num_rows and in_time:
+                window = self.window(Window(batch, part, number, first, first + part.num_rows >= batch.num_rows))
+                if part.num_rows:
                     pace.done(part.num_rows, time.monotonic() - started)
                 yield window
                 first += part.num_rows
                 if window.last:
                     break
 
-    def batches(self, windows: Iterator[Window]) -> Iterator[Batch]:
+    def batches(self, windows: Iterable[Window]) -> Iterator[Batch]:
         """The batches of each window, dearest rows first, and its end."""
         for window in windows:
             for positions, budget in self._planned(window):
                 yield Batch(window, positions, budget, self._inputs(window, positions))
             yield Batch(window, None)
 
-    def _prepare(self, window: Window) -> None:
+    def window(self, window: Window) -> Window:
+        """The same, prepared."""
         if self._checking is not None:
             for row, reason in self._asked("unusable()", self._checking.unusable, window.shown).items():
                 window.reject(row, "input", reason)
@@ -78,15 +77,16 @@ class Preparation:
         if window.rejections:
             window.rows = np.setdiff1d(window.rows, np.fromiter(window.rejections, np.int64))
         if not len(window.rows):
-            return
+            return window
         if self._staged is not None:
             self._prepare_staged(self._staged, window)
         elif self._sized is not None:
             window.costs = self._costs(self._asked("costs()", self._sized.costs, taken(window.shown, window.rows)), window)
+        return window
 
     def _prepare_staged(self, model: StagedModel, window: Window) -> None:
         try:
-            prepared = model.prepare(taken(window.shown, window.rows))
+            prepared = model.prepare(taken(window.shown, window.rows) if window.rejections else window.shown)
         except ModelError:
             raise
         except (Exception, SystemExit):
@@ -144,7 +144,7 @@ class Preparation:
                 f"the model of view {self._view.name!r}: its costs are {costs.dtype} {list(costs.shape)}, not an integer for each of "
                 f"{len(window.rows)} rows"
             )
-        at_least_1: Rows = np.maximum(costs, 1).astype(np.int64)
+        at_least_1: Rows = np.maximum(costs, 1, dtype=np.int64, casting="unsafe")
         return at_least_1
 
     def _planned(self, window: Window) -> Iterator[tuple[Rows, int]]:

@@ -11,12 +11,13 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from precompute.engine.ahead import Ahead
 from precompute.engine.batching import DEVICE_WINDOW_ROWS
 from precompute.engine.budget import Budget
-from precompute.engine.features import checked, finite, in_order
+from precompute.engine.features import bad_rows, checked, in_order
 from precompute.engine.forward import Forward
 from precompute.engine.memory import ResidentPeak, is_out_of_memory, keep_freed_memory, release_threads
 from precompute.engine.meter import Meter
@@ -139,13 +140,11 @@ class Runner:
             forward = Forward(self._model, self._staged, self._view, self.meter, self.budget, trial=Trial(lanes, lanes))
 
         def batches() -> Iterator[Batch]:
-            for one in self._preparation.batches(self._preparation.windows(iter([(batch, batch)]))):
+            for one in self._preparation.batches([self._preparation.window(Window(batch, batch))]):
                 go_on()
                 yield one
 
-        for window in forward.windows(batches()):
-            return self._outcome(window)
-        raise AssertionError("a window went in and none came out")
+        return self._outcome(next(forward.windows(batches())))
 
     def stream(
         self, windows: Iterable[pa.RecordBatch], *, hidden: Iterable[str] = (), memory_mb: int = 512
@@ -197,7 +196,7 @@ class Runner:
         times = self.meter.stage
         read = Ahead("read", windows, times("read"), lambda window: int(window[0].nbytes), share)
         yield read
-        prepared = Ahead("prepare", preparation.windows(read, in_time=True), times("prepare"), Window.prepared_bytes, share, read)
+        prepared = Ahead("prepare", preparation.windows(read), times("prepare"), Window.prepared_bytes, share, read)
         yield prepared
         batches = Ahead("batch", preparation.batches(prepared), times("batch"), Batch.input_bytes, share, prepared, AHEAD_BATCHES)
         yield batches
@@ -259,10 +258,14 @@ class Runner:
         while window.pieces:
             rows, features = window.pieces.pop(0)
             columns = checked(self._view, features, len(rows))
-            keep, bad = finite(self._view, columns)
+            bad = bad_rows(self._view, columns)
             for position, error in bad.items():
                 window.reject(int(rows[position]), "output", error)
-            pieces.append((rows[keep], columns.filter(pa.array(keep))) if bad else (rows, columns))
+            if bad:
+                keep = np.ones(len(rows), np.bool_)
+                keep[list(bad)] = False
+                rows, columns = rows[keep], columns.filter(pa.array(keep))
+            pieces.append((rows, columns))
         rejections = [window.rejections[row] for row in sorted(window.rejections)]
         if window.first:
             rejections = [replace(rejection, row=window.first + rejection.row) for rejection in rejections]

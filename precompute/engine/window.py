@@ -74,13 +74,14 @@ class Window:
         """What the model sees of the rows at these positions."""
         return taken(self.shown, self.rows[positions])
 
-    def cost(self, positions: Rows) -> int:
-        """Of these positions, padding not counted."""
-        return len(positions) if self.costs is None else int(self.costs[positions].sum())
-
-    def padded_cost(self, positions: Rows) -> int:
-        """Of these positions in one batch, where each costs as much as the dearest."""
-        return len(positions) * (1 if self.costs is None else int(self.costs[positions].max()))
+    def cost(self, positions: Rows) -> tuple[int, int]:
+        """Of these positions: padding not counted, and in one batch, where each costs as much as the dearest."""
+        if self.costs is None:
+            return len(positions), len(positions)
+        costs = self.costs[positions]
+        if len(costs) == 1:
+            return int(costs[0]), int(costs[0])
+        return int(costs.sum()), len(costs) * int(costs.max())
 
     def reject(self, row: int, stage: str, error: str) -> None:
         """Row ``row`` of the window has no features."""
@@ -121,10 +122,15 @@ class Batch:
         return sum(int(getattr(part, "nbytes", 0)) for part in inputs)
 
 
+def side_by_side(rows: Rows) -> slice | None:
+    """At least one row, as a slice where each follows the one before."""
+    first, count = int(rows[0]), len(rows)
+    if int(rows[-1]) - first == count - 1 and (count == 1 or (rows[1:] - rows[:-1] == 1).all()):
+        return slice(first, first + count)
+    return None
+
+
 def taken(batch: pa.RecordBatch, rows: Rows) -> pa.RecordBatch:
     """Some rows of a batch, without a copy where they lie side by side."""
-    if len(rows) == batch.num_rows and np.array_equal(rows, np.arange(len(rows))):
-        return batch
-    if len(rows) and int(rows[-1]) - int(rows[0]) == len(rows) - 1 and (np.diff(rows) == 1).all():
-        return batch.slice(int(rows[0]), len(rows))
-    return batch.take(pa.array(rows))
+    where = side_by_side(rows) if len(rows) else None
+    return batch.take(pa.array(rows)) if where is None else batch.slice(where.start, len(rows))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
@@ -16,8 +17,13 @@ from torch.utils.dlpack import from_dlpack
 
 from store.errors import ConfigError, ModelError
 
+_LISTS = frozenset(kind.id for kind in (pa.list_(pa.null()), pa.large_list(pa.null()), pa.list_(pa.null(), 1)))
+
 UNKNOWN = 0
 """Id of null, and of what the vocabulary has not."""
+
+Columns = Mapping[str, pa.Array]
+"""A batch's, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,28 +54,32 @@ class Input:
             if problem := self._misfit(kind):
                 raise ModelError(f"torch_module: inputs.{self.name}: column {name!r} is {kind}{problem}")
 
-    def unusable(self, batch: pa.RecordBatch) -> dict[int, str]:
+    def unusable(self, columns: Columns) -> dict[int, str]:
         """Row → why it makes no tensor: a null that nothing fills, or a list of another length."""
         bad: dict[int, str] = {}
         if self.vocabulary is not None or self.fill is not None:
             return bad
         for name in self.columns:
-            column = batch.column(name)
+            column = columns[name]
             if column.null_count:
                 bad |= dict.fromkeys(pc.indices_nonzero(column.is_null()).to_pylist(), f"{name} is null")
-            if _is_list(column.type):
+            if is_list(column.type):
                 bad |= _broken_lists(name, column, self.dim)
         return bad
 
-    def tensor(self, batch: pa.RecordBatch) -> torch.Tensor:
+    def tensor(self, columns: Columns) -> torch.Tensor:
         """Of all rows; shares the column's memory where its type is the tensor's."""
+        column = columns[self.columns[0]]
         if self.matrix:
-            columns = [_filled(batch.column(name), self.fill) for name in self.columns]
-            return torch.stack([from_dlpack(_as_float(column)) for column in columns], dim=1)
-        column = batch.column(self.columns[0])
+            matrix = np.empty((len(column), len(self.columns)), np.float32)
+            # a number too large for float32 is infinite
+            with np.errstate(over="ignore"):
+                for place, name in enumerate(self.columns):
+                    matrix[:, place] = _as_numbers(_filled(columns[name], self.fill))
+            return torch.from_numpy(matrix)
         if self.vocabulary is not None:
             return _ids(column, self.vocabulary)
-        if _is_list(column.type):
+        if is_list(column.type):
             return _numbers(column.flatten()).view(len(column), -1)
         return _numbers(_filled(column, self.fill))
 
@@ -77,7 +87,7 @@ class Input:
         """What is wrong with a column of this type, to stand after it; empty when it fits."""
         if self.vocabulary is not None:
             return "" if _is_category(kind) else ", not text or whole numbers: CAST it AS VARCHAR in the source"
-        if _is_list(kind):
+        if is_list(kind):
             if self.matrix:
                 return ", a list among columns of numbers: make it an input of its own"
             if self.fill is not None:
@@ -185,8 +195,9 @@ def _vocabulary(name: str, values: Any) -> dict[str, int]:
     return ids
 
 
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+def is_list(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds a list in each row."""
+    return kind.id in _LISTS
 
 
 def _is_number(kind: pa.DataType) -> bool:
@@ -215,15 +226,21 @@ def _broken_lists(name: str, column: pa.Array, dim: int | None) -> dict[int, str
 
 def _numbers(column: pa.Array) -> torch.Tensor:
     """int64 of whole numbers, else float32."""
-    if pa.types.is_integer(column.type) or pa.types.is_boolean(column.type):
-        return from_dlpack(pc.cast(column, pa.int64()))
-    return from_dlpack(_as_float(column))
+    kind = column.type
+    # even a cast to its own type takes 2 µs
+    if kind not in (pa.int64(), pa.float32()):
+        if pa.types.is_boolean(kind):
+            column = pc.cast(column, pa.uint8())
+        column = pc.cast(column, pa.int64()) if pa.types.is_integer(column.type) else pc.cast(column, pa.float32(), safe=False)
+    return from_dlpack(column)
 
 
-def _as_float(column: pa.Array) -> pa.Array:
-    if pa.types.is_boolean(column.type):
-        column = pc.cast(column, pa.uint8())
-    return pc.cast(column, pa.float32(), safe=False)
+def _as_numbers(column: pa.Array) -> npt.NDArray[Any]:
+    """What numpy makes float32 of as Arrow does; three columns of 8,192 rows take a seventh of the time so, and those of one row a ninth."""
+    if pa.types.is_decimal(column.type):
+        column = pc.cast(column, pa.float32(), safe=False)
+    numbers: npt.NDArray[Any] = column.to_numpy(zero_copy_only=False)
+    return numbers
 
 
 def _filled(column: pa.Array, fill: float | None) -> pa.Array:

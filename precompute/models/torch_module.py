@@ -16,10 +16,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_model
 
+from precompute.engine.window import side_by_side
 from precompute.model import Prepared, Verbatim, digest, resolve_path
 from precompute.models.device import Device, Fetch
 from precompute.models.exported_program import load_program, program_flops, takes
-from precompute.models.module_inputs import parse_inputs
+from precompute.models.module_inputs import Columns, is_list, parse_inputs
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.project_module import import_module, plain_name, told
 from precompute.project_path import project_folder
@@ -53,12 +54,15 @@ class Called(torch.nn.Module):
         """
         split = len(tensors) - len(self.keywords)
         returned = self.module(*tensors[:split], **dict(zip(self.keywords, tensors[split:], strict=True)))
+        outputs: Mapping[Any, Any]
         if isinstance(returned, torch.Tensor):
-            returned = (returned,)
-        if isinstance(returned, Mapping):
-            outputs: Mapping[Any, Any] = returned
+            if self.wanted == (0,):
+                return (returned,)
+            outputs = {0: returned}
         elif isinstance(returned, (tuple, list)):
             outputs = dict(enumerate(returned))
+        elif isinstance(returned, Mapping):
+            outputs = returned
         else:
             raise ModelError(
                 f"torch_module: the module returns {type(returned).__name__}, not a tensor, a tuple or a dict of them"
@@ -70,7 +74,7 @@ class Called(torch.nn.Module):
                 )
             if not isinstance(outputs[key], torch.Tensor):
                 raise ModelError(f"torch_module: the module's output {key!r} is {type(outputs[key]).__name__}, not a tensor")
-        return tuple(outputs[key] for key in self.wanted)
+        return tuple([outputs[key] for key in self.wanted])
 
 
 class TorchModule(TorchModel):
@@ -129,6 +133,7 @@ class TorchModule(TorchModel):
         }
         self._inputs = tuple(next(i for i in self._inputs if i.name == name) for name in loaded.arguments)
         self._checked: pa.Schema | None = None
+        self._lists = False
         super().__init__(Called(loaded.module, loaded.keywords, tuple(outputs.values()), program=is_program), runs_on)
 
     def fingerprint(self) -> str:
@@ -140,26 +145,30 @@ class TorchModule(TorchModel):
         """2 for each weight of a linear layer, a row; what other layers need is not counted."""
         return self._flops * len(rows)
 
-    def _unusable(self, batch: pa.RecordBatch) -> dict[int, str]:
-        if self._checked is None or not batch.schema.equals(self._checked):
+    def _columns(self, batch: pa.RecordBatch) -> Columns:
+        """Those that the inputs name, checked."""
+        schema = batch.schema
+        if self._checked is None or not schema.equals(self._checked):
             for argument in self._inputs:
-                argument.check(batch.schema)
-            self._checked = batch.schema
-        bad: dict[int, str] = {}
-        for argument in self._inputs:
-            bad |= argument.unusable(batch)
-        return bad
+                argument.check(schema)
+            self._checked = schema
+            self._lists = any(is_list(schema.field(name).type) for argument in self._inputs for name in argument.columns)
+        return {name: batch.column(name) for argument in self._inputs for name in argument.columns}
 
     def prepare(self, batch: pa.RecordBatch) -> Prepared:
         """The tensors of all rows; each row costs 1. Bad are those with a null that nothing fills, or a list of another length.
 
-        Measured for 8,192 rows: 0.02 ms for an id, 0.13 ms for three numbers as a matrix, 0.2 ms for text of 20 values and 3 ms for text that is
+        Measured for 8,192 rows: 0.02 ms for an id, 0.03 ms for three numbers as a matrix, 0.2 ms for text of 20 values and 3 ms for text that is
         different in every row.
 
         Raises:
             ModelError: a column is missing, or of a type that its input does not take.
         """
-        bad = self._unusable(batch)
+        columns = self._columns(batch)
+        bad: dict[int, str] = {}
+        if self._lists or any(column.null_count for column in columns.values()):
+            for argument in self._inputs:
+                bad |= argument.unusable(columns)
         if bad:
             # they stand in the way of whole columns: another row's values take their places, and are not computed
             good = np.setdiff1d(np.arange(batch.num_rows), list(bad))
@@ -167,17 +176,16 @@ class TorchModule(TorchModel):
                 return Prepared(np.ones(batch.num_rows, np.int64), (), bad)
             rows = np.full(batch.num_rows, good[0])
             rows[good] = good
-            batch = batch.take(pa.array(rows))
-        return Prepared(np.ones(batch.num_rows, np.int64), tuple(argument.tensor(batch) for argument in self._inputs), bad)
+            columns = self._columns(batch.take(pa.array(rows)))
+        return Prepared(np.ones(batch.num_rows, np.int64), tuple([argument.tensor(columns) for argument in self._inputs]), bad)
 
     def tensors(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> Tensors:
         """In the order of the module's arguments; neighbouring rows are views of what was prepared."""
         whole: Tensors = prepared.payload
-        first = int(rows[0])
-        if int(rows[-1]) - first == len(rows) - 1 and (np.diff(rows) == 1).all():
-            return tuple(t[first : first + len(rows)] for t in whole)
-        chosen = torch.from_numpy(rows)
-        return tuple(t[chosen] for t in whole)
+        if len(rows) == len(prepared.costs) == 1:
+            return whole
+        chosen = side_by_side(rows) or torch.from_numpy(rows)
+        return tuple([t[chosen] for t in whole])
 
     def launch(self, inputs: Tensors) -> Fetch:
         """Raises:

@@ -143,7 +143,7 @@ def simulated(
     stage = Forward(model, model, VIEW, runner.meter, runner.budget, pace, HAND_ON_S)
     whole = pa.table({"cost": pa.array(costs, pa.int64())}).to_batches(WINDOW_ROWS)
     windows = ((batch, batch) for batch in joined(iter(whole), runner.window_rows))
-    batches = _Made(preparation.batches(preparation.windows(windows, in_time=True)), device, prepare_s)
+    batches = _Made(preparation.batches(preparation.windows(windows)), device, prepare_s)
     for window in stage.windows(batches, batches.ready):
         for _, features in window.pieces:
             runner.meter.rows += len(features["y"])

@@ -232,6 +232,25 @@ def test_several_columns_are_one_float32_matrix() -> None:
     assert made(echo(["a"]), a=[1, 2]).tolist() == [1, 2]  # [rows, 1] is one value a row
 
 
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array([2**63 - 1, -(2**63), 2**24 + 1, (1 << 60) + (1 << 36) + 1], pa.int64()),
+        pa.array([2**64 - 1, 2**63 + 2**39 + 1, 2**24 + 3, 0], pa.uint64()),
+        pa.array([1e39, -1e300, 1 + 2**-24, 1e-46], pa.float64()),
+        pa.array([float("nan"), float("inf"), -0.0, 65504.0], pa.float16()),
+        pa.array([True, False, True, True]),
+        pa.array([Decimal("1.5"), Decimal("-0.1"), Decimal(10) ** 30, Decimal(0)], pa.decimal128(38, 5)),
+    ],
+    ids=lambda column: str(column.type),
+)
+def test_a_matrix_has_the_floats_that_arrow_casts_to_the_bit(column: pa.Array) -> None:
+    plain = column.cast(pa.uint8()) if column.type == pa.bool_() else column
+    wanted = np.asarray(plain.cast(pa.float32(), safe=False)).view(np.int32)
+    got = made(echo(["x", "y"]), x=column, y=column)
+    np.testing.assert_array_equal(got.view(np.int32), np.stack([wanted, wanted], 1))
+
+
 def test_a_list_column_has_the_length_that_dim_says() -> None:
     model = echo({"column": "v", "dim": 2})
     batch = pa.record_batch({"v": [[1.0, 2.0], None, [3.0], [4.0, None], [5.0, 6.0]]})
