@@ -36,8 +36,11 @@ _PATH = f"/v1/views/{VIEW.name}"
 
 
 def serve(folder: str, cache_bytes: int) -> None:
-    """The server process: the API, with so many bytes of encoded rows."""
+    """The server process: the API, with so many bytes of encoded rows, as a worker of ``precompute serve`` has it."""
+    from jobs.process.memory import settle
     from store.api.app import create_app
+    from store.guard.gate import Gate
+    from store.guard.hosts import Hosts
     from store.guard.limits import Limits
     from store.guard.server import GuardedServer
     from store.lookup import Lookup
@@ -45,8 +48,11 @@ def serve(folder: str, cache_bytes: int) -> None:
     from store.telemetry.instruments import Meter
 
     meter = Meter()
-    app = create_app(Lookup(TableStore(folder)), meter=meter, cache_bytes=cache_bytes)
-    GuardedServer(app, Limits(), meter).run(sockets=[_listening()])
+    gate = Gate(meter, hosts=Hosts(()))
+    app = create_app(Lookup(TableStore(folder)), gate=gate, meter=meter, cache_bytes=cache_bytes)
+    server = GuardedServer(app, Limits(), meter)
+    settle()
+    server.run(sockets=[_listening()])
 
 
 def serve_constant() -> None:

@@ -195,4 +195,12 @@ def create_app(
         b"/openapi.json": {"GET": api.openapi_json},
         b"/": {"GET": api.page},
     }
-    return Front(rows.row_at_once, rows.row, {b"lookup": rows.lookup, b"search": api.search}, fixed, metrics.refused, gate)
+    return Front(
+        rows.row_at_once,
+        rows.lookup_at_once,
+        rows.row,
+        {b"lookup": rows.lookup, b"search": api.search},
+        fixed,
+        metrics.refused,
+        gate,
+    )

@@ -36,7 +36,8 @@ class Front:
 
     Args:
         row_at_once: ``GET /v1/views/{view}/rows/{key}``, where nothing must be waited for; else None.
-        row: the same where something must.
+        lookup_at_once: ``POST /v1/views/{view}/lookup``, of a body that is there; likewise.
+        row: as ``row_at_once``, where something must be waited for.
         view_posts: what is posted to a view, by the word behind it: ``lookup``, ``search``.
         fixed: path → method → handler.
         refused: told the code of each refusal.
@@ -46,13 +47,14 @@ class Front:
     def __init__(
         self,
         row_at_once: Callable[[Scope, str, bytes], Reply | None],
+        lookup_at_once: Callable[[Scope, str, bytes], Reply | None],
         row: ViewHandler,
         view_posts: Mapping[bytes, ViewHandler],
         fixed: Mapping[bytes, Mapping[str, Handler]],
         refused: Callable[[str], None],
         gate: Gate = open_gate,
     ) -> None:
-        self._row_at_once = row_at_once
+        self._row_at_once, self._lookup_at_once = row_at_once, lookup_at_once
         self._row, self._view_posts, self._fixed, self._refused, self._gate = row, view_posts, fixed, refused, gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -89,6 +91,19 @@ class Front:
             if rest.startswith(_ROWS):
                 try:
                     return self._row_at_once(scope, _name(view), rest[len(_ROWS) :])
+                except Exception as exc:
+                    return self._refusal(exc, scope)
+        return None
+
+    def posted_at_once(self, scope: Scope, body: bytes) -> Reply | None:
+        """As :meth:`at_once`, which had no answer, of a request whose whole body is there. A lookup that was begun, and must be waited for, goes on by :meth:`__call__`
+        with the same scope."""
+        path: bytes = scope["raw_path"]
+        if path.startswith(_VIEWS):
+            view, _, rest = path[len(_VIEWS) :].partition(b"/")
+            if rest == b"lookup":
+                try:
+                    return self._lookup_at_once(scope, _name(view), body)
                 except Exception as exc:
                     return self._refusal(exc, scope)
         return None

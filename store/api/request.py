@@ -145,16 +145,7 @@ async def read_body(receive: Receive, headers: dict[bytes, bytes], kinds: tuple[
         RequestError: 415 or 413.
         Disconnected: the caller hung up.
     """
-    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
-    if kind not in kinds:
-        raise RequestError(
-            f"send Content-Type {' or '.join(kinds)}, got {kind[:80] or 'none'!r}", status=415, code="unsupported_media_type"
-        )
-    encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
-    if encoding != "identity":
-        raise RequestError(
-            f"compressed bodies are refused (Content-Encoding: {encoding[:40]})", status=415, code="unsupported_encoding"
-        )
+    kind = body_kind(headers, kinds)
     length = headers.get(b"content-length", b"0")
     if length.isdigit() and int(length) > wire.MAX_BODY_BYTES:
         raise _too_large()
@@ -172,6 +163,25 @@ async def read_body(receive: Receive, headers: dict[bytes, bytes], kinds: tuple[
         if len(body) > wire.MAX_BODY_BYTES:
             raise _too_large()
     return kind, bytes(body)
+
+
+def body_kind(headers: dict[bytes, bytes], kinds: tuple[str, ...]) -> str:
+    """The media type of a request's body.
+
+    Raises:
+        RequestError: 415, it is none of these, or compressed.
+    """
+    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
+    if kind not in kinds:
+        raise RequestError(
+            f"send Content-Type {' or '.join(kinds)}, got {kind[:80] or 'none'!r}", status=415, code="unsupported_media_type"
+        )
+    encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
+    if encoding != "identity":
+        raise RequestError(
+            f"compressed bodies are refused (Content-Encoding: {encoding[:40]})", status=415, code="unsupported_encoding"
+        )
+    return kind
 
 
 def _too_large() -> RequestError:

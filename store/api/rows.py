@@ -17,9 +17,9 @@ from store.api import arrow, wire
 from store.api.metrics import Metrics
 from store.api.pools import Pool
 from store.api.reply import ARROW_TYPE, JSON_TYPE, RETRY_SOON, Reply, Stream, problem, refusal, tell_failure
-from store.api.request import Receive, Scope, both, headers_of, no_query, query_options, read_body, wants_arrow
+from store.api.request import Receive, Scope, body_kind, both, headers_of, no_query, query_options, read_body, wants_arrow
 from store.api.timing import Timing, timed
-from store.encoding.answer_size import LARGE_ARROW_BYTES, LARGE_BYTES, MAX_ANSWER_BYTES, Measure, Room
+from store.encoding.answer_size import MAX_ANSWER_BYTES, Measure, Room
 from store.encoding.arrow_template import stream_of
 from store.encoding.http_freshness import VARY, Headers, cache_control, matches, missing_headers, row_headers
 from store.encoding.json_rows import lookup_json, lookup_pieces, row_json
@@ -42,9 +42,13 @@ _PIECE_BYTES = 64 * 1024
 """Of a large answer, about: half a millisecond of work, while others wait."""
 _PIECE_ROWS = 16
 
+_BODIES = (wire.JSON, wire.ARROW)
+_BEGUN = "precompute.begun"
+"""In a scope: the lookup that was begun for it: what was asked, how large the answer will be, and the answer."""
+
 
 class _Asked(NamedTuple):
-    """A request for one row, and when it came (:func:`time.perf_counter`)."""
+    """A request for one row, or, with an empty key, for many of a view; and when it came (:func:`time.perf_counter`)."""
 
     started: float
     headers: dict[bytes, bytes]
@@ -243,29 +247,58 @@ class RowRoutes:
             headers.append((b"retry-after", b"%d" % wait_s) if wait_s else RETRY_SOON)
         return problem(status, str(reason), detail, headers, snapshot=pointer.snapshot, model=pointer.model)
 
+    def lookup_at_once(self, scope: Scope, view: str, body: bytes) -> Reply | None:
+        """``POST /v1/views/{view}/lookup``, where nothing must be waited for; else None, and what was begun is in the scope for :meth:`lookup`.
+
+        Raises:
+            RequestError: the request is refused.
+            OnlineStoreError: the store cannot be read.
+        """
+        if self._readers is not None:
+            return None
+        asked = _Asked.of(scope, view, b"")
+        begin, size = self._many(asked, body_kind(asked.headers, _BODIES), body)
+        answer = begin()
+        if answer.pending or size.is_large:
+            scope[_BEGUN] = asked, size, answer
+            return None
+        return self._many_reply(scope, asked, size, answer)
+
     async def lookup(self, scope: Scope, receive: Receive, view: str, _: bytes) -> Reply:
-        """``POST /v1/views/{view}/lookup``."""
-        started = time.perf_counter()
-        headers, options = headers_of(scope), query_options(scope)
-        kind, body = await read_body(receive, headers, (wire.JSON, wire.ARROW))
+        """``POST /v1/views/{view}/lookup``, where :meth:`lookup_at_once` has no answer."""
+        begun: tuple[_Asked, Measure, Answer] | None = scope.get(_BEGUN)
+        if begun is None:
+            asked = _Asked.of(scope, view, b"")
+            begin, size = self._many(asked, *await read_body(receive, asked.headers, _BODIES))
+            begun = asked, size, await self._read(begin)
+        if begun[2].pending:
+            await self._landed(begun[2])
+        return self._many_reply(scope, *begun)
+
+    def _many(self, asked: _Asked, kind: str, body: bytes) -> tuple[Callable[[], Answer], Measure]:
+        """What begins a lookup of many keys, and what measures its answer then."""
+        options = asked.options
         if kind == wire.ARROW:
             keys: list[Any] = arrow.decode_arrow_keys(body)
         else:
             wanted: wire.LookupRequest = wire.decode(wire.decode_lookup, body)
             keys, options = wanted.keys, both(wanted.options(), options)
-        columnar, asked = wants_arrow(headers), cache_control(headers.get(b"cache-control"))
-        size = Measure(self._answer_bytes, columnar)
-        answer = await self._begin(view, keys, options, asked, columnar=columnar, admit=size.add)
-        if answer.pending:
-            await self._landed(answer)
+        size = Measure(self._answer_bytes, wants_arrow(asked.headers))
+        control, columnar = asked.control, size.as_arrow
+        return partial(
+            self._lookup.begin, asked.key[0], keys, options, cache_control=control, columnar=columnar, admit=size.add
+        ), size
+
+    def _many_reply(self, scope: Scope, asked: _Asked, size: Measure, answer: Answer) -> Reply:
+        columnar = size.as_arrow
         kind_of = [ARROW_TYPE if columnar else JSON_TYPE, VARY]
-        if size.total > (LARGE_ARROW_BYTES if columnar else LARGE_BYTES):
-            rows = max(1, len(keys) * _PIECE_BYTES // size.total)
+        if size.is_large:
+            rows = max(1, len(answer.keys) * _PIECE_BYTES // size.total)
             pieces = arrow.arrow_pieces(answer.table(), 8 * rows) if columnar else lookup_pieces(answer, rows)
             reply = self._streamed(kind_of, pieces, size.total)
         else:
             reply = Reply(200, kind_of, _as_arrow(answer) if columnar else lookup_json(answer))
-        return self._told("lookup", scope, answer, started, reply)
+        return self._told("lookup", scope, answer, asked.started, reply)
 
     def _told(self, route: str, scope: Scope, answer: Answer, started: float, reply: Reply) -> Reply:
         """The reply, counted, with what it took where that is wanted."""
@@ -305,8 +338,7 @@ class RowRoutes:
                 # one after the other, so that what they took adds up
                 stages.update(self._metrics.answered("multi_lookup", answer, time.perf_counter() - started, encoded=False))
         pieces = _several([one.view for one in wanted.requests], begun)
-        large = size.total > LARGE_BYTES
-        reply = self._streamed([JSON_TYPE], pieces, size.total) if large else Reply(200, [JSON_TYPE], b"".join(pieces))
+        reply = self._streamed([JSON_TYPE], pieces, size.total) if size.is_large else Reply(200, [JSON_TYPE], b"".join(pieces))
         if self._timing is Timing.NOT_TOLD:
             return reply
         return timed(scope, reply, stages, time.perf_counter() - started, self._timing)
@@ -375,7 +407,11 @@ class RowRoutes:
         columnar: bool = False,
         admit: Callable[[AnswerPlan, FoundRows], None] | None = None,
     ) -> Answer:
-        begin = partial(self._lookup.begin, view, keys, options, cache_control=asked, columnar=columnar, admit=admit)
+        return await self._read(
+            partial(self._lookup.begin, view, keys, options, cache_control=asked, columnar=columnar, admit=admit)
+        )
+
+    async def _read(self, begin: Callable[[], Answer]) -> Answer:
         return begin() if self._readers is None else await self._readers.run(begin)
 
 

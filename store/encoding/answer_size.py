@@ -56,7 +56,12 @@ class Measure:
 
     def __init__(self, limit: int, as_arrow: bool = False) -> None:
         self.total = 0
-        self._limit, self._as_arrow = limit, as_arrow
+        self._limit, self.as_arrow = limit, as_arrow
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the answer is to be made and sent piece by piece."""
+        return self.total > (LARGE_ARROW_BYTES if self.as_arrow else LARGE_BYTES)
 
     def add(self, plan: AnswerPlan, found: FoundRows) -> None:
         """Take what is about to be answered into account.
@@ -64,7 +69,7 @@ class Measure:
         Raises:
             RequestError: 413, with the figure.
         """
-        total = self.total + answer_bytes(plan, found, self._as_arrow)
+        total = self.total + answer_bytes(plan, found, self.as_arrow)
         if total > self._limit:
             raise RequestError(
                 f"the answer would have about {total:,} bytes, at most {self._limit:,} are sent: ask for fewer keys or features, or for Arrow",

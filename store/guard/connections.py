@@ -67,6 +67,8 @@ class Connections:
         """How long a connection may wait for a head, a body, our answer, the next request; one that has ended has its own time."""
         self.at_once: Callable[[dict[str, Any]], Reply | None] | None = None
         """What answers a request that need not be waited for, by its scope; None where nothing does."""
+        self.posted_at_once: Callable[[dict[str, Any], bytes], Reply | None] | None = None
+        """Likewise, by its scope and its body, once that is there."""
         self._lines: tuple[Any, bytes] = None, b""
         self.bodies = 0
         """Bytes of bodies that no route has answered yet."""

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from store.api.front import ASKED
-from store.api.reply import RETRY_SOON, Reply, problem
+from store.api.reply import RETRY_SOON, Reply, Stream, problem
 from store.guard.connections import Connections, header_lines
 
 LINGER_BYTES, LINGER_HEAD_BYTES = 16 * 2**20, 2**18
@@ -90,6 +90,8 @@ class LimitedProtocol(HttpToolsProtocol):
         """Bytes of it that it took all the same, and that it had yet to take when it last let it wait."""
         self._at_once = 0
         """Requests answered at once, of those that came with the last bytes."""
+        self._whole: bytes | None = None
+        """Of a posted request that is not begun yet, since all of it is among the bytes that came last: what was parsed of its body."""
         self._received = self._begun = self._head_bytes = self._body_bytes = self._thrown_away = 0
 
     # ---- reading
@@ -116,7 +118,11 @@ class LimitedProtocol(HttpToolsProtocol):
             self._throw_away(len(data))
             return
         try:
-            self.parser.feed_data(data)
+            try:
+                self.parser.feed_data(data)
+            finally:
+                if self._whole is not None:
+                    self._begin()
         except httptools.HttpParserUpgrade:
             if self._waits_for != _BUSY:
                 # CONNECT, whose URL is none
@@ -176,7 +182,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refusal = problem(429, "too_many_pipelined", f"at most {limits.pipelined} requests of a connection may wait")
             raise _Refused
         if not self._answered_at_once():
-            super().on_headers_complete()
+            if self._comes_whole():
+                self._whole = b""
+            else:
+                super().on_headers_complete()
         # what follows a body in chunks is none of a request's headers (RFC 9110 §6.5.1): it goes where nobody reads it
         self.headers = []
         self._waits_for, self._head_bytes = _BODY, 0
@@ -185,6 +194,9 @@ class LimitedProtocol(HttpToolsProtocol):
         """A part of it."""
         self._body_bytes += len(body)
         self._head_bytes = 0
+        if self._whole is not None:
+            self._whole += body
+            return
         if self.cycle.response_complete:
             if self._body_bytes > self._limits.body_bytes:
                 self._throw_away(len(body))
@@ -192,6 +204,9 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._body_bytes > self._limits.body_bytes:
             self._refusal = problem(413, "body_too_large", f"a body has at most {self._limits.body_bytes} bytes")
             raise _Refused
+        self._take(body)
+
+    def _take(self, body: bytes) -> None:
         self._held += len(body)
         self._all.bodies += len(body)
         if self._all.bodies > self._limits.bodies_bytes:
@@ -201,6 +216,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """All of it is there."""
+        if self._whole is not None and not self._answered_whole(self._whole):
+            self._begin()
         super().on_message_complete()
         self._waits_for = _IDLE if self.cycle.response_complete else _BUSY
 
@@ -227,23 +244,56 @@ class LimitedProtocol(HttpToolsProtocol):
             return False
         self._at_once += 1
         scope, url = cast(dict[str, Any], self.scope), httptools.parse_url(self.url)
-        scope["method"] = method = self.parser.get_method().decode("ascii")
+        scope["method"] = self.parser.get_method().decode("ascii")
         scope["raw_path"], scope["query_string"] = url.path, url.query or b""
         reply = at_once(scope)
-        if reply is None or not isinstance(reply.body, bytes):
+        if reply is None:
             scope[ASKED] = True
             return False
+        self._answer(reply)
+        return True
+
+    def _comes_whole(self) -> bool:
+        """Whether the request, which was posted and is not answered by its head, will be here whole when the bytes that came last are parsed."""
+        scope = cast(dict[str, Any], self.scope)
+        if self._all.posted_at_once is None or ASKED not in scope or scope["method"] != "POST" or self.expect_100_continue:
+            return False
+        # digits, else the parser had refused it
+        size = next((int(value[:10]) for name, value in self.headers if name == b"content-length"), None)
+        return size is not None and size <= min(self._received, self._limits.body_bytes)
+
+    def _answered_whole(self, body: bytes) -> bool:
+        """Whether a request that is here whole needed no task."""
+        # one of the bytes that came last: what it takes is not known before, and others have their turn
+        self._at_once = self._limits.pipelined
+        assert self._all.posted_at_once is not None
+        reply = self._all.posted_at_once(cast(dict[str, Any], self.scope), body)
+        if reply is None:
+            return False
+        self._whole = None
+        self._answer(reply)
+        return True
+
+    def _begin(self) -> None:
+        """Have what was not answered at once go the whole way, with what is there of its body."""
+        body, self._whole = self._whole, None
+        super().on_headers_complete()
+        if body:
+            self._take(body)
+
+    def _answer(self, reply: Reply) -> None:
+        """In one piece."""
+        assert not isinstance(reply.body, Stream)
         keep_alive = self.parser.should_keep_alive() and self.parser.get_http_version() != "1.0"
         length = b"" if reply.status == HTTPStatus.NOT_MODIFIED else b"content-length: %d\r\n" % len(reply.body)
         head = self._all.head(self.server_state.default_headers), header_lines(reply.headers), length
         close = b"" if keep_alive else b"connection: close\r\n"
-        shown = b"" if method == "HEAD" else reply.body
-        self.transport.write(b"%b%b%b%b%b\r\n%b" % (STATUS_LINE[reply.status], *head, close, shown))
+        shown = b"" if self.scope["method"] == "HEAD" else reply.body
+        self.transport.write(b"".join((STATUS_LINE[reply.status], *head, close, b"\r\n", shown)))
         self.cycle, self._running = _ANSWERED, None
         if not keep_alive:
             self.transport.close()
         self.on_response_complete()
-        return True
 
     def on_response_complete(self) -> None:
         """An answer is made; the next request, if one waits, is begun."""

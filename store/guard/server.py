@@ -29,7 +29,7 @@ class GuardedServer(uvicorn.Server):
     """Serves an application on listening sockets.
 
     Args:
-        app: ASGI 3. Where it has an ``at_once`` as :class:`store.api.front.Front` has, that is asked first: what it answers needs no task, and goes out in one piece.
+        app: ASGI 3. Where it has an ``at_once``, and a ``posted_at_once``, as :class:`store.api.front.Front` has, these are asked first: what they answer needs no task, and goes out in one piece.
         limits: of its connections; fewer connections where this process may not have as many files open.
         meter: counts them.
         tls: what TCP connections are wrapped in; None for plain HTTP. Unix sockets are always plain.
@@ -58,6 +58,7 @@ class GuardedServer(uvicorn.Server):
         )
         self.connections = Connections(limits, meter, files_for(limits.connections))
         self.connections.at_once = getattr(app, "at_once", None)
+        self.connections.posted_at_once = getattr(app, "posted_at_once", None)
         self._tls = tls
         if tls is not None:
             self.connections.on_tick.append(tls.look)

@@ -79,7 +79,7 @@ def test_how_large_an_answer_will_be_is_known_about(lookup: Lookup, app: Front, 
 def test_a_large_answer_comes_in_pieces_and_says_what_a_small_one_says(
     lookup: Lookup, app: Front, accept: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("store.api.rows.LARGE_ARROW_BYTES", LARGE_BYTES)
+    monkeypatch.setattr("store.encoding.answer_size.LARGE_ARROW_BYTES", LARGE_BYTES)
     for view in ("vectors", "texts"):
         keys = [str(i) for i in range(-20, 980)]
         reply = call(app, "POST", f"/v1/views/{view}/lookup", {"keys": keys}, accept=accept)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from store.api.reply import problem
@@ -40,6 +43,11 @@ class Counted(WholeWay):
 
     def at_once(self, scope: Any) -> Any:
         reply = self._app.at_once(scope)
+        self.answered += reply is not None
+        return reply
+
+    def posted_at_once(self, scope: Any, body: bytes) -> Any:
+        reply = self._app.posted_at_once(scope, body)
         self.answered += reply is not None
         return reply
 
@@ -83,6 +91,58 @@ def get(path: str, *headers: str, method: str = "GET", version: str = "1.1") -> 
     return "\r\n".join([f"{method} {ROW}{path} HTTP/{version}", "Host: x", *headers, "", ""]).encode()
 
 
+ARROW = "application/vnd.apache.arrow.stream"
+
+
+def post(
+    body: bytes, *headers: str, path: str = "/v1/views/things/lookup", kind: str = "application/json", size: int | None = None
+) -> bytes:
+    length = len(body) if size is None else size
+    lines = [f"POST {path} HTTP/1.1", "Host: x", f"Content-Type: {kind}", f"Content-Length: {length}", *headers, "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+def keys(*wanted: str) -> bytes:
+    return json.dumps({"keys": wanted}).encode()
+
+
+def arrow_keys(*wanted: str) -> bytes:
+    sink = pa.BufferOutputStream()
+    table = pa.table({"key": list(wanted)})
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return bytes(sink.getvalue())
+
+
+LOOKUPS = [
+    post(keys("a", "é/b", "old", "nobody", "ahead", "stale")),
+    post(keys("a", "a"), f"Accept: {ARROW}"),
+    post(keys("a", "nobody"), f"Accept: {ARROW}"),
+    post(arrow_keys("a", "é/b"), kind=ARROW),
+    post(keys("a"), "Connection: close"),
+    post(keys("a")).replace(b"HTTP/1.1", b"HTTP/1.0", 1),
+    post(keys("a"), "Cache-Control: max-age=1"),
+    post(keys(*map(str, range(900)))),
+    post(keys("a"), path="/v1/views/things/lookup?features=x&max_age_s=1"),
+    # refused
+    post(keys("a"), path="/v1/views/nothing/lookup"),
+    post(keys("a"), path="/v1/views/things/lookup?nothing=1"),
+    post(keys("a"), "Content-Encoding: gzip"),
+    post(b"{}", kind="text/plain"),
+    post(keys()),
+    post(b""),
+    post(b'{"keys": "a"}'),
+    post(keys("a"), path="/v1/views/things/rows/a"),
+    post(keys("a"), path="/v1/views/things"),
+    # whose body others read, or nobody
+    post(b'{"requests": []}', path="/v1/lookup"),
+    post(b'{"key": "a"}', path="/v1/views/things/search"),
+    post(keys("a"), path="/livez"),
+    # several, of which one is answered at once, among rows
+    b"".join([get("a"), post(keys("a")), get("é"), post(keys("stale", "b")), post(keys("a")), get("a")]),
+]
+
+
 REQUESTS = [
     get("a"),
     get("a?features=t,x"),
@@ -112,13 +172,43 @@ REQUESTS = [
 def test_what_is_answered_at_once_is_what_the_whole_way_answers_byte_by_byte(cache_bytes: int) -> None:
     at_once, whole = Counted(house(cache_bytes=cache_bytes).app), WholeWay(house(cache_bytes=cache_bytes).app)
     with served(at_once) as (here, _), served(whole) as (there, _):
-        for data in REQUESTS:
+        for data in REQUESTS + LOOKUPS:
             for _ in range(2):
                 answer = sent(here, data)
                 assert answer.startswith(b"HTTP/1.1 ")
                 assert answer == sent(there, data), data
-    # of rows, not all the rest
-    assert 30 < at_once.answered < 2 * len(REQUESTS) + 8
+    # of rows and lookups, not all the rest
+    assert 30 + 2 * 15 < at_once.answered < 2 * len(REQUESTS + LOOKUPS) + 8
+
+
+def test_a_posted_body_that_comes_in_pieces_or_is_waited_for_is_answered_the_same() -> None:
+    at_once = Counted(house().app)
+    with served(at_once, body_bytes=64) as (address, meter), socket.create_connection(address, timeout=20) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        whole = post(keys("a", "stale"))
+        connection.sendall(whole)
+        (reply,) = replies(connection, 1)
+        assert at_once.answered == 1
+        head = whole.index(b"\r\n\r\n") + 4
+        for cut in (5, head, head + 3, len(whole) - 1):
+            connection.sendall(whole[:cut])
+            time.sleep(0.03)
+            connection.sendall(whole[cut:])
+            (again,) = replies(connection, 1)
+            assert (again.status, again.json["rows"][0]["features"]) == (200, reply.json["rows"][0]["features"])
+        # its head alone came first, or it did not
+        assert at_once.answered == 2
+        # of those that come together one, so that others have their turn
+        connection.sendall(whole * 3)
+        assert [reply.status for reply in replies(connection, 3)] == [200] * 3
+        assert at_once.answered == 3
+        connection.sendall(post(keys("a"), "Expect: 100-continue"))
+        assert connection.recv(25) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        assert [reply.status for reply in replies(connection, 1)] == [200]
+        assert at_once.answered == 3
+        connection.sendall(post(keys("x" * 60)))
+        assert [reply.status for reply in replies(connection, 1)] == [413]
+        assert meter.counter(CONNECTIONS_CLOSED, "too_large").value == 1
 
 
 def test_the_gate_stands_before_it_and_is_asked_once() -> None:
