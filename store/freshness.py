@@ -43,9 +43,12 @@ class Sighting(NamedTuple):
 
     def ages_us(self, computed_at_us: npt.NDArray[np.int64], now_us: int) -> npt.NDArray[np.int64]:
         """:meth:`age_us` of int64 [rows]."""
-        since = computed_at_us if self.published_us is None else np.minimum(computed_at_us, self.published_us)
-        ages: npt.NDArray[np.int64] = np.maximum(now_us - np.maximum(since, self.renewed_us), self.elapsed_us)
-        return ages
+        # the same, with its bounds put together: three steps over the rows in place of five
+        youngest_us = self.elapsed_us if self.published_us is None else max(now_us - self.published_us, self.elapsed_us)
+        oldest_us = max(now_us - self.renewed_us, self.elapsed_us)
+        ages: npt.NDArray[np.int64] = now_us - computed_at_us
+        np.maximum(ages, youngest_us, out=ages)
+        return np.minimum(ages, oldest_us, out=ages)
 
 
 def microseconds(text: str) -> int | None:

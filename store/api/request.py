@@ -17,8 +17,8 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-_LONGEST_KEPT_QUERY = 256
-"""Bytes of a query string whose options are kept: those of services are short and few."""
+_LONGEST_KEPT = 256
+"""Bytes of a query string, or of a header, whose meaning is kept: those of services are short and few."""
 
 
 class Disconnected(Exception):
@@ -45,7 +45,7 @@ def query_options(scope: Scope) -> LookupOptions:
     query: bytes = scope["query_string"]
     if not query:
         return _DEFAULT
-    return _kept_options(query) if len(query) <= _LONGEST_KEPT_QUERY else _options(query)
+    return _kept_options(query) if len(query) <= _LONGEST_KEPT else _options(query)
 
 
 _DEFAULT = LookupOptions()
@@ -118,6 +118,10 @@ def wants_arrow(headers: dict[bytes, bytes]) -> bool:
     accept = headers.get(b"accept")
     if accept is None or _ARROW not in accept or accept.count(b",") + accept.count(b";") >= MOST_PARTS:
         return False
+    return _kept_preference(accept) if len(accept) <= _LONGEST_KEPT else _prefers_arrow(accept)
+
+
+def _prefers_arrow(accept: bytes) -> bool:
     qualities: dict[bytes, float] = {}
     for part in accept.split(b","):
         kind, *parameters = (piece.strip() for piece in part.split(b";"))
@@ -134,6 +138,7 @@ def wants_arrow(headers: dict[bytes, bytes]) -> bool:
     return arrow > 0 and arrow >= json
 
 
+_kept_preference = lru_cache(256)(_prefers_arrow)
 _ARROW = wire.ARROW.encode()
 _AS_JSON = (wire.JSON.encode(), b"application/*", b"*/*")
 

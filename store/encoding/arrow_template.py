@@ -34,7 +34,10 @@ def _is_plain(plan: AnswerPlan) -> bool:
 def stream_of(answer: Answer) -> bytes | None:
     """The answer as an Arrow IPC stream; None where it takes a table: rows are missing, stale or computed, or values null or of other types."""
     columns, keys = answer.whole_columns(), answer.found.keys
-    if columns is None or not isinstance(keys, PackedKeys) or not _is_plain(answer.plan) or columns.values[0].any():
+    if columns is None or not isinstance(keys, PackedKeys) or not _is_plain(answer.plan):
+        return None
+    null_bits = columns.values[0].tobytes()
+    if null_bits.count(0) != len(null_bits):
         return None
     template = _kept(answer.plan, len(keys))
     if template.head == b"":
