@@ -1,9 +1,10 @@
-"""Feast's side of :mod:`benchmarks.online_feast`: rows materialized into its online store, and read back. Runs in an environment of Feast's own, so it imports nothing of ours.
+"""Feast's side of :mod:`benchmarks.online_feast`, and of :mod:`benchmarks.serve_feast`: rows materialized into its online store, and read back, or to be served. Runs in an
+environment of Feast's own, so it imports nothing of ours.
 
-    python feast_online.py FOLDER PARTS ONLINE
+    python feast_online.py FOLDER PARTS ONLINE [served]
 
-FOLDER has ``requests.npy`` (int64 [requests, keys]) and gets ``feast.arrow``, the answers in that order; PARTS is the folder of the Parquet files, ONLINE the online
-store's settings as JSON.
+FOLDER has ``requests.npy`` (int64 [requests, keys]) and gets ``feast.arrow``, the answers in that order; or, ``served``, gets what ``feast serve`` reads. PARTS is the
+folder of the Parquet files, ONLINE the online store's settings as JSON.
 
 As Feast's guide to performance and the descriptions of its settings say: one feature view and one feature service, the registry held in memory and refreshed by a
 thread, writes without the check of what is there already (``skip_dedup``), all rows of the interval taken (they are unique) and written in batches of 10,000.
@@ -25,18 +26,22 @@ from feast import Entity, FeatureService, FeatureStore, FeatureView, Field, File
 from feast.types import Array, Float32
 
 
+def settings(folder: Path, online: dict[str, Any]) -> dict[str, Any]:
+    """What ``feature_store.yaml`` has."""
+    return {
+        "project": "items",
+        "provider": "local",
+        "registry": {"path": str(folder / "registry.db"), "cache_mode": "thread", "cache_ttl_seconds": 300},
+        "online_store": online,
+        "offline_store": {"type": "dask"},
+        "entity_key_serialization_version": 3,
+        "materialization": {"online_write_batch_size": 10_000},
+    }
+
+
 def opened(folder: Path, parts: str, online: dict[str, Any]) -> tuple[Any, Any]:
     """(the store, its feature service), registered."""
-    config = RepoConfig(
-        project="items",
-        provider="local",
-        registry={"path": str(folder / "registry.db"), "cache_mode": "thread", "cache_ttl_seconds": 300},
-        online_store=online,
-        offline_store={"type": "dask"},
-        entity_key_serialization_version=3,
-        materialization={"online_write_batch_size": 10_000},
-    )
-    store = FeatureStore(config=config)
+    store = FeatureStore(config=RepoConfig(**settings(folder, online)))
     item = Entity(name="item", join_keys=["id"], value_type=ValueType.INT64)
     view = FeatureView(
         name="items",
@@ -51,13 +56,18 @@ def opened(folder: Path, parts: str, online: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def main() -> None:
-    """Materialize, read, and print the figures."""
-    folder = Path(sys.argv[1])
-    store, service = opened(folder, sys.argv[2], json.loads(sys.argv[3]))
+    """Materialize, read where it is not to be served, and print the figures."""
+    folder, online = Path(sys.argv[1]), json.loads(sys.argv[3])
+    store, service = opened(folder, sys.argv[2], online)
     now = datetime.now(UTC)
     started, used = time.perf_counter(), time.process_time()
     store.materialize(now - timedelta(days=1), now + timedelta(days=1))
     figures = {"load_s": time.perf_counter() - started, "load_cpu_s": time.process_time() - used}
+    if sys.argv[4:]:
+        # JSON is YAML
+        (folder / "feature_store.yaml").write_text(json.dumps(settings(folder, online)))
+        print(json.dumps(figures))
+        return
     entities = [{"id": ids} for ids in np.load(folder / "requests.npy").tolist()]
 
     def read(entity: dict[str, list[int]]) -> Any:
