@@ -50,7 +50,7 @@ MIN_FILL = 0.5
 
 
 def batches_by_cost(
-    costs: npt.NDArray[np.int64], max_cost: int | Callable[[], int], max_padding: float = 1.0
+    costs: npt.NDArray[np.int64], max_cost: int | Callable[[int], int], max_padding: float = 1.0
 ) -> Iterator[npt.NDArray[np.int64]]:
     """Row numbers of each batch, dearest rows first, so that running out of memory shows at the start.
 
@@ -58,14 +58,14 @@ def batches_by_cost(
 
     Args:
         costs: int64 [rows], at least 1.
-        max_cost: budget of one batch, or what tells it when the batch is made.
+        max_cost: budget of one batch, or what tells it when the batch is made, given the cost of all rows that are left.
         max_padding: share of the padded cost that may be padding, where the batch stays at least half full without more.
     """
     order = np.argsort(-costs, kind="stable")
     sums = np.concatenate(([0], np.cumsum(costs[order])))
     start = 0
     while start < len(order):
-        budget = max_cost() if callable(max_cost) else max_cost
+        budget = max_cost(int(sums[-1] - sums[start])) if callable(max_cost) else max_cost
         dearest = int(costs[order[start]])
         rows = max(1, min(budget // dearest, len(order) - start))
         if max_padding < 1 and costs[order[start + rows - 1]] < dearest:

@@ -51,6 +51,8 @@ class Budget:
         self._good = 0
         self._bytes_per_cost = 0.0
         self._most = self.cost * reach
+        # what somebody chose is not made smaller
+        self._least = self.cost if fixed else max(1, self.cost // 2)
         self._candidates: list[int] = []
         self._measured: dict[int, list[tuple[int, float]]] = {}
         self._given: dict[int, int] = {}
@@ -64,15 +66,24 @@ class Budget:
         """Whether the search is over."""
         return not self._candidates
 
-    def next(self) -> int:
-        """The budget of the batch made now."""
-        if not self._candidates:
+    def next(self, share: int = 2**62) -> int:
+        """The budget of the batch made now.
+
+        Args:
+            share: of what is left to compute, a part that is small enough for several who compute at once to end together: near the end, batches
+                become smaller, down to half of the first budget.
+        """
+        if not self._candidates and share >= self.cost:
             return self.cost
         with self._lock:
+            if share < self.cost:
+                return min(self.cost, max(share, self._least))
             if not self._candidates:
                 return self.cost
             self._turn += 1
             candidate = self._candidates[self._turn % len(self._candidates)]
+            if share < candidate:
+                return share
             self._given[candidate] += 1
             return candidate
 

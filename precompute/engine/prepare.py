@@ -36,10 +36,10 @@ class Preparation:
         model: the loaded model.
         staged: the same, where it is one.
         view: named in errors.
-        next_budget: tells what the batch made now may cost.
+        next_budget: tells what the batch made now may cost, given the cost of what is left of its window.
     """
 
-    def __init__(self, model: Model, staged: StagedModel | None, view: FeatureView, next_budget: Callable[[], int]) -> None:
+    def __init__(self, model: Model, staged: StagedModel | None, view: FeatureView, next_budget: Callable[[int], int]) -> None:
         self._staged, self._view, self._next_budget = staged, view, next_budget
         self._checking = model if isinstance(model, CheckingModel) else None
         self._sized = model if staged is None and isinstance(model, SizedModel) else None
@@ -155,15 +155,15 @@ class Preparation:
         if window.costs is None or len(positions) < 2:
             start = 0
             while start < len(positions):
-                budget = self._next_budget()
+                budget = self._next_budget(len(positions) - start)
                 yield positions[start : start + budget], budget
                 start += budget
             return
         budget = 0
 
-        def next_budget() -> int:
+        def next_budget(left: int) -> int:
             nonlocal budget
-            budget = self._next_budget()
+            budget = self._next_budget(left)
             return budget
 
         padding = 1.0 if self._staged is None else MAX_PADDING

@@ -94,7 +94,7 @@ class Runner:
         self.budget = budget or self._first_budget(search)
         self._peak = ResidentPeak()
         # Made once: asking a model which protocols it follows takes as long as a small model does.
-        self._preparation = Preparation(model, self._staged, view, self.budget.next)
+        self._preparation = Preparation(model, self._staged, view, lambda _: self.budget.next())
         self._forward = Forward(model, self._staged, view, self.meter, self.budget)
 
     def _first_trial(self, lanes: int | None) -> Trial | None:
@@ -118,9 +118,11 @@ class Runner:
         assert self._staged is not None
         return self._staged.device.free_bytes() // (1 if self._trial is None else self._trial.lanes)
 
-    def _next_budget(self) -> int:
+    def _next_budget(self, left: int) -> int:
+        if self._trial is None or (self._trial.settled and self._trial.lanes == 1):
+            return self.budget.next()
         # the search for the best comes after that for lanes, since in lanes it is another
-        return self.budget.next() if self._trial is None or self._trial.settled else self.budget.cost
+        return self.budget.next(left // (2 * self._trial.lanes)) if self._trial.settled else self.budget.cost
 
     @property
     def window_rows(self) -> int:
@@ -191,7 +193,7 @@ class Runner:
         """The stages before the last, each in a thread of its own and at most ``share`` bytes ahead: read, prepare, batch, model."""
         plain = self._staged is None and not isinstance(self._model, SizedModel)
         pace = Pace(START_ROWS if plain else None, BATCH_S)
-        preparation = Preparation(self._model, self._staged, self._view, lambda: min(self._next_budget(), pace.limit))
+        preparation = Preparation(self._model, self._staged, self._view, lambda left: min(self._next_budget(left), pace.limit))
         forward = Forward(self._model, self._staged, self._view, self.meter, self.budget, pace, HAND_ON_S, self._trial)
         times = self.meter.stage
         read = Ahead("read", windows, times("read"), lambda window: int(window[0].nbytes), share)

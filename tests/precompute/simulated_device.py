@@ -139,7 +139,7 @@ def simulated(
     model = SimulatedModel(device, start_cost)
     runner = Runner(model, VIEW)
     pace = Pace(None, BATCH_S)
-    preparation = Preparation(model, model, VIEW, lambda: min(runner.budget.next(), pace.limit))
+    preparation = Preparation(model, model, VIEW, lambda _: min(runner.budget.next(), pace.limit))
     stage = Forward(model, model, VIEW, runner.meter, runner.budget, pace, HAND_ON_S)
     whole = pa.table({"cost": pa.array(costs, pa.int64())}).to_batches(WINDOW_ROWS)
     windows = ((batch, batch) for batch in joined(iter(whole), runner.window_rows))

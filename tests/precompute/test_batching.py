@@ -64,9 +64,14 @@ def test_padding_is_kept_down_without_losing_rows_or_making_batches_less_than_ha
 
 
 def test_a_budget_that_changes_is_asked_for_each_batch() -> None:
-    budgets = iter([4, 2, 10])
-    found = [rows.tolist() for rows in batches_by_cost(np.ones(9, np.int64), lambda: next(budgets))]
-    assert found == [[0, 1, 2, 3], [4, 5], [6, 7, 8]]
+    budgets, left = iter([4, 2, 10]), list[int]()
+
+    def next_budget(cost: int) -> int:
+        left.append(cost)
+        return next(budgets)
+
+    found = [rows.tolist() for rows in batches_by_cost(np.ones(9, np.int64), next_budget)]
+    assert (found, left) == ([[0, 1, 2, 3], [4, 5], [6, 7, 8]], [9, 5, 3])
 
 
 def test_lengths_that_jump_are_cut_where_they_jump() -> None:

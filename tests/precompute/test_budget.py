@@ -40,6 +40,38 @@ def test_candidates_take_turns() -> None:
     assert [budget.next() for _ in range(6)] == [100, 200, 50, 100, 200, 50]
 
 
+def test_near_the_end_batches_become_smaller_so_that_all_end_together() -> None:
+    budget = Budget(1024, reach=2)
+    assert [budget.next(share) for share in (5000, 5000, 2000, 1024, 1000, 600, 300, 0)] == [
+        1024,
+        2048,
+        512,
+        1024,
+        1000,
+        600,
+        512,
+        512,
+    ]
+    assert Budget(1024, fixed=True).next(100) == 1024  # what somebody chose
+
+    def ends(lanes: int, cost: int, budget: Budget) -> list[int]:
+        """When each lane has nothing to do any more, in rows; each takes as long, and the lane that is free first takes the next batch."""
+        at, left = [0] * lanes, cost
+        while left:
+            batch = min(budget.next(left // (2 * lanes)), left)
+            at[at.index(min(at))] += batch
+            left -= batch
+        return at
+
+    for cost in (9_000, 26_000, 105_000):
+        found = Budget(1024, reach=8)
+        search(found, lambda cost: float(cost))
+        assert found.cost == 8192
+        at = ends(2, cost, found)
+        assert max(at) - min(at) <= 512
+        assert max(ends(2, cost, Budget(8192, fixed=True))) > max(at)
+
+
 def test_what_somebody_fixed_is_not_searched() -> None:
     budget = Budget(77, fixed=True)
     assert (budget.settled, budget.next()) == (True, 77)
