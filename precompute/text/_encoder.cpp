@@ -1,17 +1,16 @@
 /* A BERT encoder without padding, in bfloat16: what precompute/text/encoder.py (there: what for, and when) hands its arrays to.
  *
- * Only the buffer protocol is used. All sizes and ids come from outside and are checked before they are followed. The layers run
- * without the GIL, and keep nothing between calls: any number of threads may be in here at once. */
+ * Only the buffer protocol is used. All sizes and ids come from outside and are checked before they are followed; nobody writes to
+ * them meanwhile. The layers run without the GIL, and keep nothing between calls: any number of threads may be in here at once. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include <stdlib.h>
 
-#include <atomic>
+#include <exception>
 #include <initializer_list>
 #include <mutex>
-#include <system_error>
 #include <thread>
 
 #include "_encoder_vectors.h"
@@ -65,6 +64,8 @@ struct Texts {
 class Queue {
   public:
     Queue(const Texts &texts, size_t rows) : texts(texts), rows(rows) {}
+
+    bool is_empty() const { return next == texts.count; }
 
     /* How many texts, from `first` on, are the caller's: at least one, and no more rows than a chunk may have; 0 when none is left. */
     int take(size_t &first) {
@@ -179,7 +180,7 @@ ENCODER_END
 
 namespace {
 
-typedef bool Encode(const Shape &, const Weights &, const Texts &, Queue &);
+typedef void Encode(const Shape &, const Weights &, const Texts &, Queue &);
 
 #if defined(ENCODER_X86)
 
@@ -213,11 +214,8 @@ Encode *named(const char *name) {
 #if defined(ENCODER_X86)
     static const Cpu cpu;
     if (!strcmp(name, "avx512") && cpu.wide) return wide::encode;
-#if !defined(ENCODER_EMULATE_TILES)
     if (!strcmp(name, "amx") && cpu.tiles) return tiles::encode;
-#endif
-#endif
-#if defined(ENCODER_EMULATE_TILES)
+#elif defined(ENCODER_EMULATE_TILES)
     if (!strcmp(name, "amx")) return tiles::encode;
 #endif
     return nullptr;
@@ -252,6 +250,7 @@ struct Buffers {
     }
     size_t bytes(int which) const { return (size_t)views[which].len; }
     template <class Item> Item *items(int which) const { return (Item *)views[which].buf; }
+    template <class Item> bool aligned(int which) const { return (uintptr_t)views[which].buf % alignof(Item) == 0; }
 };
 
 bool refuse(bool wrong, const char *what) {
@@ -280,6 +279,10 @@ bool checked(const Shape &shape, const Buffers &given, Texts &texts) {
     texts.positions = given.items<const int64_t>(Buffers::POSITIONS);
     texts.lengths = given.items<const int64_t>(Buffers::LENGTHS);
     texts.out = given.items<float>(Buffers::OUT);
+    if (refuse(!given.aligned<int64_t>(Buffers::IDS) || !given.aligned<int64_t>(Buffers::POSITIONS) || !given.aligned<int64_t>(Buffers::LENGTHS) ||
+                   !given.aligned<bf16>(Buffers::PANELS),
+               "ids, positions, lengths and panels must be aligned"))
+        return false;
     uint64_t words = given.bytes(Buffers::WORDS) / row, places = given.bytes(Buffers::PLACES) / row;
     texts.longest = 0;
     for (size_t text = 0; text < texts.count; text++) {
@@ -291,29 +294,23 @@ bool checked(const Shape &shape, const Buffers &given, Texts &texts) {
     return true;
 }
 
-/* All texts, by as many threads; false when there is no memory. */
+/* All texts, by as many threads or fewer, where the system lends no more, or has no memory for their chunks; false when it has none for any. */
 bool by_threads(Encode *layers, const Shape &shape, const Weights &weights, const Texts &texts, int threads) {
     size_t tokens = 0;
     for (size_t text = 0; text < texts.count; text++) tokens += (size_t)texts.lengths[text];
     size_t share = tokens / (size_t)threads + 1;
     Queue queue(texts, share < ROWS_AT_ONCE ? share : (size_t)ROWS_AT_ONCE);
-    std::atomic<bool> done(true);
-    auto work = [&] {
-        if (!layers(shape, weights, texts, queue)) done = false;
-    };
+    auto work = [&] { layers(shape, weights, texts, queue); };
     std::thread others[MOST_THREADS];
     int started = 0;
     try {
-        while (started + 1 < threads && (size_t)started + 1 < texts.count) {
-            others[started] = std::thread(work);
-            started++;
-        }
-    } catch (const std::system_error &) {
-        /* the system lends no more threads: those there are do it */
+        for (; started + 1 < threads && (size_t)started + 1 < texts.count; started++) others[started] = std::thread(work);
+    } catch (const std::exception &) {
+        /* system_error, or bad_alloc: those there are do it */
     }
     work();
     for (int i = 0; i < started; i++) others[i].join();
-    return done;
+    return queue.is_empty();
 }
 
 PyObject *encode(PyObject *, PyObject *arguments) {
@@ -324,7 +321,8 @@ PyObject *encode(PyObject *, PyObject *arguments) {
     if (!PyArg_ParseTuple(arguments, "si(iiii)fOOOOOOOO:encode", &name, &threads, &shape.layers, &shape.width, &shape.heads, &shape.inner, &shape.epsilon, &objects[0],
                           &objects[1], &objects[2], &objects[3], &objects[4], &objects[5], &objects[6], &objects[7]))
         return nullptr;
-    if (refuse(threads < 1 || threads > MOST_THREADS, "threads out of bounds")) return nullptr;
+    if (refuse(threads < 1, "threads out of bounds")) return nullptr;
+    if (threads > MOST_THREADS) threads = MOST_THREADS;
     Encode *layers = named(name);
     if (!layers) return PyErr_Format(PyExc_ValueError, "encode: no kernel %s on this machine", name);
     Buffers given;

@@ -1,5 +1,5 @@
 /* Tiles of Intel's AMX (Intel SDM vol. 1, chapter 18), and the layers over them. For tests, where ENCODER_EMULATE_TILES is defined, what the
- * instructions do is written out in C, so that the same layers run on any machine. */
+ * instructions do is written out in C, so that the same layers run on any machine (and AVX-512's are left out, to be compiled sooner). */
 
 #if defined(ENCODER_EMULATE_TILES)
 

@@ -11,7 +11,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(ENCODER_EMULATE_TILES)
 #define ENCODER_X86 1
 /* GCC 12 finds values that its own intrinsics leave open on purpose (its bug 105593) */
 #if !defined(__clang__)
@@ -85,7 +85,7 @@ static ENCODER_INLINE Vector fma(const Vector &a, const Vector &b, const Vector 
     EACH_LANE r.lane[i] = fmaf(a.lane[i], b.lane[i], c.lane[i]);
     return r;
 }
-/* of two NaN or zeros the second, as MINPS and MAXPS */
+/* the second, where one is NaN or both are zeros, as MINPS and MAXPS */
 static ENCODER_INLINE Vector least(const Vector &a, const Vector &b) {
     Vector r;
     EACH_LANE r.lane[i] = a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i];

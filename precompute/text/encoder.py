@@ -116,8 +116,8 @@ def not_understood(transformer: Any) -> str:
         )
     modules = [(name, module) for name, module in transformer.named_modules() if not name.startswith("pooler")]
     strange = [name or "the model" for name, module in modules if type(module).__name__ not in PARTS or _hooked(module)]
-    shapes = {name: tuple(t.shape) for name, t in transformer.state_dict().items() if not name.startswith("pooler.")}
-    strange += sorted(name for name in shapes.keys() ^ set(_names(config.num_hidden_layers)))
+    weights = {name for name in transformer.state_dict() if not name.startswith("pooler.")}
+    strange += sorted(weights ^ set(_names(config.num_hidden_layers)))
     if strange:
         return f"it is no plain {kind}: {', '.join(strange[:3])}"
     return ""
