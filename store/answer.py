@@ -268,7 +268,7 @@ class Answer:
         """Take what the futures hold now, and judge all rows by the time it is now; a row that is not done is missing for that reason."""
         assert self._statuses is not None or not self.pending
         for i, future in self.pending.items():
-            error = future.exception() if future.done() else Miss(not_done)
+            error = future.exception() if future.done() and not future.cancelled() else Miss(not_done)
             if error is not None:
                 if not isinstance(error, Miss):
                     raise error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -42,7 +44,9 @@ class Miss(Exception):
 
 
 def outcome_of(future: Future[Computed]) -> str:
-    """What became of a row, once that is known: ``computed``, or why it is missing."""
+    """What became of a row, once that is known: ``computed``, why it is missing, or ``given_up`` by who asked for it."""
+    if future.cancelled():
+        return "given_up"
     error = future.exception()
     if error is None:
         return str(Status.COMPUTED)
@@ -71,8 +75,34 @@ class Fallback(Protocol):
             query: the inputs are what the view is searched by, and none of its rows: an encoder may have another prompt for them.
 
         Returns:
-            a future per key: a :class:`Computed`, or :class:`Miss` raised.
+            a future per key, the caller's own: a :class:`Computed`, or :class:`Miss` raised. To cancel it is to give the row up: it is computed only where somebody
+            else waits for it, or where that has begun.
         """
+
+
+class Waiting:
+    """What one request waits for, in whatever thread, so that others may end that, and know when it will be over."""
+
+    def __init__(self) -> None:
+        self.until = -math.inf
+        """When it has no patience any more (:func:`time.monotonic`); minus infinity where it waits for no model."""
+        self._futures: list[Future[Computed]] = []
+        self._lock, self._over = threading.Lock(), False
+
+    def begin(self, future: Future[Computed], until: float) -> None:
+        """It waits for this, too."""
+        with self._lock:
+            self._futures.append(future)
+            self.until, over = max(self.until, until), self._over
+        if over:
+            future.cancel()
+
+    def give_up(self) -> None:
+        """Nobody waits for its answer any more."""
+        with self._lock:
+            self._over = True
+        for future in self._futures:
+            future.cancel()
 
 
 def unpacked_view(view: FeatureView) -> FeatureView:

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from store.answer import ANSWER_FIELDS, Answer, AnswerPlan
 from store.errors import RequestError
-from store.fallback import Computed, Fallback, Miss, check_inputs
+from store.fallback import Computed, Fallback, Miss, Waiting, check_inputs
 from store.feature_view import FeatureView
 from store.freshness import Sighting, microseconds, status_of
 from store.kept.kept_rows import KeptRows
@@ -399,10 +399,15 @@ class Lookup:
         return self.find(view, options)[1]
 
     def find(
-        self, view: str, options: SearchOptions, admit: Callable[[AnswerPlan, FoundRows], None] | None = None
+        self,
+        view: str,
+        options: SearchOptions,
+        admit: Callable[[AnswerPlan, FoundRows], None] | None = None,
+        waiting: Waiting | None = None,
     ) -> tuple[FeatureView, dict[str, Any]]:
-        """As :meth:`search`, and the view as it was searched; ``admit`` raises where features of so many rows are too many, before any is read as a value."""
-        return self._searches.search(view, options, self.fallback, admit)
+        """As :meth:`search`, and the view as it was searched; ``admit`` raises where features of so many rows are too many, before any is read as a value; ``waiting`` is
+        told what is waited for."""
+        return self._searches.search(view, options, self.fallback, admit, waiting)
 
     def warm(self, pointer: Pointer) -> None:
         """Open what the first search of a new snapshot would have to open.

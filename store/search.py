@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from store.answer import MAX_DEADLINE_S, Answer, AnswerPlan
 from store.errors import RequestError, VectorIndexError
-from store.fallback import Fallback, Miss, check_inputs, unpacked_view
+from store.fallback import Fallback, Miss, Waiting, check_inputs, unpacked_view
 from store.feature_view import FeatureView
 from store.freshness import as_datetime, status_of
 from store.key_text import key_text
@@ -69,8 +69,10 @@ class Searches:
         options: SearchOptions,
         fallback: Fallback | None,
         admit: Callable[[AnswerPlan, FoundRows], None] | None = None,
+        waiting: Waiting | None = None,
     ) -> tuple[FeatureView, dict[str, Any]]:
-        """The view, and what :meth:`store.lookup.Lookup.search` gives; ``fallback`` embeds inputs, ``admit`` is as of :meth:`store.lookup.Lookup.begin`."""
+        """The view, and what :meth:`store.lookup.Lookup.search` gives; ``fallback`` embeds inputs, ``admit`` is as of :meth:`store.lookup.Lookup.begin`, ``waiting`` is told
+        what is waited for."""
         options.check()
         for _ in range(5):
             pointer = self._live(view)
@@ -83,7 +85,7 @@ class Searches:
             where = None if options.filter is None else RowFilter(pointer.view, options.filter)
             if options.key is not None:
                 exclude.add(key_text(options.key, entity))
-            query = self._query(pointer, index, options, fallback)
+            query = self._query(pointer, index, options, fallback, waiting or Waiting())
             if query is None:
                 continue
             found = index.search(query, options.k, exclude=exclude, only=only, where=where)
@@ -132,13 +134,13 @@ class Searches:
         return told
 
     def _query(
-        self, pointer: Pointer, index: VectorIndex, options: SearchOptions, fallback: Fallback | None
+        self, pointer: Pointer, index: VectorIndex, options: SearchOptions, fallback: Fallback | None, waiting: Waiting
     ) -> npt.ArrayLike | None:
         """What is searched by: the vector given, or that of a row or of inputs; None when another snapshot was published before the row was read."""
         if options.vector is not None:
             return options.vector
         if options.inputs is not None:
-            return _embedded(fallback, pointer, options.inputs, options.deadline_ms)
+            return _embedded(fallback, pointer, options.inputs, options.deadline_ms, waiting)
         found = index.find(key_text(options.key, pointer.view.entity))
         if found is not None:
             if status_of(pointer.view, self._age_of(pointer)(found.computed_at_us)) is Status.MISSING:
@@ -230,12 +232,13 @@ def _check_model(pointer: Pointer, model: str | None) -> None:
 
 
 def _embedded(
-    fallback: Fallback | None, pointer: Pointer, inputs: Mapping[str, Any], deadline_ms: float | None
+    fallback: Fallback | None, pointer: Pointer, inputs: Mapping[str, Any], deadline_ms: float | None, waiting: Waiting
 ) -> Sequence[float]:
     """The vector that the model makes of inputs now.
 
     Raises:
         RequestError: there is no model here, it was too slow, or it cannot take the inputs.
+        CancelledError: nobody waits for it any more.
     """
     view = pointer.view
     assert view.index is not None
@@ -247,6 +250,7 @@ def _embedded(
     wait_s = view.fallback_deadline_s if deadline_ms is None else min(deadline_ms / 1000, MAX_DEADLINE_S)
     deadline = time.monotonic() + wait_s
     future = fallback.submit(pointer, ["query"], {"query": inputs}, deadline, query=True)[0]
+    waiting.begin(future, deadline)
     try:
         row = future.result(timeout=wait_s).row
     except TimeoutError as exc:

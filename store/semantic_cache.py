@@ -6,12 +6,13 @@ the way, the view's own model computes the row, as without.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
@@ -106,9 +107,6 @@ class SemanticCache:
             self._tell(pointer.view.name, Counter(busy=len(keys)), 0.0)
             return self._fallback.submit(pointer, keys, inputs, deadline)
         futures: list[Future[Computed]] = [Future() for _ in keys]
-        for future in futures:
-            # none can be cancelled by one of those who wait for it
-            future.set_running_or_notify_cancel()
         try:
             self._threads.submit(copy_context().run, self._answer, _Asked(pointer, keys, inputs, deadline, oldest_s, futures))
         except RuntimeError:
@@ -136,8 +134,10 @@ class SemanticCache:
             self._tell(name, outcomes, sum(computed.like.similarity for computed in near.values() if computed.like is not None))
         finally:
             for i, computed in near.items():
-                asked.futures[i].set_result(computed)
-            self._compute(asked, [i for i in range(len(asked.keys)) if i not in near])
+                # given up meanwhile
+                with contextlib.suppress(InvalidStateError):
+                    asked.futures[i].set_result(computed)
+            self._compute(asked, [i for i, future in enumerate(asked.futures) if i not in near and not future.cancelled()])
 
     def _compute(self, asked: _Asked, numbers: Sequence[int]) -> None:
         """Have the model compute the rest."""
@@ -149,10 +149,12 @@ class SemanticCache:
             made = self._fallback.submit(asked.pointer, keys, given, asked.deadline)
         except BaseException as exc:
             for i in numbers:
-                asked.futures[i].set_exception(exc)
+                with contextlib.suppress(InvalidStateError):
+                    asked.futures[i].set_exception(exc)
             raise
         for i, future in zip(numbers, made, strict=True):
             future.add_done_callback(partial(_handed_on, asked.futures[i]))
+            asked.futures[i].add_done_callback(partial(_given_up, future))
 
     def _near(self, asked: _Asked, outcomes: Counter[str]) -> dict[int, Computed]:
         """The number of each key that another entity's row answers → that row.
@@ -198,13 +200,14 @@ class SemanticCache:
         if not wanted:
             return {}
         futures = self._fallback.submit(encoder, [asked.keys[i] for i in wanted], given, done_by)
-        wait(futures, timeout=max(0.0, done_by - time.monotonic()))
+        for i, future in zip(wanted, futures, strict=True):
+            asked.futures[i].add_done_callback(partial(_given_up, future))
         vectors: dict[int, _Vector] = {}
         for i, future in zip(wanted, futures, strict=True):
-            if future.done() and future.exception() is None:
-                vector = self._vector(encoder, future.result().row)
-                if vector is not None:
-                    vectors[i] = vector
+            row = _row(future, done_by)
+            vector = None if row is None else self._vector(encoder, row)
+            if vector is not None:
+                vectors[i] = vector
         return vectors
 
     def _vector(self, encoder: Pointer, row: bytes) -> _Vector | None:
@@ -267,9 +270,23 @@ def _has_one_source(own: Pointer, other: Pointer) -> bool:
     )
 
 
+def _row(future: Future[Computed], done_by: float) -> bytes | None:
+    # too late, given up, or whatever a model raises
+    with contextlib.suppress(Exception):
+        return future.result(max(0.0, done_by - time.monotonic())).row
+    return None
+
+
 def _handed_on(to: Future[Computed], done: Future[Computed]) -> None:
-    error = done.exception()
-    if error is not None:
-        to.set_exception(error)
-    else:
-        to.set_result(done.result())
+    # given up, which is why the other was
+    with contextlib.suppress(InvalidStateError, CancelledError):
+        error = done.exception()
+        if error is not None:
+            to.set_exception(error)
+        else:
+            to.set_result(done.result())
+
+
+def _given_up(behind: Future[Computed], future: Future[Computed]) -> None:
+    if future.cancelled():
+        behind.cancel()

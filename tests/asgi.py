@@ -35,17 +35,23 @@ def scope_of(method: str, path: str, body: Any = None, **headers: str) -> tuple[
     return scope, sent
 
 
-async def exchange(app: Any, scope: Mapping[str, Any], body: bytes) -> Reply:
-    """One request; ``pieces`` among the reply's headers is how many messages the body came in."""
+async def exchange(app: Any, scope: Mapping[str, Any], body: bytes, hangs_up: asyncio.Event | None = None) -> Reply:
+    """One request; ``pieces`` among the reply's headers is how many messages the body came in. Its status is 0 where nothing was answered to a caller who hung up."""
     messages: list[Mapping[str, Any]] = []
+    unread = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Mapping[str, Any]:
-        return {"type": "http.request", "body": body, "more_body": False}
+        if unread:
+            return unread.pop()
+        await (hangs_up or asyncio.Event()).wait()
+        return {"type": "http.disconnect"}
 
     async def send(message: Mapping[str, Any]) -> None:
         messages.append(message)
 
     await app(scope, receive, send)
+    if not messages:
+        return Reply(0, {}, b"")
     start, *parts = messages
     check_documented(scope["method"], scope["raw_path"].decode("latin-1"), start["status"])
     headers = {name.decode(): value.decode("latin-1") for name, value in start["headers"]} | {"pieces": str(len(parts))}

@@ -1,7 +1,7 @@
 """Model link: a lookup worker's connection to one model process, made when there is something to ask, and again after it was lost.
 
 Nobody who asks waits here: a thread writes what was asked, another reads what comes. Whatever becomes of the process, each future ends: with its row,
-with why there is none, or when the connection is lost.
+with why there is none, or when the connection is lost; or it was cancelled, and the process is told that nobody waits.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import queue
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,9 @@ TRY_EVERY_S = 0.05
 """How often a process that is not there yet is looked for."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Asked:
-    """Keys under a pointer, the first of them called ``number``, or, without keys, that it is to be opened."""
+    """Keys under a pointer, the first of them called ``number``, or, without keys, that it is to be opened; ``left`` of them were given up."""
 
     pointer: Pointer
     keys: Sequence[str]
@@ -41,8 +41,9 @@ class _Asked:
     deadline: float
     query: bool
     number: int
-    futures: Sequence[Future[Computed]]
+    futures: list[Future[Computed]]
     trace: str | None = None
+    left: int = 0
 
     def header(self, pointer: int) -> dict[str, Any]:
         if not self.keys:
@@ -74,10 +75,13 @@ class ModelLink:
     def __init__(self, path: Path, want: Callable[[], None], on_lost: Callable[[], None]) -> None:
         self._path, self._want, self._on_lost = path, want, on_lost
         self._numbers = itertools.count()
-        self._lock = threading.Lock()
+        self._lock = threading.Condition(threading.Lock())
+        """Told of what is to be written."""
         self._connection: _Connection | None = None
         self._open: frozenset[tuple[str, tuple[int, str]]] = frozenset()
-        self._outbox: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        self._outbox: dict[int, _Asked] = {}
+        self._left: list[int] = []
+        """Numbers of what nobody waits for any more, of that which was sent."""
         self._in_hand = 0
         self._closed = threading.Event()
         threading.Thread(target=self._write, name="model link", daemon=True).start()
@@ -86,16 +90,16 @@ class ModelLink:
         self, pointer: Pointer, keys: Sequence[str], inputs: Mapping[str, Mapping[str, Any]], deadline: float, query: bool = False
     ) -> list[Future[Computed]]:
         """As :meth:`store.fallback.Fallback.submit`."""
-        futures = self._begin(pointer, keys, inputs, deadline, query, len(keys))
+        asked = self._begin(pointer, keys, inputs, deadline, query, len(keys))
         with self._lock:
-            self._in_hand += len(futures)
-        for future in futures:
-            future.add_done_callback(self._landed)
-        return futures
+            self._in_hand += len(keys)
+        for number, future in enumerate(asked.futures, asked.number):
+            future.add_done_callback(partial(self._landed, asked, number))
+        return asked.futures
 
     def warm(self, pointer: Pointer, deadline: float) -> Future[Computed]:
         """Have the process open what a pointer names; the future always ends in an error, once that was tried."""
-        return self._begin(pointer, (), {}, deadline, False, 1)[0]
+        return self._begin(pointer, (), {}, deadline, False, 1).futures[0]
 
     def is_open(self, pointer: Pointer) -> bool:
         """Whether the process has said that it has this publishing open."""
@@ -111,7 +115,7 @@ class ModelLink:
         with self._lock:
             self._closed.set()
             connection = self._connection
-            self._outbox.put(None)
+            self._lock.notify()
         if connection is not None:
             self._lose(connection)
 
@@ -123,35 +127,59 @@ class ModelLink:
         deadline: float,
         query: bool,
         futures: int,
-    ) -> list[Future[Computed]]:
-        made: list[Future[Computed]] = [Future() for _ in range(futures)]
-        for future in made:
-            # none can be cancelled by one of those who wait for it
-            future.set_running_or_notify_cancel()
+    ) -> _Asked:
         with self._lock:
             number = next(self._numbers)
             for _ in range(futures - 1):
                 next(self._numbers)
+            asked = _Asked(pointer, keys, inputs, deadline, query, number, [Future() for _ in range(futures)], TRACE.get())
             closed = self._closed.is_set()
             if not closed:
-                self._outbox.put(_Asked(pointer, keys, inputs, deadline, query, number, made, TRACE.get()))
+                self._outbox[number] = asked
+                self._lock.notify()
         if closed:
-            _fail(made, _ended())
-        return made
+            _fail(asked.futures, _ended())
+        return asked
 
-    def _landed(self, _: Future[Computed]) -> None:
+    def _landed(self, asked: _Asked, number: int, future: Future[Computed]) -> None:
         with self._lock:
             self._in_hand -= 1
+            if not future.cancelled():
+                return
+            asked.left += 1
+            connection = self._connection
+            if asked.number in self._outbox:
+                if asked.left == len(asked.futures):
+                    del self._outbox[asked.number]
+            elif connection is not None and connection.waiting.pop(number, None) is not None:
+                self._left.append(number)
+                self._lock.notify()
 
     # ---- what is asked
 
     def _write(self) -> None:
-        while (asked := self._outbox.get()) is not None:
-            try:
-                self._send(asked)
-            except (OSError, TypeError, ValueError) as exc:
-                # also inputs that are no JSON, which come from no request over HTTP
-                _fail(asked.futures, Miss(Reason.MODEL_ERROR, f"the model process cannot be asked: {exc}"))
+        while True:
+            with self._lock:
+                while not (self._outbox or self._left or self._closed.is_set()):
+                    self._lock.wait()
+                left, self._left = self._left, []
+                asked = self._outbox.pop(next(iter(self._outbox))) if self._outbox else None
+                connection = self._connection
+            if left and connection is not None:
+                # of another connection, it knows none of them; and one that is lost is seen by who reads
+                with contextlib.suppress(OSError):
+                    connection.socket.sendall(framed({"left": left}))
+            if asked is not None:
+                self._ask(asked)
+            elif self._closed.is_set():
+                return
+
+    def _ask(self, asked: _Asked) -> None:
+        try:
+            self._send(asked)
+        except (OSError, TypeError, ValueError) as exc:
+            # also inputs that are no JSON, which come from no request over HTTP
+            _fail(asked.futures, Miss(Reason.MODEL_ERROR, f"the model process cannot be asked: {exc}"))
 
     def _send(self, asked: _Asked) -> None:
         connection = self._connected(asked.deadline)
@@ -166,6 +194,8 @@ class ModelLink:
             data = framed({"pointer": number}, len(body)) + body
         data += framed(asked.header(number))
         with self._lock:
+            if asked.left == len(asked.futures):
+                return
             lost = connection.lost
             if not lost:
                 connection.waiting |= dict(enumerate(asked.futures, asked.number))
@@ -179,10 +209,12 @@ class ModelLink:
         except OSError:
             # its process ended before it had all of this, and so began nothing of it
             with self._lock:
-                taken = [connection.waiting.pop(one, None) for one in range(asked.number, asked.number + len(asked.futures))]
+                # who reads may have seen the end first, and have ended what was asked
+                lost = connection.lost
+                for one in range(asked.number, asked.number + len(asked.futures)):
+                    connection.waiting.pop(one, None)
             self._lose(connection)
-            # who reads may have seen the end first, and have ended what was asked
-            if None not in taken:
+            if not lost:
                 self._send(asked)
 
     def _connected(self, deadline: float) -> _Connection | None:
@@ -228,13 +260,15 @@ class ModelLink:
             with self._lock:
                 future = connection.waiting.pop(number, None)
             if future is not None:
-                future.set_result(Computed(body[at : at + size], computed_at_us))
+                # given up just now
+                with contextlib.suppress(InvalidStateError):
+                    future.set_result(Computed(body[at : at + size], computed_at_us))
             at += size
         for number, reason, detail, broken in header["missed"]:
             with self._lock:
                 future = connection.waiting.pop(number, None)
             if future is not None:
-                future.set_exception(Miss(Reason(reason), detail, broken=broken))
+                _fail([future], Miss(Reason(reason), detail, broken=broken))
 
     def _lose(self, connection: _Connection) -> None:
         """End what was asked over a connection that is no more."""
@@ -262,5 +296,6 @@ def _ended(broken: bool | None = None) -> Miss:
 
 def _fail(futures: Iterable[Future[Computed]], miss: Miss) -> None:
     for future in futures:
-        if not future.done():
+        # given up, or told already
+        with contextlib.suppress(InvalidStateError):
             future.set_exception(miss)

@@ -13,7 +13,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ from store.telemetry.trace import TRACE
 # from a worker:  {"pointer": n}                      body: the pointer that is called n from now on, on this connection
 #                 {"ask": i, "pointer": n, "keys": […], "inputs": {…}, "deadline": t, "query": …}       the keys are called i, i + 1, …
 #                                                     "trace": …, of a request that is traced: its traceparent
+#                 {"left": [i, …]}                    nobody waits for these any more, and nothing is told of them
 #                 {"warm": i, "pointer": n, "deadline": t}        open it; i is answered as missing once that was tried
 # to a worker:    {"rows": [[i, computed at, bytes], …], "missed": [[i, reason, detail, broken], …], "open": […]}      body: the rows, one after the other;
 #                                                     open: all publishings that are open, where that changed
@@ -65,6 +66,7 @@ class Conversation:
         self._pointers: dict[int, Pointer] = {}
         self._outbox: queue.SimpleQueue[tuple[int, Future[Computed]] | None] = queue.SimpleQueue()
         self._told: list[Any] = []
+        self._asked: dict[int, Future[Computed]] = {}
         for work in (self._read, self._write):
             threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True).start()
 
@@ -75,11 +77,14 @@ class Conversation:
                 while (message := read_message(file)) is not None:
                     self._take(*message)
         finally:
+            self._leave(list(self._asked))
             self._outbox.put(None)
 
     def _take(self, header: Mapping[str, Any], body: pa.Buffer) -> None:
         if "ask" in header:
             self._ask(header)
+        elif "left" in header:
+            self._leave(header["left"])
         elif "warm" in header:
             future = self._fallback.begin_warm(self._pointers[header["pointer"]], header["deadline"])
             future.add_done_callback(partial(self._done, header["warm"]))
@@ -91,10 +96,19 @@ class Conversation:
         TRACE.set(header.get("trace"))
         futures = self._fallback.submit(pointer, header["keys"], header["inputs"], header["deadline"], query=query)
         for number, future in enumerate(futures, header["ask"]):
+            self._asked[number] = future
             future.add_done_callback(partial(self._done, number))
 
+    def _leave(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            future = self._asked.get(number)
+            if future is not None:
+                future.cancel()
+
     def _done(self, number: int, future: Future[Computed]) -> None:
-        self._outbox.put((number, future))
+        self._asked.pop(number, None)
+        if not future.cancelled():
+            self._outbox.put((number, future))
 
     def _write(self) -> None:
         with contextlib.suppress(OSError), self._connection:

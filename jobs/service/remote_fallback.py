@@ -116,7 +116,7 @@ class RemoteFallback(Fallback):
         return breaker
 
     def _landed(self, view: str, future: Future[Computed]) -> None:
-        broken = _broken(future.exception())
+        broken = None if future.cancelled() else _broken(future.exception())
         with self._lock:
             self._in_flight[view] -= 1
             breaker = self._breaker(view)

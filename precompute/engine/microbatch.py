@@ -2,18 +2,20 @@
 
 The thread takes whatever waits for the same group when it is free, and runs it as one batch. With 32 callers that equals a fixed
 2 ms window in throughput (1,065 against 1,062 requests/s) and adds no delay. One flight per key: whoever asks for a key that is being
-computed gets the same future. The queue is bounded; what does not fit is refused at once, and what cannot be done by its deadline is not begun.
+computed gets what it comes to. The queue is bounded; what does not fit is refused at once, and what cannot be done by its deadline, or was given up, is not begun.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, Literal, TypeVar
 
 log = logging.getLogger(__name__)
@@ -37,14 +39,15 @@ LEAST_SLOWER = 2
 """Times as long as at its pace a batch of such a model may take."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Flight(Generic[Payload, Result]):
     group: Hashable
     owner: Hashable
     key: Hashable
     payload: Payload
     deadline: float
-    future: Future[Result] = field(default_factory=Future)
+    futures: set[Future[Result]] = field(default_factory=set)
+    """Of those who wait for it."""
 
 
 class MicroBatcher(Generic[Payload, Result]):
@@ -67,7 +70,8 @@ class MicroBatcher(Generic[Payload, Result]):
     ) -> None:
         self._run, self._refuse = run, refuse
         self._max_queue, self._max_batch = max_queue, max_batch
-        self._waiting: deque[_Flight[Payload, Result]] = deque()
+        self._waiting: dict[_Flight[Payload, Result], None] = {}
+        """In the order in which they came."""
         self._waiting_of: Counter[Hashable] = Counter()
         self._took: dict[Hashable, deque[tuple[float, float]]] = {}
         """Of each group's latest batches: when they were done, and the seconds they took."""
@@ -78,7 +82,7 @@ class MicroBatcher(Generic[Payload, Result]):
         self._thread.start()
 
     def submit(self, group: Hashable, key: Hashable, payload: Payload, deadline: float, owner: Hashable = None) -> Future[Result]:
-        """Ask for one result.
+        """Ask for one result. Who cancels the future gives it up: a flight that nobody waits for any more is not begun.
 
         Args:
             group: what can be computed together.
@@ -87,22 +91,30 @@ class MicroBatcher(Generic[Payload, Result]):
             deadline: :func:`time.monotonic` time; a flight nobody waits for any more, or that takes longer than anybody waits, is not begun.
             owner: on whose account it waits.
         """
+        future: Future[Result] = Future()
         with self._changed:
             flight = self._flights.get((group, key))
-            if flight is not None:
-                flight.deadline = max(flight.deadline, deadline)
-                return flight.future
-            flight = _Flight(group, owner, key, payload, deadline)
-            # shared by its callers: none can cancel it for the others
-            flight.future.set_running_or_notify_cancel()
-            if self._closed or self._waiting_of[owner] >= self._max_queue:
-                flight.future.set_exception(self._refuse("shed"))
-                return flight.future
-            self._flights[group, key] = flight
-            self._waiting.append(flight)
-            self._waiting_of[owner] += 1
-            self._changed.notify()
-            return flight.future
+            if flight is None:
+                if self._closed or self._waiting_of[owner] >= self._max_queue:
+                    future.set_exception(self._refuse("shed"))
+                    return future
+                flight = self._flights[group, key] = _Flight(group, owner, key, payload, deadline)
+                self._waiting[flight] = None
+                self._waiting_of[owner] += 1
+                self._changed.notify()
+            flight.deadline = max(flight.deadline, deadline)
+            flight.futures.add(future)
+        future.add_done_callback(partial(self._left, flight))
+        return future
+
+    def _left(self, flight: _Flight[Payload, Result], future: Future[Result]) -> None:
+        if not future.cancelled():
+            return
+        with self._changed:
+            flight.futures.discard(future)
+            if not flight.futures and flight in self._waiting:
+                del self._waiting[flight], self._flights[flight.group, flight.key]
+                self._waiting_of[flight.owner] -= 1
 
     def close(self) -> None:
         """Refuse what waits, let what runs end, stop the thread."""
@@ -117,7 +129,7 @@ class MicroBatcher(Generic[Payload, Result]):
                 while not self._waiting and not self._closed:
                     self._changed.wait()
                 if self._closed:
-                    for flight in self._waiting:
+                    for flight in list(self._waiting):
                         self._land(flight, self._refuse("shed"))
                     return
                 batch = self._next_batch()
@@ -127,9 +139,10 @@ class MicroBatcher(Generic[Payload, Result]):
     def _next_batch(self) -> list[_Flight[Payload, Result]]:
         """Those of the oldest waiting request's group, at most ``max_batch``, the least patient ones; the others are behind the other groups' then. The lock
         is held."""
-        group = self._waiting[0].group
+        group = next(iter(self._waiting)).group
         mine = [flight for flight in self._waiting if flight.group == group]
-        others = deque(flight for flight in self._waiting if flight.group != group)
+        for flight in mine:
+            del self._waiting[flight]
         now = time.monotonic()
         done_at = now + self._least_s(group, now)
         late = [flight for flight in mine if flight.deadline < done_at]
@@ -137,9 +150,8 @@ class MicroBatcher(Generic[Payload, Result]):
         if len(batch) > self._max_batch:
             # what nobody waits for, such as a stale row computed behind its answer, has the latest of deadlines
             batch.sort(key=lambda flight: flight.deadline)
-            others.extend(batch[self._max_batch :])
+            self._waiting |= dict.fromkeys(batch[self._max_batch :])
             del batch[self._max_batch :]
-        self._waiting = others
         for flight in (*batch, *late):
             self._waiting_of[flight.owner] -= 1
         for flight in late:
@@ -172,10 +184,14 @@ class MicroBatcher(Generic[Payload, Result]):
 
     def _land(self, flight: _Flight[Payload, Result], result: Result | Exception) -> None:
         self._flights.pop((flight.group, flight.key), None)
-        if isinstance(result, Exception):
-            flight.future.set_exception(result)
-        else:
-            flight.future.set_result(result)
+        futures, flight.futures = flight.futures, set()
+        for future in futures:
+            # given up just now
+            with contextlib.suppress(InvalidStateError):
+                if isinstance(result, Exception):
+                    future.set_exception(result)
+                else:
+                    future.set_result(result)
 
 
 def longest_s(deadlines_s: Sequence[float], row_s: float | None) -> float:

@@ -6,6 +6,7 @@ single row, in the headers HTTP has for it (RFC 9111 Age and Cache-Control, RFC 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,13 +18,14 @@ from store.api.metrics import CONTENT_TYPE, Metrics
 from store.api.openapi import Asks, openapi_document
 from store.api.pools import Pool
 from store.api.reply import JSON_TYPE, NOT_STORED, Reply, json_reply
-from store.api.request import Receive, Scope, headers_of, no_query, read_body
+from store.api.request import Receive, Scope, headers_of, heard, no_query, read_body
 from store.api.rows import MOST_WAITING, RowRoutes
 from store.api.timing import Timing, timed
 from store.encoding.answer_size import MAX_ANSWER_BYTES, Measure
 from store.encoding.json_rows import search_json
 from store.encoding.row_cache import MAX_CACHE_BYTES
 from store.errors import OnlineStoreError
+from store.fallback import Waiting
 from store.lookup import Lookup
 from store.lookup_options import SearchOptions
 from store.online.online_store import Pointer
@@ -77,6 +79,7 @@ class Api:
         self._lookup, self._metrics, self._readers = lookup, metrics, readers
         self._warming, self._fallback_ready = warming, fallback_ready
         self._searchers = Pool("search", _SEARCHERS, _WAITING)
+        self._searching: set[Waiting] = set()
         self._people = Pool("page", 1, 4)
         self._views = views
         self._page = Page(lookup, metrics.meter, self._known_views)
@@ -90,16 +93,25 @@ class Api:
         no_query(scope)
         _kind, body = await read_body(receive, headers_of(scope), (wire.JSON,))
         wanted: wire.SearchRequest = wire.decode(wire.decode_search, body)
-        body = await self._searchers.run(self._searched, view, wanted.options())
+        waiting = Waiting()
+        self._searching.add(waiting)
+        try:
+            body = await heard(self._searchers.run(self._searched, view, wanted.options(), waiting), receive, waiting.give_up)
+        finally:
+            self._searching.discard(waiting)
         seconds = time.perf_counter() - started
         self._metrics.timed("search", seconds)
         self._metrics.stage("search", seconds)
         reply = Reply(200, [JSON_TYPE], body)
         return reply if self._timing is Timing.NOT_TOLD else timed(scope, reply, {"search": seconds}, seconds, self._timing)
 
-    def _searched(self, view: str, options: SearchOptions) -> bytes:
-        searched, found = self._lookup.find(view, options, Measure(self._answer_bytes).add)
+    def _searched(self, view: str, options: SearchOptions, waiting: Waiting) -> bytes:
+        searched, found = self._lookup.find(view, options, Measure(self._answer_bytes).add, waiting)
         return search_json(found, searched)
+
+    def waits_until(self) -> float:
+        """When the last of the searches that wait for a model will have an answer (:func:`time.monotonic`); minus infinity where none does."""
+        return max((waiting.until for waiting in self._searching), default=-math.inf)
 
     async def views(self, scope: Scope, receive: Receive) -> Reply:
         """``GET /v1/views``."""
@@ -195,7 +207,7 @@ def create_app(
         b"/openapi.json": {"GET": api.openapi_json},
         b"/": {"GET": api.page},
     }
-    return Front(
+    front = Front(
         rows.row_at_once,
         rows.lookup_at_once,
         rows.row,
@@ -204,3 +216,5 @@ def create_app(
         metrics.refused,
         gate,
     )
+    front.waits_until = lambda: max(rows.waits.until(), api.waits_until())
+    return front

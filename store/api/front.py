@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from urllib.parse import unquote_to_bytes
@@ -56,6 +57,8 @@ class Front:
     ) -> None:
         self._row_at_once, self._lookup_at_once = row_at_once, lookup_at_once
         self._row, self._view_posts, self._fixed, self._refused, self._gate = row, view_posts, fixed, refused, gate
+        self.waits_until: Callable[[], float] = lambda: -math.inf
+        """When the last of the requests that wait for a model will have an answer (:func:`time.monotonic`); minus infinity where none does."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, as ASGI hands it over."""

@@ -1,15 +1,20 @@
-"""Pools: threads for what waits, each kind in a bounded pool of its own, so that none of it stands before another."""
+"""Pools: places for what waits, each kind in a bounded pool of its own, so that none of it stands before another: threads, and a place for each request that waits for a model."""
 
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+from store.answer import Answer
+from store.api.request import Disconnected, Receive, hung_up
 from store.errors import RequestError
+from store.status import Reason
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -26,28 +31,116 @@ class Pool:
 
     def __init__(self, name: str, threads: int, waiting: int) -> None:
         self.name = name
-        self._most, self._in_hand = threads + waiting, 0
+        self._most, self._free, self._most_waiting = threads + waiting, threads, waiting
+        self._turns: dict[asyncio.Future[None], None] = {}
+        """Of those that wait, in the order in which they came. They wait here and not for the threads, which would hold whatever was given up meanwhile."""
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
 
     async def run(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """The call's result, or what it raised; a caller who gave up leaves its place when the thread is through.
+        """The call's result, or what it raised; a caller who gave up leaves its place at once, or when the thread is through.
 
         Raises:
             RequestError: 503, too many are waiting.
         """
-        if self._in_hand >= self._most:
-            raise RequestError(f"{self._most} {self.name} calls are in hand already; try again", status=503, code="busy")
-        self._in_hand += 1
         loop = asyncio.get_running_loop()
+        if self._free:
+            self._free -= 1
+        elif len(self._turns) >= self._most_waiting:
+            raise RequestError(f"{self._most} {self.name} calls are in hand already; try again", status=503, code="busy")
+        else:
+            await self._turn(loop.create_future())
         # which request it is for, where that is traced
         future = self._threads.submit(copy_context().run, partial(function, *args, **kwargs))
 
         def left(_: object) -> None:
             if not loop.is_closed():
-                loop.call_soon_threadsafe(self._leave)
+                loop.call_soon_threadsafe(self._next)
 
         future.add_done_callback(left)
         return await asyncio.wrap_future(future)
 
-    def _leave(self) -> None:
-        self._in_hand -= 1
+    async def _turn(self, turn: asyncio.Future[None]) -> None:
+        self._turns[turn] = None
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if self._turns.pop(turn, turn) is turn:
+                # it came just now
+                self._next()
+            raise
+
+    def _next(self) -> None:
+        """A thread is free."""
+        if not self._turns:
+            self._free += 1
+            return
+        turn = next(iter(self._turns))
+        del self._turns[turn]
+        turn.set_result(None)
+
+
+class Waits:
+    """The requests of a worker that wait for models, ``most`` of them at once."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._waiting: dict[asyncio.Future[bool], float] = {}
+        """Of each, until when (monotonic)."""
+
+    def until(self) -> float:
+        """When the last of them will have an answer (:func:`time.monotonic`); minus infinity where none waits."""
+        return max(self._waiting.values(), default=-math.inf)
+
+    async def landed(self, answer: Answer, receive: Receive) -> None:
+        """Wait for an answer's rows in flight, at most until its deadline, without blocking the loop; what is not done then is missing. Where too many wait, it is so at once.
+
+        Raises:
+            Disconnected: the caller hung up, and the rows are given up.
+        """
+        if not answer.pending:
+            return
+        if len(self._waiting) >= self._most:
+            give_up(answer)
+            answer.settle(Reason.SHED)
+            return
+        began, loop = time.perf_counter(), asyncio.get_running_loop()
+        over: asyncio.Future[bool] = loop.create_future()
+        left = len(answer.pending)
+
+        def end(is_there: bool) -> None:
+            if not over.done():
+                over.set_result(is_there)
+
+        def one_done() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                end(True)
+
+        def landed(_: Future[Any]) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(one_done)
+
+        for future in answer.pending.values():
+            future.add_done_callback(landed)
+        patience = loop.call_later(max(0.0, answer.deadline - time.monotonic()), end, True)
+        watch = loop.create_task(hung_up(receive))
+        watch.add_done_callback(lambda _: end(False))
+        self._waiting[over] = answer.deadline
+        try:
+            is_there = await over
+        finally:
+            del self._waiting[over]
+            patience.cancel()
+            watch.cancel()
+        if not is_there:
+            give_up(answer)
+            raise Disconnected
+        answer.settle()
+        answer.wait_s += time.perf_counter() - began
+
+
+def give_up(answer: Answer) -> None:
+    """Nobody waits for its rows in flight any more."""
+    for future in answer.pending.values():
+        future.cancel()

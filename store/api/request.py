@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
 from store.api import wire
@@ -16,13 +17,14 @@ Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+_T = TypeVar("_T")
 
 _LONGEST_KEPT = 256
 """Bytes of a query string, or of a header, whose meaning is kept: those of services are short and few."""
 
 
 class Disconnected(Exception):
-    """The caller hung up before its request was complete."""
+    """The caller hung up before its request was complete, or was answered."""
 
 
 def headers_of(scope: Scope) -> dict[bytes, bytes]:
@@ -141,6 +143,35 @@ def _prefers_arrow(accept: bytes) -> bool:
 _kept_preference = lru_cache(256)(_prefers_arrow)
 _ARROW = wire.ARROW.encode()
 _AS_JSON = (wire.JSON.encode(), b"application/*", b"*/*")
+
+
+async def hung_up(receive: Receive) -> None:
+    """Returns once the caller of a request, whose body was read or is of no interest, has hung up."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def heard(call: Coroutine[Any, Any, _T], receive: Receive, give_up: Callable[[], None]) -> _T:
+    """What a call comes to, as long as the caller of the request is there to hear it.
+
+    Args:
+        call: is cancelled where not.
+        receive: of the request.
+        give_up: called where not, too.
+
+    Raises:
+        Disconnected: the caller hung up.
+    """
+    told, watch = asyncio.ensure_future(call), asyncio.ensure_future(hung_up(receive))
+    try:
+        await asyncio.wait((told, watch), return_when=asyncio.FIRST_COMPLETED)
+        if told.done():
+            return told.result()
+        give_up()
+        raise Disconnected
+    finally:
+        watch.cancel()
+        told.cancel()
 
 
 async def read_body(receive: Receive, headers: dict[bytes, bytes], kinds: tuple[str, ...]) -> tuple[str, bytes]:

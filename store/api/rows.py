@@ -7,7 +7,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from functools import partial
 from http import HTTPStatus
 from typing import Any, NamedTuple
@@ -15,9 +14,20 @@ from typing import Any, NamedTuple
 from store.answer import Answer, AnswerPlan
 from store.api import arrow, wire
 from store.api.metrics import Metrics
-from store.api.pools import Pool
+from store.api.pools import Pool, Waits, give_up
 from store.api.reply import ARROW_TYPE, JSON_TYPE, RETRY_SOON, Reply, Stream, problem, refusal, tell_failure
-from store.api.request import Receive, Scope, body_kind, both, headers_of, no_query, query_options, read_body, wants_arrow
+from store.api.request import (
+    Disconnected,
+    Receive,
+    Scope,
+    body_kind,
+    both,
+    headers_of,
+    no_query,
+    query_options,
+    read_body,
+    wants_arrow,
+)
 from store.api.timing import Timing, timed
 from store.encoding.answer_size import MAX_ANSWER_BYTES, Measure, Room
 from store.encoding.arrow_template import stream_of
@@ -91,7 +101,7 @@ class RowRoutes:
         timing: Timing = Timing.NOT_TOLD,
         waiting: int = MOST_WAITING,
     ) -> None:
-        self._waiting, self._most_waiting = 0, waiting
+        self.waits = Waits(waiting)
         self._timing = timing
         self._lookup, self._metrics, self._readers = lookup, metrics, readers
         self._cache = RowCache(cache_bytes)
@@ -172,7 +182,7 @@ class RowRoutes:
                 raise
             return in_error
         if answer.pending:
-            await self._landed(answer)
+            await self.waits.landed(answer, receive)
         missing = answer.reason(0) is not None
         reply = self._missing(answer, asked.options, asked.control, asked.headers) if missing else self._row_reply(answer, asked)
         return self._told("row", scope, answer, asked.started, reply)
@@ -272,7 +282,7 @@ class RowRoutes:
             begin, size = self._many(asked, *await read_body(receive, asked.headers, _BODIES))
             begun = asked, size, await self._read(begin)
         if begun[2].pending:
-            await self._landed(begun[2])
+            await self.waits.landed(begun[2], receive)
         return self._many_reply(scope, *begun)
 
     def _many(self, asked: _Asked, kind: str, body: bytes) -> tuple[Callable[[], Answer], Measure]:
@@ -331,7 +341,7 @@ class RowRoutes:
             except PrecomputeError as exc:
                 begun.append(self._refused(exc))
             await asyncio.sleep(0)
-        await self._all_landed(begun)
+        await self._all_landed(begun, receive)
         stages: Counter[str] = Counter()
         for answer in begun:
             if isinstance(answer, Answer):
@@ -343,7 +353,7 @@ class RowRoutes:
             return reply
         return timed(scope, reply, stages, time.perf_counter() - started, self._timing)
 
-    async def _all_landed(self, begun: list[Answer | Reply]) -> None:
+    async def _all_landed(self, begun: list[Answer | Reply], receive: Receive) -> None:
         """Wait for what is in flight; what fails is a reply then, and the others are judged by what time it is by now: also where nothing was in flight, the last
         may have been read long after the first."""
         if len(begun) == 1 and not (isinstance(begun[0], Answer) and begun[0].pending):
@@ -351,46 +361,17 @@ class RowRoutes:
         for i, answer in enumerate(begun):
             if isinstance(answer, Answer):
                 try:
-                    await self._landed(answer)
+                    await self.waits.landed(answer, receive)
                 except PrecomputeError as exc:
                     begun[i] = self._refused(exc)
+                except Disconnected:
+                    for other in begun:
+                        if isinstance(other, Answer):
+                            give_up(other)
+                    raise
         for answer in begun:
             if isinstance(answer, Answer):
                 answer.judge_again()
-
-    async def _landed(self, answer: Answer) -> None:
-        """Wait for an answer's rows in flight, at most until its deadline, without blocking the loop or cancelling a shared flight."""
-        if not answer.pending:
-            return
-        if self._waiting >= self._most_waiting:
-            answer.settle(Reason.SHED)
-            return
-        began, loop = time.perf_counter(), asyncio.get_running_loop()
-        all_done = asyncio.Event()
-        left = len(answer.pending)
-
-        def one_done() -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                all_done.set()
-
-        def landed(_: Future[Any]) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(one_done)
-
-        for future in answer.pending.values():
-            future.add_done_callback(landed)
-        # settle() marks what has not landed with the reason `deadline`
-        self._waiting += 1
-        try:
-            await asyncio.wait_for(all_done.wait(), max(0.0, answer.deadline - time.monotonic()))
-        except TimeoutError:
-            pass
-        finally:
-            self._waiting -= 1
-        answer.settle()
-        answer.wait_s += time.perf_counter() - began
 
     def _refused(self, exc: PrecomputeError) -> Reply:
         reply, code = refusal(exc, "POST /v1/lookup")

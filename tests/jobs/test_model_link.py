@@ -23,7 +23,7 @@ from jobs.service.kept_process import HELD_UP_S, MOST_HELD, START_S, STILL_S, Ke
 from jobs.service.model_group import ModelGroup, ModelLimits, socket_path
 from jobs.service.model_link import ModelLink
 from jobs.service.model_server import Conversation
-from jobs.service.remote_fallback import RemoteFallback
+from jobs.service.remote_fallback import MOST_IN_FLIGHT, RemoteFallback
 from jobs.service.supervisor import WorkerKeeper
 from precompute.workers.process import ChildProcess
 from store.fallback import Computed, Miss
@@ -98,6 +98,45 @@ def process(runtime: Path, pointer: Pointer) -> Iterator[Process]:
 def fallback(runtime: Path) -> Iterator[RemoteFallback]:
     with contextlib.closing(RemoteFallback(runtime, Meter())) as fallback:
         yield fallback
+
+
+def test_a_process_is_told_what_nobody_waits_for_any_more(process: Process, fallback: RemoteFallback, pointer: Pointer) -> None:
+    given_up, stays = fallback.submit(pointer, ["a", "b"], {}, soon())
+    eventually(lambda: {"a", "b"} <= process.model.asked.keys())
+    assert given_up.cancel()
+    eventually(process.model.asked["a"].cancelled)
+    # that it was computed all the same, just now, harms nobody
+    assert not process.model.asked["b"].cancelled()
+    row = computed_row(pointer, "b", Row(2.0))
+    process.model.asked["b"].set_result(row)
+    assert stays.result(5) == row
+    (again,) = fallback.submit(pointer, ["a"], {}, soon())
+    eventually(lambda: not process.model.asked["a"].cancelled())
+    # and nor does a worker that is no more
+    fallback.close()
+    eventually(process.model.asked["a"].cancelled)
+    assert isinstance(again.exception(5), Miss)
+
+
+def test_what_was_given_up_before_there_is_a_process_makes_room_and_is_never_asked(
+    runtime: Path, fallback: RemoteFallback, pointer: Pointer
+) -> None:
+    (first,) = fallback.submit(pointer, ["first"], {}, soon())
+    for number in range(3):
+        futures = fallback.submit(pointer, [f"{number}-{key}" for key in range(MOST_IN_FLIGHT)], {}, soon())
+        # all but one had room
+        assert sum(future.done() for future in futures) == 1
+        assert sum(future.cancel() for future in futures) == MOST_IN_FLIGHT - 1
+    link = fallback._links[pointer.model]
+    assert len(link._outbox) <= 1
+    with contextlib.closing(Process(runtime, pointer.model)) as process:
+        eventually(lambda: "first" in process.model.asked)
+        row = computed_row(pointer, "first", Row(2.0))
+        process.model.asked["first"].set_result(row)
+        assert first.result(5) == row
+        (last,) = fallback.submit(pointer, ["last"], {}, soon())
+        eventually(lambda: process.model.asked.keys() == {"first", "last"})
+        last.cancel()
 
 
 def soon() -> float:

@@ -144,14 +144,10 @@ def test_requests_for_one_key_share_a_flight_while_it_waits_and_while_it_runs(ma
     batcher, runs = make()
     held = hold(batcher, runs)
     waiting = [batcher.submit("a", "k", 1, later()) for _ in range(50)]
-    assert len(set(map(id, waiting))) == 1
-    assert batcher.submit("held", "held", 0, later()) is held
-    assert batcher.submit("b", "k", 2, later()) is not waiting[0]
+    running, other = batcher.submit("held", "held", 4, later()), batcher.submit("b", "k", 2, later())
     runs.gate.set()
-    assert waiting[0].result(WAIT_S) == 10
-    again = batcher.submit("a", "k", 3, later())
-    assert again is not waiting[0]
-    assert again.result(WAIT_S) == 30
+    assert [future.result(WAIT_S) for future in (held, running, *waiting, other)] == [0, 0, *[10] * 50, 20]
+    assert batcher.submit("a", "k", 3, later()).result(WAIT_S) == 30
     assert runs.batches == [("held", [0]), ("a", [1]), ("b", [2]), ("a", [3])]
 
 
@@ -177,9 +173,9 @@ def test_what_does_not_fit_the_queue_is_shed_at_once_and_a_known_key_still_joins
     first, second, third = (batcher.submit("a", i, i, later()) for i in range(3))
     assert (first.done(), second.done(), third.done()) == (False, False, True)
     assert refusal(third) == "shed"
-    assert batcher.submit("a", 0, 0, later()) is first
+    again = batcher.submit("a", 0, 5, later())
     runs.gate.set()
-    assert (first.result(WAIT_S), second.result(WAIT_S)) == (0, 10)
+    assert (first.result(WAIT_S), second.result(WAIT_S), again.result(WAIT_S)) == (0, 10, 0)
     assert batcher.submit("a", 2, 2, later()).result(WAIT_S) == 20
 
 
@@ -272,14 +268,23 @@ def test_a_run_that_fails_fails_all_of_its_callers_and_no_others(make: Make, bro
     assert [batcher.submit("a", key, key, later()).result(3) for key in (1, 2)] == [10, 20]
 
 
-def test_a_caller_that_cancels_harms_nobody_else(make: Make) -> None:
-    batcher, runs = make()
-    hold(batcher, runs)
-    cancelled, other = batcher.submit("a", 1, 1, later()), batcher.submit("a", 2, 2, later())
-    cancelled.cancel()
+def test_what_all_of_its_callers_gave_up_is_not_begun_and_makes_room(make: Make) -> None:
+    batcher, runs = make(max_queue=2)
+    held = hold(batcher, runs)
+    for _ in range(100):
+        first, second = (batcher.submit("a", key, key, later()) for key in (1, 2))
+        assert first.cancel()
+        assert second.cancel()
+    shared, stays, other = (batcher.submit("a", key, key, later()) for key in (3, 3, 4))
+    assert refusal(batcher.submit("a", 5, 5, later())) == "shed"
+    assert shared.cancel()
+    # what has begun ends all the same, and is there for whoever asks meanwhile
+    assert held.cancel()
+    again = batcher.submit("held", "held", 7, later())
     runs.gate.set()
-    assert other.result(3) == 20
-    assert batcher.submit("a", 1, 1, later()).result(3) == 10
+    assert [future.result(WAIT_S) for future in (stays, other, again)] == [30, 40, 0]
+    assert runs.batches == [("held", [0]), ("a", [3, 4])]
+    assert batcher.submit("a", 1, 1, later()).result(WAIT_S) == 10
 
 
 def test_a_callback_may_ask_for_more(make: Make) -> None:

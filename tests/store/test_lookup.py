@@ -1048,6 +1048,7 @@ class Scripted:
         self.calls: list[tuple[Pointer, list[str], Mapping[str, Any]]] = []
         self.wait_s: float | None = None
         self.query = False
+        self.unanswered: list[Future[Computed]] = []
 
     def submit(
         self,
@@ -1069,6 +1070,8 @@ class Scripted:
                 future.set_result(computed_row(pointer, key, outcome, query=query))
             elif outcome is not None:
                 future.set_exception(outcome)
+            else:
+                self.unanswered.append(future)
             futures.append(future)
         return futures
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -74,6 +75,32 @@ def test_searches_that_wait_for_a_model_hold_up_no_row(tmp_path: Path, monkeypat
     for reply in refused:
         reply.check_problem(503, "busy")
     assert Counter(reply.json["type"].rpartition(":")[2] for reply in answered) == {"shed": IN_HAND, "busy": 20}
+
+
+def test_searches_whose_callers_hang_up_leave_their_places(tmp_path: Path) -> None:
+    world, model = World(tmp_path, {"new": 1.0}), Hanging()
+    app = create_app(Lookup(world.lookup.online, tmp_path, model, clock=lambda: world.now_s, monotonic=lambda: world.now_s))
+    text = scope_of("POST", SEARCH, {"inputs": {"x": 1.0}, "deadline_ms": 60_000})
+
+    async def scene() -> tuple[list[Reply], Reply]:
+        hangs_up = asyncio.Event()
+        searches = [asyncio.create_task(exchange(app, *text, hangs_up)) for _ in range(IN_HAND)]
+        while len(model.asked) < AT_ONCE:
+            await asyncio.sleep(0.01)
+        assert app.waits_until() > time.monotonic() + 30
+        hangs_up.set()
+        gone = await asyncio.gather(*searches)
+        stays = asyncio.create_task(exchange(app, *text))
+        while len(model.asked) == AT_ONCE:
+            await asyncio.sleep(0.01)
+        model.give_up()
+        return gone, await stays
+
+    gone, stays = asyncio.run(asyncio.wait_for(scene(), 60))
+    assert {reply.status for reply in gone} == {0}
+    # those that waited for a thread have asked for nothing
+    assert [future.cancelled() for future in model.asked] == [True] * AT_ONCE + [False]
+    stays.check_problem(503, "shed")
 
 
 def test_a_call_has_what_its_caller_is_traced_by_and_leaves_its_place() -> None:

@@ -1,10 +1,12 @@
-"""Requests that wait for a model are so many at most that others find a connection; what is missed beyond is shed."""
+"""Requests that wait for a model are so many at most that others find a connection; what is missed beyond is shed, and who hangs up leaves his place at once."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from store.api.app import create_app
 from store.online.online_store import MemoryStore
@@ -42,3 +44,39 @@ def test_beyond_those_that_may_wait_what_is_missed_is_shed_and_hits_are_answered
     first.check_problem(504, "deadline")
     # who waited has made room
     after.check_problem(504, "deadline")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("GET", ROW + "slow?deadline_ms=60000", None),
+        ("POST", "/v1/views/things/lookup", {"keys": ["hit", "slow"], "deadline_ms": 60_000}),
+        ("POST", "/v1/lookup", {"requests": [{"view": "things", "keys": ["slow"], "deadline_ms": 60_000}] * 2}),
+    ],
+    ids=["row", "lookup", "several views"],
+)
+def test_many_that_ask_for_misses_and_hang_up_leave_others_their_places(
+    tmp_path: Path, method: str, path: str, body: Any
+) -> None:
+    house = House(MemoryStore(), tmp_path, changes={"fallback": True})
+    house.publish({"hit": Row(1.0)})
+    model = Scripted({"slow": None, "quick": Row(2.0)})
+    app = create_app(house.lookup(model), waiting=1)
+
+    async def attacked() -> list[Reply]:
+        replies = []
+        for _ in range(20):
+            hangs_up = asyncio.Event()
+            asked = asyncio.create_task(exchange(app, *scope_of(method, path, body), hangs_up))
+            while app.waits_until() < 0:
+                await asyncio.sleep(0)
+            hangs_up.set()
+            replies.append(await asked)
+        return [*replies, await exchange(app, *scope_of("GET", ROW + "slow?deadline_ms=10"))]
+
+    *gone, after = asyncio.run(asyncio.wait_for(attacked(), 20))
+    assert [reply.status for reply in gone] == [0] * 20
+    after.check_problem(504, "deadline")
+    # all but the last, whose caller waited to the end
+    assert all(future.cancelled() for future in model.unanswered[:-1])
+    assert not model.unanswered[-1].cancelled()
