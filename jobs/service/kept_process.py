@@ -92,9 +92,13 @@ class Watch:
         """Whether the process has shown that it lives since it was started."""
         return self._times[1] <= now
 
+    def silent_s(self, now: float) -> float:
+        """Seconds since it has shown that it lives."""
+        return now - self._times[1]
+
     def is_still(self, now: float) -> bool:
         """Whether it has shown nothing for too long, while it has nothing to do."""
-        return self.get() == math.inf and now - self._times[1] > STILL_S
+        return self.get() == math.inf and self.silent_s(now) > STILL_S
 
 
 def watch_file(path: Path) -> int:

@@ -6,10 +6,13 @@ Started by :mod:`jobs.service.supervisor`, and by nobody else. It shares the lis
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,9 @@ from store.offline.view_store import OfflineStore
 from store.online_url import open_kept_rows, open_online_store
 from store.telemetry.access_log import AccessLog
 from store.telemetry.instruments import Meter
+
+END_S = 2.0
+"""How long a worker may take to end, once all is answered."""
 
 
 def main() -> None:
@@ -70,13 +76,28 @@ def main() -> None:
             with contextlib.ExitStack() as stack:
                 looks = [] if tokens is None else [tokens.look]
                 watched = _watched(app, spec, looks, stack)
-                server = GuardedServer(watched, limits, meter, tls_of(spec), int(DRAIN_S))
+                server = GuardedServer(watched, limits, meter, tls_of(spec), DRAIN_S, app.waits_until, partial(_end_now, stack))
                 # from the loop that answers: one that stands still shows no life
                 server.connections.on_tick += [lambda: watch.beat(time.monotonic()), *looks]
                 settle()
                 server.run(sockets=listening)
+                _end_soon()
         finally:
             warmer.stop()
+
+
+def _end_soon() -> None:
+    """All is answered: whatever hangs in a store by now, or while it is closed, is waited for by nobody."""
+    end = threading.Timer(END_S, os._exit, (0,))
+    end.daemon = True
+    end.start()
+
+
+def _end_now(stack: contextlib.ExitStack) -> None:
+    """Some cannot be answered: the threads that they wait for are never through."""
+    _end_soon()
+    stack.close()
+    os._exit(0)
 
 
 def _watched(app: Any, spec: dict[str, Any], looks: list[Callable[[], None]], stack: contextlib.ExitStack) -> Any:

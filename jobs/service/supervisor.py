@@ -42,6 +42,10 @@ WORKER_WAIT_S = 5.0
 """Before a worker is started anew, at most: where a request ends it, all others wait for the next."""
 
 
+DRAIN_STILL_S = 5.0
+"""A worker whose loop stands still for so long, once it was told to end, answers nobody any more."""
+
+
 class WorkerKeeper(KeptProcess):
     """One lookup worker. Its loop shows that it lives."""
 
@@ -66,6 +70,10 @@ class WorkerKeeper(KeptProcess):
 
     def judged(self, now: float) -> str | None:
         return f"was killed: its loop stood still for {STILL_S:g} s" if self._watch.is_still(now) else None
+
+    def is_stuck(self, now: float) -> bool:
+        """Whether it was told to end, and does nothing for it."""
+        return self._watch.silent_s(now) > DRAIN_STILL_S
 
     def close(self) -> None:
         """It is started no more."""
@@ -150,12 +158,15 @@ class Supervisor:
 
     def _drain(self) -> None:
         """Have the workers end once their requests are answered; the models go on meanwhile."""
-        processes = [worker.process for worker in self._workers if worker.process is not None]
-        for process in processes:
+        ending = {worker: worker.process for worker in self._workers if worker.process is not None}
+        for process in ending.values():
             process.signal(signal.SIGTERM)
-        limit = time.monotonic() + DRAIN_S
-        while any(not process.ended() for process in processes) and time.monotonic() < limit:
-            now = time.monotonic()
+        limit = time.monotonic() + DRAIN_S + DRAIN_STILL_S
+        while any(not process.ended() for process in ending.values()) and (now := time.monotonic()) < limit:
+            for worker, process in ending.items():
+                if not process.ended() and worker.is_stuck(now):
+                    log.error("%s was told to end, and its loop stood still for %g s: it is killed", worker.name, DRAIN_STILL_S)
+                    process.signal(signal.SIGKILL)
             self._take_wishes()
             for group in self._groups.values():
                 group.look(now)

@@ -167,6 +167,16 @@ class Connections:
             self._look_for_room_at = self._loop.time() + PAUSE_S
         return bool(self._room)
 
+    def left_s(self) -> float:
+        """Seconds until the last of those that are read from, or that take their answers, must be through; minus infinity where there is none."""
+        times = [time for one in self._held for time in (math.inf if one.idle else one.deadline, one.write_deadline)]
+        return max((time for time in times if time < math.inf), default=-math.inf) - self._loop.time()
+
+    def cut_all(self, why: str) -> None:
+        """Close all of them at once."""
+        for connection in list(self._held):
+            connection.cut(why)
+
     def gone(self, connection: Connection) -> None:
         """A connection that was made is closed."""
         self._slow.discard(connection)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 import resource
 import socket
 import ssl
+import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -21,6 +25,12 @@ from store.telemetry.instruments import Meter
 
 log = logging.getLogger(__name__)
 
+GRACE_S = 5.0
+"""How long a store, a search or an answer may take, for which nothing is said, once the server is told to end."""
+
+ANSWER_S = 1.0
+"""From a request's deadline until its answer is on its way."""
+
 _OTHER_FILES = 256
 """That a worker has open beside its connections: mapped stores and indexes, links to models and to Redis, logs."""
 
@@ -33,13 +43,24 @@ class GuardedServer(uvicorn.Server):
         limits: of its connections; fewer connections where this process may not have as many files open.
         meter: counts them.
         tls: what TCP connections are wrapped in; None for plain HTTP. Unix sockets are always plain.
-        drain_s: how long the requests at hand may take once it is told to end.
+        drain_s: how long the requests at hand may take at most, once it is told to end.
+        waits_until: asked again and again then: when the last of them that waits for a model will have an answer by its own deadline (:func:`time.monotonic`).
+        on_overdue: called then, in the loop, where some are not answered in time: what they wait for hangs. By default they are cancelled.
 
     Raises:
         ConfigError: this process may have hardly any file open.
     """
 
-    def __init__(self, app: Any, limits: Limits, meter: Meter, tls: Tls | None = None, drain_s: int = 10) -> None:
+    def __init__(
+        self,
+        app: Any,
+        limits: Limits,
+        meter: Meter,
+        tls: Tls | None = None,
+        drain_s: float = 10.0,
+        waits_until: Callable[[], float] = lambda: -math.inf,
+        on_overdue: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -53,9 +74,9 @@ class GuardedServer(uvicorn.Server):
                 proxy_headers=False,
                 server_header=False,
                 headers=[(name.decode(), value.decode()) for name, value in SECURITY_HEADERS],
-                timeout_graceful_shutdown=drain_s,
             )
         )
+        self._drain_s, self._waits_until, self._on_overdue = drain_s, waits_until, on_overdue
         self.connections = Connections(limits, meter, files_for(limits.connections))
         self.connections.at_once = getattr(app, "at_once", None)
         self.connections.posted_at_once = getattr(app, "posted_at_once", None)
@@ -86,9 +107,24 @@ class GuardedServer(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept no more, and finish what is at hand."""
+        """Accept no more, and finish what is at hand: each request has its own time, and what has none :data:`GRACE_S`."""
+        patience = asyncio.ensure_future(self._patience())
         await super().shutdown(sockets)
+        patience.cancel()
         self.connections.stop()
+
+    async def _patience(self) -> None:
+        now = time.monotonic()
+        until, most = now + GRACE_S, now + self._drain_s
+        while (now := time.monotonic()) < min(until, most):
+            await asyncio.sleep(0.05)
+            # what is computed by then has to be sent
+            until = max(until, self._waits_until() + ANSWER_S, now + self.connections.left_s())
+        log.error("%d requests were not answered in time: their connections are cut", len(self.server_state.tasks))
+        self._on_overdue()
+        self.connections.cut_all("overdue")
+        # ends the waiting
+        self.force_exit = True
 
 
 def files_for(connections: int) -> int:

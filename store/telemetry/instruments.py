@@ -228,7 +228,7 @@ CONNECTIONS = _instrument(Kind.GAUGE, "connections", "Open connections")
 CONNECTIONS_CLOSED = _instrument(
     Kind.COUNTER,
     "connections_closed",
-    "Connections that were closed on their client: idle, header_time, body_time, slow_reader, full, evicted, too_large, bad_request",
+    "Connections that were closed on their client: idle, header_time, body_time, slow_reader, full, evicted, too_large, bad_request, overdue",
     "reason",
 )
 AUTH_REFUSED = _instrument(

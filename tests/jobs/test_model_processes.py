@@ -19,8 +19,8 @@ import pytest
 
 from jobs.service.kept_process import STILL_S, Watch
 from jobs.service.model_group import ModelLimits
-from jobs.service.supervisor import FUTILE, Supervisor
-from precompute.workers.process import AdoptedProcess
+from jobs.service.supervisor import FUTILE, Supervisor, WorkerKeeper
+from precompute.workers.process import AdoptedProcess, ChildProcess
 from store.api import wire
 from store.errors import PrecomputeError
 from tests.arithmetic import Doubler
@@ -276,6 +276,29 @@ def test_where_no_worker_comes_up_the_server_says_so_and_ends(tmp_path: Path) ->
     supervisor = Supervisor({"runtime": str(tmp_path), "listeners": []}, {}, ModelLimits(1.0, 1000, 64))
     with pytest.raises(PrecomputeError, match="no lookup worker comes up"):
         supervisor.run()
+
+
+def test_a_worker_that_is_told_to_end_and_whose_loop_stands_still_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def deaf(worker: WorkerKeeper) -> ChildProcess:
+        worker._watch.beat(time.monotonic())
+        (tmp_path / "deaf").touch()
+        return ChildProcess(["sh", "-c", "trap '' TERM; exec sleep 600"])
+
+    monkeypatch.setattr(WorkerKeeper, "start", deaf)
+    monkeypatch.setattr("jobs.service.supervisor.DRAIN_STILL_S", 0.5)
+    supervisor = Supervisor({"runtime": str(tmp_path), "listeners": []}, {}, ModelLimits(1.0, 1000, 64))
+
+    def stop() -> None:
+        eventually((tmp_path / "deaf").exists)
+        supervisor.stop()
+
+    threading.Thread(target=stop).start()
+    # or it ends after a minute
+    began = time.monotonic()
+    supervisor.run()
+    assert time.monotonic() - began < 20
 
 
 def test_sigterm_ends_a_server_whose_model_hangs_once_its_requests_are_answered(tmp_path: Path) -> None:

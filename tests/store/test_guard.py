@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 import threading
 import time
@@ -521,6 +522,29 @@ def test_told_to_end_it_answers_what_is_at_hand_and_closes_the_idle() -> None:
         assert idle.recv(1) == b""
         server.go_on.set()
         assert read_reply(busy).body == b"/wait 0"
+
+
+@pytest.mark.parametrize("waits_s", [0.0, 0.6])
+def test_told_to_end_it_waits_no_longer_than_the_last_of_those_that_wait(monkeypatch: pytest.MonkeyPatch, waits_s: float) -> None:
+    monkeypatch.setattr("store.guard.server.GRACE_S", 0.1)
+    monkeypatch.setattr("store.guard.server.ANSWER_S", 0.1)
+    overdue: list[float] = []
+    until = math.inf
+
+    def begun_to_end() -> float:
+        nonlocal until
+        until = min(until, time.monotonic() + waits_s)
+        return until
+
+    options = {"drain_s": 60.0, "waits_until": begun_to_end, "on_overdue": lambda: overdue.append(time.monotonic())}
+    with Guarded(Limits(), **options) as server, server.connect() as hangs:
+        hangs.sendall(request("/wait"))
+        eventually(lambda: "/wait" in server.begun)
+        server.server.should_exit = True
+        with contextlib.suppress(ConnectionResetError):
+            assert hangs.recv(1) == b""
+        assert (len(overdue), server.closed("overdue")) == (1, 1)
+        assert overdue[0] >= until
 
 
 @pytest.mark.parametrize("piece", [b"x: " + b"y" * 900 + b"\r\n", b"y" * 900], ids=["many", "one"])
