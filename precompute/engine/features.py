@@ -39,32 +39,76 @@ _copied_rows = np.frompyfunc(_copied_row, 1, 1)
 """Of an object array, each."""
 
 
-def checked(view: FeatureView, features: Features, rows: int) -> pa.RecordBatch:
-    """The model's output as Arrow columns of exactly the declared types.
+class Declared:
+    """What a view declares of its features, to hold what a model returns against it; made once, since that takes as long as a small model does.
 
-    Raises:
-        ModelError: it returns something other than the view declares: a missing feature, another length or type.
+    Args:
+        view: its features, and which of them is searched by cosine.
     """
-    if not isinstance(features, (dict, Mapping)):
-        raise ModelError(f"the model of view {view.name!r} returned {type(features).__name__}, not a dict of features")
-    columns = []
-    for feature in view.features:
-        if feature.name not in features:
-            raise ModelError(
-                f"the model of view {view.name!r} returned no {feature.name!r} (it returned: {', '.join(features) or 'nothing'})"
-            )
-        try:
-            columns.append(_column(feature, features[feature.name], rows))
-        except _Misfit as exc:
-            raise ModelError(f"feature {feature.name!r} of view {view.name!r}: {exc}") from exc.__cause__
-    return pa.RecordBatch.from_arrays(columns, schema=view.feature_schema())
+
+    def __init__(self, view: FeatureView) -> None:
+        self._view, self._schema = view, view.feature_schema()
+        index = view.index
+        self._directed = index.on if index is not None and index.metric == "cosine" else None
+        self._types = self._schema.types
+
+    def checked(self, features: Features, rows: int) -> tuple[pa.RecordBatch, Mapping[int, str]]:
+        """The model's output as Arrow columns of exactly the declared types; and row → error of those with NaN, infinities and, in an indexed cosine vector,
+        zero norm.
+
+        Raises:
+            ModelError: it returns something other than the view declares: a missing feature, another length or type.
+        """
+        view = self._view
+        if not isinstance(features, (dict, Mapping)):
+            raise ModelError(f"the model of view {view.name!r} returned {type(features).__name__}, not a dict of features")
+        columns = []
+        bad: dict[int, str] = {}
+        for feature, kind in zip(view.features, self._types, strict=True):
+            if feature.name not in features:
+                raise ModelError(
+                    f"the model of view {view.name!r} returned no {feature.name!r} (it returned: {', '.join(features) or 'nothing'})"
+                )
+            try:
+                column, numbers = _column(feature, kind, features[feature.name], rows)
+            except _Misfit as exc:
+                raise ModelError(f"feature {feature.name!r} of view {view.name!r}: {exc}") from exc.__cause__
+            columns.append(column)
+            if feature.dtype.startswith("float"):
+                _find_bad(feature, column, numbers, feature.name == self._directed, bad)
+        return pa.RecordBatch.from_arrays(columns, schema=self._schema), bad
+
+
+def _find_bad(feature: Feature, column: pa.Array, numbers: Any, directed: bool, bad: dict[int, str]) -> None:
+    """Put row → error into ``bad``. ``numbers`` are the column's, where they are at hand as an array."""
+    if numbers is None:
+        scalar = feature.dim is None and feature.max_items is None
+        if scalar and column.null_count:
+            column = pc.fill_null(column, pa.scalar(0.0).cast(column.type))
+        numbers = np.asarray(column if scalar else column.flatten())
+    if directed:
+        for row in np.flatnonzero(~numbers.reshape(-1, feature.dim).any(axis=1)).tolist():
+            bad.setdefault(row, f"{feature.name} is all zeros, which has no direction for cosine")
+    is_finite = np.isfinite(numbers)
+    # as good as always
+    if is_finite.all():
+        return
+    rows = np.flatnonzero(~is_finite)
+    if feature.dim is not None:
+        rows = np.unique(rows // feature.dim)
+    elif feature.max_items is not None:
+        rows = np.unique(np.asarray(pc.list_parent_indices(column))[rows])
+    for row in rows.tolist():
+        bad.setdefault(row, f"{feature.name} is not finite")
 
 
 class _Misfit(Exception):
     """What is wrong with a feature's values."""
 
 
-def _column(feature: Feature, values: Any, rows: int) -> pa.Array:
+def _column(feature: Feature, kind: pa.DataType, values: Any, rows: int) -> tuple[pa.Array, Any]:
+    """Of the type ``kind``, and the array whose memory it shares, if there is one."""
+    numbers = None
     if isinstance(values, pa.ChunkedArray):
         values = values.combine_chunks()
     if not hasattr(values, "__len__") or (isinstance(values, np.ndarray) and values.ndim == 0):
@@ -82,8 +126,9 @@ def _column(feature: Feature, values: Any, rows: int) -> pa.Array:
                 # what does not fit becomes infinite, and is rejected as such
                 with np.errstate(over="ignore"):
                     values = values.astype(feature.dtype, copy=False)
-            flat = _as(SCALAR_TYPES[feature.dtype], pa.array(np.ascontiguousarray(values).reshape(-1)))
-            return pa.FixedSizeListArray.from_arrays(flat, type=feature.arrow_type)
+            numbers = np.ascontiguousarray(values).reshape(-1)
+            flat = _as(SCALAR_TYPES[feature.dtype], pa.array(numbers))
+            return pa.FixedSizeListArray.from_arrays(flat, type=kind), numbers if numbers.dtype == feature.dtype else None
         if feature.max_items is not None and not isinstance(values, pa.Array):
             values = _lists(values)
         elif not isinstance(values, pa.Array):
@@ -93,12 +138,14 @@ def _column(feature: Feature, values: Any, rows: int) -> pa.Array:
                     f"declared as one value a row, but the model returned shape {list(values.shape)}; declare `dim` (or `max_items`, of a "
                     "list) or correct the model"
                 )
+            if feature.dtype.startswith("float") and values.dtype == feature.dtype:
+                numbers = values
             values = pa.array(values)
-        column = _as(feature.arrow_type, values)
+        column = _as(kind, values)
         column.validate(full=True)
     except (pa.ArrowException, ValueError, TypeError, OverflowError) as exc:
         raise _Misfit(
-            f"the model returned {getattr(values, 'type', type(values).__name__)}, which does not fit {feature.arrow_type}: {exc}"
+            f"the model returned {getattr(values, 'type', type(values).__name__)}, which does not fit {kind}: {exc}"
         ) from exc
     if feature.max_items is not None:
         longest = pc.max(pc.list_value_length(column)).as_py() or 0
@@ -108,7 +155,7 @@ def _column(feature: Feature, values: Any, rows: int) -> pa.Array:
         raise _Misfit("the model returned a null vector; raise for such a row, or name it in unusable()")
     if (feature.dim is not None or feature.max_items is not None) and column.flatten().null_count:
         raise _Misfit("a vector or list holds a null; leave it out")
-    return column
+    return column, numbers
 
 
 def _as(kind: pa.DataType, column: pa.Array) -> pa.Array:
@@ -122,32 +169,6 @@ def _lists(values: Any) -> pa.Array:
         offsets = np.arange(len(values) + 1, dtype=np.int32) * np.int32(values.shape[1])
         return pa.ListArray.from_arrays(offsets, pa.array(np.ascontiguousarray(values).reshape(-1)))
     return pa.array([row.tolist() if isinstance(row, np.ndarray) else row for row in values])
-
-
-def bad_rows(view: FeatureView, features: pa.RecordBatch) -> Mapping[int, str]:
-    """Row → error, by looking for NaN, infinities and, in an indexed cosine vector, zero norm."""
-    bad: dict[int, str] = {}
-    for feature, column in zip(view.features, features.columns, strict=True):
-        if not feature.dtype.startswith("float"):
-            continue
-        if feature.dim is None and feature.max_items is None and column.null_count:
-            column = pc.fill_null(column, pa.scalar(0.0).cast(column.type))
-        numbers = np.asarray(column if feature.dim is None and feature.max_items is None else column.flatten())
-        if feature.dim is not None and view.index is not None and view.index.on == feature.name and view.index.metric == "cosine":
-            for row in np.flatnonzero(~numbers.reshape(-1, feature.dim).any(axis=1)).tolist():
-                bad.setdefault(row, f"{feature.name} is all zeros, which has no direction for cosine")
-        is_finite = np.isfinite(numbers)
-        # as good as always
-        if is_finite.all():
-            continue
-        rows = np.flatnonzero(~is_finite)
-        if feature.dim is not None:
-            rows = np.unique(rows // feature.dim)
-        elif feature.max_items is not None:
-            rows = np.unique(np.asarray(pc.list_parent_indices(column))[rows])
-        for row in rows.tolist():
-            bad.setdefault(row, f"{feature.name} is not finite")
-    return bad
 
 
 def in_order(view: FeatureView, pieces: list[tuple[Rows, pa.RecordBatch]]) -> tuple[Rows, pa.RecordBatch]:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from precompute.engine.budget import Budget
-from precompute.engine.features import checked, copied
+from precompute.engine.features import Declared, copied
 from precompute.engine.memory import (
     DeviceLostError,
     first_line,
@@ -306,7 +306,7 @@ class Forward:
         """A copy of what the model returned, once it was seen to fit."""
         # a model that does not fit its view is told after the first batch, not after its window
         if not self._fits or not isinstance(features, (dict, Mapping)):
-            checked(self._view, features, rows)
+            Declared(self._view).checked(features, rows)
             self._fits = True
         # Copied in the thread that computed: a model may use its memory again. And one that outlives its batch lies between the activations of the next
         # ones, for which malloc then takes new memory each time: 1.2 GB over 2 M rows of a small MLP, and 4.2 to 5.7 s instead of 3.5.

@@ -17,7 +17,7 @@ import pyarrow as pa
 from precompute.engine.ahead import Ahead
 from precompute.engine.batching import DEVICE_WINDOW_ROWS
 from precompute.engine.budget import Budget
-from precompute.engine.features import bad_rows, checked, in_order
+from precompute.engine.features import Declared, in_order
 from precompute.engine.forward import Forward
 from precompute.engine.memory import ResidentPeak, is_out_of_memory, keep_freed_memory, release_threads
 from precompute.engine.meter import Meter
@@ -93,6 +93,7 @@ class Runner:
         self._trial = self._first_trial(lanes)
         self.budget = budget or self._first_budget(search)
         self._peak = ResidentPeak()
+        self._declared = Declared(view)
         # Made once: asking a model which protocols it follows takes as long as a small model does.
         self._preparation = Preparation(model, self._staged, view, lambda _: self.budget.next())
         self._forward = Forward(model, self._staged, view, self.meter, self.budget)
@@ -259,8 +260,7 @@ class Runner:
         pieces = []
         while window.pieces:
             rows, features = window.pieces.pop(0)
-            columns = checked(self._view, features, len(rows))
-            bad = bad_rows(self._view, columns)
+            columns, bad = self._declared.checked(features, len(rows))
             for position, error in bad.items():
                 window.reject(int(rows[position]), "output", error)
             if bad:

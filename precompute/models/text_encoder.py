@@ -221,6 +221,9 @@ class TextEncoder(TorchModel):
             raise ModelError(
                 f"text_encoder: column {self._column!r} is {column.type}, not text: CAST it AS VARCHAR in the source"
             )
+        # Of one text that begins with a letter, that is seen in a sixtieth of the time that the rest takes.
+        elif all(text and "!" <= text[0] <= "~" for text in column.to_pylist()):
+            return bad
         else:
             blank = pc.equal(pc.utf8_length(pc.utf8_trim_whitespace(column)), 0)
             for row in pc.indices_nonzero(pc.fill_null(blank, False)).to_pylist():
@@ -268,6 +271,11 @@ class TextEncoder(TorchModel):
         """What :class:`Encoder` or :class:`UnpaddedEncoder` takes."""
         tokens: Tokens = prepared.payload
         lengths = tokens.lengths[rows]
+        if len(rows) == 1 and not self._unpadded and not self._bucketed and not self._prompt_tokens:
+            # as below, in a fifth of the time
+            first = int(tokens.starts[rows[0]])
+            alone = torch.from_numpy(tokens.ids[None, first : first + int(lengths[0])])
+            return alone, torch.ones_like(alone)
         longest = int(lengths.max())
         row = np.repeat(np.arange(len(rows)), lengths)
         starts = np.cumsum(lengths) - lengths
@@ -293,9 +301,9 @@ class TextEncoder(TorchModel):
     def flops(self, prepared: Prepared, rows: npt.NDArray[np.int64]) -> float:
         """Of the matrix products: per token 2 for each weight of a linear layer, and 4 · length · width of attention in each layer
         (Kaplan et al. 2020, table 1, forward only; a decoder's and a window's unseen half is counted)."""
-        lengths = prepared.payload.lengths[rows].astype(np.float64)
+        lengths = prepared.payload.lengths[rows]
         per_token, per_pair = self._flops
-        return float(per_token * lengths.sum() + per_pair * (lengths**2).sum())
+        return float(per_token * int(lengths.sum()) + per_pair * int(lengths @ lengths))
 
     def _text(self, batch: pa.RecordBatch) -> pa.Array:
         if self._column not in batch.schema.names:
