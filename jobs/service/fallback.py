@@ -1,7 +1,7 @@
 """Fallback: what stands behind a miss. The view as its live snapshot was computed (same SQL, same inputs, same model), run now.
 
-The view is opened from the live pointer, not from the configuration on disk, which may have changed since; and its model must have the
-snapshot's fingerprint, or it is refused: two fingerprints are two spaces, and never mix.
+The view is opened from the live pointer, not from the configuration on disk, which may have changed since, where files of this machine vouch for what is run; and its
+model must have the snapshot's fingerprint, or it is refused: two fingerprints are two spaces, and never mix.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from jobs.process.suspects import row_hash
 from jobs.rows.open_view import OpenView, open_view
+from jobs.rows.own_definition import check_own
 from precompute.engine.features import with_null_rows
 from precompute.engine.memory import is_device_lost
 from precompute.engine.microbatch import MicroBatcher, Refusal, longest_s
@@ -316,13 +317,13 @@ class ViewFallback(Fallback):
 
     def _open_as_live(self, pointer: Pointer) -> OpenView:
         """Raises:
-        PrecomputeError: the model on disk is not the live snapshot's, or was not within the last :data:`REFUSED_S`.
+        PrecomputeError: the model on disk is not the live snapshot's, or was not within the last :data:`REFUSED_S`; or no file of ours names it.
         """
         publishing = (pointer.view.name, pointer.publishing)
         refused_at, refusal = self._refused.get(publishing, (-REFUSED_S, ""))
         if refusal and time.monotonic() < refused_at + REFUSED_S:
             raise PrecomputeError(refusal)
-        partition = None if pointer.partition is None else Partition.parse(pointer.partition)
+        check_own(pointer, self._store, self._folder)
         # a shared model may be older than the files it was loaded from
         for _ in range(2):
             opened = open_view(
@@ -330,7 +331,7 @@ class ViewFallback(Fallback):
                 self._store,
                 self._folder,
                 pinned=pointer.inputs,
-                partition=partition,
+                partition=None if pointer.partition is None else Partition.parse(pointer.partition),
                 memory_mb=self._memory_mb,
                 load=self._model,
             )
@@ -348,8 +349,8 @@ class ViewFallback(Fallback):
             self._models = {key: loaded for key, loaded in self._models.items() if loaded.model is not opened.model}
         refusal = f"the model on disk has fingerprint {opened.fingerprint[:12]}, the live snapshot {pointer.model[:12]}: run `precompute run {pointer.view.name}` so that both agree"
         now = time.monotonic()
-        self._refused = {which: (at, why) for which, (at, why) in self._refused.items() if now < at + REFUSED_S}
-        self._refused[publishing] = now, refusal
+        recent = {which: (at, why) for which, (at, why) in self._refused.items() if now < at + REFUSED_S}
+        self._refused = recent | {publishing: (now, refusal)}
         raise PrecomputeError(refusal)
 
     def _model(self, use: str, args: Mapping[str, Any], precision: str) -> LoadedModel:
@@ -425,8 +426,7 @@ def _input_row(opened: OpenView, key: str, inputs: Mapping[str, Any]) -> pa.Tabl
     for name, text in zip(entity, split_key(key, entity), strict=False):
         integer = pa.types.is_integer(schema.field(name).type)
         values[name] = (int(text) if text.lstrip("-").isdigit() else None) if integer else text
-    columns = [pa.array([values.get(f.name)], f.type) for f in schema]
-    return pa.Table.from_arrays(columns, schema=schema)
+    return pa.Table.from_arrays([pa.array([values.get(f.name)], f.type) for f in schema], schema=schema)
 
 
 def _compute(wanted: Sequence[_Wanted], query: bool, requests: Sequence[_Request], results: list[Computed | Exception]) -> None:

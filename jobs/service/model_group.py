@@ -17,13 +17,11 @@ from jobs.service.kept_process import STILL_S, KeptProcess, Watch, watch_file
 from precompute.workers.process import ChildProcess
 from store.disk.spill_folder import sweep
 from store.errors import ConfigError, PrecomputeError
+from store.record import digest_of
 from store.telemetry.instruments import Meter
 
 MEMORY_EVERY_S = 1.0
 """How often a process's memory is looked at."""
-
-SOCKET_NAME = 32
-"""Hexadecimal digits of a fingerprint in a socket's name: a path of a Unix socket has some 100 characters at most."""
 
 SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
 """Of a Unix socket's path, at most: ``sun_path`` without its last byte."""
@@ -39,8 +37,8 @@ class ModelLimits:
 
 
 def socket_path(runtime: Path, model: str) -> Path:
-    """Where the process of a model's fingerprint is reached."""
-    return runtime / f"{model[:SOCKET_NAME]}.sock"
+    """Where the process of a model's fingerprint is reached: by a digest of it, since it is the online store that says what it is."""
+    return runtime / f"{digest_of(model.encode())}.sock"
 
 
 def check_runtime(runtime: Path) -> None:
@@ -49,7 +47,7 @@ def check_runtime(runtime: Path) -> None:
     Raises:
         ConfigError: its name is too long.
     """
-    longest = len(os.fsencode(socket_path(runtime, "0" * SOCKET_NAME)))
+    longest = len(os.fsencode(socket_path(runtime, "")))
     if longest > SOCKET_PATH_BYTES:
         raise ConfigError(
             f"a server's sockets lie in a folder of their own under {runtime.parent}, whose name is {longest - SOCKET_PATH_BYTES} bytes too long for "

@@ -170,7 +170,11 @@ class Api:
     def _known_views(self) -> tuple[list[ViewFigures], bool]:
         seen = self._views.look()
         told = [
-            ViewFigures(self._lookup.describe(pointer), (), pointer.view.name not in seen.unreadable, pointer.degraded)
+            ViewFigures(
+                self._lookup.describe(pointer) | {"model_ready": self._fallback_ready(pointer)},
+                readable=pointer.view.name not in seen.unreadable,
+                degraded=pointer.degraded,
+            )
             for pointer in seen.pointers
         ]
         return told, seen.store_answers
@@ -194,7 +198,7 @@ def create_app(
     """The ASGI application; see :class:`Api` for the first arguments and the last, :class:`Front` for the gate that stands before all routes, :class:`Metrics` for the
     meter, and :class:`RowRoutes` for the others."""
     views = LiveViews(lookup)
-    metrics = Metrics(lookup, meter, views)
+    metrics = Metrics(lookup, meter, views, fallback_ready)
     readers = Pool("read", _READERS, _WAITING) if lookup.online.blocking else None
     rows = RowRoutes(lookup, metrics, readers, answer_bytes, cache_bytes, timing, waiting)
     api = Api(lookup, metrics, warming, fallback_ready, readers, views, answer_bytes, asks, timing)

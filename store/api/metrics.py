@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from store.api.live_views import LiveViews
 from store.lookup import Answer, Lookup
+from store.online.online_store import Pointer
 from store.telemetry import instruments as counted
 from store.telemetry.exposition import CONTENT_TYPE, exposition
 from store.telemetry.instruments import Instrument, Meter, Number, Timer
@@ -20,9 +21,17 @@ class Metrics:
         lookup: whose views are told of.
         meter: what is counted with; by default one of this application's own, so that two in a process (as in tests) count apart.
         views: what is known of the lookup's views; shared with the page, if there is one.
+        fallback_ready: whether a view's model stands behind its misses now.
     """
 
-    def __init__(self, lookup: Lookup, meter: Meter | None = None, views: LiveViews | None = None) -> None:
+    def __init__(
+        self,
+        lookup: Lookup,
+        meter: Meter | None = None,
+        views: LiveViews | None = None,
+        fallback_ready: Callable[[Pointer], bool] = lambda _: False,
+    ) -> None:
+        self._fallback_ready = fallback_ready
         self.meter = Meter() if meter is None else meter
         self._lookup = lookup
         self._views = LiveViews(lookup) if views is None else views
@@ -149,6 +158,8 @@ class Metrics:
             tell(counted.VIEW_ROWS, name, pointer.rows)
             tell(counted.COVERAGE, name, pointer.rows / pointer.source_rows if pointer.source_rows else None)
             tell(counted.DEGRADED, name, float(pointer.degraded))
+            if pointer.view.fallback and self._lookup.fallback is not None:
+                tell(counted.FALLBACK_UP, name, float(self._fallback_ready(pointer)))
             for rare in (counted.DAMAGED_ROWS, counted.FUTURE_ROWS):
                 # from 0 on: of a counter that is seen first when it has counted, Prometheus takes that for no increase
                 self.meter.counter(rare, name)

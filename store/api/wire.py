@@ -234,6 +234,8 @@ def _patiently(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
     try:
         value = json.loads(body.decode(), parse_int=_integer, parse_constant=_no_constant)
         wanted = msgspec.convert(value, decoder.type)
+    except msgspec.ValidationError:
+        raise
     except ValueError:
         # or half of a surrogate pair where none can be
         return None

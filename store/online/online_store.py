@@ -93,13 +93,19 @@ class Pointer(Record, frozen=True):
         return sealed(plain(self) | {"view": self.view.to_json()})
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Pointer:
-        """The pointer that :meth:`to_bytes` wrote.
+    def from_bytes(cls, data: bytes, view: str | None = None) -> Pointer:
+        """The pointer that :meth:`to_bytes` wrote; of that view, where one is given.
 
         Raises:
-            ValueError: it is none, or another one: a flipped bit could make rows fresh that are not.
+            ValueError: it is none, or another one: a flipped bit could make rows fresh that are not; or an index that it names is not below the root.
         """
-        return read_record(cls, data)
+        pointer = read_record(cls, data)
+        if view is not None and pointer.view.name != view:
+            raise ValueError("it is another view's")
+        for folder in (pointer.index, pointer.overlay_index):
+            if folder is not None and (folder.startswith("/") or ".." in folder.split("/")):
+                raise ValueError("its index is not below the root")
+        return pointer
 
 
 class OnlineStore(ABC):

@@ -137,7 +137,7 @@ class TableStore(OnlineStore):
         try:
             with path.open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                return _identity_of(os.fstat(file.fileno())), Pointer.from_bytes(mapped[:]), mapped
+                return _identity_of(os.fstat(file.fileno())), Pointer.from_bytes(mapped[:], view), mapped
         except FileNotFoundError:
             return None
         except OSError as exc:

@@ -68,6 +68,8 @@ def _fallback(told: Mapping[str, Any]) -> Child:
     if not told["fallback"]:
         return "–"
     spec = told.get("semantic_cache")
+    if not told.get("model_ready", True):
+        return "no model answers misses now: the server's log says why"
     if spec is None:
         return "the model answers misses"
     near = f", or rows whose inputs are alike: by {spec['threshold']:g} or more in "

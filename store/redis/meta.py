@@ -227,7 +227,7 @@ def read_pointer(version: bytes, body: bytes, view: str, where: str) -> Pointer:
     try:
         if version != version_of(body):
             raise ValueError("its bytes are not those that were written")
-        return Pointer.from_bytes(body)
+        return Pointer.from_bytes(body, view)
     except (ValueError, KeyError, TypeError) as exc:
         raise DamagedPointerError(f"the pointer of {view!r} in {where} is damaged ({exc}); publish the view again") from exc
 

@@ -217,6 +217,9 @@ MODEL_SECONDS = _instrument(
     Kind.HISTOGRAM, "model_seconds", "Time that a model took for a batch of misses, and how many batches there were", "view"
 )
 BREAKER_OPEN = _instrument(Kind.HIGHEST, "breaker_open", "1 while a model that kept failing is left alone", "view")
+FALLBACK_UP = _instrument(
+    Kind.HIGHEST, "fallback_up", "1 while a process of this server has the view's model, as its own files name it, loaded", "view"
+)
 REFRESHES = _instrument(
     Kind.COUNTER, "refreshed_rows", "Stale rows computed behind an answer; outcome as of fallback_rows", *("view", "outcome")
 )

@@ -200,7 +200,7 @@ def test_a_process_that_ends_while_it_is_asked_costs_what_was_asked_and_not_the_
 
 def test_a_process_that_should_be_idle_and_shows_no_life_is_killed(runtime: Path) -> None:
     with contextlib.closing(ModelGroup("model", {}, runtime, ModelLimits(1.0, 10_000, 64), Meter())) as group:
-        with (runtime / "model.watch").open("r+b") as file:
+        with (socket_path(runtime, "model").with_suffix(".watch")).open("r+b") as file:
             watch = Watch(file.fileno())
         # so that nobody's memory is looked at
         group._memory_at = math.inf
@@ -228,7 +228,7 @@ def test_what_a_model_process_had_on_disk_goes_with_it(runtime: Path, tmp_path: 
 
 def test_what_a_process_had_in_its_hands_is_known_to_the_next_one(runtime: Path) -> None:
     with contextlib.closing(ModelGroup("model", {}, runtime, ModelLimits(1.0, 10_000, 64), Meter())) as group:
-        with (runtime / "model.watch").open("r+b") as file:
+        with (socket_path(runtime, "model").with_suffix(".watch")).open("r+b") as file:
             watch = Watch(file.fileno())
         assert watch.held() == []
         watch.set(5.0, [2**64 - 1, 7])

@@ -63,6 +63,7 @@ def test_no_value_that_json_can_have_changes_the_answer_of_another_key(world: Wo
         *[(text, 400) for text in ("NaN", "-Infinity", "nul", "[1,]", '"\x01"', r'"\x"', "1e", "01", '"\ud800"')],
         # JSON, and no key: the body's own fields are refused as ever
         (r'1],"fallback":1e400,"keys":[1', 422),
+        (r'"\ud800"],"fallback":1,"keys":[1', 422),
         (r'1],"deadline_ms":1e400,"keys":[1', 400),
         (r'1],"deadline_ms":"\ud800","keys":[1', 400),
         (r'1],"features":["\ud800"],"keys":[1', 400),

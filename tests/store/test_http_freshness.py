@@ -322,6 +322,15 @@ def test_caches_are_told_the_same_of_a_row_on_every_path_and_nothing_of_what_is_
             assert (reply.status, reply.headers.keys() & {"cache-control", "age", "expires"}) == (200, set()), path
 
 
+@pytest.mark.parametrize(("loaded", "shown"), [(True, "the model answers misses"), (False, "no model answers misses now")])
+def test_whether_the_model_is_loaded_is_told_to_who_looks(tmp_path: Path, loaded: bool, shown: str) -> None:
+    world = World(tmp_path, {"new": 1.0})
+    world.app = create_app(world.lookup, fallback_ready=lambda pointer: loaded and pointer.view.name == "things")
+    assert f'precompute_fallback_up{{view="things"}} {float(loaded)}'.encode() in world.get("/metrics").body
+    assert shown.encode() in world.get("/").body
+    assert world.get("/readyz").json["fallback"] == {"things": "ready" if loaded else "not ready"}
+
+
 def test_a_304_never_hides_that_a_row_has_become_stale(tmp_path: Path) -> None:
     world = World(tmp_path, {"row": 8.0}, fallback=False)
     for accept in (wire.JSON, wire.ARROW):

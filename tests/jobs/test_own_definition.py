@@ -1,0 +1,137 @@
+"""What a server runs is what its own files say, whatever stands in the online store."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.service.fallback import ViewFallback
+from jobs.service.model_group import socket_path
+from store.errors import DamagedPointerError
+from store.feature_view import Definition, FeatureView, ModelUse
+from store.lookup import Lookup
+from store.online.online_store import Pointer
+from store.record import replace
+from tests.conftest import MakeProject
+from tests.scene import Scene
+
+FALLBACK = {"fallback": {"enabled": True, "deadline": "20s", "keep": 0, "keep_missing": 0}}
+Change = Callable[[FeatureView, Path], FeatureView]
+
+
+def _defined(view: FeatureView, **changes: Any) -> FeatureView:
+    return dataclasses.replace(view, definition=dataclasses.replace(view.definition, **changes))
+
+
+def _touches(view: FeatureView, canary: Path) -> FeatureView:
+    return _defined(view, model=ModelUse("subprocess:run", {"args": ["touch", str(canary)]}))
+
+
+def _copies(view: FeatureView, canary: Path) -> FeatureView:
+    return _defined(view, source=f"COPY (SELECT 1) TO '{canary}'")
+
+
+FORGED: dict[str, Change] = {
+    "another class": _touches,
+    "another SQL": _copies,
+    "other arguments": lambda view, _: _defined(view, model=dataclasses.replace(view.definition.model, args={"version": 1})),
+    "another entity": lambda view, _: dataclasses.replace(view, entity=('id" FROM x --',)),
+    "other features": lambda view, _: dataclasses.replace(view, features=view.features[::-1]),
+    "nothing at all": lambda view, _: dataclasses.replace(view, definition=Definition()),
+}
+
+
+@pytest.fixture
+def project(make_project: MakeProject) -> Scene:
+    project = make_project([(1, 1.0), (2, 2.0)], view=FALLBACK)
+    project.publish_all()
+    return make_project([(1, 1.0), (2, 2.0), (9, 9.0)], view=FALLBACK)
+
+
+@contextlib.contextmanager
+def answering(project: Scene) -> Iterator[Lookup]:
+    with (
+        contextlib.closing(ViewFallback(project.offline, project.home, memory_mb=64)) as fallback,
+        project.lookup(fallback) as lookup,
+    ):
+        yield lookup
+
+
+def told(project: Scene) -> list[tuple[str, str | None]]:
+    """Of a row that is stored, and one that is not."""
+    with answering(project) as lookup:
+        table = lookup.get("numbers", [1, 9], features=[])
+    return list(zip(table["status"].to_pylist(), table["reason"].to_pylist(), strict=True))
+
+
+def forge(project: Scene, view: FeatureView, **changes: Any) -> None:
+    """As who may write to the online store, and to nothing else."""
+    pointer = project.pointer()
+    with project.online_store() as store:
+        store.flip(replace(pointer, view=view, epoch=pointer.epoch + 1, **changes))
+
+
+COMPUTED, OFF = [("fresh", None), ("computed", None)], [("fresh", None), ("missing", "model_error")]
+
+
+@pytest.mark.parametrize("change", FORGED.values(), ids=FORGED.keys())
+def test_what_only_the_online_store_says_is_not_run_and_its_rows_are_served(
+    project: Scene, change: Change, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    view, canary = project.pointer().view, tmp_path / "canary"
+    forge(project, dataclasses.replace(view, ttl_s=7200))
+    # what is not run may be as it likes
+    assert told(project) == COMPUTED
+    forge(project, change(view, canary))
+    with caplog.at_level(logging.ERROR):
+        # other features are other rows, which the store has not
+        assert told(project)[1] == OFF[1]
+    assert "names SQL or a model that neither the manifest of snapshot 1" in caplog.text
+    assert not canary.exists()
+    with answering(project) as lookup, contextlib.closing(ViewFallback(project.offline, project.home)) as fallback:
+        pointer = lookup.online.live("numbers")
+        assert pointer is not None
+        fallback.warm(pointer)
+        assert not fallback.ready(pointer)
+
+
+def test_a_server_without_manifests_goes_by_its_own_view_files(project: Scene, make_project: MakeProject) -> None:
+    manifests, view = project.store.manifest_path(1).parent, project.folder / "views" / "numbers.yaml"
+    shutil.move(manifests, project.folder / "elsewhere")
+    assert told(project) == COMPUTED
+    text = view.read_text()
+    view.write_text(text.replace("tests.arithmetic:Doubler", "tests.arithmetic:Elsewhere"))
+    assert text != view.read_text()
+    assert told(project) == OFF
+    view.unlink()
+    assert told(project) == OFF
+    # where both are there, either will do
+    shutil.move(project.folder / "elsewhere", manifests)
+    assert told(project) == COMPUTED
+    manifest = project.store.manifest_path(1)
+    manifest.write_bytes(manifest.read_bytes().replace(b"Doubler", b"doubler"))
+    assert told(project) == OFF
+    view.write_text(text)
+    assert told(project) == COMPUTED
+
+
+def test_a_pointer_leads_nowhere_but_to_its_own(project: Scene, tmp_path: Path) -> None:
+    pointer = project.pointer()
+    body = pointer.to_bytes()
+    assert Pointer.from_bytes(body, "numbers") == pointer
+    with pytest.raises(ValueError, match="another view's"):
+        Pointer.from_bytes(body, "others")
+    for index in ("/etc/index", "../../index", "numbers/../../index"):
+        for changes in ({"index": index}, {"overlay_index": index}):
+            forge(project, pointer.view, **changes)
+            with project.online_store() as store, pytest.raises(DamagedPointerError, match="not below the root"):
+                store.live("numbers")
+            (Path(project.online.removeprefix("table:")) / "numbers" / "live.json").write_bytes(body)
+    assert {socket_path(tmp_path, model).parent for model in ("a" * 64, "../../x", "/etc/x\0")} == {tmp_path}
