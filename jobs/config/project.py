@@ -26,11 +26,12 @@ from store.offline.view_store import OfflineStore, ViewStore
 
 
 class EngineConfig(Section):
-    """What computes: the run's own process, or worker processes, one for each GPU where there are any: what breaks a GPU's context, breaks it for its process."""
+    """What computes: the run's own process, or worker processes, one for each GPU where there are any (what breaks a GPU's context, breaks it for its process),
+    and on a CPU where a run's first rows show that they are quicker."""
 
     workers: int | Literal["auto"] = Field(
         default="auto",
-        description="processes of their own; 0 is none, or one where there is a GPU; auto is one for each GPU, and else none",
+        description="processes of their own; 0 is none, or one where there is a GPU; auto is one for each GPU, and else what is measured to pay",
     )
     hang: Duration = Field(default=600.0, gt=0, description="a worker that finishes no batch for this long is replaced")
 

@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pyarrow as pa
 
 from jobs.config.project import EngineConfig
-from jobs.rows.open_view import EXAMPLE_ROWS, OpenView
+from jobs.rows.open_view import OpenView
 from precompute.engine.features import in_order
 from precompute.engine.meter import Meter
 from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
+from precompute.lanes.cores import nodes, usable_threads
 from precompute.techniques.table import REFERENCE
+from precompute.workers.measured_engine import MeasuredEngine
 from precompute.workers.worker import SAMPLE
 from precompute.workers.worker_pool import WorkerPool
 from precompute.workers.worker_process import WorkerSpec
+from precompute.workers.worker_trial import WorkerTrial
+
+_OF_GPUS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+"""There with a driver of NVIDIA's or AMD's. A model of one's own may compute on a GPU without saying so, and several of it may not fit there: none are started unasked."""
 
 
-def engine_of(opened: OpenView, config: EngineConfig, meter: Meter) -> Runner | WorkerPool:
-    """The engine of a run: workers where ``workers`` asks for them, or where there is a GPU to use.
+def engine_of(opened: OpenView, config: EngineConfig, meter: Meter, rows: int = 0) -> Runner | WorkerPool | MeasuredEngine:
+    """The engine of a run: workers where ``workers`` asks for them, or where there is a GPU to use; by ``auto`` on a CPU, where they are measured to pay.
 
     Args:
         opened: the view; its own model computes where there are no workers.
         config: how many, and when one is given up.
         meter: told what the stages took.
+        rows: to be computed; with none nothing is measured.
     """
     devices = _devices(opened, config)
-    if not devices:
-        return Runner(opened.model, opened.view, meter)
-    return WorkerPool(_spec(opened, opened.variant), meter, devices, hang_s=config.hang)
+
+    def pool(devices: list[str | None]) -> WorkerPool:
+        return WorkerPool(_spec(opened, opened.variant), meter, devices, hang_s=config.hang)
+
+    if devices:
+        return pool(devices)
+    runner, cpus = Runner(opened.model, opened.view, meter), usable_threads(os.cpu_count() or 1)
+    if config.workers != "auto" or not rows or cpus < 2 or any(path.exists() for path in _OF_GPUS) or not opened.examples_aside:
+        return runner
+    return MeasuredEngine(runner, lambda count: pool([None] * count), WorkerTrial(rows, cpus, nodes()))
 
 
 def computed(opened: OpenView, batch: pa.RecordBatch, variant: str) -> Outcome:
@@ -47,7 +64,7 @@ def _spec(opened: OpenView, variant: str) -> WorkerSpec:
     model = opened.view.definition.model
     tables, convert = dict(opened.tables), None
     if variant != REFERENCE:
-        example = opened.source.sample(EXAMPLE_ROWS)
+        example = opened.examples(variant)
         if example.num_rows:
             convert = {"variant": variant, "folder": str(opened.compiled)}
             tables[SAMPLE] = example

@@ -77,15 +77,25 @@ class OpenView:
             return
         # Torch takes a second to import; a model of pure Python needs none.
         from precompute.precision.conversion import use_variant
-        from precompute.techniques.technique import technique
 
         try:
-            # Scales are those of rows from all over; for shapes the first rows do, and cost no second reading of the source.
-            example = self.source.sample if technique(self.variant).calibrates else self.source.head
             with starting_from(self.folder):
-                use_variant(self.model, self.variant, lambda: example(EXAMPLE_ROWS), self.compiled)
+                use_variant(self.model, self.variant, lambda: self.examples(self.variant), self.compiled)
         except ConfigError as exc:
             raise ConfigError(f"view {self.view.name!r}: model: {exc}") from exc
+
+    def examples(self, variant: str) -> pa.Table:
+        """Rows that a conversion is shown: from all over, where scales are taken from them; for shapes the first do, and cost no second reading of the source.
+
+        Raises:
+            SourceError: the source cannot be read.
+        """
+        return (self.source.sample if _calibrates(variant) else self.source.head)(EXAMPLE_ROWS)
+
+    @property
+    def examples_aside(self) -> bool:
+        """Whether the view's precision has none of them, or such as may be read while the source is."""
+        return not _calibrates(self.variant)
 
     def __enter__(self) -> OpenView:
         return self
@@ -151,6 +161,14 @@ def open_view(
         raise
     compiled = offline.view(view.name).compiled
     return OpenView(view, folder, source, loaded.model, fingerprint, inputs, tables, variant, compiled, held, loaded.fingerprint)
+
+
+def _calibrates(variant: str) -> bool:
+    if variant == REFERENCE:
+        return False
+    from precompute.techniques.technique import technique
+
+    return technique(variant).calibrates
 
 
 def _files(store: ViewStore, number: int) -> Files:

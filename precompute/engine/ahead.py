@@ -97,6 +97,10 @@ class Ahead(Generic[Item], Iterator[Item]):
         if self._thread is not threading.current_thread():
             self._thread.join(JOIN_S)
 
+    def join(self) -> None:
+        """Wait until its thread has ended, of a stage that was closed or is at its end."""
+        self._thread.join()
+
     def _loop(self) -> None:
         error: BaseException | None = None
         try:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 _TOPOLOGY = Path("/sys/devices/system/cpu")
+_STAT = Path("/proc/stat")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -36,6 +37,23 @@ def share(number: int, processes: int) -> frozenset[int]:
         return frozenset()
     first, end = (n * len(cores) // processes for n in (number, number + 1))
     return frozenset().union(*cores[first:end])
+
+
+def nodes() -> int:
+    """NUMA nodes that the CPUs which this process may use are of."""
+    return len({_node(cpu) for cpu in os.sched_getaffinity(0)}) if hasattr(os, "sched_getaffinity") else 1
+
+
+def idle_s() -> float:
+    """Seconds, since the machine started, for which the CPUs that this process may use had nothing to do, added up; 0 where the system does not tell."""
+    try:
+        lines = [line.split() for line in _STAT.read_text().splitlines() if line.startswith("cpu")]
+        allowed = {f"cpu{cpu}" for cpu in os.sched_getaffinity(0)}
+        # "idle" and "iowait" (proc(5))
+        ticks = sum(int(words[4]) + int(words[5]) for words in lines if words[0] in allowed)
+        return ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, AttributeError):
+        return 0.0
 
 
 def usable_threads(threads: int) -> int:

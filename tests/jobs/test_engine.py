@@ -17,11 +17,13 @@ from safetensors.numpy import save_file
 from jobs.config.project import EngineConfig
 from jobs.process.report import engine_line
 from jobs.rows import chunks
+from jobs.rows import engine as engine_module
 from jobs.rows.engine import engine_of
 from jobs.rows.open_view import open_view
 from precompute.engine.meter import Meter
 from precompute.engine.runner import Runner
 from precompute.model import digest
+from precompute.workers.measured_engine import MeasuredEngine
 from precompute.workers.worker_pool import WorkerPool
 from store.errors import ConfigError
 from store.lookup import Lookup
@@ -188,6 +190,22 @@ def test_workers_share_the_gpus_that_are_there(
         count = 0 if workers == "auto" else workers
         assert isinstance(engine, WorkerPool if count else Runner)
         assert not count or engine.figures(1.0)["device"] == f"{count} workers: as they are"
+
+
+def test_whether_workers_pay_is_measured_where_nobody_says_how_many_and_there_is_no_gpu(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(engine_module, "usable_threads", lambda _: 2)
+    monkeypatch.setattr(engine_module, "_OF_GPUS", (tmp_path / "gpu",))
+    project = make_project(numbers())
+    with open_view(project.view("numbers").feature_view(), project.offline, project.home) as opened:
+
+        def kind(**given: Any) -> type[Any]:
+            return type(engine_of(opened, EngineConfig(**given), Meter(), 100))
+
+        assert [kind(), kind(workers=0), kind(workers=2)] == [MeasuredEngine, Runner, WorkerPool]
+        (tmp_path / "gpu").touch()
+        assert kind() is Runner
 
 
 def test_a_worker_that_loads_another_model_than_the_run_began_with_computes_nothing(
