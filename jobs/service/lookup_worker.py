@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from jobs.process.memory import settle
 from jobs.service.child import DRAIN_S, begin
 from jobs.service.kept_process import Watch
@@ -79,6 +81,8 @@ def main() -> None:
                 server = GuardedServer(watched, limits, meter, tls_of(spec), DRAIN_S, app.waits_until, partial(_end_now, stack))
                 # from the loop that answers: one that stands still shows no life
                 server.connections.on_tick += [lambda: watch.beat(time.monotonic()), *looks]
+                # pyarrow imports pandas, where there is one, with the first array that it makes: 0.27 s of CPU, for which a first request, and all beside it, would wait
+                pa.array([0])
                 settle()
                 server.run(sockets=listening)
                 _end_soon()

@@ -77,6 +77,8 @@ class Front:
         if isinstance(body, Stream):
             await _stream(status, headers, body, send)
             return
+        if isinstance(body, list):
+            body = b"".join(body)
         if status != HTTPStatus.NOT_MODIFIED:
             headers = [*headers, (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": status, "headers": headers})

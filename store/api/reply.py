@@ -25,11 +25,11 @@ class Stream:
 
 
 class Reply(NamedTuple):
-    """An answer; ``headers`` without Content-Length."""
+    """An answer; ``headers`` without Content-Length. A list are parts of a body, one after the other: of what takes long to copy, they are put together once, with its head."""
 
     status: int
     headers: Headers
-    body: bytes | memoryview | Stream = b""
+    body: bytes | memoryview | list[bytes | memoryview] | Stream = b""
 
 
 JSON_TYPE = (b"content-type", wire.JSON.encode())

@@ -404,8 +404,8 @@ def _kept_reply(row: CachedRow, status: Status, age_us: int, asked: _Asked) -> R
     return Reply(200, [JSON_TYPE, *headers], row.body(status, age_us))
 
 
-def _as_arrow(answer: Answer) -> bytes | memoryview:
-    return stream_of(answer) or arrow.encode_arrow(answer.table())
+def _as_arrow(answer: Answer) -> list[bytes | memoryview]:
+    return stream_of(answer) or [arrow.encode_arrow(answer.table())]
 
 
 def _several(views: Sequence[str], answers: Sequence[Answer | Reply]) -> Iterator[bytes]:

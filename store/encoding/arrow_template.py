@@ -15,6 +15,7 @@ import pyarrow as pa
 from store.answer import Answer, AnswerPlan
 from store.encoding.ipc import END_OF_STREAM, field_at, table_at
 from store.online.found_rows import PackedKeys
+from store.online.packed import Buffer
 
 _LINE_BYTES = 64
 """Where buffers begin, as pyarrow's own do."""
@@ -31,8 +32,9 @@ def _is_plain(plan: AnswerPlan) -> bool:
     return plan.reader is not None and all(f.packed is None and f.dtype != "bool" for f in features)
 
 
-def stream_of(answer: Answer) -> bytes | None:
-    """The answer as an Arrow IPC stream; None where it takes a table: rows are missing, stale or computed, or values null or of other types."""
+def stream_of(answer: Answer) -> list[Buffer] | None:
+    """The answer as an Arrow IPC stream, in parts that are sent one after the other; None where it takes a table: rows are missing, stale or computed, or values null or of
+    other types."""
     columns, keys = answer.whole_columns(), answer.found.keys
     if columns is None or not isinstance(keys, PackedKeys) or not _is_plain(answer.plan):
         return None
@@ -90,7 +92,7 @@ class _Template:
         self._body_length_at = before + field_at(metadata, root, 3)
         self.head = schema + message[:8] + bytes(metadata)
 
-    def filled(self, values: list[np.ndarray], keys: np.ndarray) -> bytes:
+    def filled(self, values: list[np.ndarray], keys: np.ndarray) -> list[Buffer]:
         """The stream of an answer.
 
         Args:
@@ -101,12 +103,12 @@ class _Template:
         size = keys.nbytes
         _LENGTH.pack_into(head, self._key_length_at, size)
         _LENGTH.pack_into(head, self._body_length_at, self._start + size + -size % _LINE_BYTES)
-        parts: list[bytes | bytearray | memoryview] = [head, self._constants]
+        parts: list[Buffer] = [memoryview(head), self._constants]
         for value in [*values, keys]:
             # without the extension a column may be read where it lies, row by row
-            parts += np.ascontiguousarray(value).data, _PADDING[-value.nbytes % _LINE_BYTES]
+            parts += np.ascontiguousarray(value).data.cast("B"), _PADDING[-value.nbytes % _LINE_BYTES]
         parts.append(END_OF_STREAM)
-        return b"".join(parts)
+        return parts
 
 
 _PADDING = [bytes(size) for size in range(_LINE_BYTES)]

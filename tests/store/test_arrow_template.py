@@ -56,7 +56,7 @@ def check(lookup: Lookup, keys: Sequence[str], features: Sequence[str] | None, t
     stream = stream_of(answer)
     assert (stream is not None) == templated
     if stream is not None:
-        table = decode_arrow(stream)
+        table = decode_arrow(b"".join(stream))
         table.validate(full=True)
         assert table.schema == answer.table().schema
         # byte for byte the values, NaN too
