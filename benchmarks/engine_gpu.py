@@ -130,9 +130,10 @@ def measure(
         bare = {budget: bare_s(encoder, prepared, budget, rounds) for budget in budgets}
         best = min(bare.values())
         seconds, engine = engine_s(encoder, batch, dim, rounds)
+        # some ten workers, one after the other: before what time is left for
+        lost = blamed(device)
         # float32 takes ten times as long
         tried, left_out = by_technique(encoder, batch.slice(0, -(-texts // 4)), min(bare, key=bare.__getitem__), until)
-    lost = blamed(device)
     landing = engine["model_s"]["landing"] / seconds
     lines = [
         f"{machine(encoder.device)['name']}: {texts:,} texts, {tokens:,} tokens; a large product makes {peak / 1e12:.0f} TFLOP/s",
