@@ -6,14 +6,19 @@ An unpacked float32 product of 1,024³ told 180 GFLOP/s of a CPU whose packed on
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 
+from precompute.lanes.cores import idle_s, usable_threads
 from precompute.lanes.lanes import Lanes
+from precompute.model import digest
 from precompute.models.packed_linear import PackedLinear
 from precompute.models.threads import compute_threads, compute_with
 
@@ -22,13 +27,16 @@ ROWS = 1024
 LAYERS = 3
 """Shapes that are probed, those with the most to compute."""
 PROBE_S = 0.02
-"""Each shape in each way, after a first product: with all of them some 0.2 s, once a process."""
+"""Each shape in each way, after a first product: with all of them some 0.2 s, once a machine."""
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
 Pack = Callable[[torch.nn.Linear], torch.nn.Module]
 
+QUIET = 0.1
+"""Share of the CPUs' time that others may take meanwhile, for what was probed to be kept: beside neighbours it is less than the machine can do."""
+
 _known: dict[object, float] = {}
-"""What was probed in this process: a machine does not change, and a scheduler runs a view every hour."""
+"""What this process knows: a machine does not change, and a scheduler runs a view every hour."""
 
 
 def shapes_of(module: torch.nn.Module) -> tuple[tuple[int, int], ...]:
@@ -39,7 +47,8 @@ def shapes_of(module: torch.nn.Module) -> tuple[tuple[int, int], ...]:
 
 def probed(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, pack: Pack | None = None) -> float:
     """The most FLOP/s of products of these shapes: as torch computes them, packed by oneDNN, or by ``pack``; all compute threads in one, or each
-    in one of its own. Probed once in a process.
+    in one of its own. Probed once in a process, and on a machine once while nobody else computes: from then on it is kept in
+    ``$XDG_CACHE_HOME/precompute`` (``~/.cache``), by what it depends on.
 
     Args:
         shapes: (inputs, outputs) of layers.
@@ -48,11 +57,59 @@ def probed(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, pack: Pack | N
     """
     key = (tuple(shapes), dtype, pack, compute_threads())
     if key not in _known:
-        with torch.inference_mode():
-            rates = [(_flops(layer, x) / _seconds(layer, x), layer, x) for layer, x in _ways(shapes, dtype, pack)]
-            best, layer, x = max(rates, key=lambda rate: rate[0])
-            _known[key] = max(best, _in_lanes(layer, x))
+        file = _file(shapes, dtype, pack)
+        _known[key] = _kept(file) or _measured(shapes, dtype, pack, file)
     return _known[key]
+
+
+def _measured(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, pack: Pack | None, file: Path) -> float:
+    began, own_s, free_s = time.monotonic(), time.process_time(), idle_s()
+    with torch.inference_mode():
+        rates = [(_flops(layer, x) / _seconds(layer, x), layer, x) for layer, x in _ways(shapes, dtype, pack)]
+        best, layer, x = max(rates, key=lambda rate: rate[0])
+        flops = max(best, _in_lanes(layer, x))
+    all_s = (time.monotonic() - began) * usable_threads(os.cpu_count() or 1)
+    others_s = all_s - (time.process_time() - own_s) - (idle_s() - free_s)
+    if others_s <= QUIET * all_s:
+        # a home that cannot be written to
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            beside = file.with_suffix(f".{os.getpid()}")
+            beside.write_text(json.dumps({"flops": flops}))
+            beside.replace(file)
+    return flops
+
+
+def _kept(file: Path) -> float | None:
+    try:
+        flops = json.loads(file.read_text())["flops"]
+    except (OSError, ValueError, KeyError, TypeError):
+        # there is none, or it is damaged
+        return None
+    return flops if isinstance(flops, float) and 0 < flops < float("inf") else None
+
+
+def _file(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, pack: Pack | None) -> Path:
+    folder = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "precompute"
+    names = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+    facts = digest(
+        shapes=[list(shape) for shape in shapes],
+        computed=[str(dtype), getattr(pack, "__name__", "")],
+        cpu=[_cpu(), dict(torch.cpu.get_capabilities()), torch.backends.cpu.get_cpu_capability()],
+        threads=[compute_threads(), usable_threads(os.cpu_count() or 1)],
+        versions=[torch.__version__, *(os.environ.get(name, "") for name in names)],
+        probe=[ROWS, PROBE_S],
+    )
+    return folder / f"peak-{facts[:16]}.json"
+
+
+def _cpu() -> str:
+    """The CPU's name; "" where the system does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 def _ways(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, pack: Pack | None) -> Iterator[tuple[Layer, torch.Tensor]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -22,6 +25,12 @@ def test_the_shapes_are_those_of_the_layers_with_the_most_to_compute() -> None:
     assert mlp().device.shapes == ((8, 8), (8, 4))
 
 
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "precompute"
+
+
 def test_every_way_is_probed_and_the_best_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     took = {torch.nn.Linear: 2.0, PackedLinear: 0.5}
     monkeypatch.setattr(peak, "_known", {})
@@ -31,6 +40,32 @@ def test_every_way_is_probed_and_the_best_one_counts(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(peak, "_seconds", lambda layer, x, *, mean=False: 0.4 if mean else took[type(layer)])
     assert probed([(16, 8)], torch.float32) == 2 * ROWS * 16 * 8 / 0.5  # once a process
     assert probed([(8, 16)], torch.float32) == pytest.approx(2 * ROWS * 16 * 8 / 0.2)  # two at once, 0.4 s each
+
+
+def test_a_peak_is_kept_for_this_machine_where_nobody_else_computed_meanwhile(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peak, "compute_threads", lambda: 1)
+    monkeypatch.setattr(peak, "usable_threads", lambda _: 8)
+    idle = itertools.count()
+
+    def process(seconds: float, *, crowded: bool = False) -> float:
+        """What one would tell of products that take so long."""
+        monkeypatch.setattr(peak, "_known", {})
+        monkeypatch.setattr(peak, "_seconds", lambda *_: seconds)
+        # seven of the CPUs have nothing to do, or all have
+        monkeypatch.setattr(peak, "idle_s", lambda: 0.0 if crowded else float(next(idle)))
+        return 2 * ROWS * 16 * 8 / probed([(16, 8)], torch.float32)
+
+    assert [process(4.0, crowded=True), process(2.0, crowded=True)] == [4.0, 2.0]
+    assert not folder.exists()
+    assert [process(1.0), process(3.0), process(3.0, crowded=True)] == [1.0, 1.0, 1.0]
+    (file,) = folder.iterdir()
+    file.write_text("{")
+    assert process(3.0) == 3.0
+    monkeypatch.setattr(peak, "_cpu", lambda: "another")
+    assert process(5.0) == 5.0
+    assert len(list(folder.iterdir())) == 2
 
 
 def test_what_a_technique_computes_in_is_probed_as_that() -> None:
