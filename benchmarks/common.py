@@ -58,15 +58,21 @@ def median_us(function: Callable[[Any], Any], arguments: Sequence[Any]) -> float
     return statistics.median(times) * 1e6
 
 
+LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_DEFAULT_FPMATH_MODE")
+"""What lets a CPU compute as an older one, or by fewer bits."""
+
+
 def cpu() -> str:
-    """The capability that torch uses here, and what else the CPU has that decides a figure."""
+    """The capability that torch uses here, what else the CPU has that decides a figure, and what keeps it from being used."""
     import torch
 
     info = Path("/proc/cpuinfo")
     known = set(info.read_text().partition("flags")[2].partition("\n")[0].split()) if info.is_file() else set()
     names = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")
     flags = " ".join(name for name in names if name in known)
-    return f"{torch.backends.cpu.get_cpu_capability()}; {flags or 'flags unknown'}; {os.cpu_count()} cores"
+    limits = " ".join(f"{name}={os.environ[name]}" for name in LIMITS if name in os.environ)
+    only = f", of which no more is used than {limits} allows" if limits else ""
+    return f"{torch.backends.cpu.get_cpu_capability()}; {flags or 'flags unknown'}{only}; {os.cpu_count()} cores"
 
 
 def cpu_s() -> float:
