@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from jobs.config.view import AccuracyConfig
-from jobs.pipeline.accuracy import CHECKED_ROWS
+from jobs.pipeline.accuracy import steps
 from jobs.pipeline.comparison import Comparison, compared
 from jobs.rows.open_view import EXAMPLE_ROWS, OpenView
 from precompute.engine.memory import ResidentPeak, give_back, resident_bytes
@@ -52,8 +52,8 @@ class Trials:
         self.ready: dict[str, Callable[[], object]] = {}
         self.pass_s: dict[str, float] = {}
         """Of each that is ready: seconds of its first pass."""
-        self.comparisons: dict[str, Comparison] = {}
-        """Of each that is ready: on as many of the sample's rows as a run checks."""
+        self.comparisons: dict[str, list[Comparison]] = {}
+        """Of each that is ready: on as many of the sample's rows as a run checks, of the first and of all."""
 
     def tried(self, technique: str) -> dict[str, Any]:
         """``name``, ``convert_s``, ``refused`` and, where it computes, ``accuracy`` and ``memory_bytes``; float32 comes first.
@@ -120,9 +120,10 @@ class Trials:
         if self._reference is None:
             self._reference = self._usable(outcome)
         whole = compared(view, self._reference, outcome, self.sample.num_rows)
-        self.comparisons[technique] = (
-            whole if self.sample.num_rows <= CHECKED_ROWS else compared(view, self._reference, outcome, CHECKED_ROWS)
-        )
+        self.comparisons[technique] = [
+            whole if rows == self.sample.num_rows else compared(view, self._reference, outcome, rows)
+            for rows in steps(view, self.sample.num_rows)
+        ]
         reasons = "; ".join(figure.shortfall for figure in whole.judged(self._budget) if figure.room < 0)
         accuracy = {} if whole.accuracy is None else whole.accuracy.to_json()["features"]
         return {"accuracy": accuracy, "refused": reasons or None}

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pyarrow as pa
 
 from jobs.config.view import ViewConfig
@@ -18,6 +20,7 @@ from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
 from precompute.techniques.table import REFERENCE, words
 from store.errors import SourceError
+from store.feature_view import FeatureView
 from store.offline.snapshot import Verdict
 
 if TYPE_CHECKING:
@@ -27,6 +30,8 @@ log = logging.getLogger(__name__)
 
 CHECKED_ROWS = 512
 """Of the source: 10 neighbours among 512 tell 0.985 from 0.97 with room to spare."""
+FIRST_ROWS = 128
+"""Of these, where nothing but vectors is compared: they do where they leave no doubt (:meth:`jobs.pipeline.comparison.Comparison.clear`)."""
 SHARE = 4
 """Of the compute threads, one in so many measures beside a run, in a lane of its own; two at least, where there are as many. By one of two it took longer
 than the batches beside it, and a core was idle at the end."""
@@ -50,16 +55,15 @@ class AccuracyCheck:
     def __init__(self, config: ViewConfig, opened: OpenView) -> None:
         self._config, self._opened = config, opened
         sample = sample_of(opened, CHECKED_ROWS)
-        self._rows = sample.num_rows
-        self._kept = KeptComparison(opened, opened.variant, sample)
-        self._found = self._kept.read()
+        self._parts = [sample.slice(0, rows) for rows in steps(opened.view, sample.num_rows)]
+        self._found = self._known()
         self._error: BaseException | None = None
         self._stopped = False
         self._thread: threading.Thread | None = None
         if self._found is not None:
             return
         if opened.wanted is not None:
-            self._keep(*(computed(opened, sample, technique) for technique in (opened.variant, REFERENCE)))
+            self._keep(sample, *(computed(opened, sample, technique) for technique in (opened.variant, REFERENCE)))
             return
         # torch takes a second to import, and a model of pure Python needs none
         from precompute.models.torch_model import TorchModel
@@ -67,10 +71,10 @@ class AccuracyCheck:
         model = opened.model
         assert isinstance(model, TorchModel), "no other model has another precision"
         if model.concurrent:
-            self._thread = threading.Thread(target=self._measure_aside, args=(model, sample), name="accuracy", daemon=True)
+            self._thread = threading.Thread(target=self._measure_aside, args=(model,), name="accuracy", daemon=True)
             self._thread.start()
         else:
-            self._measure(model, sample)
+            self._measure(model)
 
     @property
     def known(self) -> bool:
@@ -96,19 +100,34 @@ class AccuracyCheck:
         if self._thread is not None:
             self._thread.join()
 
-    def _measure_aside(self, model: TorchModel, sample: pa.RecordBatch) -> None:
+    def _known(self) -> Comparison | None:
+        """What was kept of all the rows, or of the first where it is clear."""
+        for rows in reversed(self._parts):
+            found = KeptComparison(self._opened, self._opened.variant, rows).read()
+            if found is not None and (rows is self._parts[-1] or found.clear(self._config.accuracy)):
+                return found
+        return None
+
+    def _measure_aside(self, model: TorchModel) -> None:
         try:
-            self._measure(model, sample)
+            self._measure(model)
         except _Stopped:
             pass
         except BaseException as exc:
             self._error = exc
 
-    def _measure(self, model: TorchModel, sample: pa.RecordBatch) -> None:
+    def _measure(self, model: TorchModel) -> None:
         from precompute.techniques.machine import check_float32
 
         check_float32(model.device)
-        self._keep(self._computed(model, sample), self._reference(model, sample))
+        done = reference = None
+        for rows in self._parts:
+            start = 0 if done is None else self._parts[0].num_rows
+            more = rows.slice(start)
+            done = _joined(done, self._computed(model, more), start)
+            reference = _joined(reference, self._reference(model, more), start)
+            if self._keep(rows, done, reference).clear(self._config.accuracy):
+                return
 
     def _reference(self, model: TorchModel, sample: pa.RecordBatch) -> Outcome:
         """The sample in float32: by a quicker way than the module's own, where that is not what is judged, and is seen to compute the same."""
@@ -140,17 +159,33 @@ class AccuracyCheck:
         if self._stopped:
             raise _Stopped
 
-    def _keep(self, done: Outcome, reference: Outcome) -> None:
-        self._found = compared(self._opened.view, reference, done, self._rows)
-        self._kept.write(self._found)
+    def _keep(self, rows: pa.RecordBatch, done: Outcome, reference: Outcome) -> Comparison:
+        self._found = compared(self._opened.view, reference, done, rows.num_rows)
+        KeptComparison(self._opened, self._opened.variant, rows).write(self._found)
+        return self._found
 
 
-def keep_comparisons(opened: OpenView, sample: pa.RecordBatch, comparisons: dict[str, Comparison]) -> None:
-    """What was measured of several techniques, where a run's check would be of the same rows: its :data:`CHECKED_ROWS` first."""
-    rows = sample.slice(0, CHECKED_ROWS)
-    for technique, comparison in comparisons.items():
-        if technique != REFERENCE and comparison.rows == rows.num_rows:
-            KeptComparison(opened, technique, rows).write(comparison)
+def _joined(first: Outcome | None, more: Outcome, rows: int) -> Outcome:
+    """Outcomes of a sample's first ``rows`` rows and of those that follow, as one."""
+    if first is None:
+        return more
+    features = pa.concat_batches([first.features, more.features])
+    rejections = [*first.rejections, *(replace(rejection, row=rows + rejection.row) for rejection in more.rejections)]
+    return Outcome(np.concatenate([first.rows, rows + more.rows]), features, rejections)
+
+
+def steps(view: FeatureView, rows: int) -> list[int]:
+    """How many of a sample of ``rows`` rows, from its first, are compared, and how many if these leave a doubt."""
+    most = min(rows, CHECKED_ROWS)
+    few = all(feature.dim is not None for feature in view.features) and most > FIRST_ROWS
+    return [FIRST_ROWS, most] if few else [most]
+
+
+def keep_comparisons(opened: OpenView, sample: pa.RecordBatch, comparisons: dict[str, list[Comparison]]) -> None:
+    """What was measured of several techniques on the first rows of a sample, as many as of :func:`steps`: a run's check may be of the same."""
+    for technique, found in comparisons.items():
+        for comparison in found if technique != REFERENCE else ():
+            KeptComparison(opened, technique, sample.slice(0, comparison.rows)).write(comparison)
 
 
 def sample_of(opened: OpenView, rows: int) -> pa.RecordBatch:

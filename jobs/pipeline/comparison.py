@@ -14,7 +14,7 @@ from jobs.process.report import versions
 from jobs.rows.open_view import OpenView
 from precompute.engine.window import Outcome
 from precompute.model import digest, table_digest
-from precompute.precision.accuracy import Accuracy, Judged, compare
+from precompute.precision.accuracy import Accuracy, Judged, compare, least
 from store.disk.durable_file import make_folder, replace_durably
 from store.feature_view import FeatureView
 from store.offline.snapshot import Verdict
@@ -22,7 +22,7 @@ from store.record import Record, read_record, sealed
 
 log = logging.getLogger(__name__)
 
-CODE_VERSION = 2
+CODE_VERSION = 3
 """Raised by whoever changes how figures are computed."""
 
 SHORT = {
@@ -43,6 +43,16 @@ class Comparison(Record, frozen=True):
     rows: int
     lost: int
     accuracy: Accuracy | None
+    least: Accuracy | None = None
+    """As of :func:`precompute.precision.accuracy.least`."""
+
+    def clear(self, budget: AccuracyConfig) -> bool:
+        """Whether more rows would hardly come to another verdict: all these are computed by both, none is an exception, and all means pass for sure."""
+        if self.least is None or self.lost:
+            return False
+        figures = self.least.judged(budget.cosine, budget.recall_at_10)
+        worst = min(feature.min_cosine or 0.0 for feature in self.least.features.values())
+        return worst >= budget.cosine and all(figure.room >= 0 for figure in figures)
 
     def judged(self, budget: AccuracyConfig) -> list[Judged]:
         """Every figure with its limit, the worst first; rows that are lost have one too."""
@@ -77,11 +87,13 @@ def compared(view: FeatureView, reference: Outcome, other: Outcome, rows: int) -
     both = sorted(wanted & set(other.rows.tolist()))
     if not both:
         return Comparison(rows, len(wanted), None)
-    chosen = []
-    for done in (reference, other):
-        position = {row: i for i, row in enumerate(done.rows.tolist())}
-        chosen.append(done.features.take(pa.array([position[row] for row in both], pa.int64())))
-    return Comparison(rows, len(wanted) - len(both), compare(chosen[0], chosen[1], view))
+    wants, made = (_features(done, both) for done in (reference, other))
+    return Comparison(rows, len(wanted) - len(both), compare(wants, made, view), least(wants, made, view))
+
+
+def _features(done: Outcome, rows: list[int]) -> pa.RecordBatch:
+    position = {row: i for i, row in enumerate(done.rows.tolist())}
+    return done.features.take(pa.array([position[row] for row in rows], pa.int64()))
 
 
 def figures_text(features: Mapping[str, Mapping[str, float]]) -> str:

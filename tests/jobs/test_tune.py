@@ -840,6 +840,49 @@ def test_a_fault_of_both_packed_precisions_is_seen(make_project: MakeProject, mo
     assert techniques == ["packed 120", "module 120"]
 
 
+def test_few_rows_do_where_they_leave_no_doubt(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what tune measured on as few spares a run its own."""
+    measured: list[int] = []
+    computed = AccuracyCheck._computed
+
+    def computing(check: AccuracyCheck, model: TorchModel, rows: pa.RecordBatch) -> Any:
+        measured.append(rows.num_rows)
+        return computed(check, model, rows)
+
+    monkeypatch.setattr(AccuracyCheck, "_computed", computing)
+    table = pa.table({"id": range(200), "x": [1 + i / 100 for i in range(200)]})
+
+    def project(budget: dict[str, float] | None = None, **chosen: str) -> Scene:
+        model = torch_model(**chosen)
+        model["args"]["outputs"] = {"vector": "vector"}
+        view = {"model": model, "features": {"vector": {"dtype": "float32", "dim": 4}}, "accuracy": budget or {}}
+        return torch_project(make_project, table, view=view)
+
+    assert (
+        project(precision="fp32", backend="onednn").run().gates[0].message.startswith("fp32-onednn against float32 on 128 rows: ")
+    )
+    assert measured == [128, 128]
+    measured.clear()
+    with pytest.raises(GateError, match=r"bf16-eager against float32 on 200 rows: .* recall@10 .* is below 0\.985"):
+        project(precision="bf16").run()
+    assert measured == [128, 128, 16, 72, 72, 16]
+    # figures are kept, and the verdict is not
+    measured.clear()
+    for budget, rows in ((LOOSE, 200), ({"cosine": 0.9, "recall_at_10": 0.99}, 0)):
+        if rows:
+            assert f"on {rows} rows" in project(budget, precision="bf16").run(full=True).gates[0].message
+        else:
+            with pytest.raises(GateError, match="on 200 rows"):
+                project(budget, precision="bf16").run(full=True)
+    assert measured == []
+
+    with_rates(monkeypatch, fp32_eager=100.0, bf16_eager=900.0)
+    shutil.rmtree(project().store.compiled)
+    tune(project(LOOSE), "numbers", rows=128, only=["bf16-eager"])
+    assert "on 128 rows" in again(project(LOOSE)).run(full=True).gates[0].message
+    assert measured == []
+
+
 def test_what_is_no_float32_is_compared_with_nothing(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
     linear = torch.nn.functional.linear
 

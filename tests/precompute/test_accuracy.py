@@ -13,11 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from precompute.precision.accuracy import (
+    EASIER,
     Accuracy,
     FeatureAccuracy,
     compare,
+    least,
     mean_overlap,
     neighbour_recall,
+    neighbour_recalls,
     rank_correlation,
     row_cosines,
 )
@@ -156,6 +159,37 @@ def test_recall_is_what_a_plain_loop_finds(metric: str) -> None:
     found = compare(vectors(a, view), vectors(b, view), view).features["vector"].recall_at_10
     assert 0.2 < expected < 0.9
     assert found == pytest.approx(expected, abs=2e-4)
+
+
+def test_what_more_rows_will_hardly_be_below() -> None:
+    view = FeatureView("docs", ("id",), (Feature("vector", "float32", dim=8),), ttl_s=60, stale_for_s=0)
+
+    def batch(vectors: npt.NDArray[np.float32]) -> pa.RecordBatch:
+        column = pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), 8)
+        return pa.RecordBatch.from_arrays([column], names=["vector"])
+
+    rng = np.random.default_rng(0)
+    right = rng.standard_normal((128, 8), np.float32)
+    same = least(batch(right), batch(right), view)
+    assert same is not None
+    assert [*same.to_json()["features"]["vector"].values()] == pytest.approx([1.0, 1.0, 1.0 - EASIER])
+
+    off = right + 0.05 * rng.standard_normal((128, 8), np.float32)
+    told, found = least(batch(right), batch(off), view), compare(batch(right), batch(off), view).features["vector"]
+    assert told is not None
+    assert found.recall_at_10 == pytest.approx(neighbour_recalls(right, off).mean())
+    spread = neighbour_recalls(right, off).std(ddof=1) / 128**0.5
+    assert told.features["vector"].recall_at_10 == pytest.approx(found.recall_at_10 - 3 * spread - EASIER)
+    assert told.features["vector"].min_cosine == found.min_cosine
+    # of many draws of as many rows, nearly none is below
+    every = rng.standard_normal((20_000, 8), np.float32)
+    cosines = row_cosines(every, every + 0.05 * rng.standard_normal((20_000, 8), np.float32))
+    low = np.array([values.mean() - 3 * values.std(ddof=1) / 128**0.5 for values in cosines[: 156 * 128].reshape(156, 128)])
+    assert (low > cosines.mean()).sum() <= 2
+
+    # other features, or few rows, have no such bound
+    assert least(batch(right[:11]), batch(off[:11]), view) is None
+    assert least(batch(right), batch(off), VIEW) is None
 
 
 def test_recall_does_not_care_which_of_equal_neighbours_comes_first() -> None:
