@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import resource
 import sys
@@ -28,6 +29,9 @@ _TRIM_BYTES = 256 * 2**20
 
 _FULL = (
     "out of memory",
+    "OUT_OF_MEMORY",
+    "RESOURCE_EXHAUSTED",
+    "INSUFFICIENT_RESOURCES",
     "can't allocate memory",
     "not enough memory",
     "std::bad_alloc",
@@ -39,8 +43,8 @@ _FULL = (
     "is smaller than requested bytes",
     "OutOfMemory",
 )
-"""What says in an error of torch's or ONNX Runtime's that memory ran out: CUDA itself ("out of memory", code 2), torch's allocators on a CPU, cuBLAS, cuSPARSE
-and cuSOLVER (``CUBLAS_STATUS_ALLOC_FAILED`` and the like), cuDNN (``CUDNN_STATUS_ALLOC_FAILED``, and since 9
+"""What says in an error of torch's or ONNX Runtime's that memory ran out: CUDA itself ("out of memory", code 2, which the driver calls ``CUDA_ERROR_OUT_OF_MEMORY`` and
+XLA ``RESOURCE_EXHAUSTED``), torch's allocators on a CPU, cuBLAS, cuSPARSE (which says ``INSUFFICIENT_RESOURCES``, too) and cuSOLVER (``CUBLAS_STATUS_ALLOC_FAILED`` and the like), cuDNN (``CUDNN_STATUS_ALLOC_FAILED``, and since 9
 ``CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED``), ONNX Runtime's arena (``BFCArena``) and TensorRT."""
 
 _CUDA_ERRORS = (
@@ -84,9 +88,11 @@ class DeviceLostError(ModelError):
 
 
 def is_out_of_memory(exc: BaseException) -> bool:
-    """Whether an error says that memory ran out: Python's, torch's on a GPU (by name, so that torch need not be imported), or that of a library, which is a
-    RuntimeError and tells it in words."""
-    if isinstance(exc, MemoryError) or type(exc).__name__ in ("OutOfMemoryError", "ArrowMemoryError"):
+    """Whether an error says that memory ran out: Python's, the system's, torch's on a GPU (by name, so that torch need not be imported), or that of a library, which
+    is a RuntimeError and tells it in words."""
+    if isinstance(exc, MemoryError) or (isinstance(exc, OSError) and exc.errno == errno.ENOMEM):
+        return True
+    if type(exc).__name__ in ("OutOfMemoryError", "ArrowMemoryError"):
         return True
     return _is_librarys(exc) and any(words in str(exc) for words in _FULL)
 

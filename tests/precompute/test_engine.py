@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import random
 import threading
@@ -462,6 +463,11 @@ def test_the_stage_that_is_slow_is_told() -> None:
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
         (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), True),
         (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY"), True),
+        (RuntimeError("CUDA error: CUSPARSE_STATUS_INSUFFICIENT_RESOURCES when calling `cusparseSpMM( …`"), True),
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes."), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (OSError(errno.ENOENT, "No such file or directory"), False),
         (
             RuntimeException(
                 "[ONNXRuntimeError] : 6 : … BFCArena::AllocateRawInternal(…) Failed to allocate memory for requested buffer of size 9"
