@@ -155,7 +155,7 @@ class Answer:
         """Verify every row, give it its status and drop what has expired; returns the numbers of the rows that are missing and could be had.
 
         Args:
-            columnar: :meth:`table` is all that will be asked for: the rows' values are read on the way.
+            columnar: :meth:`table` or :meth:`whole_columns` will be asked for: the rows' values are read on the way.
         """
         plan = self.plan
         states: Sequence[int]

@@ -169,7 +169,7 @@ class Lookup:
             keys: likewise.
             options: likewise.
             cache_control: what a request over HTTP asks of stored rows.
-            columnar: :meth:`Answer.table` is all that will be asked of the answer: a third faster then, and slower for rows.
+            columnar: :meth:`Answer.table` or :meth:`Answer.whole_columns` is what will be asked of the answer: a third faster then, and slower for rows.
             admit: raises where so many rows of this kind are too many, before any is verified or computed.
         """
         if isinstance(keys, (str, bytes)) or not hasattr(keys, "__len__"):

@@ -294,10 +294,8 @@ class RowRoutes:
             wanted: wire.LookupRequest = wire.decode(wire.decode_lookup, body)
             keys, options = wanted.keys, both(wanted.options(), options)
         size = Measure(self._answer_bytes, wants_arrow(asked.headers))
-        control, columnar = asked.control, size.as_arrow
-        return partial(
-            self._lookup.begin, asked.key[0], keys, options, cache_control=control, columnar=columnar, admit=size.add
-        ), size
+        view, control = asked.key[0], asked.control
+        return partial(self._lookup.begin, view, keys, options, cache_control=control, columnar=True, admit=size.add), size
 
     def _many_reply(self, scope: Scope, asked: _Asked, size: Measure, answer: Answer) -> Reply:
         columnar = size.as_arrow
@@ -385,12 +383,9 @@ class RowRoutes:
         options: LookupOptions,
         asked: CacheControl | None,
         *,
-        columnar: bool = False,
         admit: Callable[[AnswerPlan, FoundRows], None] | None = None,
     ) -> Answer:
-        return await self._read(
-            partial(self._lookup.begin, view, keys, options, cache_control=asked, columnar=columnar, admit=admit)
-        )
+        return await self._read(partial(self._lookup.begin, view, keys, options, cache_control=asked, columnar=True, admit=admit))
 
     async def _read(self, begin: Callable[[], Answer]) -> Answer:
         return begin() if self._readers is None else await self._readers.run(begin)

@@ -26,7 +26,7 @@ _LENGTH = struct.Struct("<q")
 
 
 @lru_cache(256)
-def _is_plain(plan: AnswerPlan) -> bool:
+def is_plain(plan: AnswerPlan) -> bool:
     """Whether the features' values lie in Arrow's buffers as they lie in rows: numbers and vectors of them."""
     features = plan.view.features if plan.features is None else [plan.view.feature(name) for name in plan.features]
     return plan.reader is not None and all(f.packed is None and f.dtype != "bool" for f in features)
@@ -36,10 +36,7 @@ def stream_of(answer: Answer) -> list[Buffer] | None:
     """The answer as an Arrow IPC stream, in parts that are sent one after the other; None where it takes a table: rows are missing, stale or computed, or values null or of
     other types."""
     columns, keys = answer.whole_columns(), answer.found.keys
-    if columns is None or not isinstance(keys, PackedKeys) or not _is_plain(answer.plan):
-        return None
-    null_bits = columns.values[0].tobytes()
-    if null_bits.count(0) != len(null_bits):
+    if columns is None or not isinstance(keys, PackedKeys) or not (is_plain(answer.plan) and columns.has_no_nulls()):
         return None
     template = _kept(answer.plan, len(keys))
     if template.head == b"":

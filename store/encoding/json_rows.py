@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -10,9 +10,13 @@ import numpy as np
 import orjson
 
 from store.answer import Answer, AnswerPlan
-from store.feature_view import FeatureView
+from store.encoding.arrow_template import is_plain
+from store.feature_view import Feature, FeatureView
 from store.freshness import as_datetime
+from store.online.found_rows import WholeColumns
 from store.online.packed import Buffer
+from store.online.row_values import NUMPY_TYPES
+from store.status import AnswerSource, Status
 
 key_json = _dumps = orjson.dumps
 _NUMPY = orjson.OPT_SERIALIZE_NUMPY
@@ -73,11 +77,47 @@ def lookup_pieces(answer: Answer, rows: int) -> Iterator[bytes]:
         pointer.snapshot,
         _dumps(pointer.model),
     )
-    count = len(answer.keys)
+    count, columns = len(answer.keys), answer.whole_columns()
+    if columns is not None and not (is_plain(answer.plan) and columns.has_no_nulls()):
+        columns = None
     for start in range(0, count, rows):
-        yield before + b",{".join([row_json(answer, i) for i in range(start, min(count, start + rows))])
+        end = min(count, start + rows)
+        texts = [row_json(answer, i) for i in range(start, end)] if columns is None else _fresh_rows(answer, columns, start, end)
+        yield before + b",{".join(texts)
         before = b",{"
     yield b"]}"
+
+
+def _fresh_rows(answer: Answer, columns: WholeColumns, start: int, end: int) -> list[bytes]:
+    """:func:`row_json` of these rows, whose values lie in columns: 12 µs a row of 384 float32 in place of 15; 10 of these are its digits."""
+    told, features = _fresh_form(answer.plan)
+    times = columns.computed_at_us[start:end]
+    ages = answer.sighting.ages_us(times, answer.now_us) / 1e6
+    texts: list[Iterable[bytes]] = [
+        map(_dumps, answer.keys[start:end]),
+        map(time_json, times.tolist()),
+        map(_dumps, ages.tolist()),
+    ]
+    for feature, values in zip(features, columns.values[1:], strict=True):
+        numbers = values.view(NUMPY_TYPES[feature.dtype])
+        if feature.dim is None:
+            texts.append(_dumps(numbers[start:end], option=_NUMPY)[1:-1].split(b","))
+        else:
+            texts.append([_dumps(vector, option=_NUMPY) for vector in numbers.reshape(-1, feature.dim)[start:end]])
+    return [told % row for row in zip(*texts, strict=True)]
+
+
+@lru_cache(256)
+def _fresh_form(plan: AnswerPlan) -> tuple[bytes, list[Feature]]:
+    """A fresh row of the store, with room for its key, time, age and values; and the features that these are of."""
+    view = plan.view
+    features = list(view.features) if plan.features is None else [view.feature(name) for name in plan.features]
+    values = [b'"%b":%%b' % feature.name.encode() for feature in features]
+    before = b'"key":%%b,"status":"%b","source":"%b","computed_at":%%b,"age_s":%%b' % (
+        Status.FRESH.encode(),
+        AnswerSource.STORE.encode(),
+    )
+    return before + _common(plan).replace(b"%", b"%%") + b"{%b}}" % b",".join(values), features
 
 
 def search_json(found: Mapping[str, Any], view: FeatureView) -> bytes:

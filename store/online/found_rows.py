@@ -57,6 +57,11 @@ class WholeColumns:
     whole: int
     values: list[U1]
 
+    def has_no_nulls(self) -> bool:
+        """Whether all values are there; the first field are the rows' null bits."""
+        null_bits = self.values[0].tobytes()
+        return null_bits.count(0) == len(null_bits)
+
 
 class Reader(Protocol):
     """What makes columns of rows: :class:`store.online.column_reader.ColumnReader`."""

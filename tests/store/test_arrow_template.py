@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from store.api.arrow import decode_arrow, encode_arrow
 from store.encoding.arrow_template import stream_of
+from store.encoding.json_rows import lookup_pieces, row_json
 from store.feature_view import Feature, FeatureView, SemanticCacheSpec
 from store.lookup import Lookup
 from store.lookup_options import LookupOptions
@@ -61,6 +62,10 @@ def check(lookup: Lookup, keys: Sequence[str], features: Sequence[str] | None, t
         assert table.schema == answer.table().schema
         # byte for byte the values, NaN too
         assert bytes(encode_arrow(table)) == bytes(encode_arrow(answer.table()))
+    # as JSON what each row says by itself, in pieces of any size
+    rows = b",{".join([row_json(answer, i) for i in range(len(keys))])
+    for size in (1, 3, len(keys)):
+        assert b"".join(lookup_pieces(answer, size)).partition(b'"rows":[{')[2] == rows + b"]}"
 
 
 names = [feature.name for feature in PLAIN]
@@ -72,6 +77,23 @@ names = [feature.name for feature in PLAIN]
 )
 def test_a_stream_from_a_template_reads_as_the_table(keys: list[str], features: list[str] | None) -> None:
     check(PLAIN_LOOKUP, keys, features, True)
+
+
+def test_numbers_as_json_are_cut_where_they_were_put_together() -> None:
+    odd = [float("nan"), float("inf"), float("-inf"), -0.0, 1e-45, 3.4e38, 0.1, 1e16]
+    values = {"a": np.array(odd, np.float32), "b": np.array(odd), "c": np.array(odd * 2, np.float32).reshape(-1, 2)}
+    features = (Feature("a", "float32"), Feature("b", "float64"), Feature("c", "float32", dim=2), Feature("d", "float32", dim=1))
+    view = FeatureView("things", ("id",), features, ttl_s=10, stale_for_s=5)
+    columns = {"id": pa.array(list("ABCDEFGH")), "a": pa.array(values["a"]), "b": pa.array(values["b"])}
+    columns["c"] = pa.FixedSizeListArray.from_arrays(pa.array(values["c"].ravel()), 2)
+    columns["d"] = pa.FixedSizeListArray.from_arrays(pa.array(values["a"]), 1)
+    columns["computed_at"] = pa.array([round(NOW * 1e6)] * 8, pa.int64())
+    store = MemoryStore()
+    store.load("things", Generation(1, 1), iter([RowCodec(view).row_batch(pa.record_batch(columns), ("id",), 1)]))
+    store.flip(Pointer(view, 1, 1, "100%b", 8, 8, "now", round(NOW * 1e6)))
+    lookup = Lookup(store, clock=lambda: NOW, monotonic=lambda: 0.0)
+    for names in (None, [], ["d"], ["c", "a"]):
+        check(lookup, list("HGFEDCBA"), names, True)
 
 
 def test_one_template_serves_keys_of_any_size() -> None:
