@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import platform
+import re
 import resource
 import shutil
 import subprocess
@@ -59,6 +61,8 @@ def transformer(kind: str = "bert", size: tuple[int, int, int, int] = SIZES[0], 
             "max_position_embeddings": positions,
             "vocab_size": 50,
             "pad_token_id": 1,
+            # large enough to be seen
+            "layer_norm_eps": 0.1,
             **settings,
         },
     )
@@ -177,9 +181,15 @@ def test_huge_and_nan_weights_stay_in_their_text() -> None:
         assert torch.equal(hidden[0], UnpaddedBert(model, name)(ids[:1], mask[:1])[0])
 
 
-def test_nothing_is_swallowed_and_nothing_far_below_zero_activates() -> None:
+def test_scores_in_the_thousands_numbers_far_below_zero_and_nan() -> None:
     ids, mask = texts([40, 3])
     for name in HERE:
+        model = transformer()
+        attention = model.encoder.layer[0].attention.self
+        attention.query.weight *= 300
+        attention.key.weight *= 300
+        expected = model(input_ids=ids, attention_mask=mask).last_hidden_state
+        assert (UnpaddedBert(model, name)(ids, mask) - expected)[mask > 0].abs().mean() < 0.02
         for part in ("query", "key", "value"):
             model = transformer()
             getattr(model.encoder.layer[0].attention.self, part).bias[3] = float("nan")
@@ -289,6 +299,19 @@ BAD: dict[str, Any] = {
     "no heads": lambda a: {"shape": (1, 32, 0, 64)},
     "small heads": lambda a: {"shape": (1, 32, 2, 64)},
     "a negative width": lambda a: {"shape": (1, -32, 1, 64)},
+    "half a place": lambda a: {"places": a["places"].ravel()[:-16]},
+    "three numbers more": lambda a: {"out": np.zeros(a["out"].size + 3, np.float32)},
+    "an odd inner width that weights have, too": lambda a: {
+        "shape": (1, 32, 1, 65),
+        "vectors": np.zeros(11 * 32 + 65, np.float32),
+        "panels": np.zeros(4 * 32 * 32 + 2 * 32 * 65, np.int16),
+    },
+    "a row beyond 32,768 tokens": lambda a: {
+        "ids": np.zeros((1, 32769), np.int64),
+        "positions": np.zeros((1, 32769), np.int64),
+        "lengths": np.ones(1, np.int64),
+        "out": np.zeros((32769, 32), np.float32),
+    },
     "an overflowing width": lambda a: {"shape": (1, 2**30, 1, 2**30)},
     "an odd inner width": lambda a: {"shape": (1, 32, 1, 65)},
     "no threads": lambda a: {"threads": 0},
@@ -430,6 +453,16 @@ def test_what_was_not_built_or_is_of_another_version_is_not_used(monkeypatch: py
         assert kernel() is None
         with pytest.raises(ConfigError, match="was not built"):
             UnpaddedBert(transformer(), "plain")
+
+
+@pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="no flags to compare with")
+def test_kernels_are_those_of_the_cpu() -> None:
+    found = re.search(r"^flags\s*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    assert found is not None
+    flags = set(found[1].split())
+    assert ("avx512" in HERE) == (flags >= {"avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_bf16"})
+    # the system may not lend the tiles that the CPU has
+    assert "amx" not in HERE or flags >= {"amx_tile", "amx_bf16"}
 
 
 @pytest.mark.parametrize(
