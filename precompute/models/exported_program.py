@@ -165,3 +165,10 @@ def program_flops(program: torch.export.ExportedProgram) -> float:
     """Of one row: 2 for each weight of a linear layer."""
     weights = [n.args[1].meta["val"] for n in program.graph.nodes if str(n.target) == "aten.linear.default"]
     return sum(2.0 * math.prod(map(int, w.shape)) for w in weights)
+
+
+def is_pure(program: torch.export.ExportedProgram) -> bool:
+    """Whether it writes nothing but what it returns: then it may run in several threads at once."""
+    return not any(getattr(getattr(node.target, "_schema", None), "is_mutable", False) for node in program.graph.nodes) and not (
+        program.graph_signature.buffers_to_mutate
+    )

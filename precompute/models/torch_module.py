@@ -19,7 +19,7 @@ from safetensors.torch import load_model
 from precompute.engine.window import side_by_side
 from precompute.model import Prepared, Verbatim, digest, resolve_path
 from precompute.models.device import Device, Fetch
-from precompute.models.exported_program import load_program, program_flops, takes
+from precompute.models.exported_program import is_pure, load_program, program_flops, takes
 from precompute.models.module_inputs import Columns, is_list, parse_inputs
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.project_module import import_module, plain_name, told
@@ -90,6 +90,8 @@ class TorchModule(TorchModel):
         weights: safetensors file of its state; leave it out for a module that has none.
         device: ``cpu``, ``cuda`` or ``cuda:1``; by default a GPU where there is one.
         max_cost: rows in one batch; by default what the engine finds best.
+        concurrent: whether its forward may run in several threads at once, since it keeps nothing from one call to the next: on a CPU the engine then
+            tries several batches at once. By default false of a class, which alone knows, and seen in a program.
         vocabularies: any other argument: a list of values, or a table of one column (``{sql: SELECT …}``), for inputs to name. Its first value has the
             id 1, the second 2, and so on in its order; 0 is null and what it has not. So an embedding of n values has n + 1 rows.
 
@@ -107,6 +109,7 @@ class TorchModule(TorchModel):
         weights: str | None = None,
         device: str | None = None,
         max_cost: int | None = None,
+        concurrent: bool | None = None,
         **vocabularies: Any,
     ) -> None:
         self._inputs = parse_inputs(inputs, vocabularies)
@@ -124,6 +127,9 @@ class TorchModule(TorchModel):
         else:
             loaded = _from_class(module, args or {}, weights, names)
         self.max_cost = max_cost if loaded.max_rows is None else min(loaded.max_rows, max_cost or loaded.max_rows)
+        if concurrent not in (None, True, False):
+            raise ConfigError(f"torch_module: concurrent is true or false, got {concurrent!r}")
+        self.concurrent = loaded.pure if concurrent is None else concurrent
         self._flops, self._files = loaded.flops, loaded.files
         self._features = tuple(outputs)
         self._facts = loaded.facts | {
@@ -223,7 +229,7 @@ def _check_outputs(outputs: Any) -> None:
 @dataclass(slots=True)
 class _Loaded:
     """A module as it was loaded, and what is to be known of it: its ``arguments`` in their order, of which the last are ``keywords``; the ``files``
-    and ``facts`` of its fingerprint; ``flops`` of one row; and ``max_rows`` of a batch."""
+    and ``facts`` of its fingerprint; ``flops`` of one row; ``max_rows`` of a batch; and whether it was seen to be ``pure``."""
 
     module: torch.nn.Module
     arguments: Sequence[str]
@@ -232,6 +238,7 @@ class _Loaded:
     facts: dict[str, Any]
     flops: float
     max_rows: int | None = None
+    pure: bool = False
 
 
 def _from_program(path: Path, names: Sequence[str], device: Device) -> _Loaded:
@@ -245,7 +252,7 @@ def _from_program(path: Path, names: Sequence[str], device: Device) -> _Loaded:
         from torch.export.passes import move_to_device_pass
 
         program = move_to_device_pass(program, device.torch)
-    return _Loaded(program.module(), arguments, keywords, {"program": path}, {}, flops, max_rows)
+    return _Loaded(program.module(), arguments, keywords, {"program": path}, {}, flops, max_rows, is_pure(program))
 
 
 def _from_class(path: str, args: Mapping[str, Any], weights: str | None, names: Sequence[str]) -> _Loaded:

@@ -326,6 +326,7 @@ def test_outputs_are_chosen_by_position_or_key() -> None:
         ({"outputs": {"y": -1}}, "outputs.y is a position from 0 or a key, got -1"),
         ({"outputs": {"y": 1.0}}, "outputs.y is a position from 0 or a key, got 1.0"),
         ({"max_cost": 0}, "max_cost is a number of rows from 1, got 0"),
+        ({"concurrent": "yes"}, "concurrent is true or false, got 'yes'"),
         ({"module": "Ranker"}, "module is package.module:Class or a file ending in .pt2, got 'Ranker'"),
         ({"module": "no.such:Ranker"}, "'no.such:Ranker' cannot be imported: ModuleNotFoundError"),
         ({"module": f"{HERE}:None"}, f"module '{HERE}' has no class 'None'"),
@@ -449,6 +450,42 @@ def rewritten(folder: Path, target: Path, change: Callable[[str, bytes], bytes])
         for name in source.namelist():
             out.writestr(name, change(name, source.read(name)))
     return target
+
+
+class Counting(torch.nn.Module):
+    """Adds how often it was called."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return x + self.calls
+
+
+def test_a_class_computes_in_several_threads_where_it_is_said_and_a_program_where_it_is_seen(
+    folder: Path, tmp_path: Path
+) -> None:
+    counting = export(tmp_path / "counting.pt2", Counting().eval(), x=torch.rand(4, 1))
+    models = (
+        ranker(folder),
+        ranker(folder, concurrent=True),
+        program(folder / "ranker.pt2"),
+        program(folder / "ranker.pt2", concurrent=False),
+        TorchModule(str(counting), {"x": ["v"]}, {"y": 0}),
+    )
+    assert [model.concurrent for model in models] == [False, True, True, False, False]
+    assert len({model.fingerprint() for model in models[:2]}) == 1
+    batch = rows(20_000)
+    windows = [batch.slice(at, 4096) for at in range(0, 20_000, 4096)]
+    for model in models[1:3]:
+        runner = Runner(model, VIEW, lanes=3)
+        got = np.concatenate([np.asarray(done.features.column("total")) for _, done in runner.stream(windows, hidden=("id",))])
+        np.testing.assert_array_equal(got, expected(batch)["total"])
+        assert runner.state_figures()["lanes"]["count"] == 3
 
 
 def test_a_pickle_in_a_program_is_not_loaded(folder: Path, tmp_path: Path) -> None:
