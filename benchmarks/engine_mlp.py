@@ -1,8 +1,11 @@
-"""Parquet → scores of an MLP → Parquet, 2 M rows: the engine against the loop that people write, and against the bare forward.
+"""Parquet → scores of an MLP → Parquet, 2 M rows or as many as its argument says: the engine against the loop that people write, and against the bare forward,
+in float32 and, where the CPU multiplies it, in bfloat16 by packed layers, each against the bare forward of the same precision.
 
 The model looks an id up in an embedding table of 1 M × 64 float32, then 64 → 256 → 256 → 1 with ReLU. All are measured after loading the model;
 ours includes reading and hashing the source, planning, checking, gates and writing the snapshot durably. The loop is pandas and torch: the whole
-file in a data frame, 1,024 rows at a time, one write each. The bare forward has its ids in memory and keeps nothing.
+file in a data frame, 1,024 rows at a time, one write each. The bare forward has its ids in memory and keeps nothing. A first run is not counted: the
+accuracy check of a precision is kept for the next. Beside times stands the processor's time a row, and that of the bare forward by one thread: threads
+that wait for one another spin, most of all on crowded cores.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,7 @@ import torch
 import yaml
 from safetensors.torch import load_model, save_file
 
-from benchmarks.common import report
+from benchmarks.common import cpu_s, report
 from jobs.config.project import Project
 from jobs.pipeline.materialize import materialize
 from jobs.process.job import Job, RunOptions
@@ -33,6 +36,10 @@ from jobs.process.progress import Silent
 from jobs.process.report import recorded
 from jobs.rows.open_view import open_view
 from precompute.engine.memory import resident_bytes
+from precompute.techniques.machine import has_bf16
+from precompute.techniques.onednn import packed
+from precompute.techniques.table import words
+from precompute.techniques.technique import copied
 from store.offline.runs import Report
 
 ROWS = 2_000_000
@@ -40,7 +47,6 @@ IDS, DIM, HIDDEN = 1_000_000, 64, 256
 ROUNDS = 3
 NAIVE_BATCH = 1024
 FORWARD_BATCHES = (1024, 2048, 4096, 8192, 16384)
-MEMORY_ROWS = (100_000, 1_000_000)
 
 
 class Scorer(torch.nn.Module):
@@ -68,59 +74,79 @@ def main() -> None:
     if len(sys.argv) == 4 and sys.argv[1] == "--one":  # a process of its own, whose peak is what is asked for
         _one(Path(sys.argv[2]), sys.argv[3])
         return
+    rows = int(sys.argv[1]) if len(sys.argv) > 1 else ROWS
+    memory_rows = (rows // 20, rows // 2)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        _write(folder)
-        figures = _rates(folder)
-        for rows in MEMORY_ROWS:
+        _write(folder, (rows, *memory_rows))
+        sides = {variant: _rates(folder, rows, variant) for variant in ("fp32-eager", *(["bf16-onednn"] if has_bf16() else []))}
+        figures: dict[str, Any] = {"rows": rows, "sides": sides}
+        for size in memory_rows:
             for kind in ("ours", "opened"):
-                command = [sys.executable, "-m", "benchmarks.engine_mlp", "--one", str(folder / f"rows{rows}"), kind]
+                command = [sys.executable, "-m", "benchmarks.engine_mlp", "--one", str(folder / f"rows{size}"), kind]
                 peak = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1]
-                figures[f"peak_mib_{rows}_{kind}"] = int(peak) / 2**20
-    small, large = (figures[f"peak_mib_{rows}_ours"] for rows in MEMORY_ROWS)
+                figures[f"peak_mib_{size}_{kind}"] = int(peak) / 2**20
+    small, large = (figures[f"peak_mib_{size}_ours"] for size in memory_rows)
     figures["memory_ratio"] = large / small
-    naive = figures.get("naive_ratio")
-    report(
-        "engine_mlp",
-        [
-            f"Parquet → scores → Parquet: {figures['rows_per_s']:,.0f} rows/s",
-            "pandas and torch, 1,024 rows at a time: skipped, pandas is not installed"
-            if naive is None
-            else f"pandas and torch, 1,024 rows at a time: {figures['naive_rows_per_s']:,.0f} rows/s; ratio {naive:.2f}",
-            f"bare forward, {figures['forward_batch']:,} rows at a time: {figures['forward_rows_per_s']:,.0f} rows/s; ratio {figures['forward_ratio']:.2f}",
-            f"largest difference from the bare forward: {figures['max_difference']:.1e}",
-            f"peak memory: {large:,.0f} MiB for 1 M rows, {small:,.0f} MiB for 100 k; ratio {figures['memory_ratio']:.2f} "
-            f"({figures[f'peak_mib_{MEMORY_ROWS[0]}_opened']:,.0f} MiB before the first row)",
-            "seconds of each stage: " + ", ".join(f"{k} {v:.2f}" for k, v in figures["stages_s"].items()),
-            f"engine: {json.dumps(figures['engine'])}",
-        ],
-        figures,
+    lines = [f"Parquet → scores → Parquet, {rows:,} rows"]
+    for variant, side in sides.items():
+        lines += [f"{variant}: {line}" for line in _lines(side)]
+    opened = figures[f"peak_mib_{memory_rows[0]}_opened"]
+    lines.append(
+        f"peak memory: {large:,.0f} MiB for {memory_rows[1]:,} rows, {small:,.0f} MiB for {memory_rows[0]:,}; ratio {figures['memory_ratio']:.2f} "
+        f"({opened:,.0f} MiB before the first row)"
     )
+    report("engine_mlp", lines, figures)
 
 
-def _rates(folder: Path) -> dict[str, Any]:
-    model = Scorer().eval().requires_grad_(False)
-    load_model(model, folder / "scorer.safetensors")
-    source = folder / f"rows{ROWS}" / "items.parquet"
+def _lines(side: dict[str, Any]) -> list[str]:
+    naive, batch = side.get("naive_ratio"), side["forward_batch"]
+    return [
+        f"{side['rows_per_s']:,.0f} rows/s, {side['ours_cpu_ns']:,.0f} ns CPU a row",
+        "pandas and torch, 1,024 rows at a time: not measured"
+        if naive is None
+        else f"pandas and torch, 1,024 rows at a time: {side['naive_rows_per_s']:,.0f} rows/s; ratio {naive:.2f}",
+        f"bare forward, {batch:,} rows at a time: {side['forward_rows_per_s']:,.0f} rows/s; ratio {side['forward_ratio']:.2f} "
+        f"[{side['forward_ratios'][0]:.2f}–{side['forward_ratios'][-1]:.2f}]; by one thread {side['forward_cpu_ns']:,.0f} ns CPU a row; "
+        f"ratio {side['forward_cpu_ns'] / side['ours_cpu_ns']:.2f}",
+        f"largest difference from the bare forward: {side['max_difference']:.1e}",
+        "seconds of each stage: " + ", ".join(f"{k} {v:.2f}" for k, v in side["stages_s"].items()),
+        f"engine: {json.dumps(side['engine'])}",
+    ]
+
+
+def _rates(folder: Path, rows: int, variant: str) -> dict[str, Any]:
+    source = folder / f"rows{rows}" / "items.parquet"
     ids = torch.from_numpy(np.array(pq.read_table(source)["item"]))
-    naive = _pandas_loop(model, source, folder / "naive.parquet")
-    batch = min(FORWARD_BATCHES, key=lambda rows: _seconds(lambda: _forward(model, ids[: ROWS // 8], rows)))
-    project = _project(folder / f"rows{ROWS}")
+    reference = Scorer().eval().requires_grad_(False)
+    load_model(reference, folder / "scorer.safetensors")
+    model = reference if variant == "fp32-eager" else packed(copied(reference, torch.bfloat16))
+    naive = _pandas_loop(model, source, folder / "naive.parquet") if model is reference else None
+    batch = min(FORWARD_BATCHES, key=lambda size: _seconds(lambda: _forward(model, ids[: rows // 8], size)))
+    project = _project(folder / f"rows{rows}", variant)
+    _ours(project)
     times: dict[str, list[float]] = {"ours": [], "naive": [], "forward": []}
+    cpu: dict[str, list[float]] = {"ours": [], "forward": []}
     for _ in range(ROUNDS):
         times["forward"].append(_seconds(lambda: _forward(model, ids, batch)))
+        cpu["forward"].append(_cpu_seconds_of_one_thread(lambda: _forward(model, ids[: rows // 4], batch)) * 4)
         if naive is not None:
             times["naive"].append(_seconds(naive))
+        began = cpu_s()
         seconds, run, got = _ours(project)
+        cpu["ours"].append(cpu_s() - began)
         times["ours"].append(seconds)
-    rates = {name: ROWS / statistics.median(seconds) for name, seconds in times.items() if seconds}
-    expected = torch.cat([s[:, 0] for s in _forward(model, ids, batch)]).numpy()
+    rates = {name: rows / statistics.median(seconds) for name, seconds in times.items() if seconds}
+    expected = torch.cat([s[:, 0] for s in _forward(model, ids, batch)]).float().numpy()
+    ratios = sorted(f / o for f, o in zip(times["forward"], times["ours"], strict=True))
     figures: dict[str, Any] = {
-        "rows": ROWS,
         "rows_per_s": rates["ours"],
+        "ours_cpu_ns": statistics.median(cpu["ours"]) / rows * 1e9,
         "forward_rows_per_s": rates["forward"],
+        "forward_cpu_ns": statistics.median(cpu["forward"]) / rows * 1e9,
         "forward_batch": batch,
-        "forward_ratio": statistics.median(f / o for f, o in zip(times["forward"], times["ours"], strict=True)),
+        "forward_ratio": statistics.median(ratios),
+        "forward_ratios": ratios,
         "seconds": times,
         "max_difference": float(np.abs(got - expected).max()),
         "stages_s": run.stages_s,
@@ -177,6 +203,17 @@ def _seconds(function: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
+def _cpu_seconds_of_one_thread(function: Callable[[], object]) -> float:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        began = cpu_s()
+        function()
+        return cpu_s() - began
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _one(folder: Path, kind: str) -> None:
     """One run over what lies in a folder, or none of it beyond opening; prints the peak memory in bytes."""
     peak, done = 0, threading.Event()
@@ -201,16 +238,17 @@ def _one(folder: Path, kind: str) -> None:
     print(peak)
 
 
-def _write(folder: Path) -> None:
+def _write(folder: Path, sizes: Sequence[int]) -> None:
     torch.manual_seed(0)
     save_file(Scorer().state_dict(), folder / "scorer.safetensors")
-    for rows in (ROWS, *MEMORY_ROWS):
+    for rows in sizes:
         (folder / f"rows{rows}").mkdir()
         item = np.random.default_rng(0).integers(0, IDS, rows)
         pq.write_table(pa.table({"id": np.arange(rows), "item": item}), folder / f"rows{rows}" / "items.parquet")
 
 
-def _project(folder: Path) -> Project:
+def _project(folder: Path, variant: str = "fp32-eager") -> Project:
+    precision, backend = words(variant)
     view = {
         "name": "scores",
         "entity": ["id"],
@@ -222,7 +260,10 @@ def _project(folder: Path) -> Project:
                 "weights": "${data}/../scorer.safetensors",
                 "inputs": {"item": "item"},
                 "outputs": {"relevance": 0},
+                "concurrent": True,
             },
+            "precision": precision,
+            "backend": backend,
         },
         "features": {"relevance": {"dtype": "float32"}},
         "ttl": "1d",
