@@ -61,6 +61,9 @@ def batches_by_cost(
         max_cost: budget of one batch, or what tells it when the batch is made, given the cost of all rows that are left.
         max_padding: share of the padded cost that may be padding, where the batch stays at least half full without more.
     """
+    if len(costs) and costs.min() == costs.max():
+        yield from _alike(len(costs), int(costs[0]), max_cost)
+        return
     order = np.argsort(-costs, kind="stable")
     sums = np.concatenate(([0], np.cumsum(costs[order])))
     start = 0
@@ -76,3 +79,12 @@ def batches_by_cost(
             rows = max(least, int(least - 1 + np.count_nonzero(padding <= max_padding)))
         yield order[start : start + rows]
         start += rows
+
+
+def _alike(rows: int, cost: int, max_cost: int | Callable[[int], int]) -> Iterator[npt.NDArray[np.int64]]:
+    positions = np.arange(rows)
+    start = 0
+    while start < rows:
+        end = start + max(1, (max_cost((rows - start) * cost) if callable(max_cost) else max_cost) // cost)
+        yield positions[start:end]
+        start = end

@@ -20,6 +20,9 @@ PADDED = 0.1
 """Share of it that is padding, beyond which a batch tells nothing either: its window was small, as the first ones are."""
 TRIES = 16
 """Batches made under a candidate, after which it is given up unless enough of them were filled: those on their way, some 11, among them."""
+SHORT_S = 0.02
+"""A batch that takes no longer is not made smaller near the end of its window: of a small model another window follows at once, and each batch costs the
+other stages a third of a millisecond."""
 MEMORY_SHARE = 0.8
 """Of the free memory, at most, for one batch."""
 GROW_AFTER = 32
@@ -49,6 +52,7 @@ class Budget:
         """Batches on their way beside those that :data:`TRIES` counts, as whoever computes many at once tells."""
         self._wanted = self.cost
         self._good = 0
+        self._short = False
         self._bytes_per_cost = 0.0
         self._most = self.cost * reach
         # what somebody chose is not made smaller
@@ -71,8 +75,10 @@ class Budget:
 
         Args:
             share: of what is left to compute, a part that is small enough for several who compute at once to end together: near the end, batches
-                become smaller, down to half of the first budget.
+                become smaller, down to half of the first budget; not where one is over in :data:`SHORT_S`.
         """
+        if self._short:
+            share = 2**62
         if not self._candidates and share >= self.cost:
             return self.cost
         with self._lock:
@@ -97,9 +103,10 @@ class Budget:
             size_bytes: memory it took beyond what was taken before it; 0 when not measured.
             padded_cost: what its rows cost, padding counted; by default there is none.
         """
+        padded_cost = max(cost, padded_cost)
+        self._short = seconds * self.cost < SHORT_S * padded_cost
         if not size_bytes and not self._candidates and self.cost >= self._wanted:
             return
-        padded_cost = max(cost, padded_cost)
         filled = padded_cost >= FILLED * budget
         with self._lock:
             # a small batch takes more for each unit of cost: the libraries' own memory

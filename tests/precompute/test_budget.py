@@ -53,6 +53,11 @@ def test_near_the_end_batches_become_smaller_so_that_all_end_together() -> None:
         512,
     ]
     assert Budget(1024, fixed=True).next(100) == 1024  # what somebody chose
+    short = Budget(1024, reach=1)
+    short.done(0, 1024, 0.03)
+    assert short.next(600) == 600
+    short.done(0, 1024, 0.01)
+    assert {short.next(100), short.next(100)} == {512, 1024}  # the next window's follow at once
 
     def ends(lanes: int, cost: int, budget: Budget) -> list[int]:
         """When each lane has nothing to do any more, in rows; each takes as long, and the lane that is free first takes the next batch."""

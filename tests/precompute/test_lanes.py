@@ -16,7 +16,7 @@ from precompute.engine.runner import Runner
 from precompute.lanes import cores
 from precompute.lanes.cores import places, share, usable_threads
 from precompute.lanes.lanes import Lanes
-from precompute.lanes.trial import Trial
+from precompute.lanes.trial import ENOUGH_BATCHES, Trial
 from precompute.models.threads import compute_threads, compute_with
 from store.errors import ModelError
 from tests.precompute.test_engine import SINGLE, Staged, Times, gathered, windows
@@ -293,6 +293,12 @@ def test_batches_of_a_turn_that_is_over_do_not_count() -> None:
     assert trial.lanes == 2
     tried(trial, {1: 0.1, 2: 0.1})
     assert trial.lanes == 2
+    short = Trial(2)
+    for _ in range(ENOUGH_BATCHES):
+        short.done(0, 100, 0.001)
+    assert short.turn == 0  # the first is not counted
+    short.done(0, 100, 0.001)
+    assert short.turn == 1
 
 
 def test_the_first_batches_find_the_number_of_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
