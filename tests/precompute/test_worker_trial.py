@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from precompute.workers.measured_engine import MeasuredEngine
 from precompute.workers.worker_pool import WorkerPool
 from precompute.workers.worker_process import WorkerSpec
 from precompute.workers.worker_trial import MOST_PROCESSES, Moment, Phase, WorkerTrial
+from store.errors import PrecomputeError
 from tests.precompute.test_worker_pool import DOUBLER, VIEW, as_one_process, everything, windows, workers_of
 
 
@@ -128,23 +130,28 @@ class Scripted(WorkerTrial):
     def __init__(self, theirs: int) -> None:
         super().__init__(1000, 2)
         self.theirs, self.slice_rows = theirs, 7
+        self.workers: Callable[[], Any] | None = None
 
     def told(self, now: Moment, most: int = MOST_PROCESSES) -> None:
         if self.in_phase(Phase.ALONE):
             self.phase, self.processes = Phase.STARTING, 2
         elif self.in_phase(Phase.STARTING):
-            # the run's own process waits, too, when nothing is taken from it
-            time.sleep(0.2)
+            # meanwhile the run's own process has as good as nothing to do, since nobody takes what it computed
+            with contextlib.suppress(PrecomputeError):
+                while self.workers is not None and not self.workers().ready():
+                    time.sleep(0.05)
         elif self.in_phase(Phase.WORKERS):
             self.theirs -= 1
             self.phase = Phase.WORKERS if self.theirs else Phase.NONE
 
 
-def engine(trial: WorkerTrial, args: dict[str, Any], use: str = DOUBLER) -> tuple[MeasuredEngine, Meter]:
+def engine(trial: Scripted, args: dict[str, Any], use: str = DOUBLER) -> tuple[MeasuredEngine, Meter]:
     meter = Meter()
     spec = WorkerSpec(use, args, {}, VIEW)
     runner = Runner(load_model(DOUBLER, args), VIEW, meter)
-    return MeasuredEngine(runner, lambda count: WorkerPool(spec, meter, [None] * count), trial), meter
+    measured = MeasuredEngine(runner, lambda count: WorkerPool(spec, meter, [None] * count), trial)
+    trial.workers = lambda: measured._workers
+    return measured, meter
 
 
 @pytest.mark.parametrize(("theirs", "by_workers"), [(3, False), (10**6, True)])
