@@ -436,7 +436,7 @@ def _compute(wanted: Sequence[_Wanted], query: bool, requests: Sequence[_Request
     runner = Runner(model.for_queries(), view, search=False) if query and isinstance(model, QueryModel) else opened.runner
     numbers = [i for each in wanted for i in each.numbers]
     batch = pa.concat_tables([each.rows for each in wanted]).combine_chunks().to_batches()[0]
-    done = with_null_rows(view, runner.compute(batch))
+    done = with_null_rows(view, runner.compute(batch, lanes=runner.lanes_for(batch.num_rows)))
     now_us = time.time_ns() // 1000
     whose = [numbers[row] for row in done.rows.tolist()]
     if whose:

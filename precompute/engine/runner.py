@@ -43,6 +43,9 @@ BATCH_S = 1.0
 START_ROWS = 8
 """Of the first batches of a model that names no costs: it may take milliseconds for 4,096 rows, or a second for each."""
 
+LANE_ROWS = 4
+"""Below, the compute threads of a lane each would take longer to begin than those of one batch wait for one another."""
+
 AHEAD_BATCHES = 8
 """Batches ready for the model: a GPU never waits for one to be put together, and a budget that was cut takes effect soon."""
 
@@ -132,6 +135,11 @@ class Runner:
         """Rows that a window of :meth:`stream` should have, as :func:`precompute.engine.batching.joined` takes it."""
         return DEVICE_WINDOW_ROWS if self._staged is not None and self._staged.device.depth else 1
 
+    def lanes_for(self, rows: int) -> int:
+        """How many lanes are best for a window of so few rows: one for each compute thread that has :data:`LANE_ROWS` of them, or one with all threads."""
+        threads = 1 if self._trial is None else self._trial.total
+        return threads if rows >= LANE_ROWS * threads else 1
+
     def compute(self, batch: pa.RecordBatch, *, lanes: int = 1, go_on: Callable[[], object] = lambda: None) -> Outcome:
         """Run the model over one window of rows; memory for their features must be at hand.
 
@@ -140,12 +148,20 @@ class Runner:
             lanes: how many batches are computed at once, by a compute thread each, of a model that is ``concurrent``; or one after the other, by all.
             go_on: called before each batch; may raise.
         """
-        forward = self._forward
+        forward, preparation = self._forward, self._preparation
         if lanes > 1:
             forward = Forward(self._model, self._staged, self._view, self.meter, self.budget, trial=Trial(lanes, lanes))
+            shares: list[int] = []
+
+            def next_budget(left: int) -> int:
+                # of few rows, each lane has one batch
+                shares.append(-(-left // lanes))
+                return min(self.budget.next(), shares[0])
+
+            preparation = Preparation(self._model, self._staged, self._view, next_budget)
 
         def batches() -> Iterator[Batch]:
-            for one in self._preparation.batches([self._preparation.window(Window(batch, batch))]):
+            for one in preparation.batches([preparation.window(Window(batch, batch))]):
                 go_on()
                 yield one
 

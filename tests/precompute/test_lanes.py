@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from precompute.engine.runner import Runner
+from precompute.engine.runner import LANE_ROWS, Runner
 from precompute.lanes import cores
 from precompute.lanes.cores import places, share, usable_threads
 from precompute.lanes.lanes import Lanes
@@ -85,6 +85,22 @@ def test_batches_are_computed_at_once_and_come_out_in_order() -> None:
     assert runner.meter.batches == sum(-(-min(60, 500 - at) // 8) for at in range(0, 500, 60))
     assert runner.meter.forward_s > 0
     assert lane_threads() == []
+
+
+def test_a_few_rows_are_one_batch_for_each_lane() -> None:
+    module = AtOnce(meet=True)
+    model = staged(module)
+    model.max_cost = 100
+    runner = Runner(model, SINGLE)
+    (few,) = windows([float(i) for i in range(31)], 31)
+    values, errors = gathered(iter([(few, runner.compute(few, lanes=2))]))
+    assert (values, errors) == ({i: {"double": 2.0 * i} for i in range(31)}, {})
+    assert (module.calls, module.most_at_once, set(module.threads)) == (2, 2, {"lane_0", "lane_1"})
+    threads = usable_threads(compute_threads())
+    least = LANE_ROWS * threads
+    assert [runner.lanes_for(rows) for rows in (1, least - 1, least)] == [1, 1, threads]
+    model.concurrent = False
+    assert Runner(model, SINGLE).lanes_for(1000) == 1
 
 
 def test_a_model_that_does_not_say_so_computes_one_batch_after_the_other() -> None:
