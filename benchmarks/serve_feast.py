@@ -37,7 +37,7 @@ from jobs.process.progress import Silent
 from tests.redis_process import DIES_WITH_US, RedisProcess, free_port, newest_redis
 
 ROWS = 20_000
-ROUNDS = 5
+ROUNDS = 3
 REQUESTS = {1: 300, 100: 30, 500: 8}
 """Keys of a request → how many of these in a round."""
 CHECKED = 3

@@ -284,12 +284,13 @@ class LimitedProtocol(HttpToolsProtocol):
     def _answer(self, reply: Reply) -> None:
         """In one piece."""
         assert not isinstance(reply.body, Stream)
-        parts = reply.body if isinstance(reply.body, list) else [reply.body]
+        body = reply.body
+        size = sum(map(len, body)) if isinstance(body, list) else len(body)
         keep_alive = self.parser.should_keep_alive() and self.parser.get_http_version() != "1.0"
-        length = b"" if reply.status == HTTPStatus.NOT_MODIFIED else b"content-length: %d\r\n" % sum(map(len, parts))
+        length = b"" if reply.status == HTTPStatus.NOT_MODIFIED else b"content-length: %d\r\n" % size
         head = self._all.head(self.server_state.default_headers), header_lines(reply.headers), length
         close = b"" if keep_alive else b"connection: close\r\n"
-        shown = () if self.scope["method"] == "HEAD" else parts
+        shown = () if self.scope["method"] == "HEAD" else body if isinstance(body, list) else (body,)
         self.transport.write(b"".join((STATUS_LINE[reply.status], *head, close, b"\r\n", *shown)))
         self.cycle, self._running = _ANSWERED, None
         if not keep_alive:
