@@ -64,19 +64,22 @@ class Pool:
         try:
             await turn
         except asyncio.CancelledError:
-            if self._turns.pop(turn, turn) is turn:
+            self._turns.pop(turn, None)
+            if not turn.cancelled():
                 # it came just now
                 self._next()
             raise
 
     def _next(self) -> None:
         """A thread is free."""
-        if not self._turns:
-            self._free += 1
-            return
-        turn = next(iter(self._turns))
-        del self._turns[turn]
-        turn.set_result(None)
+        while self._turns:
+            turn = next(iter(self._turns))
+            del self._turns[turn]
+            # a task that is cancelled comes to know it later
+            if not turn.cancelled():
+                turn.set_result(None)
+                return
+        self._free += 1
 
 
 class Waits:

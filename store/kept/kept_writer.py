@@ -26,6 +26,10 @@ _Row = tuple[str, tuple[int, str], str]
 """View, publishing and key."""
 
 
+BEHIND_S = 0.005
+"""Before what came is written: its answers leave first, and what is computed together is written together."""
+
+
 class KeptWriter:
     """Writes as fast as the store takes it. Rows come from one thread.
 
@@ -65,6 +69,7 @@ class KeptWriter:
     def _write(self) -> None:
         while True:
             taken = [self._waiting.get()]
+            time.sleep(BEHIND_S)
             while not self._waiting.empty() and len(taken) < MOST_WAITING:
                 taken.append(self._waiting.get())
             of_pointer: dict[int, tuple[Pointer, list[Kept]]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -101,6 +102,26 @@ def test_searches_whose_callers_hang_up_leave_their_places(tmp_path: Path) -> No
     # those that waited for a thread have asked for nothing
     assert [future.cancelled() for future in model.asked] == [True] * AT_ONCE + [False]
     stays.check_problem(503, "shed")
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_call_that_is_cancelled_as_its_turn_comes_leaves_it_to_the_next(before: bool) -> None:
+    async def scene() -> tuple[bool, str]:
+        pool, go_on = Pool("search", 1, 2), threading.Event()
+        first = asyncio.create_task(pool.run(go_on.wait, 20))
+        await asyncio.sleep(0)
+        second, third = (asyncio.create_task(pool.run(str, number)) for number in (2, 3))
+        await asyncio.sleep(0)
+        if before:
+            second.cancel()
+            pool._next()
+        else:
+            pool._next()
+            second.cancel()
+        go_on.set()
+        return await first, await third
+
+    assert asyncio.run(asyncio.wait_for(scene(), 20)) == (True, "3")
 
 
 def test_a_call_has_what_its_caller_is_traced_by_and_leaves_its_place() -> None:
