@@ -1,7 +1,8 @@
 /* Kernels in C: what store/online/kernels.py does by numpy, over the same bytes, with the same results; that file says what each does.
  *
  * Only the buffer protocol is used. Every size and position comes from outside, out of a file or an array, and is checked before it is
- * followed: nothing outside the buffers is read or written, whatever they hold. Loops over many rows run without the GIL. */
+ * followed: nothing outside the buffers is read or written, whatever they hold. Loops over many rows run without the GIL; nobody writes
+ * to what they read meanwhile. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>

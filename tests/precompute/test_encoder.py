@@ -139,6 +139,23 @@ def test_only_what_goes_into_products_is_rounded() -> None:
         assert (computed - expected).abs().mean() < 0.4 * (computed - exact).abs().mean()
 
 
+def test_gelu_is_as_near_as_it_says() -> None:
+    """A model that gives gelu(its bias), rounded, less the mean: its LayerNorm divides by what it multiplies with."""
+    model = transformer(size=(64, 2, 64, 1), layer_norm_eps=1e6)
+    for parameter in model.parameters():
+        parameter.zero_()
+    layer, (ids, mask) = model.encoder.layer[0], texts([1])
+    layer.output.LayerNorm.weight += 1e3
+    layer.output.dense.weight += torch.eye(64)
+    for least, most in ((-9, -3), (-3, 0), (0, 3), (3, 9)):
+        layer.intermediate.dense.bias.copy_(torch.linspace(least, most, 64))
+        expected = torch.nn.functional.gelu(layer.intermediate.dense.bias)
+        for name in HERE:
+            difference = UnpaddedBert(model, name)(ids, mask)[0, 0] - (expected - expected.mean())
+            # half of bfloat16's step, and as much for the mean's
+            assert (difference.abs() <= 1e-4 + expected.abs() / 256 + expected.abs().mean() / 512).all(), (least, name)
+
+
 def test_a_text_has_the_same_bits_alone_and_among_others_by_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     model = transformer()
     generator = np.random.default_rng(3)
