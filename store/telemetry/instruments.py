@@ -210,7 +210,7 @@ FALLBACK_QUEUE = _instrument(Kind.GAUGE, "fallback_queue_rows", "Misses that wai
 FALLBACK_ROWS = _instrument(
     Kind.COUNTER,
     "fallback_rows",
-    "Misses given to the model; outcome computed, unknown_entity, deadline, shed or model_error",
+    "Misses given to the model; outcome computed, unknown_entity, deadline, shed, model_error, or given_up by who asked",
     *("view", "outcome"),
 )
 MODEL_SECONDS = _instrument(
