@@ -80,7 +80,7 @@ def main() -> None:
     lines += [f"{name}: {value}" for name, value in turns.figures.items()]
     lines += [f"left out: {', '.join(left_out)}"] if left_out else []
     if not has_bf16():
-        lines.append("bf16: skipped: this CPU has no bfloat16 instructions; emulated it is slower than float32")
+        lines.append("bf16: skipped: this CPU has or may use no bfloat16 instructions; emulated it is slower than float32")
     rates = {name: len(texts) / statistics.median(times) for name, times in turns.seconds.items()}
     figures = {"texts": len(texts), "docs_per_s": rates, "ratios": ratios, "left_out": left_out, "seconds": turns.seconds}
     report("engine_text", lines, figures | turns.figures)
