@@ -182,6 +182,8 @@ def test_texts_longer_than_a_chunk_and_none_at_all() -> None:
         assert torch.nn.functional.cosine_similarity(hidden[mask > 0], expected[mask > 0]).min() > 0.9999
         assert UnpaddedBert(model, name)(ids[:0], mask[:0]).shape == (0, 600, 64)
         assert not UnpaddedBert(model, name)(ids, mask * 0).any()
+        # tokens of a prompt that the pooling leaves out are marked by 2
+        assert torch.equal(UnpaddedBert(model, name)(ids, mask * 2), hidden)
 
 
 def test_huge_and_nan_weights_stay_in_their_text() -> None:
@@ -255,9 +257,10 @@ def test_what_was_put_into_a_model_or_around_it_is_left_to_torch() -> None:
     wrapped = transformer()
     wrapped.encoder.layer[0].attention.self.query = torch.nn.Sequential(wrapped.encoder.layer[0].attention.self.query)
     assert "encoder.layer.0.attention.self.query" in not_understood(wrapped)
-    hooked = transformer()
-    hooked.encoder.layer[0].register_forward_hook(lambda *_: None)
-    assert not_understood(hooked) == "it is no plain bert: encoder.layer.0"
+    for register in ("register_forward_hook", "register_forward_pre_hook"):
+        hooked = transformer()
+        getattr(hooked.encoder.layer[0], register)(lambda *_: None)
+        assert not_understood(hooked) == "it is no plain bert: encoder.layer.0"
     patched = transformer()
     patched.encoder.forward = patched.encoder.forward
     assert not_understood(patched) == "it is no plain bert: encoder"
