@@ -16,6 +16,7 @@ SCRIPTS = (
     "online_feast",
     "engine_text",
     "engine_mlp",
+    "engine_row",
     "engine_top_k",
     "engine_gpu",
     "engine_kill",
