@@ -16,7 +16,7 @@ import torch
 from precompute.models.device import Device
 from precompute.models.peak import Pack
 from precompute.models.torch_model import Tensors, TorchModel
-from precompute.techniques.table import TABLE, words
+from precompute.techniques.table import BACKENDS, PRECISIONS, TABLE, words
 from store.errors import ConfigError
 
 Forward = Callable[..., Any]
@@ -78,6 +78,13 @@ def technique(name: str) -> Technique:
         ConfigError: there is none; the message lists them.
     """
     if name not in TABLE:
+        precision, backend = words(name)
+        # what a view says as `int8` and `onnx` has another name, and is no `int8-onnx`
+        if precision in PRECISIONS and backend in BACKENDS and (precision, backend) not in map(words, TABLE):
+            backends, precisions = ([words(one)[1 - i] for one in TABLE if words(one)[i] == words(name)[i]] for i in (0, 1))
+            raise ConfigError(
+                f"precision {precision} has no backend {backend}: it has {', '.join(backends)}; {backend} there is of {', '.join(precisions)}"
+            )
         raise ConfigError(f"unknown precision {name!r}: write one of {', '.join(TABLE)}")
     file, _, kind = TABLE[name].partition(":")
     made: Technique = getattr(import_module(f"precompute.techniques.{file}"), kind)(name)

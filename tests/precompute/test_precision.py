@@ -176,11 +176,28 @@ def test_a_name_is_one_technique_and_what_a_view_says_is_one_name() -> None:
     assert technique_name("auto", "compile") == "fp32-compile"
 
 
-@pytest.mark.parametrize(
-    "name", ["", "fp32", "fp32-", "int8-onnx", "int8-dynamic-onnx", "fp16-onnx", "fp32-static-onnx", "fp64-eager", "FP32-eager"]
-)
+@pytest.mark.parametrize("name", ["", "fp32", "fp32-", "int8-onnx", "fp32-static-onnx", "fp64-eager", "FP32-eager"])
 def test_unknown_names_are_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(ConfigError, match=r"unknown precision .*fp32-eager, .*int8-static-onnx"):
+        technique(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (
+            "fp32-encoder",
+            "precision fp32 has no backend encoder: it has eager, onednn, compile, aoti, autotune, graphs, onnx; encoder there is of bf16",
+        ),
+        (
+            "fp16-onnx",
+            "precision fp16 has no backend onnx: it has eager, onednn, compile, aoti, autotune, graphs; onnx there is of fp32, int8",
+        ),
+        ("int8-dynamic-onnx", "precision int8-dynamic has no backend onnx: it has onednn; onnx there is of fp32, int8"),
+    ],
+)
+def test_a_backend_that_a_precision_has_not_is_refused_in_the_views_words(name: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{told}$"):
         technique(name)
 
 
