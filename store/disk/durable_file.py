@@ -173,8 +173,20 @@ def locked(path: Path) -> Iterator[None]:
 def disk_message(path: Path, exc: OSError, state: str = "the live snapshot is untouched") -> str:
     """What happened to ``path`` and what state that leaves, for the operator."""
     if exc.errno in NO_SPACE:
-        return f"no space left while writing {path}; free some and run again ({state})"
+        return f"no space left while writing {path}{_free(path) if exc.errno == errno.ENOSPC else ''}; free some and run again ({state})"
     return f"cannot write {path}: {exc.strerror or exc} ({state})"
+
+
+def _free(path: Path) -> str:
+    """What is left now where a file was to be; nothing where that cannot be told."""
+    with contextlib.suppress(OSError):
+        folder = next(folder for folder in path.absolute().parents if folder.is_dir())
+        left = os.statvfs(folder)
+        mount = next(above for above in (folder, *folder.parents) if os.path.ismount(above))
+        # some file systems count no inodes
+        inodes = f" and {left.f_favail:,} inodes" if left.f_files else ""
+        return f": {left.f_bavail * left.f_frsize:,} bytes{inodes} are free by now on {mount}"
+    return ""
 
 
 def sha256_of(path: Path) -> str:
