@@ -6,6 +6,7 @@ part written ``%25`` and ``%2F``. The UTF-8 of that text is the key in the store
 
 from __future__ import annotations
 
+import json
 import reprlib
 from collections.abc import Sequence
 from typing import Any
@@ -96,15 +97,37 @@ def shown_key(value: Any) -> str:
     """What stands as the ``key`` of an answer for a value that is none: the text itself, its lone surrogates replaced, or the value, shortened."""
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    try:
-        return reprlib.repr(value)
-    except ValueError:
-        # more digits than Python writes
-        return type(value).__name__
+    return _short(value)
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+class _AsJson(reprlib.Repr):
+    """Values as JSON has them, what is long shortened in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxother = 80
+
+    def repr_NoneType(self, value: None, level: int) -> str:
+        return "null"
+
+    def repr_bool(self, value: bool, level: int) -> str:
+        return "true" if value else "false"
+
+    def repr_str(self, value: str, level: int) -> str:
+        half = self.maxother // 2
+        return json.dumps(
+            value if len(value) <= 2 * half else f"{value[:half]}...{value[-half:]}", ensure_ascii=not value.isprintable()
+        )
+
+    def repr_tuple(self, value: tuple[Any, ...], level: int) -> str:
+        return self.repr_list(list(value), level)
+
+    def repr_int(self, value: int, level: int) -> str:
+        try:
+            return super().repr_int(value, level)
+        except ValueError:
+            # more digits than Python writes
+            return "int"
+
+
+_short = _AsJson().repr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
@@ -211,7 +212,7 @@ def decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
         try:
             return decoder.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            patient = None if decoder is decode_search or _has_more_values(body, _PATIENT_VALUES) else _patiently(decoder, body)
+            patient = None if _has_more_values(body, _PATIENT_VALUES) else _patiently(decoder, body)
             if patient is None:
                 raise
             return patient
@@ -224,7 +225,7 @@ def decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
 
 
 def _patiently(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
-    """A body of keys by the standard library's parser, which takes what JSON allows and the quick one refuses whole: half of a surrogate pair, a number past
+    """A body by the standard library's parser, which takes what JSON allows and the quick one refuses whole: half of a surrogate pair, a number past
     float64 or of thousands of digits. What no key can be is one bad key then. None where it is no JSON for this one either.
 
     Raises:
@@ -232,7 +233,7 @@ def _patiently(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
         RecursionError: nested too deeply.
     """
     try:
-        value = json.loads(body.decode(), parse_int=_integer, parse_constant=_no_constant)
+        value = json.loads(body.decode(), parse_float=_number, parse_int=_integer, parse_constant=_no_constant)
         wanted = msgspec.convert(value, decoder.type)
     except msgspec.ValidationError:
         raise
@@ -245,12 +246,34 @@ def _patiently(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
     return wanted
 
 
+class _Past(float):
+    """A number past float64, which is infinity; shown as it was written, so that two such keys can be told apart."""
+
+    text = ""
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+# which a refusal names
+_Past.__name__ = "number past float64"
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    if math.isfinite(number):
+        return number
+    past = _Past(number)
+    past.text = text
+    return past
+
+
 def _integer(digits: str) -> int | float:
     try:
         return int(digits)
     except ValueError:
         # more of them than Python reads: past float64 in any case
-        return float(digits)
+        return _number(digits)
 
 
 def _no_constant(name: str) -> None:
