@@ -17,7 +17,7 @@ from store.default_row import default_row
 from store.fallback import Computed, Likeness, Miss
 from store.feature_view import SIMILAR_FIELDS
 from store.freshness import AHEAD_US, Sighting, age_s, as_datetime, status_of
-from store.lookup_options import MAX_KEYS
+from store.lookup_options import MAX_DEADLINE_MS, MAX_KEYS
 from store.online.codec import RowCodec, State
 from store.online.column_reader import ColumnReader
 from store.online.found_rows import FoundRows, PackedKeys, WholeColumns
@@ -25,8 +25,8 @@ from store.online.online_store import Pointer
 from store.online.packed import Buffer, Packed
 from store.status import AnswerSource, Reason, Status
 
-MAX_DEADLINE_S = 60.0
-"""Longest a request waits for the fallback, whatever deadline it names."""
+MAX_DEADLINE_S = MAX_DEADLINE_MS / 1000
+"""Longest a request waits for the fallback, whatever deadline its view has."""
 
 ANSWER_FIELDS: tuple[tuple[str, pa.DataType], ...] = (
     ("key", pa.string()),

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 MAX_KEYS = 1000
 """Keys in one request."""
+MAX_DEADLINE_MS = 60_000
+"""Of the time that a request may wait for a model."""
 MAX_NEIGHBOURS = 1000
 """Neighbours in one search."""
 
@@ -110,7 +112,7 @@ class SearchOptions(NamedTuple):
 
 
 def check_limits(**limits: float | None) -> None:
-    """Refuse a deadline or an age that is negative, infinite or no number.
+    """Refuse a deadline or an age that is negative, infinite or no number, and a deadline past :data:`MAX_DEADLINE_MS`.
 
     Raises:
         RequestError: names it.
@@ -118,6 +120,8 @@ def check_limits(**limits: float | None) -> None:
     for name, value in limits.items():
         if value is not None and not 0 <= value < float("inf"):
             raise RequestError(f"{name} is a number from 0, got {value}")
+        if value is not None and name == "deadline_ms" and value > MAX_DEADLINE_MS:
+            raise RequestError(f"deadline_ms is at most {MAX_DEADLINE_MS:,}, got {value:g}")
 
 
 def check_features(view: FeatureView, features: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy.typing as npt
 
-from store.answer import MAX_DEADLINE_S, Answer, AnswerPlan
+from store.answer import Answer, AnswerPlan
 from store.errors import RequestError, VectorIndexError
 from store.fallback import Fallback, Miss, Waiting, check_inputs, unpacked_view
 from store.feature_view import FeatureView
@@ -231,13 +231,17 @@ def _check_model(pointer: Pointer, model: str | None) -> None:
         )
 
 
+_NOT_EMBEDDED = {Reason.DEADLINE: (504, "the model was too slow"), Reason.SHED: (503, "the model has too much in hand already")}
+
+
 def _embedded(
     fallback: Fallback | None, pointer: Pointer, inputs: Mapping[str, Any], deadline_ms: float | None, waiting: Waiting
 ) -> Sequence[float]:
     """The vector that the model makes of inputs now.
 
     Raises:
-        RequestError: there is no model here, it was too slow, or it cannot take the inputs.
+        RequestError: there is no model here, it was too slow, it failed, or it cannot take the inputs. What the model said, with its files and values, is
+            the error's ``__cause__``, and in the log of who keeps the model: no caller over HTTP hears it.
         CancelledError: nobody waits for it any more.
     """
     view = pointer.view
@@ -247,7 +251,7 @@ def _embedded(
             f"view {view.name!r} has no fallback here, so it cannot embed inputs: send a key or a vector", code="no_fallback"
         )
     check_inputs(pointer, inputs)
-    wait_s = view.fallback_deadline_s if deadline_ms is None else min(deadline_ms / 1000, MAX_DEADLINE_S)
+    wait_s = view.fallback_deadline_s if deadline_ms is None else deadline_ms / 1000
     deadline = time.monotonic() + wait_s
     future = fallback.submit(pointer, ["query"], {"query": inputs}, deadline, query=True)[0]
     waiting.begin(future, deadline)
@@ -256,8 +260,10 @@ def _embedded(
     except TimeoutError as exc:
         raise RequestError(f"the model did not answer within {wait_s * 1000:.0f} ms", status=504, code=Reason.DEADLINE) from exc
     except Miss as exc:
-        status = {Reason.DEADLINE: 504, Reason.SHED: 503}.get(exc.reason, 422)
-        raise RequestError(f"the inputs could not be embedded: {exc}", status=status, code=exc.reason) from exc
+        status, why = _NOT_EMBEDDED.get(
+            exc.reason, (422, "the model cannot take them") if exc.broken is False else (502, "the model failed")
+        )
+        raise RequestError(f"the inputs could not be embedded: {why}", status=status, code=exc.reason) from exc
     vector: Sequence[float] | None = RowCodec(unpacked_view(view)).decode_one(row, [view.index.on])[1][view.index.on]
     if vector is None:
         raise RequestError(

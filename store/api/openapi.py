@@ -6,7 +6,7 @@ from enum import Flag, auto
 from typing import Any
 
 from store.api import wire
-from store.lookup_options import MAX_KEYS, MAX_NEIGHBOURS
+from store.lookup_options import MAX_DEADLINE_MS, MAX_KEYS, MAX_NEIGHBOURS
 
 
 class Asks(Flag):
@@ -78,6 +78,7 @@ _OF_A_SEARCH = _OF_A_BODY | {
     "404": "no such view, or no row that has a vector to search by",
     "409": "the vector is of another model",
     "422": "the body does not fit, or the model cannot take the inputs",
+    "502": "the model failed",
     "504": "the model was too slow",
 }
 """What not every operation may be refused with, or more to say of it."""
@@ -103,15 +104,16 @@ def _parameter(name: str, place: str, kind: str, what: str, **limits: Any) -> di
 
 _KEYS = {"minItems": 1, "maxItems": MAX_KEYS}
 _FROM_0 = {"minimum": 0}
+_DEADLINE = _FROM_0 | {"maximum": MAX_DEADLINE_MS}
 _LIMITS: dict[str, dict[str, dict[str, Any]]] = {
-    "LookupRequest": {"keys": _KEYS, "deadline_ms": _FROM_0, "max_age_s": _FROM_0, "features": {"uniqueItems": True}},
+    "LookupRequest": {"keys": _KEYS, "deadline_ms": _DEADLINE, "max_age_s": _FROM_0, "features": {"uniqueItems": True}},
     "MultiLookupRequest": {"requests": {"minItems": 1, "maxItems": wire.MAX_REQUESTS}},
     "SearchRequest": {
         "k": {"type": "integer", "minimum": 1, "maximum": MAX_NEIGHBOURS},
         "only": {"maxItems": MAX_KEYS},
         "exclude": {"maxItems": MAX_KEYS},
         "features": {"uniqueItems": True},
-        "deadline_ms": _FROM_0,
+        "deadline_ms": _DEADLINE,
     },
 }
 """What is refused beside what does not fit the types: by body and field. One lookup of several is not refused, but answered with its problem."""
@@ -191,7 +193,7 @@ def _lookups() -> dict[str, Any]:
     options = [
         _parameter("features", "query", "string", "names of features, each once, separated by commas"),
         _parameter("fallback", "query", "boolean", "false never runs the model"),
-        _parameter("deadline_ms", "query", "number", "how long to wait for the model", **_FROM_0),
+        _parameter("deadline_ms", "query", "number", "how long to wait for the model", **_DEADLINE),
         _parameter("max_age_s", "query", "number", "an older row counts as missing", **_FROM_0),
     ]
     control = _parameter(

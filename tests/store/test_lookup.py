@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -381,7 +382,7 @@ def test_keys_of_several_columns_are_lists_or_the_text_of_an_answer(house: House
     assert ask(house.lookup(), [["a", 1], "a%2Fb/2", ("a", "b/2"), "/%25"]) == expected
     assert ask(house.lookup(), [["a", "9"]]) == [gone("a/9", "unknown_entity")]
     for key in (["a"], ["a", "b", "c"], []):
-        assert ask(house.lookup(), [["a", 1], key]) == [expected[0], gone(str(key), "bad_key")]
+        assert ask(house.lookup(), [["a", 1], key]) == [expected[0], gone(json.dumps(key), "bad_key")]
 
 
 @pytest.mark.parametrize(
@@ -391,14 +392,14 @@ def test_keys_of_several_columns_are_lists_or_the_text_of_an_answer(house: House
         (1.5, "1.5"),
         (True, "true"),
         (b"new", "b'new'"),
-        ({"id": 1}, "{'id': 1}"),
-        ([None], "[None]"),
-        ([["new"]], "[['new']]"),
-        (["new", "new"], "['new', 'new']"),
+        ({"id": 1}, '{"id": 1}'),
+        ([None], "[null]"),
+        ([["new"]], '[["new"]]'),
+        (["new", "new"], '["new", "new"]'),
         (2**64, "18446744073709551616"),
         ([1] * 100, "[1, 1, 1, 1, 1, 1, ...]"),
         ("\ud800", "?"),
-        (["\ud800"], r"['\ud800']"),
+        (["\ud800"], r'["\ud800"]'),
     ],
     ids=ascii,
 )
@@ -1173,9 +1174,11 @@ def test_what_is_not_computed_by_the_deadline_is_missing(behind: House) -> None:
         assert fallback.wait_s is not None
         assert fallback.wait_s <= longest
     done = Scripted({"nobody": Row(1.0)})
-    assert behind.lookup(done).get("things", ["nobody"], deadline_ms=1e12)["status"].to_pylist() == ["computed"]
+    assert behind.lookup(done).get("things", ["nobody"], deadline_ms=60_000)["status"].to_pylist() == ["computed"]
     assert done.wait_s is not None
     assert done.wait_s <= 60
+    # also where nothing has to be waited for
+    assert refused(lambda: lookup.get("things", ["new"], deadline_ms=60_001)) == (400, "bad_request")
 
 
 def test_a_row_that_comes_after_the_answer_does_not_change_it(memory: House) -> None:
@@ -1249,7 +1252,9 @@ def test_a_search_by_inputs_asks_the_model_for_the_vector(behind: House) -> None
         (None, 504, "deadline"),
         (Miss(Reason.DEADLINE), 504, "deadline"),
         (Miss(Reason.SHED), 503, "shed"),
-        (Miss(Reason.MODEL_ERROR), 422, "model_error"),
+        (Miss(Reason.MODEL_ERROR, "no file /srv/private"), 422, "model_error"),
+        (Miss(Reason.MODEL_ERROR, "no file /srv/private", broken=True), 502, "model_error"),
+        (Miss(Reason.MODEL_ERROR, "the model process ended", broken=None), 502, "model_error"),
     ],
     ids=repr,
 )
@@ -1257,6 +1262,11 @@ def test_a_search_whose_inputs_give_no_vector_says_why(behind: House, outcome: A
     lookup = behind.lookup(Scripted({"query": outcome}))
     assert refused(lambda: lookup.search("things", inputs={"x": 1.0})) == (status, code)
     assert refused(lambda: lookup.search("things", inputs={"x": 1.0}, deadline_ms=0)) == (status, code)
+    # in the process that has the model its own words are the cause; a caller over HTTP has the message alone
+    with pytest.raises(RequestError) as caught:
+        lookup.search("things", inputs={"x": 1.0})
+    assert "private" not in str(caught.value)
+    assert outcome is None or caught.value.__cause__ is outcome
 
 
 def test_a_search_whose_inputs_give_a_null_vector_is_refused(memory: House) -> None:
