@@ -150,7 +150,8 @@ class ViewFallback(Fallback):
         """Of a view's publishing: when it was refused, and why."""
         self._row_s: dict[str, float] = {}
         """Of a model: what a row took as its views were opened, at most."""
-        self._logged_at, self._unlogged = 0.0, 0
+        self._logged: dict[str, tuple[float, str, int]] = {}
+        """Of a view: when and what was last logged, and the rows that failed since."""
         self._batcher: MicroBatcher[_Request, Computed] = MicroBatcher(self._run, _refusal)
 
     def submit(
@@ -187,10 +188,7 @@ class ViewFallback(Fallback):
 
         Failures are logged and leave :meth:`ready` false; hits can be served all the same.
         """
-        error = self.begin_warm(pointer, time.monotonic() + LOAD_S).exception()
-        # which is what the empty key is, once everything is open
-        if isinstance(error, Miss) and error.reason is not Reason.UNKNOWN_ENTITY:
-            log.error("fallback of view %r is not available: %s", pointer.view.name, error)
+        self.begin_warm(pointer, time.monotonic() + LOAD_S).exception()
 
     def begin_warm(self, pointer: Pointer, deadline: float) -> Future[Computed]:
         """As :meth:`warm`, without waiting; the future always ends in an error, once it was tried or the deadline is over."""
@@ -263,7 +261,8 @@ class ViewFallback(Fallback):
             self._suspects.pop(group.suspect, None)
         for (key, values, pointer, _), result in zip(requests, results, strict=True):
             if isinstance(result, Miss) and result.reason is Reason.MODEL_ERROR:
-                self._log_failure(pointer.view.name, key, result)
+                if not result.broken:
+                    self._log_failure(pointer.view.name, result, 1)
             elif self._writer is not None and values is None and key and not query and isinstance(result, (Computed, Miss)):
                 self._writer.put(pointer, key, result)
         return results
@@ -280,27 +279,27 @@ class ViewFallback(Fallback):
 
     @contextlib.contextmanager
     def _failing(self, view: str, numbers: Sequence[int], results: list[Computed | Exception]) -> Iterator[None]:
-        """Whatever is raised meanwhile is what becomes of these requests."""
+        """Whatever is raised meanwhile is logged, and is what becomes of these requests."""
         try:
             yield
-            return
         except BaseException as exc:
             # a user's model may raise anything, sys.exit() included
             self._lost |= is_device_lost(exc)
-            told, known = str(exc), isinstance(exc, PrecomputeError)
-            log.error("fallback of view %r: %s", view, told, exc_info=not known)
-            miss = Miss(Reason.MODEL_ERROR, told if known else f"{type(exc).__name__}: {told}", broken=True)
-        for i in numbers:
-            results[i] = miss
+            known = isinstance(exc, PrecomputeError)
+            miss = Miss(Reason.MODEL_ERROR, str(exc) if known else f"{type(exc).__name__}: {exc}", broken=True)
+            self._log_failure(view, miss, len(numbers), None if known else exc)
+            for i in numbers:
+                results[i] = miss
 
-    def _log_failure(self, view: str, key: str, miss: Miss) -> None:
-        """A line for the operator, at most one a second: a broken model fails every request."""
-        now = time.monotonic()
-        self._unlogged += 1
-        if now - self._logged_at >= 1.0:
-            more = f" (and {self._unlogged - 1} more since the last line)" if self._unlogged > 1 else ""
-            log.error("fallback of view %r, key %r: %s%s", view, key[:80], miss, more)
-            self._logged_at, self._unlogged = now, 0
+    def _log_failure(self, view: str, miss: Miss, rows: int, exc: BaseException | None = None) -> None:
+        """A line for the operator, without keys; of a view at most one a second, and the same again after :data:`REFUSED_S`: a broken model fails every request."""
+        now, told = time.monotonic(), str(miss)
+        logged_at, before, failed = self._logged.get(view, (-math.inf, "", 0))
+        if now - logged_at < (REFUSED_S if told == before else 1.0):
+            self._logged[view] = logged_at, before, failed + rows
+            return
+        log.error("fallback of view %r: %s (rows since the last line: %d)", view, told, failed + rows, exc_info=exc)
+        self._logged[view] = now, told, 0
 
     def _open(self, pointer: Pointer) -> _Opened:
         name = pointer.view.name
@@ -379,7 +378,8 @@ def _wanted(
             try:
                 wanted.append(_Wanted(opened, [i], _input_row(opened.view, key, values)))
             except (pa.ArrowException, ValueError, TypeError, OverflowError) as exc:
-                results[i] = Miss(Reason.MODEL_ERROR, f"the inputs do not fit the source's columns: {exc}")
+                # what it says has the values, which are a person's as often as not
+                results[i] = Miss(Reason.MODEL_ERROR, f"the inputs do not fit the source's columns ({type(exc).__name__})")
     return wanted
 
 

@@ -39,6 +39,9 @@ START_S = 600.0
 HELD_UP_S = 3.0
 """Who looks so late was stopped itself, as all of a paused container is: what is looked at gets as long to show that it lives."""
 
+AGAIN = 75
+"""Status of a process that ended to be started anew, and said why."""
+
 MOST_HELD = 64
 """Rows that a process may have in its hands."""
 
@@ -182,9 +185,12 @@ class KeptProcess(ABC):
         wait_s = doubled_s(FIRST_WAIT_S, max(0, self.ends_quickly - 1), self.longest_wait_s)
         self._start_at, self.process = now + wait_s, None
         self._meter.counter(RESTARTS, self._kind, "killed" if self._killed else "ended").add()
-        words = process.last_words()
-        told = self._killed or process.how_it_ended() + (f"; the last line of its stderr: {words[:300]}" if words else "")
-        log.error("%s %s; it is started anew in %g s", self.name, told, wait_s)
+        # waits until all that it said stands above, whatever that was about
+        process.last_words()
+        if process.status == AGAIN and not self._killed:
+            log.info("%s ended to begin anew, in %g s", self.name, wait_s)
+        else:
+            log.error("%s %s; it is started anew in %g s", self.name, self._killed or process.how_it_ended(), wait_s)
         _close_input(process)
 
 

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,8 @@ class ModelGroup(KeptProcess):
     def __init__(
         self, model: str, project: dict[str, Any], runtime: Path, limits: ModelLimits, meter: Meter, number: int = 0
     ) -> None:
-        super().__init__("model", f"the model process {model[:12]}", meter)
+        super().__init__("model", f"the process of model {model[:12]}", meter)
+        self._model, self._views = model, set[str]()
         self.number, self._runtime = number, runtime
         self._project, self._limits = project | {"runtime": str(runtime), "process": f"model-{number}"}, limits
         self._path = socket_path(runtime, model)
@@ -103,6 +105,12 @@ class ModelGroup(KeptProcess):
         spec = self._project | {"duckdb_mb": self._limits.duckdb_mb, "suspects": suspects} | files
         spins = os.environ.get("GOMP_SPINCOUNT", SPINS)
         return started("jobs.service.model_server", spec, files.values(), GOMP_SPINCOUNT=spins)
+
+    def serves(self, views: Iterable[str]) -> None:
+        """Some views of this model, by which people know it."""
+        if not self._views.issuperset(views):
+            self._views |= set(views)
+            self.name = f"the process of model {self._model[:12]} ({', '.join(map(repr, sorted(self._views)))})"
 
     def judged(self, now: float) -> str | None:
         if now > self._watch.get() + self._limits.grace_s:

@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from jobs.service.child import begin
 from jobs.service.fallback import REFUSED_S, ViewFallback
-from jobs.service.kept_process import Watch
+from jobs.service.kept_process import AGAIN, Watch
 from precompute.engine.memory import keep_freed_memory
 from precompute.workers.frames import framed, read_message
 from store.errors import PrecomputeError
@@ -159,7 +159,7 @@ def _look(fallback: ViewFallback, meter: Meter) -> None:
         since = min(since, time.monotonic()) if fallback.refused() else math.inf
     why = "its GPU is lost to this one" if fallback.lost() else "it may be the live snapshot's by now"
     log.warning("the model is loaded once more, in a new process: %s", why)
-    os._exit(0)
+    os._exit(AGAIN)
 
 
 def _meter(spec: Mapping[str, Any]) -> Meter:

@@ -24,8 +24,11 @@ from store.telemetry.instruments import BREAKER_OPEN, FALLBACK_QUEUE, FALLBACK_R
 MOST_IN_FLIGHT = 1024
 """Keys of one view that a worker waits for at once; what is asked beyond is shed."""
 
+MOST_TOLD = 8
+"""Views that a model process is known by, at most."""
+
 CONTROL = "supervisor.sock"
-"""In the runtime folder: where the supervisor is told which models are wanted, a fingerprint a datagram."""
+"""In the runtime folder: where the supervisor is told which models are wanted, a datagram each: its fingerprint and views, with NUL between."""
 
 
 class RemoteFallback(Fallback):
@@ -43,6 +46,8 @@ class RemoteFallback(Fallback):
         self._control.setblocking(False)
         self._lock = threading.Lock()
         self._links: dict[str, ModelLink] = {}
+        self._views: dict[str, set[str]] = {}
+        """Of each model with a link: those it was asked for."""
         self._in_flight: Counter[str] = Counter()
         self.on_lost: Callable[[], None] = lambda: None
         """Told when a model process was lost: what was open in it is open no more."""
@@ -61,7 +66,7 @@ class RemoteFallback(Fallback):
             admitted, retry_s = self._breaker(view).admit(len(keys), time.monotonic())
             taken = max(0, min(admitted, MOST_IN_FLIGHT - self._in_flight[view]))
             given = {key: inputs[key] for key in keys[:taken] if key in inputs}
-            futures = self._link(pointer.model).ask(pointer, keys[:taken], given, deadline, query) if taken else []
+            futures = self._link(pointer).ask(pointer, keys[:taken], given, deadline, query) if taken else []
             self._in_flight[view] += taken
         self._meter.gauge(FALLBACK_QUEUE, view).add(taken)
         for future in futures:
@@ -73,7 +78,7 @@ class RemoteFallback(Fallback):
     def begin_warm(self, pointer: Pointer, deadline: float) -> Future[Computed]:
         """Have what a pointer names opened; the future always ends in an error, once that was tried or the deadline is over."""
         with self._lock:
-            return self._link(pointer.model).warm(pointer, deadline)
+            return self._link(pointer).warm(pointer, deadline)
 
     def ready(self, pointer: Pointer) -> bool:
         """Whether a process has the view open for the pointer's publishing."""
@@ -87,7 +92,7 @@ class RemoteFallback(Fallback):
         with self._lock:
             for model, link in list(self._links.items()):
                 if model not in models and link.idle:
-                    del self._links[model]
+                    del self._links[model], self._views[model]
                     link.close()
 
     def close(self) -> None:
@@ -96,8 +101,10 @@ class RemoteFallback(Fallback):
             link.close()
         self._control.close()
 
-    def _link(self, model: str) -> ModelLink:
+    def _link(self, pointer: Pointer) -> ModelLink:
         """The lock is held until it was asked: none is closed between."""
+        model = pointer.model
+        self._views.setdefault(model, set()).add(pointer.view.name)
         link = self._links.get(model)
         if link is None:
             path, want = socket_path(self._runtime, model), partial(self._want, model)
@@ -105,9 +112,10 @@ class RemoteFallback(Fallback):
         return link
 
     def _want(self, model: str) -> None:
+        told = "\0".join([model, *list(self._views.get(model, ()))[:MOST_TOLD]])
         # it is gone, and this process with it, or has enough to read
         with contextlib.suppress(OSError):
-            self._control.sendto(model.encode(), str(self._runtime / CONTROL))
+            self._control.sendto(told.encode(), str(self._runtime / CONTROL))
 
     def _breaker(self, view: str) -> Breaker:
         breaker = self._breakers.get(view)

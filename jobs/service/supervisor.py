@@ -134,11 +134,12 @@ class Supervisor:
     def _take_wishes(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while True:
-                model = self._control.recv(1024).decode()
+                model, *views = self._control.recv(4096).decode(errors="replace").split("\0")
                 if model not in self._groups and len(self._groups) < MOST_MODELS and time.monotonic() >= self._room_at:
                     self._make(model)
                 if model in self._groups:
                     self._groups[model].wanted_at = time.monotonic()
+                    self._groups[model].serves(views)
 
     def _make(self, model: str) -> None:
         try:

@@ -550,9 +550,13 @@ def test_under_another_policy_the_fallback_says_what_is_wrong(
     lookup = open_lookup(project)
     given = {"99": {"x": ""}}
     assert served(lookup, [99], inputs=given) == [missing(99, "model_error")]
-    assert "key '99': x is empty" in caplog.text
-    with pytest.raises(RequestError, match="the inputs could not be embedded: x is empty"):
+    # and not whose row it was
+    assert [record.getMessage() for record in caplog.records] == [
+        "fallback of view 'numbers': x is empty (rows since the last line: 1)"
+    ]
+    with pytest.raises(RequestError, match="the inputs could not be embedded: the model cannot take them") as caught:
         lookup.search("numbers", inputs={"x": ""})
+    assert str(caught.value.__cause__) == "x is empty"
 
 
 def test_parity_notices_a_null_where_the_fallback_has_a_value(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

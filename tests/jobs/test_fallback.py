@@ -247,7 +247,11 @@ def test_a_model_that_is_not_the_snapshots_is_refused_and_hits_go_on(
 
 
 def test_a_refusal_is_remembered_and_the_model_not_loaded_for_each_miss(
-    make_project: MakeProject, open_lookup: OpenLookup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_project: MakeProject,
+    open_lookup: OpenLookup,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     project, weights = _scaled(make_project, tmp_path, 3.0)
     project.publish_all()
@@ -258,6 +262,8 @@ def test_a_refusal_is_remembered_and_the_model_not_loaded_for_each_miss(
     made = Scaled.made
     weights.write_text("3.0")
     assert (statuses(lookup, [2]), Scaled.made) == (["model_error"], made)
+    # told once
+    assert caplog.text.count("fallback of view") == caplog.text.count("view 'numbers': the model on disk has fingerprint") == 1
     monkeypatch.setattr("jobs.service.fallback.REFUSED_S", 0.0)
     assert (statuses(lookup, [2]), Scaled.made) == (["computed"], made + 1)
 

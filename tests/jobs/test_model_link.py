@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from jobs.process.suspects import FIRST_S, LONGEST_S, MOST, TRIALS, TRIALS_S, Suspects
-from jobs.service.kept_process import HELD_UP_S, MOST_HELD, START_S, STILL_S, KeptProcess, Watch
+from jobs.service.kept_process import AGAIN, HELD_UP_S, MOST_HELD, START_S, STILL_S, KeptProcess, Watch
 from jobs.service.model_group import ModelGroup, ModelLimits, socket_path
 from jobs.service.model_link import ModelLink
 from jobs.service.model_server import Conversation
@@ -317,3 +317,35 @@ def test_who_was_stopped_itself_lets_a_process_show_first_that_it_lives() -> Non
         # which buries it
         kept.look(now + STILL_S + 21 + HELD_UP_S)
         assert kept.process is None
+
+
+class Ending(ModelGroup):
+    """A process that ends at once, with one status after the other."""
+
+    statuses: Iterator[int]
+
+    def start(self) -> ChildProcess:
+        child = ChildProcess(["sh", "-c", f"echo unrelated >&2; exit {next(self.statuses)}"], output="piped")
+        child.pipes()[1].close()
+        return child
+
+    def judged(self, now: float) -> str | None:
+        return None
+
+
+def test_an_end_is_told_by_the_views_that_the_process_served_and_a_planned_one_is_no_error(
+    runtime: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    with contextlib.closing(Ending("d94e358d6ad1ff", {}, runtime, ModelLimits(1.0, 10_000, 64), Meter())) as group:
+        group.statuses = iter((7, AGAIN))
+        group.serves(["tags", "films"])
+        group.serves(["films"])
+        for ends in (1, 2):
+            while group.ends_quickly < ends:
+                group.look(time.monotonic())
+    name = "the process of model d94e358d6ad1 ('films', 'tags')"
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("ERROR", f"{name} exited with status 7; it is started anew in 0.1 s"),
+        ("INFO", f"{name} ended to begin anew, in 0.2 s"),
+    ]
