@@ -7,6 +7,7 @@ part written ``%25`` and ``%2F``. The UTF-8 of that text is the key in the store
 from __future__ import annotations
 
 import json
+import math
 import reprlib
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +20,7 @@ MAX_KEY_BYTES = 511
 
 
 def key_text(value: Any, entity: Sequence[str]) -> str:
-    """The key text of one key as a program gives it: a string, an integer, or a list of these for several columns.
+    """The key text of one key as a program gives it: a string, an integer, or a list of these for several columns; numpy's and Arrow's too.
 
     Raises:
         RequestError: another type, the wrong number of parts, empty, too long, or with a NUL.
@@ -33,10 +34,12 @@ def join_key(value: Any, entity: Sequence[str]) -> str:
     Raises:
         RequestError: another type, the wrong number of parts, or a lone surrogate.
     """
+    if not isinstance(value, (str, int, list, tuple)):
+        value = plain_key(value)
     if isinstance(value, (list, tuple)):
         if len(value) != len(entity):
             raise RequestError(
-                f"a key of this view has {len(entity)} part(s) ({', '.join(entity)}), got {len(value)}: {_short(value)}",
+                f"a key of this view has {len(entity)} part(s) ({', '.join(entity)}), got {len(value)}: {_short(plain_key(value))}",
                 code="bad_key",
             )
         parts = [_part(part) for part in value]
@@ -81,7 +84,77 @@ def check_key(text: str) -> str:
     return text
 
 
+def key_list(keys: Any) -> list[Any]:
+    """Keys, of a list or another iterable, which is read once, or of what numpy, pandas, pyarrow or polars hold; each key is left as it is.
+
+    Raises:
+        RequestError: one key, where a list of keys belongs.
+    """
+    if isinstance(keys, (list, tuple)):
+        return list(keys)
+    # tolist would make integers of numpy's times, and these could be somebody's keys
+    names = () if _holds_times(keys) else ("to_pylist", "tolist", "to_list")
+    convert = next((getattr(keys, name) for name in names if hasattr(keys, name)), None)
+    held = keys if convert is None else convert()
+    if isinstance(held, (str, bytes)) or not hasattr(held, "__iter__"):
+        raise RequestError(
+            f"keys is a list of keys, got {type(keys).__name__}: write [{_short(plain_key(keys))}]", code="bad_key"
+        )
+    return list(held)
+
+
+def plain_key(value: Any, level: int = 0) -> Any:
+    """A key as JSON carries it: of a scalar or an array of numpy or Arrow its value, of what is null (NaN and NaT, too) None.
+
+    What can be no key and is not JSON either (bytes, a date, an infinity) is told by an object, ``{type: repr}``, which can be no key: so it is one bad key over HTTP
+    as it is in process, under the same name. What came out of this or of JSON stays as it is.
+    """
+    if value is None or type(value) in (str, bool) or (type(value) is int and -(2**63) <= value < 2**64):
+        return value
+    for convert in () if _holds_times(value) else ("as_py", "tolist"):
+        if hasattr(value, convert) and level <= _SHOWN_LEVELS:
+            return plain_key(getattr(value, convert)(), level + 1)
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, (int, float)):
+        return _plain_number(value)
+    if level > _SHOWN_LEVELS or type(value).__name__ in _NULLS:
+        return None
+    if isinstance(value, (list, tuple)):
+        return [plain_key(part, level + 1) for part in value]
+    if isinstance(value, dict):
+        names = [name if isinstance(name, str) else _short(name) for name in value]
+        return {name: plain_key(part, level + 1) for name, part in zip(names, value.values(), strict=True)}
+    return {type(value).__name__: _short(value)}
+
+
+def _plain_number(value: float) -> Any:
+    if isinstance(value, int):
+        try:
+            int.__repr__(value)
+        except ValueError:
+            # more digits than Python writes
+            return {"int": f"{int.bit_length(value)} bits"}
+        return int(value)
+    if math.isnan(value):
+        return None
+    # one past float64 of a body shows itself as it was written
+    return value if math.isfinite(value) or type(value).__repr__ is not float.__repr__ else {"float": repr(value)}
+
+
+_SHOWN_LEVELS = reprlib.aRepr.maxlevel
+"""Of lists within each other: of what lies deeper :func:`shown_key` tells nothing."""
+_NULLS = frozenset({"NAType", "NaTType"})
+"""Of pandas, which is not loaded for them."""
+
+
+def _holds_times(value: Any) -> bool:
+    return getattr(getattr(value, "dtype", None), "kind", None) in ("m", "M")
+
+
 def _part(value: Any) -> str:
+    if not isinstance(value, (str, int)):
+        value = plain_key(value)
     if isinstance(value, str):
         if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
             raise RequestError("a key is not valid UTF-8", code="bad_key")
@@ -89,12 +162,14 @@ def _part(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         if not -(2**63) <= value < 2**64:
             raise RequestError("an integer key has at most 64 bits", code="bad_key")
-        return str(value)
+        # of an enumeration's member str() is its name
+        return int.__repr__(value)
     raise RequestError(f"a key is a string or an integer, got {type(value).__name__}: {_short(value)}", code="bad_key")
 
 
 def shown_key(value: Any) -> str:
-    """What stands as the ``key`` of an answer for a value that is none: the text itself, its lone surrogates replaced, or the value, shortened."""
+    """What stands as the ``key`` of an answer for a value that is none: the text itself, its lone surrogates replaced, or the value as :func:`plain_key` has it, shortened."""
+    value = plain_key(value)
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
     return _short(value)
@@ -118,16 +193,6 @@ class _AsJson(reprlib.Repr):
         return json.dumps(
             value if len(value) <= 2 * half else f"{value[:half]}...{value[-half:]}", ensure_ascii=not value.isprintable()
         )
-
-    def repr_tuple(self, value: tuple[Any, ...], level: int) -> str:
-        return self.repr_list(list(value), level)
-
-    def repr_int(self, value: int, level: int) -> str:
-        try:
-            return super().repr_int(value, level)
-        except ValueError:
-            # more digits than Python writes
-            return "int"
 
 
 _short = _AsJson().repr

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from store.fallback import Computed, Fallback, Miss, Waiting, check_inputs
 from store.feature_view import FeatureView
 from store.freshness import Sighting, microseconds, status_of
 from store.kept.kept_rows import KeptRows
-from store.key_text import MAX_KEY_BYTES, join_key, key_text, shown_key
+from store.key_text import MAX_KEY_BYTES, join_key, key_list, key_text, plain_key, shown_key
 from store.lookup_options import MAX_KEYS, MAX_NEIGHBOURS, CacheControl, LookupOptions, SearchOptions, check_features
 from store.misses import Misses, MissesTold
 from store.online import kernels
@@ -115,7 +115,7 @@ class Lookup:
     def get(
         self,
         view: str,
-        keys: Sequence[Any],
+        keys: Iterable[Any],
         *,
         features: Sequence[str] | None = None,
         fallback: bool = True,
@@ -127,7 +127,7 @@ class Lookup:
 
         Args:
             view: name of a published view.
-            keys: 1 to :data:`MAX_KEYS` keys: strings or integers, or lists of these for an entity of several columns.
+            keys: 1 to :data:`MAX_KEYS` keys: strings or integers, or lists of these for an entity of several columns; of numpy, pandas or pyarrow too.
             features: which features, in which order; all by default.
             fallback: False never runs the model.
             deadline_ms: how long to wait for the fallback; the view's own deadline by default.
@@ -155,7 +155,7 @@ class Lookup:
     def begin(
         self,
         view: str,
-        keys: Sequence[Any],
+        keys: Iterable[Any],
         options: LookupOptions = _DEFAULT,
         *,
         cache_control: CacheControl | None = None,
@@ -172,8 +172,7 @@ class Lookup:
             columnar: :meth:`Answer.table` or :meth:`Answer.whole_columns` is what will be asked of the answer: a third faster then, and slower for rows.
             admit: raises where so many rows of this kind are too many, before any is verified or computed.
         """
-        if isinstance(keys, (str, bytes)) or not hasattr(keys, "__len__"):
-            raise RequestError(f"keys is a list of keys, got {type(keys).__name__}: write [{keys!r}]", code="bad_key")
+        keys = key_list(keys)
         if not 0 < len(keys) <= MAX_KEYS:
             code = "too_many_keys" if keys else "no_keys"
             raise RequestError(f"a request has 1 to {MAX_KEYS} keys, got {len(keys)}", status=413 if keys else 400, code=code)
@@ -250,14 +249,14 @@ class Lookup:
         _, _, published_us, seen_s = first
         return Sighting(published_us, pointer.renewed_at_us, int((now_s - seen_s) * 1e6))
 
-    def _keys(self, view: str, keys: Sequence[Any]) -> tuple[list[str], Sequence[bytes], list[int]]:
+    def _keys(self, view: str, keys: list[Any]) -> tuple[list[str], Sequence[bytes], list[int]]:
         """Key texts; what is looked up for each: its UTF-8, or :data:`IMPOSSIBLE` for what no entity can have as a key; and the numbers of those.
 
         Raises:
             RequestError: 404, there is no such view.
         """
         bad: list[int] = []
-        texts = list(keys)
+        texts = keys
         if len(texts) > 1:
             # the common case, as lean as it gets: 100 keys in 3 µs
             with contextlib.suppress(TypeError, UnicodeEncodeError):
@@ -364,8 +363,8 @@ class Lookup:
         inputs: Mapping[str, Any] | None = None,
         k: int = 10,
         filter: Mapping[str, Any] | None = None,
-        only: Sequence[Any] | None = None,
-        exclude: Sequence[Any] = (),
+        only: Iterable[Any] | None = None,
+        exclude: Iterable[Any] = (),
         features: Sequence[str] = (),
         deadline_ms: float | None = None,
         model: str | None = None,
@@ -395,7 +394,8 @@ class Lookup:
             RequestError: not searchable, or a bad argument; 504 when the model was too slow.
             VectorIndexError: the index is missing or damaged.
         """
-        options = SearchOptions(key, vector, inputs, k, filter, only, exclude, features, deadline_ms, model)
+        allowed, excluded = None if only is None else key_list(only), key_list(exclude)
+        options = SearchOptions(plain_key(key), vector, inputs, k, filter, allowed, excluded, features, deadline_ms, model)
         return self.find(view, options)[1]
 
     def find(

@@ -50,7 +50,7 @@ def json_reply(value: Any, status: int = 200) -> Reply:
 
 def problem(status: int, code: str, detail: str, headers: Headers | None = None, **more: Any) -> Reply:
     """A refusal, which no cache keeps: ``code`` is a stable word for programs, ``detail`` tells a person."""
-    body = wire.Problem(f"urn:precompute:problem:{code}", code.replace("_", " "), status, detail, **more)
+    body = wire.Problem(wire.PROBLEM_URN + code, code.replace("_", " "), status, detail, **more)
     lines = [PROBLEM_TYPE, *(headers or [])]
     if all(name != _CACHE_CONTROL for name, _ in lines):
         lines.append(NOT_STORED)

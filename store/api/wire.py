@@ -16,6 +16,8 @@ from store.status import AnswerSource, Reason, Status
 JSON = "application/json"
 ARROW = "application/vnd.apache.arrow.stream"
 PROBLEM = "application/problem+json"
+PROBLEM_URN = "urn:precompute:problem:"
+"""Begins the ``type`` of every problem of this API; its code follows."""
 
 MAX_BODY_BYTES = 4 * 2**20
 MAX_REQUESTS = 32

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from store.api import wire
@@ -13,7 +12,7 @@ from store.client import calls
 from store.client.address import Tls, address_of
 from store.client.async_transport import AsyncTransport
 from store.client.attempts import Attempts, Failure, Outcome, Pause, passing
-from store.client.calls import Call, FreshnessWords, LookupWords, RowWords, SearchWords
+from store.client.calls import Call, FreshnessWords, LookupWords, RowWords, SearchWords, check_timeout
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -40,17 +39,17 @@ class AsyncClient:
         hedge_share: float = 0.0,
     ) -> None:
         address = address_of(url)
-        self._url, self._timeout_s = url, timeout_s
+        self._url, self._timeout_s = url, check_timeout(timeout_s)
         self._transport = AsyncTransport(
             address, token, connections, (tls or Tls()).context() if address.scheme == "https" else None
         )
         self._attempts = Attempts(retries, retry_share, hedge_share)
 
-    async def get(self, view: str, keys: Sequence[Any] | Any, **words: Unpack[LookupWords]) -> pa.Table:
+    async def get(self, view: str, keys: Iterable[Any], **words: Unpack[LookupWords]) -> pa.Table:
         """As :meth:`store.client.Client.get`."""
         return await self._ask(calls.table(view, keys, words))
 
-    async def rows(self, view: str, keys: Sequence[Any] | Any, **words: Unpack[LookupWords]) -> wire.LookupAnswer:
+    async def rows(self, view: str, keys: Iterable[Any], **words: Unpack[LookupWords]) -> wire.LookupAnswer:
         """As :meth:`store.client.Client.rows`."""
         return await self._ask(calls.rows(view, keys, words))
 
@@ -83,7 +82,7 @@ class AsyncClient:
         await self.aclose()
 
     async def _ask(self, call: Call[T]) -> T:
-        deadline = time.monotonic() + (self._timeout_s if call.timeout_s is None else call.timeout_s)
+        deadline = call.deadline(self._timeout_s)
         with contextlib.closing(self._attempts.ask(call.kind, deadline)) as steps:
             outcome: Outcome | None = None
             while True:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
@@ -14,7 +14,7 @@ from store.api import wire
 from store.client import calls
 from store.client.address import Tls, address_of
 from store.client.attempts import Attempts, Failure, Outcome, Pause, passing
-from store.client.calls import Call, FreshnessWords, LookupWords, RowWords, SearchWords
+from store.client.calls import Call, FreshnessWords, LookupWords, RowWords, SearchWords, check_timeout
 from store.client.transport import BlockingTransport, Exchange
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Client:
     Args:
         url: ``http://127.0.0.1:8080``, ``https://host`` or ``unix:./api.sock``.
         timeout_s: of a call that names none.
-        token: shown to the server; a function is asked before each request, for a token that changes.
+        token: shown to the server, without the white space around it (a file's last newline); a function is asked before each request, for a token that changes.
         tls: whom to trust with ``https``, and who one is; the system's authorities by default.
         connections: open at once, at most; further calls wait their turn, within their time.
         retries: times that one call asks again, at most.
@@ -42,7 +42,7 @@ class Client:
             slowest, for so much more work of the server. 0.05 is a good value; 0 (the default) never does.
 
     Raises:
-        RequestError: the URL is none of these.
+        RequestError: the URL is none of these, ``timeout_s`` no time limit, or the token none that a header can carry.
         ConfigError: a file of ``tls``.
     """
 
@@ -59,7 +59,7 @@ class Client:
         hedge_share: float = 0.0,
     ) -> None:
         address = address_of(url)
-        self._url, self._timeout_s = url, timeout_s
+        self._url, self._timeout_s = url, check_timeout(timeout_s)
         self._transport = BlockingTransport(
             address, token, connections, (tls or Tls()).context() if address.scheme == "https" else None
         )
@@ -68,7 +68,7 @@ class Client:
         self._threads: ThreadPoolExecutor | None = None
         self._lock, self._pid = threading.Lock(), os.getpid()
 
-    def get(self, view: str, keys: Sequence[Any] | Any, **words: Unpack[LookupWords]) -> pa.Table:
+    def get(self, view: str, keys: Iterable[Any], **words: Unpack[LookupWords]) -> pa.Table:
         """As :meth:`store.lookup.Lookup.get`, over HTTP and Arrow; ``keys`` may be of numpy, pandas or pyarrow.
 
         ``.to_pandas()`` makes a DataFrame of it, and :func:`store.client.tables.arrays` numpy arrays.
@@ -80,7 +80,7 @@ class Client:
         """
         return self._ask(calls.table(view, keys, words))
 
-    def rows(self, view: str, keys: Sequence[Any] | Any, **words: Unpack[LookupWords]) -> wire.LookupAnswer:
+    def rows(self, view: str, keys: Iterable[Any], **words: Unpack[LookupWords]) -> wire.LookupAnswer:
         """As :meth:`get`, as typed rows in the order of the keys, without Arrow."""
         return self._ask(calls.rows(view, keys, words))
 
@@ -121,7 +121,7 @@ class Client:
         self.close()
 
     def _ask(self, call: Call[T]) -> T:
-        deadline = time.monotonic() + (self._timeout_s if call.timeout_s is None else call.timeout_s)
+        deadline = call.deadline(self._timeout_s)
         with contextlib.closing(self._attempts.ask(call.kind, deadline)) as steps:
             outcome: Outcome | None = None
             while True:

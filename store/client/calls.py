@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypedDict, TypeVar
 from urllib.parse import quote, urlencode
@@ -22,7 +23,7 @@ from store.errors import (
     PrecomputeError,
     RequestError,
 )
-from store.key_text import join_key
+from store.key_text import join_key, key_list, plain_key
 from store.lookup_options import LookupOptions, SearchOptions, check_limits
 
 T = TypeVar("T")
@@ -65,8 +66,8 @@ class SearchWords(TypedDict, total=False):
     inputs: Mapping[str, Any] | None
     k: int
     filter: Mapping[str, Any] | None
-    only: Sequence[Any] | None
-    exclude: Sequence[Any]
+    only: Iterable[Any] | None
+    exclude: Iterable[Any]
     features: Sequence[str]
     deadline_ms: float | None
     model: str | None
@@ -102,6 +103,14 @@ class Call(Generic[T]):
         """POST with a body, else GET; either only reads, so asking twice is safe."""
         return b"GET" if self.body is None else b"POST"
 
+    def deadline(self, timeout_s: float) -> float:
+        """When it must be over, by ``time.monotonic``; ``timeout_s`` where it names none itself.
+
+        Raises:
+            RequestError: that is no time limit.
+        """
+        return time.monotonic() + check_timeout(timeout_s if self.timeout_s is None else self.timeout_s)
+
     def answer(self, reply: Reply, asked: str) -> T:
         """What the caller gets.
 
@@ -118,6 +127,24 @@ class Call(Generic[T]):
             raise NoAnswerError(f"{asked} answered something else than this API: {exc}; is that address right?") from exc
 
 
+def check_timeout(timeout_s: float) -> float:
+    """``timeout_s`` itself.
+
+    Raises:
+        RequestError: not above 0, or more than :data:`LONGEST_TIMEOUT_S`.
+    """
+    try:
+        right = 0 < timeout_s <= LONGEST_TIMEOUT_S
+    except (TypeError, ValueError):
+        right = False
+    if not right:
+        raise RequestError(f"timeout_s is a number of seconds above 0 and up to {LONGEST_TIMEOUT_S}, got {timeout_s!r}")
+    return float(timeout_s)
+
+
+LONGEST_TIMEOUT_S = 1_000_000
+"""Eleven days; a socket takes 24 (2³¹ ms, of poll)."""
+
 # ---- what can be asked
 
 
@@ -133,7 +160,7 @@ def rows(view: str, keys: Any, words: LookupWords) -> Call[wire.LookupAnswer]:
 
 def _lookup(view: str, keys: Any, words: LookupWords, accept: str, read: Callable[[bytes], T]) -> Call[T]:
     options = _options(words)
-    body = {"keys": key_list(keys), **options._asdict()}
+    body = {"keys": _keys(keys), **options._asdict()}
     path = f"/v1/views/{quote(view, safe='')}/lookup"
     return Call(f"lookup {view}", path, read, encoded(body), accept, words.get("timeout_s"), _cache_control(words))
 
@@ -148,7 +175,7 @@ def several(
     # as of one view: JSON has no NaN or infinity, they would arrive as null, and a limit as none
     for request in requests:
         request.options().check()
-    body = {"requests": [msgspec.structs.asdict(request) | {"keys": key_list(request.keys)} for request in requests]}
+    body = {"requests": [msgspec.structs.asdict(request) | {"keys": _keys(request.keys)} for request in requests]}
     headers = _cache_control(words)
     return Call("several", "/v1/lookup", _read_several, encoded(body), timeout_s=timeout_s, headers=headers)
 
@@ -156,7 +183,8 @@ def several(
 def row(view: str, key: Any, words: RowWords) -> Call[wire.ViewRow]:
     """One row; that it is missing is an error."""
     options = _options(words)
-    parts = [join_key(part, ("key",)) for part in (key if isinstance(key, (list, tuple)) else [key])]
+    plain = plain_key(key)
+    parts = [join_key(part, ("key",)) for part in (plain if isinstance(plain, list) else [key])]
     # with all its digits: rounded, a limit of twelve days would let rows pass that are seconds older
     query = {name: repr(float(value)) for name in ("deadline_ms", "max_age_s") if (value := getattr(options, name)) is not None}
     if options.features is not None:
@@ -176,7 +204,9 @@ def search(view: str, words: SearchWords) -> Call[wire.SearchAnswer]:
         raise TypeError(f"a search takes no {', '.join(sorted(unknown))}")
     for name in ("only", "exclude"):
         if asked.get(name) is not None:
-            asked[name] = key_list(asked[name])
+            asked[name] = _keys(asked[name])
+    if asked.get("key") is not None:
+        asked["key"] = _spelled(plain_key(asked["key"]))
     return Call(f"search {view}", f"/v1/views/{quote(view, safe='')}/search", _decode_search, encoded(asked), timeout_s=timeout_s)
 
 
@@ -207,22 +237,20 @@ def _cache_control(words: FreshnessWords) -> list[tuple[bytes, bytes]]:
     return [(b"Cache-Control", ", ".join(asked).encode())] if asked else []
 
 
-def key_list(keys: Any) -> list[Any]:
-    """Keys as JSON takes them: of a list, or of what numpy, pandas, pyarrow or polars hold.
-
-    Raises:
-        RequestError: one key, where a list of keys belongs.
-    """
-    if isinstance(keys, (str, bytes)):
-        raise RequestError(f"keys is a list of keys, got {type(keys).__name__}: write [{keys!r}]", code="bad_key")
-    for convert in ("to_pylist", "tolist", "to_list"):
-        if hasattr(keys, convert):
-            keys = getattr(keys, convert)()
-            break
+def _spelled(keys: Any) -> msgspec.Raw:
+    """Keys, or one, as :func:`store.key_text.plain_key` has them, in JSON: what is none is one bad key, whatever it is."""
     try:
-        return list(keys)
-    except TypeError as exc:
-        raise RequestError(f"keys is a list of keys, got {type(keys).__name__}: write [{keys!r}]", code="bad_key") from exc
+        return msgspec.Raw(_encoder.encode(keys))
+    except UnicodeEncodeError:
+        # half of a surrogate pair, which JSON can spell
+        return msgspec.Raw(json.dumps(keys).encode())
+
+
+def _keys(keys: Any) -> msgspec.Raw:
+    """Raises:
+    RequestError: one key, where a list of keys belongs.
+    """
+    return _spelled([plain_key(key) for key in key_list(keys)])
 
 
 def encoded(body: Any) -> bytes:
@@ -232,15 +260,18 @@ def encoded(body: Any) -> bytes:
         RequestError: not something JSON can carry.
     """
     try:
-        return _encoder.encode(body)
-    except UnicodeEncodeError:
-        # half of a surrogate pair, which JSON can spell: among keys it is one bad key
-        return json.dumps(body, default=_plain).encode()
-    except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as exc:
+        try:
+            return _encoder.encode(body)
+        except UnicodeEncodeError:
+            # half of a surrogate pair, which JSON can spell: of a view's name or of inputs, it is theirs alone
+            return json.dumps(body, default=_plain, allow_nan=False).encode()
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as exc:
         raise RequestError(f"not something JSON can carry: {exc}") from exc
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, msgspec.Raw):
+        return json.loads(bytes(value))
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a value of type {type(value).__name__}")
@@ -273,12 +304,12 @@ def refusal(reply: Reply, asked: str) -> PrecomputeError:
     try:
         problem = _decode_problem(reply.content)
     except (msgspec.MsgspecError, ValueError):
+        problem = None
+    if problem is None or not problem.type.startswith(wire.PROBLEM_URN):
+        # of a proxy, or of another server: one that follows RFC 9457 too has types of its own
         text = reply.content[:200].decode(errors="replace")
-        if 400 <= reply.status < 500 and reply.status not in (401, 403, 429):
-            return RequestError(text, status=reply.status, code="http_error")
-        problem = wire.Problem(
-            "", "", reply.status, f"{asked} answered {reply.status}, and something else than this API: {text!r}"
-        )
+        told = f"{asked} answered {reply.status}, and something else than this API: {text!r}; is that address right?"
+        problem = wire.Problem("", "", reply.status, told)
     code, detail = problem.type.rpartition(":")[2] or "http_error", problem.detail
     if problem.model is not msgspec.UNSET:
         return MissingRowError(detail, status=reply.status, code=code)
@@ -301,7 +332,6 @@ def retry_after_s(reply: Reply) -> float | None:
     if value.strip().isdigit():
         return float(value)
     # an HTTP date, which this server sends none of; a proxy may
-    import time
     from email.utils import parsedate_to_datetime
 
     try:

@@ -17,7 +17,7 @@ import httpcore2
 from store.client.address import Address
 from store.client.attempts import Failure, Outcome
 from store.client.calls import Call, Reply
-from store.errors import DeadlineError, NoAnswerError
+from store.errors import DeadlineError, NoAnswerError, RequestError
 
 IDLE_S = 30.0
 """A connection that was idle for longer is not used again: what lies between may have forgotten it without a word."""
@@ -207,19 +207,32 @@ class _Network(httpcore2.NetworkBackend):
                 del self._resolving[host, port]
 
 
+def _bearer(token: str) -> bytes:
+    """What shows a token, without the white space around it, such as the last newline of the file it was read from.
+
+    Raises:
+        RequestError: not of visible ASCII characters; nothing of the token is told, since messages are logged.
+    """
+    shown = token.strip() if isinstance(token, str) else ""
+    if not shown or not shown.isascii() or not shown.isprintable():
+        raise RequestError("a token is one line of visible ASCII characters, and the one given is not (it is not shown here)")
+    return b"Bearer " + shown.encode()
+
+
 class Pooled:
     """What the blocking transport and the async one have in common: how a request is written, and what an error means."""
 
     def __init__(self, address: Address, token: str | Callable[[], str] | None, connections: int) -> None:
-        self._address, self._token, self._connections = address, token, connections
+        self._address, self._connections = address, connections
+        self._token = _bearer(token) if isinstance(token, str) else token
 
     def request(self, call: Call[Any]) -> tuple[bytes, httpcore2.URL, list[tuple[bytes, bytes]]]:
         to = self._address
         url = httpcore2.URL(scheme=to.scheme, host=to.host, port=to.port, target=to.prefix + call.path)
         headers = [(b"Host", to.host_header), (b"Accept", call.accept.encode()), *call.headers]
         if self._token is not None:
-            token = self._token if isinstance(self._token, str) else self._token()
-            headers.append((b"Authorization", f"Bearer {token}".encode()))
+            bearer = self._token if isinstance(self._token, bytes) else _bearer(self._token())
+            headers.append((b"Authorization", bearer))
         if call.body is not None:
             headers.append((b"Content-Type", b"application/json"))
         return call.method, url, headers

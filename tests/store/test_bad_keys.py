@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import json
+import uuid
+from typing import Any
 
+import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from store.api import wire
+from store.client import ViewLookupRequest, calls
+from store.client.calls import Call, Reply
+from store.errors import RequestError
+from tests.asgi import call
 from tests.store.test_api import arrow
 from tests.store.test_http_freshness import LOOKUP, ROW, SEARCH, World
 
@@ -141,3 +151,121 @@ def test_bad_keys_are_shown_as_they_were_written(world: World) -> None:
 def test_the_page_takes_any_text_for_a_key(world: World) -> None:
     for question in ("q=%ED%A0%80", "q=%ff&do=near", "q=%ED%A0%80&do=text", "q=1e400"):
         assert world.get(f"/?view=things&{question}").status in (200, 400, 404), question
+
+
+# ---- the same keys in process and by the client
+
+
+def ask(world: World, asked: Call[Any]) -> Any:
+    """What the client makes of the API's answer, with no socket between."""
+    reply = call(world.app, asked.method.decode(), asked.path, asked.body, accept=asked.accept)
+    headers = [(name.encode(), value.encode()) for name, value in reply.headers.items()]
+    return asked.answer(Reply(reply.status, headers, reply.body), "here")
+
+
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("numbers"), {"1": 1.0, "2": 1.0}, fallback=False)
+
+
+def answers(world: World, keys: Any) -> list[tuple[Any, ...]]:
+    """Key, status and reason of each, the same on every way."""
+    columns = ["key", "status", "reason"]
+    table = world.lookup.get("things", keys)
+    assert ask(world, calls.table("things", keys, {})).select(columns) == table.select(columns)
+    (several,) = ask(world, calls.several([ViewLookupRequest(view="things", keys=keys)], None, {}))
+    for rows in (ask(world, calls.rows("things", keys, {})).rows, several.rows):
+        assert [(row.key, row.status, row.reason or None) for row in rows] == list(
+            zip(*(table[name].to_pylist() for name in columns), strict=True)
+        )
+    return [(key, reason) for key, reason in zip(table["key"].to_pylist(), table["reason"].to_pylist(), strict=True)]
+
+
+ONE, TWO, NULL = ("1", None), ("2", None), ("null", "bad_key")
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        (np.array([1, 2]), [ONE, TWO]),
+        (np.array([1, None], object), [ONE, NULL]),
+        (np.array([1], "m8[s]"), [('{"timedelta64": "np.timedelta64(1,\'s\')"}', "bad_key")]),
+        ([np.int64(1), np.uint8(2), np.str_("1"), np.float64("nan")], [ONE, TWO, ONE, NULL]),
+        ([[np.int64(1)], np.array(["2"]), pa.scalar(1), pa.array([2])], [ONE, TWO, ONE, TWO]),
+        (pa.array([1, None, 2]), [ONE, NULL, TWO]),
+        (pa.chunked_array([["1"], [None]]), [ONE, NULL]),
+        (pd.Series([1, 2], dtype="Int64"), [ONE, TWO]),
+        (pd.Series([1, None, 2], dtype="Int64"), [ONE, NULL, TWO]),
+        (pd.Series(["1", None], dtype="string"), [ONE, NULL]),
+        (pd.Series(["1", np.nan]), [ONE, NULL]),
+        (pd.Index([1, 2]), [ONE, TWO]),
+        ([1, pd.NaT, "\ud800", 2], [ONE, NULL, ("?", "bad_key"), TWO]),
+        ([1, b"1", "\ud800"], [ONE, ('{"bytes": "b\'1\'"}', "bad_key"), ("?", "bad_key")]),
+        ([datetime.date(2026, 1, 2), "\ud800"], [('{"date": "datetime.date(2026, 1, 2)"}', "bad_key"), ("?", "bad_key")]),
+        ([1, 10**5000, 2], [ONE, ('{"int": "16610 bits"}', "bad_key"), TWO]),
+        ([True, 1.5, float("inf")], [("true", "bad_key"), ("1.5", "bad_key"), ('{"float": "inf"}', "bad_key")]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_keys_of_whatever_holds_them_are_answered_alike(numbers: World, keys: Any, told: list[Any]) -> None:
+    assert answers(numbers, keys) == told
+
+
+PARTS = st.one_of(
+    st.sampled_from([1, "1", 2, "2", np.int64(1), np.uint8(2), np.str_("1"), pa.scalar(1), np.array("2")]),
+    st.sampled_from([None, pd.NA, pd.NaT, float("nan"), float("-inf"), pa.scalar(None), np.datetime64("NaT", "ns")]),
+    st.sampled_from([b"1", np.bytes_(b"1"), np.datetime64(1, "ns"), object(), {1}, frozenset(), range(2), 1j, np.longdouble(1)]),
+    st.sampled_from([datetime.date(2026, 1, 2), decimal.Decimal(1), uuid.UUID(int=1), pd.Timestamp(0), np.bool_(True)]),
+    st.one_of(st.integers(), st.integers(-20, 20).map(lambda power: 7 ** abs(power * 200)), st.floats(), st.text(max_size=3)),
+)
+ANY_KEY = st.recursive(
+    PARTS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.tuples(inner), st.dictionaries(st.sampled_from(["1", 1, None, b"1"]), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(keys=st.lists(ANY_KEY, min_size=1, max_size=4), at=st.integers(0, 4))
+def test_any_keys_are_answered_alike_and_change_no_other(numbers: World, keys: list[Any], at: int) -> None:
+    nested: list[Any] = [1]
+    for _ in range(3000):
+        nested = [nested]
+    told = answers(numbers, [*keys[:at], "2", *keys[at:], (1, nested), nested])
+    assert told[min(at, len(keys))] == TWO
+    assert told[-1] == ("[[[[[[[...]]]]]]]", "bad_key")
+
+
+def test_a_generator_is_read_once(numbers: World) -> None:
+    def once() -> Any:
+        return (key for key in (1, 2))
+
+    assert numbers.lookup.get("things", once())["key"].to_pylist() == ["1", "2"]
+    assert ask(numbers, calls.table("things", once(), {}))["key"].to_pylist() == ["1", "2"]
+    found = numbers.lookup.search("things", vector=[1, 2], only=once(), exclude=(key for key in [np.int64(2)]))
+    assert [row["key"] for row in found["rows"]] == ["1"]
+    words: calls.SearchWords = {"vector": [1, 2], "only": once(), "exclude": np.array([2])}
+    assert [row.key for row in ask(numbers, calls.search("things", words)).rows] == ["1"]
+
+
+def test_one_key_may_be_numpys_and_arrows(numbers: World) -> None:
+    for key in (np.int64(1), pa.scalar(1), [np.int64(1)], np.array([1])):
+        assert numbers.lookup.row("things", key)["status"] == "fresh"
+        assert ask(numbers, calls.row("things", key, {})).status == "fresh"
+        near = numbers.lookup.search("things", key=key)["rows"]
+        assert (
+            [row["key"] for row in near] == [row.key for row in ask(numbers, calls.search("things", {"key": key})).rows] == ["2"]
+        )
+    for key in (b"1", None, 1.5):
+        with pytest.raises(RequestError) as caught:
+            ask(numbers, calls.row("things", key, {}))
+        assert caught.value.code == "bad_key"
+
+
+@pytest.mark.parametrize("keys", ["1", b"1", 1, None, np.int64(1), np.array("ab")])
+def test_one_key_is_no_list_of_keys(numbers: World, keys: Any) -> None:
+    for get in (numbers.lookup.get, lambda view, keys: calls.table(view, keys, {})):
+        with pytest.raises(RequestError, match="keys is a list of keys"):
+            get("things", keys)

@@ -22,7 +22,7 @@ from msgspec import UNSET
 
 from store.client import Client, ViewLookupRequest
 from store.client.tables import arrays
-from store.errors import MissingRowError, OnlineStoreError, PrecomputeError, RequestError
+from store.errors import MissingRowError, NoAnswerError, OnlineStoreError, PrecomputeError, RequestError
 from store.lookup import ANSWER_FIELDS, Lookup
 from store.record import plain
 from tests import REPOSITORY
@@ -328,11 +328,12 @@ def test_keys_are_taken_as_numpy_pandas_and_arrow_have_them(client: Client) -> N
         answer = client.rows("numbers", keys)
         assert ([row.key for row in answer.rows], answer.view) == (expected, "numbers")
     assert client.get("pairs", np.array([["a/b", "50%"]]))["double"].to_pylist() == [2.0]
+    one: Any
     for one in ("1", 1):
         with pytest.raises(RequestError, match="keys is a list of keys"):
             client.rows("numbers", one)
     with pytest.raises(RequestError, match="not something JSON can carry"):
-        client.rows("numbers", [object()])
+        client.rows("numbers", [1], inputs={"1": {"x": object()}})
 
 
 def test_an_answer_becomes_numpy_and_pandas(client: Client) -> None:
@@ -541,7 +542,7 @@ def test_whatever_answers_instead_of_the_server_is_an_error_of_ours(answer: byte
 def test_limits_arrive_as_they_were_said(kind: str) -> None:
     """Fewer digits would let rows pass that are older; JSON would make a NaN null, which is no limit."""
     with Hostile(lambda visit: visit.answer(404, b"{}")) as server, opened(kind, server.url) as client:
-        with pytest.raises(RequestError):
+        with pytest.raises(NoAnswerError):
             client.row("numbers", 1, max_age_s=1_234_567, deadline_ms=40.25)
         for age_s in (math.nan, math.inf, -1.0):
             with pytest.raises(RequestError, match="max_age_s is a number from 0"):

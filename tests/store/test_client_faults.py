@@ -176,7 +176,9 @@ def test_it_comes_back_not_before_retry_after(kind: str) -> None:
         (400, problem(400, "bad_request"), RequestError, "bad_request"),
         (401, problem(401, "no_token"), DeniedError, "no_token"),
         (403, b"<html>", DeniedError, "http_error"),
-        (404, b"<html>", RequestError, "http_error"),
+        (404, b"<html>", NoAnswerError, None),
+        (400, b"", NoAnswerError, None),
+        (413, b'{"type":"about:blank","title":"","status":413,"detail":""}', NoAnswerError, None),
         (404, problem(404, "unknown_entity", snapshot=1, model="m"), RequestError, "unknown_entity"),
         (500, problem(500, "internal_error"), NoAnswerError, None),
         (504, problem(504, "deadline"), RequestError, "deadline"),
@@ -357,6 +359,36 @@ def test_the_token_is_shown_each_time_as_it_is_then(kind: str) -> None:
     shown = [next(line for line in request.split(b"\r\n") if line.startswith(b"Authorization")) for request in server.requests]
     assert shown == [b"Authorization: Bearer first", b"Authorization: Bearer second", b"Authorization: Bearer word"]
     assert server.requests[2].startswith(b"GET /below/v1/views HTTP/1.1\r\n")
+
+
+@KINDS
+def test_a_token_is_one_line_and_no_message_tells_it(kind: str) -> None:
+    with Hostile(good) as server:
+        for token in ("s3cr3t\n", lambda: " s3cr3t\r\n"):
+            with opened(kind, server.url, token=token) as client:
+                assert client.views() == []
+        assert all(b"\r\nAuthorization: Bearer s3cr3t\r\n" in request for request in server.requests)
+        for wrong in ("s3cr3t\r\nX: y", "s3cr3t-\u00e9", "s3cr3t\0", " "):
+            with pytest.raises(RequestError, match=r"visible ASCII") as caught:
+                (Client if kind == "blocking" else AsyncClient)(server.url, token=wrong)
+            with opened(kind, server.url, token=lambda wrong=wrong: wrong) as client, pytest.raises(RequestError) as later:
+                client.views()
+            assert "s3cr3t" not in f"{caught.value!r}{later.value!r}"
+        assert len(server.requests) == 2
+
+
+@KINDS
+@pytest.mark.parametrize("timeout_s", [0, -1, float("inf"), float("nan"), 1e7, "1"])
+def test_a_time_limit_that_is_none_is_refused_at_once(kind: str, timeout_s: Any) -> None:
+    told = rf"timeout_s is a number of seconds .* got {timeout_s!r}"
+    with Hostile(good) as server, opened(kind, server.url, timeout_s=1_000_000) as client:
+        for ask in (client.views, lambda timeout_s: client.rows("numbers", [1], timeout_s=timeout_s)):
+            with pytest.raises(RequestError, match=told):
+                ask(timeout_s=timeout_s)
+        with pytest.raises(RequestError, match=told):
+            (Client if kind == "blocking" else AsyncClient)(server.url, timeout_s)
+        assert client.views() == []
+    assert len(server.requests) == 1
 
 
 # ---- what it decides by, alone

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import example, given
@@ -65,6 +67,11 @@ def test_an_integer_key_is_its_decimal_text() -> None:
     assert [key_text(n, ONE) for n in numbers] == [str(n) for n in numbers]
     assert column_texts([(7, "a/b"), (-8, "%")]) == ["7/a%2Fb", "-8/%25"]
     assert [key_text(list(key), TWO) for key in ((7, "a/b"), (-8, "%"))] == ["7/a%2Fb", "-8/%25"]
+    assert [key_text(("w/1", part), TWO) for part in (np.int64(1), pa.scalar(1), HTTPStatus.OK)] == [
+        "w%2F1/1",
+        "w%2F1/1",
+        "w%2F1/200",
+    ]
 
 
 @pytest.mark.parametrize(

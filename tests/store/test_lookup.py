@@ -391,7 +391,7 @@ def test_keys_of_several_columns_are_lists_or_the_text_of_an_answer(house: House
         (None, "null"),
         (1.5, "1.5"),
         (True, "true"),
-        (b"new", "b'new'"),
+        (b"new", '{"bytes": "b\'new\'"}'),
         ({"id": 1}, '{"id": 1}'),
         ([None], "[null]"),
         ([["new"]], '[["new"]]'),
