@@ -181,8 +181,7 @@ class Answer:
             for i, (state, computed_at) in enumerate(zip(states, self._computed_at, strict=True))
         ]
         missing = list(self._reasons)
-        for i in self.bad:
-            self._reasons[i] = Reason.BAD_KEY
+        self._reasons.update(dict.fromkeys(self.bad, Reason.BAD_KEY))
         return [i for i in missing if i not in self.bad] if self.bad else missing
 
     def judge_again(self) -> None:
@@ -194,7 +193,7 @@ class Answer:
             self._statuses = [Status.FRESH] * len(self.keys)
         for i, status in enumerate(self._statuses):
             if i in self._kept and status is not Status.MISSING:
-                self._statuses[i] = self._judged_kept(i)
+                self._statuses[i] = self._judged_by(i, self.age_s(i))
             elif status in (Status.FRESH, Status.STALE) and i not in self._in_error:
                 self._statuses[i] = self._judged(i, _WHOLE, self._computed_at[i])
 
@@ -206,10 +205,7 @@ class Answer:
 
     def _judged(self, i: int, state: int, computed_at_us: int) -> Status:
         if state == _WHOLE:
-            status = status_of(self.plan.view, self._age_s(computed_at_us), self.oldest_s)
-            if status is Status.MISSING:
-                self._reasons[i] = Reason.EXPIRED
-            return status
+            return self._judged_by(i, self._age_s(computed_at_us))
         self._reasons[i] = Reason.DAMAGED if state == State.DAMAGED else self.plan.absent
         self.damaged += state == State.DAMAGED
         return Status.MISSING
@@ -229,7 +225,7 @@ class Answer:
                 return False
             self._reasons[i] = Reason.UNKNOWN_ENTITY
             return True
-        state, at_us = self.plan.codec.verify_one(FoundRows([self.found.keys[i]], [row]), self.plan.snapshots)
+        state, at_us = self._verified(i, row)
         if state != _WHOLE or not self._computed_at[i] < at_us <= self.now_us + AHEAD_US:
             return False
         status = status_of(self.plan.view, age_s(at_us, self.now_us), self.oldest_s)
@@ -240,8 +236,11 @@ class Answer:
         self._reasons.pop(i, None)
         return status is Status.FRESH
 
-    def _judged_kept(self, i: int) -> Status:
-        status = status_of(self.plan.view, self.age_s(i), self.oldest_s)
+    def _verified(self, i: int, row: bytes) -> tuple[State, int]:
+        return self.plan.codec.verify_one(FoundRows([self.found.keys[i]], [row]), self.plan.snapshots)
+
+    def _judged_by(self, i: int, age_s: float) -> Status:
+        status = status_of(self.plan.view, age_s, self.oldest_s)
         if status is Status.MISSING:
             self._reasons[i] = Reason.EXPIRED
         return status
@@ -269,6 +268,9 @@ class Answer:
         assert self._statuses is not None or not self.pending
         for i, future in self.pending.items():
             error = future.exception() if future.done() and not future.cancelled() else Miss(not_done)
+            if error is None and future.result().like is None and self._verified(i, future.result().row)[0] != _WHOLE:
+                # the pointer is not what the model was opened for: another one wrote it
+                error = Miss(Reason.MODEL_ERROR, "the model makes other rows than the pointer says")
             if error is not None:
                 if not isinstance(error, Miss):
                     raise error
@@ -277,8 +279,7 @@ class Answer:
                     self.retry_after_s = max(self.retry_after_s, error.retry_after_s)
                 continue
             computed = future.result()
-            self._computed[i] = computed.row
-            self._computed_at[i] = computed.computed_at_us  # type: ignore[index]
+            self._computed[i], self._computed_at[i] = computed.row, computed.computed_at_us  # type: ignore[index]
             reason = self._reasons.pop(i)
             if computed.like is None:
                 self._statuses[i] = Status.COMPUTED  # type: ignore[index]

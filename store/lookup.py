@@ -236,6 +236,10 @@ class Lookup:
         """What time it is, in µs since 1970, and what bounds the ages of a pointer's rows now."""
         return int(self._clock() * 1e6), self._sighting(pointer)
 
+    def now_s(self) -> float:
+        """What time it is, in s since 1970."""
+        return self._clock()
+
     def last(self, view: str) -> Pointer | None:
         """What was live when this process last read rows of a view; None where it has not, or there was no such view."""
         return self._last.get(view)

@@ -63,7 +63,7 @@ def serve(project: Project, announce: Callable[[str], None], workers: int | None
             worker, shared | {"folder": str(project.home), "tracing": worker["tracing"]}, limits, workers or settings.workers
         )
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: supervisor.stop())
+            signal.signal(number, lambda number, _: supervisor.stop(number))
         announce(listeners[0].shown)
         supervisor.run()
 

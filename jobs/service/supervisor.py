@@ -101,12 +101,12 @@ class Supervisor:
         self._control = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._control.setblocking(False)
         self._control.bind(str(self._runtime / CONTROL))
-        self._stopping = False
+        self._stopping: signal.Signals | None = None
         self._room_at = 0.0
 
-    def stop(self) -> None:
-        """Have :meth:`run` finish what is at hand, and end; safe to call in a signal's handler."""
-        self._stopping = True
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Have :meth:`run` finish what is at hand, and end, as a signal asks; safe to call in its handler."""
+        self._stopping = signal.Signals(number)
 
     def run(self) -> None:
         """Keep the processes until :meth:`stop`, then have the workers finish their requests, then end the models.
@@ -115,7 +115,7 @@ class Supervisor:
             PrecomputeError: no worker came up.
         """
         try:
-            while not self._stopping:
+            while self._stopping is None:
                 self._take_wishes()
                 now = time.monotonic()
                 for kept in (*self._workers, *self._groups.values()):
@@ -127,7 +127,9 @@ class Supervisor:
                 if all(worker.ends_quickly >= FUTILE and not worker.has_answered for worker in self._workers):
                     raise PrecomputeError("no lookup worker comes up: what ended them is in the log above")
                 select.select([self._control], [], [], TICK_S)
+            began = time.monotonic()
             self._drain()
+            log.info("ended by %s, after %.1f s", self._stopping.name, time.monotonic() - began)
         finally:
             self._end()
 

@@ -131,9 +131,9 @@ class Api:
 
     async def readyz(self, scope: Scope, receive: Receive) -> Reply:
         """``GET /readyz``."""
-        seen: Seen = await self._call(self._views.look)
+        seen, serves_kept = await self._call(self._seen)
         pointers = seen.pointers
-        if not seen.store_answers:
+        if not seen.store_answers and not serves_kept:
             return json_reply({"status": "not ready", "why": "the online store does not answer"}, 503)
         fallbacks = {
             p.view.name: "ready" if self._fallback_ready(p) else "not ready"
@@ -141,6 +141,10 @@ class Api:
             if p.view.fallback and self._lookup.fallback
         }
         body: dict[str, Any] = {"status": "ready", "views": {p.view.name: p.snapshot for p in pointers}, "fallback": fallbacks}
+        if not seen.store_answers:
+            # a balancer that took all servers out would keep from users what is kept for them
+            why = "the online store does not answer; single rows that are kept are served, as stale"
+            return json_reply(body | {"status": "degraded", "why": why})
         if not pointers and not seen.unreadable:
             body |= {"status": "not ready", "why": "no view is published"}
         elif self._warming():
@@ -153,6 +157,11 @@ class Api:
         if seen.unreadable:
             body["why"] = f"what is live of {', '.join(sorted(seen.unreadable))} cannot be read"
         return json_reply(body, 503 if body["status"] == "not ready" else 200)
+
+    def _seen(self) -> tuple[Seen, bool]:
+        """What is live, and whether a store that does not answer leaves something to be served."""
+        seen = self._views.look()
+        return seen, not seen.store_answers and self._metrics.serves_kept(self._lookup.now_s())
 
     async def render_metrics(self, scope: Scope, receive: Receive) -> Reply:
         """``GET /metrics``."""

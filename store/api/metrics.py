@@ -8,7 +8,7 @@ from store.api.live_views import LiveViews
 from store.lookup import Answer, Lookup
 from store.online.online_store import Pointer
 from store.telemetry import instruments as counted
-from store.telemetry.exposition import CONTENT_TYPE, exposition
+from store.telemetry.exposition import CONTENT_TYPE, exposition, totals
 from store.telemetry.instruments import Instrument, Meter, Number, Timer
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
@@ -109,12 +109,25 @@ class Metrics:
             if rows:
                 self.meter.counter(counted.SEMANTIC_CACHE, view, outcome).add(rows)
 
-    def not_kept(self, dropped: int, size_bytes: int) -> None:
-        """Count a row that was not among the encoded ones, and is from now on, and those it took the place of; all take so many bytes."""
+    def not_kept(self, dropped: int | None, size_bytes: int) -> None:
+        """Count a row that was not among the encoded ones, and is from now on, and those it took the place of (None: it is too large); all take so many bytes."""
         self._missed.add()
         if dropped:
             self._dropped.add(dropped)
         self._kept_bytes.set(size_bytes)
+
+    def serves_until(self, view: str, until_s: float) -> None:
+        """Until when (s since 1970) a row of a view that is kept here may be served while the store fails."""
+        self.meter.gauge(counted.CACHE_SERVES_UNTIL, view).set(until_s)
+
+    def serves_kept(self, now_s: float) -> bool:
+        """Whether any process of the server has a row that it may serve now while the store fails.
+
+        Raises:
+            OSError: what the processes counted cannot be read.
+        """
+        untils = totals(self.meter)[counted.CACHE_SERVES_UNTIL.name].values()
+        return any(until_s >= now_s for (until_s,) in untils)
 
     def timed(self, route: str, seconds: float) -> None:
         """Observe a request's time."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from store.api import wire
 from store.encoding.http_freshness import Headers
-from store.errors import OnlineStoreError, RequestError, VectorIndexError
+from store.errors import DamagedPointerError, OnlineStoreError, RequestError, RowsLostError, VectorIndexError
 
 log = logging.getLogger(__name__)
 
@@ -72,10 +72,17 @@ def refusal(exc: Exception, where: str) -> tuple[Reply, str]:
     if isinstance(exc, (OnlineStoreError, VectorIndexError)):
         # what it says names hosts and files, and is for the operator
         tell_failure(route, str(exc))
-        what = "the online store does not answer" if isinstance(exc, OnlineStoreError) else "the vector index cannot be read"
-        return problem(503, "store_unavailable", f"{what}; the server's log says why", [RETRY_SOON]), "store_unavailable"
+        return problem(503, "store_unavailable", f"{_failing(exc)}; the server's log says why", [RETRY_SOON]), "store_unavailable"
     log.error("%s failed", route, exc_info=exc)
     return problem(500, "internal_error", "an error nobody foresaw; it is in the server's log"), "internal_error"
+
+
+def _failing(exc: OnlineStoreError | VectorIndexError) -> str:
+    if isinstance(exc, VectorIndexError):
+        return "the vector index cannot be read"
+    if isinstance(exc, (DamagedPointerError, RowsLostError)):
+        return "the online store answers, and what is live in it cannot be read"
+    return "the online store does not answer"
 
 
 _told_at: dict[str, float] = {}

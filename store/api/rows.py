@@ -35,6 +35,7 @@ from store.encoding.http_freshness import VARY, Headers, cache_control, matches,
 from store.encoding.json_rows import lookup_json, lookup_pieces, row_json
 from store.encoding.row_cache import MAX_CACHE_BYTES, CachedRow, CacheKey, RowCache, cached_row, encoded_row
 from store.errors import OnlineStoreError, PrecomputeError, RequestError
+from store.feature_view import FeatureView
 from store.freshness import status_of
 from store.key_text import key_from_path
 from store.lookup import Lookup, WholeRow
@@ -105,6 +106,8 @@ class RowRoutes:
         self._timing = timing
         self._lookup, self._metrics, self._readers = lookup, metrics, readers
         self._cache = RowCache(cache_bytes)
+        self._serves_until: dict[str, tuple[Pointer, float]] = {}
+        """View → the pointer under which its rows were kept last, and until when (s since 1970) the youngest of them may be served while the store fails."""
         self._answer_bytes, self._room = answer_bytes, Room(answer_bytes)
 
     def row_at_once(self, scope: Scope, view: str, raw_key: bytes) -> Reply | None:
@@ -167,8 +170,21 @@ class RowRoutes:
         return status, age_us
 
     def _keep(self, key: CacheKey, row: CachedRow) -> None:
-        if self._cache.most_bytes:
-            self._metrics.not_kept(self._cache.keep(key, row), self._cache.size_bytes)
+        if not self._cache.most_bytes:
+            return
+        dropped = self._cache.keep(key, row)
+        self._metrics.not_kept(dropped, self._cache.size_bytes)
+        if dropped is None or self._readers is None:
+            # it is not kept, or what is mapped does not stop to answer
+            return
+        view = row.pointer.view
+        now_us, sighting = self._lookup.look(row.pointer)
+        until_s = (now_us - sighting.age_us(row.computed_at_us, now_us)) / 1e6 + most_s(view)
+        before, most = self._serves_until.get(view.name, (None, 0.0))
+        # rows under another pointer are served no more
+        until_s = max(until_s, most) if before is row.pointer else until_s
+        self._serves_until[view.name] = row.pointer, until_s
+        self._metrics.serves_until(view.name, until_s)
 
     async def row(self, scope: Scope, receive: Receive, view: str, raw_key: bytes) -> Reply:
         """``GET /v1/views/{view}/rows/{key}``, where :meth:`row_at_once` has no answer."""
@@ -204,8 +220,7 @@ class RowRoutes:
             oldest_s = control.oldest_s(view, oldest_s, False)
         now_us, sighting = self._lookup.look(pointer)
         age_us = sighting.age_us(row.computed_at_us, now_us)
-        most_s = view.ttl_s + view.stale_for_s + view.stale_if_error_s
-        if age_us > (most_s if oldest_s is None else min(most_s, oldest_s)) * 1e6:
+        if age_us > (most_s(view) if oldest_s is None else min(most_s(view), oldest_s)) * 1e6:
             return None
         tell_failure(f"GET /v1/views/{view.name}", str(error))
         self._metrics.kept(view.name, Status.STALE, time.perf_counter() - asked.started, "in_error")
@@ -389,6 +404,11 @@ class RowRoutes:
 
     async def _read(self, begin: Callable[[], Answer]) -> Answer:
         return begin() if self._readers is None else await self._readers.run(begin)
+
+
+def most_s(view: FeatureView) -> float:
+    """How old a row may be that is kept, and is served while the store fails."""
+    return view.ttl_s + view.stale_for_s + view.stale_if_error_s
 
 
 def _kept_reply(row: CachedRow, status: Status, age_us: int, asked: _Asked) -> Reply:

@@ -23,6 +23,9 @@ MOST_PARTS = 64
 
 VARY = (b"vary", b"Accept")
 
+_DATE_LAG_US = 2_000_000
+"""The server's ``Date`` is made once a second, and may be that much behind."""
+
 _DIRECTIVE = re.compile(r"""([!#$%&'*+.^_`|~0-9A-Za-z-]+)(?:=(?:"((?:[^"\\]|\\.)*)"|([^\s",;]*)))?""")
 _SECONDS = {"max-age": "max_age_s", "min-fresh": "min_fresh_s", "max-stale": "max_stale_s"}
 _LONGEST_KEPT = 128
@@ -89,8 +92,13 @@ def row_headers(answer: Answer, form: bytes) -> Headers:
         (b"cache-status", b'precompute; %b; detail="v%d"' % (how, pointer.snapshot)),
         (b"etag", etag(answer, form, status)),
         VARY,
-        (b"last-modified", http_date(min(answer.computed_at_us(0), answer.now_us) // 1_000_000)),
+        last_modified(answer.computed_at_us(0), answer.now_us),
     ]
+
+
+def last_modified(computed_at_us: int, now_us: int) -> tuple[bytes, bytes]:
+    """``Last-Modified`` of a row, which is never later than the answer's ``Date`` (RFC 9110 §8.8.2.1)."""
+    return b"last-modified", http_date(min(computed_at_us, now_us - _DATE_LAG_US) // 1_000_000)
 
 
 def missing_headers(answer: Answer, reason: Reason) -> Headers:

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from store.answer import Answer, AnswerPlan
-from store.encoding.http_freshness import VARY, Headers, chosen_features, http_date, lifetime, version_of
+from store.encoding.http_freshness import VARY, Headers, chosen_features, last_modified, lifetime, version_of
 from store.encoding.json_rows import key_json, tail_json, time_json
 from store.online.codec import CHECKSUM_BYTES
 from store.online.online_store import Pointer
@@ -66,6 +66,7 @@ class CachedRow(NamedTuple):
             (b"age", b"%d" % -(-age_us // 1_000_000)),
             (b"cache-status", b"precompute; hit; ttl=%d%b" % (left_s, self.version)),
             (b"etag", etag),
+            last_modified(self.computed_at_us, self.computed_at_us + age_us),
         ]
         return told + self.headers, etag
 
@@ -87,7 +88,7 @@ def encoded_row(plan: AnswerPlan, key: str, value: Buffer, computed_at_us: int) 
         b'%b%b,"status":"' % (before_key, key_json(key)),
         b'","source":"store","computed_at":%b,"age_s":' % time_json(computed_at_us),
         tail_json(plan, value),
-        [lives, VARY, (b"last-modified", http_date(computed_at_us // 1_000_000))],
+        [lives, VARY],
         (b"%b%b-" % (etag_before, bytes(value[:CHECKSUM_BYTES]).hex().encode()), etag_after),
         version,
     )
@@ -126,12 +127,12 @@ class RowCache:
             self._rows.move_to_end(key)
         return row
 
-    def keep(self, key: CacheKey, row: CachedRow) -> int:
-        """Keep a row, in place of the one under its key, and let go of others where there is no room; returns of how many."""
+    def keep(self, key: CacheKey, row: CachedRow) -> int | None:
+        """Keep a row, in place of the one under its key, and let go of others where there is no room; returns of how many; None where it is too large to be kept."""
         self.drop(key)
         size = row.size_bytes + _key_bytes(key)
         if size > self.most_bytes // 8:
-            return 0
+            return None
         self._rows[key] = row
         self.size_bytes += size
         dropped = 0

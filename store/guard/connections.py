@@ -36,6 +36,8 @@ class Connection(Protocol):
     @property
     def idle(self) -> bool: ...
     @property
+    def answering(self) -> bool: ...
+    @property
     def unsent(self) -> int: ...
     def overdue(self) -> None: ...
     def make_room(self) -> None: ...
@@ -79,6 +81,10 @@ class Connections:
         self._slow: set[Connection] = set()
         self._room: list[Connection] = []
         self._look_for_room_at = 0.0
+        self.ends_at, self.most_s = -math.inf, math.inf
+        """When the server was told to end, by the loop's clock, and how long, from then on, it waits for a client."""
+        self.left_off: Counter[str] = Counter()
+        """Those closed since, by why."""
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, held: Collection[Connection]) -> None:
@@ -117,7 +123,7 @@ class Connections:
     @property
     def has_room(self) -> bool:
         """Whether there is room for those that are refused, too."""
-        return self.open < self._most + HEADROOM
+        return self.most_s == math.inf and self.open < self._most + HEADROOM
 
     def accepted(self, client: str) -> None:
         """A connection was accepted."""
@@ -167,15 +173,29 @@ class Connections:
             self._look_for_room_at = self._loop.time() + PAUSE_S
         return bool(self._room)
 
-    def left_s(self) -> float:
-        """Seconds until the last of those that are read from, or that take their answers, must be through; minus infinity where there is none."""
-        times = [time for one in self._held for time in (math.inf if one.idle else one.deadline, one.write_deadline)]
-        return max((time for time in times if time < math.inf), default=-math.inf) - self._loop.time()
+    def end_within(self, seconds: float) -> None:
+        """Told to end: what is still to arrive of a request, and an answer that its client does not take, have so long at most from now on."""
+        self.ends_at, self.most_s = self._loop.time(), seconds
+        for one in self._held:
+            # infinity is no client's time
+            one.deadline, one.write_deadline = (
+                time if time == math.inf else min(time, self.ends_at + seconds) for time in (one.deadline, one.write_deadline)
+            )
 
-    def cut_all(self, why: str) -> None:
+    def left_s(self) -> float:
+        """Seconds until the last of those that are read from, or that take their answers, is through, or was closed; minus infinity where there is none."""
+        times = [time for one in self._held for time in (math.inf if one.idle else one.deadline, one.write_deadline)]
+        return max((time for time in times if time < math.inf), default=-math.inf) + 2 * self.limits.tick_s - self._loop.time()
+
+    @property
+    def answering(self) -> int:
+        """How many requests are there whose answer is still being made."""
+        return sum(one.answering for one in self._held)
+
+    def cut_all(self) -> None:
         """Close all of them at once."""
         for connection in list(self._held):
-            connection.cut(why)
+            connection.cut("slow_reader" if connection.unsent else "overdue")
 
     def gone(self, connection: Connection) -> None:
         """A connection that was made is closed."""
@@ -186,6 +206,8 @@ class Connections:
     def closed(self, why: str) -> None:
         """Count one that we close."""
         self._meter.counter(CONNECTIONS_CLOSED, why).add()
+        if self.most_s < math.inf:
+            self.left_off[why] += 1
 
     # ---- answers that are not taken
 

@@ -322,7 +322,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._slow_since, self._taken = self._all.now, 0
         # of the whole answer: one that is sent piece by piece gains no time by taking each
         self._untaken = self.unsent
-        self.write_deadline = self._slow_since + self._limits.write_s + (self._taken + self._untaken) / 2**20
+        most_s = self._limits.write_s + (self._taken + self._untaken) / 2**20
+        self.write_deadline = min(self._slow_since + most_s, max(self._slow_since, self._all.ends_at) + self._all.most_s)
         self._all.slow(self)
 
     def resume_writing(self) -> None:
@@ -344,6 +345,11 @@ class LimitedProtocol(HttpToolsProtocol):
         """Whether nobody loses an answer when it is closed."""
         waits = self._waits_for in (_HEAD, _IDLE, _ENDED)
         return waits and not self.pipeline and (self.cycle is None or self.cycle.response_complete)
+
+    @property
+    def answering(self) -> bool:
+        """Whether a request of it, which is there whole, waits for the first byte of its answer."""
+        return self._running is not None and self._waits_for != _BODY and not self._running.response_started
 
     def overdue(self) -> None:
         """Its deadline went by: told to who was sending, and closed."""

@@ -26,7 +26,7 @@ from store.telemetry.instruments import Meter
 log = logging.getLogger(__name__)
 
 GRACE_S = 5.0
-"""How long a store, a search or an answer may take, for which nothing is said, once the server is told to end."""
+"""How long a store, a search, the rest of a request or a client that reads its answer may take, for which nothing is said, once the server is told to end."""
 
 ANSWER_S = 1.0
 """From a request's deadline until its answer is on its way."""
@@ -108,10 +108,20 @@ class GuardedServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept no more, and finish what is at hand: each request has its own time, and what has none :data:`GRACE_S`."""
+        connections, waits_s = self.connections, self._waits_until() + ANSWER_S - time.monotonic()
+        told = "told to end: %d requests are in hand, and waited for %.3g s at most, a client %g s"
+        log.info(told, connections.answering, min(max(GRACE_S, waits_s), self._drain_s), GRACE_S)
+        connections.end_within(GRACE_S)
         patience = asyncio.ensure_future(self._patience())
         await super().shutdown(sockets)
         patience.cancel()
-        self.connections.stop()
+        connections.stop()
+        late, unread = connections.left_off["body_time"], connections.left_off["slow_reader"]
+        if late or unread:
+            # clients' doing, and no request that was there is without an answer
+            log.warning(
+                "%d requests did not arrive whole, and %d answers were not taken: their connections were closed", late, unread
+            )
 
     async def _patience(self) -> None:
         now = time.monotonic()
@@ -120,9 +130,10 @@ class GuardedServer(uvicorn.Server):
             await asyncio.sleep(0.05)
             # what is computed by then has to be sent
             until = max(until, self._waits_until() + ANSWER_S, now + self.connections.left_s())
-        log.error("%d requests were not answered in time: their connections are cut", len(self.server_state.tasks))
-        self._on_overdue()
-        self.connections.cut_all("overdue")
+        if unanswered := self.connections.answering:
+            log.error("%d requests were not answered in time: their connections are cut", unanswered)
+            self._on_overdue()
+        self.connections.cut_all()
         # ends the waiting
         self.force_exit = True
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from store.errors import OnlineStoreError
+from store.errors import OnlineStoreError, RowsLostError
 from store.feature_view import Feature
 from store.online import kernels
 from store.online.packed import I8, U1, U8, Packed
@@ -60,7 +60,7 @@ def one_value(f: Feature, data: bytes, sizes: Sequence[int]) -> Any:
 
 def damaged_row(what: str) -> OnlineStoreError:
     """The error of a row that vouches for itself and yet cannot be read: what wrote it was wrong."""
-    return OnlineStoreError(f"a packed row {what}; publish the view again")
+    return RowsLostError(f"a packed row {what}; publish the view again")
 
 
 def is_variable(f: Feature) -> bool:

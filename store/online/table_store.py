@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from store.disk.durable_file import disk_message, locked, make_folder, replace_durably, sync_folder
-from store.errors import DamagedPointerError, OnlineStoreError
+from store.errors import DamagedPointerError, OnlineStoreError, RowsLostError
 from store.feature_view import NAME
 from store.online import kernels
 from store.online.found_rows import FoundRows, PackedKeys, Reader, WholeColumns
@@ -116,7 +116,7 @@ class TableStore(OnlineStore):
                 # The pointer moved twice between the two reads and the old generation is gone.
                 if attempt == 1:
                     continue
-                raise OnlineStoreError(f"cannot open what is live of view {view!r}: {exc}; publish the view again") from exc
+                raise RowsLostError(f"cannot open what is live of view {view!r}: {exc}; publish the view again") from exc
             seen = self._live[view] = _Live(identity, pointer, tables, file)
             return seen
         return None

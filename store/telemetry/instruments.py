@@ -205,6 +205,12 @@ SEMANTIC_SIMILARITY = _instrument(
     "view",
 )
 CACHE_BYTES = _instrument(Kind.GAUGE, "cache_bytes", "Bytes that a cache holds", "cache")
+CACHE_SERVES_UNTIL = _instrument(
+    Kind.HIGHEST,
+    "cache_serves_until_seconds",
+    "Until when (s since 1970) a row in l1 may be served while the store fails",
+    "view",
+)
 
 FALLBACK_QUEUE = _instrument(Kind.GAUGE, "fallback_queue_rows", "Misses that wait for the model or are in its hands", "view")
 FALLBACK_ROWS = _instrument(

@@ -94,7 +94,7 @@ def test_the_rows_that_a_worker_has_encoded_are_counted_with_their_bytes(server:
 
 
 def test_every_name_is_there_and_every_one_that_can_be_is_filled(server: Told) -> None:
-    """Those of the semantic cache are in its own tests, since it wants a view of texts."""
+    """Those of the semantic cache are in its own tests, since it wants a view of texts; and how long rows are kept for a store that fails, since files do not."""
     server.lookup("numbers", [1, 2, 9])
     server.get("/v1/views/numbers/rows/1")
     server.post("/v1/views/numbers/search", {"key": 1})
@@ -110,7 +110,11 @@ def test_every_name_is_there_and_every_one_that_can_be_is_filled(server: Told) -
     assert processes == {"worker-0", "model-0", "supervisor"}
     suffixes = {Kind.COUNTER: "_total", Kind.HISTOGRAM: "_count"}
     empty = {instrument.name for instrument in INSTRUMENTS if instrument.name + suffixes.get(instrument.kind, "") not in told}
-    assert empty == {"precompute_semantic_cache_rows", "precompute_semantic_cache_similarity"}
+    assert empty == {
+        "precompute_semantic_cache_rows",
+        "precompute_semantic_cache_similarity",
+        "precompute_cache_serves_until_seconds",
+    }
     text = server.get("/metrics").body.decode()
     docs = [REPOSITORY / "docs" / f"{name}.md" for name in ("serving", "operations", "reference")]
     files = [*docs, *(REPOSITORY / "configs" / "monitoring").iterdir()]

@@ -102,6 +102,20 @@ def test_what_only_the_online_store_says_is_not_run_and_its_rows_are_served(
         assert not fallback.ready(pointer)
 
 
+def test_what_an_open_model_makes_is_no_row_of_another_pointer(project: Scene) -> None:
+    """Of the same publishing, as it is named, so that the model is open already; the store answers all the same, and what is missing is told row by row."""
+    with answering(project) as lookup:
+        assert lookup.get("numbers", [9])["status"].to_pylist() == ["computed"]
+        view, pointer = project.pointer().view, project.pointer()
+        swapped = replace(pointer, view=dataclasses.replace(view, features=view.features[::-1]))
+        with project.online_store() as store:
+            store.flip(swapped)
+        for keys in ([1, 9], [9]):
+            table = lookup.get("numbers", keys)
+            assert table["status"].to_pylist() == ["missing"] * len(keys)
+            assert table["reason"].to_pylist() == ["model_error"] * len(keys)
+
+
 def test_a_server_without_manifests_goes_by_its_own_view_files(project: Scene, make_project: MakeProject) -> None:
     manifests, view = project.store.manifest_path(1).parent, project.folder / "views" / "numbers.yaml"
     shutil.move(manifests, project.folder / "elsewhere")

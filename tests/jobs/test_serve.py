@@ -46,6 +46,9 @@ def test_sigterm_finishes_the_requests_at_hand_and_ends_with_status_0(tmp_path: 
         assert (reply.status, reply.json["status"], reply.json["features"]["double"]) == (200, "computed", 18.0)
         assert idle.recv(1) == b""
         assert server.end() == 0
+        told = server.log.read_text()
+        assert "told to end: 1 requests are in hand" in told
+        assert "ended by SIGTERM, after " in told
     assert not (tmp_path / "api.sock").exists()
 
 
@@ -382,7 +385,11 @@ def test_without_redis_every_request_is_503_at_once_and_with_it_back_they_are_an
         assert (one["view"], one["problem"]["status"]) == ("numbers", 503)
         views = server.get("/v1/views").json
         assert ([view["view"] for view in views["views"]], views["unreadable"]) == (["numbers"], ["numbers"])
-        assert [server.get(path).status for path in ("/livez", "/readyz", "/metrics", "/")] == [200, 503, 200, 200]
+        # whatever worker is asked, and whichever has the row
+        ready = server.get("/readyz")
+        assert (ready.status, ready.json["status"], ready.json["views"]) == (200, "degraded", {"numbers": 1})
+        assert ready.json["why"].startswith("the online store does not answer")
+        assert [server.get(path).status for path in ("/livez", "/metrics", "/")] == [200, 200, 200]
         told = server.get("/metrics").body.decode()
         assert "precompute_store_up 0.0" in told
         assert 'precompute_view_live_snapshot{view="numbers"} 1.0' in told

@@ -547,6 +547,32 @@ def test_told_to_end_it_waits_no_longer_than_the_last_of_those_that_wait(monkeyp
         assert overdue[0] >= until
 
 
+def test_told_to_end_it_waits_for_no_client_longer_than_it_says(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("store.guard.server.GRACE_S", 0.3)
+    # looked at often, and far beyond what the test may take
+    with Guarded(Limits(header_s=0.2), drain_s=60.0) as server, contextlib.ExitStack() as stack, caplog.at_level("INFO"):
+        silent, slow, busy = (stack.enter_context(server.connect(size)) for size in (None, 4096, None))
+        silent.sendall(request("/never", "Content-Length: 1000", method="POST") + b"{")
+        slow.sendall(request(f"/bytes/{8 * MIB}"))
+        busy.sendall(request("/wait"))
+        eventually(lambda: set(server.begun) == {"/never", f"/bytes/{8 * MIB}", "/wait"})
+        time.sleep(0.1)
+        began = time.monotonic()
+        server.server.should_exit = True
+        threading.Timer(0.1, server.go_on.set).start()
+        assert read_reply(busy).body == b"/wait 0"
+        assert read_reply(silent).status == 408
+        check_closed(slow)
+        assert time.monotonic() - began < 10
+    told = [(record.levelname, record.getMessage()) for record in caplog.records if record.name == "store.guard.server"]
+    assert told == [
+        ("INFO", "told to end: 1 requests are in hand, and waited for 0.3 s at most, a client 0.3 s"),
+        ("WARNING", "1 requests did not arrive whole, and 1 answers were not taken: their connections were closed"),
+    ]
+
+
 @pytest.mark.parametrize("piece", [b"x: " + b"y" * 900 + b"\r\n", b"y" * 900], ids=["many", "one"])
 def test_what_follows_a_body_in_chunks_is_limited_like_a_head(piece: bytes) -> None:
     with guarded() as server, server.connect() as connection:

@@ -227,6 +227,10 @@ def test_where_the_store_fails_a_row_that_is_kept_is_served_as_stale_within_its_
         told.append((reply.status, reply.json["status"], reply.json.get("age_s"), reply.headers.get("age")))
         if reply.status == 200:
             assert reply.headers["cache-control"] == "max-age=10, stale-while-revalidate=5, stale-if-error=25"
+        if error is ERROR:
+            # a balancer sends requests as long as some are answered
+            ready = call(house.app, "GET", "/readyz")
+            assert (ready.status, ready.json["status"]) == ((200, "degraded") if reply.status == 200 else (503, "not ready"))
     # ttl 10 s, stale_for 5 s, stale_if_error 20 s: what a cache behind may do, this one does
     assert told[:-1] == [(200, "stale", age_s, age) for age_s, age in ((2.5, "3"), (10.0, "10"), (15.0, "15"), (35.0, "35"))]
     assert told[-1][0] == 503
