@@ -19,8 +19,8 @@ class Progress(Protocol):
     def begin(self, what: str, total: int) -> None:
         """``total`` rows of ``what`` begin."""
 
-    def advance(self, rows: int) -> None:
-        """``rows`` more are done."""
+    def advance(self, rows: int, retried: int = 0) -> None:
+        """``rows`` more are done, and ``retried`` are tried again, for which no time can be told."""
 
     def end(self) -> None:
         """The work of the last ``begin`` is done, or given up."""
@@ -46,11 +46,11 @@ class Bar(Progress):
         self._started, self._done = time.monotonic(), 0
         self._rich.start()
 
-    def advance(self, rows: int) -> None:
+    def advance(self, rows: int, retried: int = 0) -> None:
         self._done += rows
         if self._rich is not None:
             rate = self._done / max(time.monotonic() - self._started, 1e-9)
-            self._rich.update(self._task, completed=self._done, rate=f"{rate:,.0f} rows/s")
+            self._rich.update(self._task, completed=self._done, rate=f"{rate:,.0f} rows/s" + _retrying(retried))
 
     def end(self) -> None:
         if self._rich is not None:
@@ -69,18 +69,15 @@ class Lines(Progress):
         self._started = self._last = time.monotonic()
         print(f"{what}: {total:,} rows", file=self._out, flush=True)
 
-    def advance(self, rows: int) -> None:
+    def advance(self, rows: int, retried: int = 0) -> None:
         self._done += rows
         now = time.monotonic()
         if now - self._last >= self._every_s and self._done < self._total:
             self._last = now
             rate = self._done / max(now - self._started, 1e-9)
             left = (self._total - self._done) / rate if rate else float("inf")
-            print(
-                f"{self._what}: {self._done:,} of {self._total:,} rows, {rate:,.0f} rows/s, {left:,.0f} s left",
-                file=self._out,
-                flush=True,
-            )
+            told = f"{self._what}: {self._done:,} of {self._total:,} rows, {rate:,.0f} rows/s"
+            print(told + (_retrying(retried) or f", {left:,.0f} s left"), file=self._out, flush=True)
 
     def end(self) -> None:
         pass
@@ -92,11 +89,15 @@ class Silent(Progress):
     def begin(self, what: str, total: int) -> None:
         pass
 
-    def advance(self, rows: int) -> None:
+    def advance(self, rows: int, retried: int = 0) -> None:
         pass
 
     def end(self) -> None:
         pass
+
+
+def _retrying(rows: int) -> str:
+    return f", retrying {rows:,} row{'s' * (rows != 1)}" if rows else ""
 
 
 def progress_for(quiet: bool) -> Progress:

@@ -129,7 +129,11 @@ def engine_line(engine: dict[str, Any]) -> str:
         said.append(f"peak {engine['peak_memory_bytes'] / 2**20:,.0f} MiB")
     if engine.get("workers"):
         said.append(str(engine["device"]))
-    for count, what in ((engine["retries"], "batches retried"), (engine["out_of_memory"], "times out of memory")):
+    for count, what in (
+        (engine["retries"], "batches retried"),
+        (engine["out_of_memory"], "times out of memory"),
+        (engine.get("workers_replaced", 0), "workers replaced"),
+    ):
         said += [f"{count:,} {what}"] if count else []
     return " · ".join(said)
 

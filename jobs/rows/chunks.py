@@ -98,7 +98,7 @@ class Chunks:
         try:
             for batch, done in stream:
                 self._add(batch, done)
-                self._job.progress.advance(done.done)
+                self._job.progress.advance(done.done, meter.rows_retried)
         finally:
             # The source must not be read any more when it is closed.
             stream.close()

@@ -30,6 +30,9 @@ class Meter:
     out_of_memory: int = 0
     forward_s: float = 0.0
     landing_s: float = 0.0
+    workers_replaced: int = 0
+    rows_retried: int = 0
+    """That are tried again at this moment, since the worker that had them was lost."""
     batch_steps: Counter[int] = field(default_factory=Counter)
     """Batches by how long they took, in powers of :data:`STEP` seconds: of any number of them, little is kept."""
 

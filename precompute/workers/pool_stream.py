@@ -1,11 +1,11 @@
 """Pool stream: windows in, features out, over workers that are watched and replaced.
 
-A worker that is killed, goes silent, hangs or loses its GPU is replaced. The windows it had are computed again, now alone in a worker so that blame is certain: first
-all that is left of them, then in halves, until the row that ends its worker stands alone. It is tried a few times more and then rejected.
-"""
+A worker that is killed, goes silent, hangs or loses its GPU is replaced. The windows it had are computed again, now alone in a worker so that blame is certain: first all that is left of them (not of
+the one that it hung in), then in parts, until the row to blame stands alone. It is tried a few times more and then rejected. Of a hang, only the first and the last try take all patience."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -20,10 +20,13 @@ from precompute.engine.meter import Meter
 from precompute.engine.runner import HAND_ON_S
 from precompute.engine.window import Outcome, RejectedRow
 from precompute.workers.frames import read_frame
+from precompute.workers.patience import Patience
 from precompute.workers.process import end_all
 from precompute.workers.tasks import HeldWindow, Task
-from precompute.workers.worker_process import END_S, REAP_S, Patience, Share, WorkerProcess, WorkerSpec
+from precompute.workers.worker_process import END_S, REAP_S, Share, WorkerProcess, WorkerSpec
 from store.errors import ConfigError, ModelError
+
+log = logging.getLogger(__name__)
 
 IN_FLIGHT = 2
 """Windows a worker has: one that the model is at, one that is being prepared."""
@@ -33,9 +36,13 @@ HELD = 4
 
 LOAD_TRIES = 3
 """Of a worker that ends while it loads a model which another one has loaded: it may have been killed from outside, and its device may be broken."""
+
+PARTS = 16
+"""Of rows that are tried again: those without the row to blame cost what they take to compute, and the one with it a worker's start and the wait for it. So four steps find one of 65,536, where halves take sixteen."""
+
 MAX_FRUITLESS = 24
 """Workers that may die one after the other without any window or part of one finished in between; 4 for each worker, if that is more. To find one row among
-131,072 takes 21, if it is always in the first half and nothing is finished within a second."""
+131,072 takes 8, if it is always in the first part and nothing is finished meanwhile."""
 
 
 class PoolStream:
@@ -64,6 +71,8 @@ class PoolStream:
         self._held_bytes = 0
         self._fresh: deque[Task] = deque()
         self._suspects: deque[Task] = deque()
+        self._last_tries: deque[Task] = deque()
+        """Of rows that hung: each may take all patience, so whatever else there is goes first."""
         self._windows = 0
         self._all_read = self._closed = False
         self._source_error: BaseException | None = None
@@ -123,6 +132,7 @@ class PoolStream:
             self._closed = True
             self._changed.notify_all()
         self._supervisor.join()
+        self._meter.rows_retried = 0
         if self._reader is not None:
             # it may be in the middle of reading
             self._reader.join(END_S)
@@ -198,10 +208,10 @@ class PoolStream:
                 process.progress = process.heard
                 self._states[process.number] = dict(header["device"])
             case "beat":
-                process.beat(header["steps"])
+                process.beat(header["steps"], self._patience)
             case "done":
                 assert batch is not None
-                process.progress = process.heard
+                process.progressed(self._patience)
                 self._fruitless = 0
                 process.count(self._meter, header["figures"], header["stages"], header["batch_steps"])
                 self._states[process.number] |= header["state"]
@@ -218,6 +228,8 @@ class PoolStream:
         task.left[rows] = task.left[bad] = False
         told = [RejectedRow(int(task.rows[row]), stage, error) for row, stage, error in rejections]
         task.window.add(len(rows) + len(told), told, task.rows[rows], features)
+        if task.suspect:
+            self._meter.rows_retried -= len(rows) + len(told)
         self._held_bytes += int(features.nbytes) if len(rows) else 0
 
     # ---- the supervisor
@@ -242,7 +254,13 @@ class PoolStream:
                     for process in self._processes:
                         process.heard += paused
                         process.progress += paused
-                    given_up = {process: how for process in self._processes if (how := process.judged(now, patience)) is not None}
+                    # one bad row may cost as many in turn: its window's worker, and then one with it alone
+                    fruitless = self._fruitless - len(self._devices) - 1
+                    given_up = {
+                        process: how
+                        for process in self._processes
+                        if (how := process.judged(now, patience, fruitless)) is not None
+                    }
                     for process in given_up:
                         process.buried = True
                 for process, how in given_up.items():
@@ -268,8 +286,8 @@ class PoolStream:
                     if process.in_flight[0].suspect or self._suspects or not self._fresh:
                         continue
                     task = self._fresh.popleft()
-                elif self._suspects or self._fresh:
-                    task = (self._suspects or self._fresh).popleft()
+                elif self._suspects or self._fresh or self._last_tries:
+                    task = (self._suspects or self._fresh or self._last_tries).popleft()
                 else:
                     continue
                 process.give(task)
@@ -287,29 +305,42 @@ class PoolStream:
                 f"{self._fruitless} worker processes died one after the other and none finished any rows in between; the last one {told}; "
                 "try the model on a few rows, or with fewer workers where memory is short"
             )
+        self._meter.workers_replaced += 1
         with self._changed:
             alone = len(process.in_flight) == 1
-            for task in process.in_flight:
-                self._lost(task, alone, told)
+            rows = sum(int(task.left.sum()) for task in process.in_flight)
+            rejected = sum([self._lost(task, alone, told, at == 0, hung=bool(how)) for at, task in enumerate(process.in_flight)])
             self._changed.notify_all()
+        log.warning(
+            "%s: worker %d %s; it is replaced, %s",
+            self._spec.view.name,
+            process.number,
+            told,
+            "and the row it had is rejected" if rejected else f"{rows:,} row{'s are' if rows != 1 else ' is'} tried again",
+        )
         self._processes[process.number] = self._started(process.number)
 
-    def _lost(self, task: Task, alone: bool, told: str) -> None:
-        """Its worker died: once more, or in halves, or, of a single row, a rejection."""
+    def _lost(self, task: Task, alone: bool, told: str, first: bool, *, hung: bool) -> bool:
+        """Its worker died: once more, or in parts, or, of a single row, a rejection; returns whether it is that."""
         rows = task.rows[task.left]
         deaths = task.deaths + alone if len(rows) == len(task.rows) else int(alone)
         if not len(rows):
             # it died between the last row and saying so
-            return
+            return False
+        # whole, they would hang it once more
+        parts = min(PARTS, len(rows)) if task.suspect or (hung and first) else 1
+        hung |= task.hung
         if len(rows) == 1 and deaths >= self._patience.attempts:
             error = f"its worker process {told} ({deaths} of {self._patience.attempts} tries)"
             task.window.add(1, [RejectedRow(int(rows[0]), "worker", error)], np.empty(0, np.int64), None)
-        elif len(rows) == 1 or not task.suspect:
-            self._suspects.append(Task.of(task.window, rows, suspect=True, deaths=deaths))
-        else:
-            half = len(rows) // 2
-            self._suspects.append(Task.of(task.window, rows[:half], suspect=True))
-            self._suspects.append(Task.of(task.window, rows[half:], suspect=True))
+            self._meter.rows_retried -= task.suspect
+            return True
+        self._meter.rows_retried += 0 if task.suspect else len(rows)
+        # models that name no costs take rows in order: the first of those left are the likeliest, and by the others is measured how long to wait for them
+        for part in reversed(np.array_split(rows, parts)):
+            again = Task.of(task.window, part, suspect=True, hung=hung, deaths=deaths if parts == 1 else 0)
+            (self._last_tries if hung and self._patience.is_last_try(again) else self._suspects).append(again)
+        return False
 
     def _end(self) -> None:
         """Ask all to end, then kill."""

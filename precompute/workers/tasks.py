@@ -62,10 +62,12 @@ class Task:
     """Which of them have neither features nor a rejection."""
     suspect: bool = False
     """It was with a worker that died: it is tried alone."""
+    hung: bool = False
+    """It was with one that was given up, too, for being silent or finishing no batch."""
     deaths: int = 0
     """Of workers that had nothing else."""
 
     @classmethod
-    def of(cls, window: HeldWindow, rows: Rows, *, suspect: bool = False, deaths: int = 0) -> Task:
+    def of(cls, window: HeldWindow, rows: Rows, *, suspect: bool = False, hung: bool = False, deaths: int = 0) -> Task:
         """All of these rows, of which none is done."""
-        return cls(window, rows, np.ones(len(rows), np.bool_), suspect, deaths)
+        return cls(window, rows, np.ones(len(rows), np.bool_), suspect, hung, deaths)

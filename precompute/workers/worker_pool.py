@@ -13,8 +13,9 @@ from precompute.engine.batching import DEVICE_WINDOW_ROWS
 from precompute.engine.memory import ResidentPeak
 from precompute.engine.meter import Meter
 from precompute.engine.window import Outcome
+from precompute.workers.patience import Patience
 from precompute.workers.pool_stream import PoolStream
-from precompute.workers.worker_process import Patience, WorkerSpec
+from precompute.workers.worker_process import WorkerSpec
 
 
 class WorkerPool:
@@ -27,7 +28,8 @@ class WorkerPool:
             nothing. An argument ``device`` of the model's gives way.
         heartbeat_s: every worker sends a sign of life this often.
         stall_s: without one for so long it is given up: a stopped process, or native code that never lets go of Python's lock.
-        hang_s: with signs of life, but no batch finished for so long, too. Loading the model does not count.
+        hang_s: with signs of life, but no batch finished for so long, too. Loading the model does not count. Of rows that a worker was given up with, both are less
+            (:meth:`precompute.workers.patience.Patience.for_task`) until one of them is tried for the last time.
         attempts: how often a row may end a worker that had nothing else, before it is rejected.
     """
 
@@ -55,10 +57,12 @@ class WorkerPool:
     def figures(self, seconds: float) -> dict[str, Any]:
         """What the run's report says of the engine, as :meth:`precompute.engine.runner.Runner.figures`: memory is this process's and all workers', the
         budget and a device's memory the largest of any, lanes one's, ``peak_flops`` a worker's, measured when its model was loaded and the others were
-        busy with theirs."""
+        busy with theirs; ``workers_replaced`` where any was."""
         count, states = len(self._devices), list(self._states.values())
         devices = ", ".join(sorted({device or "as they are" for device in self._devices}))
         figures = self._meter.to_json(seconds) | {"device": f"{count} workers: {devices}", "workers": count}
+        if self._meter.workers_replaced:
+            figures["workers_replaced"] = self._meter.workers_replaced
         figures["cost_unit"] = states[0]["cost_unit"] if states else "rows"
         figures["peak_memory_bytes"] = ResidentPeak().bytes() + sum(state.get("peak_memory_bytes", 0) for state in states)
         for name in ("budget", "device_peak_memory_bytes"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import signal
@@ -20,6 +21,7 @@ from precompute.engine.meter import Meter
 from precompute.engine.window import taken
 from precompute.lanes import cores
 from precompute.workers.frames import write_frame
+from precompute.workers.patience import Patience
 from precompute.workers.process import ChildProcess, python_module
 from precompute.workers.tasks import Task
 from precompute.workers.worker import FIGURES
@@ -80,16 +82,6 @@ class Share:
     heartbeat_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """With workers: see :class:`precompute.workers.worker_pool.WorkerPool`."""
-
-    heartbeat_s: float
-    stall_s: float
-    hang_s: float
-    attempts: int
-
-
 class WorkerProcess(ChildProcess):
     """One life of a worker, and the threads that write to it and read from it.
 
@@ -132,10 +124,18 @@ class WorkerProcess(ChildProcess):
         self.in_flight.append(task)
         self._outbox.put(({}, taken(task.window.shown, task.rows)))
 
-    def beat(self, steps: int) -> None:
+    def beat(self, steps: int, patience: Patience) -> None:
         """It told how many batches it has finished."""
         if steps != self._steps:
-            self._steps, self.progress = steps, self.heard
+            self._steps = steps
+            # it may have been finished right after the sign of life before
+            self.progressed(patience, patience.heartbeat_s)
+
+    def progressed(self, patience: Patience, late_s: float = 0.0) -> None:
+        """It has just told of a batch, or more, that it may have finished so long before."""
+        if self.in_flight:
+            patience.progressed(max(0.0, self.heard - self.progress - late_s))
+        self.progress = self.heard
 
     def count(self, meter: Meter, figures: dict[str, float], stages: dict[str, list[float]], batch_steps: dict[str, int]) -> None:
         """Add what the worker's meter says beyond what it said before."""
@@ -152,15 +152,17 @@ class WorkerProcess(ChildProcess):
         meter.batch_steps.update(steps - self._batch_steps)
         self._figures, self._stages, self._batch_steps = figures, stages, steps
 
-    def judged(self, now: float, patience: Patience) -> str | None:
-        """None for a worker that does well, else why it is given up; an empty text where it ended by itself."""
+    def judged(self, now: float, patience: Patience, fruitless: int) -> str | None:
+        """None for a worker that does well, else why it is given up; an empty text where it ended by itself. ``fruitless`` is as in :meth:`Patience.for_task`."""
         if self.hung_up:
             return ""
-        silent_s = patience.stall_s if self.ready else max(LOAD_S, patience.stall_s)
+        most_s = patience.for_task(self.in_flight[0], fruitless) if self.in_flight else math.inf
+        silent_s = min(patience.stall_s, most_s) if self.ready else max(LOAD_S, patience.stall_s)
         if now - self.heard > silent_s:
-            return f"gave no sign of life for {silent_s:g} s"
-        if self.ready and self.in_flight and now - self.progress > patience.hang_s:
-            return f"finished no batch for {patience.hang_s:g} s"
+            return f"gave no sign of life for {silent_s:.3g} s"
+        hang_s = min(patience.hang_s, most_s)
+        if self.ready and self.in_flight and now - self.progress > hang_s:
+            return f"finished no batch for {hang_s:.3g} s"
         return None
 
     def reap(self) -> str:

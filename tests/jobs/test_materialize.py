@@ -710,7 +710,7 @@ class Counting(Silent):
     def __init__(self) -> None:
         self.advances: list[int] = []
 
-    def advance(self, rows: int) -> None:
+    def advance(self, rows: int, retried: int = 0) -> None:
         self.advances.append(rows)
 
 

@@ -78,6 +78,18 @@ class Dying(Doubler):
         raise ModelError("this source is not for me")
 
 
+class Waiting(Doubler):
+    """A :class:`tests.arithmetic.Doubler` that takes ``waits`` seconds for these values of x."""
+
+    def __init__(self, waits: Mapping[str, float]) -> None:
+        super().__init__()
+        self.waits = waits
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
+        time.sleep(sum(self.waits.get(str(x), 0.0) for x in batch.column("x").to_pylist()))
+        return super().compute(batch)
+
+
 class Poisoned(Doubler):
     """CUDA's context in its process is gone once ``on`` was in a batch: whatever comes then, the same error comes of it."""
 

@@ -33,9 +33,9 @@ from tests.precompute.dying_models import Launching, Poisoned
 
 ROOT = str(Path(__file__).parents[2])
 VIEW = FeatureView("numbers", ("id",), (Feature("double", "float64"), Feature("vector", "float32", dim=4)), 60.0, 60.0)
-DOUBLER, DYING, LAUNCHING, TOLD, SLOW_TO_LOAD, POISONED = (
+DOUBLER, DYING, LAUNCHING, TOLD, SLOW_TO_LOAD, POISONED, WAITING = (
     "tests.arithmetic:Doubler",
-    *(f"tests.precompute.dying_models:{name}" for name in ("Dying", "Launching", "Told", "SlowToLoad", "Poisoned")),
+    *(f"tests.precompute.dying_models:{name}" for name in ("Dying", "Launching", "Told", "SlowToLoad", "Poisoned", "Waiting")),
 )
 IN_TIME: dict[str, Any] = {"heartbeat_s": 0.1, "stall_s": 1.5, "hang_s": 1.5}
 Stream = Iterable[tuple[pa.RecordBatch, Outcome]]
@@ -321,13 +321,32 @@ def test_a_suspect_is_tried_alone_and_as_often_as_said(capfd: pytest.CaptureFixt
     assert capfd.readouterr().err.count("last words") in (2, 3)
 
 
-@pytest.mark.parametrize(("how", "told"), [("hang", "finished no batch for 1.5 s"), ("stop", "gave no sign of life for 1.5 s")])
-def test_a_row_that_hangs_or_silences_its_worker_is_rejected_alone(how: str, told: str) -> None:
+def test_a_row_that_silences_its_worker_is_rejected_alone() -> None:
     given = list(windows(2, 2))
-    stream = pool(DYING, {"how": how, "on": 3.0}, attempts=1, **IN_TIME).stream(given, hidden=["input_hash"])
+    stream = pool(DYING, {"how": "stop", "on": 3.0}, attempts=1, **IN_TIME).stream(given, hidden=["input_hash"])
     left, error = without(everything(stream), 1, 1)
     assert left == less(as_one_process(DOUBLER, {}, given), 1, 1)
-    assert error == f"its worker process {told} (1 of 1 tries)"
+    assert error == "its worker process gave no sign of life for 1.5 s (1 of 1 tries)"
+
+
+def test_a_row_that_hangs_its_worker_is_rejected_alone_and_a_slow_one_beside_it_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    """Rows that hung are tried with less patience, each with all of it before it is rejected, and that when all others are done."""
+    given, meter = list(windows(3, 2)), Meter()
+    workers = pool(WAITING, {"waits": {"2.0": 0.7, "3.0": 600.0}}, meter=meter, **IN_TIME)
+    pieces = []
+    for piece in workers.stream(given, hidden=["input_hash"]):
+        pieces.append((*piece, meter.rows_retried))
+    left, error = without(everything((batch, done) for batch, done, _ in pieces), 1, 1)
+    assert left == less(as_one_process(DOUBLER, {}, given), 1, 1)
+    assert error == "its worker process finished no batch for 1.5 s (2 of 2 tries)"
+    assert (pieces[-1][1].window, pieces[-1][2]) == (1, 0)
+    assert max(retried for _, _, retried in pieces) > 0
+    lines = [record.message for record in caplog.records]
+    assert lines[0].startswith("numbers: worker 0 finished no batch for 1.5 s; it is replaced, ")
+    assert [line for line in lines if "rejected" in line] == [
+        "numbers: worker 0 finished no batch for 1.5 s; it is replaced, and the row it had is rejected"
+    ]
+    assert len(lines) == workers.figures(1.0)["workers_replaced"] > 2
 
 
 def test_a_model_that_exits_is_a_model_that_raises() -> None:
