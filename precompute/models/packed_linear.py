@@ -17,7 +17,7 @@ class PackedLinear(torch.nn.Module):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
         self.bias = linear.bias
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` [..., in] → [..., out], of the weight's dtype."""
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """``input`` [..., in] → [..., out], of the weight's dtype. Named as the layer's own is: callers may name it."""
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input, self.packed, self.bias, "none", [], "")
         return out

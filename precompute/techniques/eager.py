@@ -111,12 +111,12 @@ class Fp8Linear(torch.nn.Module):
         self.register_buffer("scales", scales.T)
         self.bias = linear.bias
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` [..., in] bfloat16 → [..., out] bfloat16."""
-        rows, scales = quantised_rows(x.reshape(-1, x.shape[-1]))
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """``input`` [..., in] bfloat16 → [..., out] bfloat16."""
+        rows, scales = quantised_rows(input.reshape(-1, input.shape[-1]))
         out = torch._scaled_mm(rows, self.weight.T, scale_a=scales, scale_b=self.scales, bias=self.bias, out_dtype=torch.bfloat16)
         assert isinstance(out, torch.Tensor)
-        return out.reshape(*x.shape[:-1], -1)
+        return out.reshape(*input.shape[:-1], -1)
 
 
 def quantised_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -63,9 +63,9 @@ class PerRowLinear(torch.nn.Module):
         self.packed = torch.ops.onednn.qlinear_prepack(rounded, None)
         self.bias = linear.bias
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` float32 [..., in] → float32 [..., out]."""
-        rows = x.reshape(-1, x.shape[-1])
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """``input`` float32 [..., in] → float32 [..., out]."""
+        rows = input.reshape(-1, input.shape[-1])
         largest = torch.maximum(rows.amax(1, keepdim=True), -rows.amin(1, keepdim=True))
         scale = largest.clamp_(min=TINY).div_(STEPS)
         # by int8, since torch rounds to uint8 at a fifth of the speed; flipping the sign's bit adds 128
@@ -76,7 +76,7 @@ class PerRowLinear(torch.nn.Module):
         out = out.mul_(scale)
         if self.bias is not None:
             out = out.add_(self.bias)
-        return out.view(*x.shape[:-1], -1)
+        return out.view(*input.shape[:-1], -1)
 
 
 @torch.inference_mode()

@@ -69,10 +69,10 @@ class Int8Linear(torch.nn.Module):
         self.weight = (weight / scales[:, None]).round_().to(torch.int8)
         self.scales, self.bias = scales.bfloat16(), linear.bias
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` bfloat16 [..., in] → bfloat16 [..., out]."""
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        return _shaped(torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scales), self.bias, x)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """``input`` bfloat16 [..., in] → bfloat16 [..., out]."""
+        rows = input.reshape(-1, input.shape[-1]).contiguous()
+        return _shaped(torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scales), self.bias, input)
 
 
 class Int4Linear(torch.nn.Module):
@@ -93,10 +93,10 @@ class Int4Linear(torch.nn.Module):
         self.scales = torch.stack([scales, low + 8 * scales], 2).transpose(0, 1).contiguous().bfloat16()
         self.bias = linear.bias
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` bfloat16 [..., in] → bfloat16 [..., out]."""
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        return _shaped(torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed, GROUP, self.scales), self.bias, x)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """``input`` bfloat16 [..., in] → bfloat16 [..., out]."""
+        rows = input.reshape(-1, input.shape[-1]).contiguous()
+        return _shaped(torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed, GROUP, self.scales), self.bias, input)
 
 
 def _shaped(out: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:

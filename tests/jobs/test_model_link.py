@@ -82,10 +82,10 @@ def pointer(tmp_path: Path) -> Pointer:
 
 
 @pytest.fixture
-def runtime(tmp_path: Path) -> Path:
-    folder = tmp_path / "runtime"
-    folder.mkdir()
-    return folder
+def runtime() -> Iterator[Path]:
+    """A socket's path is short, and a test's folder may not be."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

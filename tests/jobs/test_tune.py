@@ -37,7 +37,6 @@ from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
 from precompute.models.packed_linear import PackedLinear
 from precompute.models.torch_model import TorchModel
-from precompute.models.torch_module import TorchModule
 from precompute.precision.accuracy import compare
 from precompute.precision.reference import PROOF_ROWS
 from precompute.techniques import onednn
@@ -84,7 +83,7 @@ class HalfLost(TorchDoubler):
         return {name: t * float("nan") if t.dtype == torch.bfloat16 else t for name, t in found.items()}
 
 
-def torch_model(module: str = "TorchDoubler", **changes: Any) -> dict[str, Any]:
+def torch_model(module: str = "TorchDoubler", *, concurrent: Any = False, **changes: Any) -> dict[str, Any]:
     """A view's ``model``; its weights are written by :func:`torch_project`."""
     args = {
         "module": f"{HERE}:{module}",
@@ -92,6 +91,7 @@ def torch_model(module: str = "TorchDoubler", **changes: Any) -> dict[str, Any]:
         "inputs": {"x": ["x"]},
         "outputs": {"vector": "vector", "double": "double"},
         "device": "cpu",
+        "concurrent": concurrent,
     }
     return {"use": "torch_module", "args": args, **changes}
 
@@ -104,10 +104,10 @@ def torch_project(
     view: dict[str, Any] | None = None,
     **options: Any,
 ) -> Scene:
-    """:func:`tests.conftest.make_project` with :class:`TorchDoubler` in the place of the arithmetic model; ``view`` may hold ``precision`` and
-    ``backend``."""
+    """:func:`tests.conftest.make_project` with :class:`TorchDoubler` in the place of the arithmetic model; ``view`` may hold ``precision``,
+    ``backend`` and ``concurrent``."""
     view = dict(view or {})
-    chosen = {key: view.pop(key) for key in ("precision", "backend") if key in view}
+    chosen = {key: view.pop(key) for key in ("precision", "backend", "concurrent") if key in view}
     view.setdefault("model", torch_model(module, **chosen))
     view.setdefault("gates", {"duplicates": None})  # bfloat16 makes equal vectors of nearly equal ones
     project = make_project(rows, view=view, **options)
@@ -758,7 +758,7 @@ def test_what_tune_measured_no_run_measures_again(make_project: MakeProject, mon
 
 def test_beside_a_run_nothing_is_written_before_it_is_known(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
     kept, written = threading.Event(), list[list[str]]()
-    project = torch_project(make_project, ROWS, view={"precision": "bf16"})
+    project = torch_project(make_project, ROWS, view={"precision": "bf16", "concurrent": True})
     keep, compared = Chunks._keep, comparison.compared
 
     def keeping(*given: Any) -> None:
@@ -770,7 +770,6 @@ def test_beside_a_run_nothing_is_written_before_it_is_known(make_project: MakePr
         written.append([path for path in files(project.root) if path.endswith(".parquet")])
         return compared(*given)
 
-    monkeypatch.setattr(TorchModule, "concurrent", True)
     monkeypatch.setattr(Chunks, "_keep", keeping)
     monkeypatch.setattr(accuracy_module, "compared", comparing)
     assert project.cli("run", "numbers") == 3
@@ -781,7 +780,7 @@ def test_beside_a_run_nothing_is_written_before_it_is_known(make_project: MakePr
     assert project.cli("run", "numbers") == 3
     assert "Nothing was computed; choose another precision" in str(project.report().error)  # it was kept
     assert written == [[]]
-    loose = torch_project(make_project, [*ROWS, (500, 9.5)], view={"precision": "bf16", "accuracy": LOOSE})
+    loose = torch_project(make_project, [*ROWS, (500, 9.5)], view={"precision": "bf16", "concurrent": True, "accuracy": LOOSE})
     kept.clear()
     report = loose.run()
     assert report.snapshot is not None
@@ -793,14 +792,15 @@ def test_a_check_that_fails_or_that_nobody_waits_for_ends(make_project: MakeProj
     def broken(*_: Any) -> Any:
         raise ModelError("the reference fell over")
 
-    monkeypatch.setattr(TorchModule, "concurrent", True)
-    project = torch_project(make_project, ROWS, view={"precision": "bf16", "accuracy": LOOSE})
+    project = torch_project(make_project, ROWS, view={"precision": "bf16", "concurrent": True, "accuracy": LOOSE})
     with monkeypatch.context() as patched:
         patched.setattr(accuracy_module, "compared", broken)
         with pytest.raises(ModelError, match="the reference fell over"):
             project.run()
     assert project.numbers() == []
-    bad = torch_project(make_project, [*ROWS, (500, None)], view={"precision": "bf16", "accuracy": LOOSE, "bad_rows": "fail"})
+    bad = torch_project(
+        make_project, [*ROWS, (500, None)], view={"precision": "bf16", "concurrent": True, "accuracy": LOOSE, "bad_rows": "fail"}
+    )
     with pytest.raises(RejectedError):
         bad.run()
     assert "accuracy" not in [thread.name for thread in threading.enumerate()]

@@ -15,6 +15,7 @@ from benchmarks.engine_gpu import write_encoder
 from precompute.engine.forward import Forward
 from precompute.engine.prepare import Preparation
 from precompute.engine.runner import Runner
+from precompute.engine.window import Window
 from precompute.model import Prepared
 from precompute.models.device import Device
 from precompute.models.graphs import Graphed, bucketed_rows, check_rows
@@ -62,9 +63,9 @@ def batch(rows: int) -> pa.RecordBatch:
 def computed(model: Any, view: FeatureView, given: pa.RecordBatch) -> npt.NDArray[np.float32]:
     """By the engine's stages, one after the other in this thread, two batches ahead."""
     runner = Runner(model, view)
-    preparation = Preparation(model, model, view, runner.budget.next)
+    preparation = Preparation(model, model, view, lambda _: runner.budget.next())
     forward = Forward(model, model, view, runner.meter, runner.budget)
-    (window,) = forward.windows(preparation.batches(preparation.windows(iter([(given, given)]))))
+    (window,) = forward.windows(preparation.batches([preparation.window(Window(given, given))]))
     assert not window.rejections
     rows = np.concatenate([rows for rows, _ in window.pieces])
     made = np.concatenate([features[view.features[0].name] for _, features in window.pieces])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import os
 import shutil
 import subprocess
@@ -313,6 +314,12 @@ def test_packed_layers_take_inputs_that_are_not_contiguous() -> None:
     linear = torch.nn.Linear(6, 4).requires_grad_(False)
     x = torch.randn(6, 5, 3).permute(2, 1, 0)
     torch.testing.assert_close(PackedLinear(linear)(x), linear(x), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("kind", [PackedLinear, PerRowLinear, Int8Linear, Int4Linear, Fp8Linear])
+def test_a_layer_in_the_place_of_anothers_takes_its_input_by_that_ones_name(kind: type[torch.nn.Module]) -> None:
+    named = [list(inspect.signature(layer.forward).parameters) for layer in (kind, torch.nn.Linear)]
+    assert named == [["self", "input"]] * 2
 
 
 def test_compiled_code_computes_the_references_values(tmp_path: Path) -> None:
