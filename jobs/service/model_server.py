@@ -26,6 +26,7 @@ from jobs.service.fallback import REFUSED_S, ViewFallback
 from jobs.service.kept_process import AGAIN, Watch
 from precompute.engine.memory import keep_freed_memory
 from precompute.workers.frames import framed, read_message
+from precompute.workers.process import be_nicer
 from store.errors import PrecomputeError
 from store.fallback import Computed, Miss
 from store.kept.kept_rows import KeptLimits
@@ -183,7 +184,7 @@ def _tell(spec: Mapping[str, Any]) -> Tell | None:
 def main() -> None:
     """Serve until the supervisor ends it."""
     spec = begin()
-    os.nice(NICER)
+    be_nicer(NICER)
     # 32 texts cost a thread of MiniLM's 4,000 page faults and 7 % of its time without
     keep_freed_memory()
     watch = Watch(spec["watch"])

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import pyarrow as pa
 
 from precompute.engine.window import Outcome, Rows
 from precompute.models.torch_model import TorchModel
 from precompute.precision.same_value import differing
+from precompute.project_module import told
+from precompute.techniques.table import REFERENCE
 from precompute.techniques.technique import technique
 from store.feature_view import FeatureView
+
+log = logging.getLogger(__name__)
 
 QUICK = "fp32-onednn"
 """Float32 by the most library there is besides torch's own products: MiniLM 2.7 times as fast on AVX512, 1.2 times on AVX2."""
@@ -25,8 +31,9 @@ def quick_reference(model: TorchModel) -> TorchModel | None:
     other = model.in_float32()
     try:
         other.use(quick.converted(other, (), None), quick.dtype)
-    except Exception:
+    except Exception as exc:
         # a module of somebody's own may be anything; then the reference computes itself
+        log.info("%s cannot compute this model, and %s takes its place: %s", QUICK, REFERENCE, told(exc))
         return None
     return other
 

@@ -34,6 +34,9 @@ TAIL_BYTES = 2**16
 ECHO_S = 1.0
 """How long the end of a dead process's stderr is waited for: who left its group may hold it open."""
 
+AUTOGROUP_TRIES, AUTOGROUP_WAIT_S = 10, 0.15
+"""Linux takes one such write in 0.1 s, of all that are not privileged."""
+
 Output = Literal["inherited", "kept", "piped"]
 """Where a child's output goes. ``inherited``: where ours does. ``kept``: stderr to a file without a name, which a child can still write to that
 outlives us, stdout nowhere. ``piped``: stdin and stdout are pipes of ours, stderr is kept and passed on to ours."""
@@ -201,6 +204,27 @@ def die_with_parent() -> None:
 
         # PR_SET_PDEATHSIG.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def be_nicer(by: int) -> None:
+    """Let others have the processor first: this process with all its threads, and the session at whose head it is, where the kernel shares cores out among
+    sessions (Linux's autogroup, ``man 7 sched``): there the nice value of a process says nothing to those of another session."""
+    nice = os.nice(by)
+    if sys.platform == "linux":
+        for thread in os.listdir("/proc/self/task"):
+            # it has ended by now
+            with contextlib.suppress(ProcessLookupError):
+                os.setpriority(os.PRIO_PROCESS, int(thread), nice)
+        for _ in range(AUTOGROUP_TRIES):
+            try:
+                Path("/proc/self/autogroup").write_text(str(nice))
+            except BlockingIOError:
+                time.sleep(AUTOGROUP_WAIT_S)
+            # this kernel has none
+            except OSError:
+                break
+            else:
+                break
 
 
 class AdoptedProcess(ProcessGroup):

@@ -314,8 +314,8 @@ def test_who_was_stopped_itself_lets_a_process_show_first_that_it_lives() -> Non
         assert not process.wait(0.2)
         kept.look(now + STILL_S + 20 + HELD_UP_S)
         assert process.wait(10)
-        # which buries it
-        kept.look(now + STILL_S + 21 + HELD_UP_S)
+        # which buries it, where the last look did not see its end yet; a later one would start the next
+        kept.look(now + STILL_S + 20 + HELD_UP_S)
         assert kept.process is None
 
 

@@ -105,6 +105,31 @@ def test_it_has_a_session_of_its_own_an_empty_stdin_and_its_environment(tmp_path
     end_all([child], 5)
 
 
+NICER = """
+import os, threading, time
+from pathlib import Path
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+from precompute.workers.process import be_nicer
+for by in (2, 3):
+    be_nicer(by)
+group = Path("/proc/self/autogroup")
+print(*(os.getpriority(os.PRIO_PROCESS, int(thread)) for thread in os.listdir("/proc/self/task")))
+print(group.read_text().split()[-1] if group.exists() else 5, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="threads with priorities of their own, and sessions that share cores, are Linux's"
+)
+def test_a_nicer_process_is_so_with_all_its_threads_and_to_other_sessions() -> None:
+    child = ChildProcess([sys.executable, "-c", NICER], output="piped")
+    stdin, stdout = child.pipes()
+    with stdin, stdout:
+        assert stdout.read().split() == [b"5"] * 3
+    assert child.wait(10)
+
+
 def test_many_may_wait_for_one() -> None:
     child, ended = shell("sleep 0.3"), list[bool]()
     threads = [threading.Thread(target=lambda: ended.append(child.wait(20))) for _ in range(8)]
