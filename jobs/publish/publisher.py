@@ -23,6 +23,7 @@ from store.offline.runs import Report
 from store.offline.snapshot import Snapshot
 from store.offline.standing import Standing
 from store.offline.view_store import ViewStore
+from store.online.codec import schema_tag
 from store.online.online_store import Generation, OnlineStore, Pointer
 from store.record import replace
 from store.vectors.vector_index import VectorIndex, is_there
@@ -161,7 +162,7 @@ class Publisher:
         under = None if reload or ref is None else self._base_under(snapshot, ref)
         if under is not None:
             base, changes = under
-            generation = Generation(epoch, snapshot.number, base.number, snapshot.run)
+            generation = Generation(epoch, snapshot.number, base.number, snapshot.run, schema_tag(snapshot.view))
             terms = self._loader.prepare(generation, snapshot, changes.rows + len(changes.removed))
             # What an overlay replaces would be served again, were its rows dropped.
             if not terms.lossy:
@@ -169,7 +170,7 @@ class Publisher:
                 self._check_lease()
                 self._loader.load(generation, snapshot, changes, terms.rows_done)
                 return Place(base.number, base.snapshot, generation.number)
-        generation = Generation(epoch, snapshot.number, None, snapshot.run)
+        generation = Generation(epoch, snapshot.number, None, snapshot.run, schema_tag(snapshot.view))
         terms = self._loader.prepare(generation, snapshot, snapshot.rows)
         generation = generation if terms.number is None else replace(generation, number=terms.number)
         self._check_lease()

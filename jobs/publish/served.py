@@ -17,7 +17,7 @@ from store.offline.snapshot import Snapshot
 from store.offline.view_store import ViewStore
 from store.online.codec import HEADER_BYTES, RowCodec, State
 from store.online.found_rows import FoundRows, overlaid
-from store.online.online_store import OnlineStore, Pointer, check_owner
+from store.online.online_store import OnlineStore, Pointer, check_own_rows, check_owner
 from store.online.row_values import packed_strings
 
 SAMPLE_ROWS = 256
@@ -56,15 +56,12 @@ def check_served(
         how many were compared.
 
     Raises:
-        RowsLostError: a generation is gone, or a row is missing, damaged or another one; says what to do.
+        RowsLostError: a generation is gone, or another one than the pointer says, or a row is missing, damaged or another one; says what to do.
         OnlineStoreError: the store does not answer.
         SnapshotError: the snapshot cannot be read.
     """
     name, view = store.name, snapshot.view
-    loaded, remedy = {g.number for g in online.generations(name)}, f"precompute publish {name} --reload"
-    for number in pointer.generations:
-        if number not in loaded:
-            raise RowsLostError(f"generation {number} of view {name!r} is not in the online store: {remedy}")
+    check_own_rows(pointer, online.loaded(name, pointer.generations))
     compared = 0
     # one batch of what came from many row groups: one look at the store
     columns, places = (None, CLUSTERS) if values else (view.entity, KEY_PLACES)
@@ -73,7 +70,9 @@ def check_served(
         keys = list(map(bytes, packed_strings(key_column(batch, view.entity)).strings()))
         wrong = _wrong(online, pointer, snapshot, keys, batch if values else None)
         if wrong is not None:
-            raise RowsLostError(f"key {keys[wrong[0]].decode()!r} of view {name!r} {wrong[1]} in the online store: {remedy}")
+            raise RowsLostError(
+                f"key {keys[wrong[0]].decode()!r} of view {name!r} {wrong[1]} in the online store: precompute publish {name} --reload"
+            )
         compared += len(keys)
     return compared
 
@@ -131,9 +130,6 @@ def lost_now(store: ViewStore, online: OnlineStore, unfounded: dict[str, list[st
         return None
     if (pointer.epoch, set(pointer.generations)) != (ref.epoch, ref.place.generations):
         return f"the online store serves snapshot {pointer.snapshot} of view {store.name!r}, and {ref.snapshot} is live"
-    loaded = {generation.number for generation in online.generations(store.name)}
-    if not loaded >= ref.place.generations:
-        return f"generation {min(ref.place.generations - loaded)} of view {store.name!r} is not in the online store"
     known = {} if unfounded is None else unfounded
     doubts = online.doubts(store.name)
     doubted = pointer.degraded or doubts != known.pop(store.name, [])

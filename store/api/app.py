@@ -155,7 +155,7 @@ class Api:
         if lost := [p.view.name for p in pointers if p.degraded]:
             body["why"] = f"the online store lost rows of {', '.join(lost)}; they are being loaded again"
         if seen.unreadable:
-            body["why"] = f"what is live of {', '.join(sorted(seen.unreadable))} cannot be read"
+            body["why"] = f"what is live of {', '.join(sorted(seen.unreadable))} cannot be read; the server's log says why"
         return json_reply(body, 503 if body["status"] == "not ready" else 200)
 
     def _seen(self) -> tuple[Seen, bool]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
-from store.errors import DamagedPointerError, OnlineStoreError
+from store.errors import DamagedPointerError, OnlineStoreError, RowsLostError
 from store.lookup import Lookup
-from store.online.online_store import Pointer
+from store.online.online_store import Pointer, check_own_rows
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """``pointers`` of the views that have one, the last known of those in ``unreadable``; ``store_answers`` is False where the store does not."""
+    """``pointers`` of the views that have one, the last known of those in ``unreadable``, which or whose rows cannot be read; ``store_answers`` is False where the store does not."""
 
     pointers: tuple[Pointer, ...]
     unreadable: frozenset[str]
@@ -24,9 +27,11 @@ class LiveViews:
     def __init__(self, lookup: Lookup) -> None:
         self._lookup = lookup
         self._known: dict[str, Pointer] = {}
+        self._told: dict[str, str] = {}
 
     def look(self) -> Seen:
-        """What is live now. A store behind a network that does not answer is asked once: all views are as they were last seen then."""
+        """What is live now, and whether the generations that pointers name are what was loaded, by what these say of themselves: no row is read. A store behind a
+        network that does not answer is asked once: all views are as they were last seen then."""
         online, unreadable = self._lookup.online, set[str]()
         # a copy: threads that look at the same time each put theirs in its place
         known, answers = dict(self._known), True
@@ -38,15 +43,33 @@ class LiveViews:
         for name in names:
             try:
                 pointer = online.live(name) if answers else known.get(name)
-            except OnlineStoreError as exc:
-                answers = not online.blocking or isinstance(exc, DamagedPointerError)
-                unreadable.add(name)
-                continue
-            if pointer is None:
-                known.pop(name, None)
-            else:
+                if pointer is None:
+                    known.pop(name, None)
+                    continue
                 known[name] = pointer
+                if answers:
+                    self._check(pointer)
+                    self._told.pop(name, None)
+            except OnlineStoreError as exc:
+                answers = not online.blocking or isinstance(exc, (DamagedPointerError, RowsLostError))
+                unreadable.add(name)
+                if answers and self._told.get(name) != str(exc):
+                    # once, however often it is looked
+                    self._told[name] = str(exc)
+                    log.error("view %r: what is live cannot be read: %s", name, exc)
         if not answers:
             unreadable.update(names)
         self._known = known
         return Seen(tuple(known[name] for name in sorted(known)), frozenset(unreadable), answers)
+
+    def _check(self, pointer: Pointer) -> None:
+        """Raises:
+        OnlineStoreError: what the pointer names is not what was loaded; or the store does not answer.
+        """
+        online, name = self._lookup.online, pointer.view.name
+        try:
+            check_own_rows(pointer, online.loaded(name, pointer.generations))
+        except RowsLostError:
+            # of one that has moved on meanwhile they may be gone
+            if online.live(name) == pointer:
+                raise

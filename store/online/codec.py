@@ -65,6 +65,11 @@ class DecodedRows:
     columns: list[pa.Array]
 
 
+def schema_tag(view: FeatureView) -> int:
+    """CRC-32 of format version and features: what tells rows of one schema from another's."""
+    return zlib.crc32(repr([FORMAT_VERSION, [_layout_of(f) for f in view.features]]).encode())
+
+
 class RowCodec:
     """Packs and unpacks the rows of one view.
 
@@ -75,8 +80,8 @@ class RowCodec:
                      for a string or list its size in bytes as uint32
         variable part = the bytes of strings and lists, in declared order; a list of strings is its lengths, then its text
 
-    A row vouches for itself: the checksum is xxh3_64 of all behind it, XOR xxh3_64 of its key, so that a flipped bit and another key's row are seen. The schema
-    tag is the CRC-32 of format version and features: a row written for another schema is refused instead of read as noise. A **tombstone** is a header alone.
+    A row vouches for itself: the checksum is xxh3_64 of all behind it, XOR xxh3_64 of its key, so that a flipped bit and another key's row are seen. A row
+    written for another schema (:func:`schema_tag`) is refused instead of read as noise. A **tombstone** is a header alone.
 
     No padding: a row of 384 float32 has 24 + 1 + 1,536 bytes. 24 bytes of header keep a vector of 64, 128, 384, 768 or 1,024 numbers inside the jemalloc size class
     in Redis that 16 would take (of 768 bytes: 896).
@@ -86,7 +91,7 @@ class RowCodec:
 
     def __init__(self, view: FeatureView) -> None:
         self.features = view.features
-        self.schema_tag = zlib.crc32(repr([FORMAT_VERSION, [_layout_of(f) for f in self.features]]).encode())
+        self.schema_tag = schema_tag(view)
         self.arrow_types = [f.arrow_type for f in self.features]
         """Of each feature; making one takes 2 µs."""
         self._null_bytes = (len(self.features) + 7) // 8

@@ -12,8 +12,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from store.errors import ConflictError, DamagedPointerError, OnlineStoreError
+from store.errors import ConflictError, DamagedPointerError, OnlineStoreError, RowsLostError
 from store.feature_view import FeatureView
+from store.online.codec import schema_tag
 from store.online.found_rows import FoundRows, overlaid
 from store.online.packed import Buffer, Rows
 from store.record import Record, field, force_setattr, plain, read_record, sealed
@@ -21,12 +22,13 @@ from store.record import Record, field, force_setattr, plain, read_record, seale
 
 class Generation(Record, frozen=True):
     """What is loaded in one go: ``snapshot`` is whose rows it holds and ``run`` the run that made that, ``base`` the number of the generation that an overlay
-    lies over; None of a base."""
+    lies over; None of a base. ``schema`` is its rows' tag (:func:`store.online.codec.schema_tag`); None where who loaded it did not say."""
 
     number: int
     snapshot: int
     base: int | None = None
     run: str = ""
+    schema: int | None = None
 
 
 class Terms(Record, frozen=True):
@@ -196,6 +198,10 @@ class OnlineStore(ABC):
     def generations(self, view: str) -> list[Generation]:
         """The generations loaded whole, in the order of their numbers."""
 
+    def loaded(self, view: str, numbers: Sequence[int]) -> list[Generation]:
+        """Those of some generations that are loaded whole, in the order of their numbers; asked for with the rights and the patience of a reader."""
+        return [generation for generation in self.generations(view) if generation.number in numbers]
+
     @abstractmethod
     def drop(self, view: str, number: int) -> None:
         """Remove a generation; one that is not there is no error.
@@ -304,6 +310,23 @@ def check_loaded(pointer: Pointer, numbers: Sequence[int]) -> None:
             raise OnlineStoreError(
                 f"generation {number} of view {pointer.view.name!r} is not loaded whole (loaded: {have}); publish it again"
             )
+
+
+def check_own_rows(pointer: Pointer, loaded: Sequence[Generation]) -> None:
+    """Raises:
+    RowsLostError: the pointer names a generation that is not among those loaded, or whose rows are another snapshot's or another schema's, none of which would be
+        taken for its own.
+    """
+    view, found = pointer.view.name, {generation.number: generation for generation in loaded}
+    for number, snapshot in zip(pointer.generations, (pointer.base_snapshot, pointer.snapshot), strict=False):
+        generation = found.get(number)
+        if generation is None:
+            what = "is not in the online store"
+        elif (generation.snapshot, generation.schema or schema_tag(pointer.view)) != (snapshot, schema_tag(pointer.view)):
+            what = "has other rows in the online store than its pointer says"
+        else:
+            continue
+        raise RowsLostError(f"generation {number} of view {view!r} {what}: precompute publish {view} --reload")
 
 
 def check_owner(pointer: Pointer | None, view: str, owner: str) -> None:

@@ -166,6 +166,10 @@ class TableStore(OnlineStore):
         numbers = sorted(int(p.stem) for p in (self.folder / view).glob("*.table") if p.stem.isdigit())
         return [self._generation(view, number) for number in numbers]
 
+    def loaded(self, view: str, numbers: Sequence[int]) -> list[Generation]:
+        # no others are opened: those that are read are open already
+        return [self._generation(view, number) for number in sorted(numbers) if self._path(view, number).exists()]
+
     def _generation(self, view: str, number: int) -> Generation:
         """What a file says it is; of a damaged one no more than its number, so that it can be dropped and is never taken for a snapshot."""
         try:

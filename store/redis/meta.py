@@ -146,7 +146,7 @@ class Meta:
 
     @classmethod
     def of(cls, reply: Sequence[bytes]) -> Meta:
-        """From the reply of HGETALL. What cannot be read of a generation makes it one that is to be dropped; a field that is named as none of ours is left alone."""
+        """From the reply of HGETALL, or some of its fields. What cannot be read of a generation makes it one that is to be dropped; a field that is named as none of ours is left alone."""
         fields = dict(zip(reply[::2], reply[1::2], strict=True))
         loaded: dict[int, Loaded] = {}
         loading: dict[int, Loading] = {}

@@ -138,6 +138,11 @@ class RedisStore(OnlineStore):
     def generations(self, view: str) -> list[Generation]:
         return self._meta(view).generations
 
+    def loaded(self, view: str, numbers: Sequence[int]) -> list[Generation]:
+        meta, fields = self._names.meta(view), [b"rows:%d" % number for number in numbers]
+        (found,) = self._servers.ask(meta, [("HMGET", meta, *fields)], f"look at {view!r}")
+        return Meta.of([part for noted in zip(fields, found, strict=True) if None not in noted for part in noted]).generations
+
     def views(self) -> list[str]:
         doing = "list the views"
         (members,) = self._servers.ask(self._names.views, [("SMEMBERS", self._names.views)], doing)

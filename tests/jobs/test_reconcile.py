@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import shutil
 import threading
 import time
@@ -70,10 +71,18 @@ def lose_all(project: Scene) -> None:
             client.flushall()
 
 
+def lose_features(project: Scene) -> None:
+    """The pointer tells of other rows than its generations have."""
+    view = project.pointer().view
+    with project.online_store() as online:
+        online.flip(replace(project.pointer(), view=dataclasses.replace(view, features=view.features[::-1])))
+
+
 LOSSES: dict[str, Callable[[Scene], None]] = {
     "the base": lambda project: lose(project, 1),
     "the overlay": lambda project: lose(project, 2),
     "everything": lose_all,
+    "what rows are like": lose_features,
 }
 
 

@@ -162,7 +162,7 @@ def test_a_view_whose_pointer_is_damaged_is_refused_alone_and_without_a_word_of_
             assert server.get("/v1/views/others/rows/1").status == 200
             ready, views = server.get("/readyz"), server.get("/v1/views").json
             assert (ready.status, ready.json["status"]) == (200, "degraded")
-            assert ready.json["why"] == "what is live of numbers cannot be read"
+            assert ready.json["why"] == "what is live of numbers cannot be read; the server's log says why"
             assert ([view["view"] for view in views["views"]], views["unreadable"]) == (
                 ["numbers", "others"][1 - known :],
                 ["numbers"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,11 @@ import pytest
 from store.api.app import create_app
 from store.errors import OnlineStoreError
 from store.lookup import Lookup
-from store.online.online_store import MemoryStore, Pointer
+from store.online.codec import schema_tag
+from store.online.online_store import Generation, MemoryStore, Pointer
+from store.record import replace
 from tests.asgi import call
+from tests.online import TABLE, back_to, over, pointer, publish, rows_of
 
 
 class Remote(MemoryStore):
@@ -42,3 +46,57 @@ def test_an_error_that_every_request_meets_is_told_once_on_a_line_of_its_own(cap
         call(app, "GET", f"/v1/views/a{i}%0A2026-01-01 CRITICAL store: all is lost{'x' * 1000}/rows/1").check_problem(503)
     (record,) = caplog.records
     assert len(record.getMessage()) < 250
+
+
+LIVE = over(1, 2)
+OTHER_FEATURES = replace(LIVE, view=dataclasses.replace(LIVE.view, features=pointer(1).view.features))
+UNLIKE: dict[str, tuple[Pointer, int | None, str]] = {
+    "the base is gone": (LIVE, 1, "generation 1 of view 'numbers' is not in the online store"),
+    "the overlay is gone": (LIVE, 2, "generation 2 of view 'numbers' is not in the online store"),
+    "the base is another snapshot's": (replace(LIVE, base_snapshot=7), None, "generation 1 of view 'numbers' has other rows"),
+    "the overlay is another snapshot's": (replace(LIVE, snapshot=7), None, "generation 2 of view 'numbers' has other rows"),
+    "rows have other features": (OTHER_FEATURES, None, "generation 2 of view 'numbers' has other rows"),
+}
+
+
+@pytest.mark.parametrize(("named", "lost", "why"), UNLIKE.values(), ids=UNLIKE.keys())
+def test_a_pointer_to_rows_that_are_not_its_own_is_told_by_readiness_metrics_and_once_by_the_log(
+    named: Pointer, lost: int | None, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A base whose loader did not say of what schema it is, as of an older version, and an overlay whose did."""
+    store = MemoryStore()
+    app = create_app(Lookup(store))
+    publish(store, 1, TABLE)
+    store.load("numbers", Generation(2, 2, 1, schema=schema_tag(LIVE.view)), rows_of(TABLE))
+
+    def told() -> tuple[str, str | None, bool]:
+        ready = call(app, "GET", "/readyz")
+        assert (ready.status, ready.json["views"]) == (200, {"numbers": store.live("numbers").snapshot})  # type: ignore[union-attr]
+        readable = b'precompute_view_up{view="numbers"} 1.0' in call(app, "GET", "/metrics").body
+        return ready.json["status"], ready.json.get("why"), readable
+
+    for _ in range(2):
+        store.flip(LIVE)
+        assert told() == ("ready", None, True)
+        store.flip(named)
+        held = store._generations["numbers"].pop(lost) if lost else None
+        unreadable = "what is live of numbers cannot be read; the server's log says why"
+        assert [told() for _ in range(3)] == [("degraded", unreadable, False)] * 3
+        if lost and held:
+            store._generations["numbers"][lost] = held
+    messages = [record.getMessage() for record in caplog.records]
+    assert [message.startswith(f"view 'numbers': what is live cannot be read: {why}") for message in messages] == [True] * 2
+
+
+def test_a_generation_that_goes_while_its_pointer_moves_on_is_no_trouble() -> None:
+    class Moving(MemoryStore):
+        def loaded(self, view: str, numbers: Any) -> list[Generation]:
+            self.flip(back_to(3, 3))
+            self.drop(view, 2)
+            return super().loaded(view, numbers)
+
+    store = Moving()
+    for number in (2, 3):
+        publish(store, number, TABLE)
+    store._pointers["numbers"] = pointer(2)
+    assert call(create_app(Lookup(store)), "GET", "/readyz").json["status"] == "ready"

@@ -159,10 +159,11 @@ def test_a_key_is_its_bytes_and_no_pattern(store: OnlineStore) -> None:
 
 def test_a_generation_tells_what_it_is(open_store: OpenStore) -> None:
     store, reader = open_store(), open_store()
-    loaded = [Generation(3, 2, None, "run-x"), Generation(7, 9, 3, "run-y")]
+    loaded = [Generation(3, 2, None, "run-x"), Generation(7, 9, 3, "run-y", 2**32 - 1), Generation(13, 10)]
     for generation in reversed(loaded):
         store.load("numbers", generation, rows_of(TABLE))
     assert reader.generations("numbers") == loaded
+    assert reader.loaded("numbers", (13, 3, 1)) == [loaded[0], loaded[2]]
 
 
 # ---- moving the pointer
