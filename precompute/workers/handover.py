@@ -37,6 +37,8 @@ class Handover:
         self._reading = threading.Lock()
         self._begun: dict[int, _Begun] = {}
         self._count = 0
+        self._error: BaseException | None = None
+        """Of the source: who read it may have been closed before that was told, and a generator that raised is at its end."""
         self._turn = Turn(self, deque(), None)
 
     def turn(self, most_rows: int | None = None) -> Turn:
@@ -76,6 +78,7 @@ class Handover:
     def next_of(self, turn: Turn) -> pa.RecordBatch:
         """Raises:
         StopIteration: there are no more, or it is another's turn.
+        BaseException: what the source raised, to each that comes there.
         """
         with self._reading:
             if turn is not self._turn:
@@ -83,7 +86,7 @@ class Handover:
             if turn.again:
                 begun, rows = turn.again.popleft()
             else:
-                batch = next(self._source)
+                batch = self._read()
                 begun, rows = _Begun(self._count, batch, np.ones(batch.num_rows, np.bool_)), np.arange(batch.num_rows)
                 self._begun[self._count] = begun
                 self._count += 1
@@ -93,6 +96,17 @@ class Handover:
             turn.given[turn.count] = (begun, rows)
             turn.count += 1
             return taken(begun.batch, rows)
+
+    def _read(self) -> pa.RecordBatch:
+        if self._error is not None:
+            raise self._error
+        try:
+            return next(self._source)
+        except StopIteration:
+            raise
+        except BaseException as exc:
+            self._error = exc
+            raise
 
 
 class Turn(Iterator[pa.RecordBatch]):

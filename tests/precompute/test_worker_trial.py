@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from precompute.workers.measured_engine import MeasuredEngine
 from precompute.workers.worker_pool import WorkerPool
 from precompute.workers.worker_process import WorkerSpec
 from precompute.workers.worker_trial import MOST_PROCESSES, Moment, Phase, WorkerTrial
-from store.errors import PrecomputeError
+from store.errors import PrecomputeError, SourceError
 from tests.precompute.test_worker_pool import DOUBLER, VIEW, as_one_process, everything, windows, workers_of
 
 
@@ -189,6 +190,21 @@ def test_a_stream_that_is_closed_leaves_no_process_and_closes_its_source() -> No
             stream.close()
     assert ended == [True]
     assert workers_of(os.getpid()) == []
+
+
+def test_what_the_source_raised_is_told_by_whoever_comes_next() -> None:
+    """It was read ahead by the engine before, and its stream was closed."""
+
+    def source() -> Iterator[pa.RecordBatch]:
+        yield from windows(3, 80)
+        raise SourceError("the disk is gone")
+
+    handover = Handover(source())
+    for _ in range(2):
+        turn = handover.turn()
+        assert [batch.num_rows for batch in itertools.islice(turn, 3)] == [80] * 3
+        with pytest.raises(SourceError, match="the disk is gone"):
+            next(turn)
 
 
 def test_the_next_engine_goes_on_where_the_one_before_stopped() -> None:
