@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +29,23 @@ MEMORY = Path("/dev/shm")
 if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 4 * 2**30:
     # where pytest puts tmp_path; a third of the time of tests that commit is waiting for the disk otherwise
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+PROCESSES = str(Path(__file__).with_name("processes"))
+"""What stands before all else on the path of processes that tests start, those that find their modules as their parent does included."""
+
+
+def _prepare_processes() -> None:
+    """Processes that tests start have no pandas, and keep what they have compiled of ours: 1.4 s of CPU for a small run become 0.85."""
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    if PROCESSES not in sys.path:
+        sys.path.insert(0, PROCESSES)
+    path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join([PROCESSES, *(entry for entry in path if entry and entry != PROCESSES)])
+    # one of xdist's own has begun as such a process
+    sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "WithoutPandas"]
+
+
+_prepare_processes()
 
 
 @pytest.fixture(params=["numpy", "C"])
