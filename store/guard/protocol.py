@@ -131,7 +131,7 @@ class LimitedProtocol(HttpToolsProtocol):
             # HTTP/1.1 is what there is: the request is answered, and what follows it is another protocol's
             self._waits_for = _ENDED
             self.cycle.keep_alive = False
-        except httptools.HttpParserError:
+        except (httptools.HttpParserError, _Refused):
             refusal = self._refusal or _MALFORMED
             self._refuse(refusal, "bad_request" if refusal is _MALFORMED else "too_large")
         else:

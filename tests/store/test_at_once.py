@@ -209,6 +209,10 @@ def test_a_posted_body_that_comes_in_pieces_or_is_waited_for_is_answered_the_sam
         connection.sendall(post(keys("x" * 60)))
         assert [reply.status for reply in replies(connection, 1)] == [413]
         assert meter.counter(CONNECTIONS_CLOSED, "too_large").value == 1
+    with served(house().app, bodies_bytes=8) as (address, _), socket.create_connection(address, timeout=20) as connection:
+        # with what stands before it as many bytes as the whole, which is not there yet
+        connection.sendall(get("a", "X: " + "y" * 99) + whole[:-5])
+        assert [reply.status for reply in replies(connection, 2)] == [200, 503]
 
 
 def test_the_gate_stands_before_it_and_is_asked_once() -> None:
