@@ -70,7 +70,8 @@ def _measured(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, pack: Pack 
         flops = max(best, _in_lanes(layer, x))
     all_s = (time.monotonic() - began) * usable_threads(os.cpu_count() or 1)
     others_s = all_s - (time.process_time() - own_s) - (idle_s() - free_s)
-    if others_s <= QUIET * all_s:
+    # relative where there is no home
+    if others_s <= QUIET * all_s and file.is_absolute():
         # a home that cannot be written to
         with contextlib.suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)

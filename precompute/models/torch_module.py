@@ -157,8 +157,9 @@ class TorchModule(TorchModel):
         if self._checked is None or not schema.equals(self._checked):
             for argument in self._inputs:
                 argument.check(schema)
-            self._checked = schema
             self._lists = any(is_list(schema.field(name).type) for argument in self._inputs for name in argument.columns)
+            # last: another thread goes by it
+            self._checked = schema
         return {name: batch.column(name) for argument in self._inputs for name in argument.columns}
 
     def prepare(self, batch: pa.RecordBatch) -> Prepared:

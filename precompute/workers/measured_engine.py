@@ -62,8 +62,6 @@ class MeasuredEngine:
             yield from self._in_process(handover, names, memory_mb)
             if self._trial.in_phase(Phase.WORKERS):
                 yield from self._in_workers(handover, names, memory_mb)
-                # closed first, since the model wants the CPUs for itself
-                self._close_workers()
                 if self._trial.in_phase(Phase.NONE):
                     yield from self._in_process(handover, names, memory_mb)
         finally:
@@ -107,8 +105,8 @@ class MeasuredEngine:
                     self._workers = self._pool.started(memory_mb)
                 elif self._workers.ready():
                     self._trial.ready()
-            except (PrecomputeError, OSError) as exc:
-                # or there are no more processes to be had: this one goes on
+            except (PrecomputeError, OSError, RuntimeError) as exc:
+                # or there are no more processes to be had, or threads: this one goes on
                 self._trial.failed(str(exc))
         if self._trial.in_phase(Phase.NONE):
             self._close_workers()

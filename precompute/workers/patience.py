@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from precompute.workers.tasks import Task
 
 TIMES = 4.0
-"""As long as the longest wait for a batch that came to an end: with other rows, or on a busier machine, one may take longer. Given up too soon, rows are tried in smaller pieces
+"""As long as the longest wait for a batch that came to an end: with other rows, or on a busier machine, one may take longer. Given up too soon, rows are tried in smaller pieces,
 at last with all patience, so this is not what decides of them."""
-
 LEAST_BEATS = 2
 """Signs of life that are waited for beside: they tell of batches, too."""
 

@@ -66,6 +66,11 @@ def test_a_peak_is_kept_for_this_machine_where_nobody_else_computed_meanwhile(
     monkeypatch.setattr(peak, "_cpu", lambda: "another")
     assert process(5.0) == 5.0
     assert len(list(folder.iterdir())) == 2
+    # no home
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.chdir(folder)
+    assert [process(7.0), process(8.0)] == [7.0, 8.0]
+    assert len(list(folder.iterdir())) == 2
 
 
 def test_what_a_technique_computes_in_is_probed_as_that() -> None:

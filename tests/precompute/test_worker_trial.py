@@ -169,9 +169,18 @@ def test_what_comes_out_is_as_of_one_process_whoever_computes(theirs: int, by_wo
 
 def test_workers_that_do_not_load_leave_the_run_to_its_own_process() -> None:
     given = list(windows(40, 9))
+    expected = as_one_process(DOUBLER, {}, given)
     measured, _ = engine(Scripted(10**6), {}, "tests.precompute.dying_models:Dying")
-    assert everything(measured.stream(iter(given), hidden=["input_hash"])) == as_one_process(DOUBLER, {}, given)
+    assert everything(measured.stream(iter(given), hidden=["input_hash"])) == expected
     assert "workers" not in measured.figures(1.0)
+
+    def no_threads(_: int) -> WorkerPool:
+        raise RuntimeError("can't start new thread")
+
+    trial = Scripted(10**6)
+    measured = MeasuredEngine(Runner(load_model(DOUBLER, {}), VIEW), no_threads, trial)
+    assert everything(measured.stream(iter(given), hidden=["input_hash"])) == expected
+    assert trial.in_phase(Phase.NONE)
 
 
 def test_a_stream_that_is_closed_leaves_no_process_and_closes_its_source() -> None:
