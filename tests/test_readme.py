@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -16,25 +15,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from pydantic import BaseModel
 
 from jobs.cli import _parser
-from jobs.config.project import Project, ProjectConfig
+from jobs.config.project import ProjectConfig
 from jobs.config.schedule import ScheduleConfig
 from jobs.config.view import FeatureConfig, GatesConfig, ViewConfig
-from jobs.rows.open_view import variant_name
-from jobs.service.fallback import ViewFallback
-from precompute.precision.same_value import differing
 from precompute.techniques.machine import has_bf16
 from precompute.text.encoder import kernel
 from store.api.wire import LookupRequest, SearchRequest
 from store.feature_view import RESERVED
-from store.lookup import Lookup
-from store.online.codec import RowCodec
-from store.online.packed import Packed
 from tests import REPOSITORY
 from tests.jobs.test_every_cpu import tried
 
@@ -159,35 +150,6 @@ def test_the_history_of_the_reference_is_there(demo: tuple[dict[str, str], str])
     done = run([sys.executable, "-c", code], environment)
     names = ["item_id", "event_timestamp", "item_vector__vector", "item_vector__computed_at"]
     assert done.stdout.strip() == f"1682 {names} 1 0", done.stderr
-
-
-PARITY_KEYS = {"doc_embedding": 50, "item_embedding": 100}
-"""Of the views whose model is a transformer; of the others 1,000."""
-
-
-@pytest.mark.timeout(700)
-def test_the_fallback_gives_what_the_batch_job_wrote_for_each_view_of_the_demo(demo: tuple[dict[str, str], str]) -> None:
-    environment = {name: value for name, value in demo[0].items() if name.startswith("PRECOMPUTE_")}
-    project = Project(REPOSITORY / "configs/movielens", environment)
-    compared, fallback = {}, ViewFallback(project.offline, project.home)
-    with contextlib.closing(fallback), contextlib.closing(Lookup.open(project.online)) as lookup:
-        for name in sorted(project.views):
-            pointer, view_store = lookup.online.live(name), project.offline.view(name)
-            assert pointer is not None
-            if not pointer.view.fallback:
-                continue
-            layers = view_store.layers(view_store.snapshot(pointer.snapshot))
-            parts = [pq.read_table(path, columns=list(pointer.view.entity)) for path in layers.paths]
-            keys = [str(key) for part in parts for key in part.column(0).to_pylist()][: PARITY_KEYS.get(name, 1000)]
-            fallback.warm(pointer)
-            futures = fallback.submit(pointer, keys, {}, time.monotonic() + 600)
-            rows = Packed.of([future.result(600).row for future in futures])
-            computed = pa.Table.from_arrays(RowCodec(pointer.view).decode(rows).columns, schema=pointer.view.feature_schema())
-            stored = lookup.get(name, keys, fallback=False)
-            assert differing(stored, computed, pointer.view, variant_name(pointer.view.definition.model)) == {}
-            compared[name] = len(keys)
-    many = {"item_vector": 1000, "user_recommendations": 943, "user_vector": 943}
-    assert compared == PARITY_KEYS | many
 
 
 # ---- the README's own project
