@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,7 +12,7 @@ from precompute.engine.features import in_order
 from precompute.engine.meter import Meter
 from precompute.engine.runner import Runner
 from precompute.engine.window import Outcome
-from precompute.lanes.cores import nodes, usable_threads
+from precompute.lanes.cores import allowed, nodes, usable_threads
 from precompute.techniques.table import REFERENCE
 from precompute.workers.measured_engine import MeasuredEngine
 from precompute.workers.worker import SAMPLE
@@ -41,7 +40,7 @@ def engine_of(opened: OpenView, config: EngineConfig, meter: Meter, rows: int = 
 
     if devices:
         return pool(devices)
-    runner, cpus = Runner(opened.model, opened.view, meter), usable_threads(os.cpu_count() or 1)
+    runner, cpus = Runner(opened.model, opened.view, meter), usable_threads(allowed())
     if config.workers != "auto" or not rows or cpus < 2 or any(path.exists() for path in _OF_GPUS) or not opened.examples_aside:
         return runner
     return MeasuredEngine(runner, lambda count: pool([None] * count), WorkerTrial(rows, cpus, nodes()))

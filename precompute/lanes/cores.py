@@ -17,11 +17,11 @@ def places(threads: int) -> list[frozenset[int]]:
     # not there on every system
     if not hasattr(os, "sched_getaffinity"):
         return []
-    allowed = os.sched_getaffinity(0)
-    cores = sorted({_siblings(cpu) & allowed for cpu in allowed}, key=min)
+    cpus = os.sched_getaffinity(0)
+    cores = sorted({_siblings(cpu) & cpus for cpu in cpus}, key=min)
     if threads == len(cores):
         return cores
-    return [frozenset({cpu}) for cpu in sorted(allowed)] if threads == len(allowed) else []
+    return [frozenset({cpu}) for cpu in sorted(cpus)] if threads == len(cpus) else []
 
 
 def share(number: int, processes: int) -> frozenset[int]:
@@ -31,35 +31,41 @@ def share(number: int, processes: int) -> frozenset[int]:
     """
     if not hasattr(os, "sched_getaffinity"):
         return frozenset()
-    allowed = os.sched_getaffinity(0)
-    cores = sorted({_siblings(cpu) & allowed for cpu in allowed}, key=lambda core: (_node(min(core)), min(core)))
-    if len(cores) < processes or _quota() < len(allowed):
+    cpus = os.sched_getaffinity(0)
+    cores = sorted({_siblings(cpu) & cpus for cpu in cpus}, key=lambda core: (_node(min(core)), min(core)))
+    if len(cores) < processes or _quota() < len(cpus):
         return frozenset()
     first, end = (n * len(cores) // processes for n in (number, number + 1))
     return frozenset().union(*cores[first:end])
 
 
 def nodes() -> int:
-    """NUMA nodes that the CPUs which this process may use are of."""
-    return len({_node(cpu) for cpu in os.sched_getaffinity(0)}) if hasattr(os, "sched_getaffinity") else 1
+    """NUMA nodes that the CPUs which this process may use are of; 1 where :func:`share` keeps no process on one of them."""
+    if not hasattr(os, "sched_getaffinity") or _quota() < allowed():
+        return 1
+    return len({_node(cpu) for cpu in os.sched_getaffinity(0)})
 
 
 def idle_s() -> float:
     """Seconds, since the machine started, for which the CPUs that this process may use had nothing to do, added up; 0 where the system does not tell."""
     try:
         lines = [line.split() for line in _STAT.read_text().splitlines() if line.startswith("cpu")]
-        allowed = {f"cpu{cpu}" for cpu in os.sched_getaffinity(0)}
+        names = {f"cpu{cpu}" for cpu in os.sched_getaffinity(0)}
         # "idle" and "iowait" (proc(5))
-        ticks = sum(int(words[4]) + int(words[5]) for words in lines if words[0] in allowed)
+        ticks = sum(int(words[4]) + int(words[5]) for words in lines if words[0] in names)
         return ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, AttributeError):
         return 0.0
 
 
+def allowed() -> int:
+    """CPUs that this process may use, of however much of their time the control group grants."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def usable_threads(threads: int) -> int:
     """So many of ``threads`` as there are CPUs for: those the process may use, and no more than the control group's quota, rounded down."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(threads, allowed, _quota()))
+    return max(1, min(threads, allowed(), _quota()))
 
 
 def move_to(place: frozenset[int]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from precompute.lanes.cores import idle_s, usable_threads
+from precompute.lanes.cores import allowed, idle_s, usable_threads
 from precompute.lanes.lanes import Lanes
 from precompute.model import digest
 from precompute.models.packed_linear import PackedLinear
@@ -68,7 +68,7 @@ def _measured(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, pack: Pack 
         rates = [(_flops(layer, x) / _seconds(layer, x), layer, x) for layer, x in _ways(shapes, dtype, pack)]
         best, layer, x = max(rates, key=lambda rate: rate[0])
         flops = max(best, _in_lanes(layer, x))
-    all_s = (time.monotonic() - began) * usable_threads(os.cpu_count() or 1)
+    all_s = (time.monotonic() - began) * allowed()
     others_s = all_s - (time.process_time() - own_s) - (idle_s() - free_s)
     # relative where there is no home
     if others_s <= QUIET * all_s and file.is_absolute():
@@ -97,7 +97,7 @@ def _file(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, pack: Pack | No
         shapes=[list(shape) for shape in shapes],
         computed=[str(dtype), getattr(pack, "__name__", "")],
         cpu=[_cpu(), dict(torch.cpu.get_capabilities()), torch.backends.cpu.get_cpu_capability()],
-        threads=[compute_threads(), usable_threads(os.cpu_count() or 1)],
+        threads=[compute_threads(), usable_threads(allowed())],
         versions=[torch.__version__, *(os.environ.get(name, "") for name in names)],
         probe=[ROWS, PROBE_S],
     )

@@ -189,7 +189,7 @@ def _surroundings(spec: WorkerSpec, device: str | None, workers: int, environmen
     # or every one of them would take all cores
     if workers > 1:
         for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):
-            environment.setdefault(name, str(max(1, _cores() // workers)))
+            environment.setdefault(name, str(max(1, cores.usable_threads(cores.allowed()) // workers)))
     args = dict(spec.args)
     if device is not None:
         kind, _, index = device.partition(":")
@@ -198,11 +198,6 @@ def _surroundings(spec: WorkerSpec, device: str | None, workers: int, environmen
         if "device" in args:
             args["device"] = kind
     return args
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _visible(index: str) -> str:

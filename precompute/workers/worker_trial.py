@@ -134,7 +134,9 @@ class WorkerTrial:
     def _judge_alone(self, first: Moment, now: Moment, seconds: float, most: int) -> None:
         self._used = (now.cpu_s - first.cpu_s) / seconds
         rows_per_s = (now.rows - first.rows) / seconds
-        wanted = min(self._wanted((now.idle_s - first.idle_s) / seconds), most, MOST_PROCESSES)
+        # the machine's CPUs may be more than the process is granted the time of
+        idle = min((now.idle_s - first.idle_s) / seconds, self._cpus - self._used)
+        wanted = min(self._wanted(idle), most, MOST_PROCESSES)
         rest_s = (self._total - now.rows) / rows_per_s if rows_per_s else 0.0
         self.phase = Phase.NONE
         if wanted > 1 and rest_s >= REST_S and now.model_s - first.model_s >= MODEL_SHARE * seconds:

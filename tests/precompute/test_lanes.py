@@ -18,6 +18,8 @@ from precompute.lanes.cores import places, share, usable_threads
 from precompute.lanes.lanes import Lanes
 from precompute.lanes.trial import ENOUGH_BATCHES, Trial
 from precompute.models.threads import compute_threads, compute_with
+from precompute.workers import worker_process
+from precompute.workers.worker_process import WorkerSpec
 from store.errors import ModelError
 from tests.precompute.test_engine import SINGLE, Staged, Times, gathered, windows
 
@@ -164,8 +166,10 @@ def test_worker_processes_share_all_cores_and_keep_to_a_node(monkeypatch: pytest
     assert [share(n, 2) for n in range(2)] == [{0, 8, 2, 10, 4, 12}, {6, 14, 1, 9, 3, 11, 5, 13}]
     assert [share(n, 7) for n in (0, 3, 4, 6)] == [{0, 8}, {6, 14}, {1, 9}, {5, 13}]
     assert share(0, 8) == frozenset(), "one would have no core"
+    assert cores.nodes() == 2
     (tmp_path / "cpu.max").write_text("200000 100000\n")
     assert share(0, 2) == frozenset(), "some are another's at any time, and nobody knows which"
+    assert cores.nodes() == 1
 
 
 def test_no_more_threads_than_the_control_group_grants(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -175,6 +179,10 @@ def test_no_more_threads_than_the_control_group_grants(monkeypatch: pytest.Monke
     (tmp_path / "cpu.max").write_text("350000 100000\n")
     assert usable_threads(12) == 3
     assert usable_threads(2) == 2
+    (tmp_path / "cpu.max").write_text("400000 100000\n")
+    environment: dict[str, str] = {}
+    worker_process._surroundings(WorkerSpec("", {}, {}, SINGLE), None, 2, environment)
+    assert environment == {"OMP_NUM_THREADS": "2", "RAYON_NUM_THREADS": "2"}
     (tmp_path / "cpu.max").write_text("50000 100000\n")
     assert usable_threads(12) == 1
     (tmp_path / "cpu.max").write_text("max 100000\n")

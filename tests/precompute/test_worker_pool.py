@@ -21,7 +21,7 @@ from precompute.engine.memory import DeviceLostError
 from precompute.engine.meter import Meter
 from precompute.engine.runner import START_ROWS, Runner
 from precompute.engine.window import Outcome
-from precompute.lanes.cores import share
+from precompute.lanes.cores import allowed, share, usable_threads
 from precompute.registry import load_model
 from precompute.workers import pool_stream
 from precompute.workers.pool_stream import HELD
@@ -206,7 +206,7 @@ def test_workers_share_cores_and_each_sees_its_own_gpu(monkeypatch: pytest.Monke
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7,GPU-a")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("RAYON_NUM_THREADS", "5")
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_threads(allowed())
     view = FeatureView("told", ("id",), (Feature("said", "string"),), 60.0, 60.0)
 
     def said(args: Mapping[str, Any], *devices: str | None) -> set[str]:

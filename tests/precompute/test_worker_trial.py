@@ -82,6 +82,7 @@ def test_processes_that_are_no_quicker_are_given_up() -> None:
     ("rows", "cpus", "alone", "given"),
     [
         (100_000, 2, (100, 1.95, 0.0), {}),  # torch in lanes
+        (100_000, 2, (100, 1.95, 60.0), {}),  # a quota of 2 CPUs on a machine of 64
         (100_000, 8, (100, 1.0, 0.5), {}),  # others compute on the rest
         (100_000, 2, (100, 0.3, 1.6), {}),  # it waits for another machine
         (8_000, 2, (100, 1.0, 1.0), {}),  # half a minute is left of it
