@@ -257,7 +257,8 @@ class ViewFallback(Fallback):
             if not self._lost:
                 self._held = []
             self._watch(math.inf, self._held)
-        if isinstance(group, _Group) and group.suspect is not None and not self._lost:
+        # whatever it came to, it was computed
+        if alike and isinstance(group, _Group) and group.suspect is not None and not self._lost:
             self._suspects.pop(group.suspect, None)
         for (key, values, pointer, _), result in zip(requests, results, strict=True):
             if isinstance(result, Miss) and result.reason is Reason.MODEL_ERROR:
@@ -420,8 +421,7 @@ def _source_rows(opened: _Opened, requests: Sequence[_Request], numbers: Sequenc
 
 def _input_row(opened: OpenView, key: str, inputs: Mapping[str, Any]) -> pa.Table:
     """One source row from a request: the entity's columns from the key, inputs that were not given null."""
-    schema = opened.source.schema
-    entity = opened.view.entity
+    schema, entity = opened.source.schema, opened.view.entity
     values: dict[str, Any] = dict(inputs)
     for name, text in zip(entity, split_key(key, entity), strict=False):
         integer = pa.types.is_integer(schema.field(name).type)

@@ -484,9 +484,14 @@ def test_rows_that_a_process_may_have_ended_by_are_computed_alone_until_they_cam
     suspects = {one: 0.0, two: 0.0, four: math.inf}
     watch = lambda done_by, rows: held.append(list(rows))  # noqa: E731
     online, fallback = project.open_online(), ViewFallback(project.offline, project.home, 64, watch, suspects=suspects)
+    data = project.folder / "data.parquet"
     with contextlib.closing(online), contextlib.closing(fallback):
         pointer = online.live("numbers")
         assert pointer is not None
+        # while the view cannot be opened nothing is tried
+        gone = data.rename(project.folder / "gone")
+        assert isinstance(fallback.submit(pointer, ["1"], {}, time.monotonic() + 20)[0].exception(20), Miss)
+        gone.rename(data)
         fallback.warm(pointer)
         for alone in ([[one], [two], [three]], [[one, two, three]]):
             held.clear()
