@@ -196,6 +196,12 @@ def open_lookup() -> Iterator[Callable[[Scene], Lookup]]:
         yield lambda scene: opened.enter_context(scene.answering())
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who finds a view's lease taken is refused at once, and not after two seconds."""
+    monkeypatch.setattr("jobs.pipeline.run.BRIEFLY_S", 0.1)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The README's file first: its demo takes minutes, and last it would run alone. What is slow is marked."""
     items.sort(key=lambda item: item.path.name != "test_readme.py")

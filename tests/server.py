@@ -99,11 +99,13 @@ class Reply:
 
 
 class Server:
-    """``precompute serve`` over a project's folder; a context manager that ends it, and asserts that nothing went wrong inside."""
+    """``precompute serve`` over a project's folder; a context manager that ends it, and asserts that nothing went wrong inside. ``first``: Python
+    that its supervisor runs before all else."""
 
-    def __init__(self, folder: Path, bind: str = "127.0.0.1:0", *, ready: bool = True) -> None:
+    def __init__(self, folder: Path, bind: str = "127.0.0.1:0", *, ready: bool = True, first: str = "") -> None:
         self.log = folder / f"serve-{time.monotonic_ns()}.log"
-        command = [sys.executable, "-m", "jobs.cli", "-c", str(folder), "serve"]
+        start = ["-c", f"{first}\nimport sys; from jobs.cli import main; sys.exit(main())"] if first else ["-m", "jobs.cli"]
+        command = [sys.executable, *start, "-c", str(folder), "serve"]
         environment = os.environ | {"PRECOMPUTE_SERVE__BIND": bind}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(

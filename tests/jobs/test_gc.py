@@ -419,6 +419,7 @@ def test_the_lease_of_a_process_that_died_does_not_count(make_project: MakeProje
     assert len(gc(project)) > 2
 
 
+@pytest.mark.usefixtures("impatient")
 def test_one_at_a_time(make_project: MakeProject, capsys: Captured) -> None:
     project = published(make_project, [1.0, 2.0, 3.0, 4.0], grace="0s")
     with take(project.store.leases, PUBLISH_LEASE, "somebody"):

@@ -338,14 +338,16 @@ def test_an_end_is_told_by_the_views_that_the_process_served_and_a_planned_one_i
 ) -> None:
     caplog.set_level("INFO")
     with contextlib.closing(Ending("d94e358d6ad1ff", {}, runtime, ModelLimits(1.0, 10_000, 64), Meter())) as group:
-        group.statuses = iter((7, AGAIN))
+        group.statuses = iter((7, AGAIN, 7))
+        group.longest_wait_s = 0.3
         group.serves(["tags", "films"])
         group.serves(["films"])
-        for ends in (1, 2):
+        for ends in (1, 2, 3):
             while group.ends_quickly < ends:
                 group.look(time.monotonic())
     name = "the process of model d94e358d6ad1 ('films', 'tags')"
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("ERROR", f"{name} exited with status 7; it is started anew in 0.1 s"),
         ("INFO", f"{name} ended to begin anew, in 0.2 s"),
+        ("ERROR", f"{name} exited with status 7; it is started anew in 0.3 s"),
     ]

@@ -63,6 +63,14 @@ FAULTY: View = {
 }
 
 
+AT_ONCE = """
+from jobs.service.kept_process import KeptProcess
+from jobs.service.supervisor import WorkerKeeper
+KeptProcess.longest_wait_s = WorkerKeeper.longest_wait_s = 0.1
+"""
+"""What ended is started anew at once, however often it does: it ends some twenty times here, which were 40 s of waiting."""
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Two workers, over a healthy view, a faulty one, and one whose model writes down what it computes."""
@@ -73,7 +81,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     views = {"numbers": {}, "faulty": FAULTY, "counted": counting, "defaulted": defaulted}
     make_folder(folder, views, serve=SERVE).publish_all()
     write_numbers(folder, [1, 2, 3, *range(9, 60), *BAD])
-    with Server(folder) as server:
+    with Server(folder, first=AT_ONCE) as server:
         yield server
 
 

@@ -402,6 +402,7 @@ def test_what_is_resumed_is_of_the_same_partition(make_project: MakeProject, mon
     assert values(project, 1) == values(project, 2) == expected(0)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_two_partitions_run_at_once_and_one_only_once(make_project: MakeProject) -> None:
     from store.errors import ConflictError
     from store.offline.refs import run_lease

@@ -197,6 +197,7 @@ def running(make_project: MakeProject) -> Iterator[tuple[Scene, subprocess.Popen
         process.communicate()
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_second_run_is_refused_while_the_first_goes_on_and_works_once_it_is_dead(
     make_project: MakeProject, running: tuple[Scene, subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -257,14 +258,19 @@ HUNG = [
 ]
 
 
+WITHIN = "from jobs.process import termination; termination.GRACE_S = {}; import sys; from jobs.cli import main; sys.exit(main())"
+
+
 @pytest.mark.parametrize(("command", "view"), HUNG)
 def test_a_signal_ends_whatever_it_hangs_in(
     make_project: MakeProject, tmp_path: Path, command: str, view: dict[str, Any]
 ) -> None:
     """A query of minutes, a model that sleeps in C, one that takes every exception: long before they would end."""
     project = make_project(rows(), view=view)
+    # one of those that do not end by themselves is given the time that they are in earnest
+    start = ["-c", WITHIN.format(0.3)] if view.get("model", {}).get("args", {}).get("how") == "in_c" else ["-m", "jobs.cli"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "jobs.cli", "-c", str(project.folder), command, "numbers"],
+        [sys.executable, *start, "-c", str(project.folder), command, "numbers"],
         cwd=REPOSITORY,
         stderr=subprocess.PIPE,
         text=True,
@@ -320,6 +326,7 @@ def test_a_signal_ends_a_process_whose_last_words_hang() -> None:
     assert (process.returncode, err) == (143, "precompute: ended by SIGTERM, and did not end within 0.1 s\n")
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_run_is_told_as_running_while_it_goes_on(running: tuple[Scene, subprocess.Popen[str]]) -> None:
     project, process = running
     report = project.report()

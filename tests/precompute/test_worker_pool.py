@@ -365,8 +365,7 @@ def test_a_window_whose_worker_died_once_is_computed_whole(tmp_path: Path) -> No
     assert meter.batches == 4
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("workers", "number"), [(1, signal.SIGKILL), (2, signal.SIGSTOP)])
 def test_workers_ended_from_outside_cost_no_row(workers: int, number: int) -> None:
     given = list(windows(20, 3))
     stream = pool(DOUBLER, {"sleep_s": 0.03}, workers, **IN_TIME).stream(given, hidden=["input_hash"])

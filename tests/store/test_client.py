@@ -475,10 +475,9 @@ def test_threads_share_a_client_and_each_gets_its_own_answer(client: Client) -> 
         assert all(threads.map(ask, range(200)))
 
 
-@pytest.mark.parametrize("where", ["tcp", "unix"])
-def test_it_reconnects_after_the_server_was_restarted(tmp_path: Path, where: str) -> None:
+def test_it_reconnects_after_the_server_was_restarted(tmp_path: Path) -> None:
     make_folder(tmp_path, {"numbers": {"fallback": None}}).publish_all()
-    bind = f"127.0.0.1:{free_port()}" if where == "tcp" else "unix:./api.sock"
+    bind = f"127.0.0.1:{free_port()}"
     with Server(tmp_path, bind) as first:
         client = Client(first.url, timeout_s=10)
         hold = threading.Barrier(4)

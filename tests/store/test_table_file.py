@@ -17,7 +17,7 @@ import pytest
 import xxhash
 
 from store.errors import OnlineStoreError
-from store.online.kernels import ABSENT, DAMAGED, FOUND, hash_of, hashes, homes, line_checks, pack, verified
+from store.online.kernels import ABSENT, COMPILED, DAMAGED, FOUND, hash_of, hashes, homes, line_checks, pack, verified
 from store.online.packed import Packed, RowBatch
 from store.online.table_file import _HEAD, BLOCK_BYTES, FORMAT_VERSION, MAGIC, TableFile, header_of, index_start
 from store.online.table_writer import TableWriter
@@ -369,14 +369,15 @@ def small_rows() -> dict[bytes, bytes]:
     return rows | {key: row_of(key, b"tag") for key in same_tag(1)[0]}
 
 
-def test_every_flipped_bit_is_seen_or_changes_nothing(tmp_path: Path) -> None:
+def test_every_flipped_bit_is_seen_or_changes_nothing(tmp_path: Path, kernel: str) -> None:
     rows = small_rows()
     path = write(tmp_path / "t", rows)
     data = path.read_bytes()
     strangers = [b"stranger %d" % i for i in range(8)]
     seen = unseen = 0
-    # the header's zeros are as good as its other bytes: each eighth is tried
-    for bit in [*range(8 * 80), *range(8 * 80, 8 * 4088, 8 * 67), *range(8 * 4088, 8 * len(data))]:
+    # the header's zeros are as good as its other bytes: each 67th is tried, and by numpy each fifth bit: it is slow, and held to what C does elsewhere
+    every = 5 if kernel == "numpy" and COMPILED else 1
+    for bit in [*range(8 * 80), *range(8 * 80, 8 * 4088, 8 * 67), *range(8 * 4088, 8 * len(data))][::every]:
         damaged = bytearray(data)
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
