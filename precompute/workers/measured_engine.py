@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
@@ -16,7 +17,9 @@ from precompute.workers.handover import Handover
 from precompute.workers.pool_stream import PoolStream
 from precompute.workers.worker_pool import WorkerPool
 from precompute.workers.worker_trial import Moment, Phase, WorkerTrial
-from store.errors import PrecomputeError
+from store.errors import ModelError, PrecomputeError
+
+log = logging.getLogger(__name__)
 
 MEMORY_SHARE = 0.5
 """Of the free memory, at most, for all workers, if each takes what the run's own process took at most."""
@@ -55,7 +58,7 @@ class MeasuredEngine:
         once more.
 
         Raises:
-            ModelError, ConfigError: as there; and, once workers compute, as :meth:`WorkerPool.stream`. Workers that do not come to that are no error.
+            ModelError, ConfigError: as there; and, once workers were found to be quicker, as :meth:`WorkerPool.stream`. That they fail before is no error.
         """
         handover, names = Handover(windows), list(hidden)
         try:
@@ -94,6 +97,12 @@ class MeasuredEngine:
                 self._trial.told(self._now())
                 if self._trial.in_phase(Phase.NONE):
                     return
+        except ModelError as exc:
+            if not self._trial.in_phase(Phase.WORKERS):
+                raise
+            # nobody asked for them, and this process computed: what is the model's fault, it comes to as well
+            self._trial.failed(str(exc))
+            log.warning("the workers that were tried are given up, and the run's own process goes on: %s", exc)
         finally:
             stream.close()
 

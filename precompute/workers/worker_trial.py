@@ -121,7 +121,7 @@ class WorkerTrial:
         self.phase, self._why = Phase.NONE, why
 
     def figures(self) -> dict[str, Any]:
-        """``cpus_used`` by the run's own process, of ``cpus``; where processes were tried how many, and whether they were ``kept`` or ``why`` they never computed;
+        """``cpus_used`` by the run's own process, of ``cpus``; where processes were tried how many, and whether they were ``kept`` or ``why`` they were given up;
         ``rates`` of both, in the model's unit a second. Empty before anything is known."""
         if not self._rates:
             return {}

@@ -147,9 +147,9 @@ class Scripted(WorkerTrial):
             self.phase = Phase.WORKERS if self.theirs else Phase.NONE
 
 
-def engine(trial: Scripted, args: dict[str, Any], use: str = DOUBLER) -> tuple[MeasuredEngine, Meter]:
+def engine(trial: Scripted, args: dict[str, Any], theirs: WorkerSpec | None = None) -> tuple[MeasuredEngine, Meter]:
     meter = Meter()
-    spec = WorkerSpec(use, args, {}, VIEW)
+    spec = theirs or WorkerSpec(DOUBLER, args, {}, VIEW)
     runner = Runner(load_model(DOUBLER, args), VIEW, meter)
     measured = MeasuredEngine(runner, lambda count: WorkerPool(spec, meter, [None] * count), trial)
     trial.workers = lambda: measured._workers
@@ -168,19 +168,23 @@ def test_what_comes_out_is_as_of_one_process_whoever_computes(theirs: int, by_wo
     assert workers_of(os.getpid()) == []
 
 
-def test_workers_that_do_not_load_leave_the_run_to_its_own_process() -> None:
+@pytest.mark.parametrize("args", [{}, {"how": "refuse"}], ids=["do not load", "fail at once"])
+def test_workers_that_cannot_compute_leave_the_run_to_its_own_process(args: dict[str, Any]) -> None:
     given = list(windows(40, 9))
-    expected = as_one_process(DOUBLER, {}, given)
-    measured, _ = engine(Scripted(10**6), {}, "tests.precompute.dying_models:Dying")
-    assert everything(measured.stream(iter(given), hidden=["input_hash"])) == expected
+    spec = WorkerSpec("tests.precompute.dying_models:Dying", args, {}, VIEW)
+    measured, meter = engine(Scripted(10**6), {}, spec)
+    assert everything(measured.stream(iter(given), hidden=["input_hash"])) == as_one_process(DOUBLER, {}, given)
     assert "workers" not in measured.figures(1.0)
+    assert meter.rows == 360
 
+
+def test_where_there_are_no_threads_for_workers_the_runs_own_process_goes_on() -> None:
     def no_threads(_: int) -> WorkerPool:
         raise RuntimeError("can't start new thread")
 
-    trial = Scripted(10**6)
+    given, trial = list(windows(40, 9)), Scripted(10**6)
     measured = MeasuredEngine(Runner(load_model(DOUBLER, {}), VIEW), no_threads, trial)
-    assert everything(measured.stream(iter(given), hidden=["input_hash"])) == expected
+    assert everything(measured.stream(iter(given), hidden=["input_hash"])) == as_one_process(DOUBLER, {}, given)
     assert trial.in_phase(Phase.NONE)
 
 
