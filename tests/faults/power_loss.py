@@ -48,21 +48,25 @@ DISKS: dict[str, Callable[[str], bool]] = {
 way round. Unsynced bytes are missing with ``lazy``, zeros with the others: a file then has its right size all the same."""
 
 
+PROMISES = frozenset({"manifest.link", "manifest.dirsync", "live.write", "live.cas", "online.flip"})
+"""Crash points at which more is promised than before: images that differ in nothing else are looked at once."""
+
+
 @dataclass(frozen=True)
 class Image:
     """What a disk holds if the power fails at one moment of a run.
 
     Args:
-        disk: one of :data:`DISKS`.
+        disk: one of :data:`DISKS`, the first that holds just this.
         tree: what is there.
-        passed: crash points passed by then → how often.
+        passed: those of :data:`PROMISES` that were passed by then.
         chunks: lines of the journal whose sync had returned.
         done: whether it is of the time after the end.
     """
 
-    disk: str
+    disk: str = field(compare=False)
     tree: Tree
-    passed: dict[str, int]
+    passed: frozenset[str]
     chunks: int
     done: bool
 
@@ -161,7 +165,7 @@ class _Disk:
     def take(self, *, done: bool = False) -> None:
         """Take what each disk holds now."""
         armed = crashpoint._armed
-        passed = {} if armed is None else dict(armed.hits)
+        passed = PROMISES & (set() if armed is None else armed.hits.keys())
         for disk, survives in DISKS.items():
             image = Image(disk, self._tree(survives, zeros=disk != "lazy"), passed, self.chunks, done)
             if image not in self.images:
