@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
+from http import HTTPStatus
 from typing import Any, Protocol
 
 from store.api.reply import Reply
@@ -21,6 +22,12 @@ HEADROOM = 64
 
 PAUSE_S = 0.05
 """Before room is looked for again, where there was none."""
+
+LAST_S = 0.5
+"""For the answer to a client that sends no more: longer than reads of a store and most misses take, and no longer a place is held for one that is gone."""
+
+SECURITY_HEADERS = [(b"x-content-type-options", b"nosniff")]
+"""Of every answer."""
 
 
 class Connection(Protocol):
@@ -49,6 +56,14 @@ def header_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     return b"".join([part for name, value in headers for part in (name, b": ", value, b"\r\n")])
 
 
+def last_words(refusal: Reply) -> bytes:
+    """A whole HTTP/1.1 answer, after which the connection is closed."""
+    assert isinstance(refusal.body, bytes)
+    phrase = HTTPStatus(refusal.status).phrase.encode()
+    headers = [*refusal.headers, (b"content-length", b"%d" % len(refusal.body)), *SECURITY_HEADERS, (b"connection", b"close")]
+    return b"HTTP/1.1 %d %s\r\n%s\r\n%s" % (refusal.status, phrase, header_lines(headers), refusal.body)
+
+
 class Connections:
     """The connections of one worker.
 
@@ -65,8 +80,8 @@ class Connections:
         self.now = 0.0
         self.open = 0
         """Accepted and not closed; those still shaking hands, too."""
-        self.seconds = (limits.header_s, limits.body_s, math.inf, limits.idle_s, math.inf)
-        """How long a connection may wait for a head, a body, our answer, the next request; one that has ended has its own time."""
+        self.seconds = (limits.header_s, limits.body_s, math.inf, limits.idle_s, LAST_S)
+        """How long a connection may wait for a head, a body, our answer, the next request, our last answer; one that has ended has its own time."""
         self.at_once: Callable[[dict[str, Any]], Reply | None] | None = None
         """What answers a request that need not be waited for, by its scope; None where nothing does."""
         self.posted_at_once: Callable[[dict[str, Any], bytes], Reply | None] | None = None

@@ -18,25 +18,21 @@ from uvicorn.server import ServerState
 
 from store.api.front import ASKED
 from store.api.reply import RETRY_SOON, Reply, Stream, problem
-from store.guard.connections import Connections, header_lines
+from store.guard.connections import Connections, header_lines, last_words
 
 LINGER_BYTES, LINGER_HEAD_BYTES = 16 * 2**20, 2**18
 """Of a request that was refused, for its body or for its head, thrown away so that its sender comes to read why; one that sends more is cut off."""
 
 LINGER_S = 2.0
 
-_HEAD, _BODY, _BUSY, _IDLE, _ENDED, _GONE = range(6)
-"""What a connection waits for: a request's head, its body, our answer, the next request; to be closed; or it is."""
+_HEAD, _BODY, _BUSY, _IDLE, _LAST, _ENDED, _GONE = range(7)
+"""What a connection waits for: a request's head, its body, our answer, the next request, our last answer; to be closed; or it is."""
 
 _OVERDUE = {_HEAD: "header_time", _BODY: "body_time", _IDLE: "idle"}
 
 FULL = problem(503, "too_many_connections", "the server has as many connections as it may have", [RETRY_SOON])
 _TOO_MUCH = problem(503, "busy", "the server holds as many bodies of requests as it may; try again", [RETRY_SOON])
 _MALFORMED = problem(400, "bad_http", "this is not HTTP/1.1 as RFC 9112 has it")
-
-
-SECURITY_HEADERS = [(b"x-content-type-options", b"nosniff")]
-"""Of every answer."""
 
 
 class _Refused(Exception):
@@ -109,6 +105,15 @@ class LimitedProtocol(HttpToolsProtocol):
         self._let_go()
         super().connection_lost(exc)
         self._all.gone(self)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Nothing follows: its client reads on, or is gone, which TCP tells alike. For what it asked it is taken to be there a little longer."""
+        if self._waits_for != _BUSY or self.scheme != "http":
+            # TLS has no half of a connection in asyncio
+            return False
+        self.cycle.keep_alive = False
+        self._wait_for(_LAST)
+        return True
 
     def data_received(self, data: bytes) -> None:
         """Bytes of requests."""
@@ -354,7 +359,10 @@ class LimitedProtocol(HttpToolsProtocol):
     def overdue(self) -> None:
         """Its deadline went by: told to who was sending, and closed."""
         waits_for = self._waits_for
-        if waits_for == _ENDED:
+        if waits_for == _LAST and not self.answering:
+            # whether it takes it tells
+            self.deadline = math.inf
+        elif waits_for in (_LAST, _ENDED):
             self._abort()
         elif self.flow.read_paused:
             # by us: nothing could be sent
@@ -422,7 +430,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _tell(self, refusal: Reply) -> None:
         if self.transport.is_closing():
             return
-        self.transport.write(_on_the_wire(refusal))
+        self.transport.write(last_words(refusal))
         self.deadline = self._all.now + LINGER_S
         self.flow.resume_reading()
         if self.scheme == "http" and self._all.has_room:
@@ -435,11 +443,3 @@ class LimitedProtocol(HttpToolsProtocol):
         self._thrown_away += size
         if self._thrown_away > (LINGER_BYTES if self._body_bytes else LINGER_HEAD_BYTES):
             self._abort()
-
-
-def _on_the_wire(refusal: Reply) -> bytes:
-    """A whole HTTP/1.1 answer, after which the connection is closed."""
-    assert isinstance(refusal.body, bytes)
-    phrase = HTTPStatus(refusal.status).phrase.encode()
-    headers = [*refusal.headers, (b"content-length", b"%d" % len(refusal.body)), *SECURITY_HEADERS, (b"connection", b"close")]
-    return b"HTTP/1.1 %d %s\r\n%s\r\n%s" % (refusal.status, phrase, header_lines(headers), refusal.body)

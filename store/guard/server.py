@@ -17,9 +17,9 @@ import uvicorn
 
 from store.errors import ConfigError
 from store.guard.acceptor import Acceptor
-from store.guard.connections import HEADROOM, Connections
+from store.guard.connections import HEADROOM, SECURITY_HEADERS, Connections
 from store.guard.limits import Limits
-from store.guard.protocol import SECURITY_HEADERS, LimitedProtocol
+from store.guard.protocol import LimitedProtocol
 from store.guard.tls import Tls
 from store.telemetry.instruments import Meter
 

@@ -158,6 +158,39 @@ def check_closed(connection: socket.socket) -> None:
             pass
 
 
+# ---- clients that send no more
+
+
+def test_a_client_that_sends_no_more_has_all_its_answers() -> None:
+    with guarded() as server, server.connect() as connection:
+        connection.sendall(request("/wait") + request("/bytes/3"))
+        eventually(lambda: server.begun == ["/wait"])
+        connection.shutdown(socket.SHUT_WR)
+        time.sleep(0.1)
+        server.go_on.set()
+        first, last = Stream(connection).replies(2)
+        assert (first.body, first.headers.get("connection")) == (b"/wait 0", None)
+        assert (last.body, last.headers["connection"]) == (bytes(3), "close")
+        assert connection.recv(1) == b""
+
+
+def test_for_a_client_that_may_be_gone_no_place_is_held_unless_it_takes_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("store.guard.connections.LAST_S", 0.05)
+    with guarded(header_s=0.4) as server:
+        with server.connect() as connection, server.connect(4096) as slow:
+            connection.sendall(request("/wait"))
+            slow.sendall(request("/pieces/64"))
+            eventually(lambda: set(server.begun) == {"/wait", "/pieces/64"})
+            for one in (connection, slow):
+                one.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionResetError):
+                assert connection.recv(1) == b""
+            eventually(lambda: server.server.connections.open == 1)
+            time.sleep(0.2)
+            assert len(read_reply(slow).body) == 64 * 65536
+        server.go_on.set()
+
+
 # ---- sizes
 
 
