@@ -49,8 +49,13 @@ class Pool:
             raise RequestError(f"{self._most} {self.name} calls are in hand already; try again", status=503, code="busy")
         else:
             await self._turn(loop.create_future())
-        # which request it is for, where that is traced
-        future = self._threads.submit(copy_context().run, partial(function, *args, **kwargs))
+        try:
+            # which request it is for, where that is traced
+            future = self._threads.submit(copy_context().run, partial(function, *args, **kwargs))
+        except RuntimeError:
+            # the system has no room for a thread
+            self._next()
+            raise
 
         def left(_: object) -> None:
             if not loop.is_closed():

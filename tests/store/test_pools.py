@@ -139,4 +139,15 @@ def test_a_call_has_what_its_caller_is_traced_by_and_leaves_its_place() -> None:
         await held
         return told
 
+    async def without_room() -> str:
+        pool, usual = Pool("read", 1, 0), threading.stack_size(2**46)
+        try:
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                await pool.run(str)
+        finally:
+            threading.stack_size(usual)
+        return await pool.run(str, 1)
+
     assert asyncio.run(scene()) == ["00-1", None, "00-2"]
+    # nor does a call hold one for which the system had no thread
+    assert asyncio.run(without_room()) == "1"
