@@ -177,8 +177,8 @@ class ModelLink:
     def _ask(self, asked: _Asked) -> None:
         try:
             self._send(asked)
-        except (OSError, TypeError, ValueError) as exc:
-            # also inputs that are no JSON, which come from no request over HTTP
+        except (OSError, RuntimeError, TypeError, ValueError) as exc:
+            # also that there is no room for a thread, or inputs that are no JSON, which come from no request over HTTP
             _fail(asked.futures, Miss(Reason.MODEL_ERROR, f"the model process cannot be asked: {exc}"))
 
     def _send(self, asked: _Asked) -> None:
@@ -238,7 +238,11 @@ class ModelLink:
                     opened.close()
                     return None
                 connection = self._connection = _Connection(opened)
-            threading.Thread(target=self._read, args=(connection,), name="model answers", daemon=True).start()
+            try:
+                threading.Thread(target=self._read, args=(connection,), name="model answers", daemon=True).start()
+            except RuntimeError:
+                self._lose(connection)
+                raise
         return None
 
     # ---- what is answered

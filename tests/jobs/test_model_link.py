@@ -164,6 +164,23 @@ def test_what_is_asked_of_a_link_that_was_closed_ends_too(process: Process, runt
     assert isinstance(future.exception(5), Miss)
 
 
+def test_a_link_goes_on_where_the_system_had_no_thread_for_once(runtime: Path, pointer: Pointer) -> None:
+    path, model = runtime / "model.sock", Slow()
+    with contextlib.closing(ModelLink(path, lambda: None, lambda: None)) as link, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(8)
+        usual = threading.stack_size(2**46)
+        try:
+            (future,) = link.ask(pointer, ["a"], {}, soon())
+            assert str(future.exception(5)) == "the model process cannot be asked: can't start new thread"
+        finally:
+            threading.stack_size(usual)
+        link.ask(pointer, ["b"], {}, soon())
+        listener.accept()[0].close()
+        Conversation(listener.accept()[0], model)  # type: ignore[arg-type]
+        eventually(lambda: "b" in model.asked)
+
+
 def test_a_process_that_ends_while_it_is_asked_costs_what_was_asked_and_not_the_link(
     process: Process, runtime: Path, pointer: Pointer
 ) -> None:
