@@ -97,8 +97,8 @@ class Runner:
         self.budget = budget or self._first_budget(search)
         self._peak = ResidentPeak()
         self._declared = Declared(view)
-        self._computing: Ahead[Window] | None = None
-        """The model's stage of the stream before."""
+        self._stages_before: list[Ahead[Any]] = []
+        """Of the stream before."""
         # Made once: asking a model which protocols it follows takes as long as a small model does.
         self._preparation = Preparation(model, self._staged, view, lambda _: self.budget.next())
         self._forward = Forward(model, self._staged, view, self.meter, self.budget)
@@ -189,15 +189,14 @@ class Runner:
         keep_freed_memory()
         # of whoever loaded the model here: from now on the model's stage computes
         release_threads()
-        stages: list[Ahead[Any]] = []
-        if self._computing is not None:
-            # in the middle of a batch it may have been when its stream was closed
-            self._computing.join()
+        # in the middle of something they may have been when their stream was closed; who reads asks the model nothing
+        for stage in self._stages_before[1:]:
+            stage.join()
+        stages = self._stages_before = []
         try:
             for stage in self._stages(_shown(windows, set(hidden)), max(1, memory_mb * 2**20 // 3)):
                 stages.append(stage)
             done: Ahead[Window] = stages[-1]
-            self._computing = done
             check, write = self.meter.stage("check"), self.meter.stage("write")
             for window in done:
                 write.starved_s = done.waited_s

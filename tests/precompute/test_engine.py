@@ -147,6 +147,29 @@ def test_the_stream_is_what_compute_makes_whatever_the_windows(rows: int) -> Non
     assert errors == {}
 
 
+def test_streams_ask_a_model_one_after_the_other_though_the_first_was_closed_in_the_middle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Slow(Staged):
+        inside = most = 0
+
+        def prepare(self, batch: pa.RecordBatch) -> Prepared:
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+            time.sleep(0.1)
+            self.inside -= 1
+            return super().prepare(batch)
+
+    monkeypatch.setattr("precompute.engine.ahead.JOIN_S", 0.001)
+    model = Slow()
+    runner = Runner(model, SINGLE)
+    first = runner.stream(windows([1.0] * 20, 4))
+    next(first)
+    first.close()
+    assert list(gathered(runner.stream(windows([1.0] * 4, 4)))[0].values()) == [{"double": 2.0}] * 4
+    assert model.most == 1
+
+
 @pytest.mark.parametrize("count", [0, 1])
 @pytest.mark.parametrize("model", [Doubler(), Staged()])
 def test_no_rows_and_one_row(count: int, model: Model) -> None:
