@@ -23,7 +23,7 @@ from precompute.engine.runner import START_ROWS, Runner
 from precompute.engine.window import Outcome
 from precompute.lanes.cores import allowed, share, usable_threads
 from precompute.registry import load_model
-from precompute.workers import pool_stream
+from precompute.workers import patience, pool_stream
 from precompute.workers.pool_stream import HELD
 from precompute.workers.worker_pool import WorkerPool
 from precompute.workers.worker_process import WorkerSpec
@@ -329,10 +329,14 @@ def test_a_row_that_silences_its_worker_is_rejected_alone() -> None:
     assert error == "its worker process gave no sign of life for 1.5 s (1 of 1 tries)"
 
 
-def test_a_row_that_hangs_its_worker_is_rejected_alone_and_a_slow_one_beside_it_is_not(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_row_that_hangs_its_worker_is_rejected_alone_and_a_slow_one_beside_it_is_not(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows that hung are tried with less patience, each with all of it before it is rejected, and that when all others are done."""
+    # so little that it does not do for the slow one, however slow the machine is
+    monkeypatch.setattr(patience, "TIMES", 0.0)
     given, meter = list(windows(3, 2)), Meter()
-    workers = pool(WAITING, {"waits": {"2.0": 0.7, "3.0": 600.0}}, meter=meter, **IN_TIME)
+    workers = pool(WAITING, {"waits": {"2.0": 0.5, "3.0": 600.0}}, meter=meter, **IN_TIME | {"heartbeat_s": 0.05})
     pieces = []
     for piece in workers.stream(given, hidden=["input_hash"]):
         pieces.append((*piece, meter.rows_retried))
