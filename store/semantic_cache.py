@@ -110,14 +110,17 @@ class SemanticCache:
         try:
             self._threads.submit(copy_context().run, self._answer, _Asked(pointer, keys, inputs, deadline, oldest_s, futures))
         except RuntimeError:
-            # closed meanwhile
+            # closed meanwhile; or the system has no thread, and one that comes to it later has nothing to do for it
             self._room.release()
+            futures.clear()
             return self._fallback.submit(pointer, keys, inputs, deadline)
         return futures
 
     # ---- in a thread of its own
 
     def _answer(self, asked: _Asked) -> None:
+        if not asked.futures:
+            return
         name, near = asked.pointer.view.name, dict[int, Computed]()
         outcomes: Counter[str] = Counter()
         try:

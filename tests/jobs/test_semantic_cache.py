@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -342,6 +343,10 @@ def test_beyond_a_number_of_requests_at_once_the_model_answers(make_texts: MakeT
         assert lookup._misses is not None
         with lookup._misses._semantic._room:
             assert short(asked(lookup, "aaaa")) == (*COMPUTED, "a")
+        # nor is one looked into, then or later, for which the system had no thread
+        usual = threading.stack_size(2**46)
+        assert short(asked(lookup, "aaaa", "7")) == (*COMPUTED, "a")
+        threading.stack_size(usual)
         assert short(asked(lookup, "aaaa", "8")) == ("fresh", "cache", "1", "a")
         assert +outcomes == {"busy": 1, "hit": 1}
 
