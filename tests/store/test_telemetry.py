@@ -157,9 +157,13 @@ def test_threads_lose_no_count() -> None:
     assert {told["precompute_stage_seconds_count", (("stage", f"stage{i}"),)] for i in range(50)} == {320}
 
 
-def test_more_series_than_there_is_room_for_are_left_out_and_harm_no_other(tmp_path: Path) -> None:
+def test_more_series_than_there_is_room_for_are_left_out_and_harm_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = 1 << 12
+    monkeypatch.setattr("store.telemetry.slots.MAX_SLOTS", room)
     meter = Meter(tmp_path, "worker-0")
-    fits = MAX_SLOTS // 21
+    fits = room // 21
     for i in range(fits + 20):
         meter.timer(STAGE_SECONDS, str(i)).observe(i)
     meter.counter(PROBLEMS, "late").add(9)
