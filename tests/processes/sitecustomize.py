@@ -4,14 +4,17 @@ pyarrow imports it with the first array that it is given, where it is installed:
 """
 
 import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 
 
-class WithoutPandas:
-    """Finds no pandas, and leaves all else to others."""
+class WithoutPandas(PathFinder):
+    """As who finds modules in the folders of ``sys.path``, but for pandas, which is neither imported nor, as by torch, only looked for."""
 
-    def find_spec(self, fullname: str, *_: object) -> None:
-        if fullname == "pandas":
-            raise ModuleNotFoundError("no pandas in processes that tests start", name=fullname)
+    @classmethod
+    def find_spec(cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        return None if fullname == "pandas" else PathFinder.find_spec(fullname, path, target)
 
 
-sys.meta_path.insert(0, WithoutPandas())
+sys.meta_path[sys.meta_path.index(PathFinder)] = WithoutPandas
