@@ -49,14 +49,20 @@ def main() -> int:
         metavar="N",
         help="a miniature: N users and items (at least 50), a third as many documents, one epoch",
     )
+    parser.add_argument(
+        "--documents", type=int, metavar="N", help="the first N documents instead of all: most of its time is theirs"
+    )
     arguments = parser.parse_args()
     if arguments.limit is not None and arguments.limit < 50:
         parser.error(f"--limit: {arguments.limit}: at least 50, of which the demo shows one")
+    documents = arguments.documents
+    if documents is None and arguments.limit is not None:
+        documents = arguments.limit // 3
     started = time.monotonic()
     try:
         project = Project(arguments.config)
         data = (project.folder / project.settings.vars["data"]).resolve()
-        prepare(data, arguments.limit)
+        prepare(data, arguments.limit, documents)
         heading("Precision: speed against accuracy, on the documents themselves")
         project = tuned(project)
         heading("The views, one after the other")
@@ -80,12 +86,12 @@ def tuned(project: Project) -> Project:
     return Project(project.folder)
 
 
-def prepare(data: Path, limit: int | None = None) -> None:
-    """Write the input files and train the two-tower; with a limit, of so many users and items, a third as many documents, and for one epoch."""
+def prepare(data: Path, limit: int | None = None, documents: int | None = None) -> None:
+    """Write the input files and train the two-tower; with a limit, of so many users and items, and for one epoch."""
     heading("Input")
     started = time.monotonic()
     counts = write_movielens(data, limit)
-    documents = write_docstrings(data, None if limit is None else limit // 3)
+    documents = write_docstrings(data, documents)
     print(
         f"MovieLens-100k: {counts['users']:,} users, {counts['items']:,} items, {counts['ratings']:,} ratings to train on and "
         f"{counts['held_out']:,} held out (each user's latest); standard library: {documents:,} docstrings; {time.monotonic() - started:.1f} s"

@@ -160,10 +160,9 @@ def test_a_labels_score_is_the_cosine_with_its_name() -> None:
 @pytest.fixture
 def small_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
     """The demo's views over 943 users, 1,000 items and 1,000 documents of its own; the encoder has one layer, and the towers have seen one rating."""
-    monkeypatch.setattr("demo.__main__.write_docstrings", lambda folder, _: write_docstrings(folder, 1000))
     monkeypatch.setattr("demo.__main__.pairs", lambda *_: np.zeros((1, 2), np.int64))
     data, encoder = tmp_path / "data", tmp_path / "encoder"
-    prepare(data, 1000)
+    prepare(data, 1000, 1000)
     torch.manual_seed(0)
     shape = ElectraConfig(
         embedding_size=16,

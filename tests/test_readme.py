@@ -18,7 +18,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from jobs.cli import _parser
+from jobs.cli import _parser, main
 from jobs.config.project import ProjectConfig
 from jobs.config.schedule import ScheduleConfig
 from jobs.config.view import FeatureConfig, GatesConfig, ViewConfig
@@ -29,7 +29,9 @@ from store.feature_view import RESERVED
 from tests import REPOSITORY
 from tests.jobs.test_every_cpu import tried
 
-PRECOMPUTE = [sys.executable, "-m", "jobs.cli"]
+PRECOMPUTE = [str(Path(sys.executable).with_name("precompute"))]
+DOCS = 800
+"""Documents of the demo here: it takes a minute for all 5,268, more where the CPU has no bfloat16."""
 DOCUMENTS = ["README.md", *sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "docs").glob("*.md"))]
 RUN = ["README.md", "docs/demo.md", "docs/reference.md"]
 """Documents whose commands are run as they stand; those of the others have made-up names and are only parsed."""
@@ -60,7 +62,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], str]
     var = tmp_path_factory.mktemp("demo")
     overrides = {"PRECOMPUTE_ROOT": str(var), "PRECOMPUTE_ONLINE": f"table:{var}/online", "PRECOMPUTE_VARS__DATA": f"{var}/data"}
     environment = os.environ | overrides | {"PRECOMPUTE_SERVE__BIND": "127.0.0.1:0"}
-    done = run([sys.executable, "-m", "demo", "-c", "configs/movielens"], environment, timeout_s=600)
+    done = run([sys.executable, "-m", "demo", "-c", "configs/movielens", "--documents", str(DOCS)], environment, timeout_s=600)
     assert done.returncode == 0, done.stderr
     return environment, done.stdout
 
@@ -93,7 +95,7 @@ def test_the_demo_prints_what_it_promises(demo: tuple[dict[str, str], str]) -> N
     published = re.findall(r"^(\w+): published, snapshot 1, ([\d,]+) of ([\d,]+) rows, [\d,]+ rows/s", printed, re.MULTILINE)
     views = ["item_embedding", "item_labels", "user_vector", "item_vector", "user_recommendations", "doc_embedding"]
     assert [name for name, _, _ in published] == views
-    assert [int(rows.replace(",", "")) for _, rows, _ in published[:5]] == [1682, 1682, 943, 1682, 943]
+    assert [int(rows.replace(",", "")) for _, rows, _ in published] == [1682, 1682, 943, 1682, 943, DOCS]
     assert all(written == source for _, written, source in published)
     assert len(re.findall(r"^ ?\d+\. .+ -?\d+\.\d\d$", printed, re.MULTILINE)) == 10
     assert "50: fresh from store" in printed
@@ -105,13 +107,28 @@ def test_the_demo_prints_what_it_promises(demo: tuple[dict[str, str], str]) -> N
     assert tried(printed) == ["fp32-onednn", *of_bf16]
 
 
+def in_process(words: Sequence[str], environment: dict[str, str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """(exit status, what it printed, and to stderr) of a command line here: an interpreter and torch of its own would take it 3 s."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        status = main(words)
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err
+
+
 @pytest.mark.timeout(400)
-def test_every_command_of_the_documents_works(demo: tuple[dict[str, str], str], redis_url: str) -> None:
-    environment, _ = demo
-    environment = environment | {"PYTHONPATH": str(REPOSITORY)}
+def test_every_command_of_the_documents_works(
+    demo: tuple[dict[str, str], str], redis_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that run until they are told to end, and the first of the others, as the command that is installed; the rest in this process."""
+    monkeypatch.chdir(REPOSITORY)
+    environment = demo[0] | {"PYTHONPATH": str(REPOSITORY)}
+    settings = {name: value for name, value in environment.items() if name.startswith("PRECOMPUTE_")}
     seen = [line for document in RUN for line, _ in commands(document) if "-c books" not in line]
     assert len(seen) > 15
-    server = Running([*PRECOMPUTE, "-c", "configs/movielens", "serve"], environment)
+    serve = ["-c", "configs/movielens", "serve"]
+    server, started = Running([*PRECOMPUTE, *serve], environment), set[str]()
     try:
         address = server.first.removeprefix("serving on ").strip()
         wait_until_ready(address)
@@ -126,19 +143,26 @@ def test_every_command_of_the_documents_works(demo: tuple[dict[str, str], str], 
                 assert answer, line
                 assert all(row["status"] in ("fresh", "missing", "computed") for row in answer.get("rows", [])), line
             elif words[-1] in ("serve", "schedule"):
-                running = Running([*PRECOMPUTE, *words[1:]], environment)
-                assert running.first, line
-                assert running.end() == 0, line
+                started.add(words[-1])
+                if words[1:] != serve:
+                    running = Running([*PRECOMPUTE, *words[1:]], environment)
+                    assert running.first, line
+                    assert running.end() == 0, line
             else:
-                given = dict(word.split("=", 1) for word in words if word.startswith("PRECOMPUTE_"))
-                if given:
-                    given = {"PRECOMPUTE_ONLINE": redis_url}
-                done = run([*PRECOMPUTE, *words[words.index("precompute") + 1 :]], environment | given)
-                assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
-                assert done.stdout, line
-                assert "Traceback" not in done.stderr
+                given = {"PRECOMPUTE_ONLINE": redis_url} if words[0].startswith("PRECOMPUTE_") else {}
+                words = words[words.index("precompute") + 1 :]
+                if "run" not in started:
+                    started.add("run")
+                    done = run([*PRECOMPUTE, *words], environment | given)
+                    ended = done.returncode, done.stdout, done.stderr
+                else:
+                    ended = in_process(words, settings | given, capsys)
+                assert ended[0] == 0, f"{line}\n{ended}"
+                assert ended[1], line
+                assert "Traceback" not in ended[2]
     finally:
         assert server.end() == 0
+    assert started == {"run", "schedule", "serve"}
 
 
 @pytest.mark.timeout(700)
@@ -171,21 +195,35 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(300)
-def test_the_project_of_the_readme_prints_what_is_printed_there(books: Path) -> None:
-    """Every command, in its order; and the Python below them, with what it prints."""
+def test_the_project_of_the_readme_prints_what_is_printed_there(
+    books: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every command, in its order, in this process, which finds the project's own modules; and the Python below them in one of its own, with what
+    it prints."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PRECOMPUTE_")} | {"PYTHONPATH": str(REPOSITORY)}
-    steps = [([*PRECOMPUTE, *shlex.split(line)[1:]], printed) for line, printed in commands("README.md") if "-c books" in line]
-    code = next(block for block in blocks("README.md", "python") if "Lookup.open" in block)
-    printed = blocks("README.md", "text")[0].splitlines()
+    for name in os.environ.keys() - environment.keys():
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(books)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    steps = [(shlex.split(line)[1:], printed) for line, printed in commands("README.md") if "-c books" in line]
     assert len(steps) == 5
-    for command, expected in [*steps, ([sys.executable, "-c", code], printed)]:
-        assert expected, command
-        done = run(command, environment, cwd=books)
-        assert done.returncode == 0, done.stderr
-        found = done.stdout.splitlines()
-        assert len(found) >= len(expected), done.stdout
-        for ours, theirs in zip(found, expected, strict=False):
-            assert_alike(ours, theirs)
+    for words, expected in steps:
+        status, printed, told = in_process(words, {}, capsys)
+        assert status == 0, told
+        check_printed(printed, expected)
+    code = next(block for block in blocks("README.md", "python") if "Lookup.open" in block)
+    done = run([sys.executable, "-c", code], environment, cwd=books)
+    assert done.returncode == 0, done.stderr
+    check_printed(done.stdout, blocks("README.md", "text")[0].splitlines())
+
+
+def check_printed(printed: str, expected: Sequence[str]) -> None:
+    """Its first lines are those of a document."""
+    assert expected
+    found = printed.splitlines()
+    assert len(found) >= len(expected), printed
+    for ours, theirs in zip(found, expected, strict=False):
+        assert_alike(ours, theirs)
 
 
 def assert_alike(found: str, printed: str) -> None:
