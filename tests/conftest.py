@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def _prepare_processes() -> None:
     path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join([PROCESSES, *(entry for entry in path if entry and entry != PROCESSES)])
     # one of xdist's own has begun as such a process
-    sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "WithoutPandas"]
+    sys.meta_path[:] = [PathFinder if getattr(finder, "__name__", "") == "WithoutPandas" else finder for finder in sys.meta_path]
 
 
 _prepare_processes()
