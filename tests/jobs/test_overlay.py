@@ -15,6 +15,7 @@ from jobs.rows import chunks
 from store.offline.refs import Place
 from store.offline.snapshot import Snapshot
 from store.offline.view_store import ViewStore
+from store.online.codec import schema_tag
 from store.online.online_store import Generation, Terms
 from store.online.table_store import TableStore
 from tests.conftest import MakeProject
@@ -64,8 +65,8 @@ def test_a_delta_loads_what_changed_alone(published: Any) -> None:
     del table[5]
     project = published(table)
     assert (project.live().place, project.live().previous_place) == (Place(1, 1, 2), Place(1, 1))
-    run = project.snapshot(2).run
-    assert loaded(project) == [Generation(1, 1, None, project.snapshot(1).run), Generation(2, 2, 1, run)]
+    run, tag = project.snapshot(2).run, schema_tag(project.snapshot(2).view)
+    assert loaded(project) == [Generation(1, 1, None, project.snapshot(1).run, tag), Generation(2, 2, 1, run, tag)]
     with project.online_store() as store:
         found = store.read_generation("numbers", 2, [b"3", b"77", b"5", b"4"]).values
     # two rows, a tombstone, and nothing of what stayed
