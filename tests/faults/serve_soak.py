@@ -335,6 +335,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.publish is not None:
         publish(arguments.publish)
         return
+    arguments.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         soak = Soak(Path(name))
         with soak.publisher, Server(Path(name)) as server:
