@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import fcntl
+import logging
 import math
 import os
 import signal
@@ -21,6 +22,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Literal, NamedTuple
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.02
 """How often is looked whether a process that is waited for has ended."""
@@ -225,6 +228,10 @@ def be_nicer(by: int) -> None:
                 break
             else:
                 break
+        else:
+            log.warning(
+                "others took this machine's turns to change a session's nice value: what this process computes does not give way to other sessions"
+            )
 
 
 class AdoptedProcess(ProcessGroup):
