@@ -122,7 +122,7 @@ class Call(Generic[T]):
         try:
             return self.read(reply.content)
         except ModuleNotFoundError as exc:
-            raise ConfigError(f"an answer as Arrow needs {exc.name}: pip install 'precompute[client]'") from exc
+            raise ConfigError(f"an answer as Arrow needs {exc.name}: pip install 'precompute-store[client]'") from exc
         except (msgspec.MsgspecError, ValueError, KeyError, TypeError) as exc:
             raise NoAnswerError(f"{asked} answered something else than this API: {exc}; is that address right?") from exc
 
