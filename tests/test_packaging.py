@@ -222,9 +222,14 @@ def test_without_either_the_tests_say_what_to_install(monkeypatch: pytest.Monkey
 def test_nobody_is_told_to_install_a_name_that_is_not_ours() -> None:
     """The index has a package ``precompute`` of a stranger's."""
     named = set()
-    for path in (*REPOSITORY.glob("*.md"), *(p for folder in (*ROOMS, "demo", "docs", "examples") for p in (REPOSITORY / folder).rglob("*.*"))):
+    for path in (
+        *REPOSITORY.glob("*.md"),
+        *(p for folder in (*ROOMS, "demo", "docs", "examples") for p in (REPOSITORY / folder).rglob("*.*")),
+    ):
         if path.suffix in (".md", ".py"):
-            named |= {normalised(name) for name in re.findall(r"pip install (?:-[^c]\S* )*['\"]?([A-Za-z][\w-]*)", path.read_text())}
+            named |= {
+                normalised(name) for name in re.findall(r"pip install (?:-[^c]\S* )*['\"]?([A-Za-z][\w-]*)", path.read_text())
+            }
     assert named == {"precompute-store", "onnxruntime-gpu"}
     assert PROJECT["project"]["name"] == "precompute-store"
 
