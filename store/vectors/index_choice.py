@@ -27,8 +27,10 @@ _TUNING_QUERIES, _HELD_OUT_QUERIES, _LOOKS = 128, 512, 3
 _TIMED_EXACT = 8
 _RESCORED = tuple(round(10 * 2 ** (power / 2)) for power in range(2, 17))
 """20 to 2,560 rows are compared again at first for 10 neighbours."""
-_MARGINS = (2.0, 3.0, 4.0, 5.0)
-_WORTH = 1 / 16
+_MARGINS = (2.0, 2.5, 3.0, 3.5, 4.0, 5.0)
+_AT_ONCE = 0.8
+"""Of plain queries so many are to be sure of what is compared at first: reading all codes once more takes longer than comparing with a thousand rows."""
+_WORTH = 1 / 32
 """Codes pay where a plain search compares, of all rows, no more than this share again."""
 
 
@@ -146,21 +148,24 @@ class Chooser:
             yield codes, trained_codes(self._vectors, asking, codes, l2=self._l2)
 
     def _tuned(self, by: Callable[[Codes], NearestRows], codes: Codes, tuning: dict[str, Queries]) -> Codes | None:
-        """How far a search goes: so many compared again at first that plain queries need no more, and the least margin that is good enough for every kind.
-        None where none is, or where it does not pay."""
-        plain, whole = tuning["plain"], len(self._vectors)
-        starts = [codes._replace(rescored=rescored, margin=-np.inf) for rescored in _RESCORED]
-        start = _first(starts, lambda tried: self._is_good(plain.recall(plain.searched(by(tried))))) or starts[-1]
+        """How far a search goes: so many compared again at first that most plain queries are sure of them, and the least margin that is good enough for every
+        kind. None where none is, or where it does not pay."""
+        plain, everything = tuning["plain"], Admitted(None, len(self._vectors))
+
+        def compared(tried: Codes) -> list[int]:
+            return [by(tried).search(query, NEIGHBOURS + 1, everything)[2] for query in plain.asked]
+
+        def at_once(tried: Codes) -> bool:
+            return statistics.mean(rows == tried.rescored for rows in compared(tried)) >= _AT_ONCE
 
         def good(tried: Codes) -> bool:
             return all(self._is_good(queries.recall(queries.searched(by(tried)))) for queries in reversed(tuning.values()))
 
-        tuned = _first([start._replace(margin=margin) for margin in _MARGINS], good)
-        if tuned is None:
+        start = _first([codes._replace(rescored=rescored) for rescored in _RESCORED], at_once)
+        if start is None:
             return None
-        rows = by(tuned)
-        compared = [rows.search(query, NEIGHBOURS + 1, Admitted(None, whole))[2] for query in plain.asked]
-        return tuned if statistics.mean(compared) <= _WORTH * whole else None
+        tuned = _first([start._replace(margin=margin) for margin in _MARGINS], good)
+        return tuned if tuned is not None and statistics.mean(compared(tuned)) <= _WORTH * everything.count else None
 
     def _measured(self, rows: NearestRows, kinds: QueryKinds, asking: ROWS) -> dict[str, QueryRecall]:
         """What every kind of query finds, the queries one after the other, by one thread."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from store.vectors.faiss_index import BITS, FLOAT, ROWS, on_gpu, scan_codes, search_flat
+from store.vectors.faiss_index import BITS, FLOAT, ROWS, on_gpu, scan_codes, search_flat, widened
 from store.vectors.index_record import Codes
 
 FEW_ROWS = 4096
@@ -15,7 +15,7 @@ FEW_ROWS = 4096
 _FEW_EXCLUDED = 16
 """So many excluded rows are searched for besides, and dropped; more are marked in a bitmap."""
 _GROWTH = 4
-_WORTH_SCANNING = 8
+_WORTH_SCANNING = 16
 """Of fewer admitted rows than this times those to compare again, all are compared: gathering a row costs several times what passing over it does."""
 _LEAST_NEIGHBOURS, _LEAST_LATE = 10, 10
 
@@ -44,8 +44,7 @@ class NearestRows:
 
     def vectors(self, rows: ROWS) -> FLOAT:
         """The vectors of some rows, float32 [n, dim]."""
-        found: FLOAT = self._vectors[rows].astype(np.float32)
-        return found
+        return widened(self._vectors[rows])
 
     def nearest(self, query: FLOAT, k: int, admitted: Admitted, excluded: ROWS) -> tuple[FLOAT, ROWS]:
         """Scores and rows of the ``k`` nearest, best first.
@@ -84,7 +83,7 @@ class NearestRows:
 
         By code the best few are found, and compared again; those rows that come next by code are like the last ones that were compared. While these are
         not ``margin`` standard deviations worse than the k-th best, one beyond may be better than it, and four times as many are compared. That asks nothing of which
-        rows are admitted or where the query lies. What it costs is bounded: beyond an eighth of what is admitted, all of it is compared.
+        rows are admitted or where the query lies. What it costs is bounded: beyond a sixteenth of what is admitted, all of it is compared.
         """
         codes, bits = self._codes, admitted.bits
         compared = 0
