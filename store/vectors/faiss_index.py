@@ -166,9 +166,7 @@ def trained_codes(vectors: npt.NDArray[Any], held_out: ROWS, codes: Codes, *, l2
     return index
 
 
-def nearest_of_some(
-    vectors: npt.NDArray[Any], rows: ROWS | None, queries: FLOAT, k: int, *, l2: bool
-) -> ROWS:
+def nearest_of_some(vectors: npt.NDArray[Any], rows: ROWS | None, queries: FLOAT, k: int, *, l2: bool) -> ROWS:
     """The ``k`` nearest of every query among some rows, by comparing with all of these, in as many threads as FAISS takes; no more than a batch is in memory.
 
     Args:

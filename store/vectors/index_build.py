@@ -181,9 +181,7 @@ def _chosen(folder: Path, view: FeatureView, dim: int, dtype: str, limits: Limit
     if dtype == "float32":
         limits = dataclasses.replace(limits, small_rows=len(vectors) + 1)
     scalars = IndexRows(folder).table.drop_columns(["key", "computed_at"])
-    choice = Chooser(
-        vectors, open_flat(exact), halved, scalars, spec.recall_at_10, metric=spec.metric, limits=limits
-    ).choose()
+    choice = Chooser(vectors, open_flat(exact), halved, scalars, spec.recall_at_10, metric=spec.metric, limits=limits).choose()
     if dtype == "float32":
         choice = dataclasses.replace(
             choice, why="the vectors hold numbers that float16 cannot, so that all are compared with as they are"

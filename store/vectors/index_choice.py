@@ -17,21 +17,21 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from store.vectors import nearest_rows
 from store.vectors.faiss_index import ROWS, search_flat, trained_codes
 from store.vectors.index_record import Codes, QueryRecall
 from store.vectors.nearest_rows import Admitted, NearestRows
-from store.vectors.query_kinds import UNFILTERED, QueryKinds
+from store.vectors.query_kinds import QueryKinds
 from store.vectors.recall import NEIGHBOURS, Queries, Recall, lower_bound
 
-_TUNING_QUERIES, _HELD_OUT_QUERIES, _LOOKS = 128, 512, 3
+_ROUNDING_QUERIES, _TUNING_QUERIES, _HELD_OUT_QUERIES, _LOOKS = 512, 128, 512, 3
+"""Rows that ask what float16 loses; those of them that codes are tuned by, one after the other; and those of each look at what came of it."""
 _TIMED_EXACT = 8
-_RESCORED = tuple(round(10 * 2 ** (power / 2)) for power in range(2, 17))
+_RESCORED = tuple(20 * 2**power for power in range(8))
 """20 to 2,560 rows are compared again at first for 10 neighbours."""
 _MARGINS = (2.0, 2.5, 3.0, 3.5, 4.0, 5.0)
-_AT_ONCE = 0.8
-"""Of plain queries so many are to be sure of what is compared at first: reading all codes once more takes longer than comparing with a thousand rows."""
-_WORTH = 1 / 32
-"""Codes pay where a plain search compares, of all rows, no more than this share again."""
+_WORTH = 0.5
+"""Codes pay where a plain search costs no more than this share of comparing with all rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,17 +101,17 @@ class Chooser:
             return _exact(
                 f"a promise above {reachable:.4f} is kept by comparing with every row: {_HELD_OUT_QUERIES:,} queries cannot show more"
             )
-        tuning_rows, *held_out = self._drawn(rows)
+        rounding, *held_out = self._drawn(rows)
         kinds = QueryKinds(self._vectors, self._scalars, self._metric)
-        tuning = dict(kinds.of(tuning_rows))
+        tuning = dict(kinds.of(rounding[:_TUNING_QUERIES]))
         exact_us = self._flat_us(self._flat, tuning["plain"])
         flat, vectors = self._halved()
-        unfiltered = {name: queries for name, queries in tuning.items() if name in UNFILTERED}
-        dtype = "float16" if all(self._is_good(recall) for recall, _ in _by_flat(flat, unfiltered).values()) else "float32"
+        rounded = _by_flat(flat, dict(kinds.of(rounding, filtered=False)))
+        dtype = "float16" if all(self._is_good(recall) for recall, _ in rounded.values()) else "float32"
         if dtype == "float32":
             flat, vectors = self._flat, self._vectors
         looks, said = iter(held_out), list[str]()
-        for codes, coded in self._coded(np.concatenate([tuning_rows, *held_out])):
+        for codes, coded in self._coded(np.concatenate([rounding, *held_out])):
 
             def by(codes: Codes, coded: Any = coded) -> NearestRows:
                 return NearestRows(flat, vectors, l2=self._l2, coded=coded, codes=codes)
@@ -138,8 +138,8 @@ class Chooser:
 
     def _drawn(self, rows: int) -> list[ROWS]:
         """Rows that ask: those to tune by, and those of every look at what came of it. None is in two of them."""
-        share = min(1.0, rows / 2 / (_TUNING_QUERIES + _LOOKS * _HELD_OUT_QUERIES))
-        sizes = [int(_TUNING_QUERIES * share), *[int(_HELD_OUT_QUERIES * share)] * _LOOKS]
+        share = min(1.0, rows / 2 / (_ROUNDING_QUERIES + _LOOKS * _HELD_OUT_QUERIES))
+        sizes = [int(_ROUNDING_QUERIES * share), *[int(_HELD_OUT_QUERIES * share)] * _LOOKS]
         drawn = np.random.default_rng(1).permutation(rows)[: sum(sizes)]
         return np.split(drawn, np.cumsum(sizes)[:-1])
 
@@ -148,24 +148,20 @@ class Chooser:
             yield codes, trained_codes(self._vectors, asking, codes, l2=self._l2)
 
     def _tuned(self, by: Callable[[Codes], NearestRows], codes: Codes, tuning: dict[str, Queries]) -> Codes | None:
-        """How far a search goes: so many compared again at first that most plain queries are sure of them, and the least margin that is good enough for every
-        kind. None where none is, or where it does not pay."""
+        """How far a search goes: as many compared again at first as cost plain queries least, and the least margin that is good enough for every kind. None where
+        none is, or where it does not pay."""
         plain, everything = tuning["plain"], Admitted(None, len(self._vectors))
 
-        def compared(tried: Codes) -> list[int]:
-            return [by(tried).search(query, NEIGHBOURS + 1, everything)[2] for query in plain.asked]
-
-        def at_once(tried: Codes) -> bool:
-            return statistics.mean(rows == tried.rescored for rows in compared(tried)) >= _AT_ONCE
+        def cost(tried: Codes) -> float:
+            return statistics.mean(by(tried).search(query, NEIGHBOURS + 1, everything)[2] for query in plain.asked)
 
         def good(tried: Codes) -> bool:
             return all(self._is_good(queries.recall(queries.searched(by(tried)))) for queries in reversed(tuning.values()))
 
-        start = _first([codes._replace(rescored=rescored) for rescored in _RESCORED], at_once)
-        if start is None:
-            return None
+        start = min((codes._replace(rescored=rescored) for rescored in _RESCORED), key=cost)
         tuned = _first([start._replace(margin=margin) for margin in _MARGINS], good)
-        return tuned if tuned is not None and statistics.mean(compared(tuned)) <= _WORTH * everything.count else None
+        pays = tuned is not None and cost(tuned) <= _WORTH * nearest_rows.STREAMED * everything.total
+        return tuned if pays else None
 
     def _measured(self, rows: NearestRows, kinds: QueryKinds, asking: ROWS) -> dict[str, QueryRecall]:
         """What every kind of query finds, the queries one after the other, by one thread."""
