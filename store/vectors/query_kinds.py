@@ -16,7 +16,7 @@ from store.vectors.recall import NEIGHBOURS, Queries
 
 SHARES = {"filter_50": 0.5, "filter_20": 0.2, "filter_5": 0.05, "filter_1": 0.01}
 """Kinds whose filter admits about so many of the rows, by a scalar feature of the view where one does, else drawn at random."""
-EXCLUSIONS = {"exclude_10": 10, "exclude_100": 100, "exclude_1000": 1000}
+EXCLUSIONS = {"exclude_10": 10, "exclude_100": 100}
 """Kinds that leave out so many of a query's own nearest rows: "like this, but not what I have seen"."""
 UNFILTERED = ("plain", *EXCLUSIONS, "noisy", "far")
 """Kinds that may find every row but what they exclude. ``plain`` are rows, without themselves; ``noisy`` are rows with half of their spread added as noise; ``far``
