@@ -58,7 +58,7 @@ def test_codes_keep_their_promise_on_clusters_that_overlap(tmp_path: Path, metri
     vectors = overlapping(ROWS)
     index = built(tmp_path / "index", vectors, metric)
     figures = index.figures
-    assert figures.kind == "codes"
+    assert figures.kind == "codes", figures.why
     assert figures.recall_at_10 >= figures.recall_bound >= figures.promised == 0.95
     assert figures.queries == 256
     # of other queries than any row
@@ -73,12 +73,12 @@ def test_the_promise_holds_for_every_query_that_can_be_searched_by(tmp_path: Pat
     of, low = rng.integers(clusters, size=ROWS), rng.integers(100, size=ROWS)
     centres = rng.standard_normal((clusters, dim))
     vectors = (centres[of] + 0.2 * rng.standard_normal((ROWS, dim))).astype(np.float32)
-    view = view_of(dim, metric, scalars=[Feature("number", "int32"), Feature("language", "string")])
+    view = view_of(dim, metric, recall=0.9, scalars=[Feature("number", "int32"), Feature("language", "string")])
     scalars = {"number": pa.array(low, pa.int32()), "language": pa.array(np.where(of % 2, "de", "en"))}
     rows = rows_of([f"k{i}" for i in range(ROWS)], vectors, (), scalars)
     figures = build_index(tmp_path / "index", [rows], view, model="m", limits=SMALL)
-    assert figures.kind == "codes"
-    assert figures.recall_bound == min(kind.recall_bound for kind in figures.by_query.values()) >= 0.95
+    assert figures.kind == "codes", figures.why
+    assert figures.recall_bound == min(kind.recall_bound for kind in figures.by_query.values()) >= 0.9
     assert tuple(sorted(figures.by_query)) == tuple(sorted(KINDS))
     assert [figures.by_query[name].by for name in ("filter_50", "filter_20", "filter_1", "plain")] == [
         "language",
@@ -109,7 +109,7 @@ def test_the_promise_holds_for_every_query_that_can_be_searched_by(tmp_path: Pat
         "own cluster excluded": found_of(lambda row: of != of[row], itself, exclude=lambda row: np.flatnonzero(of == of[row])),
         "off the data": found_of(lambda row: everything, lambda row: np.random.default_rng(row).standard_normal(dim)),
     }
-    assert min(recalls.values()) >= 0.94, recalls
+    assert min(recalls.values()) >= 0.9, recalls
     # what admits nothing, one row, all; and more neighbours than there are rows
     query = vectors[0]
     for wanted, admitted in (({"number": -1}, 0), ({"number": {"gte": 0}}, ROWS)):
