@@ -21,6 +21,7 @@ SCRIPTS = (
     "engine_top_k",
     "engine_gpu",
     "engine_kill",
+    "gates_table",
     "store_plan",
     "store_chain",
     "store_resume",
