@@ -12,7 +12,7 @@ from store.errors import RequestError, SnapshotError
 from store.freshness import Sighting, as_us, microseconds
 from store.offline.publishings import Publishing
 from store.offline.snapshot import Snapshot
-from store.offline.standing import Standing
+from store.offline.standing import Standing, keeps_live
 from store.offline.view_store import ViewStore
 from store.partition import Partition
 
@@ -130,6 +130,8 @@ def _best_known(store: ViewStore, manifests: Mapping[int, Snapshot]) -> list[Per
     good = [s for s in good if (s.partition is None) == (last.partition is None) and s.view.entity == last.view.entity]
     if last.partition is not None:
         good = [s for _, s in sorted({s.partition or "": s for s in good}.items())]
+        # As in publishing: a day without rows takes the place of nothing.
+        good = [s for s in good if not keeps_live(s)] or good
     periods: list[Period] = []
     for snapshot in good:
         begins_us = _begins_us(snapshot)

@@ -1,9 +1,7 @@
 """Publishings: the log of what was live of a view, and from when on, which is what readers were served.
 
-    <root>/<view>/refs/publishings.jsonl       a sealed line for each publishing, renewal and drop, the oldest first
-
-``live.json`` says what is live now, and it alone moves readers. A line of it stands in the log, durably, before it is replaced by another; so log and pointer together
-are the whole account, whatever a crash leaves. What follows the last newline was torn by one, and never happened.
+``refs/publishings.jsonl`` has a sealed line for each publishing, renewal and drop; what follows the last newline was torn by a crash. ``live.json`` alone moves
+readers. Its line is durable before it is replaced, so log and pointer together are the whole account.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Refs: what points at a view's snapshots – the live pointer, the epochs, the marks of bad ones and of pinned ones.
 
 <root>/<view>/refs/live.json          {epoch, snapshot, generation, …}: moved by compare-and-swap only
-<root>/<view>/refs/publishings.jsonl  what was live, and from when on
 <root>/<view>/refs/epoch.json         the last epoch that anybody claimed
-<root>/<view>/refs/{bad,pins}/<number>.json
+<root>/<view>/refs/{bad,pins}/<number>.json      …and publishings.jsonl: what was live, and from when on
 """
 
 from __future__ import annotations

@@ -780,9 +780,11 @@ def test_the_command_line_explains(make_project: MakeProject, capsys: pytest.Cap
     said = list(lines(capsys.readouterr().out))
     assert said[0] == "numbers 1: 2 version(s), live in snapshot 2"
     assert said[1].endswith("Z  snapshot 2 (live)")
-    assert [line.split()[0] for line in said[2:7]] == ["run", "model", "input", "double", "vector"]
-    assert said[5:7] == ["  double  10  (was 2)", "  vector  [5, 6, 7, 8] (4)  (was [1, 2, 3, 4] (4))"]
-    assert said[7].endswith("Z  snapshot 1 (replaced)")
+    assert [line.split()[0] for line in said[2:8]] == ["run", "model", "input", "served", "double", "vector"]
+    since, until = (datetime.fromisoformat(ref.since) for ref in project.store.refs.publishings())
+    assert said[12].startswith(f"  served  {since:%Y-%m-%dT%H:%M:%SZ} to {until:%Y-%m-%dT%H:%M:%SZ}")
+    assert said[6:8] == ["  double  10  (was 2)", "  vector  [5, 6, 7, 8] (4)  (was [1, 2, 3, 4] (4))"]
+    assert said[8].endswith("Z  snapshot 1 (replaced)")
     assert project.cli("explain", "numbers", "3") == 0
     said = list(lines(capsys.readouterr().out))
     assert said[0] == "numbers 3: 0 version(s), live is snapshot 2, without it"
