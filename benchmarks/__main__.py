@@ -26,6 +26,7 @@ SCRIPTS = (
     "store_chain",
     "store_resume",
     "store_write",
+    "store_as_of",
     "store_history",
 )
 

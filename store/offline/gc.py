@@ -94,6 +94,11 @@ def collect(
             crashpoint("gc")
         except OSError as exc:
             raise SnapshotError(disk_message(store.manifest_path(0).parent, exc)) from exc
+        try:
+            store.refs.thin_log(store.numbers())
+        except SnapshotError as exc:
+            # nothing is in its way but a file that is longer than it need be
+            log.warning("%s", exc)
     return gone + _collect_files(store, catalog, kept, leases, held_s, young_s, dry_run=dry_run, swept=swept)
 
 

@@ -1,7 +1,7 @@
 """Standing: which snapshots of a view count, and for what. Decided here and nowhere else.
 
 A snapshot that is marked bad (rolled back from, or damaged), builds on one, copied rows of one or repeats the content of one, and one that a gate
-refused, is never published and is no history. Good to build on is more: one that a gate refused, whose rows are right by themselves.
+refused, is never published and is no best known history. Good to build on is more: one that a gate refused, whose rows are right by themselves.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Standing:
         return next((number for number in same if number < snapshot.number), None)
 
     def why_void(self, snapshot: Snapshot) -> str | None:
-        """Why a snapshot counts for nothing: what publishing would refuse is no history either. None where it counts."""
+        """Why a snapshot counts for nothing: what publishing would refuse is not best known either. None where it counts."""
         try:
             bad = self.bad(snapshot)
         except SnapshotError:
