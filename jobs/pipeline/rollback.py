@@ -75,11 +75,26 @@ def rollback(
             report.snapshot, report.epoch, report.status = ref.snapshot, ref.epoch, "published"
         else:
             target = _target(store, ref, to)
-            store.mark_bad(ref.snapshot, "rolled back from", back_to=target)
+            _mark_left(store, ref.snapshot, target)
             reason = f"rollback from {ref.snapshot}"
             publisher.publish(target, reason=reason, held=f"{reason}, with --hold" if hold else None)
         notify(project.settings.notify, report, project.home)
     return report
+
+
+def _mark_left(store: ViewStore, number: int, target: int) -> None:
+    """Mark what is gone back from bad; of an assembled snapshot the rows of those partitions that the target has otherwise, all since then, so that the next one
+    is not made of them.
+
+    Raises:
+        SnapshotError: one of them cannot be read, or the file system failed.
+    """
+    left, back = store.snapshot(number), store.snapshot(target)
+    at_fault = {p: back.members.get(p) for p, n in left.members.items() if back.members and back.members.get(p) != n}
+    for entry in store.catalog().entries.values():
+        if entry.partition in at_fault and (at_fault[entry.partition] or 0) < entry.number <= number:
+            store.mark_bad(entry.number, f"rolled back from, in snapshot {number}", back_to=at_fault[entry.partition])
+    store.mark_bad(number, "rolled back from", rows=not at_fault, back_to=target)
 
 
 def _target(store: ViewStore, ref: LiveRef, to: int | None) -> int:
