@@ -56,7 +56,25 @@ def assembled(job: Job, lease: Lease) -> Snapshot | None:
     if known is not None:
         return known
     with job.report.stage("assemble"):
-        return store.commit(_judged(job, live, _assembled(job, live, members)), lease)
+        try:
+            found = _assembled(job, live, members)
+        except SnapshotError:
+            if not _is_damaged(store, [*members.values(), *([] if live is None else [live])]):
+                raise
+            # What is damaged is marked bad now: once more, without it.
+            return assembled(job, lease)
+        return store.commit(_judged(job, live, found), lease)
+
+
+def _is_damaged(store: ViewStore, snapshots: Iterable[Snapshot]) -> bool:
+    """Whether files of any of these are not what its manifest says; each of them is marked bad then that was not before."""
+    before = len(store.refs.marked("bad"))
+    for snapshot in snapshots:
+        try:
+            store.check_parts(snapshot)
+        except SnapshotError as exc:
+            log.warning("%s", exc)
+    return len(store.refs.marked("bad")) > before
 
 
 def live_assembled(store: ViewStore) -> Snapshot | None:
@@ -98,7 +116,9 @@ def members_of(job: Job, live: Snapshot | None) -> tuple[dict[str, Snapshot], li
         )
     before = _kept(job, standing.newest_of_each(like=live))
     if served.difference(before):
-        raise SnapshotError(f"partitions that are served have no good snapshot any more: precompute backfill {job.store.name}, or --accept rows")
+        raise SnapshotError(
+            f"partitions that are served have no good snapshot any more: precompute backfill {job.store.name}, or --accept rows"
+        )
     waiting = len(served.difference(members))
     return before, [
         f"another model computed partition {max(every)}, and {waiting} of {len(served)} that are served wait for it: what is live stays until all are computed by it: "
@@ -110,7 +130,9 @@ def _left_out(every: Mapping[str, Snapshot], members: Mapping[str, Snapshot], ne
     others = sorted(partition for partition in every if partition not in members)
     if not others:
         return []
-    return [f"{len(others)} partitions were computed by another model than {max(members)} and are not served, {others[0]} the oldest: backfill --reprocess stale"]
+    return [
+        f"{len(others)} partitions were computed by another model than {max(members)} and are not served, {others[0]} the oldest: backfill --reprocess stale"
+    ]
 
 
 def _kept(job: Job, of: Mapping[str, Value], beside: Iterable[str] = ()) -> dict[str, Value]:
@@ -137,7 +159,12 @@ def _committed(store: ViewStore, live: Snapshot | None, numbers: Mapping[str, in
 def _assembled(job: Job, live: Snapshot | None, members: Mapping[str, Snapshot]) -> Snapshot:
     """The snapshot, not judged or committed yet: a delta over what is live, or, where that would be long or is of another model, whole."""
     store, newest = job.store, members[max(members)]
-    if live is not None and are_alike(live, newest) and len(store.chain(live)) < MAX_LAYERS:
+    if (
+        live is not None
+        and are_alike(live, newest)
+        and len(store.chain(live)) < MAX_LAYERS
+        and Standing(store).bad_below(live) is None
+    ):
         try:
             before = {partition: store.snapshot(number) for partition, number in live.members.items()}
         except SnapshotError as exc:

@@ -216,7 +216,7 @@ def _all_partitions(job: Job, snapshot: Snapshot, lease: Lease) -> Snapshot:
         raise SnapshotError(
             f"view {store.name!r} serves all partitions, and of {snapshot.partition} snapshot {own or 'none'}: publish without --snapshot, or go back with `rollback`"
         )
-    return every
+    return accepted(job, every)
 
 
 def _go_live(job: Job, snapshot: Snapshot, publisher: Publisher, nothing_new: bool) -> None:

@@ -100,7 +100,9 @@ def newest_rows(
     entity = ordered[-1].view.entity
     with reading(store.name), _Rows(store, ordered, served, entity, memory_mb) as rows:
         if served is not None and before is not None:
-            changed = {p for p in (*members, *before) if p not in members or p not in before or members[p].number != before[p].number}
+            changed = {
+                p for p in (*members, *before) if p not in members or p not in before or members[p].number != before[p].number
+            }
             rows.narrow([of[p] for p in sorted(changed) for of in (before, members) if p in of])
         return rows.compared()
 

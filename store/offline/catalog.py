@@ -157,8 +157,8 @@ def _lines(path: Path) -> dict[int, tuple[Stamp, Entry]]:
 
 
 def _line(stamp: Stamp, entry: Entry) -> bytes:
-    values = [entry.number, *stamp, entry.run, entry.partition, entry.parent, entry.created_at, entry.refused_by]
-    values += [entry.files, entry.members, entry.rows]
+    named = (entry.files, entry.members, entry.rows)
+    values = [entry.number, *stamp, entry.run, entry.partition, entry.parent, entry.created_at, entry.refused_by, *named]
     body = json.dumps(values).encode()
     return b"%08x %s" % (zlib.crc32(body), body)
 
