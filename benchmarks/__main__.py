@@ -25,6 +25,7 @@ SCRIPTS = (
     "store_resume",
     "store_write",
     "store_history",
+    "serve_all",
 )
 
 if __name__ == "__main__":
