@@ -1,6 +1,6 @@
 """A view that serves all of its partitions: a new day, computed and published over the 59 before it, against computing and publishing all 60 at once.
 
-    python -m benchmarks.serve_all [rows of a day]
+python -m benchmarks.serve_all [rows of a day]
 """
 
 from __future__ import annotations

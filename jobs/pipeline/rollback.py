@@ -87,11 +87,17 @@ def _mark_left(store: ViewStore, number: int, target: int) -> None:
     is not made of them.
 
     Raises:
-        SnapshotError: one of them cannot be read, or the file system failed.
+        SnapshotError: the file system failed.
     """
-    left, back = store.snapshot(number), store.snapshot(target)
-    at_fault = {p: back.members.get(p) for p, n in left.members.items() if back.members and back.members.get(p) != n}
-    for entry in store.catalog().entries.values():
+    entries = store.catalog().entries
+
+    def members(of: int) -> dict[str | None, int]:
+        # of a manifest that is torn the catalog knows them still
+        return {entries[n].partition: n for n in (entries[of].members if of in entries else ()) if n in entries}
+
+    left, back = members(number), members(target)
+    at_fault = {partition: back.get(partition) for partition, n in left.items() if back and back.get(partition) != n}
+    for entry in entries.values():
         if entry.partition in at_fault and (at_fault[entry.partition] or 0) < entry.number <= number:
             store.mark_bad(entry.number, f"rolled back from, in snapshot {number}", back_to=at_fault[entry.partition])
     store.mark_bad(number, "rolled back from", rows=not at_fault, back_to=target)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import sys
 import threading
 import time
 from collections import Counter
@@ -19,7 +18,7 @@ from jobs.process.job import RunOptions
 from jobs.process.progress import Silent
 from jobs.schedule.backfill_plan import REPORTS
 from jobs.schedule.backfill_state import Backfill, Item, in_words, note_done, save_backfill
-from precompute.workers.process import ChildProcess, end_all
+from precompute.workers.process import ChildProcess, end_all, installed_module
 from store.clock import utc_now
 from store.disk.lease import Lease
 from store.errors import ConflictError, GateError, PrecomputeError, SnapshotError
@@ -126,7 +125,7 @@ class Conductor:
         if self.store.running(item.partition):
             self._wait_for(item)
             return
-        command = [sys.executable, "-m", "jobs.cli", "-c", str(self.project.folder), "materialize", self.state.view, "--json"]
+        command = [*installed_module("jobs.cli"), "-c", str(self.project.folder), "materialize", self.state.view, "--json"]
         command += ["--partition", item.label, "--backfill", self.state.id, *(["--full"] if self.state.options.full else [])]
         began = time.monotonic()
         item.started_at = utc_now()

@@ -159,6 +159,8 @@ class Snapshot(Record, frozen=True):
         """The manifest: canonical JSON whose last line is the SHA-256 of all before it."""
         body = plain(self)
         body["view"] = self.view.to_json()
+        if not self.members:
+            del body["members"]
         body["format_version"] = FORMAT_VERSION
         body["view_fingerprint"] = self.view.fingerprint()
         text = json.dumps(body, indent=1, sort_keys=True)[: -len("\n}")]
