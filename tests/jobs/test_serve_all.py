@@ -317,6 +317,9 @@ def test_a_view_of_the_newest_partition_says_what_that_means(corpus: Corpus, cap
     assert len(corpus.served(30)) == 12
     assert corpus.scene.cli("status") == 0
     assert "numbers: all partitions: 3 served" in capsys.readouterr().out
+    assert corpus.scene.cli("snapshots", "numbers") == 0
+    assert [line.split()[4] for line in capsys.readouterr().out.splitlines()[1:]][0] == "all"
+    assert corpus.scene.cli("explain", "numbers", "1") == 0
 
 
 @pytest.mark.parametrize(
