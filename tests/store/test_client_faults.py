@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import httpcore2
@@ -38,7 +38,7 @@ from store.errors import (
     PrecomputeError,
     RequestError,
 )
-from tests.asking import Awaited, opened
+from tests.asking import Awaited, features_of, opened
 from tests.hostile import Hostile, Visit
 from tests.server import eventually
 
@@ -548,11 +548,13 @@ def test_files_of_tls_that_are_none_are_named(tls: Tls) -> None:
 
 # ---- whose answer it is
 
-WAYS = {
-    "row": lambda client, user: client.row("likes", user).features["of"],
-    "rows": lambda client, user: client.rows("likes", [user]).rows[0].features["of"],
+WAYS: dict[str, Callable[[Client, int], Any]] = {
+    "row": lambda client, user: features_of(client.row("likes", user))["of"],
+    "rows": lambda client, user: cast(Any, client.rows("likes", [user]).rows[0]).features["of"],
     "table": lambda client, user: client.get("likes", [user])["of"][0].as_py(),
-    "several": lambda client, user: client.several([ViewLookupRequest(view="likes", keys=[user])])[0].rows[0].features["of"],
+    "several": lambda client, user: (
+        cast(Any, client.several([ViewLookupRequest(view="likes", keys=[user])])[0]).rows[0].features["of"]
+    ),
 }
 """Each way to one user's row, whose feature ``of`` says whose it is."""
 
@@ -562,7 +564,7 @@ def likes(request: bytes, view: str = "likes", more: int = 0) -> bytes:
     head, _, body = request.partition(b"\r\n\r\n")
     line = head.partition(b"\r\n")[0]
     user = int(line.split()[1].rpartition(b"/")[2]) if line.startswith(b"GET") else int(re.findall(rb'"keys":\[(\d+)', body)[0])
-    row = {
+    row: dict[str, Any] = {
         "key": str(user),
         "status": "fresh",
         "source": "store",
@@ -572,7 +574,7 @@ def likes(request: bytes, view: str = "likes", more: int = 0) -> bytes:
         "snapshot": 3,
         "model": "m",
     }
-    row |= {"features": {"of": user}}
+    row["features"] = {"of": user}
     answer: dict[str, Any] = {"view": view, "snapshot": 3, "model": "m", "rows": [row] * (1 + more)}
     if line.startswith(b"GET"):
         answer = row | {"view": view}
