@@ -28,6 +28,7 @@ SCRIPTS = (
     "store_write",
     "store_as_of",
     "store_history",
+    "serve_all",
 )
 
 if __name__ == "__main__":
