@@ -103,7 +103,10 @@ def explain(store: ViewStore, key: Any, *, memory_mb: int = 1024) -> Explanation
     ref, entity = store.refs.readable_live(), manifests[max(manifests)].view.entity
     live = None if ref is None else ref.snapshot
     text = key_text(key, entity)
-    order = sorted((s for s in manifests.values() if s.view.entity == entity), key=lambda s: (s.partition or "", s.number))
+    # what is served of several partitions comes behind them: they hold a value first
+    order = sorted(
+        (s for s in manifests.values() if s.view.entity == entity), key=lambda s: (bool(s.members), s.partition or "", s.number)
+    )
     explained: list[Version] = []
     parts = split_key(text, entity)
     if len(parts) == len(entity):
@@ -160,11 +163,13 @@ def _explained(
 
 
 def _by_version(spans: Sequence[Span], order: Sequence[Snapshot]) -> list[list[Span]]:
-    """The spans of each version: copies of a row keep both time and input."""
+    """The spans of each version: copies of a row keep both time and input, and are copies beyond their partition where several are served together."""
     held: dict[tuple[Any, ...], list[Span]] = {}
+    together = any(snapshot.members for snapshot in order)
     for span in spans:
         snapshot = order[span.first]
-        held.setdefault((snapshot.partition, span.computed_us, span.input_hash, snapshot.recipe), []).append(span)
+        of = () if together else (snapshot.partition, snapshot.recipe)
+        held.setdefault((*of, span.computed_us, span.input_hash), []).append(span)
     return list(held.values())
 
 

@@ -120,7 +120,8 @@ def _period(entry: Publishing, manifests: Mapping[int, Snapshot], entity: tuple[
 def _best_known(store: ViewStore, manifests: Mapping[int, Snapshot]) -> list[Period]:
     snapshots = [manifests[number] for number in sorted(manifests)]
     standing = Standing(store, manifests)
-    good = [snapshot for snapshot in snapshots if standing.why_void(snapshot) is None]
+    # what is served of several partitions holds nothing that these have not
+    good = [snapshot for snapshot in snapshots if not snapshot.members and standing.why_void(snapshot) is None]
     if not good:
         raise SnapshotError(
             f"view {store.name!r} has no snapshot under {store.offline.root} that counts"

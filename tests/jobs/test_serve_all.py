@@ -14,6 +14,7 @@ from jobs.config.view import GatesConfig
 from store.disk import crashpoint
 from store.disk.crashpoint import InjectedError
 from store.errors import ConfigError, GateError, SnapshotError
+from store.history import explain, get_historical_features, read
 from store.offline.gc import collect
 from store.offline.runs import Report
 from store.partition import containing
@@ -305,6 +306,28 @@ def test_the_model_behind_a_miss_reads_the_newest_partition(corpus: Corpus) -> N
 
 
 # ---- what is told
+
+
+def test_the_past_of_partitions_that_add_up_is_what_was_served(corpus: Corpus) -> None:
+    corpus.run(0, {1: 1.0, 2: 2.0})
+    between = datetime.now(UTC)
+    corpus.run(1, {1: 10.0, 3: 30.0})
+    store = corpus.scene.store
+    for at, expected in ((between, {1: 2.0, 2: 4.0}), (datetime.now(UTC), {1: 20.0, 2: 4.0, 3: 60.0})):
+        rows = read(store, as_of=at)
+        assert dict(zip(rows["id"].to_pylist(), rows["double"].to_pylist(), strict=True)) == expected
+        entities = pa.table({"id": [1, 2, 3], "event_timestamp": pa.array([at] * 3, pa.timestamp("us", "UTC"))})
+        found = get_historical_features(store.offline, entities, ["numbers"])
+        assert found["numbers__double"].to_pylist() == [expected.get(key) for key in (1, 2, 3)]
+    # in data time a day's rows count until the next day's do
+    entities = pa.table({"id": [1, 2], "event_timestamp": pa.array([DAYS[1]] * 2, pa.timestamp("us", "UTC"))})
+    known = get_historical_features(store.offline, entities, ["numbers"], values="best_known")
+    assert known["numbers__double"].to_pylist() == [2.0, 4.0]
+    versions = explain(store, 1).versions
+    assert [(v.features["double"], v.partition, v.live, len(v.served)) for v in versions] == [
+        (20.0, str(containing("day", DAYS[1])), True, 1),
+        (2.0, str(containing("day", DAYS[0])), False, 1),
+    ]
 
 
 def test_a_view_of_the_newest_partition_says_what_that_means(corpus: Corpus, capsys: pytest.CaptureFixture[str]) -> None:
