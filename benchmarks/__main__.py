@@ -22,6 +22,7 @@ SCRIPTS = (
     "engine_gpu",
     "engine_kill",
     "gates_table",
+    "backfill",
     "store_plan",
     "store_chain",
     "store_resume",

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from collections.abc import Callable
 
-from jobs.commands.command import DONE, Commands, add_partition, partition_of, project_of
+from jobs.commands.command import DONE, FAILED, Commands, add_partition, partition_of, project_of
 from jobs.config.view import GATES
 from jobs.process.job import RunOptions
 from jobs.process.progress import progress_for
 from jobs.process.report import engine_line
+from store.errors import PrecomputeError
 from store.offline.runs import Report
 from store.record import plain
 
@@ -30,6 +33,7 @@ def add(commands: Commands) -> None:
         add_partition(command)
         command.add_argument("--due", help=argparse.SUPPRESS)
         command.add_argument("--backfill", help=argparse.SUPPRESS)
+    materialize.add_argument("--partitions", help=argparse.SUPPRESS)
     publish = commands.add("publish", _run, "load a snapshot into the online store and make it live", view=True)
     publish.add_argument("--snapshot", type=int, metavar="N", help="which one (default: the newest that may be published)")
     publish.add_argument(
@@ -65,6 +69,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _materialize(arguments: argparse.Namespace) -> int:
+    if arguments.partitions is not None:
+        return _materialize_each(arguments)
     if not arguments.dry_run:
         return _run(arguments)
     from jobs.pipeline.run import plan_view
@@ -75,6 +81,29 @@ def _materialize(arguments: argparse.Namespace) -> int:
     plan = plan_view(project, arguments.view, options)
     print(json.dumps(plan.to_json()) if arguments.json else f"{arguments.view}: {plan}")
     return DONE
+
+
+def _materialize_each(arguments: argparse.Namespace) -> int:
+    """Compute some partitions, one after the other, with the model loaded once: a process of a backfill, which reads of each what its run's report says. One
+    that fails keeps none of the others; once the backfill is gone none is begun."""
+    from jobs.pipeline.run import run_view
+    from jobs.rows.open_view import SharedModels
+
+    project, parent, status = project_of(arguments), os.getppid(), DONE
+    models = SharedModels(project.home)
+    for text in arguments.partitions.split(","):
+        if os.getppid() != parent:
+            break
+        arguments.partition = text
+        options = RunOptions(
+            command="materialize", full=arguments.full, backfill=arguments.backfill, partition=partition_of(project, arguments)
+        )
+        try:
+            run_view(project, arguments.view, progress_for(True), options, load=models)
+        except PrecomputeError as exc:
+            print(f"precompute: {exc}", file=sys.stderr)
+            status = FAILED
+    return status
 
 
 def tell_report(arguments: argparse.Namespace) -> Callable[[Report], None]:

@@ -6,9 +6,10 @@ import contextlib
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 from jobs.config.project import Project
 from jobs.config.view import ViewConfig
@@ -21,6 +22,7 @@ from jobs.process.progress import Progress, Silent
 from jobs.process.report import PUBLISHING, close_dead, recorded
 from jobs.publish.publisher import Publisher
 from jobs.rows.plan import Plan
+from precompute.registry import LoadedModel
 from store.clock import parsed_time
 from store.disk.crashpoint import crashpoint
 from store.disk.lease import Lease, is_held, take
@@ -50,6 +52,7 @@ def run_view(
     options: RunOptions = RunOptions(),  # noqa: B008 - frozen
     *,
     finished: Callable[[Report], None] = lambda _: None,
+    load: Callable[[str, Mapping[str, Any], str], LoadedModel] | None = None,
 ) -> Report:
     """Run one view.
 
@@ -59,6 +62,7 @@ def run_view(
         progress: told how far it is.
         options: what is asked for.
         finished: given the report once it is complete, of a failed run too.
+        load: makes the model, as :func:`jobs.rows.open_view.open_view` has it.
 
     Returns:
         the report, as written; of a run that was done for this time of the schedule already, that run's.
@@ -89,7 +93,7 @@ def run_view(
         held.enter_context(named(name))
         held.enter_context(_ended_by_kernel(options.deadline_s))
         held.callback(progress.end)
-        job = Job(project, config, store, options, report, progress, lease)
+        job = Job(project, config, store, options, report, progress, lease, load)
         snapshot = materialize(job) if computes else _named(job)
         if options.command != "materialize":
             _publish(job, snapshot)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from jobs.config.project import Project
 from jobs.config.view import ViewConfig
 from jobs.process.progress import Progress
+from precompute.registry import LoadedModel
 from store.disk.lease import Lease
 from store.offline.runs import Report
 from store.offline.view_store import ViewStore
@@ -61,6 +63,8 @@ class Job:
     report: Report
     progress: Progress
     lease: Lease | None = None
+    load: Callable[[str, Mapping[str, Any], str], LoadedModel] | None = None
+    """Makes the model, as :func:`jobs.rows.open_view.open_view` has it."""
 
     @property
     def memory_mb(self) -> int:

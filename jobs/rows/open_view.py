@@ -163,6 +163,31 @@ def open_view(
     return OpenView(view, folder, source, loaded.model, fingerprint, inputs, tables, variant, compiled, held, loaded.fingerprint)
 
 
+class SharedModels:
+    """Loads a model once for several runs of one process, one after the other: of the same class and arguments, none of them a table, and in float32, since a
+    conversion changes the model it is given.
+
+    Args:
+        folder: the project's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._loaded = folder, dict[str, LoadedModel]()
+
+    def __call__(self, use: str, args: Mapping[str, Any], variant: str) -> LoadedModel:
+        """As :func:`precompute.registry.load_with_fingerprint`.
+
+        Raises:
+            ConfigError, ModelError: as that does.
+        """
+        if variant != REFERENCE or any(isinstance(value, pa.Table) for value in args.values()):
+            return load_with_fingerprint(use, args, self._folder)
+        key = repr((use, sorted(args.items())))
+        if key not in self._loaded:
+            self._loaded[key] = load_with_fingerprint(use, args, self._folder)
+        return self._loaded[key]
+
+
 def _calibrates(variant: str) -> bool:
     if variant == REFERENCE:
         return False

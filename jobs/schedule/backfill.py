@@ -1,14 +1,13 @@
-"""Backfill: compute the partitions of a view over a range of data time, each by a process of its own, ``max_active`` at once.
+"""Backfill: compute the partitions of a view over a range of data time, by ``max_active`` processes at once.
 
 What is to be done is planned from the manifests and the runs' reports. How far it is stands in ``<root>/<view>/backfills/<id>.json``, for people and for
 ``--resume``; it is believed only as far as manifests and reports agree. One that was killed goes on by ``--resume``, and waits for its processes that
-still run; one that was cancelled is final. The live pointer is moved once, at the end, and only forward."""
+still run; so does one that was cancelled by a signal. The live pointer moves now and then, and at the end, and only forward."""
 
 from __future__ import annotations
 
 import contextlib
 import secrets
-import shlex
 from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -28,7 +27,6 @@ from jobs.schedule.backfill_state import (
     take_backfill,
 )
 from jobs.schedule.conductor import Conductor
-from store.errors import ConfigError
 from store.offline.view_store import ViewStore
 from store.partition import Partition
 from store.record import replace
@@ -79,29 +77,23 @@ def run_backfill(
 def resume_backfill(
     project: Project, name: str, id: str, *, max_active: int | None = None, announce: Callable[[str], None] = lambda _: None
 ) -> Backfill:
-    """Go on with a backfill that was killed, or try again what failed in it.
+    """Go on with a backfill that was killed or cancelled, or try again what failed in it.
 
     What manifests and reports tell to be done is not done again; its processes that are still at work are waited for.
 
     Raises:
-        ConfigError: there is no such backfill, or it was cancelled, which is final.
+        ConfigError: there is no such backfill.
         ConflictError: it is going on, or another one is at some of its partitions.
         SnapshotError: the file system failed.
     """
     store = project.offline.view(name)
     state = read_backfill(store, id)
-    if state.status == "cancelled":
-        options = state.options
-        raise ConfigError(
-            f"backfill {id} of view {name!r} was cancelled, which is final; begin anew: precompute backfill {name} "
-            f"--from {shlex.quote(options.first)} --to {shlex.quote(options.last)} --reprocess {options.reprocess}"
-        )
     with contextlib.ExitStack() as held:
         with one_begins(store):
             lease = held.enter_context(take_backfill(store, state, project.settings.lease))
             state = read_backfill(store, id)
             check_overlap(store, [item.partition for item in state.items if item.state != "done"], id)
-            state.status, state.finished_at = "running", None
+            state.status, state.finished_at, state.signal = "running", None, None
             if max_active is not None:
                 state.options = replace(state.options, max_active=max_active)
             save_backfill(store, state, lease)

@@ -1,4 +1,4 @@
-"""Conductor: carries a backfill out, each partition by a process of its own, the next one begun as soon as any ends; then it publishes.
+"""Conductor: carries a backfill out by processes that each compute several partitions with one loaded model, and publishes what is done, now and then and at the end.
 
 Processes are looked at in one loop with what somebody else computes. What a process did is read from its run's report; what ended before its run began,
 or was killed, is told by its last words. SIGINT and SIGTERM cancel the backfill."""
@@ -6,12 +6,14 @@ or was killed, is told by its last words. SIGINT and SIGTERM cancel the backfill
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from statistics import median
 
 from jobs.config.project import Project
 from jobs.process.job import RunOptions
@@ -39,11 +41,21 @@ ATTEMPTS = 3
 """How often a run is begun that finds its partition taken the moment before."""
 
 
-@dataclass(frozen=True, slots=True)
-class _PartitionRun:
-    """The process that computes a partition; ``began`` by the monotonic clock, in s."""
+GROUP_S = 30.0
+"""About how long one process computes partitions, one after the other, with the model loaded once: a process takes 1.3 s of CPU to begin."""
 
-    item: Item
+FIRST_GROUP, MOST_IN_GROUP = 8, 200
+"""Partitions of a process at most: before it is known how long one takes, and after."""
+
+PUBLISH_EVERY_S = 5.0
+"""How often what is done goes live before the end, at most; and no more than a tenth of the time is spent on it."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """A process, and the partitions it was given that are not known to be over, in their order; ``began`` by the monotonic clock, in s."""
+
+    items: list[Item]
     process: ChildProcess
     began: float
 
@@ -57,7 +69,7 @@ class Conductor:
     state: Backfill
     lease: Lease
     announce: Callable[[str], None]
-    _active: dict[str, _PartitionRun] = field(default_factory=dict)
+    _active: list[_Group] = field(default_factory=list)
     _elsewhere: dict[str, Item] = field(default_factory=dict)
     """Partitions somebody else computes."""
     _survivors: set[str] = field(default_factory=set)
@@ -69,6 +81,10 @@ class Conductor:
     """The first one that came."""
     _began: float = field(default_factory=time.monotonic)
     _finished: int = 0
+    _seconds: list[float] = field(default_factory=list)
+    """What partitions took."""
+    _publish_at: float = field(default_factory=lambda: time.monotonic() + PUBLISH_EVERY_S)
+    """When what is done goes live next, by the monotonic clock."""
 
     def conduct(self) -> None:
         """Run everything, then publish."""
@@ -106,73 +122,115 @@ class Conductor:
         look_at = 0.0
         while todo or self._active or self._elsewhere:
             while todo and len(self._active) + len(self._survivors) < self.state.options.max_active:
-                self._start(todo.pop(0))
+                self._start(todo)
             if self._signal is not None:
                 self._cancel(self._signal)
                 return
-            for run in [run for run in self._active.values() if run.process.ended()]:
-                del self._active[run.item.partition]
-                if self._judge(run):
-                    todo.insert(0, run.item)
-                save_backfill(self.store, self.state, self.lease)
-            if self._elsewhere and time.monotonic() >= look_at:
+            looks = time.monotonic() >= look_at
+            for group in list(self._active):
+                ended = group.process.ended()
+                if ended:
+                    self._active.remove(group)
+                if (ended or looks) and (over := self._note_reports(group)) + ended:
+                    todo[:0] = self._note_end(group) if ended else []
+                    save_backfill(self.store, self.state, self.lease)
+                    if over and self.state.options.publish and time.monotonic() >= self._publish_at:
+                        self._publish_early()
+            if looks:
                 todo[:0] = self._look_elsewhere()
                 look_at = time.monotonic() + LOOK_AGAIN_S
             time.sleep(POLL_S)
 
-    def _start(self, item: Item) -> None:
-        self._since[item.partition] = self.store.runs.stamp()
-        if self.store.running(item.partition):
-            self._wait_for(item)
+    def _start(self, todo: list[Item]) -> None:
+        """Begin a process for the next partitions, which are taken off the list."""
+        group, size = list[Item](), self._group_size(len(todo))
+        # every second one, where two processes begin, so that time goes on in its order
+        free = max(1, self.state.options.max_active - len(self._active) - len(self._survivors))
+        for item in todo[::free][:size]:
+            todo.remove(item)
+            self._since[item.partition] = self.store.runs.stamp()
+            if self.store.running(item.partition):
+                self._wait_for(item)
+            else:
+                group.append(item)
+        if not group:
             return
         command = [*installed_module("jobs.cli"), "-c", str(self.project.folder), "materialize", self.state.view, "--json"]
-        command += ["--partition", item.label, "--backfill", self.state.id, *(["--full"] if self.state.options.full else [])]
-        began = time.monotonic()
-        item.started_at = utc_now()
+        command += ["--partitions", ",".join(item.label for item in group), "--backfill", self.state.id]
         try:
-            process = ChildProcess(command, output="kept")
+            process = ChildProcess([*command, *(["--full"] if self.state.options.full else [])], output="kept")
         except OSError as exc:
-            item.state, item.error = "failed", f"its process cannot be started: {exc.strerror or exc}"
-            self._tell(item)
+            for item in group:
+                item.state, item.error = "failed", f"its process cannot be started: {exc.strerror or exc}"
+                self._tell(item)
             return
-        self._active[item.partition] = _PartitionRun(item, process, began)
-        self._attempts[item.partition] += 1
-        item.state = "running"
+        self._active.append(_Group(group, process, time.monotonic()))
+        for item in group:
+            self._attempts[item.partition] += 1
+        group[0].state, group[0].started_at = "running", utc_now()
         save_backfill(self.store, self.state, self.lease)
 
-    def _judge(self, run: _PartitionRun) -> bool:
-        """Note how a process ended; returns whether the partition is to be tried again."""
-        item, status, report = run.item, run.process.status, self._report_of(run)
-        item.seconds = round(time.monotonic() - run.began, 3)
-        if not self._did(run, report):
-            # It failed before its run began: somebody else took the partition's lease, if only for a moment.
-            if report is None and status == 1 and self._attempts[item.partition] < ATTEMPTS:
+    def _group_size(self, left: int) -> int:
+        share = math.ceil(left / self.state.options.max_active)
+        if not self._seconds:
+            # of several slots none waits for another's first one
+            return min(FIRST_GROUP, share) if self.state.options.max_active == 1 else 1
+        return max(1, min(share, MOST_IN_GROUP, int(GROUP_S / max(0.001, median(self._seconds)))))
+
+    def _note_reports(self, group: _Group, *, cancelled: bool = False) -> int:
+        """Note the partitions of a process that are over by their reports, of one that was ``cancelled`` those that are done; how many."""
+        since = min((self._since[item.partition] for item in group.items), default="")
+        reports = self.store.runs.reports(REPORTS, since=since) if group.items else []
+        own = {report.partition: report for report in reversed(reports) if report.backfill == self.state.id}
+        over = 0
+        for item in list(group.items):
+            report = own.get(item.partition)
+            if report is None or report.run < self._since[item.partition]:
+                break
+            if cancelled and report.error is not None:
+                break
+            if report.status == "running":
+                item.state, item.run = "running", report.run
+                break
+            group.items.remove(item)
+            over += 1
+            item.seconds, item.started_at = report.seconds, report.started_at
+            self._seconds.append(report.seconds)
+            if report.error is None and report.snapshot is not None:
+                note_done(item, self.store, report)
+            else:
+                item.state = "refused" if report.status in ("refused", "rejected") else "failed"
+                item.run, item.error = report.run, report.error
+            self._tell(item)
+        return over
+
+    def _note_end(self, group: _Group) -> list[Item]:
+        """Note what an ended process leaves, and return the partitions that are to be tried again: what it had in hand is to blame for its end, and the rest
+        never began. Where its report cannot be read, the manifests tell."""
+        again: list[Item] = []
+        status = group.process.status
+        for item in group.items:
+            if status == 0 and Standing(self.store).newest(item.partition) is not None:
+                note_done(item, self.store)
+            elif (
+                item.run is None
+                and status != 2
+                and (again or self._attempts[item.partition] < ATTEMPTS)
+                and not (status is not None and status < 0 and item is group.items[0])
+            ):
+                # it never began, or failed before its run did: somebody else took the partition's lease, if only for a moment
                 item.state = "pending"
                 if self.store.running(item.partition):
                     self._wait_for(item)
-                    return False
-                return not self._done_elsewhere(item)
-            item.state = "refused" if status == 3 else "failed"
-            item.run = None if report is None else report.run
-            item.error = report.error if report is not None and report.error else _last_words(run.process)
-        self._tell(item)
-        return False
-
-    def _report_of(self, run: _PartitionRun) -> Report | None:
-        """What an ended process reported; None when it came to no run, or was killed before it could tell what became of it."""
-        reports = self.store.runs.reports(REPORTS, since=self._since[run.item.partition])
-        ours = (self.state.id, run.item.partition)
-        own = next((r for r in reports if (r.backfill, r.partition) == ours), None)
-        return None if own is None or own.status == "running" else own
-
-    def _did(self, run: _PartitionRun, report: Report | None) -> bool:
-        """Note what a process did that ended well; returns whether it did. Where its report cannot be read, the manifests tell."""
-        if run.process.status != 0:
-            return False
-        if report is None and Standing(self.store).newest(run.item.partition) is None:
-            return False
-        note_done(run.item, self.store, report)
-        return True
+                elif not self._done_elsewhere(item):
+                    again.append(item)
+                continue
+            else:
+                item.state = "refused" if status == 3 else "failed"
+                item.seconds, item.error = round(time.monotonic() - group.began, 3), _last_words(group.process)
+            self._tell(item)
+        group.items.clear()
+        return again
 
     # ---- partitions somebody else computes
 
@@ -228,10 +286,39 @@ class Conductor:
 
     def _end_all(self) -> None:
         """End every process and what it started; what they did by then is noted."""
-        end_all([run.process for run in self._active.values()], STOP_GRACE_S)
+        end_all([group.process for group in self._active], STOP_GRACE_S)
         while self._active:
-            _, run = self._active.popitem()
-            self._did(run, self._report_of(run))
+            group = self._active.pop()
+            self._note_reports(group, cancelled=True)
+
+    def _publish_early(self) -> None:
+        """Make what is done so far live; what stands in the way is told at the end."""
+        began = time.monotonic()
+        with contextlib.suppress(PrecomputeError):
+            self._publish_newest()
+        now = time.monotonic()
+        self._publish_at = now + max(PUBLISH_EVERY_S, 10 * (now - began))
+
+    def _publish_newest(self) -> None:
+        """Make the newest publishable snapshot live, if that is a step forward; else the state says why not.
+
+        Raises:
+            PrecomputeError: as publishing does.
+        """
+        from jobs.pipeline.run import run_view
+
+        state = self.state
+        number, state.not_published = self._newer_than_live()
+        if number is None:
+            return
+        run_view(self.project, state.view, Silent(), RunOptions(command="publish", number=number, backfill=state.id))
+        ref = self.store.refs.live()
+        live = None if ref is None else self.store.snapshot(ref.snapshot)
+        # by itself, or as one of all partitions
+        if live is None or number not in (live.number, *live.members.values()):
+            state.not_published = "something newer went live meanwhile"
+        else:
+            state.published = live.number
 
     def _publish(self) -> None:
         """Make the newest publishable snapshot live, if that is a step forward."""
@@ -242,18 +329,7 @@ class Conductor:
         limit = time.monotonic() + self.project.settings.lease
         while True:
             try:
-                number, state.not_published = self._newer_than_live()
-                if number is not None:
-                    from jobs.pipeline.run import run_view
-
-                    run_view(self.project, state.view, Silent(), RunOptions(command="publish", number=number, backfill=state.id))
-                    ref = self.store.refs.live()
-                    live = None if ref is None else self.store.snapshot(ref.snapshot)
-                    # by itself, or as one of all partitions
-                    if live is None or number not in (live.number, *live.members.values()):
-                        state.not_published = "something newer went live meanwhile"
-                    else:
-                        state.published = live.number
+                self._publish_newest()
                 return
             except ConflictError as exc:
                 if time.monotonic() > limit:

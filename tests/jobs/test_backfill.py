@@ -472,7 +472,8 @@ def test_a_failure_stops_no_other_and_is_tried_again_by_resume(daily: MakeDaily,
     assert len(committed(project)) == 2
 
 
-def test_what_fails_before_its_run_begins_is_told_by_its_last_words(daily: MakeDaily) -> None:
+def test_what_fails_before_its_run_begins_is_told_by_its_last_words(daily: MakeDaily, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.schedule.conductor.FIRST_GROUP", 1)
     project = daily((1, 2))
 
     def spoil(line: str) -> None:
@@ -605,7 +606,7 @@ def test_a_killed_run_fails_alone_and_resume_makes_it_good(daily: MakeDaily, gat
     check_rows(project, 1, 2)
 
 
-def test_cancelled_is_final_and_can_be_run_again(daily: MakeDaily, gate: Gate, command: Start) -> None:
+def test_cancelled_can_be_gone_on_with(daily: MakeDaily, gate: Gate, command: Start) -> None:
     project = daily((1, 2))
     running = command(project, "backfill", "numbers", "--from", "2024-01-01", "--to", "2024-01-02", "--json")
     gate.open(1)
@@ -618,11 +619,58 @@ def test_cancelled_is_final_and_can_be_run_again(daily: MakeDaily, gate: Gate, c
     store = project.store
     assert not store.running(part(2))
     assert store.runs.reports()[0].status == "killed"
-    with pytest.raises(ConfigError, match="final; begin anew: precompute backfill numbers --from 2024-01-01 --to 2024-01-02"):
-        resume_backfill(project, "numbers", found["id"])
     gate.open()
-    assert run_backfill(project, "numbers", options(1, 2)).status == "done"
+    resumed = resume_backfill(project, "numbers", found["id"])
+    assert (resumed.status, resumed.signal, [item.state for item in resumed.items]) == ("done", None, ["done", "done"])
     assert committed(project) == [part(1), part(2)]
+
+
+def test_one_process_computes_several_with_one_model_and_what_is_done_goes_live(
+    daily: MakeDaily, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third one stays: by then the others are served."""
+    monkeypatch.setattr("jobs.schedule.conductor.PUBLISH_EVERY_S", 0.0)
+    project = daily((1, 2, 3))
+    for number in (1, 2):
+        gate.open(number)
+    seen: list[tuple[str | None, int]] = []
+
+    def look() -> None:
+        await_begun(gate, 1, 2, 3)
+        eventually(lambda: project.store.refs.live() is not None and project.live_snapshot().partition == part(2))
+        seen.append(
+            (
+                project.live_snapshot().partition,
+                len({report.pid for report in project.store.runs.reports() if report.command == "materialize"}),
+            )
+        )
+        gate.open()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    done = run_backfill(project, "numbers", options(1, 3))
+    thread.join()
+    assert seen == [(part(2), 1)]
+    assert (done.status, done.published, project.live_snapshot().partition) == ("done", 3, part(3))
+
+
+def test_what_a_killed_process_had_in_hand_is_to_blame_and_nothing_else(daily: MakeDaily, gate: Gate) -> None:
+    project = daily((1, 2, 3, 4))
+    gate.open(1)
+
+    def kill() -> None:
+        await_begun(gate, 1, 2)
+        (report,) = [r for r in project.store.runs.reports() if r.partition == part(2)]
+        gate.open()
+        os.kill(report.pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    done = run_backfill(project, "numbers", options(1, 4))
+    thread.join()
+    assert [item.state for item in done.items] == ["done", "failed", "done", "done"]
+    assert "SIGKILL" in str(done.items[1].error)
+    assert [item.state for item in resume_backfill(project, "numbers", done.id).items] == ["done"] * 4
 
 
 def test_a_run_that_is_deaf_to_sigterm_is_killed(daily: MakeDaily, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
