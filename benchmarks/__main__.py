@@ -20,6 +20,7 @@ SCRIPTS = (
     "engine_top_k",
     "engine_gpu",
     "engine_kill",
+    "accuracy_audit",
     "store_plan",
     "store_chain",
     "store_resume",

@@ -237,12 +237,18 @@ class GatesConfig(Section):
         description="largest share that may come again of the rows (key, input, recipe) that a snapshot computed which was rolled back from",
     )
     parity: float | None = Field(
-        default=0.05, ge=0, le=1, description="largest share of sampled rows that the fallback computes differently"
+        default=0.05,
+        ge=0,
+        le=1,
+        description="largest share of sampled rows that the fallback, or a batch of other rows, computes differently",
     )
 
 
-GATES = ("accuracy", *(name for name in GatesConfig.model_fields if name != "moved_by"))
-"""Every gate's name; ``accuracy``, which judges a precision before it computes, has its limits in the view's ``accuracy``."""
+COMPUTING_GATES = ("accuracy", "batch")
+"""The gates that judge while rows are computed: ``accuracy`` has its limits in the view's ``accuracy``, and ``batch``, whether a row is the same among other
+rows, that of ``gates.parity``."""
+GATES = (*COMPUTING_GATES, *(name for name in GatesConfig.model_fields if name != "moved_by"))
+"""Every gate's name."""
 
 
 class ViewConfig(Section):
