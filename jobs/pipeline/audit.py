@@ -1,7 +1,7 @@
 """Audit: what can be said of all rows of a run, from some of them computed again once it has computed the last: in float32, which tells how many are off,
 and among other rows, which tells whether a row is the same whatever batch it is in.
 
-The rows are drawn from all batches, as their inputs' hashes say: the same ones in whatever order they come. It takes a share of the run's time, and says
+The rows are drawn from all batches, as hashes of their inputs and keys say: the same ones in whatever order they come. It takes a share of the run's time, and says
 what so many rows can say.
 """
 
@@ -33,6 +33,8 @@ from store.offline.snapshot import Verdict
 
 AUDITED_ROWS = 6000
 """Drawn of a run: where 1 of 1,000 is broken, none of so many is in 1 of 400 draws, and none seen says that fewer than 0.05 % are (95 %)."""
+HELD_BYTES = 64 * 2**20
+"""Of drawn rows at most, and one window's; of larger rows fewer are drawn."""
 SHARE = 0.03
 """Of the time that a run took, that the audit takes at most."""
 LEAST_S = 0.05
@@ -73,7 +75,7 @@ class Audit:
         self._inputs: list[pa.RecordBatch] = []
         self._made: list[pa.RecordBatch] = []
         self._ends = _Ends(opened.view) if opened.variant != REFERENCE else None
-        self._rows = self._held = 0
+        self._rows = self._held = self._bytes = 0
         self._began = time.monotonic() - before_s
         self._spent_s = 0.0
 
@@ -88,7 +90,7 @@ class Audit:
             return
         # what it waits for meanwhile is the model
         began = time.thread_time()
-        hashes = _mixed(np.asarray(batch.column("input_hash"))[done.rows])
+        hashes = self._hash(batch)[done.rows]
         shown = batch.drop_columns(["input_hash"])
         chosen = np.flatnonzero(hashes <= self._below)
         if len(chosen):
@@ -120,17 +122,28 @@ class Audit:
             verdicts += self._in_float32(inputs, made, budget_s - (time.monotonic() - began), row_s)
         return verdicts
 
+    def _hash(self, batch: pa.RecordBatch) -> _Hashes:
+        """Of each row, by its input and, where they are integers, its key: of rows of one input all would be drawn, or none."""
+        hashes = _mixed(np.asarray(batch.column("input_hash")))
+        for name in self._opened.view.entity:
+            column = batch.column(name)
+            if pa.types.is_integer(column.type) and not column.null_count:
+                hashes = _mixed((hashes ^ np.asarray(column).astype(np.uint64)).view(np.int64))
+        return hashes
+
     def _keep(self, hashes: _Hashes, inputs: pa.RecordBatch, made: pa.RecordBatch) -> None:
         self._hashes.append(hashes)
         self._inputs.append(inputs)
         self._made.append(made)
         self._held += len(hashes)
-        if self._held > 2 * AUDITED_ROWS:
-            # equal inputs have one hash: of few different ones many come
+        self._bytes += inputs.nbytes + made.nbytes
+        if self._held > 2 * AUDITED_ROWS or self._bytes > HELD_BYTES:
+            # equal inputs may have one hash: of few different ones many come; and rows may be large
             together = np.concatenate(self._hashes)
-            least = np.argsort(together, kind="stable")[:AUDITED_ROWS]
-            self._below, self._hashes, self._held = together[least[-1]], [together[least]], AUDITED_ROWS
+            least = np.argsort(together, kind="stable")[: min(AUDITED_ROWS, -(-self._held // 2))]
+            self._below, self._hashes, self._held = together[least[-1]], [together[least]], len(least)
             self._inputs, self._made = ([pa.concat_batches(held).take(pa.array(least))] for held in (self._inputs, self._made))
+            self._bytes = self._inputs[0].nbytes + self._made[0].nbytes
 
     # ---- among other rows
 
@@ -253,7 +266,7 @@ class _Ends:
                 place = int(np.argmax(sizes)) if sign > 0 else int(np.argmin(sizes))
                 size, held = sign * float(sizes[place]), self._found.setdefault((feature.name, sign), [])
                 if len(held) < END_ROWS or size > held[-1][0]:
-                    held.append((size, shown.take(pa.array([done.rows[place]])), done.features.slice(place, 1)))
+                    held.append((size, shown.take(pa.array([done.rows[place]])), done.features.take(pa.array([place]))))
                     held.sort(key=lambda row: -row[0])
                     del held[END_ROWS:]
 

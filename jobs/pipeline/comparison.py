@@ -15,7 +15,7 @@ from jobs.rows.open_view import OpenView
 from precompute.engine.window import Outcome
 from precompute.model import digest, table_digest
 from precompute.precision.accuracy import Accuracy, Judged, compare, least
-from precompute.precision.row_errors import Limits
+from precompute.precision.row_errors import Limits, share_between
 from store.disk.durable_file import make_folder, replace_durably
 from store.feature_view import FeatureView
 from store.offline.snapshot import Verdict
@@ -71,6 +71,10 @@ class Comparison(Record, frozen=True):
         reasons = [figure.shortfall for figure in figures if figure.room < 0]
         features = {} if self.accuracy is None else self.accuracy.to_json()["features"]
         message = f"{technique} against float32 on {self.rows:,} rows: {figures_text(features)}"
+        beyond = [] if self.accuracy is None else [f.beyond for f in self.accuracy.features.values() if f.beyond is not None]
+        if self.accuracy is not None and beyond:
+            most = share_between(max(beyond), self.accuracy.rows)[1]
+            message += f"; of all rows at most {most:.2%} are off by more than their bound (95 %)"
         if reasons:
             message += f": {'; '.join(reasons)}"
         return Verdict("accuracy", not reasons, figures[0].measured, figures[0].limit, message)

@@ -143,8 +143,12 @@ def test_a_row_that_depends_on_its_batch_is_refused(make_project: MakeProject, r
     assert off.run(full=True).status == "published"
 
 
-def test_of_few_different_inputs_no_more_are_held(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit_module, "AUDITED_ROWS", 50)
+@pytest.mark.parametrize(("limit", "most"), [({"AUDITED_ROWS": 50}, 100), ({"HELD_BYTES": 20_000}, 800)])
+def test_of_equal_inputs_and_of_large_rows_no_more_are_held(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, limit: dict[str, int], most: int
+) -> None:
+    for name, value in limit.items():
+        monkeypatch.setattr(audit_module, name, value)
     held: list[int] = []
     draw: Callable[..., None] = audit_module.Audit.draw
 
@@ -153,6 +157,8 @@ def test_of_few_different_inputs_no_more_are_held(make_project: MakeProject, mon
         held.append(audit._held)
 
     monkeypatch.setattr(audit_module.Audit, "draw", drawing)
-    project = torch_project(make_project, [(i, 1.0) for i in range(ROWS)], view={"precision": "bf16", "accuracy": LOOSE})
+    rows = [(i, 1.0 if "AUDITED_ROWS" in limit else 1 + i / 7) for i in range(ROWS)]
+    project = torch_project(make_project, rows, view={"precision": "bf16", "accuracy": LOOSE})
     project.run()
-    assert max(held) <= 100
+    assert 0 < max(held) <= most
+    assert len(audited(project)) == 1
