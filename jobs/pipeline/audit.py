@@ -150,7 +150,7 @@ class Audit:
     def _among_others(self, inputs: pa.RecordBatch, made: pa.RecordBatch, budget_s: float, row_s: float) -> list[Verdict]:
         """The gate ``batch``, where a row differs; none on a GPU, where another worker would have to begin, nor where the fallback's parity tells the same."""
         view, limit = self._opened.view, self._config.gates.parity
-        rows = min(ALONE_ROWS, made.num_rows, max(2, int(budget_s / max(row_s, 1e-9))))
+        rows = min(ALONE_ROWS, made.num_rows, int(budget_s / max(row_s, 1e-9)))
         if limit is None or view.fallback or self._opened.wanted is not None or rows < 2:
             return []
         step, until = min(ALONE_TOGETHER, rows // 2), time.monotonic() + budget_s

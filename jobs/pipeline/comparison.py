@@ -121,9 +121,10 @@ def figures_text(features: Mapping[str, Mapping[str, float]]) -> str:
     """The accuracy's figures, in words."""
     told = []
     for name, figures in features.items():
-        told.append(
-            f"{name}: " * (len(features) > 1) + " · ".join(f"{SHORT[k]} {v:.6g}" for k, v in figures.items() if k in SHORT)
-        )
+        # of a row's error two digits are the same in whatever batch
+        digits = {"median_error": 2, "worst_error": 2}
+        shown = (f"{SHORT[k]} {v:.{digits.get(k, 6)}g}" for k, v in figures.items() if k in SHORT)
+        told.append(f"{name}: " * (len(features) > 1) + " · ".join(shown))
     return "; ".join(told) or "–"
 
 

@@ -48,7 +48,7 @@ class Alone:
 
 
 @pytest.fixture(autouse=True)
-def _time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def _time_enough(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit_module, "LEAST_S", 60.0)
 
 
@@ -116,7 +116,6 @@ def test_what_is_right_is_said_of_all_rows(make_project: MakeProject, monkeypatc
 
 def test_without_time_nothing_is_said(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit_module, "LEAST_S", 0.0)
-    monkeypatch.setattr(audit_module, "SHARE", 0.0)
     project = torch_project(make_project, [(i, 1 + i / 7) for i in range(200)], view={"precision": "bf16", "accuracy": LOOSE})
     assert (project.run().status, audited(project)) == ("published", [])
 

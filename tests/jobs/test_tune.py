@@ -735,9 +735,6 @@ def test_a_precision_that_is_not_accurate_enough_computes_nothing(make_project: 
 def test_a_precision_within_the_budget_is_committed_with_its_verdict_and_not_measured_again(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # the audit, which takes a share of a run's time, has none here
-    monkeypatch.setattr("jobs.pipeline.audit.LEAST_S", 0.0)
-    monkeypatch.setattr("jobs.pipeline.audit.SHARE", 0.0)
     view = {"precision": "bf16", "accuracy": LOOSE, "fallback": {"enabled": True}}  # the gate parity computes rows again, too
     project = torch_project(make_project, ROWS, view=view)
     assert project.cli("run", "numbers") == 0
