@@ -12,6 +12,7 @@ SCRIPTS = (
     "online_table",
     "online_redis",
     "online_faiss",
+    "filtered_recall",
     "online_delta",
     "online_feast",
     "engine_text",

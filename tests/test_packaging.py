@@ -141,7 +141,9 @@ def test_the_client_needs_what_it_says_and_no_more(extras: tuple[str, ...]) -> N
         if visit.request.startswith(b"GET"):
             visit.answer()
         elif b"arrow" in visit.request.partition(b"\r\n\r\n")[0]:
-            visit.answer(200, bytes(encode_arrow(pa.table(features | {"double": [2.0]}))))
+            visit.answer(
+                200, bytes(encode_arrow(pa.table({"key": ["1"], "double": [2.0]}).replace_schema_metadata({"view": "numbers"})))
+            )
         else:
             visit.answer(200, json.dumps(answer).encode())
 

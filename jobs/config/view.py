@@ -202,6 +202,32 @@ class GatesConfig(Section):
     rejected: Share | Literal["auto"] | None = Field(
         default="auto", description="largest share of rejected rows; auto is max_rejected"
     )
+    contract: bool | None = Field(
+        default=True,
+        description="refuses a feature that is gone or has another type or dimension, another entity column or index metric; added features pass",
+    )
+    empty: Share | None = Field(
+        default=0.5, description="largest share of a feature's values that are null, an empty text or an empty list"
+    )
+    constant: Share | None = Field(
+        default=0.999, description="largest share of a feature's values, or of its lists, that are the same"
+    )
+    shift: Share | None = Field(
+        default=0.15,
+        description="largest shift of a feature's values since the live snapshot, by the same model: of the share below any number or length, "
+        "or, of labels and items, of the shares of the commonest",
+    )
+    mass: Share | None = Field(
+        default=0.05,
+        description="largest change of the share of nulls, empty values or zeros since the live snapshot, by the same model",
+    )
+    agreement: float | None = Field(
+        default=0.5,
+        ge=-1,
+        le=1,
+        description="least agreement with the live rows of the same keys, by the same model, beyond chance: rank correlation of scores, Cohen's kappa of labels, overlap "
+        "and order of lists by rank",
+    )
     finite: float | None = Field(default=0.0, ge=0, le=1, description="largest share of rows with a NaN or infinity")
     zero: float | None = Field(default=0.01, ge=0, le=1, description="largest share of vectors that are all zeros")
     norm: float | None = Field(default=0.5, ge=0, description="largest relative change of the mean norm since the live snapshot")
@@ -216,13 +242,13 @@ class GatesConfig(Section):
         default=0.2,
         ge=0,
         le=1,
-        description="largest share of vectors that lie further than moved_by from the live ones, by the same model",
+        description="largest share of vectors and scores that lie further than moved_by from the live ones, of labels and texts that are others, by the same model",
     )
     moved_by: float = Field(
         default=0.45,
         gt=0,
         le=2,
-        description="a distance, as a share of the longer vector's length: 0.45 is a cosine of 0.9 between vectors of one length",
+        description="a distance, as a share of the longer vector's length (0.45 is a cosine of 0.9 between vectors of one length), of scores of their spread",
     )
     packed: float | None = Field(
         default=0.95,

@@ -11,6 +11,7 @@ import logging
 from jobs.config.view import ViewConfig
 from jobs.pipeline.parity import judge_parity
 from jobs.pipeline.rolled_back import judge_rolled_back
+from jobs.pipeline.value_gates import WIDER, judge_contract, judge_shift, judge_value_moves, judge_values
 from jobs.pipeline.vector_gates import SAMPLE_ROWS, judge_duplicates, judge_lengths, judge_moves, judge_packed, moves_of
 from jobs.pipeline.verdicts import JUDGED_ROWS, Verdicts
 from jobs.rows.open_view import OpenView
@@ -31,6 +32,7 @@ def judge(
     snapshot: Snapshot,
     live: Snapshot | None,
     replaced: Replaced | None = None,
+    served: Snapshot | None = None,
 ) -> Verdicts:
     """Measure a snapshot that is about to be committed.
 
@@ -42,6 +44,7 @@ def judge(
         live: what it would replace; None when nothing is live.
         replaced: of a delta, the rows of its parent that are no rows of it; ``new`` there is the delta before its rows were copied to stand alone, where that
             was done: it still shows what it shares with ``live``.
+        served: what readers have now, where that is not ``live``: another partition.
 
     Raises:
         SnapshotError, SourceError, ModelError: something cannot be read or computed.
@@ -57,13 +60,26 @@ def judge(
     sample = store.sample(snapshot, SAMPLE_ROWS)
     sample = sample.append_column("key", key_column(sample, snapshot.view.entity))
     before = None if live is None else _live_figures(store, live)
+    served = served or live
+    if served is not None:
+        judge_contract(snapshot.view, served.view, bool(gates.contract), verdicts)
     moves = None if live is None else moves_of(store, snapshot, live, replaced)
+    same_model = live is not None and live.model == snapshot.model
+    beside = _live_figures(store, served) if live is None and served is not None and served.model == snapshot.model else None
     for feature in snapshot.view.features:
-        if feature.dim is not None and feature.dtype.startswith("float"):
+        if feature.dim is None:
+            judge_values(feature, figures, sample, gates, verdicts)
+            if before is not None:
+                judge_shift(feature, figures, before, gates, verdicts, judged=same_model)
+            elif beside is not None:
+                judge_shift(feature, figures, beside, gates, verdicts, judged=True, wider=WIDER)
+            if moves is not None:
+                judge_value_moves(feature, moves, before, gates, verdicts, judged=same_model)
+        elif feature.dtype.startswith("float"):
             judge_lengths(feature, figures, before, gates, verdicts)
             judge_duplicates(feature, sample, gates, verdicts)
             judge_packed(feature, sample, snapshot.view, gates, verdicts)
-            if moves is not None:
+            if moves is not None and same_model:
                 judge_moves(feature, moves, gates, verdicts)
     judge_rolled_back(opened, store, snapshot, gates.rolled_back, verdicts)
     if snapshot.view.fallback and gates.parity is not None:

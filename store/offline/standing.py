@@ -114,7 +114,8 @@ class Standing:
             accept = " ".join(f"--accept {name}" for name in snapshot.refused_by)
             raise GateError(
                 f"view {self._store.name!r}: snapshot {number} is not published, the live one stays. {said}. If this is as it should be: "
-                f"precompute publish {self._store.name} --snapshot {number} {accept}"
+                f"precompute publish {self._store.name} --snapshot {number} {accept}. If the rows are wrong: mend what made them, then precompute run "
+                f"{self._store.name} --full, since rows whose input and fingerprint stay are not computed again"
             )
 
     def why_unpublished(self, snapshot: Snapshot) -> str | None:

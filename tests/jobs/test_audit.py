@@ -156,7 +156,7 @@ def test_of_equal_inputs_and_of_large_rows_no_more_are_held(
         held.append(audit._held)
 
     monkeypatch.setattr(audit_module.Audit, "draw", drawing)
-    rows = [(i, 1.0 if "AUDITED_ROWS" in limit else 1 + i / 7) for i in range(ROWS)]
+    rows = [(i, 1.0 + i % 5 if "AUDITED_ROWS" in limit else 1 + i / 7) for i in range(ROWS)]
     project = torch_project(make_project, rows, view={"precision": "bf16", "accuracy": LOOSE})
     project.run()
     assert 0 < max(held) <= most

@@ -451,6 +451,7 @@ def test_gates_measure_vectors_that_are_there(make: Make) -> None:
             "drift": 1.0,
             "moved": 0.0,
         }
+        | {name: quality[name] for name in ("empty", "constant", "contract", "mass", "shift")}
     )
 
 
