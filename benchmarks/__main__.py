@@ -22,11 +22,14 @@ SCRIPTS = (
     "engine_gpu",
     "engine_kill",
     "accuracy_audit",
+    "gates_table",
     "store_plan",
     "store_chain",
     "store_resume",
     "store_write",
+    "store_as_of",
     "store_history",
+    "serve_all",
 )
 
 if __name__ == "__main__":

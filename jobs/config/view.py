@@ -13,6 +13,7 @@ from jobs.config.section import Duration, Name, Section, did_you_mean, parse_tim
 from precompute.registry import check_use
 from precompute.sources.statement import check_sql, parameters, referenced_views
 from precompute.techniques.table import BACKENDS, PRECISIONS
+from store.clock import duration
 from store.default_row import default_row
 from store.errors import ConfigError
 from store.feature_view import (
@@ -176,6 +177,14 @@ class PartitionConfig(Section):
     empty: Literal["keep", "publish", "fail"] = Field(
         default="keep",
         description="of a partition without rows: done, and the rows that are live stay; done, and published like any other; or a failed run",
+    )
+
+    serve: Literal["newest", "all"] = Field(
+        default="newest",
+        description="what is live: the rows of the newest partition alone; or of each key its row of the newest partition that has it",
+    )
+    keep: Duration | None = Field(
+        default=None, description="with serve: all, partitions that end longer than this before the newest one are served no more"
     )
 
     @field_validator("start", mode="before")
@@ -356,6 +365,7 @@ class ViewConfig(Section):
             raise ValueError(
                 "partition: the source's SQL names neither $start nor $end; bind them, as in WHERE day >= $start AND day < $end"
             )
+        self._check_served()
         if self.index is not None:
             indexed = self.features.get(self.index.on)
             if indexed is None or indexed.dim is None or not indexed.dtype.startswith("float"):
@@ -363,6 +373,23 @@ class ViewConfig(Section):
                     f"index.on: {self.index.on!r} is no feature with a float dtype and a dim{did_you_mean(self.index.on, self.features)}"
                 )
         return self
+
+    def _check_served(self) -> None:
+        partition = self.partition
+        if partition is None or partition.serve == "newest":
+            if partition is not None and partition.keep is not None:
+                raise ValueError("partition.keep: only what serves all partitions lets go of old ones; add serve: all")
+            return
+        bound = [name for name, query in model_queries(self.model.args).items() if parameters(query)]
+        if bound:
+            raise ValueError(
+                f"partition.serve: all: model.args.{bound[0]}.sql takes ${min(parameters(model_queries(self.model.args)[bound[0]]))}, so that each partition "
+                "has a model of its own, and rows of two models are never served as one set"
+            )
+        if partition.keep is not None and self.ttl < partition.keep:
+            raise ValueError(
+                f"partition.keep: rows of {duration(partition.keep)} ago are to be served, and ttl lets them expire after {duration(self.ttl)}: make ttl as long"
+            )
 
     def _check_default(self) -> None:
         for name in self.fallback.default or ():
@@ -373,6 +400,11 @@ class ViewConfig(Section):
             default_row(view, RowCodec(view))
         except (ValueError, TypeError, pa.ArrowException) as exc:
             raise ValueError(f"fallback.default: {exc}") from exc
+
+    @property
+    def serves_all(self) -> bool:
+        """Whether all partitions are live at once."""
+        return self.partition is not None and self.partition.serve == "all"
 
     def partition_at(self, now: datetime) -> Partition | None:
         """The latest partition that is over at ``now`` (aware); None for a view that has none.

@@ -343,7 +343,8 @@ class Publisher:
             inputs=dict(snapshot.inputs),
             index=None if folder is None else f"{folder}/{place.generation:020d}",
             generation=place.generation,
-            partition=snapshot.partition,
+            # behind a miss of an assembled one stands the source of the newest partition
+            partition=snapshot.partition or max(snapshot.members, default=None),
             renewed_at_us=max(renewed, default=0),
             base_snapshot=place.base_snapshot,
             overlay=place.overlay,

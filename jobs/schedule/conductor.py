@@ -248,10 +248,12 @@ class Conductor:
 
                     run_view(self.project, state.view, Silent(), RunOptions(command="publish", number=number, backfill=state.id))
                     ref = self.store.refs.live()
-                    if ref is None or ref.snapshot != number:
+                    live = None if ref is None else self.store.snapshot(ref.snapshot)
+                    # by itself, or as one of all partitions
+                    if live is None or number not in (live.number, *live.members.values()):
                         state.not_published = "something newer went live meanwhile"
                     else:
-                        state.published = number
+                        state.published = live.number
                 return
             except ConflictError as exc:
                 if time.monotonic() > limit:
