@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from jobs.config.project import Project
 from jobs.config.view import AccuracyConfig
-from jobs.pipeline.comparison import limits_of
+from jobs.rows.comparison import limits_of
 from precompute.precision.accuracy import compare
 from store.entity_key import key_column
 from store.errors import ConfigError, OnlineStoreError, VectorIndexError

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from jobs.config.view import AccuracyConfig
 from jobs.pipeline.accuracy import steps
-from jobs.pipeline.comparison import Comparison, compared
+from jobs.rows.comparison import Comparison, compared
 from jobs.rows.open_view import EXAMPLE_ROWS, OpenView
 from precompute.engine.memory import ResidentPeak, give_back, resident_bytes
 from precompute.engine.runner import Runner

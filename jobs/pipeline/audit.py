@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from jobs.config.view import ViewConfig
 from jobs.pipeline.accuracy import END_ROWS
-from jobs.pipeline.comparison import limits_of
+from jobs.rows.comparison import limits_of
 from jobs.rows.engine import computed
 from jobs.rows.open_view import OpenView
 from precompute.engine.runner import Runner

@@ -28,11 +28,11 @@ from jobs.ops import tune as tune_module
 from jobs.ops.trials import ROUNDS, Rate, Trials
 from jobs.ops.tune import tune
 from jobs.pipeline import accuracy as accuracy_module
-from jobs.pipeline import comparison
 from jobs.pipeline import materialize as materialize_module
 from jobs.pipeline.accuracy import AccuracyCheck
-from jobs.pipeline.comparison import limits_of
+from jobs.rows import comparison
 from jobs.rows.chunks import Chunks
+from jobs.rows.comparison import limits_of
 from jobs.rows.open_view import EXAMPLE_ROWS, open_view
 from jobs.service.fallback import ViewFallback
 from precompute.engine.runner import Runner
