@@ -39,8 +39,6 @@ SHARE = 0.03
 """Of the time that a run took, that the audit takes at most."""
 LEAST_S = 0.05
 """Or so long, where that is more."""
-FIRST_ROWS = 256
-"""Computed again at once, and then four times as many each time: before each the time is looked at."""
 SLOWER = 4.0
 """Times the run's time a row that float32 is expected to take at first: MiniLM's takes 4 times as long as its bfloat16."""
 FEWEST_ROWS = 8
@@ -53,6 +51,9 @@ WORKER_S = 10.0
 """That a worker on a GPU takes to begin; it computes float32 at an eighth of the run's rate at least."""
 OWN = "bf16-eager"
 """What two computations by a model of somebody's own may differ by: nobody knows what it computes in."""
+
+_ODD = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9], np.uint64)
+"""Of splitmix64 (Steele et al. 2014)."""
 
 _Hashes = npt.NDArray[np.uint64]
 
@@ -90,7 +91,9 @@ class Audit:
             return
         # what it waits for meanwhile is the model
         began = time.thread_time()
-        hashes = self._hash(batch)[done.rows]
+        hashes = self._hash(batch)
+        if len(done.rows) < batch.num_rows:
+            hashes = hashes[done.rows]
         shown = batch.drop_columns(["input_hash"])
         chosen = np.flatnonzero(hashes <= self._below)
         if len(chosen):
@@ -111,24 +114,26 @@ class Audit:
         """
         if not self._held:
             return []
-        budget_s = max(LEAST_S, SHARE * (time.monotonic() - self._began)) - self._spent_s
+        budget_s = max(LEAST_S, SHARE * (time.monotonic() - self._began))
+        # on crowded cores drawing takes longer than it should
+        budget_s = max(budget_s - self._spent_s, budget_s / 2)
         row_s = model_s / self._rows
         hashes, inputs, made = np.concatenate(self._hashes), pa.concat_batches(self._inputs), pa.concat_batches(self._made)
         order = pa.array(np.argsort(hashes, kind="stable")[:AUDITED_ROWS])
         inputs, made = inputs.take(order), made.take(order)
         began = time.monotonic()
-        verdicts = self._among_others(inputs, made, budget_s / 3, row_s)
-        if self._opened.variant != REFERENCE:
-            verdicts += self._in_float32(inputs, made, budget_s - (time.monotonic() - began), row_s)
-        return verdicts
+        verdicts = self._in_float32(inputs, made, budget_s, row_s) if self._opened.variant != REFERENCE else []
+        return verdicts + self._among_others(inputs, made, budget_s - (time.monotonic() - began), row_s)
 
     def _hash(self, batch: pa.RecordBatch) -> _Hashes:
-        """Of each row, by its input and, where they are integers, its key: of rows of one input all would be drawn, or none."""
-        hashes = _mixed(np.asarray(batch.column("input_hash")))
+        """Of each row, by its input and, where they are integers, its key: of rows of one input all would be drawn, or none. As the input's hash is one
+        already, a product with an odd number is another as good."""
+        hashes = np.array(batch.column("input_hash")).view(np.uint64)
         for name in self._opened.view.entity:
             column = batch.column(name)
             if pa.types.is_integer(column.type) and not column.null_count:
-                hashes = _mixed((hashes ^ np.asarray(column).astype(np.uint64)).view(np.int64))
+                hashes ^= np.asarray(column).astype(np.uint64) * _ODD[0]
+        hashes *= _ODD[1]
         return hashes
 
     def _keep(self, hashes: _Hashes, inputs: pa.RecordBatch, made: pa.RecordBatch) -> None:
@@ -215,16 +220,17 @@ class Audit:
         model: Model = opened.model
         assert isinstance(model, TorchModel), "no other model has another precision"
         exact: Model = model.in_float32()
-        runner, next_s = Runner(exact, opened.view, search=False), SLOWER * row_s
-        start, most = 0, FIRST_ROWS
+        runner, start, next_s = Runner(exact, opened.view, search=False), 0, 2 * SLOWER * row_s
         while start < rows.num_rows:
             left_s = until - time.monotonic()
-            count = min(most, int(left_s / max(next_s, 1e-9)), rows.num_rows - start)
+            # half of those there is time for by a guess, then by what these took
+            count = min(int(left_s / max(next_s, 1e-9)), rows.num_rows - start)
             if count < min(FEWEST_ROWS, rows.num_rows - start):
                 return
             began = time.monotonic()
-            yield runner.compute(rows.slice(start, count), lanes=runner.lanes_for(count))
-            start, most = start + count, 4 * most
+            # not in lanes, which take 8 ms to begin
+            yield runner.compute(rows.slice(start, count))
+            start += count
             next_s = (time.monotonic() - began) / count
 
     def _verdict(self, reference: pa.RecordBatch, made: pa.RecordBatch, ends: int) -> Verdict:
@@ -289,12 +295,3 @@ def _sizes(feature: Feature, column: pa.Array) -> npt.NDArray[Any]:
 def _moved(done: Outcome, rows: int) -> Outcome:
     """An outcome of rows that stand ``rows`` further on."""
     return Outcome(rows + done.rows, done.features)
-
-
-def _mixed(hashes: npt.NDArray[np.int64]) -> _Hashes:
-    """Hashes whose order says nothing of what they are hashes of, or of the partition they fall in (splitmix64's last step, Steele et al. 2014)."""
-    mixed = hashes.view(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    found: _Hashes = mixed ^ (mixed >> np.uint64(31))
-    return found
