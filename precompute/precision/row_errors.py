@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,26 +130,22 @@ def ordered_overlap(a: Sequence[Any], b: Sequence[Any]) -> float:
 def share_between(seen: int, rows: int) -> tuple[float, float]:
     """Bounds of a share of which ``seen`` of ``rows`` rows drawn by chance are, each of :data:`CONFIDENCE` (Clopper and Pearson 1934): where none
     is seen the upper is about 3 / rows."""
-    level = math.log(1 - CONFIDENCE)
-    lower = 0.0 if seen == 0 else _root(lambda share: _log_at_most(rows - seen, rows, 1 - share) - level)
-    upper = 1.0 if seen == rows else _root(lambda share: level - _log_at_most(seen, rows, share))
+    lower = 0.0 if seen == 0 else _share_at(seen - 1, rows, math.log(CONFIDENCE))
+    upper = 1.0 if seen == rows else _share_at(seen, rows, math.log(1 - CONFIDENCE))
     return lower, upper
 
 
-def _root(rising: Callable[[float], float]) -> float:
+def _share_at(seen: int, rows: int, level: float) -> float:
+    """The share at which the log of the chance of ``seen`` or fewer of ``rows`` is ``level``; it falls as the share grows."""
+    counts = np.arange(seen + 1)
+    ways = np.array([math.lgamma(rows + 1) - math.lgamma(k + 1) - math.lgamma(rows - k + 1) for k in counts.tolist()])
     low, high = 0.0, 1.0
     for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (low, middle) if rising(middle) > 0 else (middle, high)
+        share = (low + high) / 2
+        terms = ways + counts * math.log(share) + (rows - counts) * math.log1p(-share)
+        likely = terms.max() + np.log(np.exp(terms - terms.max()).sum()) > level
+        low, high = (share, high) if likely else (low, share)
     return (low + high) / 2
-
-
-def _log_at_most(seen: int, rows: int, share: float) -> float:
-    """Log of the chance of ``seen`` or fewer of ``rows``, each with a chance ``share`` between 0 and 1."""
-    counts = range(seen + 1)
-    ways = [math.lgamma(rows + 1) - math.lgamma(k + 1) - math.lgamma(rows - k + 1) for k in counts]
-    terms = np.array([way + k * math.log(share) + (rows - k) * math.log1p(-share) for k, way in zip(counts, ways, strict=True)])
-    return float(terms.max() + np.log(np.exp(terms - terms.max()).sum()))
 
 
 def _vector_errors(a: _Floats, b: _Floats, ends: int) -> _Floats:
