@@ -21,6 +21,7 @@ SCRIPTS = (
     "engine_top_k",
     "engine_gpu",
     "engine_kill",
+    "accuracy_audit",
     "gates_table",
     "backfill",
     "store_plan",

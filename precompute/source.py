@@ -378,6 +378,25 @@ class Source:
             return self.database.query(f"SELECT {', '.join(map(quoted, self.schema.names))} FROM input {by_hash}")
         return self.database.query_aside(f"SELECT * FROM ({self._sql}\n) {by_hash}", self._given)
 
+    def ends(self, rows: int) -> pa.Table:
+        """The loaded rows, or else the SQL's, at the ends of each input: ``rows`` of the longest and as many of the shortest texts and lists, of the largest
+        and smallest numbers, and of the vectors (lists of one length) farthest from and nearest to 0; each once.
+
+        Raises:
+            SourceError: the source cannot be read.
+        """
+        sizes = [size for name in self.input_columns if (size := _size_sql(name, self.schema.field(name).type)) is not None]
+        names = ", ".join(map(quoted, self.schema.names))
+        key = f"hash({', '.join(quoted(name) for name in self.entity)})"
+        if not sizes:
+            return self.head(0)
+        source = "input" if self.loaded else f"({self._sql}\n)"
+        ends = "".join(f", {end}({key}, {size}, {int(rows)})" for size in sizes for end in ("max_by", "min_by"))
+        # where all values of one are null there is no list of its
+        wanted = f"SELECT unnest(list_concat([]::UBIGINT[]{ends})) FROM {source}"
+        sql = f"SELECT {names} FROM {source} WHERE {key} IN ({wanted}) ORDER BY {key}"
+        return self.database.query(sql) if self.loaded else self.database.query_aside(sql, self._given)
+
     def head(self, rows: int) -> pa.Table:
         """The source's first rows, read now, and no more of it than they take: something to warm a model up with, or to show it its shapes.
 
@@ -426,6 +445,20 @@ class Source:
 
     def _is_integer(self, column: str) -> bool:
         return bool(pa.types.is_integer(self.schema.field(column).type))
+
+
+def _size_sql(name: str, kind: pa.DataType) -> str | None:
+    """SQL of what orders an input's values by their size; None of a type that has none."""
+    column = quoted(name)
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return f"length({column})"
+    if pa.types.is_floating(kind) or pa.types.is_integer(kind):
+        return column
+    if pa.types.is_fixed_size_list(kind):
+        return f"list_sum(list_transform({column}::DOUBLE[], lambda v: v * v))"
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return f"len({column})"
+    return None
 
 
 def _is_canonical_integer(text: str) -> bool:

@@ -162,7 +162,7 @@ def describe_profile(figures: dict[str, Any]) -> str:
 
 def describe_tuning(tuning: Mapping[str, Any]) -> str:
     """Speed against accuracy as a table, and what was picked."""
-    from jobs.pipeline.comparison import figures_text
+    from jobs.rows.comparison import figures_text
 
     figures = [figures_text(row.get("accuracy", {})) for row in tuning["measured"]]
     width = max(len(text) for text in ("accuracy against float32", *figures)) + 2

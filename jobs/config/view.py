@@ -141,13 +141,29 @@ class SemanticCacheConfig(Section):
     threshold: float = Field(gt=0, le=1, description="least cosine of the two inputs; `precompute thresholds` suggests one")
 
 
+class RowErrorConfig(Section):
+    """How far rows may be from float32, each relative to its size (vectors, lists of floats) or to the feature's spread (scores); null is the default of
+    its type."""
+
+    median: float | None = Field(default=None, ge=0, description="most error of half the rows; by default √(2 − 2 cosine)")
+    bound: float | None = Field(default=None, ge=0, description="a row off by more is one of the `share`; by default twice that")
+    share: float | None = Field(default=None, ge=0, le=1, description="largest share of rows beyond `bound`; by default 0.001")
+    worst: float | None = Field(default=None, ge=0, description="most error of any row seen; by default five times the median's")
+
+
 class AccuracyConfig(Section):
-    """How near to float32 another precision or back end must come, on a sample of the view's own rows."""
+    """How near to float32 another precision or back end must come: on a sample of the view's own rows before a run, and on rows drawn during it."""
 
     cosine: float = Field(
         default=0.999, gt=0, le=1, description="least mean cosine of vectors; for scores, least Spearman rank correlation"
     )
-    recall_at_10: float = Field(default=0.985, ge=0, le=1, description="least share of each row's 10 nearest that stay the same")
+    recall_at_10: float = Field(
+        default=0.985, ge=0, le=1, description="least share of each row's 10 nearest that stay the same; of lists, least overlap"
+    )
+    rows: RowErrorConfig = Field(
+        default=RowErrorConfig(), description="each row's own error, of vectors, scores and lists of them"
+    )
+    features: dict[Name, RowErrorConfig] = Field(default={}, description="the same of one feature, of whatever type")
 
 
 class PartitionConfig(Section):
@@ -256,12 +272,18 @@ class GatesConfig(Section):
         description="largest share that may come again of the rows (key, input, recipe) that a snapshot computed which was rolled back from",
     )
     parity: float | None = Field(
-        default=0.05, ge=0, le=1, description="largest share of sampled rows that the fallback computes differently"
+        default=0.05,
+        ge=0,
+        le=1,
+        description="largest share of sampled rows that the fallback, or a batch of other rows, computes differently",
     )
 
 
-GATES = ("accuracy", *(name for name in GatesConfig.model_fields if name != "moved_by"))
-"""Every gate's name; ``accuracy``, which judges a precision before it computes, has its limits in the view's ``accuracy``."""
+COMPUTING_GATES = ("accuracy", "batch")
+"""The gates that judge while rows are computed: ``accuracy`` has its limits in the view's ``accuracy``, and ``batch``, whether a row is the same among other
+rows, that of ``gates.parity``."""
+GATES = (*COMPUTING_GATES, *(name for name in GatesConfig.model_fields if name != "moved_by"))
+"""Every gate's name."""
 
 
 class ViewConfig(Section):
@@ -319,6 +341,9 @@ class ViewConfig(Section):
             raise ValueError(
                 f"semantic_cache: answers have a column {beside[0]!r} of their own then; call the feature or key something else"
             )
+        unknown = [name for name in self.accuracy.features if name not in self.features]
+        if unknown:
+            raise ValueError(f"accuracy.features: {unknown[0]!r} is no feature (the features: {', '.join(self.features)})")
         self._check_default()
         wanted = parameters(self.source.sql)
         for name, query in model_queries(self.model.args).items():

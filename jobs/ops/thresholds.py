@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from jobs.config.project import Project
 from jobs.config.view import AccuracyConfig
+from jobs.rows.comparison import limits_of
 from precompute.precision.accuracy import compare
 from store.entity_key import key_column
 from store.errors import ConfigError, OnlineStoreError, VectorIndexError
@@ -161,9 +162,10 @@ def agreement_of(wanted: pa.RecordBatch, answered: pa.RecordBatch, view: Feature
         if _is_no_value(a) or _is_no_value(b):
             least = min(least, float(_is_no_value(a) and _is_no_value(b)))
             continue
-        accuracy = compare(wanted, answered, replace(view, features=(feature,)))
+        alone, limits = replace(view, features=(feature,)), limits_of(budget)
+        accuracy = compare(wanted, answered, alone, limits)
         overlap = accuracy.features[feature.name].overlap
-        near = all(figure.room >= 0 for figure in accuracy.judged(budget.cosine, budget.recall_at_10))
+        near = all(figure.room >= 0 for figure in accuracy.judged(limits, alone))
         least = min(least, float(near) if overlap is None else overlap)
     return least
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from jobs.config.view import AccuracyConfig
 from jobs.pipeline.accuracy import steps
-from jobs.pipeline.comparison import Comparison, compared
+from jobs.rows.comparison import Comparison, compared
 from jobs.rows.open_view import EXAMPLE_ROWS, OpenView
 from precompute.engine.memory import ResidentPeak, give_back, resident_bytes
 from precompute.engine.runner import Runner
@@ -42,11 +42,13 @@ class Trials:
         opened: the view, its model in float32.
         model: its model.
         sample: the rows.
+        ends: how many of them, the first, were not drawn by chance.
         budget: how near to float32 they must come.
     """
 
-    def __init__(self, opened: OpenView, model: TorchModel, sample: pa.RecordBatch, budget: AccuracyConfig) -> None:
+    def __init__(self, opened: OpenView, model: TorchModel, sample: pa.RecordBatch, ends: int, budget: AccuracyConfig) -> None:
         self.sample, self._opened, self._model, self._budget = sample, opened, model, budget
+        self.ends = ends
         self._reference: Outcome | None = None
         self._loaded_bytes = resident_bytes()
         self.ready: dict[str, Callable[[], object]] = {}
@@ -119,12 +121,16 @@ class Trials:
         view = self._opened.view
         if self._reference is None:
             self._reference = self._usable(outcome)
-        whole = compared(view, self._reference, outcome, self.sample.num_rows)
+
+        def first(rows: int) -> Comparison:
+            assert self._reference is not None
+            return compared(view, self._budget, self._reference, outcome, rows, self.ends)
+
+        whole = first(self.sample.num_rows)
         self.comparisons[technique] = [
-            whole if rows == self.sample.num_rows else compared(view, self._reference, outcome, rows)
-            for rows in steps(view, self.sample.num_rows)
+            whole if rows == self.sample.num_rows else first(rows) for rows in steps(view, self.sample.num_rows, self.ends)
         ]
-        reasons = "; ".join(figure.shortfall for figure in whole.judged(self._budget) if figure.room < 0)
+        reasons = "; ".join(figure.shortfall for figure in whole.judged(self._budget, view) if figure.room < 0)
         accuracy = {} if whole.accuracy is None else whole.accuracy.to_json()["features"]
         return {"accuracy": accuracy, "refused": reasons or None}
 

@@ -74,14 +74,14 @@ def tune(
     ) as opened:
         model = _torch_model(opened)
         plan = _planned(model, asked)
-        sample = sample_of(opened, rows)
-        trials = Trials(opened, model, sample, config.accuracy)
+        sample, ends = sample_of(opened, rows)
+        trials = Trials(opened, model, sample, ends, config.accuracy)
         measured, left_out = _measured(trials, plan, within_s, tell)
         # the run that follows is spared its check
-        keep_comparisons(opened, sample, trials.comparisons if write else {})
+        keep_comparisons(opened, sample, ends, config.accuracy, trials.comparisons if write else {})
     tuning = {
         **_picked(measured),
-        "rows": sample.num_rows,
+        "rows": sample.num_rows - ends,
         "budget": config.accuracy.model_dump(),
         "measured": measured,
         "left_out": left_out,
@@ -155,7 +155,7 @@ def _measured(
             tell(f"{name}: left out, since it would take longer than there is time")
             left_out.append(name)
             continue
-        tell(f"{name}: converting and comparing {trials.sample.num_rows:,} rows")
+        tell(f"{name}: converting and comparing {trials.sample.num_rows - trials.ends:,} rows")
         lines.append(trials.tried(name))
     rates = trials.rates(until, tell)
     for line in lines:

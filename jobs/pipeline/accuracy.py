@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from jobs.config.view import ViewConfig
-from jobs.pipeline.comparison import Comparison, KeptComparison, compared
+from jobs.config.view import AccuracyConfig, ViewConfig
+from jobs.rows.comparison import Comparison, KeptComparison, compared
 from jobs.rows.engine import computed
 from jobs.rows.open_view import OpenView
 from precompute.engine.runner import Runner
@@ -31,7 +31,9 @@ log = logging.getLogger(__name__)
 CHECKED_ROWS = 512
 """Of the source: 10 neighbours among 512 tell 0.985 from 0.97 with room to spare."""
 FIRST_ROWS = 128
-"""Of these, where nothing but vectors is compared: they do where they leave no doubt (:meth:`jobs.pipeline.comparison.Comparison.clear`)."""
+"""Of these, where nothing but vectors is compared: they do where they leave no doubt (:meth:`jobs.rows.comparison.Comparison.clear`)."""
+END_ROWS = 4
+"""At each end of each input: a text's longest and shortest, a number's or a vector's largest and smallest."""
 SHARE = 4
 """Of the compute threads, one in so many measures beside a run, in a lane of its own; two at least, where there are as many. By one of two it took longer
 than the batches beside it, and a core was idle at the end."""
@@ -54,8 +56,8 @@ class AccuracyCheck:
 
     def __init__(self, config: ViewConfig, opened: OpenView) -> None:
         self._config, self._opened = config, opened
-        sample = sample_of(opened, CHECKED_ROWS)
-        self._parts = [sample.slice(0, rows) for rows in steps(opened.view, sample.num_rows)]
+        sample, self._ends = sample_of(opened, CHECKED_ROWS)
+        self._parts = [sample.slice(0, rows) for rows in steps(opened.view, sample.num_rows, self._ends)]
         self._found = self._known()
         self._error: BaseException | None = None
         self._stopped = False
@@ -92,7 +94,7 @@ class AccuracyCheck:
         if self._error is not None:
             raise self._error
         assert self._found is not None
-        return self._found.verdict(self._config.accuracy, self._opened.variant)
+        return self._found.verdict(self._config.accuracy, self._opened.view, self._opened.variant)
 
     def close(self) -> None:
         """Give up what is not known yet, after the batch under way."""
@@ -103,8 +105,8 @@ class AccuracyCheck:
     def _known(self) -> Comparison | None:
         """What was kept of all the rows, or of the first where it is clear."""
         for rows in reversed(self._parts):
-            found = KeptComparison(self._opened, self._opened.variant, rows).read()
-            if found is not None and (rows is self._parts[-1] or found.clear(self._config.accuracy)):
+            found = KeptComparison(self._opened, self._opened.variant, rows, self._config.accuracy).read()
+            if found is not None and (rows is self._parts[-1] or found.clear(self._config.accuracy, self._opened.view)):
                 return found
         return None
 
@@ -126,7 +128,7 @@ class AccuracyCheck:
             more = rows.slice(start)
             done = _joined(done, self._computed(model, more), start)
             reference = _joined(reference, self._reference(model, more), start)
-            if self._keep(rows, done, reference).clear(self._config.accuracy):
+            if self._keep(rows, done, reference).clear(self._config.accuracy, self._opened.view):
                 return
 
     def _reference(self, model: TorchModel, sample: pa.RecordBatch) -> Outcome:
@@ -160,8 +162,9 @@ class AccuracyCheck:
             raise _Stopped
 
     def _keep(self, rows: pa.RecordBatch, done: Outcome, reference: Outcome) -> Comparison:
-        self._found = compared(self._opened.view, reference, done, rows.num_rows)
-        KeptComparison(self._opened, self._opened.variant, rows).write(self._found)
+        budget = self._config.accuracy
+        self._found = compared(self._opened.view, budget, reference, done, rows.num_rows, self._ends)
+        KeptComparison(self._opened, self._opened.variant, rows, budget).write(self._found)
         return self._found
 
 
@@ -174,26 +177,31 @@ def _joined(first: Outcome | None, more: Outcome, rows: int) -> Outcome:
     return Outcome(np.concatenate([first.rows, rows + more.rows]), features, rejections)
 
 
-def steps(view: FeatureView, rows: int) -> list[int]:
-    """How many of a sample of ``rows`` rows, from its first, are compared, and how many if these leave a doubt."""
-    most = min(rows, CHECKED_ROWS)
+def steps(view: FeatureView, rows: int, ends: int) -> list[int]:
+    """How many of a sample of ``rows`` rows, from its first, are compared, and how many if these leave a doubt; ``ends`` come before what was drawn."""
+    most = min(rows - ends, CHECKED_ROWS)
     few = all(feature.dim is not None for feature in view.features) and most > FIRST_ROWS
-    return [FIRST_ROWS, most] if few else [most]
+    return [ends + FIRST_ROWS, ends + most] if few else [ends + most]
 
 
-def keep_comparisons(opened: OpenView, sample: pa.RecordBatch, comparisons: dict[str, list[Comparison]]) -> None:
+def keep_comparisons(
+    opened: OpenView, sample: pa.RecordBatch, ends: int, budget: AccuracyConfig, comparisons: dict[str, list[Comparison]]
+) -> None:
     """What was measured of several techniques on the first rows of a sample, as many as of :func:`steps`: a run's check may be of the same."""
     for technique, found in comparisons.items():
         for comparison in found if technique != REFERENCE else ():
-            KeptComparison(opened, technique, sample.slice(0, comparison.rows)).write(comparison)
+            KeptComparison(opened, technique, sample.slice(0, ends + comparison.rows), budget).write(comparison)
 
 
-def sample_of(opened: OpenView, rows: int) -> pa.RecordBatch:
-    """Raises:
-    SourceError: there are no rows.
+def sample_of(opened: OpenView, rows: int) -> tuple[pa.RecordBatch, int]:
+    """Rows of the source: its ends, as of :meth:`precompute.source.Source.ends`, and behind them ``rows`` drawn by chance; and how many the ends are.
+
+    Raises:
+        SourceError: there are no rows.
     """
-    table = opened.source.sample(rows).combine_chunks()
-    if table.num_rows == 0:
+    drawn = opened.source.sample(rows).combine_chunks()
+    if drawn.num_rows == 0:
         raise SourceError(f"view {opened.view.name!r}: the source yielded no rows: nothing to compare precisions on")
-    batch: pa.RecordBatch = table.to_batches()[0]
-    return batch
+    ends = opened.source.ends(END_ROWS)
+    (batch,) = pa.concat_tables([ends, drawn]).combine_chunks().to_batches()
+    return batch, ends.num_rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from jobs.config.view import COMPUTING_GATES
 from jobs.pipeline.gates import judge
 from jobs.pipeline.verdicts import JUDGED_ROWS
 from jobs.process.job import Job
@@ -87,9 +88,10 @@ def judged_again(job: Job, opened: OpenView, snapshot: Snapshot) -> Snapshot:
         return snapshot
     if snapshot.rows:
         opened.convert()
-    # It passed or was accepted, or nothing had been computed.
-    before = [verdict for verdict in snapshot.gates if verdict.gate == "accuracy"]
-    now = judged(job, opened, snapshot, before, accept={*job.options.accept, *(verdict.gate for verdict in before)})
+    # What was judged while its rows were computed.
+    before = [verdict for verdict in snapshot.gates if verdict.gate in COMPUTING_GATES]
+    kept = {verdict.gate for verdict in before}.intersection(snapshot.accepted)
+    now = judged(job, opened, snapshot, before, accept={*job.options.accept, *kept})
     now = replace(now, accepted=tuple(sorted({*now.accepted, *_still_accepted(snapshot, now)})))
     report = job.report
     report.gates = list(now.gates)

@@ -12,6 +12,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from jobs.pipeline.accuracy import AccuracyCheck
+from jobs.pipeline.audit import Audit
 from jobs.pipeline.judging import judged, judged_again
 from jobs.process.job import Job
 from jobs.rows.chunks import Chunks
@@ -50,8 +51,12 @@ def materialize(job: Job) -> Snapshot:
             with job.report.stage("open"):
                 opened.convert()
         with closing(_Accuracy(job, opened, plan)) as accuracy:
-            chunks = _computed(job, opened, plan, accuracy)
+            stages = job.report.stages_s
+            audit = Audit(job.config, opened, plan.diff.compute, sum(stages.values()) - stages["open"])
+            chunks = _computed(job, opened, plan, accuracy, audit)
             verdicts = accuracy.passed()
+        with job.report.stage("audit"):
+            verdicts += audit.verdicts(job.report.stages_s.get("model", 0.0))
         delta = _snapshot(job, opened, plan, chunks)
         snapshot = _judged(job, opened, plan, chunks, delta, verdicts)
         with job.report.stage("commit"):
@@ -167,11 +172,11 @@ class _Accuracy:
         self._verdicts = [verdict]
 
 
-def _computed(job: Job, opened: OpenView, plan: Plan, accuracy: _Accuracy) -> Chunks:
+def _computed(job: Job, opened: OpenView, plan: Plan, accuracy: _Accuracy, audit: Audit) -> Chunks:
     """Compute what the plan says; afterwards the parts are written, and the report's counts are known."""
     config, report, store = job.config, job.report, job.store
     store.journals.begin(report.run, plan.recipe, report.partition, full=job.options.full)
-    chunks = Chunks(job, opened, math.floor(plan.source_rows * config.max_rejected + 1e-9), accuracy.passed)
+    chunks = Chunks(job, opened, math.floor(plan.source_rows * config.max_rejected + 1e-9), accuracy.passed, audit.draw)
     chunks.take_over(plan)
     job.progress.begin(f"materialize {config.name}", plan.diff.compute)
     chunks.compute()

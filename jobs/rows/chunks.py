@@ -45,14 +45,22 @@ class Chunks:
         opened: its view; the source is loaded, the model converted.
         max_rejected: how many rows may be rejected.
         may_write: called before anything is written: returns once the rows may be kept, or raises why not.
+        look_at: called with each batch and what the model made of it.
 
     Raises:
         RejectedError: from every method that takes rows: see :class:`jobs.rows.rejections.Rejections`.
         SnapshotError: the file system failed.
     """
 
-    def __init__(self, job: Job, opened: OpenView, max_rejected: int, may_write: Callable[[], object] = lambda: None) -> None:
-        self._job, self._opened, self._may_write = job, opened, may_write
+    def __init__(
+        self,
+        job: Job,
+        opened: OpenView,
+        max_rejected: int,
+        may_write: Callable[[], object] = lambda: None,
+        look_at: Callable[[pa.RecordBatch, Outcome], object] = lambda batch, done: None,
+    ) -> None:
+        self._job, self._opened, self._may_write, self._look_at = job, opened, may_write, look_at
         self.rejections = Rejections(job, opened, max_rejected)
         self.parts: list[Part] = []
         self.figures: dict[str, RowFigures] = {}
@@ -131,6 +139,7 @@ class Chunks:
         while self._bad_keys:
             keys, errors, hashes = self._bad_keys.popleft()
             self.rejections.add(keys, ["key"] * len(keys), errors, hashes)
+        self._look_at(batch, done)
         done = with_null_rows(view, done)
         if done.rejections:
             rows = pa.array([rejected.row for rejected in done.rejections])

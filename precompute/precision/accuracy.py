@@ -1,14 +1,13 @@
 """Accuracy: how far features computed one way are from the same rows' features computed another way.
 
 Cosine alone hides what matters to a search: 8-bit vectors with a mean cosine of 0.993 still lost an eighth of their neighbours (MiniLM,
-22,000 documents). So vectors are judged by their neighbours too.
+22,000 documents). So vectors are judged by their neighbours too, and every row by its own error.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,15 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from precompute.precision.row_errors import (
+    Limits,
+    RowFigures,
+    RowLimits,
+    is_measured,
+    row_errors,
+    row_figures,
+    share_between,
+)
 from store.feature_view import Feature, FeatureView
 
 NEIGHBOURS = 10
@@ -28,6 +36,7 @@ SURE = 3.0
 EASIER = 0.002
 """How much higher recall@10 is among 128 rows than among 512, where it is near its limits. Of 1,536 docstrings by MiniLM, means of 40 draws each: 0.9924 and 0.9922
 (bf16-onednn), 0.9959 and 0.9953 (bf16-encoder), 0.9800 and 0.9781 (int8-weights)."""
+DEFAULT = Limits()
 TIE = 1e-6
 """Similarities this close, relative to the largest, are one: neighbours of equal texts may come in any order."""
 
@@ -36,8 +45,9 @@ TIE = 1e-6
 class FeatureAccuracy:
     """One feature's figures; those that do not apply to its kind, or cannot be told from these rows, are None.
 
-    Vectors have ``mean_cosine``, ``min_cosine`` and ``recall_at_10``; scalar floats ``rank_correlation``, ``max_abs_error`` and
-    ``relative_error``, lists of floats the last alone; other lists ``overlap``, and other scalars ``overlap``, the share of rows that are equal.
+    Vectors have ``mean_cosine``, ``min_cosine`` and ``recall_at_10``; scalar floats ``rank_correlation`` and ``max_abs_error``; lists of anything
+    but floats ``overlap``, and other scalars ``overlap`` alone, the share of rows that are equal. The others have what their rows' errors
+    (:func:`precompute.precision.row_errors.row_errors`) come to: ``median_error``, ``beyond``, how many are beyond their bound, and ``worst_error``.
     """
 
     mean_cosine: float | None = None
@@ -45,8 +55,10 @@ class FeatureAccuracy:
     recall_at_10: float | None = None
     rank_correlation: float | None = None
     max_abs_error: float | None = None
-    relative_error: float | None = None
     overlap: float | None = None
+    median_error: float | None = None
+    beyond: int | None = None
+    worst_error: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +78,7 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """Figures of every feature of a view over ``rows`` rows."""
+    """Figures of every feature of a view over ``rows`` rows drawn by chance."""
 
     rows: int
     features: dict[str, FeatureAccuracy]
@@ -76,87 +88,112 @@ class Accuracy:
         figures = {name: {k: v for k, v in asdict(f).items() if v is not None} for name, f in self.features.items()}
         return {"rows": self.rows, "features": figures}
 
-    def judged(self, cosine: float, recall_at_10: float) -> list[Judged]:
+    def judged(self, limits: Limits, view: FeatureView) -> list[Judged]:
         """The figures that have a limit, with it.
 
         Args:
-            cosine: least mean cosine of a vector, and least rank correlation of a score; the error of scores is at most that of vectors of
-                this cosine, √(2 - 2 cosine): 0.045 for 0.999.
-            recall_at_10: least recall of a vector's neighbours, and least overlap of a list or of values that are equal or not.
+            limits: the view's.
+            view: whose features they are.
         """
-        error, judged = math.sqrt(2 - 2 * cosine), []
-        for name, f in self.features.items():
+        judged = []
+        for feature in view.features:
+            name, f, of_rows = feature.name, self.features[feature.name], limits.of(feature)
+            overlap = limits.recall_at_10 if feature.max_items is not None else 1 - of_rows.share
             figures = (
-                ("mean cosine", f.mean_cosine, cosine, 1),
-                ("recall@10", f.recall_at_10, recall_at_10, 1),
-                ("rank correlation", f.rank_correlation, cosine, 1),
-                ("relative error", f.relative_error, error, -1),
-                ("overlap", f.overlap, recall_at_10, 1),
+                ("mean cosine", f.mean_cosine, limits.cosine),
+                ("recall@10", f.recall_at_10, limits.recall_at_10),
+                ("rank correlation", f.rank_correlation, limits.cosine),
+                ("overlap", f.overlap, overlap),
             )
             judged += [
-                Judged(f"{name}: {what}", value, limit, sign * (value - limit))
-                for what, value, limit, sign in figures
-                if value is not None
+                Judged(f"{name}: {what}", value, limit, value - limit) for what, value, limit in figures if value is not None
             ]
+            if f.median_error is not None and f.beyond is not None and f.worst_error is not None:
+                rows = RowFigures(self.rows, f.median_error, f.beyond, f.worst_error)
+                judged += judged_rows(name, rows, of_rows)
         return judged
 
 
-def compare(reference: pa.RecordBatch, other: pa.RecordBatch, view: FeatureView) -> Accuracy:
-    """Figures of ``other`` against ``reference``: the features of a view, row by row of the same entities, 1 row or more.
+def judged_rows(name: str, figures: RowFigures, limits: RowLimits) -> list[Judged]:
+    """A feature's row errors with their limits. Of the share beyond the bound the lower bound decides (:func:`share_between`): one row of few is no
+    evidence of many."""
+    share, (least_share, _) = figures.beyond / figures.rows, share_between(figures.beyond, figures.rows)
+    # shares are small numbers: as far within as the whole of the limit where none is seen
+    room = limits.share - least_share if least_share > limits.share else 1.0
+    return [
+        Judged(f"{name}: median row error", figures.median, limits.median, limits.median - figures.median),
+        Judged(f"{name}: share of rows off by more than {limits.bound:.3g}:", share, limits.share, room),
+        Judged(f"{name}: worst row error", figures.worst, limits.worst, limits.worst - figures.worst),
+    ]
 
-    Raises:
-        ValueError: the batches have different numbers of rows, or none.
-    """
-    if reference.num_rows != other.num_rows or not reference.num_rows:
-        raise ValueError(f"{reference.num_rows} rows against {other.num_rows}: there is nothing to compare")
-    figures = {f.name: _figures(f, reference.column(f.name), other.column(f.name), view) for f in view.features}
-    return Accuracy(reference.num_rows, figures)
 
-
-def least(reference: pa.RecordBatch, other: pa.RecordBatch, view: FeatureView) -> Accuracy | None:
-    """What the figures of more rows like these will hardly be below: the means less :data:`SURE` standard errors, and recall less what fewer rows make
-    it easier by (:data:`EASIER`). The least cosine is that of these rows.
+def compare(
+    reference: pa.RecordBatch, other: pa.RecordBatch, view: FeatureView, limits: Limits = DEFAULT, ends: int = 0
+) -> Accuracy:
+    """Figures of ``other`` against ``reference``: the features of a view, row by row of the same entities.
 
     Args:
-        reference, other, view: as for :func:`compare`.
+        reference, other: the features.
+        view: whose they are.
+        limits: its bounds of row errors.
+        ends: how many of the rows, the first, were not drawn by chance: they count for the least cosine and the worst error alone.
+
+    Raises:
+        ValueError: the batches have different numbers of rows, or none that was drawn.
+    """
+    if reference.num_rows != other.num_rows or reference.num_rows <= ends:
+        raise ValueError(f"{reference.num_rows} rows against {other.num_rows}: there is nothing to compare")
+    figures = {f.name: _figures(f, reference.column(f.name), other.column(f.name), view, limits, ends) for f in view.features}
+    return Accuracy(reference.num_rows - ends, figures)
+
+
+def least(reference: pa.RecordBatch, other: pa.RecordBatch, view: FeatureView, limits: Limits, ends: int = 0) -> Accuracy | None:
+    """What the figures of more rows like these will hardly be below: the means less :data:`SURE` standard errors, and recall less what fewer rows make
+    it easier by (:data:`EASIER`). The least cosine and the row errors are those of these rows.
+
+    Args:
+        reference, other, view, limits, ends: as for :func:`compare`.
 
     Returns:
         None where other features than vectors are to be compared, or rows are few: their figures have no such bound.
     """
-    if reference.num_rows < MIN_ROWS or any(feature.dim is None for feature in view.features):
+    rows = reference.num_rows - ends
+    if rows < MIN_ROWS or any(feature.dim is None for feature in view.features):
         return None
-    figures = {}
+    found, figures = compare(reference, other, view, limits, ends), {}
     for feature in view.features:
         assert feature.dim is not None
-        a, b = (_matrix(table.column(feature.name), feature.dim) for table in (reference, other))
+        a, b = (_matrix(table.column(feature.name), feature.dim)[ends:] for table in (reference, other))
         cosines, recalls = row_cosines(a, b), neighbour_recalls(a, b, _metric(feature, view))
-        low = [float(values.mean() - SURE * values.std(ddof=1) / math.sqrt(len(a))) for values in (cosines, recalls)]
-        figures[feature.name] = FeatureAccuracy(low[0], float(cosines.min()), low[1] - EASIER)
-    return Accuracy(reference.num_rows, figures)
+        low = [float(values.mean() - SURE * values.std(ddof=1) / math.sqrt(rows)) for values in (cosines, recalls)]
+        figures[feature.name] = replace(found.features[feature.name], mean_cosine=low[0], recall_at_10=low[1] - EASIER)
+    return Accuracy(rows, figures)
 
 
 def _metric(feature: Feature, view: FeatureView) -> str:
     return view.index.metric if view.index is not None and view.index.on == feature.name else "cosine"
 
 
-def _figures(feature: Feature, reference: pa.Array, other: pa.Array, view: FeatureView) -> FeatureAccuracy:
+def _figures(
+    feature: Feature, reference: pa.Array, other: pa.Array, view: FeatureView, limits: Limits, ends: int
+) -> FeatureAccuracy:
+    rows = row_figures(row_errors(feature, reference, other, ends), limits.of(feature), ends)
+    found = FeatureAccuracy(median_error=rows.median, beyond=rows.beyond, worst_error=rows.worst)
     if feature.dim is not None:
         a, b = (_matrix(column, feature.dim) for column in (reference, other))
         cosines = row_cosines(a, b)
-        recall = neighbour_recall(a, b, _metric(feature, view)) if len(a) >= MIN_ROWS else None
-        return FeatureAccuracy(mean_cosine=float(cosines.mean()), min_cosine=float(cosines.min()), recall_at_10=recall)
+        recall = neighbour_recall(a[ends:], b[ends:], _metric(feature, view)) if len(a) - ends >= MIN_ROWS else None
+        return replace(found, mean_cosine=float(cosines[ends:].mean()), min_cosine=float(cosines.min()), recall_at_10=recall)
+    reference, other = reference.slice(ends), other.slice(ends)
     if feature.max_items is not None:
-        if feature.dtype.startswith("float"):
-            return FeatureAccuracy(relative_error=relative_error(*_padded(reference, other)))
-        return FeatureAccuracy(overlap=mean_overlap(reference, other))
-    if feature.dtype.startswith("float"):
+        return found if is_measured(feature) else replace(found, overlap=mean_overlap(reference, other))
+    if is_measured(feature):
         a, b = (_scalars(column) for column in (reference, other))
         both = np.isfinite(a) & np.isfinite(b)
         error = float(np.abs(a[both] - b[both]).max()) if both.any() else None
-        return FeatureAccuracy(
-            rank_correlation=rank_correlation(a, b), max_abs_error=error, relative_error=relative_error(a[both], b[both])
-        )
+        return replace(found, rank_correlation=rank_correlation(a, b), max_abs_error=error)
     equal = [x == y for x, y in zip(reference.to_pylist(), other.to_pylist(), strict=True)]
+    # of rows that are equal or not there is no more to tell
     return FeatureAccuracy(overlap=sum(equal) / len(equal))
 
 
@@ -223,12 +260,6 @@ def rank_correlation(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> float | None:
     return float(np.clip((x @ y) / np.sqrt((x @ x) * (y @ y)), -1, 1))
 
 
-def relative_error(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> float:
-    """Length of ``a - b`` relative to the longer of both, any shape: 0 where they are equal, at most 2."""
-    longer = max(float(np.linalg.norm(a)), float(np.linalg.norm(b)))
-    return float(np.linalg.norm(a - b)) / longer if longer else 0.0
-
-
 def mean_overlap(a: pa.Array, b: pa.Array) -> float:
     """Mean over rows of |A ∩ B| / max(|A|, |B|) for lists A and B, null and empty ones being equal."""
     shares = []
@@ -240,14 +271,6 @@ def mean_overlap(a: pa.Array, b: pa.Array) -> float:
 
 def _matrix(column: pa.Array, dim: int) -> npt.NDArray[Any]:
     return np.asarray(column.flatten()).reshape(-1, dim)
-
-
-def _padded(a: pa.Array, b: pa.Array) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """All numbers of two columns of lists, one after the other; where one list is shorter, zeros."""
-    rows = list(zip(a.to_pylist(), b.to_pylist(), strict=True))
-    pairs = [pair for x, y in rows for pair in itertools.zip_longest(x or (), y or (), fillvalue=0.0)]
-    values = np.array(pairs, np.float64).reshape(-1, 2)
-    return values[:, 0], values[:, 1]
 
 
 def _scalars(column: pa.Array) -> npt.NDArray[np.float64]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,10 @@ from precompute.precision.accuracy import (
     rank_correlation,
     row_cosines,
 )
+from precompute.precision.row_errors import MOST, Limits, row_errors, share_between
 from store.feature_view import Feature, FeatureView, IndexSpec
 
+LIMITS = Limits(0.999, 0.985)
 VIEW = FeatureView(
     name="docs",
     entity=("id",),
@@ -61,40 +64,55 @@ def test_every_kind_of_feature_by_hand() -> None:
     reference = batch([[1, 0], [0, 2], [3, 4]], [1.0, 2.0, 3.0], [[1, 2, 3], [4], []], ["a", "b", None], [[3, 4], [], None])
     other = batch([[1, 0], [2, 0], [4, 3]], [1.5, 3.0, 2.0], [[3, 2, 9], [5], None], ["a", "c", None], [[3], [], []])
     # cosines 1, 0, 24/25; ranks 1 2 3 against 1 3 2: 1 − 6·(0 + 1 + 1)/(3·8); overlaps 2/3, 0, 1; labels 2 of 3
-    # scores are off by 0.5, 1 and -1, of 1, 2 and 3 or 1.5, 3 and 2; weights by 4, of 3 and 4
-    assert compare(reference, other, VIEW).to_json() == {
+    # scores are off by 0.5, 1 and -1, and from the median by 1, 0 and 1 as their quartiles are from each other; weights by 4, of 3 and 4;
+    # vectors by nothing, √8 of 2 and √2 of 5; lists have 0, 1 and 2 of the first 1, 2 and 3
+    assert compare(reference, other, VIEW, LIMITS).to_json() == {
         "rows": 3,
         "features": {
-            "vector": {"mean_cosine": pytest.approx(1.96 / 3), "min_cosine": 0.0},
+            "vector": {
+                "mean_cosine": pytest.approx(1.96 / 3),
+                "min_cosine": 0.0,
+                "median_error": pytest.approx(2**0.5 / 5),
+                "beyond": 2,
+                "worst_error": pytest.approx(2**0.5),
+            },
             "score": {
                 "rank_correlation": pytest.approx(0.5),
                 "max_abs_error": 1.0,
-                "relative_error": pytest.approx((2.25 / 15.25) ** 0.5),
+                "median_error": pytest.approx(1.0),
+                "beyond": 3,
+                "worst_error": pytest.approx(1.0),
             },
-            "top": {"overlap": pytest.approx(5 / 9)},
+            "top": {
+                "overlap": pytest.approx(5 / 9),
+                "median_error": pytest.approx(1 - (0 + 1 / 2 + 2 / 3) / 3),
+                "beyond": 2,
+                "worst_error": 1.0,
+            },
             "label": {"overlap": pytest.approx(2 / 3)},
-            "weights": {"relative_error": pytest.approx(0.8)},
+            "weights": {"median_error": 0.0, "beyond": 1, "worst_error": pytest.approx(0.8)},
         },
     }
 
 
 def test_the_same_features_are_without_fault() -> None:
     one = batch([[1, 0], [0, 0], [3, 4]], [1.0, None, 3.0], [[1, 2], [4], None], ["a", "b", None])
-    figures = compare(one, one, VIEW)
+    exact: dict[str, Any] = {"median_error": 0.0, "beyond": 0, "worst_error": 0.0}
+    figures = compare(one, one, VIEW, LIMITS)
     approx: Any = pytest.approx(1.0)
     assert figures.features == {
-        "vector": FeatureAccuracy(mean_cosine=1.0, min_cosine=1.0),
-        "score": FeatureAccuracy(rank_correlation=approx, max_abs_error=0.0, relative_error=0.0),
-        "top": FeatureAccuracy(overlap=1.0),
+        "vector": FeatureAccuracy(mean_cosine=1.0, min_cosine=1.0, **exact),
+        "score": FeatureAccuracy(rank_correlation=approx, max_abs_error=0.0, **exact),
+        "top": FeatureAccuracy(overlap=1.0, **exact),
         "label": FeatureAccuracy(overlap=1.0),
-        "weights": FeatureAccuracy(relative_error=0.0),
+        "weights": FeatureAccuracy(**exact),
     }
     assert shortfalls(figures, 0.999999, 0.999999) == []
     assert json.loads(json.dumps(figures.to_json())) == figures.to_json()
 
 
 def shortfalls(figures: Accuracy, cosine: float, recall_at_10: float) -> list[str]:
-    return [figure.shortfall for figure in figures.judged(cosine, recall_at_10) if figure.room < 0]
+    return [figure.shortfall for figure in figures.judged(Limits(cosine, recall_at_10), VIEW) if figure.room < 0]
 
 
 def test_shortfalls_name_the_figure_and_the_limit() -> None:
@@ -102,40 +120,118 @@ def test_shortfalls_name_the_figure_and_the_limit() -> None:
         20,
         {
             "vector": FeatureAccuracy(mean_cosine=0.9912, min_cosine=0.5, recall_at_10=0.875),
-            "score": FeatureAccuracy(rank_correlation=0.98, max_abs_error=7.0, relative_error=0.15),
+            "score": FeatureAccuracy(rank_correlation=0.98, max_abs_error=7.0, median_error=0.15, beyond=0, worst_error=0.3),
             "top": FeatureAccuracy(overlap=0.75),
-            "weights": FeatureAccuracy(relative_error=0.11),
+            "label": FeatureAccuracy(overlap=0.96),
+            "weights": FeatureAccuracy(median_error=0.04, beyond=1, worst_error=0.6),
         },
     )
     assert shortfalls(figures, 0.995, 0.95) == [
         "vector: mean cosine 0.9912 is below 0.995",
         "vector: recall@10 0.875 is below 0.95",
         "score: rank correlation 0.98 is below 0.995",
-        "score: relative error 0.15 is above 0.1",
+        "score: median row error 0.15 is above 0.1",
         "top: overlap 0.75 is below 0.95",
-        "weights: relative error 0.11 is above 0.1",
+        "weights: share of rows off by more than 0.2: 0.05 is above 0.001",
+        "weights: worst row error 0.6 is above 0.5",
     ]
-    assert shortfalls(figures, 0.98, 0.75) == []  # √(2 - 2 · 0.98) is 0.2
+    # √(2 - 2 · 0.98) is 0.2; of 20 rows one is too much, if 1 in 1,000 may be
+    assert shortfalls(figures, 0.98, 0.75) == ["weights: share of rows off by more than 0.4: 0.05 is above 0.001"]
 
 
 def test_scores_that_keep_their_order_and_not_their_size_fall_short() -> None:
     scores = np.random.default_rng(0).normal(size=30)
     reference, other = (batch([[1, 0]] * 30, list(s), [[]] * 30, ["a"] * 30) for s in (scores, scores * 1.1))
-    assert shortfalls(compare(reference, other, VIEW), 0.999, 0.985) == ["score: relative error 0.090909 is above 0.04472"]
+    assert shortfalls(compare(reference, other, VIEW, LIMITS), 0.999, 0.985) == [
+        "score: median row error 0.057583 is above 0.04472",
+        "score: share of rows off by more than 0.0894: 0.2 is above 0.001",
+    ]
+
+
+def test_vectors_of_another_length_and_few_broken_rows_fall_short() -> None:
+    view = FeatureView("v", ("id",), (Feature("vector", "float32", dim=8),), 60, 0)
+    right = random(1000, 8)
+    broken = right.copy()
+    broken[::200] *= -1
+    for made, reasons in (
+        (
+            right * 0.16,
+            [
+                "median row error 0.84 is above 0.04472",
+                "share of rows off by more than 0.0894: 1 is above 0.001",
+                "worst row error 0.84 is above 0.2236",
+            ],
+        ),
+        (broken, ["share of rows off by more than 0.0894: 0.005 is above 0.001", "worst row error 2 is above 0.2236"]),
+        (right * 1.01, []),
+    ):
+        found = compare(vectors(right, view), vectors(made, view), view, LIMITS).judged(LIMITS, view)
+        said = [figure.shortfall for figure in found if figure.room < 0 and "row" in figure.figure]
+        assert said == [f"vector: {reason}" for reason in reasons]
+
+
+def test_rows_that_were_not_drawn_count_for_the_worst_alone() -> None:
+    view = FeatureView("v", ("id",), (Feature("score", "float64"),), 60, 0)
+    reference, other = ([1e6, *range(100)], [1.3e6, *range(100)])
+    rows = [pa.RecordBatch.from_pydict({"score": values}, schema=view.feature_schema()) for values in (reference, other)]
+    found = compare(rows[0], rows[1], view, LIMITS, ends=1)
+    approx: Any = lambda value: pytest.approx(value, rel=1e-3)  # noqa: E731
+    assert found == Accuracy(
+        100,
+        {
+            "score": FeatureAccuracy(
+                rank_correlation=approx(1.0),
+                max_abs_error=0.0,
+                median_error=0.0,
+                beyond=0,
+                worst_error=approx(0.3),
+            )
+        },
+    )
+    assert [f.figure for f in found.judged(LIMITS, view) if f.room < 0] == ["score: worst row error"]
+    # of one feature
+    assert [f for f in found.judged(Limits(0.999, 0.985, {}, {"score": {"worst": 0.31}}), view) if f.room < 0] == []
+
+
+def test_a_score_is_off_by_the_spread_and_by_its_distance_from_the_median() -> None:
+    score = Feature("score", "float64")
+
+    def errors(reference: list[Any], other: list[Any]) -> list[float]:
+        found = row_errors(score, pa.array(reference, pa.float64()), pa.array(other, pa.float64()))
+        return [round(float(error), 6) for error in found]
+
+    kelvin = [280.0, 290.0, 300.0, 310.0, 320.0]  # quartiles 20 apart
+    assert errors(kelvin, [281.0, 290.0, 300.0, 310.0, 320.0]) == [0.05, 0, 0, 0, 0]
+    assert errors([0.0, 0.0, 0.0, 1000.0], [0.0, 0.0, 0.0, 1010.0]) == [0, 0, 0, 0.01]
+    assert errors([5.0, 5.0], [5.5, 5.0]) == [0.1, 0.0]  # all one value
+    assert errors([0.0], [1e-9]) == [MOST]
+    nan = float("nan")
+    assert errors([nan, 1.0, None, 2.0], [nan, nan, 3.0, 2.0]) == [0, MOST, MOST, 0]
+
+
+@pytest.mark.parametrize(("seen", "rows"), [(0, 1), (0, 5000), (1, 512), (7, 90), (20, 20)])
+def test_bounds_of_a_share_are_those_of_the_binomial_distribution(seen: int, rows: int) -> None:
+    low, high = share_between(seen, rows)
+
+    def tail(share: float, counts: range) -> float:
+        return sum(math.comb(rows, k) * share**k * (1 - share) ** (rows - k) for k in counts)
+
+    assert tail(low, range(seen, rows + 1)) == pytest.approx(0.05, rel=1e-6) if seen else low == 0
+    assert tail(high, range(seen + 1)) == pytest.approx(0.05, rel=1e-6) if seen < rows else high == 1
 
 
 def test_batches_of_different_rows_are_refused() -> None:
     one = batch([[1, 0]], [1.0], [[1]], ["a"])
     with pytest.raises(ValueError, match="1 rows against 0"):
-        compare(one, one.slice(1), VIEW)
+        compare(one, one.slice(1), VIEW, LIMITS)
     with pytest.raises(ValueError, match="0 rows against 0"):
-        compare(one.slice(1), one.slice(1), VIEW)
+        compare(one.slice(1), one.slice(1), VIEW, LIMITS)
 
 
 @pytest.mark.parametrize(("rows", "known"), [(11, False), (12, True)])
 def test_recall_is_not_told_from_a_few_rows(rows: int, known: bool) -> None:
     view = FeatureView("v", ("id",), (Feature("vector", "float32", dim=8),), 60, 0)
-    figures = compare(vectors(random(rows, 8), view), vectors(random(rows, 8, 1), view), view).features["vector"]
+    figures = compare(vectors(random(rows, 8), view), vectors(random(rows, 8, 1), view), view, LIMITS).features["vector"]
     assert (figures.recall_at_10 is not None) is known
 
 
@@ -156,7 +252,7 @@ def test_recall_is_what_a_plain_loop_finds(metric: str) -> None:
         return set(np.argsort(far)[:10].tolist())
 
     expected = np.mean([len(nearest(a, row) & nearest(b, row)) / 10 for row in range(1100)])
-    found = compare(vectors(a, view), vectors(b, view), view).features["vector"].recall_at_10
+    found = compare(vectors(a, view), vectors(b, view), view, LIMITS).features["vector"].recall_at_10
     assert 0.2 < expected < 0.9
     assert found == pytest.approx(expected, abs=2e-4)
 
@@ -170,12 +266,15 @@ def test_what_more_rows_will_hardly_be_below() -> None:
 
     rng = np.random.default_rng(0)
     right = rng.standard_normal((128, 8), np.float32)
-    same = least(batch(right), batch(right), view)
+    same = least(batch(right), batch(right), view, LIMITS)
     assert same is not None
-    assert [*same.to_json()["features"]["vector"].values()] == pytest.approx([1.0, 1.0, 1.0 - EASIER])
+    assert [*same.to_json()["features"]["vector"].values()] == pytest.approx([1.0, 1.0, 1.0 - EASIER, 0.0, 0, 0.0])
 
     off = right + 0.05 * rng.standard_normal((128, 8), np.float32)
-    told, found = least(batch(right), batch(off), view), compare(batch(right), batch(off), view).features["vector"]
+    told, found = (
+        least(batch(right), batch(off), view, LIMITS),
+        compare(batch(right), batch(off), view, LIMITS).features["vector"],
+    )
     assert told is not None
     assert found.recall_at_10 == pytest.approx(neighbour_recalls(right, off).mean())
     spread = neighbour_recalls(right, off).std(ddof=1) / 128**0.5
@@ -188,8 +287,8 @@ def test_what_more_rows_will_hardly_be_below() -> None:
     assert (low > cosines.mean()).sum() <= 2
 
     # other features, or few rows, have no such bound
-    assert least(batch(right[:11]), batch(off[:11]), view) is None
-    assert least(batch(right), batch(off), VIEW) is None
+    assert least(batch(right[:11]), batch(off[:11]), view, LIMITS) is None
+    assert least(batch(right), batch(off), VIEW, LIMITS) is None
 
 
 def test_recall_does_not_care_which_of_equal_neighbours_comes_first() -> None:

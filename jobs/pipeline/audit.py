@@ -1,0 +1,297 @@
+"""Audit: what can be said of all rows of a run, from some of them computed again once it has computed the last: in float32, which tells how many are off,
+and among other rows, which tells whether a row is the same whatever batch it is in.
+
+The rows are drawn from all batches, as hashes of their inputs and keys say: the same ones in whatever order they come. It takes a share of the run's time, and says
+what so many rows can say.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from jobs.config.view import ViewConfig
+from jobs.pipeline.accuracy import END_ROWS
+from jobs.rows.comparison import limits_of
+from jobs.rows.engine import computed
+from jobs.rows.open_view import OpenView
+from precompute.engine.runner import Runner
+from precompute.engine.window import Outcome
+from precompute.model import Model
+from precompute.precision.accuracy import judged_rows
+from precompute.precision.row_errors import is_measured, row_errors, row_figures, share_between
+from precompute.precision.same_value import differing
+from precompute.techniques.table import REFERENCE
+from store.entity_key import key_column
+from store.feature_view import Feature, FeatureView
+from store.offline.snapshot import Verdict
+
+AUDITED_ROWS = 6000
+"""Drawn of a run: where 1 of 1,000 is broken, none of so many is in 1 of 400 draws, and none seen says that fewer than 0.05 % are (95 %)."""
+HELD_BYTES = 64 * 2**20
+"""Of drawn rows at most, and one window's; of larger rows fewer are drawn."""
+SHARE = 0.03
+"""Of the time that a run took, that the audit takes at most."""
+LEAST_S = 0.05
+"""Or so long, where that is more."""
+SLOWER = 4.0
+"""Times the run's time a row that float32 is expected to take at first: MiniLM's takes 4 times as long as its bfloat16."""
+FEWEST_ROWS = 8
+"""Fewer say nothing that the comparison before a run does not, unless they are all."""
+ALONE_ROWS = 64
+"""Computed again among others."""
+ALONE_TOGETHER = 16
+"""Of these, in one batch at most."""
+WORKER_S = 10.0
+"""That a worker on a GPU takes to begin; it computes float32 at an eighth of the run's rate at least."""
+OWN = "bf16-eager"
+"""What two computations by a model of somebody's own may differ by: nobody knows what it computes in."""
+
+_ODD = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9], np.uint64)
+"""Of splitmix64 (Steele et al. 2014)."""
+
+_Hashes = npt.NDArray[np.uint64]
+
+
+class Audit:
+    """The rows drawn of one run.
+
+    Args:
+        config: the view's.
+        opened: the view, its model converted.
+        rows: to be computed.
+        before_s: seconds that the run took so far.
+    """
+
+    def __init__(self, config: ViewConfig, opened: OpenView, rows: int, before_s: float) -> None:
+        self._config, self._opened = config, opened
+        # 15 % more than are wanted: which they are is chance
+        self._below = np.uint64(min(1.0, 1.15 * AUDITED_ROWS / max(rows, 1)) * (2**64 - 2**12))
+        self._hashes: list[_Hashes] = []
+        self._inputs: list[pa.RecordBatch] = []
+        self._made: list[pa.RecordBatch] = []
+        self._ends = _Ends(opened.view) if opened.variant != REFERENCE else None
+        self._rows = self._held = self._bytes = 0
+        self._began = time.monotonic() - before_s
+        self._spent_s = 0.0
+
+    def draw(self, batch: pa.RecordBatch, done: Outcome) -> None:
+        """Look at rows that the model computed.
+
+        Args:
+            batch: as it was given to the engine, with a column ``input_hash``.
+            done: what became of its rows, or of some.
+        """
+        if not len(done.rows):
+            return
+        # what it waits for meanwhile is the model
+        began = time.thread_time()
+        hashes = self._hash(batch)
+        if len(done.rows) < batch.num_rows:
+            hashes = hashes[done.rows]
+        shown = batch.drop_columns(["input_hash"])
+        chosen = np.flatnonzero(hashes <= self._below)
+        if len(chosen):
+            self._keep(hashes[chosen], shown.take(pa.array(done.rows[chosen])), done.features.take(pa.array(chosen)))
+        if self._ends is not None:
+            self._ends.look_at(shown, done)
+        self._rows += len(done.rows)
+        self._spent_s += time.thread_time() - began
+
+    def verdicts(self, model_s: float) -> list[Verdict]:
+        """What the gates ``batch`` and ``accuracy`` say, where there are rows and time enough for it.
+
+        Args:
+            model_s: seconds that the model took for all rows of the run.
+
+        Raises:
+            ModelError: as a run would.
+        """
+        if not self._held:
+            return []
+        budget_s = max(LEAST_S, SHARE * (time.monotonic() - self._began))
+        # on crowded cores drawing takes longer than it should
+        budget_s = max(budget_s - self._spent_s, budget_s / 2)
+        row_s = model_s / self._rows
+        hashes, inputs, made = np.concatenate(self._hashes), pa.concat_batches(self._inputs), pa.concat_batches(self._made)
+        order = pa.array(np.argsort(hashes, kind="stable")[:AUDITED_ROWS])
+        inputs, made = inputs.take(order), made.take(order)
+        began = time.monotonic()
+        verdicts = self._in_float32(inputs, made, budget_s, row_s) if self._opened.variant != REFERENCE else []
+        return verdicts + self._among_others(inputs, made, budget_s - (time.monotonic() - began), row_s)
+
+    def _hash(self, batch: pa.RecordBatch) -> _Hashes:
+        """Of each row, by its input and, where they are integers, its key: of rows of one input all would be drawn, or none. As the input's hash is one
+        already, a product with an odd number is another as good."""
+        hashes = np.array(batch.column("input_hash")).view(np.uint64)
+        for name in self._opened.view.entity:
+            column = batch.column(name)
+            if pa.types.is_integer(column.type) and not column.null_count:
+                hashes ^= np.asarray(column).astype(np.uint64) * _ODD[0]
+        hashes *= _ODD[1]
+        return hashes
+
+    def _keep(self, hashes: _Hashes, inputs: pa.RecordBatch, made: pa.RecordBatch) -> None:
+        self._hashes.append(hashes)
+        self._inputs.append(inputs)
+        self._made.append(made)
+        self._held += len(hashes)
+        self._bytes += inputs.nbytes + made.nbytes
+        if self._held > 2 * AUDITED_ROWS or self._bytes > HELD_BYTES:
+            # equal inputs may have one hash: of few different ones many come; and rows may be large
+            together = np.concatenate(self._hashes)
+            least = np.argsort(together, kind="stable")[: min(AUDITED_ROWS, -(-self._held // 2))]
+            self._below, self._hashes, self._held = together[least[-1]], [together[least]], len(least)
+            self._inputs, self._made = ([pa.concat_batches(held).take(pa.array(least))] for held in (self._inputs, self._made))
+            self._bytes = self._inputs[0].nbytes + self._made[0].nbytes
+
+    # ---- among other rows
+
+    def _among_others(self, inputs: pa.RecordBatch, made: pa.RecordBatch, budget_s: float, row_s: float) -> list[Verdict]:
+        """The gate ``batch``, where a row differs; none on a GPU, where another worker would have to begin, nor where the fallback's parity tells the same."""
+        view, limit = self._opened.view, self._config.gates.parity
+        rows = min(ALONE_ROWS, made.num_rows, int(budget_s / max(row_s, 1e-9)))
+        if limit is None or view.fallback or self._opened.wanted is not None or rows < 2:
+            return []
+        step, until = min(ALONE_TOGETHER, rows // 2), time.monotonic() + budget_s
+        outcomes, runner = [], Runner(self._opened.model, view, search=False)
+        for start in range(0, rows, step):
+            outcomes.append(runner.compute(inputs.slice(start, min(step, rows - start))))
+            if time.monotonic() > until:
+                rows = min(rows, start + step)
+                break
+        keys = key_column(inputs, view.entity).to_pylist()
+        again = np.concatenate([step * n + done.rows for n, done in enumerate(outcomes)])
+        differs = {keys[step * n + r.row]: r.error for n, done in enumerate(outcomes) for r in done.rejections}
+        # a torch model knows how it computes; without importing torch, that is how to tell one from a model of the user's own
+        known = getattr(self._opened.model, "variant", None) == self._opened.variant
+        found = differing(
+            pa.Table.from_batches([made.take(pa.array(again))]),
+            pa.Table.from_batches([done.features for done in outcomes]),
+            view,
+            self._opened.variant if known else OWN,
+        )
+        differs |= {keys[again[row]]: what for row, what in found.items()}
+        if not differs:
+            # no word of what is as it should be: how many rows there was time for would be another figure in each run
+            return []
+        message = f"{len(differs)} of {rows} rows come out differently among other rows than in the batches of the run"
+        message += "; the first, {!r}: {}".format(*next(iter(differs.items())))
+        share = len(differs) / rows
+        return [Verdict("batch", share <= limit, share, limit, message)]
+
+    # ---- in float32
+
+    def _in_float32(self, inputs: pa.RecordBatch, made: pa.RecordBatch, budget_s: float, row_s: float) -> list[Verdict]:
+        """The gate ``accuracy``, of the rows drawn and of those at the ends."""
+        assert self._ends is not None
+        shown, stored = self._ends.rows()
+        ends = shown.num_rows
+        rows, until = pa.concat_batches([shown, inputs]), time.monotonic() + budget_s
+        outcomes: list[Outcome] = []
+        start = 0
+        for block in self._blocks(rows, budget_s, row_s, until):
+            outcomes.append(_moved(block, start))
+            start += block.done
+        again = np.concatenate([done.rows for done in outcomes]) if outcomes else np.empty(0, np.int64)
+        at_ends = int((again < ends).sum())
+        if len(again) - at_ends < min(FEWEST_ROWS, inputs.num_rows):
+            return []
+        reference = pa.concat_batches([done.features for done in outcomes])
+        return [self._verdict(reference, pa.concat_batches([stored, made]).take(pa.array(again)), at_ends)]
+
+    def _blocks(self, rows: pa.RecordBatch, budget_s: float, row_s: float, until: float) -> Iterator[Outcome]:
+        """The first rows in float32, as many as there is time for."""
+        opened = self._opened
+        if opened.wanted is not None:
+            # in a worker, as the run's own
+            count = int((budget_s - WORKER_S) / (8 * row_s))
+            if count >= FEWEST_ROWS:
+                yield computed(opened, rows.slice(0, count), REFERENCE)
+            return
+        # torch takes a second to import, and a model of pure Python needs none
+        from precompute.models.torch_model import TorchModel
+
+        model: Model = opened.model
+        assert isinstance(model, TorchModel), "no other model has another precision"
+        exact: Model = model.in_float32()
+        runner, start, next_s = Runner(exact, opened.view, search=False), 0, 2 * SLOWER * row_s
+        while start < rows.num_rows:
+            left_s = until - time.monotonic()
+            # half of those there is time for by a guess, then by what these took
+            count = min(int(left_s / max(next_s, 1e-9)), rows.num_rows - start)
+            if count < min(FEWEST_ROWS, rows.num_rows - start):
+                return
+            began = time.monotonic()
+            # in lanes, whose threads do not wait for one another: on crowded cores that took 20 times as long
+            yield runner.compute(rows.slice(start, count), lanes=runner.lanes_for(count))
+            start += count
+            next_s = (time.monotonic() - began) / count
+
+    def _verdict(self, reference: pa.RecordBatch, made: pa.RecordBatch, ends: int) -> Verdict:
+        view, limits, told, judged = self._opened.view, limits_of(self._config.accuracy), [], []
+        for feature in view.features:
+            of = limits.of(feature)
+            errors = row_errors(feature, reference.column(feature.name), made.column(feature.name), ends)
+            figures = row_figures(errors, of, ends)
+            judged += judged_rows(feature.name, figures, of)
+            most = share_between(figures.beyond, figures.rows)[1]
+            if figures.rows == self._rows:
+                most = figures.beyond / figures.rows
+            far = f"off by more than {of.bound:.3g}" if is_measured(feature) else "others"
+            said = f"of {self._rows:,} rows at most {most:.2%} are {far} (95 %)"
+            told.append(f"{feature.name}: " * (len(view.features) > 1) + f"{said}; worst {figures.worst:.3g}")
+        judged.sort(key=lambda figure: figure.room)
+        reasons = [figure.shortfall for figure in judged if figure.room < 0]
+        message = f"{self._opened.variant} against float32, {made.num_rows - ends:,} rows of the run: {'; '.join(told)}"
+        if reasons:
+            message += f": {'; '.join(reasons)}"
+        return Verdict("accuracy", not reasons, judged[0].measured, judged[0].limit, message)
+
+
+class _Ends:
+    """The rows of a run with the largest and the smallest values, or lengths of vectors, of each feature of floats."""
+
+    def __init__(self, view: FeatureView) -> None:
+        self._features = [f for f in view.features if f.dtype.startswith("float") and f.max_items is None]
+        self._found: dict[tuple[str, int], list[tuple[float, pa.RecordBatch, pa.RecordBatch]]] = {}
+        self._none = pa.RecordBatch.from_pylist([], view.feature_schema())
+        self._shown: pa.Schema | None = None
+
+    def look_at(self, shown: pa.RecordBatch, done: Outcome) -> None:
+        """Of a window, or of a piece of one, the first row of the largest and of the smallest."""
+        self._shown = shown.schema
+        for feature in self._features:
+            sizes = _sizes(feature, done.features.column(feature.name))
+            for sign in (1, -1):
+                place = int(np.argmax(sizes)) if sign > 0 else int(np.argmin(sizes))
+                size, held = sign * float(sizes[place]), self._found.setdefault((feature.name, sign), [])
+                if len(held) < END_ROWS or size > held[-1][0]:
+                    held.append((size, shown.take(pa.array([done.rows[place]])), done.features.take(pa.array([place]))))
+                    held.sort(key=lambda row: -row[0])
+                    del held[END_ROWS:]
+
+    def rows(self) -> tuple[pa.RecordBatch, pa.RecordBatch]:
+        """What the model was shown of them, and what it made."""
+        assert self._shown is not None
+        rows = [row for held in self._found.values() for row in held]
+        shown = pa.concat_batches([pa.RecordBatch.from_pylist([], self._shown), *(row[1] for row in rows)])
+        return shown, pa.concat_batches([self._none, *(row[2] for row in rows)])
+
+
+def _sizes(feature: Feature, column: pa.Array) -> npt.NDArray[Any]:
+    if feature.dim is None:
+        return np.asarray(column)
+    values = np.asarray(column.flatten()).reshape(-1, feature.dim).astype(np.float32, copy=False)
+    squares: npt.NDArray[np.float32] = np.asarray(np.einsum("ij,ij->i", values, values))
+    return squares
+
+
+def _moved(done: Outcome, rows: int) -> Outcome:
+    """An outcome of rows that stand ``rows`` further on."""
+    return Outcome(rows + done.rows, done.features)

@@ -1,0 +1,163 @@
+"""The audit: rows of a run computed again, in float32 and among other rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from jobs.pipeline import audit as audit_module
+from jobs.rows.open_view import open_view
+from store.errors import GateError
+from tests.conftest import MakeProject
+from tests.jobs.test_tune import LOOSE, TorchDoubler, live_number, torch_model, torch_project
+from tests.scene import Scene
+
+ROWS = 3000
+BROKEN = 0.5
+"""What is behind the decimal point of a broken row's ``x``."""
+
+
+class SomeBroken(TorchDoubler):
+    """The same; in bfloat16, a row whose ``x`` ends in a half is ten times as large."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = super().forward(x)
+        if self.linear.weight.dtype != torch.bfloat16:
+            return found
+        off = torch.where(torch.frac(x) == BROKEN, 10.0, 1.0)
+        return {name: (values * off).to(values.dtype) for name, values in found.items()}
+
+
+class Alone:
+    """``x`` → ``double`` = 2x, and, as ``among`` says, the mean of ``double`` in the batch added to it."""
+
+    def __init__(self, among: bool = False) -> None:
+        self.among = among
+
+    def fingerprint(self) -> str:
+        return f"alone {self.among}"
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
+        double = 2 * np.asarray(batch.column("x")).astype(np.float64)
+        return {"double": double + double.mean() if self.among else double}
+
+
+@pytest.fixture(autouse=True)
+def _time_enough(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_module, "LEAST_S", 60.0)
+
+
+def rows_of(broken: set[int]) -> list[tuple[int, float]]:
+    return [(i, 1 + i % 97 + (BROKEN if i in broken else 0.0)) for i in range(ROWS)]
+
+
+def unseen(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Keys of some 60 rows that the comparison before a run does not see: it takes 100, and those at the ends of ``x``."""
+    monkeypatch.setattr("jobs.pipeline.accuracy.CHECKED_ROWS", 100)
+    project = torch_project(make_project, rows_of(set()))
+    with open_view(project.view("numbers").feature_view(), project.offline, project.home) as opened:
+        seen = set(opened.source.sample(100).column("id").to_pylist())
+    return {i for i in range(ROWS) if i not in seen and i % 97 in (50, 60)}
+
+
+def audited(project: Scene) -> list[str]:
+    return [gate.message for gate in project.snapshot().gates if gate.gate == "accuracy" and "rows of the run" in gate.message]
+
+
+def test_broken_rows_that_no_sample_has_are_refused(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = unseen(make_project, monkeypatch)
+    rows = rows_of(broken)
+    view = {"accuracy": {"recall_at_10": 0.0}}
+    model = torch_model(precision="bf16")
+    model["args"]["module"] = "tests.jobs.test_audit:SomeBroken"
+    project = torch_project(make_project, rows, view=view | {"model": model})
+    with pytest.raises(GateError):
+        project.run()
+    before, audit = [gate for gate in project.snapshot().gates if gate.gate == "accuracy"]
+    assert (before.passed, audit.passed, project.snapshot().refused_by) == (True, False, ["accuracy"])
+    share = f"{len(broken) / ROWS:.2%}"
+    assert audit.message.startswith(
+        f"bf16-eager against float32, 3,000 rows of the run: double: of 3,000 rows at most {share} are off by more than "
+    )
+    assert f"vector: share of rows off by more than 0.0894: {len(broken) / ROWS:.5g} is above 0.001" in audit.message
+    assert "vector: worst row error " in audit.message
+    # the same rows again: nothing is computed, and it stays refused until somebody accepts it
+    with pytest.raises(GateError):
+        project.run()
+    assert project.cli("run", "numbers", "--accept", "accuracy") == 0
+    assert live_number(project.offline) is not None
+
+
+def test_what_is_right_is_said_of_all_rows(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_module, "AUDITED_ROWS", 300)
+    view = {"precision": "bf16", "accuracy": LOOSE}
+    rows = [(i, 1 + i / 7) for i in range(ROWS)]
+    project = torch_project(make_project, rows, view=view)
+    assert project.run().status == "published"
+    (said,) = audited(project)
+    # 3 / 300
+    assert "300 rows of the run: double: of 3,000 rows at most 0.99% are off by more than 0.894 (95 %); worst 0.0" in said
+    assert project.report().stages_s["audit"] > 0
+    # the same rows, in whatever order they come
+    project = torch_project(make_project, rows[::-1], view=view)
+    project.run(full=True)
+    assert audited(project) == [said]
+    # of a delta, its own
+    project = torch_project(make_project, [*rows[:-40], *((i, x + 0.1) for i, x in rows[-40:])], view=view)
+    project.run()
+    (said,) = audited(project)
+    assert "40 rows of the run: double: of 40 rows at most 0.00% are off by" in said
+
+
+def test_without_time_nothing_is_said(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_module, "LEAST_S", 0.0)
+    project = torch_project(make_project, [(i, 1 + i / 7) for i in range(200)], view={"precision": "bf16", "accuracy": LOOSE})
+    assert (project.run().status, audited(project)) == ("published", [])
+
+
+@pytest.mark.parametrize("rows", [2, 300])
+def test_a_row_that_depends_on_its_batch_is_refused(make_project: MakeProject, rows: int) -> None:
+    view: dict[str, Any] = {"features": {"double": {"dtype": "float64"}}}
+    data = [(i, float(i + 1)) for i in range(rows)]
+    right = make_project(data, view=view | {"model": {"use": "tests.jobs.test_audit:Alone"}})
+    assert right.run().status == "published"
+    assert "batch" not in [gate.gate for gate in right.snapshot().gates]
+
+    among = view | {"model": {"use": "tests.jobs.test_audit:Alone", "args": {"among": True}}}
+    project = make_project(data, view=among)
+    with pytest.raises(GateError):
+        project.run()
+    snapshot, seen = project.snapshot(), min(rows, audit_module.ALONE_ROWS)
+    assert snapshot.refused_by == ["batch"]
+    assert f" of {seen} rows come out differently among other rows than in the batches of the run" in snapshot.gates[0].message
+    assert snapshot.gates[0].measured > 0.9
+    with pytest.raises(GateError):
+        project.run()
+    off = make_project(data, view=among | {"gates": {"parity": None}})
+    assert off.run(full=True).status == "published"
+
+
+@pytest.mark.parametrize(("limit", "most"), [({"AUDITED_ROWS": 50}, 100), ({"HELD_BYTES": 20_000}, 800)])
+def test_of_equal_inputs_and_of_large_rows_no_more_are_held(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch, limit: dict[str, int], most: int
+) -> None:
+    for name, value in limit.items():
+        monkeypatch.setattr(audit_module, name, value)
+    held: list[int] = []
+    draw: Callable[..., None] = audit_module.Audit.draw
+
+    def drawing(audit: audit_module.Audit, *given: Any) -> None:
+        draw(audit, *given)
+        held.append(audit._held)
+
+    monkeypatch.setattr(audit_module.Audit, "draw", drawing)
+    rows = [(i, 1.0 + i % 5 if "AUDITED_ROWS" in limit else 1 + i / 7) for i in range(ROWS)]
+    project = torch_project(make_project, rows, view={"precision": "bf16", "accuracy": LOOSE})
+    project.run()
+    assert 0 < max(held) <= most
+    assert len(audited(project)) == 1
