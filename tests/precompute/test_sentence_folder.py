@@ -240,15 +240,12 @@ def test_a_decoders_operations_count_its_shared_keys_and_its_gate(tmp_path: Path
 # ---- prompts
 
 
-def sided_prompts() -> list[Any]:
-    texts: dict[str, list[str | None]] = {"query": ["query : ", "", None], "document": ["document : ", "", None]}
-    given = itertools.product(*([(name, text) for text in texts[name]] for name in texts), [None, "passage"], [None, "corpus"])
-    made = []
-    for query, document, passage, corpus in given:
-        named = {name: f"{name} : " for name in (passage, corpus) if name is not None}
-        made.append(dict((query, document)) | named)
-        made.append({name: text for name, text in (query, document) if text is not None} | named)
-    return made
+def sided_prompts() -> list[dict[str, str | None]]:
+    """A query's and a document's, each with a text, empty, null and not there; beside them a passage's and a corpus'."""
+    sides: dict[str, list[str | None]] = {name: [f"{name} : ", "", None, "-"] for name in ("query", "document")}
+    both = [dict(zip(sides, texts, strict=True)) for texts in itertools.product(*sides.values())]
+    others = {"passage": "passage : ", "corpus": "corpus : "}
+    return [{name: text for name, text in named.items() if text != "-"} | others for named in both]
 
 
 def test_prompts_are_those_of_encode_document_and_encode_query(copied: Path) -> None:

@@ -34,7 +34,9 @@ def test_a_damaged_file_is_as_none_whatever_it_holds(tmp_path: Path) -> None:
     cache.put("k", IDS, LENGTHS)
     whole = path.read_bytes()
     damaged = [b"garbage" * 9, b"\x93NUMPY\x01\x00v\x00{'descr'", bytes(8)]
-    damaged += [whole[:size] + end for size in range(len(whole)) for end in (b"", bytes(len(whole) - size)) if whole[:size] + end != whole]
+    damaged += [
+        whole[:size] + end for size in range(len(whole)) for end in (b"", bytes(len(whole) - size)) if whole[:size] + end != whole
+    ]
     damaged += [whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :] for at in range(len(whole))]
     for content in damaged:
         path.write_bytes(content)
