@@ -244,7 +244,7 @@ def sided_prompts() -> list[dict[str, str | None]]:
     """A query's and a document's, each with a text, empty, null and not there; beside them a passage's and a corpus'."""
     sides: dict[str, list[str | None]] = {name: [f"{name} : ", "", None, "-"] for name in ("query", "document")}
     both = [dict(zip(sides, texts, strict=True)) for texts in itertools.product(*sides.values())]
-    others = {"passage": "passage : ", "corpus": "corpus : "}
+    others: dict[str, str | None] = {"passage": "passage : ", "corpus": "corpus : "}
     return [{name: text for name, text in named.items() if text != "-"} | others for named in both]
 
 
