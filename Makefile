@@ -1,4 +1,4 @@
-# Everything here sets itself up: a fresh machine needs Python >= 3.11 and make, no root and no server.
+# Everything here sets itself up: a fresh machine needs Python 3.11 to 3.13 and make, no root and no server.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -61,4 +61,4 @@ page-shots: setup
 	$(BIN)/python -m tests.page_shots var/page
 
 clean:
-	rm -rf var $(VENV) .venv-feast
+	rm -rf var $(VENV) .venv-*

@@ -12,6 +12,7 @@ SCRIPTS = (
     "online_table",
     "online_redis",
     "online_faiss",
+    "filtered_recall",
     "online_delta",
     "online_feast",
     "engine_text",
@@ -20,11 +21,14 @@ SCRIPTS = (
     "engine_top_k",
     "engine_gpu",
     "engine_kill",
+    "gates_table",
     "store_plan",
     "store_chain",
     "store_resume",
     "store_write",
+    "store_as_of",
     "store_history",
+    "serve_all",
 )
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ class _Version(argparse.Action):
     """As argparse's own, which would look the version up for every command."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        print(f"precompute {metadata.version('precompute')}")
+        print(f"precompute {metadata.version('precompute-store')}")
         parser.exit()
 
 

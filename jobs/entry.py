@@ -14,7 +14,7 @@ def main() -> int:
             raise
         print(
             f"precompute: {exc.name} is not installed: what is here asks a server (`from store.client import Client`); "
-            "the command comes with pip install 'precompute[cpu]', or [gpu]",
+            "the command comes with pip install 'precompute-store[cpu]', or [gpu]",
             file=sys.stderr,
         )
         return 2

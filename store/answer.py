@@ -74,7 +74,9 @@ class AnswerPlan:
         wanted = view.features if features is None else [view.feature(name) for name in features]
         self.schema = pa.schema(
             [pa.field(name, kind) for name, kind in ANSWER_FIELDS + self.similar_fields]
-            + [pa.field(f.name, f.arrow_type) for f in wanted]
+            + [pa.field(f.name, f.arrow_type) for f in wanted],
+            # so that a client can tell whose answer it is
+            {"view": view.name},
         )
         self.reader = ColumnReader(self.codec, self.snapshots, features) if self.codec.exact else None
         """What reads the features as columns in one pass; None where they have strings or lists among them, or beside them."""

@@ -15,11 +15,11 @@ class Visit:
     """One request that came: the ``number`` of it over all connections, from 0, its head and body, and the connection, by the client's ``port``."""
 
     def __init__(self, server: Hostile, number: int, request: bytes, connection: socket.socket) -> None:
-        self.server, self.number, self.request, self._connection = server, number, request, connection
-        self.port: int = connection.getpeername()[1]
+        self.server, self.number, self.request, self.connection = server, number, request, connection
+        self.port: int = connection.getpeername()[1] if connection.family == socket.AF_INET else 0
 
     def send(self, data: bytes) -> None:
-        self._connection.sendall(data)
+        self.connection.sendall(data)
 
     def answer(self, status: int = 200, body: bytes = b'{"views": []}', *headers: bytes) -> None:
         """A whole answer."""
@@ -40,19 +40,23 @@ class Visit:
     def close(self) -> None:
         """Close the connection; what waits for it on the other side sees its end."""
         with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
+            self.connection.shutdown(socket.SHUT_RDWR)
+        self.connection.close()
 
 
 class Hostile:
-    """Listens on a port of its own, and answers each request as ``behaviour`` does; a context manager."""
+    """Listens on a port of its own, or a Unix socket at ``path``, and answers each request as ``behaviour`` does; a context manager."""
 
-    def __init__(self, behaviour: Behaviour, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, behaviour: Behaviour, tls: ssl.SSLContext | None = None, path: str | None = None) -> None:
         self._behaviour, self._tls = behaviour, tls
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server(("127.0.0.1", 0)) if path is None else socket.socket(socket.AF_UNIX)
+        if path is not None:
+            self._listener.bind(path)
+            self._listener.listen()
         self._lock, self._threads = threading.Lock(), list[threading.Thread]()
         self.over = threading.Event()
-        self.url = f"{'http' if tls is None else 'https'}://127.0.0.1:{self._listener.getsockname()[1]}"
+        where = self._listener.getsockname()
+        self.url = f"unix:{path}" if path is not None else f"{'http' if tls is None else 'https'}://127.0.0.1:{where[1]}"
         self.requests: list[bytes] = []
         self.open, self.most_open = set[socket.socket](), 0
         self._accepting = threading.Thread(target=self._accept)
@@ -63,7 +67,8 @@ class Hostile:
 
     def __exit__(self, *_: object) -> None:
         self.over.set()
-        with socket.create_connection(self._listener.getsockname()):
+        with socket.socket(self._listener.family) as last:
+            last.connect(self._listener.getsockname())
             # wakes the one who accepts, who then sees that it is over
             self._accepting.join()
         self._listener.close()

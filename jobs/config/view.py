@@ -13,6 +13,7 @@ from jobs.config.section import Duration, Name, Section, did_you_mean, parse_tim
 from precompute.registry import check_use
 from precompute.sources.statement import check_sql, parameters, referenced_views
 from precompute.techniques.table import BACKENDS, PRECISIONS
+from store.clock import duration
 from store.default_row import default_row
 from store.errors import ConfigError
 from store.feature_view import (
@@ -162,6 +163,14 @@ class PartitionConfig(Section):
         description="of a partition without rows: done, and the rows that are live stay; done, and published like any other; or a failed run",
     )
 
+    serve: Literal["newest", "all"] = Field(
+        default="newest",
+        description="what is live: the rows of the newest partition alone; or of each key its row of the newest partition that has it",
+    )
+    keep: Duration | None = Field(
+        default=None, description="with serve: all, partitions that end longer than this before the newest one are served no more"
+    )
+
     @field_validator("start", mode="before")
     @classmethod
     def _time(cls, start: Any) -> Any:
@@ -186,6 +195,32 @@ class GatesConfig(Section):
     rejected: Share | Literal["auto"] | None = Field(
         default="auto", description="largest share of rejected rows; auto is max_rejected"
     )
+    contract: bool | None = Field(
+        default=True,
+        description="refuses a feature that is gone or has another type or dimension, another entity column or index metric; added features pass",
+    )
+    empty: Share | None = Field(
+        default=0.5, description="largest share of a feature's values that are null, an empty text or an empty list"
+    )
+    constant: Share | None = Field(
+        default=0.999, description="largest share of a feature's values, or of its lists, that are the same"
+    )
+    shift: Share | None = Field(
+        default=0.15,
+        description="largest shift of a feature's values since the live snapshot, by the same model: of the share below any number or length, "
+        "or, of labels and items, of the shares of the commonest",
+    )
+    mass: Share | None = Field(
+        default=0.05,
+        description="largest change of the share of nulls, empty values or zeros since the live snapshot, by the same model",
+    )
+    agreement: float | None = Field(
+        default=0.5,
+        ge=-1,
+        le=1,
+        description="least agreement with the live rows of the same keys, by the same model, beyond chance: rank correlation of scores, Cohen's kappa of labels, overlap "
+        "and order of lists by rank",
+    )
     finite: float | None = Field(default=0.0, ge=0, le=1, description="largest share of rows with a NaN or infinity")
     zero: float | None = Field(default=0.01, ge=0, le=1, description="largest share of vectors that are all zeros")
     norm: float | None = Field(default=0.5, ge=0, description="largest relative change of the mean norm since the live snapshot")
@@ -200,13 +235,13 @@ class GatesConfig(Section):
         default=0.2,
         ge=0,
         le=1,
-        description="largest share of vectors that lie further than moved_by from the live ones, by the same model",
+        description="largest share of vectors and scores that lie further than moved_by from the live ones, of labels and texts that are others, by the same model",
     )
     moved_by: float = Field(
         default=0.45,
         gt=0,
         le=2,
-        description="a distance, as a share of the longer vector's length: 0.45 is a cosine of 0.9 between vectors of one length",
+        description="a distance, as a share of the longer vector's length (0.45 is a cosine of 0.9 between vectors of one length), of scores of their spread",
     )
     packed: float | None = Field(
         default=0.95,
@@ -305,6 +340,7 @@ class ViewConfig(Section):
             raise ValueError(
                 "partition: the source's SQL names neither $start nor $end; bind them, as in WHERE day >= $start AND day < $end"
             )
+        self._check_served()
         if self.index is not None:
             indexed = self.features.get(self.index.on)
             if indexed is None or indexed.dim is None or not indexed.dtype.startswith("float"):
@@ -312,6 +348,23 @@ class ViewConfig(Section):
                     f"index.on: {self.index.on!r} is no feature with a float dtype and a dim{did_you_mean(self.index.on, self.features)}"
                 )
         return self
+
+    def _check_served(self) -> None:
+        partition = self.partition
+        if partition is None or partition.serve == "newest":
+            if partition is not None and partition.keep is not None:
+                raise ValueError("partition.keep: only what serves all partitions lets go of old ones; add serve: all")
+            return
+        bound = [name for name, query in model_queries(self.model.args).items() if parameters(query)]
+        if bound:
+            raise ValueError(
+                f"partition.serve: all: model.args.{bound[0]}.sql takes ${min(parameters(model_queries(self.model.args)[bound[0]]))}, so that each partition "
+                "has a model of its own, and rows of two models are never served as one set"
+            )
+        if partition.keep is not None and self.ttl < partition.keep:
+            raise ValueError(
+                f"partition.keep: rows of {duration(partition.keep)} ago are to be served, and ttl lets them expire after {duration(self.ttl)}: make ttl as long"
+            )
 
     def _check_default(self) -> None:
         for name in self.fallback.default or ():
@@ -322,6 +375,11 @@ class ViewConfig(Section):
             default_row(view, RowCodec(view))
         except (ValueError, TypeError, pa.ArrowException) as exc:
             raise ValueError(f"fallback.default: {exc}") from exc
+
+    @property
+    def serves_all(self) -> bool:
+        """Whether all partitions are live at once."""
+        return self.partition is not None and self.partition.serve == "all"
 
     def partition_at(self, now: datetime) -> Partition | None:
         """The latest partition that is over at ``now`` (aware); None for a view that has none.

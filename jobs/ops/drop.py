@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jobs.config.project import Project
+from store.disk.identity import known_identity
 from store.disk.lease import holder, is_held, take
 from store.disk.reserve import spending_reserve
-from store.errors import ConfigError, ConflictError, SnapshotError
+from store.errors import ConfigError, ConflictError, DamagedPointerError, SnapshotError
 from store.feature_view import NAME
 from store.offline.refs import DROP_LEASE, PUBLISH_LEASE
 from store.offline.view_store import ViewStore
@@ -71,21 +72,24 @@ def _readers(project: Project, store: ViewStore) -> list[str]:
     return sorted(readers - {name})
 
 
-def drop(project: Project, name: str, *, data: bool = False) -> Dropped:
+def drop(project: Project, name: str, *, data: bool = False, take_over: bool = False) -> Dropped:
     """End a view: readers find no such view from the first step on, and whatever a crash leaves, doing it again removes.
 
     Args:
         project: the configuration; the view need not be in it any more.
         name: of the view.
         data: remove its snapshots and reports too, for good.
+        take_over: end it though another project publishes it.
 
     Raises:
         ConfigError: as :func:`look`.
-        ConflictError: a run or backfill of it is going on, or it is being published.
+        ConflictError: a run or backfill of it is going on, or it is being published; or another project publishes it.
         OnlineStoreError, SnapshotError: a store failed; what was begun is finished by doing it again.
     """
     dropped, store = look(project, name, data=data), project.offline.view(name)
     folder = store.leases
+    if not take_over:
+        _check_ours(project, name)
     with spending_reserve(project.root), contextlib.ExitStack() as held:
         if folder.is_dir():
             busy = f"view {name!r} is being published, rolled back or cleaned up; wait for it"
@@ -104,6 +108,19 @@ def drop(project: Project, name: str, *, data: bool = False) -> Dropped:
         if data:
             store.remove()
     return dropped
+
+
+def _check_ours(project: Project, name: str) -> None:
+    """Raises:
+    ConflictError: another project publishes the view; one whose pointer is damaged is nobody's.
+    """
+    with contextlib.closing(open_online_store(project.online)) as online, contextlib.suppress(DamagedPointerError):
+        pointer, ours = online.live(name), known_identity(project.root)
+        if pointer is not None and pointer.owner not in ("", ours):
+            raise ConflictError(
+                f"view {name!r} in the online store is published by another project ({pointer.owner}, this one is {ours or 'new'}): nothing was dropped. "
+                f"Drop it there, or give this project an online store or a prefix of its own; where that project is gone, `precompute drop {name} --take-over`"
+            )
 
 
 def _check_idle(folder: Path, name: str) -> None:

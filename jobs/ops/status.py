@@ -10,6 +10,8 @@ from typing import Any
 
 from jobs.config.project import Project
 from jobs.ops.behind import in_words, inputs_behind, is_late
+from jobs.ops.partitions import in_words as partitions_in_words
+from jobs.ops.partitions import partitions_served
 from jobs.process.report import LEASED, PUBLISHING
 from jobs.publish.served import lost
 from jobs.rows.source_age import REPORTS, known_source_at
@@ -64,6 +66,7 @@ def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict
         "next_due": None if next_run.due is None else iso(next_run.due),
         "next_due_why": next_run.reason,
         "behind": [],
+        "partitions": None,
     }
     attention = [] if next_run.trouble is None else [next_run.trouble]
     attention += _ahead({f"run {report.run} began": microseconds(report.started_at) for report in reports})
@@ -74,6 +77,7 @@ def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict
         line |= _live(snapshot, ref) | {"online": pointer is not None and pointer.epoch == ref.epoch}
         line["index"] = _index(store, snapshot, ref)
         line |= _source(known_source_at(snapshot, reports))
+        line["partitions"] = None if name in project.broken else partitions_served(project.view(name), store, snapshot)
         attention += _too_old(project, name, line["source_age_s"])
         attention += _lost(store, online) if line["online"] else []
         line["behind"] = inputs_behind(store, snapshot, reports)
@@ -141,9 +145,10 @@ def _ahead(times_us: Mapping[str, int | None]) -> list[str]:
 
 
 def notes(line: Mapping[str, Any]) -> list[str]:
-    """What of a view's line is worth knowing and needs nobody: inputs that its next run will catch up with."""
+    """What of a view's line is worth knowing and needs nobody: inputs that its next run will catch up with, and which partitions are served."""
     told = [in_words(behind) for behind in line["behind"] or ()]
-    return [text for text in told if text not in line["attention"]]
+    told += [partitions_in_words(line["partitions"], line["rows"])] if line["partitions"] else []
+    return [text for text in told if text and text not in line["attention"]]
 
 
 def _index(store: ViewStore, snapshot: Snapshot, ref: LiveRef) -> dict[str, Any] | None:
@@ -237,5 +242,6 @@ _UNREADABLE: dict[str, Any] = dict.fromkeys(
         "next_due",
         "next_due_why",
         "behind",
+        "partitions",
     )
 ) | {"status": "unreadable"}

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import logging
 
+import pyarrow as pa
+
 from jobs.config.view import ViewConfig
 from jobs.pipeline.parity import judge_parity
 from jobs.pipeline.rolled_back import judge_rolled_back
+from jobs.pipeline.value_gates import WIDER, judge_contract, judge_shift, judge_value_moves, judge_values
 from jobs.pipeline.vector_gates import SAMPLE_ROWS, judge_duplicates, judge_lengths, judge_moves, judge_packed, moves_of
 from jobs.pipeline.verdicts import JUDGED_ROWS, Verdicts
 from jobs.rows.open_view import OpenView
 from jobs.rows.replaced import Replaced
 from store.entity_key import key_column
 from store.errors import SnapshotError
+from store.feature_view import FeatureView
 from store.offline.row_figures import RowFigures, count
 from store.offline.snapshot import Snapshot
 from store.offline.view_store import ViewStore
+from store.record import replace
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +36,7 @@ def judge(
     snapshot: Snapshot,
     live: Snapshot | None,
     replaced: Replaced | None = None,
+    served: Snapshot | None = None,
 ) -> Verdicts:
     """Measure a snapshot that is about to be committed.
 
@@ -42,6 +48,7 @@ def judge(
         live: what it would replace; None when nothing is live.
         replaced: of a delta, the rows of its parent that are no rows of it; ``new`` there is the delta before its rows were copied to stand alone, where that
             was done: it still shows what it shares with ``live``.
+        served: what readers have now, where that is not ``live``: another partition.
 
     Raises:
         SnapshotError, SourceError, ModelError: something cannot be read or computed.
@@ -56,19 +63,49 @@ def judge(
     verdicts.at_most("finite", finite, gates.finite, f"{figures.not_finite:,} of {figures.rows:,} rows are not finite")
     sample = store.sample(snapshot, SAMPLE_ROWS)
     sample = sample.append_column("key", key_column(sample, snapshot.view.entity))
-    before = None if live is None else _live_figures(store, live)
-    moves = None if live is None else moves_of(store, snapshot, live, replaced)
-    for feature in snapshot.view.features:
-        if feature.dim is not None and feature.dtype.startswith("float"):
-            judge_lengths(feature, figures, before, gates, verdicts)
-            judge_duplicates(feature, sample, gates, verdicts)
-            judge_packed(feature, sample, snapshot.view, gates, verdicts)
-            if moves is not None:
-                judge_moves(feature, moves, gates, verdicts)
+    served = served or live
+    if served is not None:
+        judge_contract(snapshot.view, served.view, bool(gates.contract), verdicts)
+    _judge_features(config, store, snapshot, figures, sample, live, served, replaced, verdicts)
     judge_rolled_back(opened, store, snapshot, gates.rolled_back, verdicts)
     if snapshot.view.fallback and gates.parity is not None:
         judge_parity(opened, sample, gates.parity, verdicts)
     return verdicts
+
+
+def _judge_features(
+    config: ViewConfig,
+    store: ViewStore,
+    snapshot: Snapshot,
+    figures: RowFigures,
+    sample: pa.Table,
+    live: Snapshot | None,
+    served: Snapshot | None,
+    replaced: Replaced | None,
+    verdicts: Verdicts,
+) -> None:
+    """Each feature's values, by its kind: alone, and beside the live ones."""
+    gates, view = config.gates, snapshot.view
+    before = None if live is None else _live_figures(store, live)
+    moves = None if live is None else moves_of(store, snapshot, live, replaced)
+    same_model = live is not None and live.model == snapshot.model
+    then, judged, wider = before, same_model, 1.0
+    if live is None and served is not None and served.model == snapshot.model:
+        # of a partition that has no earlier rows, what readers have now
+        then, judged, wider = _live_figures(store, served), True, WIDER
+    for feature in view.features:
+        if feature.dim is None:
+            judge_values(feature, _valued(figures, view), sample, gates, verdicts)
+            if then is not None:
+                judge_shift(feature, _valued(figures, view), _valued(then, view), gates, verdicts, judged=judged, wider=wider)
+            if moves is not None:
+                judge_value_moves(feature, moves, before, gates, verdicts, judged=same_model)
+        elif feature.dtype.startswith("float"):
+            judge_lengths(feature, figures, before, gates, verdicts)
+            judge_duplicates(feature, sample, gates, verdicts)
+            judge_packed(feature, sample, view, gates, verdicts)
+            if moves is not None and same_model:
+                judge_moves(feature, moves, gates, verdicts)
 
 
 def _judge_counts(config: ViewConfig, snapshot: Snapshot, live: Snapshot | None, valued: int, verdicts: Verdicts) -> None:
@@ -91,6 +128,11 @@ def _judge_counts(config: ViewConfig, snapshot: Snapshot, live: Snapshot | None,
 def _figures(store: ViewStore, snapshot: Snapshot) -> RowFigures:
     """Of all rows; counted now where the manifest has none, being older than they."""
     return snapshot.figures or count(store.batches(snapshot, snapshot.view.feature_names), snapshot.view)
+
+
+def _valued(figures: RowFigures, view: FeatureView) -> RowFigures:
+    """Of the rows that have a value: those without one are judged by ``coverage``, where they were written in place of rejected ones."""
+    return replace(figures, rows=figures.rows - figures.valueless) if view.definition.bad_rows == "null" else figures
 
 
 def _live_figures(store: ViewStore, live: Snapshot) -> RowFigures | None:

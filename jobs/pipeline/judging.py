@@ -41,7 +41,7 @@ def judged(
     live = _measure(job, snapshot)
     if not snapshot.rows:
         return _judged_empty(job, snapshot, live, accept)
-    verdicts = judge(job.config, opened, job.store, snapshot, live, replaced)
+    verdicts = judge(job.config, opened, job.store, snapshot, live, replaced, _served(job))
     counted = {"returned": verdicts.returned, "excused": verdicts.excused}
     snapshot = replace(snapshot, quality=verdicts.quality, gates=(*before, *verdicts.all), **counted)
     return replace(snapshot, accepted=tuple(sorted({verdict.gate for verdict in snapshot.failed}.intersection(accept))))
@@ -49,18 +49,22 @@ def judged(
 
 def _measure(job: Job, snapshot: Snapshot) -> Snapshot | None:
     """What a snapshot is measured by: what is live, or, of a partition, its newest one; None when there is none, or it is damaged."""
-    store, live = job.store, None
     # Another day's rows are no measure of this one's.
-    if snapshot.partition is not None:
-        live = Standing(store).newest(snapshot.partition, refused=False)
-    elif (ref := store.refs.readable_live()) is not None:
-        try:
-            live = store.snapshot(ref.snapshot)
-            store.layers(live)
-        except SnapshotError:
-            # What is live is damaged: a reason to replace it, not to keep it.
-            live = None
+    live = _served(job) if snapshot.partition is None else Standing(job.store).newest(snapshot.partition, refused=False)
     return None if live is not None and live.number == snapshot.number else live
+
+
+def _served(job: Job) -> Snapshot | None:
+    """What is live; None when nothing is, or it is damaged: a reason to replace it, not to keep it."""
+    ref = job.store.refs.readable_live()
+    if ref is None:
+        return None
+    try:
+        live = job.store.snapshot(ref.snapshot)
+        job.store.layers(live)
+    except SnapshotError:
+        return None
+    return live
 
 
 def _judged_empty(job: Job, snapshot: Snapshot, before: Snapshot | None, accept: Collection[str]) -> Snapshot:

@@ -75,11 +75,32 @@ def rollback(
             report.snapshot, report.epoch, report.status = ref.snapshot, ref.epoch, "published"
         else:
             target = _target(store, ref, to)
-            store.mark_bad(ref.snapshot, "rolled back from", back_to=target)
+            _mark_left(store, ref.snapshot, target)
             reason = f"rollback from {ref.snapshot}"
             publisher.publish(target, reason=reason, held=f"{reason}, with --hold" if hold else None)
         notify(project.settings.notify, report, project.home)
     return report
+
+
+def _mark_left(store: ViewStore, number: int, target: int) -> None:
+    """Mark what is gone back from bad; of an assembled snapshot the rows of those partitions that the target has otherwise, all since then, so that the next one
+    is not made of them.
+
+    Raises:
+        SnapshotError: the file system failed.
+    """
+    entries = store.catalog().entries
+
+    def members(of: int) -> dict[str | None, int]:
+        # of a manifest that is torn the catalog knows them still
+        return {entries[n].partition: n for n in (entries[of].members if of in entries else ()) if n in entries}
+
+    left, back = members(number), members(target)
+    at_fault = {partition: back.get(partition) for partition, n in left.items() if back and back.get(partition) != n}
+    for entry in entries.values():
+        if entry.partition in at_fault and (at_fault[entry.partition] or 0) < entry.number <= number:
+            store.mark_bad(entry.number, f"rolled back from, in snapshot {number}", back_to=at_fault[entry.partition])
+    store.mark_bad(number, "rolled back from", rows=not at_fault, back_to=target)
 
 
 def _target(store: ViewStore, ref: LiveRef, to: int | None) -> int:

@@ -59,6 +59,8 @@ def _returned(opened: OpenView, store: ViewStore, snapshot: Snapshot, verdicts: 
     marks = Standing(store).left
     live = _live(store) if marks else None
     let_pass = {} if live is None else _let_pass(live)
+    # of one that cannot be read today, too
+    verdicts.excused |= let_pass
     for number, mark in marks.items():
         bad = _readable(store, number)
         if bad is None or not bad.recipe or bad.recipe != snapshot.recipe:
@@ -89,7 +91,7 @@ def _let_pass(live: Snapshot) -> Mapping[int, int]:
     """Snapshots that were rolled back from → rows of theirs in what is live that an operator let pass: those it came with when it was accepted or the gate
     was off, or those that were live already and let pass then."""
     judged = any(verdict.gate == ROLLED_BACK for verdict in live.gates)
-    return live.excused if judged and ROLLED_BACK not in live.accepted else live.returned
+    return live.excused if judged and ROLLED_BACK not in live.accepted else {**live.excused, **live.returned}
 
 
 def _unrecognised(opened: OpenView, store: ViewStore, snapshot: Snapshot) -> int | None:

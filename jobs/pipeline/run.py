@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 
 from jobs.config.project import Project
 from jobs.config.view import ViewConfig
+from jobs.pipeline.assembling import assembled
 from jobs.pipeline.judging import accepted
 from jobs.pipeline.materialize import dry_run, materialize
 from jobs.process.job import Job, RunOptions
@@ -29,7 +30,7 @@ from store.offline.gc import SWEPT_FOLDERS, collect
 from store.offline.refs import DROP_LEASE, PUBLISH_LEASE, run_lease
 from store.offline.runs import AHEAD_S, Report
 from store.offline.snapshot import Snapshot
-from store.offline.standing import Standing
+from store.offline.standing import Standing, keeps_live
 from store.offline.view_store import ViewStore
 from store.online_url import open_online_store
 from store.partition import Partition
@@ -89,7 +90,7 @@ def run_view(
         held.enter_context(_ended_by_kernel(options.deadline_s))
         held.callback(progress.end)
         job = Job(project, config, store, options, report, progress, lease)
-        snapshot = materialize(job) if computes else _asked(job)
+        snapshot = materialize(job) if computes else _named(job)
         if options.command != "materialize":
             _publish(job, snapshot)
     return report
@@ -162,10 +163,13 @@ def _parents(project: Project, store: ViewStore) -> dict[str, int]:
     return {parent: ref.epoch for parent, ref in refs.items() if ref is not None}
 
 
-def _asked(job: Job) -> Snapshot:
+def _named(job: Job) -> Snapshot:
     """The snapshot to publish, with the gates that were accepted now."""
-    number = job.options.number
-    number = Standing(job.store).newest_publishable(job.options.accept) if number is None else number
+    number, standing = job.options.number, Standing(job.store)
+    number = standing.newest_publishable(job.options.accept) if number is None else number
+    if job.config.serves_all and job.options.accept and job.options.number is None:
+        for snapshot in standing.newest_of_each(job.options.accept).values():
+            accepted(job, snapshot)
     return accepted(job, job.store.snapshot(number))
 
 
@@ -181,6 +185,8 @@ def _publish(job: Job, snapshot: Snapshot) -> None:
         if job.lease is not None:
             # Once the publishing lease is held, nobody else can publish what a later run computed.
             job.lease.check()
+        if job.config.serves_all and not snapshot.members:
+            snapshot = _all_partitions(job, snapshot, lease)
         with contextlib.closing(open_online_store(project.online, memory_mb=job.memory_mb)) as online:
             take_over, memory_mb = job.options.take_over, job.memory_mb
             publisher = Publisher(store, online, report, job.progress, lease, take_over=take_over, memory_mb=memory_mb)
@@ -190,6 +196,27 @@ def _publish(job: Job, snapshot: Snapshot) -> None:
         crashpoint("notify")
         with report.stage("gc"):
             _collect(job, [lease] if job.lease is None else [lease, job.lease])
+
+
+def _all_partitions(job: Job, snapshot: Snapshot, lease: Lease) -> Snapshot:
+    """What is published of a view that serves all of its partitions, when ``snapshot`` of one of them was computed or named; itself where none has rows.
+
+    Raises:
+        GateError: a gate refused ``snapshot``, or it was rolled back from.
+        SnapshotError: it is not the one of its partition that is served.
+    """
+    store = job.store
+    if not keeps_live(snapshot):
+        Standing(store).check_publishable(snapshot)
+    every = assembled(job, lease)
+    if every is None:
+        return snapshot
+    own = None if snapshot.partition is None else every.members.get(snapshot.partition)
+    if job.options.number == snapshot.number and job.options.backfill is None and own != snapshot.number:
+        raise SnapshotError(
+            f"view {store.name!r} serves all partitions, and of {snapshot.partition} snapshot {own or 'none'}: publish without --snapshot, or go back with `rollback`"
+        )
+    return accepted(job, every)
 
 
 def _go_live(job: Job, snapshot: Snapshot, publisher: Publisher, nothing_new: bool) -> None:
@@ -219,7 +246,8 @@ def _go_live(job: Job, snapshot: Snapshot, publisher: Publisher, nothing_new: bo
         # It was live already, and an operator wants it published.
         if stays is None and ref.held is not None:
             store.refs.resume_live()
-        if nothing_new and job.config.renew_unchanged:
+        # of all partitions one was looked at
+        if nothing_new and job.config.renew_unchanged and not snapshot.members:
             publisher.renew(report.read_at_us)
 
 

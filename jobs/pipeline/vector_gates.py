@@ -151,10 +151,11 @@ def judge_moves(feature: Feature, moves: Moves, gates: GatesConfig, verdicts: Ve
 
 
 def moves_of(store: ViewStore, snapshot: Snapshot, live: Snapshot, replaced: Replaced | None) -> Moves | None:
-    """None where nothing can be compared: another model's space, no vectors, another entity, or a live snapshot that is damaged."""
-    features = [f.name for f in snapshot.view.features if f.dim is not None and f.name in live.view.feature_names]
+    """None where nothing can be compared: nothing but another model's space, another entity, or a live snapshot that is damaged."""
+    same_space = live.model == snapshot.model
+    features = [f.name for f in snapshot.view.features if (f.dim is None or same_space) and f.name in live.view.feature_names]
     entity = snapshot.view.entity
-    if not features or live.view.entity != entity or live.model != snapshot.model:
+    if not features or live.view.entity != entity:
         return None
     if replaced is not None:
         snapshot = replaced.new

@@ -7,7 +7,7 @@ from store.offline.snapshot import Verdict
 JUDGED_ROWS = 20
 """Fewer rows than these make no statistics: their shares, norms and drift are measured, and not judged."""
 
-STATISTICS = ("zero", "norm", "duplicates", "drift", "moved", "packed")
+STATISTICS = ("zero", "norm", "duplicates", "drift", "moved", "packed", "empty", "constant", "shift", "mass", "agreement")
 """The gates that say nothing of so few rows."""
 
 _ROUNDING = 1e-12

@@ -30,7 +30,7 @@ LEASED = ("run", "materialize")
 PUBLISHING = ("publish", "rollback", "reconcile")
 """Commands that hold the publishing lease, and no other."""
 
-VERSIONED = ("precompute", "torch", "pyarrow", "duckdb", "transformers", "faiss-cpu", "numpy")
+VERSIONED = ("precompute-store", "torch", "pyarrow", "duckdb", "transformers", "faiss-cpu", "numpy")
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from store.offline.snapshot import Snapshot
 from store.offline.standing import Standing
 from store.offline.view_store import ViewStore
 from store.online.codec import schema_tag
-from store.online.online_store import Generation, OnlineStore, Pointer
+from store.online.online_store import Generation, OnlineStore, Pointer, check_owner
 from store.record import replace
 from store.vectors.vector_index import VectorIndex, is_there
 
@@ -82,9 +82,12 @@ class Publisher:
             SnapshotError: there is no such snapshot, or it is damaged.
             GateError: a gate refused it and nobody accepted that, or it was rolled back from.
             OnlineStoreError: the store refused, or gave back other bytes than were loaded; the old generation stays live.
-            ConflictError: somebody else published meanwhile; FencedError, if that took this one's lease.
+            ConflictError: somebody else published meanwhile, or the view is another project's; FencedError, if that took this one's lease.
         """
         store, online, report, view = self._store, self._online, self._report, self._store.name
+        if not self._take_over:
+            # before anything is dropped: what lies there beside the live generations is theirs, too
+            check_owner(self._current(), view, self._owner)
         standing = Standing(store)
         number = standing.newest_publishable() if number is None else number
         snapshot = store.snapshot(number)
@@ -340,7 +343,8 @@ class Publisher:
             inputs=dict(snapshot.inputs),
             index=None if folder is None else f"{folder}/{place.generation:020d}",
             generation=place.generation,
-            partition=snapshot.partition,
+            # behind a miss of an assembled one stands the source of the newest partition
+            partition=snapshot.partition or max(snapshot.members, default=None),
             renewed_at_us=max(renewed, default=0),
             base_snapshot=place.base_snapshot,
             overlay=place.overlay,

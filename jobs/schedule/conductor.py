@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import sys
 import threading
 import time
 from collections import Counter
@@ -19,7 +18,7 @@ from jobs.process.job import RunOptions
 from jobs.process.progress import Silent
 from jobs.schedule.backfill_plan import REPORTS
 from jobs.schedule.backfill_state import Backfill, Item, in_words, note_done, save_backfill
-from precompute.workers.process import ChildProcess, end_all
+from precompute.workers.process import ChildProcess, end_all, installed_module
 from store.clock import utc_now
 from store.disk.lease import Lease
 from store.errors import ConflictError, GateError, PrecomputeError, SnapshotError
@@ -126,7 +125,7 @@ class Conductor:
         if self.store.running(item.partition):
             self._wait_for(item)
             return
-        command = [sys.executable, "-m", "jobs.cli", "-c", str(self.project.folder), "materialize", self.state.view, "--json"]
+        command = [*installed_module("jobs.cli"), "-c", str(self.project.folder), "materialize", self.state.view, "--json"]
         command += ["--partition", item.label, "--backfill", self.state.id, *(["--full"] if self.state.options.full else [])]
         began = time.monotonic()
         item.started_at = utc_now()
@@ -249,10 +248,12 @@ class Conductor:
 
                     run_view(self.project, state.view, Silent(), RunOptions(command="publish", number=number, backfill=state.id))
                     ref = self.store.refs.live()
-                    if ref is None or ref.snapshot != number:
+                    live = None if ref is None else self.store.snapshot(ref.snapshot)
+                    # by itself, or as one of all partitions
+                    if live is None or number not in (live.number, *live.members.values()):
                         state.not_published = "something newer went live meanwhile"
                     else:
-                        state.published = number
+                        state.published = live.number
                 return
             except ConflictError as exc:
                 if time.monotonic() > limit:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 from jobs.config.project import Project
 from jobs.publish.served import lost
-from precompute.workers.process import ChildProcess, end_all
+from precompute.workers.process import ChildProcess, end_all, installed_module
 from store.clock import doubled_s, duration
 from store.errors import PrecomputeError
 from store.online_url import open_online_store
@@ -26,7 +25,7 @@ AT_ONCE = 2
 
 def reconcile_command(project: Project, view: str) -> list[str]:
     """The command line that brings back what a view lost."""
-    return [sys.executable, "-m", "jobs.cli", "-c", str(project.folder), "reconcile", view]
+    return [*installed_module("jobs.cli"), "-c", str(project.folder), "reconcile", view]
 
 
 class Reconciler:

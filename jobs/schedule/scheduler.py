@@ -10,7 +10,6 @@ import logging
 import os
 import secrets
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,7 @@ from jobs.config.project import Project
 from jobs.process.report import close_dead
 from jobs.schedule.due import LEADER, RETRIED, Decision, Ledger
 from jobs.schedule.reconciler import Reconciler
-from precompute.workers.process import AdoptedProcess, ChildProcess, ProcessGroup, end_all
+from precompute.workers.process import AdoptedProcess, ChildProcess, ProcessGroup, end_all, installed_module
 from store.clock import duration, parsed_time, utc_now
 from store.disk.lease import Lease, holder, take
 from store.errors import ConflictError, FencedError, PrecomputeError
@@ -51,7 +50,7 @@ STOPPED = "the scheduler was stopped"
 
 def run_command(project: Project, view: str, due: str) -> list[str]:
     """The command line that runs a view for a time of its schedule, ISO 8601 in UTC."""
-    return [sys.executable, "-m", "jobs.cli", "-c", str(project.folder), "run", view, "--due", due]
+    return [*installed_module("jobs.cli"), "-c", str(project.folder), "run", view, "--due", due]
 
 
 def utc_clock() -> datetime:

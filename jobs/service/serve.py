@@ -99,7 +99,7 @@ def _watching(project: Project) -> dict[str, Any]:
         except OSError as exc:
             raise ConfigError(f"serve.access_log: {log} cannot be written: {exc}") from exc
     if tracing is not None and find_spec("opentelemetry") is None:
-        raise ConfigError("serve.tracing: OpenTelemetry is not installed: pip install 'precompute[otel]'")
+        raise ConfigError("serve.tracing: OpenTelemetry is not installed: pip install 'precompute-store[otel]'")
     return {
         "access_log": log,
         "server_timing": settings.server_timing,

@@ -98,7 +98,7 @@ def missing_packages(device: Device) -> str:
     """What ONNX needs and is not here; an empty text when all is."""
     packages = [name for name in ("onnx", "onnxruntime", "onnxscript") if importlib.util.find_spec(name) is None]
     if packages:
-        return f"{', '.join(packages)} not installed: pip install 'precompute[onnx]'"
+        return f"{', '.join(packages)} not installed: pip install 'precompute-store[onnx]'"
     if not providers(device.torch):
         return f"onnxruntime computes on a CPU only, this model runs on {device.name}: pip install onnxruntime-gpu in its place"
     return ""

@@ -194,9 +194,15 @@ class ChildProcess(ProcessGroup):
                 sys.stderr.write(decode(data))
 
 
+def installed_module(module: str) -> list[str]:
+    """Command of a module of ours as a program, as it is installed: whatever lies in the working directory is not looked at. The environment stays as it is,
+    since such a program may start the operator's own."""
+    return [sys.executable, "-P", "-m", module]
+
+
 def python_module(module: str) -> tuple[list[str], dict[str, str]]:
     """Command and environment of a module of ours as a program: it finds modules where this process finds them, and nowhere else."""
-    return [sys.executable, "-P", "-m", module], {**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
+    return installed_module(module), {**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
 
 
 def die_with_parent() -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import httpcore2
 
 from store.client.address import Address
-from store.client.attempts import Outcome
+from store.client.answer_end import AnswerEnd
+from store.client.attempts import Failure, Outcome
 from store.client.calls import Call, Reply
 from store.client.transport import ERRORS, IDLE_S, MOST_ANSWER_BYTES, MUCH_BYTES, Pooled
 
@@ -22,11 +23,14 @@ class _Stream(httpcore2.AsyncNetworkStream):
     def __init__(self, stream: httpcore2.AsyncNetworkStream) -> None:
         self._stream = stream
         self._unsent = bytearray()
+        self._end = AnswerEnd()
 
     async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         await self._flush()
         try:
-            return await self._stream.read(max_bytes)
+            data = await self._stream.read(max_bytes)
+            self._end.feed(data)
+            return data
         except ssl.SSLError as exc:
             # such as an alert about the client's certificate, which TLS 1.3 tells after the handshake
             raise httpcore2.ReadError(str(exc)) from exc
@@ -39,6 +43,7 @@ class _Stream(httpcore2.AsyncNetworkStream):
     async def _flush(self) -> None:
         unsent, self._unsent = bytes(self._unsent), bytearray()
         if unsent:
+            self._end.begin()
             try:
                 await self._stream.write(unsent)
             except ssl.SSLError as exc:
@@ -57,7 +62,19 @@ class _Stream(httpcore2.AsyncNetworkStream):
             raise
 
     def get_extra_info(self, info: str) -> Any:
+        if info == "is_readable" and (not self._end.reusable or self._has_decrypted()):
+            return True
         return self._stream.get_extra_info(info)
+
+    def _has_decrypted(self) -> bool:
+        """Whether TLS holds something that the socket does not show any more, or its end; what it was is lost, with the connection."""
+        tls = self._stream.get_extra_info("ssl_object")
+        try:
+            return tls is not None and tls.read(1) is not None
+        except ssl.SSLWantReadError:
+            return False
+        except ssl.SSLError:
+            return True
 
 
 class _Network(httpcore2.AnyIOBackend):
@@ -97,7 +114,11 @@ class AsyncTransport(Pooled):
                         size += len(part)
                         if size > MOST_ANSWER_BYTES:
                             return self.too_large()
-                return Reply(response.status, response.headers, b"".join(content))
+                    reply, wrong = call.checked(Reply(response.status, response.headers, b"".join(content)))
+                    if wrong is not None:
+                        await response.extensions["network_stream"].aclose()
+                        return Failure(wrong, lost=True)
+                    return reply
         except (*ERRORS, TimeoutError) as exc:
             return self.failure(exc)
 

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypedDict, TypeVar
+from typing import Any, Generic, NamedTuple, TypedDict, TypeVar, cast
 from urllib.parse import quote, urlencode
 
 import msgspec
@@ -23,7 +23,7 @@ from store.errors import (
     PrecomputeError,
     RequestError,
 )
-from store.key_text import join_key, key_list, plain_key
+from store.key_text import join_key, key_list, plain_key, shown_key
 from store.lookup_options import LookupOptions, SearchOptions, check_limits
 
 T = TypeVar("T")
@@ -75,11 +75,12 @@ class SearchWords(TypedDict, total=False):
 
 
 class Reply(NamedTuple):
-    """What came back."""
+    """What came back; ``value`` is what a good one says, once it was read."""
 
     status: int
     headers: Sequence[tuple[bytes, bytes]]
     content: bytes
+    value: Any = None
 
     def header(self, name: bytes) -> bytes | None:
         """The first header of that name, in lower case."""
@@ -88,11 +89,13 @@ class Reply(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
-    """One question. ``kind`` tells calls apart that take as long as each other; ``read`` makes of a good answer's bytes what the caller gets."""
+    """One question. ``kind`` tells calls apart that take as long as each other; ``read`` makes of a good answer's bytes what the caller gets, and ``strays`` says what
+    of it was not requested: None where all of it was."""
 
     kind: str
     path: str
     read: Callable[[bytes], T]
+    strays: Callable[[T], str | None] = lambda _: None
     body: bytes | None = None
     accept: str = wire.JSON
     timeout_s: float | None = None
@@ -111,6 +114,22 @@ class Call(Generic[T]):
         """
         return time.monotonic() + check_timeout(timeout_s if self.timeout_s is None else self.timeout_s)
 
+    def checked(self, reply: Reply) -> tuple[Reply, NoAnswerError | None]:
+        """The reply, read; with an error where it answers another request than this one, so that its connection is not to be trusted any more."""
+        if not 200 <= reply.status < 300:
+            return reply, None
+        try:
+            value = self.read(reply.content)
+        except (ModuleNotFoundError, msgspec.MsgspecError, ValueError, KeyError, TypeError):
+            # told by answer()
+            return reply, None
+        stray = self.strays(value)
+        if stray is None:
+            return reply._replace(value=value), None
+        return reply, NoAnswerError(
+            f"what came is the answer to another request: {stray}; the connection was closed, look at what lies between"
+        )
+
     def answer(self, reply: Reply, asked: str) -> T:
         """What the caller gets.
 
@@ -119,10 +138,12 @@ class Call(Generic[T]):
         """
         if not 200 <= reply.status < 300:
             raise refusal(reply, asked)
+        if reply.value is not None:
+            return cast(T, reply.value)
         try:
             return self.read(reply.content)
         except ModuleNotFoundError as exc:
-            raise ConfigError(f"an answer as Arrow needs {exc.name}: pip install 'precompute[client]'") from exc
+            raise ConfigError(f"an answer as Arrow needs {exc.name}: pip install 'precompute-store[client]'") from exc
         except (msgspec.MsgspecError, ValueError, KeyError, TypeError) as exc:
             raise NoAnswerError(f"{asked} answered something else than this API: {exc}; is that address right?") from exc
 
@@ -150,19 +171,30 @@ LONGEST_TIMEOUT_S = 1_000_000
 
 def table(view: str, keys: Any, words: LookupWords) -> Call[Any]:
     """A lookup, answered as a ``pyarrow.Table``."""
-    return _lookup(view, keys, words, wire.ARROW, _read_table)
+    return _lookup(view, keys, words, wire.ARROW, _read_table, _of_table)
 
 
 def rows(view: str, keys: Any, words: LookupWords) -> Call[wire.LookupAnswer]:
     """A lookup, answered as rows."""
-    return _lookup(view, keys, words, wire.JSON, _decode_lookup)
+    return _lookup(view, keys, words, wire.JSON, _decode_lookup, _of_rows)
 
 
-def _lookup(view: str, keys: Any, words: LookupWords, accept: str, read: Callable[[bytes], T]) -> Call[T]:
-    options = _options(words)
-    body = {"keys": _keys(keys), **options._asdict()}
+def _lookup(
+    view: str, keys: Any, words: LookupWords, accept: str, read: Callable[[bytes], T], answered: Callable[[T], Answered]
+) -> Call[T]:
+    options, keys = _options(words), _plain_keys(keys)
+    body = {"keys": _spelled(keys), **options._asdict()}
     path = f"/v1/views/{quote(view, safe='')}/lookup"
-    return Call(f"lookup {view}", path, read, encoded(body), accept, words.get("timeout_s"), _cache_control(words))
+    return Call(
+        f"lookup {view}",
+        path,
+        read,
+        lambda answer: strays([(view, keys)], [answered(answer)]),
+        encoded(body),
+        accept,
+        words.get("timeout_s"),
+        _cache_control(words),
+    )
 
 
 def several(
@@ -175,9 +207,18 @@ def several(
     # as of one view: JSON has no NaN or infinity, they would arrive as null, and a limit as none
     for request in requests:
         request.options().check()
-    body = {"requests": [msgspec.structs.asdict(request) | {"keys": _keys(request.keys)} for request in requests]}
-    headers = _cache_control(words)
-    return Call("several", "/v1/lookup", _read_several, encoded(body), timeout_s=timeout_s, headers=headers)
+    wanted = [(request.view, _plain_keys(request.keys)) for request in requests]
+    named = zip(requests, wanted, strict=True)
+    body = {"requests": [msgspec.structs.asdict(request) | {"keys": _spelled(keys)} for request, (_, keys) in named]}
+    return Call(
+        "several",
+        "/v1/lookup",
+        _read_several,
+        lambda answers: strays(wanted, map(_of_rows, answers)),
+        encoded(body),
+        timeout_s=timeout_s,
+        headers=_cache_control(words),
+    )
 
 
 def row(view: str, key: Any, words: RowWords) -> Call[wire.ViewRow]:
@@ -193,7 +234,14 @@ def row(view: str, key: Any, words: RowWords) -> Call[wire.ViewRow]:
         query["fallback"] = "false"
     path = f"/v1/views/{quote(view, safe='')}/rows/{'/'.join(quote(part, safe='') for part in parts)}"
     path += f"?{urlencode(query)}" if query else ""
-    return Call(f"row {view}", path, _decode_row, timeout_s=words.get("timeout_s"), headers=_cache_control(words))
+    return Call(
+        f"row {view}",
+        path,
+        _decode_row,
+        lambda row: strays([(view, [plain])], [(row.view, [row.key])]),
+        timeout_s=words.get("timeout_s"),
+        headers=_cache_control(words),
+    )
 
 
 def search(view: str, words: SearchWords) -> Call[wire.SearchAnswer]:
@@ -204,10 +252,11 @@ def search(view: str, words: SearchWords) -> Call[wire.SearchAnswer]:
         raise TypeError(f"a search takes no {', '.join(sorted(unknown))}")
     for name in ("only", "exclude"):
         if asked.get(name) is not None:
-            asked[name] = _keys(asked[name])
+            asked[name] = _spelled(_plain_keys(asked[name]))
     if asked.get("key") is not None:
         asked["key"] = _spelled(plain_key(asked["key"]))
-    return Call(f"search {view}", f"/v1/views/{quote(view, safe='')}/search", _decode_search, encoded(asked), timeout_s=timeout_s)
+    path, of_view = f"/v1/views/{quote(view, safe='')}/search", lambda answer: strays([(view, [])], [(answer.view, [])])
+    return Call(f"search {view}", path, _decode_search, of_view, encoded(asked), timeout_s=timeout_s)
 
 
 def views(timeout_s: float | None) -> Call[list[dict[str, Any]]]:
@@ -246,11 +295,11 @@ def _spelled(keys: Any) -> msgspec.Raw:
         return msgspec.Raw(json.dumps(keys).encode())
 
 
-def _keys(keys: Any) -> msgspec.Raw:
+def _plain_keys(keys: Any) -> list[Any]:
     """Raises:
     RequestError: one key, where a list of keys belongs.
     """
-    return _spelled([plain_key(key) for key in key_list(keys)])
+    return [plain_key(key) for key in key_list(keys)]
 
 
 def encoded(body: Any) -> bytes:
@@ -280,6 +329,47 @@ def _plain(value: Any) -> Any:
 _encoder = msgspec.json.Encoder(enc_hook=_plain)
 
 # ---- what comes back
+
+Answered = tuple[str, Sequence[str] | None]
+"""The view that answered, and the keys of its rows; None for no rows, but a problem that it has with the request."""
+
+
+def strays(wanted: Sequence[tuple[str, list[Any]]], answered: Iterable[Answered]) -> str | None:
+    """What of an answer was not requested; None where views, keys, and how many of them, are those of the request, in its order.
+
+    Args:
+        wanted: views, and of each the keys as :func:`store.key_text.plain_key` has them.
+        answered: the same of the answer.
+    """
+    answers = list(answered)
+    if [view for view, _ in answers] != [view for view, _ in wanted]:
+        return f"of {', '.join(view for view, _ in answers) or 'no view'}, not {', '.join(view for view, _ in wanted)}"
+    for (view, keys), (_, texts) in zip(wanted, answers, strict=True):
+        if texts is None or keys == texts:
+            continue
+        if len(keys) != len(texts):
+            return f"{len(texts)} rows of {view}, not {len(keys)}"
+        wrong = next((text for key, text in zip(keys, texts, strict=True) if text not in _texts_of(key)), None)
+        if wrong is not None:
+            return f"a row of {view} for a key that was not requested"
+    return None
+
+
+def _texts_of(key: Any) -> tuple[str, ...]:
+    """What may stand as ``key`` of the row of a key: its text, and, since only the server knows how many columns a key has, what it shows of one that is none."""
+    try:
+        return join_key(key, key if isinstance(key, list) else ("key",)), shown_key(key)
+    except RequestError:
+        return (shown_key(key),)
+
+
+def _of_rows(answer: wire.LookupAnswer | wire.ViewAnswer) -> Answered:
+    return answer.view, None if isinstance(answer.rows, msgspec.UnsetType) else [row.key for row in answer.rows]
+
+
+def _of_table(table: Any) -> Answered:
+    return (table.schema.metadata or {}).get(b"view", b"").decode(), table.column("key").to_pylist()
+
 
 _decode_lookup = msgspec.json.Decoder(wire.LookupAnswer).decode
 _decode_row = msgspec.json.Decoder(wire.ViewRow).decode

@@ -15,6 +15,7 @@ from typing import Any
 import httpcore2
 
 from store.client.address import Address
+from store.client.answer_end import AnswerEnd
 from store.client.attempts import Failure, Outcome
 from store.client.calls import Call, Reply
 from store.errors import DeadlineError, NoAnswerError, RequestError
@@ -80,6 +81,7 @@ class _Stream(httpcore2.NetworkStream):
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._unsent = bytearray()
+        self._end = AnswerEnd()
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
 
@@ -87,7 +89,9 @@ class _Stream(httpcore2.NetworkStream):
         self._flush(timeout)
         try:
             timeout.on(self._socket)
-            return self._socket.recv(max_bytes)
+            data = self._socket.recv(max_bytes)
+            self._end.feed(data)
+            return data
         except TimeoutError as exc:
             raise httpcore2.ReadTimeout("while waiting for the answer") from exc
         except OSError as exc:
@@ -100,6 +104,8 @@ class _Stream(httpcore2.NetworkStream):
 
     def _flush(self, timeout: Any) -> None:
         unsent, self._unsent = memoryview(bytes(self._unsent)), bytearray()
+        if unsent:
+            self._end.begin()
         try:
             while unsent:
                 timeout.on(self._socket)
@@ -133,8 +139,10 @@ class _Stream(httpcore2.NetworkStream):
         if info == "ssl_object":
             return self._socket if isinstance(self._socket, ssl.SSLSocket) else None
         if info == "is_readable":
-            # an idle connection on which there is something was closed by the other side
-            return self._socket.fileno() < 0 or bool(self._poll.poll(0))
+            # of an idle connection: it was closed by the other side, or brings what nobody wanted
+            if self._socket.fileno() < 0 or not self._end.reusable or self._poll.poll(0):
+                return True
+            return isinstance(self._socket, ssl.SSLSocket) and self._socket.pending() > 0
         return None
 
 
@@ -294,7 +302,12 @@ class BlockingTransport(Pooled):
                     size += len(part)
                     if size > MOST_ANSWER_BYTES:
                         return self.too_large()
-            return Reply(response.status, response.headers, b"".join(content))
+                reply, wrong = call.checked(Reply(response.status, response.headers, b"".join(content)))
+                if wrong is not None:
+                    # whatever it brings next would be another one's too
+                    response.extensions["network_stream"].close()
+                    return Failure(wrong, lost=True)
+                return reply
         except ERRORS as exc:
             return self.failure(exc)
 

@@ -25,6 +25,7 @@ POINTS = (
     "online.load",
     "online.verify",
     "index.build",
+    "live.log",
     "live.write",
     "live.cas",
     "online.flip",

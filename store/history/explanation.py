@@ -1,4 +1,4 @@
-"""Explanation: which run, snapshot, input and model made the values of one key, and what they were before."""
+"""Explanation: which run, snapshot, input and model made the values of one key, when they were served, and what they were before."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from store.errors import RequestError, SnapshotError
 from store.freshness import as_datetime, iso, microseconds
 from store.history.as_of import manifests_of
 from store.history.part_rows import reading, rows_at
+from store.history.timeline import Period, served_periods
 from store.history.versions import Span, Versions, key_names
 from store.key_text import key_text, split_key
 from store.offline.snapshot import Snapshot
@@ -33,8 +34,10 @@ class Version:
 
     ``snapshot`` is the oldest one kept that holds it. ``run`` computed it; None when neither manifest nor report of that run is kept.
     ``before`` has the features that differ in the version before this one, with their values there; None for the first.
-    ``removed_in`` and ``removed_at`` tell of the snapshot in which the key was no more. ``void`` says why no snapshot with this value counts:
-    rolled back from, or refused by a gate; None when one does.
+    ``removed_in`` and ``removed_at`` tell of the snapshot in which the key was no more. ``void`` says why no snapshot with this value may be live
+    any more: rolled back from, or refused by a gate; None when one may.
+    ``served`` has the times from and until which lookups were answered with it from the store, as far back as snapshots are kept; None: until now, and
+    one that lies ahead is when the row will have expired.
     """
 
     snapshot: int
@@ -49,6 +52,7 @@ class Version:
     removed_at: str | None
     live: bool
     void: str | None
+    served: list[tuple[datetime, datetime | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +81,12 @@ class Explanation:
         body = asdict(self)
         for version in body["versions"]:
             version["computed_at"] = iso(version["computed_at"])
+            version["served"] = [tuple(None if at is None else iso(at) for at in times) for times in version["served"]]
         return body
 
 
 def explain(store: ViewStore, key: Any, *, memory_mb: int = 1024) -> Explanation:
-    """Which run, snapshot, input and model made the values of a key, and what they were before.
+    """Which run, snapshot, input and model made the values of a key, when they were served, and what they were before.
 
     Args:
         store: of the view.
@@ -98,7 +103,10 @@ def explain(store: ViewStore, key: Any, *, memory_mb: int = 1024) -> Explanation
     ref, entity = store.refs.readable_live(), manifests[max(manifests)].view.entity
     live = None if ref is None else ref.snapshot
     text = key_text(key, entity)
-    order = sorted((s for s in manifests.values() if s.view.entity == entity), key=lambda s: (s.partition or "", s.number))
+    # what is served of several partitions comes behind them: they hold a value first
+    order = sorted(
+        (s for s in manifests.values() if s.view.entity == entity), key=lambda s: (bool(s.members), s.partition or "", s.number)
+    )
     explained: list[Version] = []
     parts = split_key(text, entity)
     if len(parts) == len(entity):
@@ -122,6 +130,7 @@ def _explained(
     """What each version of the one key that was asked for is, the newest first."""
     standing = Standing(store, manifests)
     void = [standing.why_void(snapshot) for snapshot in order]
+    periods = served_periods(store, manifests)
     spans = versions.spans()
     present = {position for span in spans for position in range(span.first, span.end)}
     explained: list[Version] = []
@@ -147,18 +156,38 @@ def _explained(
                 removed_at=None if removed is None else removed.created_at,
                 live=any(order[position].number == live for position in positions),
                 void=None if any(void[position] is None for position in positions) else void[positions[0]],
+                served=_served(periods, {order[position].number for position in positions}, span.computed_us),
             )
         )
     return explained[::-1]
 
 
 def _by_version(spans: Sequence[Span], order: Sequence[Snapshot]) -> list[list[Span]]:
-    """The spans of each version: copies of a row keep both time and input."""
+    """The spans of each version: copies of a row keep both time and input, and are copies beyond their partition where several are served together."""
     held: dict[tuple[Any, ...], list[Span]] = {}
+    together = any(snapshot.members for snapshot in order)
     for span in spans:
         snapshot = order[span.first]
-        held.setdefault((snapshot.partition, span.computed_us, span.input_hash, snapshot.recipe), []).append(span)
+        of = () if together else (snapshot.partition, snapshot.recipe)
+        held.setdefault((*of, span.computed_us, span.input_hash), []).append(span)
     return list(held.values())
+
+
+def _served(periods: Sequence[Period], numbers: Collection[int], computed_us: int) -> list[tuple[datetime, datetime | None]]:
+    """From and until when a row of these snapshots was served."""
+    served: list[tuple[datetime, datetime | None]] = []
+    ends = [*(period.since_us for period in periods[1:]), None]
+    for period, until_us in zip(periods, ends, strict=True):
+        if period.snapshot is None or period.snapshot.number not in numbers:
+            continue
+        end_us = period.ends_us(computed_us, until_us)
+        if end_us is not None and end_us <= period.since_us:
+            continue
+        since, until = as_datetime(period.since_us), None if end_us is None else as_datetime(end_us)
+        if served and served[-1][1] == since:
+            since = served.pop()[0]
+        served.append((since, until))
+    return served
 
 
 def _removed(last: int, present: Collection[int], order: Sequence[Snapshot], void: Sequence[str | None]) -> Snapshot | None:

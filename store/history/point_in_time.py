@@ -1,4 +1,4 @@
-"""Point in time: what was known of each row of a training set at its time, and nothing later."""
+"""Point in time: what each row of a training set would have been answered at its time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pyarrow.compute as pc
 
 from store.errors import RequestError
 from store.feature_view import FeatureView
-from store.history.as_of import begins_us, counting, manifests_of
+from store.history.as_of import manifests_of
 from store.history.part_rows import reading, rows_at
+from store.history.timeline import Values, newest, timeline
 from store.history.versions import Versions, key_names
 from store.offline.view_store import OfflineStore, ViewStore
 
@@ -25,26 +26,29 @@ def get_historical_features(
     *,
     timestamp: str = "event_timestamp",
     max_age_s: float | None = None,
+    values: Values = "served",
     memory_mb: int = 1024,
 ) -> pa.Table:
-    """The point-in-time join: for each row the features as they were known at its time, and never a later one.
+    """The point-in-time join: for each row the features that a lookup at its time would have been answered from the store.
 
     Args:
         offline: the offline store.
         entity_table: has the entity's columns of every view (text or integers) and the timestamp column, aware, of any unit.
         views: names, for all features; or name → features.
         timestamp: name of the timestamp column.
-        max_age_s: values older than this at the row's time are null. The age counts from ``computed_at`` (that a later run found the input
-            unchanged renews nothing here: not every such run leaves a snapshot), of a partitioned view from the partition's end.
+        max_age_s: values older than this at the row's time are null, by the age that a lookup would have told; of ``best_known`` ones it counts from
+            ``computed_at``, of a partitioned view from the partition's end.
+        values: ``served``, or ``best_known``: of a partitioned view the value of the latest partition that was over by then, whenever it was computed (today's model for
+            yesterday's rows); of others that of the newest snapshot committed by then; of good snapshots only, published or not, and rows of any age.
         memory_mb: DuckDB's memory for the join, which handles keys and times only; features are read file by file, matched rows alone.
 
     Returns:
         the rows of ``entity_table`` in their order, each with ``<view>__<feature>`` of the type the view declares and
-        ``<view>__computed_at``. Null where the key had no value by then, or had left the source; a feature that a snapshot did not
-        have, or had with another type, is null too.
+        ``<view>__computed_at``. Null where a lookup would have answered ``missing``: there was no such row, it had expired, or the view was not published; where
+        the snapshot that was live then is not kept any more; and a feature that a snapshot did not have, or had with another type, is null too.
 
     Raises:
-        RequestError: a column is missing or of a type that cannot be used, or a feature is unknown.
+        RequestError: a column is missing or of a type that cannot be used, a feature is unknown, or there are no such values.
         SnapshotError: a view has no snapshot that counts, or a file is missing or damaged.
     """
     chosen = views if isinstance(views, Mapping) else dict.fromkeys([views] if isinstance(views, str) else views)
@@ -53,11 +57,11 @@ def get_historical_features(
     asked_us = _timestamps_us(entity_table, timestamp)
     result = entity_table
     for name, features in chosen.items():
-        values = _features_at(offline.view(name), features, entity_table, asked_us, max_age_s, memory_mb)
-        for column in values.column_names:
+        found = _features_at(offline.view(name), features, entity_table, asked_us, max_age_s, values, memory_mb)
+        for column in found.column_names:
             if f"{name}__{column}" in result.column_names:
                 raise RequestError(f"the entity table has a column {name}__{column} already: rename it")
-            result = result.append_column(f"{name}__{column}", values.column(column))
+            result = result.append_column(f"{name}__{column}", found.column(column))
     return result
 
 
@@ -67,17 +71,20 @@ def _features_at(
     entity_table: pa.Table,
     asked_us: npt.NDArray[np.int64],
     max_age_s: float | None,
+    values: Values,
     memory_mb: int,
 ) -> pa.Table:
     name = store.name
     manifests = manifests_of(store)
-    order = counting(store, manifests)
-    view = order[-1].view
+    periods = timeline(store, manifests, values)
+    order = list({period.snapshot.number: period.snapshot for period in periods if period.snapshot is not None}.values())
+    order.sort(key=lambda snapshot: snapshot.number)
+    view = newest(periods).view
     schema = _wanted(view, features)
     keys = [_key_values(entity_table, column, name) for column in view.entity]
     asked = pa.table([*keys, pa.array(asked_us), pa.array(np.arange(len(asked_us)))], names=[*key_names(view.entity), "us", "i"])
     with reading(name), Versions(store, order, manifests, asked, memory_mb) as versions:
-        matched = versions.known_at([begins_us(snapshot) for snapshot in order], max_age_s)
+        matched = versions.known_at(periods, max_age_s)
         file = np.asarray(matched.column("f").fill_null(-1))
         row = np.asarray(matched.column("r").fill_null(-1))
         return rows_at(versions.paths, file, row, schema)

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from store.disk.spill_folder import SpillFolder
+from store.history.timeline import Period
 from store.offline.snapshot import Part, Snapshot
 from store.offline.view_store import ViewStore
 from store.sql import open_duckdb, parquet_sql
@@ -61,8 +62,8 @@ class Versions:
         asked: pa.Table,
         memory_mb: int,
     ) -> None:
+        self._order = order
         self.entity = order[0].view.entity
-        self.partitioned = order[0].partition is not None
         parts, deletes = _held(store, order, manifests)
         checked = {path: store.checked_path(held.writer, held.part) for path, held in parts.items()}
         kinds = {path: _key_kinds(file, self.entity) for path, file in checked.items()}
@@ -137,46 +138,35 @@ class Versions:
             "JOIN life ON life.f = found.f AND life.fate = coalesce(died.fate, 0)"
         )
 
-    def known_at(self, begins_us: Sequence[int], max_age_s: float | None) -> pa.Table:
-        """For each row asked for, in its order, the file ``f`` and row ``r`` of the value known at its time; null for none.
+    def known_at(self, periods: Sequence[Period], max_age_s: float | None) -> pa.Table:
+        """For each row asked for, in its order, the file ``f`` and row ``r`` of the value that answered at its time; null for none.
 
         Args:
-            begins_us: from when on each snapshot counts, µs since 1970.
-            max_age_s: an older value is not known any more.
+            periods: of snapshots of ``order``.
+            max_age_s: an older value is none.
         """
-        places = {"s": pa.array(range(len(begins_us)), pa.int32()), "begins": pa.array(begins_us, pa.int64())}
-        self._register("place", pa.table(places))
-        keys, by_key = self._listed, f"PARTITION BY {self._listed}"
-        # One event for each value, and one for each end of a value that no other follows at once. An event that would lie before an earlier
-        # one is a value that came back: it begins with its snapshot. So events stand in the order of their snapshots, whatever the clocks said.
-        self._connection.execute(
-            f"""
-            CREATE TEMP TABLE event AS
-            WITH step AS (
-                SELECT *, lead(a) OVER ({by_key} ORDER BY a) AS follows, lag({{'b': b, 'us': us, 'hash': hash}}) OVER ({by_key} ORDER BY a)
-                    IS NOT DISTINCT FROM {{'b': a, 'us': us, 'hash': hash}} AS copied FROM span
-            ),
-            happened AS (
-                SELECT {keys}, f, r, a AS s, {"begins" if self.partitioned else "us"} AS born, begins FROM step JOIN place ON s = a
-                WHERE NOT copied
-                UNION ALL
-                SELECT {keys}, NULL, NULL, b, begins, begins FROM step JOIN place ON s = b WHERE follows IS DISTINCT FROM b
-            ),
-            after AS (
-                SELECT *, max(born) OVER ({by_key} ORDER BY s ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS latest FROM happened
-            ),
-            placed AS (
-                SELECT *, max(CASE WHEN latest IS NULL OR born > latest THEN born ELSE greatest(begins, latest) END)
-                    OVER ({by_key} ORDER BY s ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW) AS known FROM after
-            )
-            SELECT {keys}, f, r, born, known FROM placed QUALIFY lead(known) OVER ({by_key} ORDER BY s) IS DISTINCT FROM known
-            """
-        )
-        young = "true" if max_age_s is None else f"asked.us - event.born <= {int(max_age_s * 1e6)}"
-        same_key = " AND ".join(f"asked.{key} = event.{key}" for key in self._keys)
+        position = {snapshot.number: number for number, snapshot in enumerate(self._order)}
+        limits = [limit for limit in (max_age_s,) if limit is not None]
+        places = [
+            {
+                "since": period.since_us,
+                "s": None if period.snapshot is None else position[period.snapshot.number],
+                "published": period.published_us,
+                "renewed": period.renewed_us,
+                "longest": min([*limits, *(() if period.longest_s is None else (period.longest_s,))], default=None),
+            }
+            for period in periods
+        ]
+        whole = dict.fromkeys(("since", "published", "renewed"), pa.int64())
+        kinds = pa.schema({**whole, "s": pa.int32(), "longest": pa.float64()})
+        self._register("place", pa.Table.from_pylist(places, kinds))
+        same_key = " AND ".join(f"at_time.{key} = span.{key}" for key in self._keys)
+        # A key has one row in a snapshot: of its runs of snapshots the last that begins by then is the only one that may last until then. And of floats,
+        # as lookups compare: no row is a microsecond older here than it was there.
+        answers = "s < b AND (longest IS NULL OR greatest(0, at_us - greatest(least(span.us, published), renewed))::DOUBLE / 1e6 <= longest)"
         return self._query(
-            f"SELECT CASE WHEN {young} THEN event.f END AS f, CASE WHEN {young} THEN event.r END AS r FROM asked ASOF LEFT JOIN event "
-            f"ON {same_key} AND asked.us >= event.known ORDER BY asked.i"
+            f"SELECT CASE WHEN {answers} THEN f END AS f, CASE WHEN {answers} THEN r END AS r FROM (SELECT asked.* EXCLUDE (us), asked.us AS at_us, "
+            f"place.* FROM asked ASOF LEFT JOIN place ON asked.us >= place.since) at_time ASOF LEFT JOIN span ON {same_key} AND at_time.s >= span.a ORDER BY i"
         )
 
     def spans(self) -> list[Span]:

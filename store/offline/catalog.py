@@ -1,6 +1,6 @@
 """Catalog: one line for each manifest of a view, so that a run need not parse them all. Derived from them, and never believed without them.
 
-<root>/<view>/refs/catalog.jsonl      <crc32 of the rest> [number, size, mtime_ns, run, partition, parent, created_at, refused_by, files]
+<root>/<view>/refs/catalog.jsonl      <crc32 of the rest> [number, size, mtime_ns, run, partition, parent, created_at, refused_by, files, members, rows]
 """
 
 from __future__ import annotations
@@ -39,13 +39,18 @@ class Entry:
     created_at: str
     refused_by: tuple[str, ...]
     files: tuple[str, ...]
+    members: tuple[int, ...] = ()
+    """Of an assembled snapshot: the partitions' snapshots it serves."""
+    rows: int = 0
 
     @classmethod
     def of(cls, number: int, snapshot: Snapshot) -> Entry:
         """What the manifest of this number says."""
         files = tuple(part.path for part in (*snapshot.parts, snapshot.deletes, snapshot.rejected) if part is not None)
         refused = tuple(snapshot.refused_by)
-        return cls(number, snapshot.run, snapshot.partition, snapshot.parent, snapshot.created_at, refused, files)
+        members = tuple(sorted(snapshot.members.values()))
+        of = snapshot.run, snapshot.partition, snapshot.parent, snapshot.created_at, refused, files, members, snapshot.rows
+        return cls(number, *of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +148,8 @@ def _lines(path: Path) -> dict[int, tuple[Stamp, Entry]]:
             continue
         try:
             if int(line[:8], 16) == zlib.crc32(line[9:]):
-                number, size, mtime_ns, run, partition, parent, created_at, refused, files = json.loads(line[9:])
-                entry = Entry(number, run, partition, parent, created_at, tuple(refused), tuple(files))
+                number, size, mtime_ns, run, partition, parent, created_at, refused, files, members, rows = json.loads(line[9:])
+                entry = Entry(number, run, partition, parent, created_at, tuple(refused), tuple(files), tuple(members), rows)
                 lines[number] = (size, mtime_ns), entry
         except (ValueError, TypeError):
             continue
@@ -152,7 +157,8 @@ def _lines(path: Path) -> dict[int, tuple[Stamp, Entry]]:
 
 
 def _line(stamp: Stamp, entry: Entry) -> bytes:
-    values = [entry.number, *stamp, entry.run, entry.partition, entry.parent, entry.created_at, entry.refused_by, entry.files]
+    named = (entry.files, entry.members, entry.rows)
+    values = [entry.number, *stamp, entry.run, entry.partition, entry.parent, entry.created_at, entry.refused_by, *named]
     body = json.dumps(values).encode()
     return b"%08x %s" % (zlib.crc32(body), body)
 

@@ -94,6 +94,11 @@ def collect(
             crashpoint("gc")
         except OSError as exc:
             raise SnapshotError(disk_message(store.manifest_path(0).parent, exc)) from exc
+        try:
+            store.refs.thin_log(store.numbers())
+        except SnapshotError as exc:
+            # nothing is in its way but a file that is longer than it need be
+            log.warning("%s", exc)
     return gone + _collect_files(store, catalog, kept, leases, held_s, young_s, dry_run=dry_run, swept=swept)
 
 
@@ -231,10 +236,12 @@ def _reachable(store: ViewStore, catalog: Catalog, keep: int, young_s: float, to
     todo = [number for number in roots if number in manifests]
     reachable = set(todo)
     while todo:
-        parent = manifests[todo.pop()].parent
-        if parent is not None and parent in manifests and parent not in reachable:
-            reachable.add(parent)
-            todo.append(parent)
+        entry = manifests[todo.pop()]
+        # what is assembled the next time is told by what it is made of now
+        for needed in (entry.parent, *entry.members):
+            if needed is not None and needed in manifests and needed not in reachable:
+                reachable.add(needed)
+                todo.append(needed)
     return reachable
 
 

@@ -2,15 +2,16 @@
 
 <root>/<view>/refs/live.json          {epoch, snapshot, generation, …}: moved by compare-and-swap only
 <root>/<view>/refs/epoch.json         the last epoch that anybody claimed
-<root>/<view>/refs/{bad,pins}/<number>.json
+<root>/<view>/refs/{bad,pins}/<number>.json      …and publishings.jsonl: what was live, and from when on
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ from store.disk.durable_file import create_once, disk_message, locked, make_fold
 from store.disk.lease import Lease
 from store.disk.record_file import read_record_file
 from store.errors import ConflictError, SnapshotError
+from store.offline.publishings import NAME, Publishing, PublishingLog
 from store.record import Record, force_setattr, read_record, replace, sealed
+
+log = logging.getLogger(__name__)
 
 PUBLISH_LEASE = "publish"
 """Name of the lease that publishing, rolling back and removing snapshots hold."""
@@ -63,6 +67,8 @@ class LiveRef(Record, frozen=True):
     previous_generation: int | None = None
     renewed_at: int | None = None
     """When a later run found nothing changed, µs since 1970."""
+    renewal_noted_at: str | None = None
+    """When that was written here for readers, ISO 8601 in UTC."""
     held: str | None = None
     """Why scheduled runs publish nothing for now; None when they do."""
     place: Place = Place(0, 0)
@@ -75,6 +81,10 @@ class LiveRef(Record, frozen=True):
             force_setattr(self, "previous_place", Place(self.previous_generation, self.previous))
         force_setattr(self, "generation", self.place.generation)
         force_setattr(self, "previous_generation", None if self.previous_place is None else self.previous_place.generation)
+
+    def publishing(self) -> Publishing:
+        """What it says of what readers are served."""
+        return Publishing(self.epoch, self.snapshot, self.renewal_noted_at or self.at, self.at, self.renewed_at, self.reason)
 
 
 class BadMark(Record, frozen=True):
@@ -98,6 +108,7 @@ class Refs:
 
     def __init__(self, folder: Path, view: str) -> None:
         self.folder, self._view = folder, view
+        self.log = PublishingLog(folder)
 
     # ---- the live pointer
 
@@ -117,6 +128,19 @@ class Refs:
             if isinstance(exc.__cause__, ValueError):
                 return None
             raise
+
+    def publishings(self) -> list[Publishing]:
+        """What readers were served: each publishing, renewal and drop in the order of its epoch, the last one counting until now.
+
+        Raises:
+            SnapshotError: a line of the log is damaged.
+        """
+        # The pointer first: what replaces it meanwhile finds it in the log, or puts it there. One that is damaged was put there when it was moved.
+        ref = self.readable_live()
+        entries = self.log.entries()
+        if ref is not None and ref.publishing() not in entries[-100:]:
+            entries.append(ref.publishing())
+        return entries
 
     def claim_epoch(self, above: int) -> int:
         """An epoch nobody had or will have, larger than ``above``: the number of a publishing and of its online generation.
@@ -196,7 +220,7 @@ class Refs:
         def renewed(current: LiveRef | None) -> LiveRef:
             if current != expected:
                 raise ConflictError(f"the live pointer of {self._view!r} moved meanwhile; nothing was renewed")
-            return replace(expected, renewed_at=renewed_at)
+            return replace(expected, renewed_at=renewed_at, renewal_noted_at=utc_now())
 
         return self._swap_live(renewed, lease)
 
@@ -221,11 +245,22 @@ class Refs:
             with locked(self.folder / ".lock"):
                 if lease is not None:
                     lease.check()
-                new = change(self.readable_live())
+                old = self.readable_live()
+                new = change(old)
+                self.log.add(*(() if old is None else (old.publishing(),)))
                 replace_durably(path, sealed(new), point="live")
+                self._note_live(new)
                 return new
         except OSError as exc:
             raise SnapshotError(disk_message(path, exc)) from exc
+
+    def _note_live(self, ref: LiveRef) -> None:
+        """Write what is live now into the log, by which a pointer that is damaged later is no gap in it."""
+        try:
+            self.log.add(ref.publishing(), durably=False)
+        except OSError as exc:
+            # The pointer has moved; the next one that moves it writes what this could not.
+            log.warning("%s", disk_message(self.folder / NAME, exc, "the pointer moved"))
 
     def end_live(self) -> None:
         """Remove the live pointer: the view is published no more, its snapshots stay. One that is not there is no error.
@@ -238,10 +273,28 @@ class Refs:
         path = self.folder / "live.json"
         try:
             with locked(self.folder / ".lock"):
+                ref = self.readable_live()
+                if ref is not None:
+                    now = utc_now()
+                    self.log.add(ref.publishing(), Publishing(ref.epoch, None, now, now, reason="drop"))
                 path.unlink(missing_ok=True)
                 sync_folder(self.folder)
         except OSError as exc:
             raise SnapshotError(disk_message(path, exc, "it was to be removed")) from exc
+
+    def thin_log(self, snapshots: Collection[int]) -> None:
+        """Forget publishings of snapshots that are gone, where they are many; ``snapshots`` are those that are there.
+
+        Raises:
+            SnapshotError: the file system failed, or the log is damaged.
+        """
+        if not self.folder.is_dir():
+            return
+        try:
+            with locked(self.folder / ".lock"):
+                self.log.thin(snapshots)
+        except OSError as exc:
+            raise SnapshotError(disk_message(self.folder / NAME, exc)) from exc
 
     # ---- marks
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from store.feature_view import Feature, FeatureView
+from store.offline.value_figures import ValueCounter, ValueFigures
 from store.record import Record, field
 
 _SHIFT = 19
@@ -56,7 +57,7 @@ class RowFigures(Record, frozen=True):
     """Of some rows of a view.
 
     ``rows`` counts them, ``not_finite`` those with a NaN or an infinity, ``valueless`` those of which every feature is null, ``nulls`` the nulls of
-    each feature that has any, ``vectors`` the figures of each feature that is a vector of floats.
+    each feature that has any, ``vectors`` the figures of each feature that is a vector of floats, ``values`` those of each that is no vector.
     """
 
     rows: int = 0
@@ -64,6 +65,7 @@ class RowFigures(Record, frozen=True):
     valueless: int = 0
     nulls: Mapping[str, int] = field(default_factory=dict)
     vectors: Mapping[str, VectorFigures] = field(default_factory=dict)
+    values: Mapping[str, ValueFigures] = field(default_factory=dict)
 
     def plus(self, other: RowFigures) -> RowFigures:
         """Of these rows and of others."""
@@ -97,6 +99,10 @@ class RowFigures(Record, frozen=True):
             count(self.valueless, other.valueless),
             counts(self.nulls, other.nulls),
             vectors,
+            {
+                name: self.values.get(name, ValueFigures()).with_others(other.values.get(name, ValueFigures()), sign, times)
+                for name in dict.fromkeys((*self.values, *other.values))
+            },
         )
 
 
@@ -114,6 +120,7 @@ class RowCounter:
         self._rare: list[npt.NDArray[np.int64]] = []
         self._nulls: dict[str, int] = {}
         self._vectors = {f.name: _VectorCounter() for f in view.features if f.dim is not None and f.dtype.startswith("float")}
+        self._values = {f.name: ValueCounter(f) for f in view.features if f.dim is None}
 
     def add(self, rows: pa.RecordBatch) -> None:
         """Count some rows.
@@ -130,6 +137,8 @@ class RowCounter:
             column = rows.column(feature.name)
             if column.null_count:
                 nulls[feature.name] = column.null_count
+            if feature.dim is None:
+                self._values[feature.name].add(column)
             if not feature.dtype.startswith("float"):
                 continue
             if feature.dim is None:
@@ -150,7 +159,8 @@ class RowCounter:
     def figures(self) -> RowFigures:
         """Of all rows so far."""
         vectors = {name: counter.figures() for name, counter in self._vectors.items()}
-        return RowFigures(self._rows, self._not_finite, self._valueless, dict(self._nulls), vectors)
+        values = {name: counter.figures() for name, counter in self._values.items()}
+        return RowFigures(self._rows, self._not_finite, self._valueless, dict(self._nulls), vectors, values)
 
     def rare(self) -> npt.NDArray[np.int64]:
         """Numbers of the rows so far, from 0 and ascending, that have no value, are not finite, or have a vector of zeros."""

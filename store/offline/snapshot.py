@@ -122,6 +122,9 @@ class Snapshot(Record, frozen=True):
     """Digest of the recipe and of all keys and input hashes: two snapshots of one content hold the same values."""
     partition: str | None = None
     """Interval of data time it covers, as :class:`store.partition.Partition` writes it."""
+    members: Mapping[str, int] = field(default_factory=dict)
+    """Of an **assembled** one, which covers all partitions of its view: each partition → the number of its snapshot that is served. A key has its row of the
+    newest partition that has it. Most parts are the members' own, by reference; ``partition`` is None."""
     renewed_at: int | None = None
     """When its unchanged rows were found to be what the model would answer, µs since 1970: their age counts from there."""
     source_at: str | None = None
@@ -160,6 +163,8 @@ class Snapshot(Record, frozen=True):
         """The manifest: canonical JSON whose last line is the SHA-256 of all before it."""
         body = plain(self)
         body["view"] = self.view.to_json()
+        if not self.members:
+            del body["members"]
         body["format_version"] = FORMAT_VERSION
         body["view_fingerprint"] = self.view.fingerprint()
         text = json.dumps(body, indent=1, sort_keys=True)[: -len("\n}")]

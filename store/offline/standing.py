@@ -1,7 +1,7 @@
 """Standing: which snapshots of a view count, and for what. Decided here and nowhere else.
 
 A snapshot that is marked bad (rolled back from, or damaged), builds on one, copied rows of one or repeats the content of one, and one that a gate
-refused, is never published and is no history. Good to build on is more: one that a gate refused, whose rows are right by themselves.
+refused, is never published and is no best known history. Good to build on is more: one that a gate refused, whose rows are right by themselves.
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ ROLLED_BACK = "rolled_back"
 def keeps_live(snapshot: Snapshot) -> bool:
     """Whether a snapshot is a partition without rows, which takes the place of nothing unless its view says ``empty: publish``."""
     return snapshot.partition is not None and not snapshot.rows and snapshot.view.definition.empty != "publish"
+
+
+def are_alike(one: Snapshot, other: Snapshot) -> bool:
+    """Whether rows of both can be served as one set: of one model, entity and features."""
+    return one.model == other.model and one.view.entity == other.view.entity and one.view.features == other.view.features
 
 
 class Standing:
@@ -60,7 +65,7 @@ class Standing:
         while layer is not None:
             if layer.number in self.marks:
                 return layer.number
-            for number in layer.bases:
+            for number in (*layer.bases, *layer.members.values()):
                 # Of one whose files broke later, the copied rows are good.
                 if number in self.left:
                     return number
@@ -81,7 +86,7 @@ class Standing:
         return next((number for number in same if number < snapshot.number), None)
 
     def why_void(self, snapshot: Snapshot) -> str | None:
-        """Why a snapshot counts for nothing: what publishing would refuse is no history either. None where it counts."""
+        """Why a snapshot counts for nothing: what publishing would refuse is not best known either. None where it counts."""
         try:
             bad = self.bad(snapshot)
         except SnapshotError:
@@ -114,7 +119,8 @@ class Standing:
             accept = " ".join(f"--accept {name}" for name in snapshot.refused_by)
             raise GateError(
                 f"view {self._store.name!r}: snapshot {number} is not published, the live one stays. {said}. If this is as it should be: "
-                f"precompute publish {self._store.name} --snapshot {number} {accept}"
+                f"precompute publish {self._store.name} --snapshot {number} {accept}. If the rows are wrong: mend what made them, then precompute run "
+                f"{self._store.name} --full, since rows whose input and fingerprint stay are not computed again"
             )
 
     def why_unpublished(self, snapshot: Snapshot) -> str | None:
@@ -148,7 +154,8 @@ class Standing:
             numbers = [number for number in numbers if number not in entries or entries[number].partition == partition]
         for snapshot in self._readable(reversed(numbers)):
             try:
-                if (refused or not snapshot.refused_by) and snapshot.partition == partition and self.bad_below(snapshot) is None:
+                ours = snapshot.partition == partition and not snapshot.members
+                if ours and (refused or not snapshot.refused_by) and self.bad_below(snapshot) is None:
                     self._store.layers(snapshot)
                     return snapshot
             except SnapshotError as exc:
@@ -165,6 +172,8 @@ class Standing:
         numbers = self._store.numbers()
         if not numbers:
             raise SnapshotError(f"view {self._store.name!r} has no snapshot yet: run `precompute run {self._store.name}`")
+        assembled = {entry.number for entry in self._store.catalog().entries.values() if entry.members}
+        numbers = [number for number in numbers if number not in assembled] or numbers
         last = next((s for s in self._readable(reversed(numbers)) if self._may_be_published(s, accept)), None)
         if last is None:
             return numbers[-1]
@@ -180,6 +189,20 @@ class Standing:
             f"view {self._store.name!r}: no partition that may be published has rows; to publish one without, name it with --snapshot"
         )
 
+    def newest_of_each(self, accept: Collection[str] = (), like: Snapshot | None = None) -> dict[str, Snapshot]:
+        """Partition → its newest snapshot that is not bad and that no gate refused but those in ``accept``, in the order of the partitions. One without rows
+        that takes the place of nothing is left out, and with ``like`` all those of another model, entity or features: rows of both are no one set."""
+        entries = self._store.catalog().entries.values()
+        days = sorted((entry.partition, entry.number) for entry in entries if entry.partition is not None)
+        newest: dict[str, Snapshot] = {}
+        for partition, number in reversed(days):
+            if partition not in newest:
+                for snapshot in self._readable([number]):
+                    alike = like is None or are_alike(like, snapshot)
+                    if alike and not keeps_live(snapshot) and self._may_be_published(snapshot, accept):
+                        newest[partition] = snapshot
+        return dict(sorted(newest.items()))
+
     def before(self, ref: LiveRef) -> int:
         """Number of the snapshot to go back to from what is live: what was live before, if it is still there and good, or the newest good one
         below.
@@ -188,13 +211,15 @@ class Standing:
             SnapshotError: there is none; names those there are.
         """
         entries = self._store.catalog().entries
-        day = entries[ref.snapshot].partition if ref.snapshot in entries else None
+        live = entries.get(ref.snapshot)
+        day, assembled = (None, False) if live is None else (live.partition, bool(live.members))
         earlier = [
             entry
             for entry in entries.values()
             if entry.number != ref.snapshot
             and (entry.number < ref.snapshot or entry.number == ref.previous)
             and (day is None or (entry.partition or "") <= day)
+            and (not assembled or entry.members or entry.number == ref.previous)
         ]
         earlier.sort(key=lambda entry: (entry.number == ref.previous, entry.partition or "", entry.number), reverse=True)
         for snapshot in self._readable(entry.number for entry in earlier):

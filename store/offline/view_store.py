@@ -259,7 +259,18 @@ class ViewStore:
                 if wrong is not None:
                     if layer.number:
                         self.mark_bad(layer.number, f"damaged: {wrong}", rows=False)
+                    for number in layer.members.values():
+                        self._mark_writer(number, part, f"damaged: {wrong}")
                     raise SnapshotError(f"{wrong}; run the view again, it builds on what is whole")
+
+    def _mark_writer(self, member: int, part: Part, why: str) -> None:
+        """Mark those of the snapshots that a member of an assembled one builds on bad that name the part as theirs."""
+        try:
+            for layer in self.chain(self.snapshot(member)):
+                if any(part.path == own.path for own in layer.parts):
+                    self.mark_bad(layer.number, why, rows=False)
+        except SnapshotError as exc:
+            log.warning("%s", exc)
 
     def _damage(self, layer: Snapshot, part: Part) -> str | None:
         """How a file differs from its manifest.

@@ -9,8 +9,10 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from store.disk.durable_file import disk_message, make_folder, sync_file, sync_folder
@@ -42,7 +44,8 @@ _EXACT_VECTORS = "exact.faiss"
 def build_index(
     folder: Path, rows: Iterable[pa.RecordBatch], view: FeatureView, *, model: str, limits: Limits | None = None
 ) -> IndexFigures:
-    """Build the index of a snapshot; one that is there already is replaced. Memory holds a batch, the keys' hashes, and of an index with codes these.
+    """Build the index of a snapshot; one that is there already is replaced. Memory holds a batch, the keys' hashes, and of an index with codes these, and of
+    its measurement some bits a row.
 
     Args:
         folder: where; its parent is created.
@@ -63,13 +66,14 @@ def build_index(
         choice = _chosen(temporary, view, dim, dtype, limits or Limits())
         spec = view.index
         assert spec is not None
-        codes = choice.codes
+        codes, measured = choice.codes, choice.by_query.values()
         figures = IndexFigures(
             kind=choice.kind,
             promised=spec.recall_at_10,
-            recall_at_10=choice.recall,
-            recall_bound=choice.bound,
-            queries=choice.queries,
+            recall_at_10=min((kind.recall_at_10 for kind in measured), default=1.0),
+            recall_bound=min((kind.recall_bound for kind in measured), default=1.0),
+            queries=min((kind.queries for kind in measured), default=0),
+            by_query=choice.by_query,
             query_us=choice.query_us,
             exact_us=choice.exact_us,
             build_s=round(time.monotonic() - began, 3),
@@ -167,17 +171,17 @@ def _chosen(folder: Path, view: FeatureView, dim: int, dtype: str, limits: Limit
     """Choose, and leave in the folder the files of what was chosen."""
     spec = view.index
     assert spec is not None
-    l2 = spec.metric == "l2"
     exact = folder / _EXACT_VECTORS
 
-    def halved() -> object:
-        _write_float16(folder, dim, l2=l2)
-        return open_flat(folder / VECTORS)
+    def halved() -> tuple[Any, npt.NDArray[Any]]:
+        _write_float16(folder, dim, l2=spec.metric == "l2")
+        return open_flat(folder / VECTORS), mapped_vectors(folder / VECTORS, dim, "float16")
 
     vectors = mapped_vectors(exact, dim, "float32")
     if dtype == "float32":
         limits = dataclasses.replace(limits, small_rows=len(vectors) + 1)
-    choice = Chooser(vectors, open_flat(exact), halved, spec.recall_at_10, l2=l2, limits=limits).choose()
+    scalars = IndexRows(folder).table.drop_columns(["key", "computed_at"])
+    choice = Chooser(vectors, open_flat(exact), halved, scalars, spec.recall_at_10, metric=spec.metric, limits=limits).choose()
     if dtype == "float32":
         choice = dataclasses.replace(
             choice, why="the vectors hold numbers that float16 cannot, so that all are compared with as they are"

@@ -1,7 +1,7 @@
-"""Which index a view's vectors get: the fastest of the candidates that keeps the promised recall on rows that nothing was chosen by, or the exact one.
+"""Which index a view's vectors get, by their number and by measurement: codes where they keep the promised recall for every kind of query, else float16, else the
+exact one. The same rows get the same index: no time that was measured decides.
 
-Measured first, and left out (docs/decisions.md): HNSW, whose graph takes ten times as long to build for the same recall and time, and loses most neighbours
-of clusters that overlap; IVF with 8 bits a number, 8 times as slow as codes at the same recall.
+Measured first, and left out (docs/decisions.md): HNSW, IVF with 8 bits a number, and rows dealt into lists, which a filter leads astray.
 """
 
 from __future__ import annotations
@@ -10,61 +10,56 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from dataclasses import field as dataclass_field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
-from store.vectors.faiss_index import FLOAT, ROWS, refined, search_codes, search_flat, trained_codes
-from store.vectors.index_record import Codes
+from store.vectors import nearest_rows
+from store.vectors.faiss_index import ROWS, search_flat, trained_codes
+from store.vectors.index_record import Codes, QueryRecall
+from store.vectors.nearest_rows import Admitted, NearestRows
+from store.vectors.query_kinds import QueryKinds
 from store.vectors.recall import NEIGHBOURS, Queries, Recall, lower_bound
 
-_TUNING_QUERIES, _HELD_OUT_QUERIES, _LOOKS = 512, 1024, 3
+_ROUNDING_QUERIES, _TUNING_QUERIES, _HELD_OUT_QUERIES, _LOOKS = 512, 128, 512, 3
+"""Rows that ask what float16 loses; those of them that codes are tuned by, one after the other; and those of each look at what came of it."""
 _TIMED_EXACT = 8
-_RESCORED = tuple(round(10 * 2 ** (power / 2)) for power in range(17))
-"""10 to 2,560 rows are compared again for 10 neighbours."""
-_WORTH = 0.8
-"""A candidate with more to it must take less than this share of the time of one with less."""
+_RESCORED = tuple(20 * 2**power for power in range(8))
+"""20 to 2,560 rows are compared again at first for 10 neighbours."""
+_MARGINS = (2.0, 2.5, 3.0, 3.5, 4.0, 5.0)
+_WORTH = 0.5
+"""Codes pay where a plain search costs no more than this share of comparing with all rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What an index may cost.
 
-    ``memory_mb`` bounds the codes, which lie in memory in every process that searches; the vectors are mapped. ``build_s`` is when no further candidate is
-    begun. Below ``small_rows`` nothing is measured and the index is exact: 8,192 × 384 take 0.2 ms. Lists are a candidate from ``lists_rows`` on: at
-    126,000 docstrings they gained nothing over scanning all codes, at equal recall.
+    ``memory_mb`` bounds the codes, which lie in memory in every process that searches; the vectors are mapped. Below ``small_rows``, and below ``small_numbers``
+    in all vectors together, nothing is measured and the index is exact: 8,192 × 384 take 0.2 ms, and a search by code takes 0.1.
     """
 
     memory_mb: int = 1024
-    build_s: float = 120.0
     small_rows: int = 8192
-    lists_rows: int = 300_000
+    small_numbers: int = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """What was chosen, and what was measured of it.
 
-    ``coded`` is FAISS's index of the codes, None without. ``recall`` and ``bound`` are those of the ``queries`` held out.
+    ``coded`` is FAISS's index of the codes, None without. ``by_query`` has what each kind of query found, of rows held out.
     """
 
     kind: str
     dtype: str
-    recall: float
-    bound: float
-    queries: int
-    query_us: float | None
-    exact_us: float | None
     why: str
-    codes: Codes | None = None
-    coded: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    kind: str
-    query_us: float
+    by_query: dict[str, QueryRecall] = dataclass_field(default_factory=dict)
+    query_us: float | None = None
+    exact_us: float | None = None
     codes: Codes | None = None
     coded: Any = None
 
@@ -75,163 +70,156 @@ class Chooser:
     Args:
         vectors: float32 [n, dim], mapped; cosine's have length 1.
         flat: the exact index of them.
-        halved: makes the index of the same vectors in float16, when it is asked for.
+        halved: makes the index of the same vectors in float16, when it is wanted, and gives it and its vectors.
+        scalars: the scalar features of the same rows.
         promised: least recall.
-        l2: whether nearness is the L2 distance.
+        metric: ``cosine``, ``dot`` or ``l2``.
         limits: what it may cost.
     """
 
     def __init__(
-        self, vectors: npt.NDArray[Any], flat: Any, halved: Callable[[], Any], promised: float, *, l2: bool, limits: Limits
+        self,
+        vectors: npt.NDArray[Any],
+        flat: Any,
+        halved: Callable[[], tuple[Any, npt.NDArray[Any]]],
+        scalars: pa.Table,
+        promised: float,
+        *,
+        metric: str,
+        limits: Limits,
     ) -> None:
-        self._vectors, self._flat, self._halved, self._promised, self._l2, self._limits = (
-            vectors,
-            flat,
-            halved,
-            promised,
-            l2,
-            limits,
-        )
-        self._began = time.monotonic()
+        self._vectors, self._flat, self._halved, self._scalars = vectors, flat, halved, scalars
+        self._promised, self._metric, self._l2, self._limits = promised, metric, metric == "l2", limits
 
     def choose(self) -> Choice:
-        """The fastest candidate that keeps the promise; the exact index where none does, or none pays."""
-        rows = len(self._vectors)
+        """The narrowest codes that keep the promise and pay; else float16, else the exact index."""
+        rows, numbers = len(self._vectors), self._vectors.size
         reachable = lower_bound(1.0, _HELD_OUT_QUERIES)
-        if rows < self._limits.small_rows:
+        if rows < self._limits.small_rows or numbers < self._limits.small_numbers:
             return _exact(f"{rows:,} rows: comparing with all of them costs less than it takes to do better")
         if self._promised > reachable:
             return _exact(
                 f"a promise above {reachable:.4f} is kept by comparing with every row: {_HELD_OUT_QUERIES:,} queries cannot show more"
             )
-        tuning_rows, *held_out = self._drawn(rows)
-        tuning = self._queries(tuning_rows)
-        exact_us = _median_us(
-            [_timed(lambda q: search_flat(self._flat, q, NEIGHBOURS + 1), q)[0] for q in tuning.asked[:_TIMED_EXACT]]
-        )
-        half = self._halved()
-        if not self._is_good(tuning.recall(_flat_found(half, tuning))):
-            return replace(_exact("float16 loses neighbours of these vectors"), exact_us=exact_us)
-        half_us = _median_us([_timed(lambda q: search_flat(half, q, NEIGHBOURS + 1), q)[0] for q in tuning.asked[:_TIMED_EXACT]])
-        found = [_Candidate("float16", half_us), *self._coded(half, tuning, held_out)]
-        best = found[0]
-        for candidate in found[1:]:
-            if candidate.query_us < _WORTH * best.query_us:
-                best = candidate
-        return self._kept(best, half, half_us, held_out, exact_us)
+        rounding, *held_out = self._drawn(rows)
+        kinds = QueryKinds(self._vectors, self._scalars, self._metric)
+        tuning = dict(kinds.of(rounding[:_TUNING_QUERIES]))
+        exact_us = self._flat_us(self._flat, tuning["plain"])
+        flat, vectors = self._halved()
+        rounded = _by_flat(flat, dict(kinds.of(rounding, filtered=False)))
+        dtype = "float16" if all(self._is_good(recall) for recall, _ in rounded.values()) else "float32"
+        if dtype == "float32":
+            flat, vectors = self._flat, self._vectors
+        looks, said = iter(held_out), list[str]()
+        for codes, coded in self._coded(np.concatenate([rounding, *held_out])):
+
+            def by(codes: Codes, coded: Any = coded) -> NearestRows:
+                return NearestRows(flat, vectors, l2=self._l2, coded=coded, codes=codes)
+
+            tuned = self._tuned(by, codes, tuning)
+            if tuned is None:
+                continue
+            for further in (tuned, tuned._replace(rescored=2 * tuned.rescored, margin=tuned.margin + 1)):
+                measured = self._measured(by(further), kinds, next(looks))
+                said.append(_in_words("codes", measured))
+                if self._holds(measured):
+                    us = measured["plain"].query_us
+                    return Choice("codes", dtype, "; ".join(said), measured, us, exact_us, further, coded)
+            break
+        if dtype == "float32":
+            said.append("float16 loses neighbours of these vectors")
+        else:
+            found = _by_flat(flat, dict(kinds.of(next(looks), filtered=False)))
+            measured = {name: _figures(recall, queries, None) for name, (recall, queries) in found.items()}
+            said.append(_in_words("float16", measured))
+            if self._holds(measured):
+                return Choice("float16", "float16", "; ".join(said), measured, self._flat_us(flat, tuning["plain"]), exact_us)
+        return replace(_exact(f"no candidate kept the promise ({'; '.join(said)})"), exact_us=exact_us)
 
     def _drawn(self, rows: int) -> list[ROWS]:
         """Rows that ask: those to tune by, and those of every look at what came of it. None is in two of them."""
-        share = min(1.0, rows / 2 / (_TUNING_QUERIES + _LOOKS * _HELD_OUT_QUERIES))
-        sizes = [int(_TUNING_QUERIES * share), *[int(_HELD_OUT_QUERIES * share)] * _LOOKS]
+        share = min(1.0, rows / 2 / (_ROUNDING_QUERIES + _LOOKS * _HELD_OUT_QUERIES))
+        sizes = [int(_ROUNDING_QUERIES * share), *[int(_HELD_OUT_QUERIES * share)] * _LOOKS]
         drawn = np.random.default_rng(1).permutation(rows)[: sum(sizes)]
         return np.split(drawn, np.cumsum(sizes)[:-1])
 
-    def _queries(self, rows: ROWS) -> Queries:
-        """The truth costs as much as the building: 1 s for 1,000 queries of 200,000 rows; so only for those that are looked at."""
-        return Queries(self._vectors, rows, self._flat, l2=self._l2)
-
-    def _coded(self, half: Any, tuning: Queries, held_out: list[ROWS]) -> Iterator[_Candidate]:
-        """Candidates by code that are good enough on the queries to tune by, the simplest first."""
-        asking = np.concatenate([tuning.rows, *held_out])
-        spent_s = 0.0
+    def _coded(self, asking: ROWS) -> Iterator[tuple[Codes, Any]]:
         for codes in candidates(len(self._vectors), self._vectors.shape[1], self._limits):
-            # those that follow take longer than those before
-            if time.monotonic() - self._began + 2 * spent_s > self._limits.build_s:
-                return
-            began = time.monotonic()
-            coded = trained_codes(self._vectors, asking, codes, l2=self._l2)
-            tuned = self._tuned(coded, half, codes, tuning)
-            spent_s = time.monotonic() - began
-            if tuned is not None:
-                yield tuned
+            yield codes, trained_codes(self._vectors, asking, codes, l2=self._l2)
 
-    def _tuned(self, coded: Any, half: Any, codes: Codes, tuning: Queries) -> _Candidate | None:
-        """The smallest search that is good enough, by bisection: what is rescored, of lists how many are probed, and then again what is rescored."""
-        both = refined(coded, half)
-        probes = [1] if codes.lists == 1 else [2**power for power in range(codes.lists.bit_length()) if 2**power <= codes.lists]
+    def _tuned(self, by: Callable[[Codes], NearestRows], codes: Codes, tuning: dict[str, Queries]) -> Codes | None:
+        """How far a search goes: as many compared again at first as cost plain queries least, and the least margin that is good enough for every kind. None where
+        none is, or where it does not pay."""
+        plain, everything = tuning["plain"], Admitted(None, len(self._vectors))
+
+        def cost(tried: Codes) -> float:
+            return statistics.mean(by(tried).search(query, NEIGHBOURS + 1, everything)[2] for query in plain.asked)
 
         def good(tried: Codes) -> bool:
-            return self._is_good(_measured(both, tried, tuning)[0])
+            return all(self._is_good(queries.recall(queries.searched(by(tried)))) for queries in reversed(tuning.values()))
 
-        tries = [replace_codes(codes, probed=probes[-1], rescored=rescored) for rescored in _RESCORED]
-        enough = _first(tries, good)
-        if enough is None:
-            return None
-        if len(probes) > 1:
-            ample = replace_codes(enough, rescored=min(2 * enough.rescored, _RESCORED[-1]))
-            probed = _first([replace_codes(ample, probed=count) for count in probes], good)
-            assert probed is not None
-            fewer = _first([replace_codes(probed, rescored=r) for r in _RESCORED if r <= ample.rescored], good)
-            enough = fewer or probed
-        return _Candidate("codes", _measured(both, enough, tuning)[1], enough, coded)
+        start = min((codes._replace(rescored=rescored) for rescored in _RESCORED), key=cost)
+        tuned = _first([start._replace(margin=margin) for margin in _MARGINS], good)
+        pays = tuned is not None and cost(tuned) <= _WORTH * nearest_rows.STREAMED * everything.total
+        return tuned if pays else None
 
-    def _kept(self, best: _Candidate, half: Any, half_us: float, held_out: list[ROWS], exact_us: float) -> Choice:
-        """The candidate, if held-out queries agree; else it goes further, then float16, and at last the exact index. Each look has queries of its own."""
-        said = []
-        looks = map(self._queries, held_out)
-        codes = best.codes
-        for widened in (False, True):
-            if codes is None or best.coded is None:
-                break
-            if widened:
-                probed = min(2 * codes.probed, codes.lists)
-                codes = replace_codes(codes, probed=probed, rescored=2 * codes.rescored)
-            queries = next(looks)
-            measured, query_us = _measured(refined(best.coded, half), codes, queries)
-            recall = measured.mean
-            bound = lower_bound(recall, len(queries))
-            said.append(f"codes: {recall:.4f}, at least {bound:.4f}")
-            if bound >= self._promised:
-                told = "; ".join(said)
-                return Choice("codes", "float16", recall, bound, len(queries), query_us, exact_us, told, codes, best.coded)
-        queries = next(looks)
-        recall = queries.recall(_flat_found(half, queries)).mean
-        bound = lower_bound(recall, len(queries))
-        said.append(f"float16: {recall:.4f}, at least {bound:.4f}")
-        if bound >= self._promised:
-            return Choice("float16", "float16", recall, bound, len(queries), half_us, exact_us, "; ".join(said))
-        return replace(_exact(f"no candidate kept the promise ({'; '.join(said)})"), exact_us=exact_us)
+    def _measured(self, rows: NearestRows, kinds: QueryKinds, asking: ROWS) -> dict[str, QueryRecall]:
+        """What every kind of query finds, the queries one after the other, by one thread."""
+        measured = {}
+        for name, queries in kinds.of(asking):
+            began, found, seconds = time.perf_counter(), list[ROWS](), list[float]()
+            for number in range(len(queries)):
+                found.append(queries.search(rows, number))
+                seconds.append(-began + (began := time.perf_counter()))
+            measured[name] = _figures(queries.recall(found), queries, _median_us(seconds))
+        return measured
+
+    def _flat_us(self, flat: Any, queries: Queries) -> float:
+        seconds = []
+        for query in queries.asked[:_TIMED_EXACT]:
+            began = time.perf_counter()
+            search_flat(flat, query, NEIGHBOURS + 1)
+            seconds.append(time.perf_counter() - began)
+        return _median_us(seconds)
 
     def _is_good(self, recall: Recall) -> bool:
         """Whether held-out queries may be expected to agree: they will find as much, less twice what chance makes of it."""
         return lower_bound(recall.mean - 2 * recall.error, _HELD_OUT_QUERIES) >= self._promised
 
+    def _holds(self, measured: dict[str, QueryRecall]) -> bool:
+        return all(kind.recall_bound >= self._promised for kind in measured.values())
+
 
 def candidates(rows: int, dim: int, limits: Limits) -> list[Codes]:
-    """The codes that are tried, the cheapest to build first: of 4 and of 2 numbers each, scanned whole, and of many rows dealt into lists as well."""
+    """The codes that are tried, the narrowest first: of 4 and of 2 numbers each."""
     widths = sorted({width for width in (4, 2) if dim % width == 0} or {1}, reverse=True)
-    found = [Codes(1, dim // width) for width in widths]
-    if rows >= limits.lists_rows:
-        lists = 2 ** round(np.log2(2 * np.sqrt(rows)))
-        found.append(Codes(lists, dim // widths[0]))
+    found = [Codes(dim // width) for width in widths]
     return [codes for codes in found if rows * codes.bytes_a_row <= limits.memory_mb * 2**20]
 
 
-def replace_codes(codes: Codes, *, probed: int | None = None, rescored: int | None = None) -> Codes:
-    """The same codes, searched further or less far."""
-    return Codes(codes.lists, codes.quantizers, probed or codes.probed, rescored or codes.rescored)
-
-
 def _exact(why: str) -> Choice:
-    return Choice("exact", "float32", 1.0, 1.0, 0, None, None, why)
+    return Choice("exact", "float32", why)
 
 
-def _flat_found(flat: Any, queries: Queries) -> list[ROWS]:
-    _, found = flat.search(queries.asked, NEIGHBOURS + 1)
-    return list(found)
+def _by_flat(flat: Any, kinds: dict[str, Queries]) -> dict[str, tuple[Recall, Queries]]:
+    """What comparing with every row of an index finds for queries that may find all but what they exclude: that loses by rounding alone, whatever is admitted."""
+    told = {}
+    for name, queries in kinds.items():
+        most = max(len(excluded) for excluded in queries.excluded)
+        _, found = flat.search(queries.asked, min(flat.ntotal, NEIGHBOURS + most))
+        left = [rows[~np.isin(rows, excluded)] for rows, excluded in zip(found, queries.excluded, strict=True)]
+        told[name] = (queries.recall(left), queries)
+    return told
 
 
-def _measured(both: Any, codes: Codes, queries: Queries) -> tuple[Recall, float]:
-    """Recall, and the median time of one search (µs), the queries one after the other, by one thread."""
-    timed = [_timed(lambda q: search_codes(both, codes, q, NEIGHBOURS + 1), asked) for asked in queries.asked]
-    return queries.recall([rows for _, rows in timed]), _median_us([seconds for seconds, _ in timed])
+def _figures(recall: Recall, queries: Queries, query_us: float | None) -> QueryRecall:
+    bound = lower_bound(recall.mean, len(queries))
+    return QueryRecall(round(recall.mean, 6), round(bound, 6), len(queries), query_us, queries.by)
 
 
-def _timed(search: Callable[[FLOAT], tuple[FLOAT, ROWS]], query: FLOAT) -> tuple[float, ROWS]:
-    began = time.perf_counter()
-    _, rows = search(query)
-    return time.perf_counter() - began, rows
+def _in_words(kind: str, measured: dict[str, QueryRecall]) -> str:
+    name, least = min(measured.items(), key=lambda item: item[1].recall_bound)
+    return f"{kind}: {least.recall_at_10:.4f}, at least {least.recall_bound:.4f}, of {name} queries"
 
 
 def _median_us(seconds: list[float]) -> float:

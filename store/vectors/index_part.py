@@ -11,26 +11,11 @@ import numpy as np
 import pyarrow as pa
 
 from store.errors import VectorIndexError
-from store.vectors.faiss_index import (
-    BITS,
-    FLOAT,
-    ROWS,
-    mapped_vectors,
-    on_gpu,
-    open_codes,
-    open_flat,
-    refined,
-    search_codes,
-    search_flat,
-)
-from store.vectors.index_record import CODES, REPLACED, VECTORS, Codes, check_files, read_index_record
+from store.vectors.faiss_index import BITS, FLOAT, ROWS, mapped_vectors, open_codes, open_flat
+from store.vectors.index_record import CODES, REPLACED, VECTORS, check_files, read_index_record
 from store.vectors.index_rows import IndexRows
+from store.vectors.nearest_rows import Admitted, NearestRows
 from store.vectors.row_filter import RowFilter
-
-FEW_ROWS = 4096
-"""So many admitted rows, or fewer, are compared with one by one, whatever the index."""
-_FEW_EXCLUDED = 16
-"""So many excluded rows are asked for besides, and dropped; more are marked in a bitmap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,24 +42,23 @@ class IndexPart:
             self.record, self.mark = read_index_record(folder)
             check_files(folder, self.record)
             self.rows = IndexRows(folder)
-            self._flat: Any = open_flat(folder / VECTORS)
-            self._vectors = mapped_vectors(folder / VECTORS, self.record.dim, self.record.dtype)
-            self._codes: Codes | None = self.record.figures.codes
-            self._both: Any = None if self._codes is None else refined(open_codes(folder / CODES), self._flat)
+            flat: Any = open_flat(folder / VECTORS)
+            vectors = mapped_vectors(folder / VECTORS, self.record.dim, self.record.dtype)
+            codes = self.record.figures.codes
+            coded = None if codes is None else open_codes(folder / CODES)
             self.replaced: ROWS | None = None if self.record.base is None else _read_replaced(folder)
-            shape = (self._flat.d, self._flat.ntotal, len(self.rows))
+            shape = (flat.d, flat.ntotal, len(self.rows))
             if shape != (self.record.dim, self.record.rows, self.record.rows):
                 raise ValueError("meta.json does not fit the index")
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as exc:
             raise VectorIndexError(
                 f"the vector index {folder} cannot be opened ({exc}): `precompute publish <view> --reload` builds it again"
             ) from exc
-        self._whole: Any = on_gpu(self._flat) if self._codes is None else self._flat
+        self._nearest = NearestRows(flat, vectors, l2=self.record.metric == "l2", coded=coded, codes=codes)
         self._gone: BITS | None = None
         self._left: BITS | None = None
         """A bit for each row, lowest first, set where no overlay replaced it; None: all of them. Made once: of 10 M rows a mask takes 10 ms."""
         self.living = len(self.rows)
-        self._l2 = self.record.metric == "l2"
 
     def without(self, gone: ROWS) -> IndexPart:
         """The same part, opened once, without some of its rows.
@@ -101,8 +85,7 @@ class IndexPart:
 
     def vectors(self, rows: ROWS) -> FLOAT:
         """The vectors of some rows, float32 [n, dim]."""
-        found: FLOAT = self._vectors[rows].astype(np.float32)
-        return found
+        return self._nearest.vectors(rows)
 
     def nearest(self, query: FLOAT, k: int, wanted: Wanted) -> tuple[FLOAT, ROWS]:
         """Scores and rows of the ``k`` nearest that are wanted, best first.
@@ -112,60 +95,20 @@ class IndexPart:
             k: how many, at least 1.
             wanted: which rows count.
         """
+        excluded = self.rows.find(wanted.exclude)
         if wanted.only is not None:
-            rows = np.setdiff1d(self.alive(self.rows.find(wanted.only)), self.rows.find(wanted.exclude))
+            rows = np.setdiff1d(self.alive(self.rows.find(wanted.only)), excluded)
             if wanted.where is not None:
                 rows = rows[wanted.where.admits(self.rows.table.take(pa.array(rows)))]
-            return self._among(query, rows, k)
-        excluded = self.rows.find(wanted.exclude)
-        few_left = self._left is not None and self.living <= FEW_ROWS
-        if wanted.where is None and not few_left and len(excluded) <= _FEW_EXCLUDED:
-            share = self.living / max(1, len(self.rows))
-            scores, rows = self._search(query, min(k + len(excluded), self.living), self._left, share)
-            for row in excluded.tolist():
-                # 2 µs each, where isin takes 50
-                kept = rows != row
-                scores, rows = scores[kept], rows[kept]
-            return scores[:k], rows[:k]
-        bits = self._admitted(wanted.where, excluded)
-        count = int(np.bitwise_count(bits).sum())
-        if count <= FEW_ROWS:
-            return self._among(query, np.flatnonzero(np.unpackbits(bits, count=len(self.rows), bitorder="little")), k)
-        return self._search(query, min(k, count), bits, count / len(self.rows))
+            return self._nearest.among(query, rows, k)
+        admitted = Admitted(self._left, self.living) if wanted.where is None else self._filtered(wanted.where)
+        return self._nearest.nearest(query, k, admitted, excluded)
 
-    def _admitted(self, where: RowFilter | None, excluded: ROWS) -> BITS:
-        """A bit for each row, lowest first, set where it may be an answer."""
-        if where is None and self._left is not None:
-            bits = self._left.copy()
-        else:
-            mask = np.ones(len(self.rows), np.bool_) if where is None else where.admits(self.rows.table)
-            bits = np.packbits(mask, bitorder="little")
-            if self._left is not None:
-                bits &= self._left
-        np.bitwise_and.at(bits, excluded >> 3, ~(1 << (excluded & 7)).astype(np.uint8))
-        return bits
-
-    def _search(self, query: FLOAT, k: int, bits: BITS | None, share: float) -> tuple[FLOAT, ROWS]:
-        """By code where there are codes. Where only a share of the rows is admitted, the nearest of them lie further away: so many more lists are probed,
-        and all of them where too few came back."""
-        codes = self._codes
-        if codes is None:
-            return search_flat(self._whole if bits is None else self._flat, query, k, bits)
-        wide = codes._replace(probed=min(codes.lists, int(np.ceil(codes.probed / share))))
-        scores, rows = search_codes(self._both, wide, query, k, bits)
-        if len(rows) < k and wide.probed < codes.lists:
-            scores, rows = search_codes(self._both, codes._replace(probed=codes.lists), query, k, bits)
-        return scores, rows
-
-    def _among(self, query: FLOAT, rows: ROWS, k: int) -> tuple[FLOAT, ROWS]:
-        """By comparing with each of some rows."""
-        if not len(rows):
-            return np.zeros(0, np.float32), rows
-        vectors = self.vectors(rows)
-        # vecdot and not @, for which BLAS takes threads of its own: 25 ms for 2,000 rows on busy cores, and this 0.1
-        scores: FLOAT = np.square(vectors - query).sum(axis=1) if self._l2 else np.vecdot(vectors, query)
-        best = np.argsort(scores if self._l2 else -scores, kind="stable")[:k]
-        return scores[best], rows[best]
+    def _filtered(self, where: RowFilter) -> Admitted:
+        bits = np.packbits(where.admits(self.rows.table), bitorder="little")
+        if self._left is not None:
+            bits &= self._left
+        return Admitted(bits, int(np.bitwise_count(bits).sum()))
 
 
 def _read_replaced(folder: Path) -> ROWS:

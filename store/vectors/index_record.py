@@ -16,23 +16,22 @@ from store.record import Record, field, plain, record_of
 NAME = "meta.json"
 VECTORS, CODES, ROWS, HASHES, REPLACED = "vectors.faiss", "codes.faiss", "rows.arrow", "hashes.arrow", "replaced.arrow"
 METRICS = ("cosine", "dot", "l2")
-FORMAT = 2
+FORMAT = 3
 
 DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2")}
 """What a flat file may hold."""
 
 MOST_RESCORED = 16_384
-"""Rows of one search that are compared again at most, whatever ``k`` is asked for."""
+"""Rows of one search that are compared again at first, at most, whatever its ``k``."""
 
 
 class Codes(NamedTuple):
-    """How vectors are coded and how far a search goes: ``lists`` that rows are dealt into and ``probed`` of them, ``quantizers`` codes of 4 bits for each
-    row, and how many of the best by code are ``rescored`` for 10 neighbours."""
+    """How vectors are coded and how far a search goes: ``quantizers`` codes of 4 bits for each row; how many of the best by code are ``rescored`` for 10
+    neighbours at first; and by how many standard deviations the last of these must be worse than the tenth (``margin``), lest more are."""
 
-    lists: int
     quantizers: int
-    probed: int = 1
-    rescored: int = 10
+    rescored: int = 20
+    margin: float = 3.0
 
     @property
     def bytes_a_row(self) -> int:
@@ -40,16 +39,27 @@ class Codes(NamedTuple):
         return (self.quantizers + 1) // 2 + 8
 
     def to_rescore(self, k: int) -> int:
-        """How many rows are compared again for ``k`` neighbours: ``rescored`` for up to 10 and the row that asks, for more in proportion."""
+        """How many rows are compared again at first for ``k`` neighbours: ``rescored`` for up to 10 and the row that asks, for more in proportion."""
         return max(k, min(-(-max(k - 1, 10) * self.rescored // 10), MOST_RESCORED))
+
+
+class QueryRecall(Record, frozen=True):
+    """What one kind of query found of the 10 nearest that it may find: the mean over ``queries`` rows that nothing was chosen by, what it is at least with 99 %
+    confidence, and a search's median time. ``by`` is the feature that was filtered by, None where rows stood in for what a filter admits."""
+
+    recall_at_10: float
+    recall_bound: float
+    queries: int
+    query_us: float | None = None
+    by: str | None = None
 
 
 class IndexFigures(Record, frozen=True):
     """What was measured when an index was built; what operators are told of it.
 
     ``kind`` is ``exact`` (every float32 vector is compared with), ``float16`` (every vector, rounded), or ``codes`` (the best by a code of 4 bits for some
-    numbers are compared again). ``recall_at_10`` is the share of the 10 nearest that was found for ``queries`` rows that nothing was chosen by, and
-    ``recall_bound`` what it is at least, with 99 % confidence; both 1 of an exact one. ``query_us`` is a search by one thread, ``exact_us`` what comparing with
+    numbers are compared again). ``by_query`` has each kind of query that was measured (:mod:`store.vectors.query_kinds`); ``recall_at_10`` and ``recall_bound`` are the least of them, both 1
+    of an exact index, and ``queries`` how many of each kind. ``query_us`` is a search by one thread without a filter, ``exact_us`` what comparing with
     every float32 vector takes: None where nothing was measured. ``why`` says what the choice came down to.
     """
 
@@ -58,20 +68,20 @@ class IndexFigures(Record, frozen=True):
     recall_at_10: float = 1.0
     recall_bound: float = 1.0
     queries: int = 0
+    by_query: dict[str, QueryRecall] = field(default_factory=dict)
     query_us: float | None = None
     exact_us: float | None = None
     build_s: float = 0.0
     size_bytes: int = 0
-    lists: int = 0
-    probed: int = 0
     quantizers: int = 0
     rescored: int = 0
+    margin: float = 0.0
     why: str = ""
 
     @property
     def codes(self) -> Codes | None:
         """How its codes are searched; None without codes."""
-        return Codes(self.lists, self.quantizers, self.probed, self.rescored) if self.lists else None
+        return Codes(self.quantizers, self.rescored, self.margin) if self.quantizers else None
 
 
 class FileMark(Record, frozen=True):
@@ -136,7 +146,7 @@ def read_index_record(folder: Path) -> tuple[IndexRecord, str]:
     if mark != data["xxh3"]:
         raise ValueError(f"{NAME} differs from its checksum")
     record = record_of(IndexRecord, data["index"])
-    wanted = {VECTORS, ROWS, HASHES} | ({CODES} if record.figures.lists else set()) | ({REPLACED} if record.base else set())
+    wanted = {VECTORS, ROWS, HASHES} | ({CODES} if record.figures.quantizers else set()) | ({REPLACED} if record.base else set())
     if record.format != FORMAT or record.metric not in METRICS or record.dtype not in DTYPES or set(record.files) != wanted:
         raise ValueError(f"{NAME} is not of this version")
     for name, file in record.files.items():

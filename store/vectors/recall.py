@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from store.vectors.faiss_index import FLOAT, ROWS, nearest_of_all
+from store.vectors.faiss_index import FLOAT, ROWS
+from store.vectors.nearest_rows import Admitted, NearestRows
 
 NEIGHBOURS = 10
 CONFIDENCE_Z = 2.326
@@ -43,44 +45,59 @@ class Recall(NamedTuple):
 
 
 class Queries:
-    """Rows of an index as queries, and the truth about them: what the nearest others are by comparing with every row.
+    """Queries of one kind, and the truth about them: the nearest rows that each may find, by comparing with every one.
 
     Args:
         vectors: float32 [n, dim] of the index, perhaps mapped.
-        rows: which of them ask.
-        flat: the exact index of them.
+        vectors_of: the queries, float32 [queries, dim].
+        admitted: for each query which rows it may find.
+        excluded: for each query which of these it may not, most often the row that asks.
+        nearest: for each query the true nearest rows of those left, at least :data:`NEIGHBOURS` or all.
         l2: whether nearness is the L2 distance.
+        by: the feature that is filtered by.
     """
 
-    def __init__(self, vectors: npt.NDArray[Any], rows: ROWS, flat: Any, *, l2: bool) -> None:
-        self.rows, self._vectors, self._l2 = rows, vectors, l2
-        self.asked: FLOAT = np.ascontiguousarray(vectors[rows])
-        _, found = nearest_of_all(flat, self.asked, min(NEIGHBOURS + 1, len(vectors)))
-        scores = [self._scores(number, self._others(number, row)) for number, row in enumerate(found)]
-        self._worst = np.array([score[-1] if len(score) else np.inf for score in scores])
-        self._possible = min(NEIGHBOURS, len(vectors) - 1)
+    def __init__(
+        self,
+        vectors: npt.NDArray[Any],
+        vectors_of: FLOAT,
+        admitted: Sequence[Admitted],
+        excluded: Sequence[ROWS],
+        nearest: Sequence[ROWS],
+        *,
+        l2: bool,
+        by: str | None = None,
+    ) -> None:
+        self.asked, self.admitted, self.excluded, self.by = vectors_of, admitted, excluded, by
+        self._vectors, self._l2 = vectors, l2
+        true = [self._scores(number, rows[:NEIGHBOURS]) for number, rows in enumerate(nearest)]
+        self._worst = np.array([scores[-1] if len(scores) else np.inf for scores in true])
+        self._possible = np.array([max(1, len(scores)) for scores in true])
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.asked)
 
-    def recall(self, found: list[ROWS]) -> Recall:
+    def search(self, rows: NearestRows, number: int) -> ROWS:
+        """What one of them finds."""
+        return rows.nearest(self.asked[number], NEIGHBOURS, self.admitted[number], self.excluded[number])[1]
+
+    def searched(self, rows: NearestRows) -> list[ROWS]:
+        """What each of them finds, one after the other, by one thread."""
+        return [self.search(rows, number) for number in range(len(self))]
+
+    def recall(self, found: Sequence[ROWS]) -> Recall:
         """The share of the nearest that was found.
 
         A row counts when it is as near as the last of the true ones: of rows with the very same vector any will do.
 
         Args:
-            found: for each query the rows that a search for one more than :data:`NEIGHBOURS` gave, itself perhaps among them.
+            found: what a search gave for each query, without what is excluded; the first :data:`NEIGHBOURS` count.
         """
         shares = []
         for number, rows in enumerate(found):
-            scores = self._scores(number, self._others(number, rows))
-            limit = self._worst[number]
-            shares.append(min(1.0, float((scores >= limit - 1e-6 * abs(limit)).sum()) / max(1, self._possible)))
+            scores, limit = self._scores(number, rows[rows >= 0][:NEIGHBOURS]), self._worst[number]
+            shares.append(min(1.0, float((scores >= limit - 1e-6 * abs(limit)).sum()) / float(self._possible[number])))
         return Recall(float(np.mean(shares)), float(np.std(shares)) / math.sqrt(len(shares)))
-
-    def _others(self, number: int, rows: ROWS) -> ROWS:
-        found: ROWS = rows[(rows >= 0) & (rows != self.rows[number])]
-        return found[:NEIGHBOURS]
 
     def _scores(self, number: int, rows: ROWS) -> FLOAT:
         """How near some rows are to a query, more is nearer, the best first."""

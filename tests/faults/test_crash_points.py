@@ -32,12 +32,13 @@ from tests.faults.harness import (
     small_chunks,
 )
 
-WITH_FILE = ("part.write", "part.fsync", "part.rename", "dir.fsync", "journal.append", "manifest.write", "live.write")
+WITH_FILE = ("part.write", "part.fsync", "part.rename", "dir.fsync", "journal.append", "manifest.write", "live.log", "live.write")
 """Points that have a file to tear; at the others ``torn`` is ``kill``."""
 PART = ("part.write", "part.fsync", "part.rename", "dir.fsync")
 FLIPPED = ("online.flip", "notify", "gc")
 """Points after which readers see the new snapshot."""
-TRANSLATED = (*PART, "journal.append", "verify", "manifest.write", "manifest.link", "manifest.dirsync", "live.write", "live.cas")
+COMMIT = ("verify", "manifest.write", "manifest.link", "manifest.dirsync")
+TRANSLATED = (*PART, "journal.append", *COMMIT, "live.log", "live.write", "live.cas")
 """Points that are operations of the file system, whose errors become ours."""
 MODES = ("kill", "torn", "raise", "eio", "enospc")
 TO_COMPUTE = 24
@@ -204,6 +205,7 @@ REDIS_POINTS = (
     "online.load",
     "online.verify",
     "index.build",
+    "live.log",
     "live.write",
     "live.cas",
     "online.flip",
@@ -229,7 +231,7 @@ def test_a_run_that_fails_anywhere_with_redis(point: str, mode: str, delta_to_co
 
 
 @pytest.mark.parametrize("mode", ["kill", "raise", "eio"])
-@pytest.mark.parametrize("point", ["live.write", "live.cas", "online.flip"])
+@pytest.mark.parametrize("point", ["live.log", "live.write", "live.cas", "online.flip"])
 def test_a_rollback_that_fails_is_done_by_doing_it_again(point: str, mode: str, third_is_live: MakeScene) -> None:
     scene = third_is_live()
     second, third = scene.history[-2], scene.history[-1]

@@ -67,6 +67,10 @@ def check_live(scene: FaultScene, image: Image, what: str) -> None:
     old, new = ([None, *scene.history] if len(scene.history) == 1 else scene.history)[-2:]
     if what == "rollback":
         old, new = new, old
+    ref, entries = scene.store.refs.live(), scene.store.refs.publishings()
+    assert entries == sorted(entries, key=lambda entry: entry.epoch)
+    assert entries[-1:] == ([] if ref is None else [ref.publishing()])
+    assert len(entries) >= len({entry.epoch for entry in entries}) >= (0 if ref is None else ref.epoch), "no publishing is lost"
     if "online.flip" in image.passed:
         assert served(scene) == new
     elif "live.cas" in image.passed:
@@ -87,6 +91,7 @@ def check_dropped(scene: FaultScene, image: Image, what: str) -> None:
     """Served whole, or not any more; gone at the end, with its snapshots if they were to be removed."""
     if image.done:
         assert (served(scene), scene.store.refs.live()) == (None, None)
+        assert [entry.snapshot for entry in scene.store.refs.publishings()] == ([] if what == "remove" else [1, None])
         assert scene.store.offline.views() == ([] if what == "remove" else [VIEW])
     else:
         assert served(scene) in (scene.history[-1], None)

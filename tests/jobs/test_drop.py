@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable
@@ -219,3 +220,57 @@ def test_a_name_that_is_no_views_is_refused(make_project: MakeProject, capsys: C
     project = make_project([(1, 1.0)])
     assert project.cli("drop", name, "--yes") == 2
     assert "no view" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("beside", ["with snapshots of its own", "new"])
+def test_no_command_of_another_project_changes_what_is_served(
+    published: Callable[..., Scene], tmp_path: Path, beside: str
+) -> None:
+    """Two projects whose online store and names of views are the same; the second one has computed its own, or has not begun."""
+    first = published()
+    first.run(full=True)
+    folder = tmp_path / "second"
+    shutil.copytree(first.folder, folder, ignore=shutil.ignore_patterns("var"))
+    if first.online.startswith("table"):
+        settings = (folder / "project.yaml").read_text().replace("table:./var/online", f"table:{first.root}/online")
+        (folder / "project.yaml").write_text(settings)
+    second = Scene(folder, {})
+    if beside == "with snapshots of its own":
+        second.materialize()
+        second.materialize(full=True)
+        with contextlib.closing(second.open_online()) as online:
+            # as if it had been published there before the first project took the view over
+            second.store.refs.move_live(1, expected_epoch=0, epoch=online.generations("numbers")[-1].number + 3, reason="publish")
+    before = everything(first)
+    said = []
+    for command in (
+        ["run", "numbers"],
+        ["publish", "numbers"],
+        ["publish", "numbers", "--reload"],
+        ["rollback", "numbers", "--to", "1"],
+        ["reconcile", "numbers"],
+        ["resume", "numbers"],
+        ["gc"],
+        ["verify", "numbers"],
+        ["drop", "numbers", "--yes"],
+        ["drop", "numbers", "--yes", "--data"],
+    ):
+        said.append((command[0], second.cli(*command)))
+        assert everything(first) == before, command
+    assert ("run", 1) in said
+    assert said[-2:] == [("drop", 1), ("drop", 1)]
+    assert second.cli("drop", "numbers", "--yes", "--take-over") == 0
+    assert served(first) == ["others"]
+
+
+def everything(project: Scene) -> tuple[Any, ...]:
+    """Pointer and generations of ``numbers`` in the online store, and the rows it gives."""
+    with contextlib.closing(project.open_online()) as online:
+        pointer, generations = online.live("numbers"), online.generations("numbers")
+        assert pointer is not None
+        return (
+            pointer,
+            generations,
+            project.served(),
+            [online.read_generation("numbers", g.number, [b"1"]).packed.at(0) for g in generations],
+        )

@@ -65,7 +65,7 @@ def view(gates: Mapping[str, float | None] | None = None, fallback: bool = False
     return {
         "model": {"use": f"{HERE}:Vectors", "args": args},
         "features": FEATURES,
-        "gates": dict(gates or {}),
+        "gates": dict.fromkeys(("constant", "shift", "mass", "agreement")) | dict(gates or {}),
         "fallback": {"enabled": fallback, "deadline": "20s"},
     }
 
@@ -166,7 +166,8 @@ A, B = 2 * np.arcsin(0.225) - 1e-3, 2 * np.arcsin(0.225) + 1e-3
 
 def test_every_gate_that_is_measured_is_one_that_is_configured(make_project: MakeProject) -> None:
     features = FEATURES | {"vector": {"dtype": "float32", "dim": 2, "packed": "int8"}}
-    project = make_project(list(GOOD.items()), view=view(fallback=True) | {"features": features})
+    gates = {"rows": 0.2}
+    project = make_project(list(GOOD.items()), view=view(fallback=True) | {"features": features, "gates": gates})
     project.run()
     project.run(full=True)
     measured = {verdict.gate for verdict in project.snapshot().gates}
@@ -448,7 +449,7 @@ def test_parity_of_composite_and_text_keys(make_project: MakeProject) -> None:
 def test_without_a_live_snapshot_there_is_nothing_to_compare_with(make_project: MakeProject) -> None:
     project = make_project(list(GOOD.items()), view=view())
     project.run()
-    assert [g.gate for g in project.snapshot().gates] == ["rejected", "coverage", "finite", "zero", "duplicates"]
+    assert [g.gate for g in project.snapshot().gates] == ["rejected", "coverage", "finite", "empty", "zero", "duplicates"]
 
 
 def test_another_model_is_not_judged_by_drift(make_project: MakeProject) -> None:
@@ -463,7 +464,7 @@ def test_fewer_than_twenty_rows_make_no_statistics(make_project: MakeProject) ->
     project = make_project([(0, 0.0), *((i, -2.0) for i in range(1, 5))], view=view())
     assert project.run().status == "published"
     snapshot = project.snapshot()
-    assert [g.gate for g in snapshot.gates] == ["rejected", "coverage", "finite"]
+    assert [g.gate for g in snapshot.gates] == ["rejected", "coverage", "finite", "contract"]
     assert snapshot.quality["zero"] == 0.2
     assert snapshot.quality["drift"] < 0.8
 
@@ -533,11 +534,17 @@ KINDS = {
 
 
 def test_scalars_lists_texts_and_nulls_are_judged_without_vectors(make_project: MakeProject) -> None:
-    make_project(list(GOOD.items()), view=KINDS).run()
-    project = make_project([(i, x + 1) for i, x in GOOD.items()], view=KINDS)
+    project = make_project(list(GOOD.items()), view=KINDS)
+    with pytest.raises(
+        GateError, match=r"constant: 100\.0% of sampled ids are one and the same list .*; empty: 40 of 40 none are null"
+    ):
+        project.run()
+    project.run(accept=["constant", "empty"])
+    project = make_project(
+        [(i, x + 1) for i, x in GOOD.items()], view=KINDS | {"gates": dict.fromkeys(("constant", "empty", "moved", "agreement"))}
+    )
     assert project.run().status == "published"
     snapshot = project.snapshot()
-    assert [g.gate for g in snapshot.gates] == ["rows", "rejected", "coverage", "finite", "parity"]
     assert all(g.passed for g in snapshot.gates)
 
 
@@ -722,7 +729,10 @@ def test_figures_of_a_chain_are_those_of_its_rows(make_project: MakeProject, mon
         assert snapshot.kind == ("delta" if step else "full")
         counted = count(store.batches(snapshot), snapshot.view)
         assert snapshot.figures is not None
-        assert replace(snapshot.figures, vectors={}) == replace(counted, vectors={})
+        assert replace(snapshot.figures, vectors={}, values={}) == replace(counted, vectors={}, values={})
+        values, true_values = (figures.values["double"] for figures in (snapshot.figures, counted))
+        assert (values.rows, values.zero, values.buckets) == (true_values.rows, true_values.zero, true_values.buckets)
+        assert (values.total, values.squares) == pytest.approx((true_values.total, true_values.squares))
         found, true = snapshot.figures.vectors["vector"], counted.vectors["vector"]
         assert (found.rows, found.zero, found.norms) == (true.rows, true.zero, true.norms)
         assert found.norm_sum == pytest.approx(true.norm_sum)
@@ -812,3 +822,140 @@ def test_a_delta_reads_of_the_live_snapshot_only_row_groups_of_rows_it_replaced(
     quality = project.snapshot().quality
     assert quality["moved"] == pytest.approx(100 / 20_000)
     assert quality["drift"] == pytest.approx(1 - (1 - np.cos(2.0)) * 100 / 20_000)
+
+
+# ---- what became of values
+
+
+SOUND = {
+    "score": lambda i: float(np.sin(i * i * 7.3)),
+    "label": lambda i: "abcde"[i % 5],
+    "items": lambda i: [i % 7, 10 + i % 11, 30 + i % 13, 50 + i % 3],
+}
+"""Feature → its value in row ``i``: a number, a label, a list."""
+
+FAULTS: dict[str, tuple[str, Any, str]] = {
+    # feature, what becomes of all its values [rows], and the gate that sees it first
+    "zeros": ("score", lambda values: [0.0] * len(values), "constant"),
+    "nulls": ("score", lambda values: [None if i % 4 else v for i, v in enumerate(values)], "empty"),
+    "some nulls": ("score", lambda values: [v if i % 4 else None for i, v in enumerate(values)], "mass"),
+    "another sign": ("score", lambda values: [-v for v in values], "agreement"),
+    "times ten": ("score", lambda values: [10 * v for v in values], "shift"),
+    "an offset": ("score", lambda values: [v + 0.5 for v in values], "moved"),
+    "off by one": ("score", lambda values: values[1:] + values[:1], "agreement"),
+    "one label": ("label", lambda values: ["a"] * len(values), "constant"),
+    "no label": ("label", lambda values: [""] * len(values), "empty"),
+    "labels in another order": ("label", lambda values: ["eabcd"["abcde".index(v)] for v in values], "agreement"),
+    "two labels for one": ("label", lambda values: ["a" if v == "b" else v for v in values], "shift"),
+    "no lists": ("items", lambda values: [[] for _ in values], "empty"),
+    "one list for all": ("items", lambda values: [[1, 2, 3, 4]] * len(values), "constant"),
+    "lists reversed": ("items", lambda values: [v[::-1] for v in values], "agreement"),
+    "lists of others": ("items", lambda values: values[1:] + values[:1], "agreement"),
+    "lists cut": ("items", lambda values: [v[:2] for v in values], "shift"),
+    "an item twice": ("items", lambda values: [v[:2] * 2 for v in values], "duplicates"),
+}
+
+
+class Values:
+    """``SOUND``, or with ``fault`` what that makes of it, which the fingerprint does not tell; rows drift a little with each run."""
+
+    def __init__(self, fault: str | None = None, version: int = 1) -> None:
+        self.fault, self.version = fault, version
+
+    def fingerprint(self) -> str:
+        return f"values {self.version}"
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, Any]:
+        ids, day = np.asarray(batch.column("id")).tolist(), float(batch.column("x")[0].as_py())
+        values: dict[str, list[Any]] = {name: [of(i) for i in ids] for name, of in SOUND.items()}
+        values["score"] = [v + 0.05 * np.cos(i * day) for i, v in zip(ids, values["score"], strict=True)]
+        if self.fault is not None:
+            feature, become, _ = FAULTS[self.fault]
+            values[feature] = become(values[feature])
+        return values
+
+
+def values_view(**args: Any) -> dict[str, Any]:
+    features = {"score": {"dtype": "float32"}, "label": {"dtype": "string"}, "items": {"dtype": "int64", "max_items": 4}}
+    return {"model": {"use": f"{HERE}:Values", "args": args}, "features": features}
+
+
+def test_what_became_of_values_is_refused_and_what_drifts_a_little_is_not(make_project: MakeProject) -> None:
+    """All at once: the model of a fault has the same fingerprint as that of the rows that are live."""
+    for day in (1.0, 2.0):
+        assert make_project([(i, day) for i in range(2000)], view=values_view()).run().status == "published"
+    seen = {}
+    for fault in FAULTS:
+        project = make_project([(i, 3.0) for i in range(2000)], view=values_view(fault=fault))
+        with pytest.raises(GateError):
+            project.run(full=True)
+        seen[fault] = failed(project.snapshot())
+    assert {fault: gate for fault, (_, _, gate) in FAULTS.items() if gate not in seen[fault]} == {}
+    assert live(project) == (2, 2)
+
+
+def test_another_model_may_change_everything_and_it_is_told(make_project: MakeProject) -> None:
+    make_project([(i, 1.0) for i in range(200)], view=values_view()).run()
+    project = make_project([(i, 1.0) for i in range(200)], view=values_view(fault="another sign", version=2))
+    assert project.run().status == "published"
+    assert project.snapshot().quality["agreement"] < 0
+    with pytest.raises(GateError, match="constant: 100"):
+        make_project([(i, 1.0) for i in range(200)], view=values_view(fault="zeros", version=3)).run()
+
+
+TEXT_KEY = "SELECT CAST(id AS VARCHAR) AS k, x FROM read_parquet('${data}/data.parquet')"
+CONTRACTS: dict[str, tuple[dict[str, Any], str]] = {
+    "gone": (
+        {"features": {"other": {"dtype": "float64"}, "vector": FEATURES["vector"]}},
+        r"feature 'double' is gone \(there are: other, vector\)",
+    ),
+    "type": ({"features": FEATURES | {"double": {"dtype": "float32"}}}, "feature 'double' is float32, and was float64"),
+    "dim": (
+        {"features": FEATURES | {"vector": {"dtype": "float32", "dim": 3}}},
+        "feature 'vector' is a vector of 3 float32, and was a vector of 2 float32",
+    ),
+    "key": ({"entity": ["k"], "source": {"sql": TEXT_KEY}}, r"the key is \[k\], and was \[id\]"),
+    "metric": ({"index": {"on": "vector", "metric": "dot"}}, "the search is of vector by dot, and was of vector by cosine"),
+}
+
+
+class Anything(Vectors):
+    """Whatever features its view declares in ``features``."""
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
+        x = np.asarray(batch.column("x")).astype(np.float64)
+        one: dict[str, np.ndarray] = {
+            "double": x,
+            "other": x,
+            "vector": np.stack([np.cos(x), np.sin(x)], axis=1).astype(np.float32),
+        }
+        wide: dict[str, np.ndarray] = (
+            {"vector": np.stack([np.cos(x), np.sin(x), x], axis=1).astype(np.float32)} if self.length == 3 else {}
+        )
+        return {name: value for name, value in (one | wide).items() if name in (self.weights or "double,vector").split(",")}
+
+
+@pytest.mark.parametrize("change", CONTRACTS)
+def test_what_readers_rely_on_is_changed_by_name_alone(make_project: MakeProject, change: str) -> None:
+    base = {"features": FEATURES, "index": {"on": "vector"}, "gates": {"norm": None}}
+
+    def with_model(changed: dict[str, Any]) -> dict[str, Any]:
+        features = changed["features"]
+        args = {"weights": ",".join(features), "length": float(features["vector"]["dim"])}
+        return changed | {"model": {"use": f"{HERE}:Anything", "args": args}}
+
+    make_project(list(GOOD.items()), view=with_model(base)).run()
+    changed, said = CONTRACTS[change]
+    project = make_project(list(GOOD.items()), view=with_model(base | changed))
+    with pytest.raises(GateError, match=f"contract: who reads numbers would break: {said}.*--accept contract"):
+        project.run()
+    assert project.run(accept=["contract"]).status == "published"
+
+
+def test_a_feature_more_breaks_nobody(make_project: MakeProject) -> None:
+    def anything(*names: str) -> dict[str, Any]:
+        features = {name: FEATURES.get(name, {"dtype": "float64"}) for name in names}
+        return {"features": features, "model": {"use": f"{HERE}:Anything", "args": {"weights": ",".join(names)}}}
+
+    make_project(list(GOOD.items()), view=anything("double", "vector")).run()
+    assert make_project(list(GOOD.items()), view=anything("vector", "other", "double")).run().status == "published"

@@ -392,7 +392,9 @@ def test_the_models_fingerprint_is_its_own_and_not_its_arguments(make_project: M
 
 # ---- only what changed is computed
 
-UNJUDGED = {"gates": {"rows": None, "norm": None, "duplicates": None, "drift": None, "moved": None}}
+UNJUDGED: dict[str, Any] = {
+    "gates": dict.fromkeys(("rows", "norm", "duplicates", "drift", "moved", "constant", "shift", "mass", "agreement", "contract"))
+}
 MANY = [(i, float(i)) for i in range(40)]
 
 

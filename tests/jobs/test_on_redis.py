@@ -11,7 +11,10 @@ from store.offline.refs import Place
 from tests.conftest import MakeProject
 from tests.scene import Scene
 
-UNJUDGED: dict[str, Any] = {"gates": {"duplicates": None, "drift": None, "moved": None}, "index": {"on": "vector"}}
+UNJUDGED: dict[str, Any] = {
+    "gates": dict.fromkeys(("duplicates", "drift", "moved", "constant", "shift", "mass", "agreement")),
+    "index": {"on": "vector"},
+}
 
 
 @pytest.fixture(params=["redis", "cluster"])

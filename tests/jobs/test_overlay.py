@@ -23,7 +23,9 @@ from tests.jobs.test_materialize import interrupted
 from tests.scene import Scene
 
 ROWS = 40
-UNJUDGED = {"gates": {"rows": None, "norm": None, "duplicates": None, "drift": None, "moved": None}}
+UNJUDGED: dict[str, Any] = {
+    "gates": dict.fromkeys(("rows", "norm", "duplicates", "drift", "moved", "constant", "shift", "mass", "agreement", "contract"))
+}
 
 
 @pytest.fixture

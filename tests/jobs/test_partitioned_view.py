@@ -323,7 +323,7 @@ def test_a_partition_is_judged_against_its_own_earlier_snapshot_and_not_another_
         days = [(i, 5.0 + i, DAYS[0] + timedelta(hours=1)) for i in range(30)]
         days += [(i, x(i), DAYS[1] + timedelta(hours=1)) for i in range(rows)]
         table = pa.table({name: [row[n] for row in days] for n, name in enumerate(("id", "x", "t"))})
-        return make(make_project, table, **(vectors() | {"gates": {}}))
+        return make(make_project, table, **(vectors() | {"gates": {"shift": None}}))
 
     project = with_second_day(lambda i: -2.0 - i, 90)
     assert run(project, DAYS[0]).status == "published"

@@ -13,8 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.cli import main
+from jobs.schedule.reconciler import reconcile_command
+from jobs.schedule.scheduler import run_command
 from precompute.model import digest
 from precompute.source import Source
+from precompute.workers.process import ChildProcess
 from store.errors import ConfigError, SourceError
 from store.lookup_options import LookupOptions
 from store.offline.view_store import OfflineStore
@@ -325,10 +328,30 @@ def test_other_data_under_the_same_name_is_another_recipe(make_project: MakeProj
     assert "source's SQL changed" in project.plan().reason
 
 
-def test_a_schedules_and_a_backfills_children_take_the_projects_files(
-    make_project: MakeProject, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+def test_every_process_runs_our_code_whatever_lies_in_the_working_directory(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # the model is a class of this file
+    """Modules with the names of ours, in a project's folder that is the working directory: they end the process that imports them, and say that it is done."""
+    sql = "SELECT id, x, $start AS day FROM 'data.csv' WHERE $end > $start"
+    view = {"source": {"sql": sql}, "partition": {"by": "month", "start": "2026-01-01"}}
+    project = make_project(view=view, project={"engine": {"workers": 1}})
+    write_files(project.folder, 3.0)
+    for name in ("jobs", "store", "precompute", "demo"):
+        for module in ("__init__", "__main__", "cli", "errors", "model", "workers/__init__", "workers/worker"):
+            path = project.folder / name / f"{module}.py"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("import os; os._exit(0)")
+    monkeypatch.chdir(project.folder)
+    assert ChildProcess(run_command(project, "numbers", "2026-01-01T00:00:00+00:00")).wait(60)
+    assert (project.report().status, rows_of(project, 1)) == ("published", [6.0])
+    shutil.rmtree(project.root / "online")
+    assert ChildProcess(reconcile_command(project, "numbers")).wait(60)
+    assert (project.report().command, project.report().status) == ("reconcile", "published")
+    assert main(["-c", ".", "backfill", "numbers", "--from", "2026-01-01", "--to", "2026-01-01", "--json"]) == 0
+    assert rows_of(project, 2) == [6.0]
+
+
+def test_a_schedules_and_a_backfills_children_take_the_projects_files(make_project: MakeProject, elsewhere: Path) -> None:
     sql = "SELECT id, x, $start AS day FROM 'data.csv' WHERE $end > $start"
     view = WEIGHED | {"source": {"sql": sql}, "partition": {"by": "month", "start": "2026-01-01"}}
     project = make_project(view=view)

@@ -678,7 +678,7 @@ def test_a_scheduler_that_was_stopped_loses_the_lead_within_the_lease_and_stands
 
 def test_a_run_is_precompute_run_of_that_view_with_this_python(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)])
-    command = [sys.executable, "-m", "jobs.cli", "-c", str(project.folder), "run", "numbers", "--due", LEAP_DAY]
+    command = [sys.executable, "-P", "-m", "jobs.cli", "-c", str(project.folder), "run", "numbers", "--due", LEAP_DAY]
     assert run_command(project, "numbers", LEAP_DAY) == command
 
 

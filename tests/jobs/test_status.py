@@ -51,6 +51,7 @@ def test_a_view_that_was_never_run(make_project: MakeProject) -> None:
         "next_due": None,
         "next_due_why": "not scheduled",
         "behind": [],
+        "partitions": None,
         "attention": ["unpublished"],
     }
 
@@ -98,6 +99,7 @@ def test_a_view_that_is_live(make_project: MakeProject) -> None:
         },
         "schedule": "0 2 * * *",
         "behind": [],
+        "partitions": None,
         "attention": [],
     }
 

@@ -78,7 +78,10 @@ def test_every_metric_verifies(make_project: MakeProject, metric: str) -> None:
 def test_vectors_that_are_all_alike_verify(make_project: MakeProject) -> None:
     rows = [(i, 1.0) for i in range(50)]
     for metric in ("l2", "cosine", "dot"):
-        project = make_project(rows, view={"index": {"on": "vector", "metric": metric}, "gates": {"duplicates": None}})
+        project = make_project(
+            rows,
+            view={"index": {"on": "vector", "metric": metric}, "gates": {"duplicates": None, "constant": None, "contract": None}},
+        )
         project.run(full=True)
         assert bad(project) == {}
 
@@ -293,7 +296,7 @@ def test_an_index_of_another_row_count_is_found(make_project: MakeProject) -> No
 @pytest.mark.parametrize("metric", ["cosine", "dot", "l2"])
 @pytest.mark.parametrize("rows", [6, 60])
 def test_an_index_of_another_snapshot_with_as_many_rows_is_found(make_project: MakeProject, metric: str, rows: int) -> None:
-    view = {"index": {"on": "vector", "metric": metric}, "gates": {"drift": None, "moved": None}}
+    view = {"index": {"on": "vector", "metric": metric}, "gates": dict.fromkeys(("drift", "moved", "shift", "agreement"))}
     for sign in (1.0, -1.0):
         project = make_project([(i, sign * (i * i + 1)) for i in range(rows)], view=view)
         project.run()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import multiprocessing
+import re
 import socket
 import ssl
 import subprocess
@@ -14,15 +16,18 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import httpcore2
+import pyarrow as pa
 import pytest
 
+from store.api.arrow import encode_arrow
+from store.api.wire import ViewLookupRequest
 from store.client import AsyncClient, Client, Tls
 from store.client.attempts import FIRST_PAUSE_S, LEAST_SAMPLES, MOST_TOKENS, Attempts, Budget, Durations, Failure, Pause, Send
-from store.client.calls import Reply, retry_after_s
+from store.client.calls import Reply, retry_after_s, strays
 from store.errors import (
     ConfigError,
     DeadlineError,
@@ -33,7 +38,7 @@ from store.errors import (
     PrecomputeError,
     RequestError,
 )
-from tests.asking import Awaited, opened
+from tests.asking import Awaited, features_of, opened
 from tests.hostile import Hostile, Visit
 from tests.server import eventually
 
@@ -539,3 +544,109 @@ def test_files_of_tls_that_are_none_are_named(tls: Tls) -> None:
     for kind in (Client, AsyncClient):
         with pytest.raises(ConfigError, match=r"TLS of the client \((ca|certificate) "):
             kind("https://127.0.0.1", tls=tls)
+
+
+# ---- whose answer it is
+
+WAYS: dict[str, Callable[[Client, int], Any]] = {
+    "row": lambda client, user: features_of(client.row("likes", user))["of"],
+    "rows": lambda client, user: cast(Any, client.rows("likes", [user]).rows[0]).features["of"],
+    "table": lambda client, user: client.get("likes", [user])["of"][0].as_py(),
+    "several": lambda client, user: (
+        cast(Any, client.several([ViewLookupRequest(view="likes", keys=[user])])[0]).rows[0].features["of"]
+    ),
+}
+"""Each way to one user's row, whose feature ``of`` says whose it is."""
+
+
+def likes(request: bytes, view: str = "likes", more: int = 0) -> bytes:
+    """What a server answers to a request of :data:`WAYS`, or would for another view, or with more rows."""
+    head, _, body = request.partition(b"\r\n\r\n")
+    line = head.partition(b"\r\n")[0]
+    user = int(line.split()[1].rpartition(b"/")[2]) if line.startswith(b"GET") else int(re.findall(rb'"keys":\[(\d+)', body)[0])
+    row: dict[str, Any] = {
+        "key": str(user),
+        "status": "fresh",
+        "source": "store",
+        "computed_at": None,
+        "age_s": 1,
+        "ttl_s": 2,
+        "snapshot": 3,
+        "model": "m",
+    }
+    row["features"] = {"of": user}
+    answer: dict[str, Any] = {"view": view, "snapshot": 3, "model": "m", "rows": [row] * (1 + more)}
+    if line.startswith(b"GET"):
+        answer = row | {"view": view}
+    elif b" /v1/lookup " in line:
+        answer = {"responses": [answer]}
+    elif b"arrow" in head:
+        table = pa.table({"key": [str(user)] * (1 + more), "of": [user] * (1 + more)}).replace_schema_metadata({"view": view})
+        return bytes(encode_arrow(table))
+    return json.dumps(answer).encode()
+
+
+@pytest.fixture(params=["tcp", "tls", "unix"])
+def reached(request: pytest.FixtureRequest, tmp_path: Path, certificates: Path) -> Callable[[Callable[[Visit], None]], Any]:
+    """Starts a server; gives it and the client's arguments beside its address."""
+    tls = request.param == "tls"
+    path = str(tmp_path / "socket") if request.param == "unix" else None
+    arguments = {"tls": Tls(certificates / "server.pem")} if tls else {}
+    return lambda behaviour: (Hostile(behaviour, tls_server(certificates) if tls else None, path), arguments)
+
+
+@KINDS
+@pytest.mark.parametrize("way", WAYS)
+def test_nobody_is_given_anothers_answer(kind: str, way: str, reached: Callable[..., Any]) -> None:
+    """Something between client and server gives each answer twice, at once or later, or always the one before: each user is given the own row all the same, by
+    a connection that is not the one which brought the other's."""
+    before: dict[socket.socket, bytes] = {}
+
+    def at_once(visit: Visit) -> None:
+        answer = likes(visit.request)
+        visit.send(2 * (b"HTTP/1.1 200 x\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer))
+
+    def in_chunks(visit: Visit) -> None:
+        answer = likes(visit.request)
+        visit.send(2 * (b"HTTP/1.1 200 x\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(answer), answer)))
+
+    def later(visit: Visit) -> None:
+        visit.answer(200, likes(visit.request))
+        visit.answer(200, likes(visit.request))
+
+    def the_one_before(visit: Visit) -> None:
+        right = likes(visit.request)
+        visit.answer(200, before.pop(visit.connection, right))
+        before[visit.connection] = right
+
+    for behaviour in (at_once, in_chunks, later, the_one_before):
+        server, arguments = reached(behaviour)
+        with server, opened(kind, server.url, retry_share=1, **arguments) as client:
+            assert [WAYS[way](client, user) for user in range(1, 6)] == [1, 2, 3, 4, 5], behaviour.__name__
+        before.clear()
+        if server.url.startswith("unix:"):
+            Path(server.url.removeprefix("unix:")).unlink()
+
+
+@KINDS
+@pytest.mark.parametrize("way", WAYS)
+def test_an_answer_to_another_question_is_an_error(kind: str, way: str) -> None:
+    def wrong(visit: Visit) -> None:
+        visit.answer(200, likes(visit.request, **answers.pop()))
+
+    answers: list[dict[str, Any]] = [{"view": "others"}] * 2 + [{"more": 1}] * 2
+    with Hostile(wrong) as server, opened(kind, server.url, retries=0) as client:
+        if way != "row":
+            with pytest.raises(NoAnswerError, match="the answer to another request: 2 rows of likes, not 1"):
+                WAYS[way](client, 1)
+        answers = answers[:2]
+        with pytest.raises(NoAnswerError, match="the answer to another request: of others, not likes"):
+            WAYS[way](client, 1)
+
+
+def test_keys_that_are_none_are_no_strays() -> None:
+    """Only the server knows how many columns a key has, and what is none of them is shown in words."""
+    keys = [1, "a/b", ["a", "b/c"], ["x"], None, 1.5, "\ud800", 2**70, [[1]]]
+    texts = ["1", "a/b", "a/b%2Fc", "x", "null", "1.5", "?", str(2**70), "[[1]]"]
+    assert strays([("v", keys)], [("v", texts)]) is None
+    assert strays([("v", keys)], [("v", texts[::-1])]) is not None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pyarrow as pa
 import pytest
@@ -18,8 +19,10 @@ from hypothesis import strategies as st
 from store.disk.spill_folder import SpillFolder
 from store.errors import RequestError, SnapshotError
 from store.feature_view import Feature, FeatureView
+from store.freshness import as_us
 from store.history import Explanation, explain, get_historical_features, read, snapshot_at
 from store.history.versions import Versions
+from store.offline import refs
 from store.offline.runs import Report
 from store.offline.snapshot import DELETES_SCHEMA, Counts, Part, Snapshot, Verdict
 from store.offline.view_store import OfflineStore, ViewStore
@@ -76,10 +79,12 @@ class Made:
     rows: dict[int, dict[Key, Value]] = field(default_factory=dict)
     places: dict[int, dict[Key, tuple[str, int]]] = field(default_factory=dict)
     bad: set[int] = field(default_factory=set)
+    good_for_s: float = 1e9
+    """Until a row has expired."""
 
     @property
     def view(self) -> FeatureView:
-        return FeatureView("made", tuple(self.entity), FEATURES, ttl_s=1.0, stale_for_s=1.0)
+        return FeatureView("made", tuple(self.entity), FEATURES, ttl_s=self.good_for_s / 2, stale_for_s=self.good_for_s / 2)
 
     def parent(self, partition: str | None) -> Snapshot | None:
         found = [s for s in self.snapshots if s.partition == partition and s.number not in self.bad]
@@ -94,8 +99,10 @@ class Made:
         refused: bool = False,
         partition: str | None = None,
         content: str = "",
+        live: bool = True,
     ) -> Snapshot:
-        """A snapshot of these rows: ``full``, ``delta`` to the newest good one, or ``compact``: its parent's rows copied."""
+        """A snapshot of these rows: ``full``, ``delta`` to the newest good one, or ``compact``: its parent's rows copied. It goes live unless a gate refused it,
+        or with ``live`` false."""
         parent = None if how == "full" else self.parent(partition)
         old = {} if parent is None else self.rows[parent.number]
         run = f"run{len(self.snapshots) + 1}"
@@ -122,7 +129,26 @@ class Made:
         )  # fmt: skip
         self.snapshots.append(snapshot)
         self.rows[snapshot.number], self.places[snapshot.number] = dict(rows), places
+        if live and not refused:
+            self.publish(snapshot.number, created)
         return snapshot
+
+    def publish(self, number: int | None, second: float) -> None:
+        """Make a snapshot live at a time; None drops the view."""
+        view, ref = self.store.refs, self.store.refs.live()
+        with mock.patch.object(refs, "utc_now", return_value=at(second).isoformat()):
+            if number is None:
+                view.end_live()
+            else:
+                expected = 0 if ref is None else ref.epoch
+                view.move_live(number, expected_epoch=expected, epoch=view.claim_epoch(expected), reason="test")
+
+    def renew(self, renewed: float, second: float) -> None:
+        """A run that read the source at ``renewed`` found nothing changed, and readers were told at ``second``."""
+        ref = self.store.refs.live()
+        if ref is not None:
+            with mock.patch.object(refs, "utc_now", return_value=at(second).isoformat()):
+                self.store.refs.renew_live(ref, as_us(at(renewed)))
 
     def mark_bad(self, number: int) -> None:
         self.store.mark_bad(number, "test")
@@ -202,36 +228,35 @@ def keys_of(kind: str) -> list[Key]:
 
 
 @st.composite
-def histories(draw: st.DrawFn, partitioned: bool = False, plain: bool = False) -> tuple[str, list[dict[str, Any]]]:
+def histories(draw: st.DrawFn, partitioned: bool = False) -> tuple[str, list[dict[str, Any]]]:
     """The kind of key, and what happened: each step's rows, times and mishaps."""
     kind = draw(st.sampled_from(sorted(ENTITIES)))
     keys = keys_of(kind)[:4]
     now, held, steps = 0, dict[Key, Value](), []
     for _ in range(draw(st.integers(1, 6))):
-        now += draw(st.integers(1 if plain else 0, 4))
+        now += draw(st.integers(0, 4))
         changed = draw(st.dictionaries(st.sampled_from(keys), st.one_of(st.none(), st.integers(0, 9)), max_size=4))
-        how = draw(st.sampled_from(["full", "delta", "delta", "delta", "compact"]))
         rows = dict(held)
         for key, x in changed.items():
             if x is None:
                 rows.pop(key, None)
-            else:
-                computed = now if plain else now - draw(st.integers(0, 3))  # earlier: an interrupted run had computed it
-                rows[key] = Value(computed, x)
-        if how == "full" and draw(st.booleans()):
+            else:  # earlier than now: an interrupted run had computed it
+                rows[key] = Value(now - draw(st.integers(0, 3)), x)
+        if draw(st.booleans()):
             rows = {key: Value(now, value.x) for key, value in rows.items()}
         if not rows:
             rows = {keys[0]: Value(now, 5)}
-        now += draw(st.integers(1 if plain else 0, 3))
-        mishap = draw(st.sampled_from([None, None, None, "bad", "refused"]))
+        now += draw(st.integers(0, 3))
         steps.append(
             {
                 "rows": rows,
                 "created": now,
-                "how": how,
-                "mishap": mishap,
+                "how": draw(st.sampled_from(["full", "delta", "delta", "delta", "compact"])),
+                "mishap": draw(st.sampled_from([None, None, None, "bad", "refused"])),
                 "late": draw(st.booleans()),
                 "day": draw(st.integers(0, 2)) if partitioned else None,
+                "live": draw(st.booleans()),
+                "then": draw(st.lists(st.sampled_from(["back", "forward", "renew", "drop", "reload", "clock"]), max_size=3)),
             }
         )
         held = rows
@@ -244,58 +269,73 @@ def questions(draw: st.DrawFn, kind: str, latest: int) -> list[tuple[Key, int]]:
     return draw(st.lists(asked, min_size=1, max_size=25))
 
 
-def build(made: Made, steps: list[dict[str, Any]]) -> None:
-    later = []
+Told = list[tuple[float, int | None, float, float]]
+"""From when on, which snapshot, published when, and renewed when."""
+
+
+def build(made: Made, steps: list[dict[str, Any]]) -> Told:
+    """Make it all happen; what was live and when."""
+    later: list[int] = []
+    told: Told = []
+
+    def publish(number: int | None, second: float) -> None:
+        if number is not None or (told and told[-1][1] is not None):
+            made.publish(number, second)
+            told.append((second, number, second, -1e9))
+
     for step in steps:
         partition = None if step["day"] is None else str(containing("day", START + timedelta(days=step["day"])))
-        refused = step["mishap"] == "refused"
-        snapshot = made.commit(step["rows"], step["created"], how=step["how"], refused=refused, partition=partition)
+        refused, now = step["mishap"] == "refused", step["created"]
+        snapshot = made.commit(step["rows"], now, how=step["how"], refused=refused, partition=partition, live=False)
+        if step["live"] and not refused:
+            publish(snapshot.number, now)
         if step["mishap"] == "bad":
             if step["late"]:  # after others were built on it
                 later.append(snapshot.number)
             else:
                 made.mark_bad(snapshot.number)
+        for number, event in enumerate(step["then"]):
+            second = now + 0.25 * (number + 1)
+            if event == "drop":
+                publish(None, second)
+            elif event == "renew" and told and told[-1][1] is not None:
+                made.renew(second - 0.125, second)
+                told.append((second, *told[-1][1:3], second - 0.125))
+            elif event == "clock" and told:  # set back: what comes later begins no earlier
+                publish(snapshot.number, second - 2)
+            elif event == "reload" and told and told[-1][1] is not None:
+                made.publish(told[-1][1], second)
+                told.append((second, told[-1][1], second, told[-1][3]))
+            elif event in ("back", "forward") and told:
+                publish(1 if event == "back" else snapshot.number, second)
     for number in later:
         made.mark_bad(number)
+    return told
 
 
 def seconds(moment: str) -> int:
     return round((datetime.fromisoformat(moment) - START).total_seconds())
 
 
-def plainly(made: Made, key: Key, second: float) -> Value | None:
-    """The definition, where clocks only go forward and every value is computed by the run that commits it."""
-    good = made.good()
-    values = [made.rows[s.number][key] for s in good if key in made.rows[s.number]]
-    known = [value for value in values if value.computed <= second]
-    if not known:
-        return None
-    last = max(known, key=lambda value: value.computed)
-    for snapshot in good:
-        created = seconds(snapshot.created_at)
-        if key not in made.rows[snapshot.number] and last.computed < created <= second:
-            return None
-    return last
-
-
-def carefully(made: Made, key: Key, second: float) -> Value | None:
-    """The same where values come back and clocks stand still: a timeline in the order of the snapshots."""
-    timeline: list[tuple[int, Value | None]] = []
-    current: Value | None = None
-    latest = -(10**9)
-    for snapshot in made.good():
-        value, created = made.rows[snapshot.number].get(key), seconds(snapshot.created_at)
-        if value == current:
+def served(made: Made, told: Told, key: Key, second: float, oldest: float = 1e9) -> Value | None:
+    """The definition: what was live then, unless it had expired."""
+    clamped = [(max(since for since, *_ in told[: n + 1]), *told[n][1:]) for n in range(len(told))]
+    for since, number, published, renewed in reversed(clamped):
+        if since > second:
             continue
-        born = created if value is None else value.computed
-        known = born if born > latest else max(created, latest)
-        timeline.append((max([known, *(before for before, _ in timeline)]), value))
-        current, latest = value, max(latest, born)
-    answers = [value for known, value in timeline if known <= second]
-    return answers[-1] if answers else None
+        value = None if number is None else made.rows[number].get(key)
+        if value is None or second - max(min(value.computed, published), renewed) > min(made.good_for_s, oldest):
+            return None
+        return value
+    return None
 
 
-def by_partition(made: Made, key: Key, second: float) -> Value | None:
+def by_commit(made: Made, told: Told, key: Key, second: float) -> Value | None:
+    committed = [s for s in made.good() if seconds(s.created_at) <= second]
+    return made.rows[committed[-1].number].get(key) if committed else None
+
+
+def by_partition(made: Made, told: Told, key: Key, second: float) -> Value | None:
     newest = {s.partition or "": s for s in made.good()}
     over = [p for p in sorted(newest) if seconds(p.partition("/")[2].replace("Z", "+00:00")) <= second]
     return made.rows[newest[over[-1]].number].get(key) if over else None
@@ -311,48 +351,74 @@ def in_types(asked: pa.Table, draw: st.DataObject) -> pa.Table:
         if column.name not in ("label", "event_timestamp"):
             kind = draw.draw(st.sampled_from(others[column.type]))
             asked = asked.set_column(i, column.name, asked.column(i).cast(kind))
-    unit = draw.draw(st.sampled_from(["s", "ms", "us", "ns"]))
+    unit = draw.draw(st.sampled_from(["ms", "us", "ns"]))
     zone = draw.draw(st.sampled_from(["UTC", "America/New_York"]))
     at_column = asked.column_names.index("event_timestamp")
     return asked.set_column(at_column, "event_timestamp", asked.column(at_column).cast(pa.timestamp(unit, zone)))
 
 
-@pytest.mark.parametrize("reference", [plainly, carefully, by_partition])
+@pytest.mark.parametrize("reference", [served, by_commit, by_partition])
 @settings(max_examples=25, deadline=None)
 @given(draw=st.data())
 def test_the_join_answers_as_brute_force_does(reference: Any, draw: st.DataObject) -> None:
-    partitioned = reference is by_partition
-    kind, steps = draw.draw(histories(partitioned=partitioned, plain=reference is plainly))
+    kind, steps = draw.draw(histories(partitioned=reference is by_partition))
+    values: Any = "served" if reference is served else "best_known"
     with tempfile.TemporaryDirectory() as folder:
-        made = Made(OfflineStore(folder).view("made"), ENTITIES[kind])
-        build(made, steps)
-        if partitioned:
-            asked = [(key, 43_200 * half) for key, half in draw.draw(questions(kind, 8))]
+        made = Made(OfflineStore(folder).view("made"), ENTITIES[kind], good_for_s=draw.draw(st.sampled_from([2, 4, 1e9])))
+        told = build(made, steps)
+        if reference is by_partition:
+            asked: list[tuple[Key, float]] = [(key, 43_200 * half) for key, half in draw.draw(questions(kind, 8))]
         else:
-            asked = draw.draw(questions(kind, steps[-1]["created"]))
+            asked = [(key, half / 2) for key, half in draw.draw(questions(kind, 2 * steps[-1]["created"]))]
         table = in_types(made.asked(asked), draw)
-        if not made.good():
-            with pytest.raises(SnapshotError, match=r"has no snapshot under .* that counts"):
-                get_historical_features(made.store.offline, table, ["made"])
+        if not (told if reference is served else made.good()):
+            with pytest.raises(SnapshotError, match="nothing that was served" if reference is served else "no snapshot under"):
+                get_historical_features(made.store.offline, table, ["made"], values=values)
             return
-        expected = [reference(made, key, second) for key, second in asked]
-        made.check(table, expected)
-        if reference is carefully:
-            for value, (_, second) in zip(expected, asked, strict=True):
-                assert value is None or value.computed <= second
-            age = draw.draw(st.integers(0, 5))
-            old = [v if v is not None and s - v.computed <= age else None for v, (_, s) in zip(expected, asked, strict=True)]
-            made.check(table, old, max_age_s=age)
+        expected = [reference(made, told, key, second) for key, second in asked]
+        made.check(table, expected, values=values)
+        if reference is not served:
+            return
+        age = draw.draw(st.integers(0, 5))
+        young = [served(made, told, key, second, oldest=age) for key, second in asked]
+        made.check(table, young, max_age_s=age)
+        for value, (key, second) in list(zip(expected, asked, strict=True))[:3]:
+            check_read_and_explain(made, key, second, value)
+
+
+def check_read_and_explain(made: Made, key: Key, second: float, value: Value | None) -> None:
+    """Both answer as the join did."""
+    try:
+        rows = read(made.store, at(second))
+    except SnapshotError:
+        assert value is None
+    else:
+        names = list(made.entity)
+        found = [row for row in rows.to_pylist() if tuple(row[name] for name in names) == key]
+        assert [(row["double"], row["computed_at"]) for row in found] == (
+            [] if value is None else [(2.0 * value.x, at(value.computed))]
+        )
+    try:
+        versions = explain(made.store, list(key)).versions
+    except RequestError:
+        assert value is None
+        return
+    answered = [
+        (version.features["double"], version.computed_at)
+        for version in versions
+        if any(since <= at(second) and (until is None or at(second) < until) for since, until in version.served)
+    ]
+    assert answered == ([] if value is None else [(2.0 * value.x, at(value.computed))])
 
 
 # ---- the join's edges
 
 
-def test_nothing_of_the_future_is_known(made: Made) -> None:
+def test_nothing_counts_before_it_was_live(made: Made) -> None:
     made.commit({(1,): Value(10, 1)}, 11)
     made.commit({(1,): Value(20, 2)}, 22, how="delta")
-    asked = [((1,), 9.999999), ((1,), 10), ((1,), 19.999999), ((1,), 20), ((1,), 21), ((2,), 99)]
-    made.check(made.asked(asked), [None, Value(10, 1), Value(10, 1), Value(20, 2), Value(20, 2), None])
+    asked = [((1,), 10.999999), ((1,), 11), ((1,), 21.999999), ((1,), 22), ((2,), 99)]
+    made.check(made.asked(asked), [None, Value(10, 1), Value(10, 1), Value(20, 2), None])
 
 
 def test_a_folder_above_the_store_is_no_partition(tmp_path: Path) -> None:
@@ -364,7 +430,7 @@ def test_a_folder_above_the_store_is_no_partition(tmp_path: Path) -> None:
 
 def test_a_time_finer_than_a_microsecond_knows_only_what_was_before_it(made: Made) -> None:
     made.commit({(1,): Value(10, 1)}, 11)
-    ns = int(at(10).timestamp()) * 10**9
+    ns = int(at(11).timestamp()) * 10**9
     times = pa.array([ns - 1, ns, ns + 1, -1], pa.timestamp("ns", "UTC"))
     made.check(pa.table({"id": [1, 1, 1, 1], "event_timestamp": times}), [None, Value(10, 1), Value(10, 1), None])
 
@@ -380,40 +446,80 @@ def test_rows_and_their_order_stay_and_others_columns_do_not_matter(made: Made) 
     )
 
 
-def test_a_value_that_came_back_counts_from_its_return(made: Made) -> None:
-    first, second = Value(1, 1), Value(5, 2)
-    made.commit({(1,): first, (2,): first}, 2)
-    made.commit({(1,): second}, 6, how="delta")
-    made.commit({(1,): first, (2,): Value(4, 7)}, 9, how="delta")  # as computed before, by a run that was interrupted
-    made.check(made.asked([((1,), t) for t in (4, 5, 8, 9)]), [first, second, second, first])
-    made.check(made.asked([((2,), t) for t in (5, 6, 8, 9)]), [first, None, None, Value(4, 7)])
-
-
 def test_a_compaction_changes_no_history(made: Made) -> None:
     for how in ("delta", "compact"):
         made.commit({(1,): Value(1, 1), (2,): Value(1, 1)}, 2)
         made.commit({(1,): Value(1, 1)}, 10, how=how)
         made.commit({(1,): Value(7, 2)}, 12, how="delta")  # computed by a run that was interrupted before the second commit
-        made.check(made.asked([((1,), 6), ((1,), 7)]), [Value(1, 1), Value(7, 2)])
+        made.check(made.asked([((1,), 11), ((1,), 12), ((2,), 9), ((2,), 10)]), [Value(1, 1), Value(7, 2), Value(1, 1), None])
         made = Made(OfflineStore(made.store.offline.root / "compacted").view("made"), made.entity)
 
 
-def test_snapshots_rolled_back_from_do_not_count_nor_later_ones_of_their_content(made: Made) -> None:
-    made.commit({(1,): Value(1, 1)}, 2, content="one")
-    made.commit({(1,): Value(3, 2)}, 4, content="two")
-    made.commit({(1,): Value(5, 2)}, 6, content="two")
-    made.check(made.asked([((1,), 9)]), [Value(5, 2)])
+def test_what_was_rolled_back_from_was_served_until_then_and_is_not_best_known(made: Made) -> None:
+    one, two = Value(1, 1), Value(3, 2)
+    made.commit({(1,): one}, 2, content="one")
+    made.commit({(1,): two}, 4, content="two")
+    made.publish(1, 6)
     made.mark_bad(2)
-    made.check(made.asked([((1,), 9)]), [Value(1, 1)])
-    assert snapshot_at(made.store, at(9)).number == 1
+    made.commit({(1,): Value(7, 2)}, 8, content="two", live=False)
+    asked = made.asked([((1,), second) for second in (3, 5, 7, 9)])
+    made.check(asked, [one, two, one, one])
+    made.check(asked, [one] * 4, values="best_known")
+    assert [snapshot_at(made.store, at(second)).number for second in (3, 5, 7, 9)] == [1, 2, 1, 1]
+    assert snapshot_at(made.store, at(5), values="best_known").number == 1
+    versions = {version.snapshot: version for version in explain(made.store, 1).versions}
+    assert {number: version.served for number, version in versions.items()} == {
+        1: [(at(2), at(4)), (at(6), at(1 + 10**9) + timedelta(microseconds=1))], 2: [(at(4), at(6))], 3: []
+    }  # fmt: skip
+    assert versions[2].void == "test"
 
 
-def test_a_refusal_that_was_accepted_counts(made: Made) -> None:
-    made.commit({(1,): Value(1, 1)}, 2)
+def test_what_was_only_committed_is_best_known_and_was_not_served(made: Made) -> None:
+    made.commit({(1,): Value(1, 1)}, 2, live=False)
     refused = made.commit({(1,): Value(3, 2)}, 4, how="delta", refused=True)
-    made.check(made.asked([((1,), 9)]), [Value(1, 1)])
+    asked = made.asked([((1,), 3), ((1,), 9)])
+    for ask in (lambda: get_historical_features(made.store.offline, asked, ["made"]), lambda: read(made.store, at(9))):
+        with pytest.raises(SnapshotError, match="it was never published; see its name, run it, or ask for values='best_known'"):
+            ask()
+    made.check(asked, [Value(1, 1), Value(1, 1)], values="best_known")
     made.store.commit(replace(refused, accepted=("drift",), run="publish"))
-    made.check(made.asked([((1,), 9)]), [Value(3, 2)])
+    made.check(asked, [Value(1, 1), Value(3, 2)], values="best_known")
+    with pytest.raises(RequestError, match="values are 'served' or 'best_known', not 'latest'"):
+        read(made.store, at(9), values="latest")  # type: ignore[arg-type]
+
+
+def test_a_row_expires_as_it_did_for_lookups_and_is_renewed_when_readers_were_told(tmp_path: Path) -> None:
+    made, value = Made(OfflineStore(tmp_path).view("made"), ENTITIES["number"], good_for_s=4), Value(1, 1)
+    made.commit({(1,): value}, 2)
+    made.renew(7, 9)
+    asked = [(5, value), (5.000001, None), (8.999999, None), (9, value), (11, value), (11.000001, None)]
+    made.check(made.asked([((1,), second) for second, _ in asked]), [found for _, found in asked])
+    assert [read(made.store, at(second)).num_rows for second, _ in asked] == [int(found is not None) for _, found in asked]
+    later = timedelta(microseconds=1)
+    assert explain(made.store, 1).versions[0].served == [(at(2), at(5) + later), (at(9), at(11) + later)]
+
+
+def test_after_a_drop_nothing_is_known_until_the_next_publishing(made: Made) -> None:
+    made.commit({(1,): Value(1, 1)}, 2)
+    made.publish(None, 4)
+    made.commit({(1,): Value(5, 2)}, 6)
+    made.check(made.asked([((1,), second) for second in (3, 4, 5, 6)]), [Value(1, 1), None, None, Value(5, 2)])
+    with pytest.raises(
+        SnapshotError, match=r"nothing to read as of 2026-01-01T00:00:05\+00:00; it was dropped at 2026-01-01T00:00:04"
+    ):
+        read(made.store, at(5))
+
+
+def test_where_the_snapshot_is_gone_nothing_is_known(made: Made) -> None:
+    for number in (1, 2, 3):
+        made.commit({(1,): Value(number, number)}, 2 * number)
+    for number in (2, 1):
+        (made.store.folder / "manifests" / f"{number:020d}.json").unlink()  # as gc does
+        asked = made.asked([((1,), second) for second in (3, 5, 7)])
+        made.check(asked, [Value(1, 1) if number == 2 else None, None, Value(3, 3)])
+    why = "the oldest snapshot that can be read is 3, which counts from 2026-01-01T00:00:06Z on"
+    with pytest.raises(SnapshotError, match=rf"nothing to read as of 2026-01-01T00:00:05\+00:00: {why}"):
+        read(made.store, at(5))
 
 
 def test_features_may_be_chosen_and_views_joined(made: Made) -> None:
@@ -427,7 +533,7 @@ def test_features_may_be_chosen_and_views_joined(made: Made) -> None:
 def test_a_feature_an_older_snapshot_lacked_or_had_otherwise_is_null_there(made: Made) -> None:
     made.commit({(1,): Value(1, 2)}, 2)
     newer = FeatureView(
-        "made", ("id",), (Feature("double", "float32"), Feature("name", "string"), Feature("new", "int8")), 1.0, 1.0
+        "made", ("id",), (Feature("double", "float32"), Feature("name", "string"), Feature("new", "int8")), 1e9, 1.0
     )
     columns = {
         "id": pa.array([1]),
@@ -439,7 +545,8 @@ def test_a_feature_an_older_snapshot_lacked_or_had_otherwise_is_null_there(made:
     }
     part = made.store.write_part("newer", "part-00000.parquet", pa.table(columns))
     made.store.commit(Snapshot(newer, "newer", "model", Counts(1, 1), (part,), None, at(6).isoformat(), None, None))
-    found = get_historical_features(made.store.offline, made.asked([((1,), 3), ((1,), 5)]), ["made"])
+    made.publish(2, 6)
+    found = get_historical_features(made.store.offline, made.asked([((1,), 3), ((1,), 6)]), ["made"])
     assert found.schema.field("made__double").type == pa.float32()
     assert found.select(["made__double", "made__name", "made__new"]).to_pylist() == [
         {"made__double": None, "made__name": "n2", "made__new": None},
@@ -483,7 +590,7 @@ def test_unknown_features_ages_and_views_are_refused(made: Made) -> None:
     for age in (-1.0, float("nan"), float("inf")):
         with pytest.raises(RequestError, match="max_age_s is a number of seconds"):
             get_historical_features(made.store.offline, asked, ["made"], max_age_s=age)
-    with pytest.raises(SnapshotError, match="view 'other' has no snapshot"):
+    with pytest.raises(SnapshotError, match="view 'other' has nothing that was served"):
         get_historical_features(made.store.offline, asked, "other")
 
 
@@ -535,46 +642,33 @@ def test_what_a_long_join_spills_is_swept_by_nobody_else(made: Made, tmp_path: P
 # ---- the whole view at a time
 
 
-@settings(max_examples=15, deadline=None)
-@given(draw=st.data())
-def test_read_gives_the_newest_snapshot_committed_by_then(draw: st.DataObject) -> None:
-    kind, steps = draw.draw(histories(plain=True))
-    with tempfile.TemporaryDirectory() as folder:
-        made = Made(OfflineStore(folder).view("made"), ENTITIES[kind])
-        build(made, steps)
-        for second in range(-1, steps[-1]["created"] + 1):
-            committed = [s for s in made.good() if seconds(s.created_at) <= second]
-            if not committed:
-                with pytest.raises(SnapshotError):
-                    read(made.store, at(second))
-                continue
-            rows = made.rows[committed[-1].number]
-            found = read(made.store, at(second)).sort_by([(name, "ascending") for name in made.entity])
-            assert found.equals(made.table({key: rows[key] for key in sorted(rows)}))
-
-
-def test_read_of_a_partitioned_view_is_in_data_time(made: Made) -> None:
+def test_best_known_of_a_partitioned_view_is_in_data_time_and_served_is_not(made: Made) -> None:
     days = [containing("day", START + timedelta(days=day)) for day in range(3)]
     for n, day in enumerate((2, 0, 0)):  # backfilled: the later partition first
-        made.commit({(1,): Value(10**7 + n, n)}, 10**7 + n, partition=str(days[day]))
-    assert [snapshot_at(made.store, day.end).number for day in days] == [3, 3, 1]
-    with pytest.raises(SnapshotError, match=r"no snapshot yet at .*: the oldest one kept is 3, of partition 2026-01-01T00:00Z/"):
-        snapshot_at(made.store, days[0].end - timedelta(microseconds=1))
+        made.commit({(1,): Value(10**7 + n, n)}, 10**7 + n, partition=str(days[day]), live=n == 0)
+    assert [snapshot_at(made.store, day.end, values="best_known").number for day in days] == [3, 3, 1]
+    with pytest.raises(
+        SnapshotError,
+        match=r"nothing to read as of .*: the oldest snapshot that can be read is 3, of partition 2026-01-01T00:00Z/",
+    ):
+        snapshot_at(made.store, days[0].end - timedelta(microseconds=1), values="best_known")
     asked = made.asked([((1,), day * 86_400 + second) for day in (1, 2, 3) for second in (-1, 0)])
-    made.check(asked, [None, *[Value(10**7 + 2, 2)] * 4, Value(10**7, 0)])
-    made.check(asked, [None, Value(10**7 + 2, 2), None, None, None, Value(10**7, 0)], max_age_s=86_398)
+    made.check(asked, [None, *[Value(10**7 + 2, 2)] * 4, Value(10**7, 0)], values="best_known")
+    old = [None, Value(10**7 + 2, 2), None, None, None, Value(10**7, 0)]
+    made.check(asked, old, max_age_s=86_398, values="best_known")
+    made.check(asked, [None] * 6)
+    made.check(made.asked([((1,), 10**7 - 1), ((1,), 10**7), ((1,), 10**7 + 9)]), [None, *[Value(10**7, 0)] * 2])
 
 
 def test_read_of_what_is_live_and_of_nothing(made: Made) -> None:
     with pytest.raises(SnapshotError, match="view 'made' was never published"):
         read(made.store)
-    first = made.commit({(1,): Value(1, 1)}, 5)
-    made.commit({(1,): Value(6, 2)}, 7)
-    made.store.refs.move_live(first.number, expected_epoch=0, epoch=1, reason="test")
+    made.commit({(1,): Value(1, 1)}, 5)
+    made.commit({(1,): Value(6, 2)}, 7, live=False)
     assert read(made.store).equals(made.table({(1,): Value(1, 1)}))
     with pytest.raises(
         SnapshotError,
-        match=r"no snapshot yet at 2026-01-01T00:00:04\+00:00: the oldest one kept is 1, committed 2026-01-01T00:00:05",
+        match=r"nothing to read as of 2026-01-01T00:00:04\+00:00: the oldest snapshot that can be read is 1, which counts from 2026-01-01T00:00:05Z",
     ):
         read(made.store, at(4))
     with pytest.raises(RequestError, match="has no time zone"):
@@ -595,7 +689,7 @@ def test_explain_tells_each_version_once_and_what_it_was_before(made: Made) -> N
     made.commit({(1,): two, (2,): one}, 5, how="compact")
     made.commit({(2,): one}, 6, how="delta")
     made.commit({(1,): three, (2,): one}, 10, how="delta", refused=True)
-    made.store.refs.move_live(3, expected_epoch=0, epoch=1, reason="test")
+    made.publish(3, 11)
     found = explain(made.store, 1)
     assert (found.view, found.key, found.live, found.rejections) == ("made", "1", 3, [])
     difference = {"double": 10.0, "half": [2.5, -2.5], "tags": ["5", "5"], "name": "n5", "flag": False}
@@ -660,7 +754,7 @@ def test_real_runs_leave_a_history(make_project: MakeProject, capsys: pytest.Cap
     assert second.kind == "delta" or second.counts.unchanged == 3
     assert first.computed_at_max is not None
     before = START.replace(year=2000)
-    middle = datetime.fromisoformat(first.created_at)
+    middle = datetime.fromisoformat(store.refs.publishings()[0].since)
     now = datetime.now(UTC)
     asked = pa.table({"id": pa.array([1, 2, 3, 9] * 3, pa.int32()), "event_timestamp": [before] * 4 + [middle] * 4 + [now] * 4})
     found = get_historical_features(store.offline, asked, ["numbers"])
@@ -686,9 +780,11 @@ def test_the_command_line_explains(make_project: MakeProject, capsys: pytest.Cap
     said = list(lines(capsys.readouterr().out))
     assert said[0] == "numbers 1: 2 version(s), live in snapshot 2"
     assert said[1].endswith("Z  snapshot 2 (live)")
-    assert [line.split()[0] for line in said[2:7]] == ["run", "model", "input", "double", "vector"]
-    assert said[5:7] == ["  double  10  (was 2)", "  vector  [5, 6, 7, 8] (4)  (was [1, 2, 3, 4] (4))"]
-    assert said[7].endswith("Z  snapshot 1 (replaced)")
+    assert [line.split()[0] for line in said[2:8]] == ["run", "model", "input", "served", "double", "vector"]
+    since, until = (datetime.fromisoformat(ref.since) for ref in project.store.refs.publishings())
+    assert said[12].startswith(f"  served  {since:%Y-%m-%dT%H:%M:%SZ} to {until:%Y-%m-%dT%H:%M:%SZ}")
+    assert said[6:8] == ["  double  10  (was 2)", "  vector  [5, 6, 7, 8] (4)  (was [1, 2, 3, 4] (4))"]
+    assert said[8].endswith("Z  snapshot 1 (replaced)")
     assert project.cli("explain", "numbers", "3") == 0
     said = list(lines(capsys.readouterr().out))
     assert said[0] == "numbers 3: 0 version(s), live is snapshot 2, without it"

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from store.errors import VectorIndexError
-from store.vectors import index_choice, index_part
+from store.vectors import index_part, nearest_rows
 from store.vectors.index_build import build_index, build_overlay
 from store.vectors.index_choice import Limits
 from store.vectors.index_record import METRICS
@@ -64,8 +64,8 @@ def test_no_mask_is_made_for_a_search_that_filters_nothing(tmp_path: Path, monke
     story = Story(tmp_path, "l2")
     index, query = story.index(), overlapping(1, seed=7)[0]
     expected = story.true(query, 12)
-    monkeypatch.setattr(index_part, "FEW_ROWS", 100)
-    monkeypatch.delattr(index_part.IndexPart, "_admitted")
+    monkeypatch.setattr(nearest_rows, "FEW_ROWS", 100)
+    monkeypatch.delattr(index_part.IndexPart, "_filtered")
     for _ in range(2):
         assert index.search(query, 12).keys == expected
         assert index.search(query, 7, exclude=expected[:5]).keys == expected[5:]
@@ -86,9 +86,9 @@ def test_a_row_is_found_where_it_counts(tmp_path: Path) -> None:
 
 
 def test_over_a_base_with_codes_as_much_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_choice, "_WORTH", 1e9)
-    monkeypatch.setattr("store.vectors.index_part.FEW_ROWS", 10)
-    story = Story(tmp_path, "cosine", Limits(small_rows=1000))
+    monkeypatch.setattr(nearest_rows, "STREAMED", 0.5)
+    monkeypatch.setattr(nearest_rows, "FEW_ROWS", 10)
+    story = Story(tmp_path, "cosine", Limits(small_rows=1000, small_numbers=0))
     index = story.index()
     assert (index.figures.kind, story.figures.kind) == ("codes", "exact")
     shares = [len(set(story.true(query, 10)) & set(index.search(query, 10).keys)) / 10 for query in overlapping(100, seed=8)]

@@ -670,7 +670,7 @@ def test_the_live_pointer_tells_where_it_is_and_was(store: ViewStore) -> None:
     assert (first.epoch, first.snapshot, first.previous, first.reason) == (1, 4, None, "run")
     assert (second.epoch, second.snapshot, second.previous, second.reason) == (7, 5, 4, "é")
     assert OfflineStore(store.offline.root).view("numbers").refs.live() == second
-    assert list(tree(store.offline.root)) == ["numbers/refs/live.json"]
+    assert list(tree(store.offline.root)) == ["numbers/refs/live.json", "numbers/refs/publishings.jsonl"]
 
 
 def test_the_live_pointer_tells_places_renewal_and_why_it_is_held(store: ViewStore) -> None:
@@ -681,7 +681,8 @@ def test_the_live_pointer_tells_places_renewal_and_why_it_is_held(store: ViewSto
     second = refs.move_live(5, expected_epoch=3, epoch=7, reason="run", place=over)
     assert second == LiveRef(7, 5, 4, "run", second.at, place=over, previous_place=Place(3, 4)) == refs.live()
     renewed = refs.renew_live(second, 2**53 + 1)
-    assert renewed == replace(second, renewed_at=2**53 + 1) == refs.live()
+    assert renewed.renewal_noted_at is not None
+    assert renewed == replace(second, renewed_at=2**53 + 1, renewal_noted_at=renewed.renewal_noted_at) == refs.live()
     with pytest.raises(ConflictError, match="moved meanwhile; nothing was renewed"):
         refs.renew_live(second, 9)
     back = refs.move_live(4, expected_epoch=7, epoch=8, reason="rollback", place=Place(3, 4), held="held")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pyarrow as pa
 import pytest
 
 from store.feature_view import Feature, FeatureView
 from store.offline.row_figures import RowCounter, RowFigures, VectorFigures, count
-from store.record import read_record, written
+from store.offline.value_figures import KEPT_VALUES, MOST_DISTINCT, distance, quantiles
+from store.record import read_record, replace, written
 
 SHARES = [0.0, 0.01, 0.1, 0.5, 0.9, 0.99, 1.0]
 KINDS = FeatureView(
@@ -63,7 +66,7 @@ def test_rows_of_every_kind_are_counted_with_what_is_wrong_with_them() -> None:
 def test_without_a_vector_a_row_is_valueless_when_all_of_it_is_null() -> None:
     view = FeatureView("v", ("id",), (Feature("a", "float32"), Feature("b", "string")), 1.0, 1.0)
     batch = pa.record_batch({"a": pa.array([1.0, None, None], pa.float32()), "b": ["x", "y", None]})
-    assert count([batch], view) == RowFigures(3, 0, 1, {"a": 2, "b": 1}, {})
+    assert replace(count([batch], view), values={}) == RowFigures(3, 0, 1, {"a": 2, "b": 1}, {})
     assert count([batch.slice(0, 2)], view).valueless == 0
     counter = RowCounter(view)
     counter.add(batch)
@@ -121,3 +124,58 @@ def test_what_a_sample_tells_of_the_rows_that_leave_is_scaled_to_all_of_them() -
 def test_they_travel_as_json() -> None:
     figures = count([vectors(np.eye(3, dtype=np.float32))], of("float32", 3))
     assert read_record(RowFigures, written(figures)) == figures
+
+
+VALUES = FeatureView(
+    "values", ("id",), (Feature("score", "float32"), Feature("label", "string"), Feature("items", "int64", max_items=5)), 1.0, 1.0
+)
+
+
+def values_of(scores: Sequence[float | None], labels: Sequence[str | None], items: Sequence[list[int] | None]) -> pa.RecordBatch:
+    columns = [pa.array(scores, pa.float32()), pa.array(labels, pa.string()), pa.array(items, pa.list_(pa.int64()))]
+    return pa.RecordBatch.from_arrays(columns, schema=VALUES.feature_schema())
+
+
+def test_every_kind_of_value_is_counted_by_its_type() -> None:
+    inf, nan = np.inf, np.nan
+    batch = values_of(
+        [1.0, -2.0, 0.0, None, nan, inf], ["a", "", "a", None, "b", "a"], [[1, 2], [1], [], None, [1, 9, 9], [2, 1]]
+    )
+    found = count([batch.slice(0, 2), batch.slice(2)], VALUES).values
+    score, label, items = (found[name] for name in ("score", "label", "items"))
+    assert (score.rows, score.not_finite, score.zero, score.numbers) == (5, 2, 1, 3)
+    assert score.mean == pytest.approx(-1 / 3)
+    assert score.spread == pytest.approx(np.std([1.0, -2.0, 0.0]))
+    assert score.quantiles([0.0, 0.5, 1.0]) == pytest.approx([-2.0, 0.0, 1.0], rel=0.01)
+    assert (label.rows, label.empty, label.distinct, label.looked_at) == (5, 1, 3, 5)
+    assert label.common == {"a": 3, "": 1, "b": 1}
+    assert (items.rows, items.empty, items.items, items.distinct, items.common) == (5, 1, 8, 3, {"1": 4, "2": 2, "9": 2})
+    assert quantiles(items.lengths, [0.0, 0.5, 1.0]) == pytest.approx([0.0, 2.0, 3.0], rel=0.01)
+
+
+def test_values_add_up_and_are_taken_off() -> None:
+    draw = np.random.default_rng(3)
+    parts = [
+        values_of(
+            draw.normal(size=300).tolist(), draw.choice(["x", "y", "zz"], 300).tolist(), draw.integers(0, 9, (300, 3)).tolist()
+        )
+        for _ in range(3)
+    ]
+    one, two, three = (count([part], VALUES) for part in parts)
+    left = one.plus(two).plus(three).less(two, 300).values
+    right = count([parts[0], parts[2]], VALUES).values
+    for name in ("label", "items"):
+        assert left[name] == right[name]
+    assert left["score"].buckets == right["score"].buckets
+    assert (left["score"].mean, left["score"].spread) == pytest.approx((right["score"].mean, right["score"].spread))
+    assert distance(left["score"].buckets, {bucket + 64: n for bucket, n in left["score"].buckets.items()}) > 0.1
+
+
+def test_of_a_million_labels_the_commonest_are_still_found() -> None:
+    counter = RowCounter(VALUES)
+    for window in range(125):
+        labels = [f"{window}-{i}" if i % 10 or window < 60 else "all" for i in range(8000)]
+        counter.add(values_of([None] * 8000, labels, [None] * 8000))
+    label = counter.figures().values["label"]
+    assert (label.rows, next(iter(label.common.items())), label.distinct >= MOST_DISTINCT) == (1_000_000, ("all", 65 * 800), True)
+    assert len(label.common) == KEPT_VALUES

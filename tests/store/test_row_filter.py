@@ -12,7 +12,7 @@ import pytest
 
 from store.errors import RequestError
 from store.feature_view import SCALAR_TYPES, Feature
-from store.vectors import index_choice
+from store.vectors import nearest_rows
 from store.vectors.index_build import build_index, build_overlay
 from store.vectors.index_choice import Limits
 from store.vectors.row_filter import RowFilter
@@ -89,9 +89,9 @@ def index(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """1,800 rows; then the last hundred of these changed, and 200 came."""
     folder = tmp_path_factory.mktemp("filtered")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index_choice, "_WORTH", 1e9)
+        patch.setattr(nearest_rows, "STREAMED", 0.5)
         small = 1000 if request.param == "codes" else ROWS
-        build_index(folder / "1", rows(0, 1800, seed=0), VIEW, model="m", limits=Limits(small_rows=small))
+        build_index(folder / "1", rows(0, 1800, seed=0), VIEW, model="m", limits=Limits(small_rows=small, small_numbers=0))
     build_overlay(folder / "2", folder / "1", rows(1700, ROWS, seed=1), [], VIEW, model="m")
     found = VectorIndex(folder / "1", folder / "2")
     assert found.figures.kind == request.param
@@ -110,7 +110,7 @@ VECTORS = np.concatenate([overlapping(ROWS, seed=0)[:1700], overlapping(ROWS, se
 def test_a_search_answers_with_what_the_filter_admits(
     index: VectorIndex, monkeypatch: pytest.MonkeyPatch, few_rows: int, wanted: dict[str, Any], admits: Any
 ) -> None:
-    monkeypatch.setattr("store.vectors.index_part.FEW_ROWS", few_rows)
+    monkeypatch.setattr("store.vectors.nearest_rows.FEW_ROWS", few_rows)
     admitted = [f"k{row}" for row in range(ROWS) if admits(truth(row))]
     where, shares = RowFilter(VIEW, wanted), []
     for query in overlapping(10, seed=3):

@@ -78,7 +78,7 @@ def test_a_manifest_is_plain_json_for_anybody() -> None:
     assert body["format_version"] == FORMAT_VERSION
     assert body["view_fingerprint"] == VIEW.fingerprint()
     assert body["counts"]["written"] == sum(part["rows"] for part in body["parts"])
-    assert set(body) - {"format_version", "view_fingerprint", "zz_sha256"} == set(Snapshot.__struct_fields__)
+    assert set(body) - {"format_version", "view_fingerprint", "zz_sha256"} == set(Snapshot.__struct_fields__) - {"members"}
 
 
 def version_1() -> bytes:
@@ -206,7 +206,7 @@ def test_a_manifest_of_version_1_torn_at_any_length_is_refused() -> None:
 def test_the_bytes_of_a_manifest_of_version_2_are_pinned() -> None:
     """A change here is a change of the format: older readers must still understand it, or the version goes up."""
     assert FORMAT_VERSION == 2
-    assert hashlib.sha256(FULL.to_bytes()).hexdigest() == "4431d278123b4932404dde07b6bdc5e7bfdbad60a7ce878e9c53f734bc90cbd7"
+    assert hashlib.sha256(FULL.to_bytes()).hexdigest() == "3f390394ca2fb6aa550fe988fe46028ddb3372799c5e4b83f9a960b611ce598c"
     assert list(json.loads(FULL.to_bytes())) == [
         "accepted",
         "bases",

@@ -17,7 +17,7 @@ import pytest
 from store.errors import RequestError, SnapshotError, VectorIndexError
 from store.vectors import faiss_index
 from store.vectors.index_build import build_index, build_overlay
-from store.vectors.index_record import METRICS, Codes, index_figures
+from store.vectors.index_record import METRICS, index_figures
 from store.vectors.vector_index import Neighbours, VectorIndex, is_there
 from tests.vectors import Vectors, overlapping, rows_of, view_of
 
@@ -280,42 +280,19 @@ def no_room(*_: Any) -> Any:
 def test_a_gpu_without_room_costs_time_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    vectors, codes = overlapping(2000), Codes(8, 16, 2, 10)
-    expected = faiss_index.trained_codes(vectors, np.arange(0), codes, l2=True)
+    vectors = overlapping(2000)
     flat = faiss.IndexFlatL2(vectors.shape[1])
     flat.add(vectors)
     nearest_rows = flat.search(vectors[:3], 4)[1].tolist()
     monkeypatch.setattr(faiss_index, "gpus", lambda: 1)
     monkeypatch.setattr(faiss, "StandardGpuResources", object, raising=False)
-    for lend in (no_room, lambda *_: _NoRoom(flat, 0)):
-        monkeypatch.setattr(faiss, "index_cpu_to_all_gpus", lend)
-        assert faiss_index.nearest_of_all(flat, vectors[:3], 4)[1].tolist() == nearest_rows
-    monkeypatch.setattr(faiss, "index_cpu_to_all_gpus", no_room)
-    found = faiss_index.trained_codes(vectors, np.arange(0), codes, l2=True)
-    assert faiss.serialize_index(found).tobytes() == faiss.serialize_index(expected).tobytes()
-    # what was lent is given back: its memory is freed with it
-    lent: list[Any] = []
-
-    def lend_itself(index: Any) -> Any:
-        lent.append(index)
-        return index
-
-    monkeypatch.setattr(faiss, "index_cpu_to_all_gpus", lend_itself)
-    faiss_index.trained_codes(vectors, np.arange(0), codes, l2=True)
-    assert [index.this.own() for index in lent] == [True]
     monkeypatch.setattr(faiss, "index_cpu_to_gpu", no_room, raising=False)
     assert faiss_index.on_gpu(flat) is flat
     monkeypatch.setattr(faiss, "index_cpu_to_gpu", lambda _, __, index: _NoRoom(index))
     searched = faiss_index.on_gpu(flat)
     for _ in range(3):
         assert searched.search(vectors[:3], 4)[1].tolist() == nearest_rows
-    assert [record.message.partition(" the CPU")[0] for record in caplog.records] == [
-        "the vector index is measured on",
-        "the vector index is measured on",
-        "the vector index is trained on",
-        "the vector index is searched on",
-        "the vector index is searched on",
-    ]
+    assert [record.message.partition(" the CPU")[0] for record in caplog.records] == ["the vector index is searched on"] * 2
 
 
 def test_files_of_two_indexes_do_not_mix(tmp_path: Path) -> None:

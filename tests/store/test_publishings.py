@@ -1,0 +1,120 @@
+"""The log of publishings: what was live, and from when on, whatever a crash or damage leaves of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from store.errors import SnapshotError
+from store.offline import publishings, refs
+from store.offline.publishings import Publishing
+from store.offline.refs import Refs
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time that is looked at is a second later."""
+    times = iter(f"2026-01-01T00:00:{second:02d}Z" for second in range(60))
+    monkeypatch.setattr(refs, "utc_now", lambda: next(times))
+
+
+def at(second: int) -> str:
+    return f"2026-01-01T00:00:{second:02d}Z"
+
+
+def published(view: Refs, snapshot: int, epoch: int) -> None:
+    ref = view.live()
+    view.move_live(snapshot, expected_epoch=0 if ref is None else ref.epoch, epoch=epoch, reason="run")
+
+
+def lived(view: Refs) -> list[tuple[int, int | None]]:
+    return [(entry.epoch, entry.snapshot) for entry in view.publishings()]
+
+
+@pytest.mark.usefixtures("clock")
+def test_publishings_renewals_rollbacks_and_drops_are_told_in_their_order(tmp_path: Path) -> None:
+    view = Refs(tmp_path, "numbers")
+    view.end_live()
+    assert view.publishings() == []
+    published(view, 4, 1)
+    published(view, 5, 3)
+    ref = view.live()
+    assert ref is not None
+    view.renew_live(ref, 77)
+    view.resume_live()
+    published(view, 4, 4)
+    for _ in range(2):
+        view.end_live()
+    published(view, 5, 5)
+    told = [
+        Publishing(1, 4, at(0), at(0), None, "run"),
+        Publishing(3, 5, at(1), at(1), None, "run"),
+        Publishing(3, 5, at(2), at(1), 77, "run"),
+        Publishing(4, 4, at(3), at(3), None, "run"),
+        Publishing(4, None, at(4), at(4), None, "drop"),
+        Publishing(5, 5, at(5), at(5), None, "run"),
+    ]
+    assert view.publishings() == told == view.log.entries()
+
+
+def test_what_is_live_counts_where_the_log_has_it_not_yet_and_is_written_before_it_goes(tmp_path: Path) -> None:
+    view, path = Refs(tmp_path, "numbers"), tmp_path / "publishings.jsonl"
+    published(view, 4, 1)
+    whole = path.read_bytes()
+    for lost in (b"", whole[:-1], whole[:9], bytes(len(whole))):
+        path.write_bytes(lost)
+        assert lived(view) == [(1, 4)], "torn, or never written"
+    published(view, 5, 2)
+    assert lived(view) == [(1, 4), (2, 5)]
+    # what was live is a gap in the log no more than its pointer's loss is
+    (tmp_path / "live.json").write_bytes(b"{")
+    assert lived(view) == [(1, 4), (2, 5)]
+    view.move_live(6, expected_epoch=0, epoch=3, reason="run")
+    assert lived(view) == [(1, 4), (2, 5), (3, 6)]
+
+
+def test_a_log_that_cannot_be_written_holds_nobody_up_after_the_pointer_has_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = Refs(tmp_path, "numbers")
+    published(view, 4, 1)
+    add = publishings.PublishingLog.add
+
+    def refused(log: publishings.PublishingLog, *entries: Publishing, durably: bool = True) -> None:
+        if not durably:
+            raise OSError(28, "No space left on device")
+        add(log, *entries, durably=durably)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(publishings.PublishingLog, "add", refused)
+        published(view, 5, 2)
+    published(view, 6, 3)
+    assert lived(view) == [(1, 4), (2, 5), (3, 6)]
+
+
+def test_a_damaged_line_is_told_and_does_not_stop_publishing(tmp_path: Path) -> None:
+    view, path = Refs(tmp_path, "numbers"), tmp_path / "publishings.jsonl"
+    for epoch in (1, 2):
+        published(view, epoch + 3, epoch)
+    path.write_bytes(path.read_bytes().replace(b'"snapshot": 5', b'"snapshot": 4'))
+    with pytest.raises(SnapshotError, match=r"publishings.jsonl: line 2 is damaged .*nobody knows what was live then"):
+        view.publishings()
+    published(view, 6, 3)
+    path.write_bytes(b"".join(line for number, line in enumerate(path.read_bytes().splitlines(True)) if number != 1))
+    assert lived(view) == [(1, 4), (2, 5), (3, 6)]
+
+
+def test_publishings_of_snapshots_that_are_gone_are_thinned_and_leave_their_time_to_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = Refs(tmp_path, "numbers")
+    for epoch in range(1, 8):
+        published(view, epoch, epoch)
+    view.thin_log({1, 4, 7})
+    assert len(view.publishings()) == 7, "so few are not worth writing anew"
+    monkeypatch.setattr(publishings, "THINNED_BYTES", 1)
+    view.thin_log({1, 4, 7})
+    assert lived(view) == [(1, 1), (2, 2), (4, 4), (5, 5), (7, 7)]
+    published(view, 8, 8)
+    assert lived(view)[-2:] == [(7, 7), (8, 8)]
