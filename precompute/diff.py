@@ -188,9 +188,9 @@ def refused_rows(source: Source) -> pa.Table:
     return source.database.query("SELECT key, stage, error, input_hash, attempts FROM refused ORDER BY i")
 
 
-def returned_rows(source: Source, bad: Files, good: Files, live: Files) -> tuple[int, int]:
-    """How many rows (key and input hash) an earlier result had that a good one had not, and how many of these the loaded rows bring back, other
-    than those that are live by now.
+def returned_rows(source: Source, bad: Files, good: Files, live: Files) -> tuple[int, int, int]:
+    """How many rows (key and input hash) an earlier result had that a good one had not; how many of these the loaded rows bring back that are not live; and how
+    many that are live by now.
 
     Args:
         source: loaded.
@@ -212,8 +212,11 @@ def returned_rows(source: Source, bad: Files, good: Files, live: Files) -> tuple
         own = f"SELECT b.* FROM ({scans['bad']}) b ANTI JOIN ({scans['good']}) o ON {same}"
         source.database.execute(f"CREATE OR REPLACE TEMP TABLE returned AS {own}")
         here = f"SELECT b.* FROM returned b SEMI JOIN input i ON {again}"
-        back = f"SELECT count(*) FROM ({here}) b ANTI JOIN ({scans['standing']}) o ON {same}"
-        return source.database.number("SELECT count(*) FROM returned"), source.database.number(back)
+        back = source.database.number(f"SELECT count(*) FROM ({here})")
+        new = (
+            source.database.number(f"SELECT count(*) FROM ({here}) b ANTI JOIN ({scans['standing']}) o ON {same}") if back else 0
+        )
+        return source.database.number("SELECT count(*) FROM returned"), new, back - new
 
 
 def _key_columns(source: Source) -> str:

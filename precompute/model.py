@@ -22,7 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from precompute.project_module import plain_name
-from precompute.project_path import ProjectPath, absolute_path
+from precompute.project_path import ProjectPath, absolute_path, project_folder
 from store.errors import ConfigError
 
 Features = Mapping[str, npt.NDArray[Any] | pa.Array]
@@ -212,11 +212,12 @@ def digest(*paths: str | Path, **facts: Any) -> str:
     What names a file counts with the file's content and not with its name, and what names a folder with every file in it (by name, but for
     hidden ones and ``__pycache__``). That is: each of ``paths``; a :class:`~pathlib.Path` anywhere in the facts; a view's argument that was
     written ``./…`` or ``../…``; a fact called ``path`` or ``paths``, or with a name that ends so; and any text that is the absolute path of a file
-    there is. Every other text stands for itself, as does what is inside a :class:`Verbatim`. An array counts with its type, shape and values.
+    there is. Every other text stands for itself, as does what is inside a :class:`Verbatim`; but of a model of a project one that looks like a relative path
+    (it has a ``/`` or a suffix) and names something there is refused. An array counts with its type, shape and values.
 
     Raises:
-        ConfigError: a path where there is nothing, or that cannot be read; a text that is the absolute path of a folder, of which it cannot be
-            told whether its files are meant; a fact without a text of its own; or a mapping whose keys are no texts and numbers.
+        ConfigError: a path where there is nothing, or that cannot be read; a text that is the absolute path of a folder, or a relative one of
+            something in the project, of which it cannot be told whether its content is meant; a fact without a text of its own; or a mapping whose keys are no texts and numbers.
     """
     resolved = {name: _fact(name, value) for name, value in facts.items()}
     if paths:
@@ -235,6 +236,7 @@ def _fact(name: str, value: Any) -> Any:
         case str() if is_path:
             return _content(value)
         case str() if not value.startswith("/"):
+            _check_no_file(name, value)
             # of the folder's own modules, wherever it lies
             return plain_name(value)
         case str():
@@ -253,6 +255,19 @@ def _fact(name: str, value: Any) -> Any:
         case set() | frozenset():
             return sorted((_fact(name, v) for v in value), key=str)
     return value
+
+
+def _check_no_file(name: str, text: str) -> None:
+    """Raises:
+    ConfigError: it looks like a path and names something of the project whose model is being made. To count its content would make another
+        fingerprint of a text that happens to name a file by now; to count the text keeps rows that other weights computed.
+    """
+    project = project_folder()
+    if project is not None and ("/" in text or os.path.splitext(text)[1]) and os.path.exists(os.path.join(project, text)):
+        raise ConfigError(
+            f"digest: {name}={text!r} names what lies in the project's folder, and would count as a text, whatever is put there: give it as "
+            f"digest({name}_path=…) or Path(…), or write ./{text.removeprefix('./')} in the view, so that its content counts; or as Verbatim(…), so that its name does"
+        )
 
 
 def _verbatim(value: Any) -> Any:

@@ -43,7 +43,8 @@ def judged(
     if not snapshot.rows:
         return _judged_empty(job, snapshot, live, accept)
     verdicts = judge(job.config, opened, job.store, snapshot, live, replaced, _served(job))
-    snapshot = replace(snapshot, quality=verdicts.quality, gates=(*before, *verdicts.all))
+    counted = {"returned": verdicts.returned, "excused": verdicts.excused}
+    snapshot = replace(snapshot, quality=verdicts.quality, gates=(*before, *verdicts.all), **counted)
     return replace(snapshot, accepted=tuple(sorted({verdict.gate for verdict in snapshot.failed}.intersection(accept))))
 
 

@@ -25,7 +25,7 @@ from jobs.rows.source_age import iso_us, read_source_at
 from precompute.sources.input_hash import MD5
 from precompute.techniques.table import REFERENCE
 from store.clock import utc_now
-from store.errors import GateError, RejectedError, SnapshotError, SourceError
+from store.errors import GateError, ModelError, RejectedError, SnapshotError, SourceError
 from store.offline.snapshot import Counts, Snapshot, Verdict
 from store.record import plain, replace
 
@@ -179,17 +179,32 @@ def _computed(job: Job, opened: OpenView, plan: Plan, accuracy: _Accuracy, audit
     chunks = Chunks(job, opened, math.floor(plan.source_rows * config.max_rejected + 1e-9), accuracy.passed, audit.draw)
     chunks.take_over(plan)
     job.progress.begin(f"materialize {config.name}", plan.diff.compute)
-    chunks.compute()
+    try:
+        chunks.compute()
+    except RejectedError as exc:
+        _check_fit(job, plan, chunks, exc)
+        raise
     job.progress.end()
     report.counts = plain(_counts(opened, plan, chunks))
     if chunks.written + plan.diff.unchanged == 0 and plan.source_rows:
         rejections = chunks.rejections
+        _check_fit(job, plan, chunks)
         raise RejectedError(
             f"view {config.name!r}: all {plan.source_rows} rows were rejected ({rejections.reasons()}); see {rejections.path}"
         )
     if plan.parent is None and not chunks.parts:
         chunks.write_no_rows()
     return chunks
+
+
+def _check_fit(job: Job, plan: Plan, chunks: Chunks, cause: RejectedError | None = None) -> None:
+    """Raises:
+    ModelError: the model's answer fits the view for no row: model or view is mistaken, and not the rows.
+    """
+    if chunks.rejections.all_misfit and not chunks.fits and not plan.diff.unchanged + plan.diff.resumed:
+        raise ModelError(
+            f"view {job.config.name!r}: the model's answer fits for no row ({chunks.rejections.reasons()}); nothing was published"
+        ) from cause
 
 
 def _counts(opened: OpenView, plan: Plan, chunks: Chunks) -> Counts:

@@ -1,12 +1,14 @@
 """Rolled back: whether rows of a snapshot that was rolled back from come again.
 
 A row is told by key, input hash and recipe, so it does not matter through which snapshots it comes. What the snapshot that was gone back to held
-too is not at fault, and what is live by now is no news. Of damaged snapshots, what can be read counts.
+too is not at fault. What came again since and is live by now counts as what comes now, or all of them would return in slices; but for as many as were
+accepted, or came while the gate was off. Of damaged snapshots, what can be read counts.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 from jobs.pipeline.verdicts import Verdicts
@@ -35,7 +37,7 @@ def judge_rolled_back(opened: OpenView, store: ViewStore, snapshot: Snapshot, li
         limit: share of a bad snapshot's own rows that may come again; None switches the gate off.
         verdicts: gets the verdict.
     """
-    unrecognised, again = _unrecognised(opened, store, snapshot), _returned(opened, store, snapshot)
+    unrecognised, again = _unrecognised(opened, store, snapshot), _returned(opened, store, snapshot, verdicts)
     if unrecognised is not None:
         message = (
             f"the rows of snapshot {unrecognised}, which was rolled back from, cannot be recognised after the change of hash (another version of "
@@ -43,16 +45,22 @@ def judge_rolled_back(opened: OpenView, store: ViewStore, snapshot: Snapshot, li
         )
         verdicts.at_most(ROLLED_BACK, 1.0, limit, message)
     elif again is not None:
-        number, own, back = again
+        number, own, back, live = again
         message = f"{back:,} of the {own:,} rows come again that snapshot {number} had computed, which was rolled back from"
+        if live:
+            message += f", {live:,} of them live already"
         verdicts.add(ROLLED_BACK, back / own, limit, limit is None or back <= limit * own, message)
 
 
-def _returned(opened: OpenView, store: ViewStore, snapshot: Snapshot) -> tuple[int, int, int] | None:
-    """(a snapshot that was rolled back from, the rows it computed, those of them that come again), of which the largest share does; None without any."""
-    worst: tuple[int, int, int] | None = None
+def _returned(opened: OpenView, store: ViewStore, snapshot: Snapshot, verdicts: Verdicts) -> tuple[int, int, int, int] | None:
+    """(a snapshot that was rolled back from, the rows it computed, those of them that come again and nobody let pass, those of these that are live), of
+    which the largest share does; None without any."""
+    worst: tuple[int, int, int, int] | None = None
     marks = Standing(store).left
     live = _live(store) if marks else None
+    let_pass = {} if live is None else _let_pass(live)
+    # of one that cannot be read today, too
+    verdicts.excused |= let_pass
     for number, mark in marks.items():
         bad = _readable(store, number)
         if bad is None or not bad.recipe or bad.recipe != snapshot.recipe:
@@ -61,17 +69,29 @@ def _returned(opened: OpenView, store: ViewStore, snapshot: Snapshot) -> tuple[i
         past = [of if of is not None and of.recipe == snapshot.recipe else None for of in (bad, went_to or live, live)]
         try:
             try:
-                own, back = returned_rows(opened.source, *(Files() if of is None else files_of(store.layers(of)) for of in past))
+                own, new, old = returned_rows(
+                    opened.source, *(Files() if of is None else files_of(store.layers(of)) for of in past)
+                )
             except SnapshotError as exc:
                 log.warning("%s", exc)
-                own, back = returned_rows(opened.source, *(Files() if of is None else _whole_files(store, of) for of in past))
+                own, new, old = returned_rows(opened.source, *(Files() if of is None else _whole_files(store, of) for of in past))
         except SnapshotError as exc:
             # Of the past, and damaged: no reason to refuse what comes after it.
             log.warning("%s", exc)
             continue
+        excused = min(old, let_pass.get(number, 0))
+        verdicts.returned[number], verdicts.excused[number] = new + old, excused
+        back = new + old - excused
         if own and (worst is None or back / own > worst[2] / worst[1]):
-            worst = (number, own, back)
+            worst = (number, own, back, old - excused)
     return worst
+
+
+def _let_pass(live: Snapshot) -> Mapping[int, int]:
+    """Snapshots that were rolled back from → rows of theirs in what is live that an operator let pass: those it came with when it was accepted or the gate
+    was off, or those that were live already and let pass then."""
+    judged = any(verdict.gate == ROLLED_BACK for verdict in live.gates)
+    return live.excused if judged and ROLLED_BACK not in live.accepted else {**live.excused, **live.returned}
 
 
 def _unrecognised(opened: OpenView, store: ViewStore, snapshot: Snapshot) -> int | None:

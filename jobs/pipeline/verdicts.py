@@ -26,6 +26,9 @@ class Verdicts:
         self.quality: dict[str, float] = {}
         """Figures by name, for the manifest."""
         self.all: list[Verdict] = []
+        self.returned: dict[int, int] = {}
+        self.excused: dict[int, int] = {}
+        """For the manifest: see :class:`store.offline.snapshot.Snapshot`."""
 
     def add(self, gate: str, measured: float, limit: float | None, passed: bool, message: str) -> None:
         """Note a figure, and the verdict of its gate unless that is switched off (``limit`` None) or there are too few rows for it. Of two

@@ -67,6 +67,8 @@ class Chunks:
         """Path of a part → of all its rows."""
         self.written = 0
         """Rows, those taken over among them."""
+        self.fits = False
+        """Whether the model's answer fitted the view for any row of this run."""
         self.computed_at: list[int] = []
         """When the first and the last rows were computed, µs since 1970; empty where none were."""
         self._to_compute = 0
@@ -140,6 +142,7 @@ class Chunks:
             keys, errors, hashes = self._bad_keys.popleft()
             self.rejections.add(keys, ["key"] * len(keys), errors, hashes)
         self._look_at(batch, done)
+        self.fits |= len(done.rows) > 0
         done = with_null_rows(view, done)
         if done.rejections:
             rows = pa.array([rejected.row for rejected in done.rejections])

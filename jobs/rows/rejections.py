@@ -10,6 +10,7 @@ from jobs.process.job import Job
 from jobs.rows.open_view import OpenView
 from jobs.rows.plan import Plan
 from precompute.diff import refused_rows
+from precompute.engine.window import MISFIT
 from store.errors import RejectedError
 from store.offline.snapshot import Part
 
@@ -46,6 +47,8 @@ class Rejections:
         self._journaled = 0
         """Batches that are in a chunk of the journal."""
         self._reasons: Counter[str] = Counter()
+        self._misfits = 0
+        """Those for which the model's answer is not what the view declares."""
         self._attempts: dict[tuple[str | None, int | None], int] = {}
         """Of the rows that are tried again: how often, by key and input hash."""
 
@@ -74,6 +77,7 @@ class Rejections:
         columns = [keys, pa.array(stages, pa.string()), pa.array(errors, pa.string()), hashes, pa.array(attempts, pa.int32())]
         self._batches.append(pa.RecordBatch.from_arrays(columns, schema=_SCHEMA))
         self._reasons.update(errors)
+        self._misfits += stages.count(MISFIT)
         self.count += len(keys)
         self._check_count()
 
@@ -99,6 +103,11 @@ class Rejections:
         if self._batches:
             table = pa.Table.from_batches(self._batches, _SCHEMA)
             self.part = self._job.store.write_part(self._job.report.run, "rejected.parquet", table)
+
+    @property
+    def all_misfit(self) -> bool:
+        """Whether there are any, and the model's answer fitted for none."""
+        return 0 < self.count == self._misfits
 
     @property
     def path(self) -> str:

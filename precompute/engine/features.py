@@ -12,12 +12,14 @@ import pyarrow.compute as pc
 
 from precompute.engine.window import Outcome, Rows
 from precompute.model import Features
-from store.errors import ModelError
 from store.feature_view import SCALAR_TYPES, Feature, FeatureView
 
 
 def copied(values: Any) -> Any:
     """What a model returned of a feature, in memory of its own: of what holds the rows, and of an array or a list for each."""
+    if isinstance(values, np.ma.MaskedArray):
+        # np.array() would forget what is masked
+        return values.copy()
     if isinstance(values, np.ndarray):
         return _copied_rows(values) if values.dtype == object and values.ndim else np.array(values)
     if isinstance(values, (list, tuple)):
@@ -25,18 +27,28 @@ def copied(values: Any) -> Any:
     if isinstance(values, pa.ChunkedArray):
         # copies one chunk too
         return values.combine_chunks()
-    # pa.array(buffer) is the buffer itself
-    return pa.concat_arrays([values]) if isinstance(values, pa.Array) else values
+    if isinstance(values, pa.Array):
+        # pa.array(buffer) is the buffer itself
+        return pa.concat_arrays([values])
+    # a tensor's or a series' memory may be used again as well
+    return np.asarray(values).copy() if hasattr(values, "__array__") else values
 
 
 def _copied_row(row: Any) -> Any:
     if isinstance(row, np.ndarray):
-        return np.array(row)
-    return list(row) if isinstance(row, list) else row
+        return row.copy()
+    if isinstance(row, list):
+        return list(row)
+    # a tensor; a number of numpy's has no length
+    return np.asarray(row).copy() if hasattr(row, "__array__") and hasattr(row, "__len__") else row
 
 
 _copied_rows = np.frompyfunc(_copied_row, 1, 1)
 """Of an object array, each."""
+
+
+class Misfit(Exception):
+    """What a model returned is not what its view declares: a missing feature, another number of rows, another shape or type."""
 
 
 class Declared:
@@ -52,42 +64,46 @@ class Declared:
         self._directed = index.on if index is not None and index.metric == "cosine" else None
         self._types = self._schema.types
 
-    def checked(self, features: Features, rows: int) -> tuple[pa.RecordBatch, Mapping[int, str]]:
-        """The model's output as Arrow columns of exactly the declared types; and row → error of those with NaN, infinities and, in an indexed cosine vector,
-        zero norm.
+    def columns(self, features: Features, rows: int) -> pa.RecordBatch:
+        """A copy of the model's output as Arrow columns of exactly the declared types.
 
         Raises:
-            ModelError: it returns something other than the view declares: a missing feature, another length or type.
+            Misfit: it returns something other than the view declares, for one of the rows or for all.
         """
         view = self._view
         if not isinstance(features, (dict, Mapping)):
-            raise ModelError(f"the model of view {view.name!r} returned {type(features).__name__}, not a dict of features")
+            raise Misfit(f"the model of view {view.name!r} returned {type(features).__name__}, not a dict of features")
         columns = []
-        bad: dict[int, str] = {}
         for feature, kind in zip(view.features, self._types, strict=True):
             if feature.name not in features:
-                raise ModelError(
-                    f"the model of view {view.name!r} returned no {feature.name!r} (it returned: {', '.join(features) or 'nothing'})"
+                raise Misfit(
+                    f"the model of view {view.name!r} returned no {feature.name!r} (it returned: {', '.join(map(str, features)) or 'nothing'})"
                 )
             try:
-                column, numbers = _column(feature, kind, features[feature.name], rows)
-            except _Misfit as exc:
-                raise ModelError(f"feature {feature.name!r} of view {view.name!r}: {exc}") from exc.__cause__
-            columns.append(column)
+                # Copied in the thread that computed: a model may use its memory again. And one that outlives its batch lies between the activations of
+                # the next ones, for which malloc then takes new memory each time: 1.2 GB over 2 M rows of a small MLP, and 4.2 to 5.7 s instead of 3.5.
+                columns.append(_column(feature, kind, _own(features[feature.name]), rows))
+            except Misfit as exc:
+                raise Misfit(f"feature {feature.name!r} of view {view.name!r}: {exc}") from exc.__cause__
+        return pa.RecordBatch.from_arrays(columns, schema=self._schema)
+
+    def bad(self, columns: pa.RecordBatch) -> Mapping[int, str]:
+        """Row → error of those with NaN, infinities and, in an indexed cosine vector, zero norm."""
+        bad: dict[int, str] = {}
+        for feature, column in zip(self._view.features, columns.columns, strict=True):
             if feature.dtype.startswith("float"):
-                _find_bad(feature, column, numbers, feature.name == self._directed, bad)
-        return pa.RecordBatch.from_arrays(columns, schema=self._schema), bad
+                _find_bad(feature, column, feature.name == self._directed, bad)
+        return bad
 
 
-def _find_bad(feature: Feature, column: pa.Array, numbers: Any, directed: bool, bad: dict[int, str]) -> None:
-    """Put row → error into ``bad``. ``numbers`` are the column's, where they are at hand as an array."""
-    if numbers is None:
-        scalar = feature.dim is None and feature.max_items is None
-        if scalar and column.null_count:
-            column = pc.fill_null(column, pa.scalar(0.0).cast(column.type))
-        numbers = np.asarray(column if scalar else column.flatten())
+def _find_bad(feature: Feature, column: pa.Array, directed: bool, bad: dict[int, str]) -> None:
+    """Put row → error into ``bad``."""
+    scalar = feature.dim is None and feature.max_items is None
+    if scalar and column.null_count:
+        column = pc.fill_null(column, pa.scalar(0.0).cast(column.type))
+    numbers = np.asarray(column if scalar else column.flatten())
     if directed:
-        for row in np.flatnonzero(~numbers.reshape(-1, feature.dim).any(axis=1)).tolist():
+        for row in np.flatnonzero(~numbers.reshape(len(column), -1).any(axis=1)).tolist():
             bad.setdefault(row, f"{feature.name} is all zeros, which has no direction for cosine")
     is_finite = np.isfinite(numbers)
     # as good as always
@@ -102,73 +118,113 @@ def _find_bad(feature: Feature, column: pa.Array, numbers: Any, directed: bool, 
         bad.setdefault(row, f"{feature.name} is not finite")
 
 
-class _Misfit(Exception):
-    """What is wrong with a feature's values."""
-
-
-def _column(feature: Feature, kind: pa.DataType, values: Any, rows: int) -> tuple[pa.Array, Any]:
-    """Of the type ``kind``, and the array whose memory it shares, if there is one."""
-    numbers = None
-    if isinstance(values, pa.ChunkedArray):
-        values = values.combine_chunks()
-    if not hasattr(values, "__len__") or (isinstance(values, np.ndarray) and values.ndim == 0):
-        raise _Misfit(f"the model returned {type(values).__name__}, not one value for each of {rows} rows")
-    if len(values) != rows:
-        raise _Misfit(f"the model returned {len(values)} values for {rows} rows")
+def _own(values: Any) -> Any:
     try:
-        if feature.dim is not None and not isinstance(values, pa.Array):
-            values = np.asarray(values)
-            if values.ndim != 2 or values.shape[1] != feature.dim:
-                raise _Misfit(
-                    f"declared as a vector of {feature.dim}, but the model returned shape {list(values.shape)}; correct `dim` or the model"
-                )
-            if feature.dtype.startswith("float") and values.dtype.kind in "fiu" and values.dtype != feature.dtype:
-                # what does not fit becomes infinite, and is rejected as such
-                with np.errstate(over="ignore"):
-                    values = values.astype(feature.dtype, copy=False)
-            numbers = np.ascontiguousarray(values).reshape(-1)
-            flat = _as(SCALAR_TYPES[feature.dtype], pa.array(numbers))
-            return pa.FixedSizeListArray.from_arrays(flat, type=kind), numbers if numbers.dtype == feature.dtype else None
-        if feature.max_items is not None and not isinstance(values, pa.Array):
-            values = _lists(values)
-        elif not isinstance(values, pa.Array):
-            values = np.asarray(values)
-            if values.ndim != 1:
-                raise _Misfit(
-                    f"declared as one value a row, but the model returned shape {list(values.shape)}; declare `dim` (or `max_items`, of a "
-                    "list) or correct the model"
-                )
-            if feature.dtype.startswith("float") and values.dtype == feature.dtype:
-                numbers = values
-            values = pa.array(values)
-        column = _as(kind, values)
+        return copied(values)
+    except (RuntimeError, TypeError, ValueError) as exc:
+        # a tensor that needs its gradient, or lies on a GPU
+        raise Misfit(f"the model returned {type(values).__name__}, which is no array: {exc}") from exc
+
+
+def _column(feature: Feature, kind: pa.DataType, values: Any, rows: int) -> pa.Array:
+    """Of the type ``kind``."""
+    if not hasattr(values, "__len__") or (isinstance(values, np.ndarray) and values.ndim == 0):
+        raise Misfit(f"the model returned {type(values).__name__}, not one value for each of {rows} rows")
+    if len(values) != rows:
+        raise Misfit(f"the model returned {len(values)} values for {rows} rows")
+    try:
+        if isinstance(values, pa.Array):
+            column = _as(kind, values)
+        elif feature.dim is not None:
+            return _vectors(feature, kind, values)
+        else:
+            column = _as(kind, _lists(values) if feature.max_items is not None else _scalars(feature, values))
         column.validate(full=True)
-    except (pa.ArrowException, ValueError, TypeError, OverflowError) as exc:
-        raise _Misfit(
+    except (Misfit, MemoryError):
+        raise
+    except Exception as exc:
+        # whatever a model returns, and whatever numpy or Arrow says of it
+        raise Misfit(
             f"the model returned {getattr(values, 'type', type(values).__name__)}, which does not fit {kind}: {exc}"
         ) from exc
     if feature.max_items is not None:
         longest = pc.max(pc.list_value_length(column)).as_py() or 0
         if longest > feature.max_items:
-            raise _Misfit(f"a list of {longest} items, declared at most {feature.max_items}; correct `max_items` or the model")
+            raise Misfit(f"a list of {longest} items, declared at most {feature.max_items}; correct `max_items` or the model")
     if feature.dim is not None and column.null_count:
-        raise _Misfit("the model returned a null vector; raise for such a row, or name it in unusable()")
+        raise Misfit("the model returned a null vector; raise for such a row, or name it in unusable()")
     if (feature.dim is not None or feature.max_items is not None) and column.flatten().null_count:
-        raise _Misfit("a vector or list holds a null; leave it out")
-    return column, numbers
+        raise Misfit("a vector or list holds a null; leave it out")
+    return column
+
+
+def _vectors(feature: Feature, kind: pa.DataType, values: Any) -> pa.Array:
+    rows = values if isinstance(values, list) or values.dtype == object else ()
+    if np.ma.is_masked(values) or any(np.ma.is_masked(row) for row in rows if isinstance(row, np.ma.MaskedArray)):
+        raise Misfit("a vector holds a masked number; raise for such a row, or name it in unusable()")
+    values = np.asarray(values)
+    if values.ndim != 2 or values.shape[1] != feature.dim:
+        raise Misfit(
+            f"declared as a vector of {feature.dim}, but the model returned shape {list(values.shape)}; correct `dim` or the model"
+        )
+    if feature.dtype.startswith("float") and values.dtype.kind in "fiu" and values.dtype != feature.dtype:
+        # what does not fit becomes infinite, and is rejected as such
+        with np.errstate(over="ignore"):
+            values = values.astype(feature.dtype, copy=False)
+    flat = _as(SCALAR_TYPES[feature.dtype], pa.array(np.ascontiguousarray(values).reshape(-1)))
+    if flat.null_count:
+        raise Misfit("a vector holds a null; raise for such a row, or name it in unusable()")
+    return pa.FixedSizeListArray.from_arrays(flat, type=kind)
+
+
+def _scalars(feature: Feature, values: Any) -> pa.Array:
+    if np.ma.isMaskedArray(values):
+        array, mask = np.asarray(values), np.ma.getmaskarray(values)
+    else:
+        array, mask = np.asarray(values), None
+    if array.ndim != 1:
+        raise Misfit(
+            f"declared as one value a row, but the model returned shape {list(array.shape)}; declare `dim` (or `max_items`, of a "
+            "list) or correct the model"
+        )
+    if array.dtype.kind == "U" and isinstance(values, list):
+        # numpy makes texts of the numbers beside a text, and other ones of a number alone
+        return pa.array(values)
+    return pa.array(array, mask=mask)
 
 
 def _as(kind: pa.DataType, column: pa.Array) -> pa.Array:
     # even a cast to its own type takes 2 µs
-    return column if column.type == kind else column.cast(kind)
+    if column.type == kind:
+        return column
+    if not pa.types.is_null(_item(column.type)) and _is_text(column.type) != _is_text(kind):
+        # Arrow would read the number in a text, and write a number as one
+        raise Misfit(f"the model returned {column.type}, declared {kind}; correct `dtype` or the model")
+    return column.cast(kind)
+
+
+def _item(kind: pa.DataType) -> pa.DataType:
+    """Of a list its items' type, of a dictionary its values'."""
+    while hasattr(kind, "value_type"):
+        kind = kind.value_type
+    return kind
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    item = _item(kind)
+    return any(
+        is_kind(item) for is_kind in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_binary)
+    )
 
 
 def _lists(values: Any) -> pa.Array:
-    """A list for each row, from a matrix, or from a list or object array of lists, tuples and arrays; None is a null."""
+    """A list for each row, from a matrix, or from a list or object array of lists, tuples, arrays and tensors; None is a null."""
+    if np.ma.isMaskedArray(values):
+        values = values.tolist()
     if isinstance(values, np.ndarray) and values.ndim == 2 and values.dtype != object:
         offsets = np.arange(len(values) + 1, dtype=np.int32) * np.int32(values.shape[1])
         return pa.ListArray.from_arrays(offsets, pa.array(np.ascontiguousarray(values).reshape(-1)))
-    return pa.array([row.tolist() if isinstance(row, np.ndarray) else row for row in values])
+    return pa.array([row.tolist() if hasattr(row, "tolist") else row for row in values])
 
 
 def in_order(view: FeatureView, pieces: list[tuple[Rows, pa.RecordBatch]]) -> tuple[Rows, pa.RecordBatch]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import pyarrow as pa
+
 from precompute.engine.budget import Budget
-from precompute.engine.features import Declared, copied
+from precompute.engine.features import Declared, Misfit
 from precompute.engine.memory import (
     DeviceLostError,
     first_line,
@@ -22,7 +24,7 @@ from precompute.engine.memory import (
 )
 from precompute.engine.meter import Meter
 from precompute.engine.pace import Pace
-from precompute.engine.window import Batch, Later, Rows, Window
+from precompute.engine.window import MISFIT, Batch, Later, Rows, Window
 from precompute.lanes.lanes import Lanes
 from precompute.lanes.trial import Trial
 from precompute.model import Features, Model, StagedModel
@@ -81,7 +83,7 @@ class Forward:
         hand_on_s: float = float("inf"),
         trial: Trial | None = None,
     ) -> None:
-        self._model, self._staged, self._view, self._meter, self._budget = model, staged, view, meter, budget
+        self._model, self._staged, self._meter, self._budget = model, staged, meter, budget
         self._pace, self._hand_on_s = pace, hand_on_s
         self._depth = 0 if staged is None else staged.device.depth
         self._trial = trial
@@ -90,8 +92,7 @@ class Forward:
         """By lanes."""
         self._landed_at = 0.0
         """When the last batch did."""
-        self._fits = False
-        """Whether a batch was seen to fit the view."""
+        self._declared = Declared(view)
 
     def windows(self, batches: Iterator[Batch], ready: Callable[[], bool] = lambda: True) -> Iterator[Window]:
         """Windows whose every row was computed or rejected, or pieces of them. On a GPU, later batches are launched before the first is waited
@@ -158,7 +159,7 @@ class Forward:
         self._meter.forward_s += time.monotonic() - launched.started
         return launched
 
-    def _launch_in_lane(self, launched: _Launched) -> Features:
+    def _launch_in_lane(self, launched: _Launched) -> pa.RecordBatch:
         batch, launched.started = launched.batch, time.monotonic()
         assert self._staged is not None
         assert batch.positions is not None
@@ -211,17 +212,17 @@ class Forward:
         window.handed_on = now
         return window.piece()
 
-    def _landed(self, launched: _Launched, rows: int) -> Features:
+    def _landed(self, launched: _Launched, rows: int) -> pa.RecordBatch:
         if launched.in_lane:
-            features: Features = launched.result.result()
+            features: pa.RecordBatch = launched.result.result()
             # what several lanes computed meanwhile counts once
             self._meter.forward_s += max(0.0, launched.ended - max(launched.started, self._computed_until))
             self._computed_until = max(launched.ended, self._computed_until)
             return features
         waiting = time.monotonic()
-        features = launched.result if self._staged is None else self._staged.land(launched.result)
+        made: Features = launched.result if self._staged is None else self._staged.land(launched.result)
         self._meter.landing_s += time.monotonic() - waiting
-        return self._made(features, rows)
+        return self._made(made, rows)
 
     def _tell(self, launched: _Launched, cost: int, padded_cost: int) -> None:
         """Budget and pace learn from a batch that went well: what it took since it was launched, or since the one before it landed; or in its lane,
@@ -275,7 +276,7 @@ class Forward:
             if self._staged is not None:
                 self._staged.device.release()
         elif len(positions) == 1 and not isinstance(exc, _Retry):
-            window.reject(int(window.rows[positions[0]]), "model", told(exc))
+            _reject(window, int(window.rows[positions[0]]), exc)
             return False
         middle = max(1, len(positions) // 2)
         for part in (positions[:middle], positions[middle:]):
@@ -290,7 +291,7 @@ class Forward:
                 _check_device(failed)
                 # with out of memory, that was its second try, alone and with the caches empty
                 if len(part) == 1:
-                    window.reject(int(window.rows[part[0]]), "model", told(failed))
+                    _reject(window, int(window.rows[part[0]]), failed)
                     one_row |= is_out_of_memory(failed)
                 else:
                     one_row |= self._halve(window, part, failed)
@@ -299,24 +300,32 @@ class Forward:
             self._count(window, part)
         return one_row
 
-    def _computed(self, window: Window, positions: Rows) -> Features:
+    def _computed(self, window: Window, positions: Rows) -> pa.RecordBatch:
         if self._staged is None:
             return self._made(self._model.compute(window.at(positions)), len(positions))
         assert window.prepared is not None
         inputs = self._staged.inputs(window.prepared, positions)
         if self._lanes is not None:
-            return self._lanes.put(partial(self._launch_in_lane, _Launched(Batch(window, positions, inputs=inputs)))).result()
+            in_lane: pa.RecordBatch = self._lanes.put(
+                partial(self._launch_in_lane, _Launched(Batch(window, positions, inputs=inputs)))
+            ).result()
+            return in_lane
         return self._made(self._staged.land(self._staged.launch(inputs)), len(positions))
 
-    def _made(self, features: Features, rows: int) -> Features:
-        """A copy of what the model returned, once it was seen to fit."""
-        # a model that does not fit its view is told after the first batch, not after its window
-        if not self._fits or not isinstance(features, (dict, Mapping)):
-            Declared(self._view).checked(features, rows)
-            self._fits = True
-        # Copied in the thread that computed: a model may use its memory again. And one that outlives its batch lies between the activations of the next
-        # ones, for which malloc then takes new memory each time: 1.2 GB over 2 M rows of a small MLP, and 4.2 to 5.7 s instead of 3.5.
-        return {feature.name: copied(features[feature.name]) for feature in self._view.features if feature.name in features}
+    def _made(self, features: Features, rows: int) -> pa.RecordBatch:
+        """A copy of what the model returned, in the types that the view declares.
+
+        Raises:
+            Misfit: it does not fit; its rows are found as those of a batch that raises.
+        """
+        return self._declared.columns(features, rows)
+
+
+def _reject(window: Window, row: int, exc: BaseException) -> None:
+    if isinstance(exc, Misfit):
+        window.reject(row, MISFIT, str(exc))
+    else:
+        window.reject(row, "model", told(exc))
 
 
 def _check_device(exc: BaseException) -> None:

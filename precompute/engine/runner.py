@@ -76,8 +76,8 @@ class Runner:
         lanes: how many batches a stream computes at once on a CPU, where the model allows for it; by default what its first ones find best.
 
     Raises:
-        ModelError: (from every method) the model returns something other than the view declares: a missing feature, another length or
-            type. That is a mistake in model or view, not in a row, so the run fails.
+        ModelError: (from every method) the model raised one: its own word that view and source do not fit it. Rows for which it returns something other
+            than the view declares are found as those that it raises for, and rejected with the stage :data:`precompute.engine.window.MISFIT`.
     """
 
     def __init__(
@@ -280,8 +280,8 @@ class Runner:
         """What the model made of a window, or of a piece, as features in the rows' order; the model computes the next one meanwhile."""
         pieces = []
         while window.pieces:
-            rows, features = window.pieces.pop(0)
-            columns, bad = self._declared.checked(features, len(rows))
+            rows, columns = window.pieces.pop(0)
+            bad = self._declared.bad(columns)
             for position, error in bad.items():
                 window.reject(int(rows[position]), "output", error)
             if bad:

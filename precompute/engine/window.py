@@ -9,16 +9,20 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from precompute.model import Features, Prepared
+from precompute.model import Prepared
 
 Rows = npt.NDArray[np.int64]
 """Row numbers, or positions."""
 
 
+MISFIT = "misfit"
+"""The stage of a row for which the model's answer is not what the view declares: another shape or type, or none."""
+
+
 @dataclass(frozen=True, slots=True)
 class RejectedRow:
-    """Why one row has no features: its number in the batch given, the stage (``input``, ``prepare``, ``model``, ``output``, or ``worker`` when
-    it ended its process) and the error."""
+    """Why one row has no features: its number in the batch given, the stage (``input``, ``prepare``, ``model``, :data:`MISFIT`, ``output`` for values that
+    are not finite, or ``worker`` when it ended its process) and the error."""
 
     row: int
     stage: str
@@ -65,8 +69,8 @@ class Window:
     prepared: Prepared | None = None
     costs: Rows | None = None
     """Of each position, at least 1; None of a model that names none."""
-    pieces: list[tuple[Rows, Features]] = field(default_factory=list)
-    """Row numbers of each batch, and what the model made of them: not yet looked at."""
+    pieces: list[tuple[Rows, pa.RecordBatch]] = field(default_factory=list)
+    """Row numbers of each batch, and the features that the model made of them: whether they are finite was not yet looked at."""
     handed_on: float | None = None
     """When the last piece was, or the first batch begun."""
 
@@ -99,7 +103,7 @@ class Window:
 
     def computed_bytes(self) -> int:
         """Held after it was computed."""
-        made = sum(int(getattr(values, "nbytes", 0)) for _, features in self.pieces for values in features.values())
+        made = sum(int(features.nbytes) for _, features in self.pieces)
         return int(self.shown.nbytes) + made
 
 

@@ -262,10 +262,13 @@ class TopK(TorchModel):
         return digest(code=CODE_VERSION, k=self._k, vector=self._vector, exclude=self._exclude)
 
     def unusable(self, batch: pa.RecordBatch) -> dict[int, str]:
-        """Rows without a whole, finite vector, or with one so long that a score may not be finite."""
+        """Rows without a whole, finite vector of the items' length, or with one so long that a score may not be finite."""
         self._check(batch)
         vectors = batch.column(self._vector)
         bad = dict.fromkeys(pc.indices_nonzero(vectors.is_null()).to_pylist(), f"{self._vector} is null")
+        lengths = pc.list_value_length(vectors)
+        for row in pc.indices_nonzero(pc.fill_null(pc.not_equal(lengths, self._dim), False)).to_pylist():
+            bad[row] = f"{self._vector} has {lengths[row]} numbers, the items' vectors {self._dim}"
         values = _float32(pc.fill_null(vectors.flatten(), float("nan"))).astype(np.float64)
         rows = np.asarray(pc.list_parent_indices(vectors))
         norms = np.sqrt(np.bincount(rows, np.square(values), minlength=batch.num_rows))

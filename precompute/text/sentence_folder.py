@@ -53,9 +53,6 @@ TRANSFORMER_CONFIGS = tuple(
 )
 """What the Transformer module's own config was called over time; the first that is there counts."""
 
-DOCUMENT_PROMPTS = ("document", "passage", "corpus")
-"""Names of the prompt that goes before what is searched in, the first to have a text (``SentenceTransformer.encode_document``)."""
-
 _HARMLESS = {
     "model": {"attn_implementation", "dtype", "torch_dtype", "add_pooling_layer", "trust_remote_code"},
     "processor": {"model_max_length", "use_fast", "padding_side", "trust_remote_code"},
@@ -272,9 +269,9 @@ def _settings(file: Path) -> tuple[str, str, int | None]:
     default = _value(config, "default_prompt_name", str, None, file)
     if default is not None and default not in {*prompts, "query", "document"}:
         raise ConfigError(f"text_encoder: {file}: default_prompt_name is {default!r}, and there is no such prompt")
-    document = next((prompts[name] for name in DOCUMENT_PROMPTS if prompts.get(name)), "")
-    query = prompts.get("query") or ""
-    # a model that knows no two sides
+    # encode_document() would take "passage" or "corpus" where there is no "document", but the library puts an empty one in every model that it loads
+    document, query = prompts.get("document") or "", prompts.get("query") or ""
+    # a model that knows no two sides is one for encode()
     if not document and not query and default is not None:
         document = query = prompts.get(default) or ""
     truncate_dim = _value(config, "truncate_dim", int, None, file)

@@ -43,31 +43,28 @@ class TokenCache:
 
     def get(self, key: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
         """(token ids of all texts in a row, tokens of each text), int64; None when not kept, or not readable."""
-        path = self._folder / f"{key}.npy"
+        path = self._folder / f"{key}.tokens"
         try:
-            stored = np.load(path, allow_pickle=False)
-            # such as the zeros that a loss of power leaves
-            if zlib.crc32(stored[1:].tobytes()) != int(stored[0]) & 0xFFFFFFFF:
-                return None
-            texts = int(stored[1])
-            lengths, ids = stored[2 : texts + 2].astype(np.int64), stored[texts + 2 :].astype(np.int64)
-            if len(lengths) != texts or int(lengths.sum()) != len(ids):
+            stored = path.read_bytes()
+            # such as the zeros that a loss of power leaves; looked at before anything is made of it
+            if len(stored) % 4 or len(stored) < 8 or zlib.crc32(memoryview(stored)[4:]) != int.from_bytes(stored[:4], "little"):
                 return None
             os.utime(path)
-        except (OSError, ValueError, TypeError, IndexError, EOFError):
+        except OSError:
             return None
-        return ids, lengths
+        body = np.frombuffer(stored, "<i4", offset=4)
+        texts = int(body[0])
+        return body[texts + 1 :].astype(np.int64), body[1 : texts + 1].astype(np.int64)
 
     def put(self, key: str, ids: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> None:
         """Keep them; a disk without room keeps nothing, and that is no error."""
-        body = np.concatenate(([0, len(lengths)], lengths, ids)).astype(np.int32)
-        body[:1].view(np.uint32)[0] = zlib.crc32(body[1:].tobytes())
-        path = self._folder / f"{key}.npy"
+        body = np.concatenate(([len(lengths)], lengths, ids)).astype("<i4").tobytes()
+        path = self._folder / f"{key}.tokens"
         temporary = self._folder / f".{key}.{os.getpid()}.tmp"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with temporary.open("wb") as file:
-                np.save(file, body, allow_pickle=False)
+                file.write(zlib.crc32(body).to_bytes(4, "little") + body)
             temporary.replace(path)
             self._evict()
         except OSError:
@@ -76,7 +73,7 @@ class TokenCache:
 
     def _evict(self) -> None:
         files = []
-        for path in self._folder.glob("*.npy"):
+        for path in self._folder.glob("*.tokens"):
             # another process evicted it
             with contextlib.suppress(OSError):
                 file = path.stat()

@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer, normalizers
+from tokenizers import Encoding, Tokenizer, normalizers
 
 CHARS_PER_TOKEN = 16
 """Of a text, ``max_tokens × 16`` characters are tokenised at first, and the rest only when they did not fill ``max_tokens``: a megabyte of words in one
 row costs no more than a page."""
+
+BLANKS = " \n\t\r"
+"""Between words, for any tokenizer; others are removed by some, such as the control characters that Python takes for blanks."""
 
 
 @dataclass(slots=True)
@@ -55,8 +58,13 @@ class TextTokenizer:
         """(ids of all texts in a row, how many of each)."""
         heads = [_head(text, self._max_tokens * CHARS_PER_TOKEN) for text in texts]
         encodings = self._tokenizer.encode_batch_fast(heads)
-        # what does not fill the longest input is not all there is
-        short = [row for row, text in enumerate(texts) if len(heads[row]) < len(text) and not encodings[row].overflowing]
+        # what does not fill the longest input is not all there is, and half a word has other tokens than the whole
+        short = [
+            row
+            for row, (text, head) in enumerate(zip(texts, heads, strict=True))
+            if len(head) < len(text)
+            and not (encodings[row].overflowing and (text[len(head)] in BLANKS or _words_follow(encodings[row])))
+        ]
         for row, encoding in zip(short, self._tokenizer.encode_batch_fast([texts[row] for row in short]), strict=True):
             encodings[row] = encoding
         lists = [encoding.ids for encoding in encodings]
@@ -70,11 +78,18 @@ class TextTokenizer:
 
 
 def _head(text: str, limit: int) -> str:
-    """About ``limit`` characters of a text, up to the end of a word: half a word has other tokens than the whole."""
+    """About ``limit`` characters of a text, up to the end of a word if there is one."""
     if len(text) <= limit:
         return text
-    words = text[:limit].rsplit(None, 1)
-    return words[0] if len(words) == 2 else text[:limit]
+    end = max(text.rfind(blank, 0, limit) for blank in BLANKS)
+    return text[:end] if end > 0 else text[:limit]
+
+
+def _words_follow(encoding: Encoding) -> bool:
+    """Whether no token that is kept is of the last word, which may be cut: of more than 100 characters, WordPiece makes one token of a word."""
+    kept = [word for word in encoding.word_ids if word is not None]
+    left = [word for word in encoding.overflowing[-1].word_ids if word is not None]
+    return bool(kept and left) and left[-1] > kept[-1]
 
 
 def _lowercase(tokenizer: Tokenizer) -> None:

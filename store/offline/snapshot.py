@@ -137,6 +137,10 @@ class Snapshot(Record, frozen=True):
     gates: tuple[Verdict, ...] = ()
     accepted: tuple[str, ...] = ()
     """Gates an operator accepted by name."""
+    returned: Mapping[int, int] = field(default_factory=dict)
+    """Snapshots that were rolled back from → rows of theirs that this one holds again, those that were live already among them."""
+    excused: Mapping[int, int] = field(default_factory=dict)
+    """The same of those that were live already and that an operator let pass."""
     fence: int = 0
     """Of the lease the writer held."""
 

@@ -17,7 +17,7 @@ from store.redis.bulk import STALL_S, Acknowledged, Pipe, Throttle, counted
 from store.redis.link import Breaker, Budget, Command, Connection, Link, opener, packed
 from store.redis.options import RedisOptions
 from store.redis.preflight import identity_of
-from store.redis.replies import PASSING, Lost, NoAnswer, Refused, no_answer, refusal
+from store.redis.replies import MOVING, Lost, NoAnswer, Refused, no_answer, refusal
 from store.redis.resp import Block, Layout
 from store.redis.servers import ADMIN_S, Servers, slices
 from store.redis.slots import Node, SlotMap, slot_of, target
@@ -26,8 +26,6 @@ PAUSE_S = 0.05
 """Between two looks at a cluster in which something moves."""
 _ASKING = packed(("ASKING",))
 _TOLD = frozenset({"MOVED", "ASK"})
-MOVING = PASSING | _TOLD | {"READONLY"}
-"""Refusals after which the cluster is looked at anew, or what they name, and asked again."""
 REDIRECTIONS = 5
 """Followed at once, one after the other: more of them are servers that do not agree, which takes a while to pass."""
 
@@ -116,13 +114,14 @@ class Cluster(Servers):
         slots = self._slots(time.monotonic() + ADMIN_S, "find a key's server")
         return self.link(slots.masters[slots.owners[slot_of(key)]])
 
-    def scratch(self, link: Link, prefix: str) -> str:
+    def scratch(self, link: Link, prefix: str, at: int = 0) -> str:
         slots = self._slots(time.monotonic() + ADMIN_S, "find a key of a server's")
         if link.node not in slots.masters:
             raise OnlineStoreError(f"Redis at {link.where} has no slots any more: do it again")
         owner = slots.masters.index(link.node)
         # each slot has a number below 200,000: 0.1 s where the server has one only
-        number = next(number for number in itertools.count() if slots.owners[slot_of(str(number))] == owner)
+        held = (number for number in itertools.count() if slots.owners[slot_of(str(number))] == owner)
+        number = next(itertools.islice(held, at, None))
         return f"{prefix}:{{{number}}}:scratch"
 
     def masters(self) -> list[Link]:

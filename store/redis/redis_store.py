@@ -291,7 +291,7 @@ class RedisStore(OnlineStore):
             raise
         states = self._servers.states(doing, ADMIN_S)
         for link, state in states.items():
-            replicated(link, self._servers.scratch(link, self._names.prefix), state.replicas or 0, doing)
+            replicated(self._servers, link, self._names.prefix, state.replicas or 0, doing)
         # in a cluster the note may be there and rows not: of one server it comes after all of them
         server = whole if self._servers.cluster else identity_of(states.values())
         loaded = Loaded(loading.generation, acknowledged.done, server, loading.evicted or 0, loading.buckets)

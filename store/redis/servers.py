@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from store.redis.bulk import Acknowledged, Pipe, Throttle
 from store.redis.link import Budget, Command, Link, opener, packed
 from store.redis.options import RedisOptions
 from store.redis.preflight import ServerState, server_state
-from store.redis.replies import Refused, refusal, words
+from store.redis.replies import MOVING, Refused, refusal, words
 from store.redis.resp import Block, Layout
 
 log = logging.getLogger(__name__)
@@ -76,8 +77,8 @@ class Servers(ABC):
         """The server that holds a key."""
 
     @abstractmethod
-    def scratch(self, link: Link, prefix: str) -> str:
-        """A key under the prefix that a server holds, and that nobody reads."""
+    def scratch(self, link: Link, prefix: str, at: int = 0) -> str:
+        """A key under the prefix that a server holds, and that nobody reads; ``at``: which of them, from 0."""
 
     @abstractmethod
     def masters(self) -> list[Link]:
@@ -132,7 +133,7 @@ class SingleServer(Servers):
     def at(self, key: bytes | str) -> Link:
         return self._link
 
-    def scratch(self, link: Link, prefix: str) -> str:
+    def scratch(self, link: Link, prefix: str, at: int = 0) -> str:
         return f"{prefix}:{{0}}:scratch"
 
     def masters(self) -> list[Link]:
@@ -244,16 +245,28 @@ def check_same(link: Link, identity: str, doing: str) -> None:
         )
 
 
-def replicated(link: Link, key: str, replicas: int, doing: str) -> None:
-    """Wait until a server's replicas have what it has. ``key``: one of ours that it may hold for a moment.
+def replicated(servers: Servers, link: Link, prefix: str, replicas: int, doing: str) -> None:
+    """Wait until a server's replicas have what it has. ``prefix``: of a key that it may hold for a moment.
 
     Raises:
         OnlineStoreError: one does not keep up.
     """
     if not replicas:
         return
-    commands = (("SET", key, b""), ("WAIT", replicas, int(REPLICATED_S * 1000)), ("UNLINK", key))
-    _, have, _ = link.ask(packed(*commands), 3, doing, REPLICATED_S + ADMIN_S)
+    until = time.monotonic() + ADMIN_S
+    for at in itertools.count():
+        key = servers.scratch(link, prefix, at)
+        commands = (("SET", key, b""), ("WAIT", replicas, int(REPLICATED_S * 1000)), ("UNLINK", key))
+        replies = link.replies(packed(*commands), 3, doing, REPLICATED_S + ADMIN_S)
+        refused = next((reply for reply in replies if isinstance(reply, Refused)), None)
+        if refused is None:
+            break
+        if not servers.cluster or refused.code not in MOVING or time.monotonic() > until:
+            raise refusal(link.where, doing, refused)
+        # the key's slot moves: another one's stays, and who has them is looked at anew by and by
+        time.sleep(0.05)
+        servers.masters()
+    have = replies[1]
     if have < replicas:
         raise OnlineStoreError(
             f"of {replicas} replicas of Redis at {link.where} only {have} have what was loaded after {REPLICATED_S:.0f} s: a failover would lose rows. Mend or "

@@ -68,6 +68,54 @@ class Texts:
         }
 
 
+class Misshapen:
+    """The ``vector`` of x: of 4 numbers, but for some x something else."""
+
+    BAD: ClassVar[dict[int, Any]] = {3: [1.0], 7: None, 11: "a", 13: [1.0, 2.0, 3.0, 4.0, 5.0], 17: [[1.0] * 4]}
+
+    def fingerprint(self) -> str:
+        return "misshapen 1"
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, Any]:
+        numbers = batch.column("x").to_pylist()
+        made = [self.BAD.get(x, [float(x), 1.0, 0.0, 0.0]) for x in numbers]
+        # one value too few
+        return {"vector": made[:-1] if 23 in numbers else made}
+
+
+MISSHAPEN = {
+    "model": {"use": f"{HERE}:Misshapen"},
+    "features": {"vector": {"dtype": "float32", "dim": 4}},
+    "max_rejected": 0.5,
+    "gates": dict.fromkeys(("parity", "duplicates")),
+}
+BAD_KEYS = [*Misshapen.BAD, 23]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_row_that_the_models_answer_does_not_fit_is_rejected_by_its_key(make_project: MakeProject, workers: int) -> None:
+    project = make_project([(i, i) for i in range(300)], view=MISSHAPEN, project={"engine": {"workers": workers}})
+    report = project.run()
+    assert (report.status, report.counts["written"], report.counts["rejected"]) == ("published", 294, 6)
+    snapshot = project.snapshot()
+    assert snapshot.rejected is not None
+    rows = pq.read_table(project.store.folder / snapshot.rejected.path).to_pylist()
+    assert sorted((int(row["key"]), row["stage"]) for row in rows) == [(key, "misfit") for key in BAD_KEYS]
+    assert all("feature 'vector' of view 'numbers'" in row["error"] for row in rows)
+
+
+def test_a_model_whose_answer_fits_for_no_row_fails_the_run_in_words(make_project: MakeProject) -> None:
+    """Model and view are at fault then; of an incremental run a row is, since the same model's answer fitted before."""
+    project = make_project([(i, 3) for i in range(50)], view=MISSHAPEN | {"max_rejected": 1.0})
+    with pytest.raises(
+        ModelError, match=r"fits for no row \(50× feature 'vector' .*: declared as a vector of 4, but .* shape \[1, 1\]"
+    ):
+        project.run()
+    assert make_project([(i, i + 30) for i in range(50)], view=MISSHAPEN).run().status == "published"
+    report = make_project([(i, i + 30) for i in range(50)] + [(99, 3)], view=MISSHAPEN).run()
+    assert (report.status, report.counts["rejected"]) == ("published", 1)
+
+
 class Kinds(Texts):
     """A feature of every type and shape, all ones."""
 

@@ -647,6 +647,26 @@ def test_a_row_the_model_fails_on_fails_alone_and_the_next_are_computed(
     assert statuses(lookup, [14], deadline_ms=3000) == ["computed"]
 
 
+class Misshapen(Doubler):
+    """The vector of x = 13 is one number short."""
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, Any]:
+        made = super().compute(batch)
+        vectors = [list(row[: 3 if x == 13 else 4]) for row, x in zip(made["vector"], batch.column("x").to_pylist(), strict=True)]
+        return {**made, "vector": vectors}
+
+
+def test_an_answer_that_does_not_fit_is_an_error_of_its_key_alone(make_project: MakeProject, open_lookup: OpenLookup) -> None:
+    project = make_project([(1, 1.0)], view=FALLBACK | {"model": {"use": f"{HERE}:Misshapen"}})
+    project.publish_all()
+    write_data(project, {1: 1.0, 12: 12.0, 13: 13.0, 14: 14.0})
+    lookup = open_lookup(project)
+    assert statuses(lookup, [12, 13, 14]) == ["computed", "model_error", "computed"]
+    assert statuses(lookup, [13]) == ["model_error"]
+    given = {13: {"x": 12.0}, 14: {"x": 13.0}, 15: {"x": 5.0}}
+    assert statuses(lookup, [13, 14, 15], inputs=given) == ["computed", "model_error", "computed"]
+
+
 def test_a_source_that_is_replaced_while_it_is_read_is_read_again(
     make_project: MakeProject, open_lookup: OpenLookup, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -263,7 +263,7 @@ def test_the_fallback_takes_the_files_of_the_project_it_serves(
 def test_arguments_of_any_depth_are_paths_when_they_start_with_a_dot_and_a_slash(
     make_project: MakeProject, elsewhere: Path
 ) -> None:
-    args = {"weights": "../project/weights.txt", "nested": {"files": ["./data.csv"], "texts": [".", "..", "data.csv", "/x y"]}}
+    args = {"weights": "../project/weights.txt", "nested": {"files": ["./data.csv"], "texts": [".", "..", "no/such.csv", "/x y"]}}
     project = make_project([(1, 2.0)], view=WEIGHED | {"model": WEIGHED["model"] | {"args": args}})
     write_files(project.folder, 3.0)
     project.run()

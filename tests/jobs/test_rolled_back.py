@@ -157,6 +157,40 @@ def test_the_worst_of_several_counts(make_project: MakeProject) -> None:
         run(make_project, BAD | {0: NEW[0]})
 
 
+def slice_of(first: int, last: int) -> dict[int, float]:
+    return {i: BAD[i] for i in range(first, last)}
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_they_do_not_return_in_slices(make_project: MakeProject, full: bool) -> None:
+    """A tenth of them may, over all that is published since; what was accepted is none of these."""
+    run(make_project, GOOD)
+    run(make_project, BAD)
+    back(make_project)
+    assert run(make_project, NEW | slice_of(0, 3), full=full).status == "published"
+    for last in (6, 5):
+        with pytest.raises(GateError, match=f"rolled_back: {last} of the 40 rows come again .*, 3 of them live already"):
+            run(make_project, NEW | slice_of(0, last), full=full)
+    assert run(make_project, NEW | slice_of(0, 4), full=full).status == "published"
+    assert run(make_project, NEW | slice_of(3, 7), full=full).status == "published"  # 4 again: others of them are gone
+    assert run(make_project, NEW | slice_of(0, 20), full=full, accept=["rolled_back"]).status == "published"
+    assert run(make_project, NEW | slice_of(0, 24), full=full).status == "published"
+    assert run(make_project, NEW | slice_of(0, 24) | {39: 7.0}, full=full).status == "published"
+    with pytest.raises(GateError, match=r"rolled_back: 5 of the 40 rows come again .*, 4 of them live already"):
+        run(make_project, NEW | slice_of(0, 25), full=full)
+    with pytest.raises(GateError, match="rolled_back: 11 of the 40 rows come again"):  # others in place of what was accepted
+        run(make_project, NEW | slice_of(20, 35), full=full)
+
+
+def test_rows_that_what_was_gone_back_to_has_too_are_no_slice(make_project: MakeProject) -> None:
+    run(make_project, GOOD)
+    run(make_project, GOOD | slice_of(0, 10))
+    back(make_project)
+    for changed in range(1, 5):
+        assert run(make_project, GOOD | {30 + i: NEW[i] for i in range(changed)}).status == "published"
+    assert make_project(view=VIEW).snapshot().returned == {2: 0}
+
+
 def test_another_partition_does_not_bring_them_back(make_project: MakeProject) -> None:
     view = VIEW | PARTITIONED
 

@@ -230,7 +230,7 @@ def test_what_does_not_fit_beside_the_others_is_tried_again_without_them() -> No
 def test_a_mistake_of_the_model_ends_the_stream_and_its_lanes() -> None:
     class Wrong(Staged):
         def features(self, outputs: Sequence[Any]) -> dict[str, Any]:
-            return {"other": outputs[0]}
+            raise ModelError("no double")
 
     model = Wrong()
     model.concurrent = True

@@ -292,6 +292,27 @@ def test_a_relative_name_starts_from_the_projects_folder(weights: Path, tmp_path
 
 
 @pytest.mark.parametrize(
+    "text", ["deep/ranker.safetensors", "deep/../deep/ranker.safetensors", "ranker.safetensors", "deep/", "./deep"]
+)
+@pytest.mark.parametrize("fact", [lambda text: text, lambda text: {"a": [text]}])
+def test_the_relative_name_of_a_file_of_the_project_is_no_text(
+    weights: Path, tmp_path: Path, text: str, fact: Callable[[str], Any]
+) -> None:
+    """Its content may change, and the rows that were computed before would count as computed by it. Outside a project it is a text as any."""
+    shutil.copy(weights, tmp_path)
+    as_text = digest(weights=fact(text))
+    with starting_from(tmp_path):
+        with pytest.raises(
+            ConfigError, match=r"digest: (weights|a)='.*' names what lies in the project's folder.*_path=….*Verbatim"
+        ):
+            digest(weights=fact(text))
+        assert digest(weights=Verbatim(fact(text))) == as_text
+        assert digest(weights=fact("deep"), kind=fact("no/such.file")) != digest(
+            weights=fact("deep"), kind=fact("other/such.file")
+        )
+
+
+@pytest.mark.parametrize(
     "make",
     [
         lambda missing: digest(missing),

@@ -1,19 +1,22 @@
-"""Runner: one bad row is one bad row; a model that breaks its view's declaration fails the run."""
+"""Runner: one bad row is one bad row, be it one that the model raises for or one that its answer does not fit."""
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from precompute.engine import runner
+from precompute.engine.features import Declared, Misfit
 from precompute.engine.runner import Runner, compute
 from precompute.engine.window import Outcome
 from store.errors import ModelError
@@ -252,9 +255,87 @@ VECTOR, SCALAR, LIST = Feature("f", "float32", dim=2), Feature("f", "float32"), 
         (Feature("f", "string"), lambda x: {"f": pa.array([b"\xff"] * len(x))}, "'f'"),
     ],
 )
-def test_anything_but_what_the_view_declares_is_a_model_error(feature: Feature, make: Any, message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        compute(Returning(make), view(feature), batch([1, 2, 3]))
+def test_anything_but_what_the_view_declares_does_not_fit(feature: Feature, make: Any, message: str) -> None:
+    with pytest.raises(Misfit, match=message):
+        Declared(view(feature)).columns(make(np.array([1.0, 2.0, 3.0])), 3)
+
+
+def one_bad(feature: Feature, good: Any, bad: Any) -> Any:
+    """A model that answers row 3 with something else; it may fail as it puts a batch together."""
+    return Returning(lambda x: {feature.name: [bad if row == 3 else good for row in x]})
+
+
+WHOLE = {"int8": 1, "int32": 1, "int64": 1, "float16": 1.5, "float32": 1.5, "float64": 1.5, "bool": True, "string": "a"}
+BAD_OF_ANY = ["{}", "[[[1]]]", "object()", "np.zeros((2, 2))", "b'\\xff'", "torch.zeros(2, 2)"]
+BAD_OF: dict[str, list[str]] = {
+    "scalar": ["[1, 2]", "np.zeros(2)", "torch.zeros(3)", "(1,)", "1j"],
+    "vector": [
+        "None",
+        "[1]",
+        "[1, 2, 3]",
+        "5",
+        "[1, None]",
+        "'ab'",
+        "['a', 'b']",
+        "[[1], [2]]",
+        "np.ma.array([1, 2], mask=[0, 1])",
+        "[]",
+    ],
+    "list": ["[1, 2, 3]", "5", "[None]", "[[1]]", "[1, 'a']", "{'a': 1}", "np.array(3)"],
+    "number": ["'a'", "'1'"],
+    "integer": ["float('nan')", "0.5", "2**70", "float('inf')"],
+    "string": ["1", "0.5", "True"],
+}
+SHAPES: dict[str, dict[str, Any]] = {"scalar": {}, "vector": {"dim": 2}, "list": {"max_items": 2}}
+
+
+def bad_answers() -> Iterator[Any]:
+    for dtype, shape in itertools.product(WHOLE, SHAPES):
+        if dtype in ("string", "bool") and shape == "vector":
+            continue
+        values = [*BAD_OF_ANY, *BAD_OF[shape]]
+        if shape == "scalar":
+            values += BAD_OF["string"] if dtype == "string" else BAD_OF["number"] if dtype != "bool" else ["'a'"]
+            values += [*BAD_OF["integer"], "128 if dtype == 'int8' else 2**63"] if dtype.startswith("int") else []
+        yield pytest.param(Feature("f", dtype, **SHAPES[shape]), WHOLE[dtype], values, id=f"{dtype}-{shape}")
+
+
+@pytest.mark.parametrize(("feature", "one", "values"), list(bad_answers()))
+def test_a_row_whose_answer_does_not_fit_is_one_bad_row(feature: Feature, one: Any, values: list[str]) -> None:
+    good = [one, one] if feature.dim or feature.max_items else one
+    for text in values:
+        bad = eval(text, {"np": np, "torch": torch, "dtype": feature.dtype})
+        done = compute(one_bad(feature, good, bad), view(feature), batch(range(10)))
+        told = [(rejected.row, rejected.stage) for rejected in done.rejections]
+        assert (text, done.rows.tolist(), told) == (text, [0, 1, 2, 4, 5, 6, 7, 8, 9], [(3, "misfit")])
+        assert done.features.to_pylist() == [{"f": good}] * 9, text
+
+
+def test_a_number_in_a_text_is_no_number_whatever_stands_beside_it() -> None:
+    """numpy makes texts of numbers beside a text."""
+    done = compute(Returning(lambda x: {"f": ["2.5" if row == 1 else row for row in x.tolist()]}), view(SCALAR), batch([1, 2, 3]))
+    assert ([r.row for r in done.rejections], done.features.to_pylist()) == ([0], [{"f": 2.0}, {"f": 3.0}])
+
+
+def test_what_is_masked_is_null_or_does_not_fit() -> None:
+    def masked(x: Any) -> Any:
+        return np.ma.array(x, mask=x == 2)
+
+    made = Returning(lambda x: {"f": masked(x), "v": np.ma.array(np.stack([x, x], 1), mask=np.stack([x == 3, x == 9], 1))})
+    done = compute(made, view(SCALAR, Feature("v", "float32", dim=2)), batch([1, 2, 3]))
+    assert done.features.to_pylist() == [{"f": 1.0, "v": [1.0, 1.0]}, {"f": None, "v": [2.0, 2.0]}]
+    assert [(r.row, r.stage) for r in done.rejections] == [(2, "misfit")]
+
+
+def test_a_tensor_whose_memory_is_used_again_keeps_its_values() -> None:
+    memory = torch.zeros(2)
+
+    def make(x: Any) -> Any:
+        memory[: len(x)] = torch.tensor(x)
+        return {"f": memory[: len(x)]}
+
+    done = list(Runner(Returning(make), view(SCALAR)).stream([batch([1, 2]), batch([3, 4])]))
+    assert [outcome.features.column("f").to_pylist() for _, outcome in done] == [[1.0, 2.0], [3.0, 4.0]]
 
 
 RAGGED = [[1, 2], [], [3]]
@@ -334,14 +415,14 @@ def test_what_a_model_returned_may_be_used_again(how: str) -> None:
         ([[1], []], "2 values for 3 rows"),
     ],
 )
-def test_lists_that_do_not_fit_are_a_model_error(values: Any, message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        compute(Returning(lambda _: {"f": values}), view(LIST), batch([1, 2, 3]))
+def test_lists_that_do_not_fit_are_told(values: Any, message: str) -> None:
+    with pytest.raises(Misfit, match=message):
+        Declared(view(LIST)).columns({"f": values}, 3)
 
 
 def test_a_matrix_where_one_value_is_declared_is_told_of_both_ways_out() -> None:
-    with pytest.raises(ModelError, match=r"declare `dim` \(or `max_items`, of a list\)"):
-        compute(Returning(lambda _: {"f": [[1.0], [2.0], [3.0]]}), view(SCALAR), batch([1, 2, 3]))
+    with pytest.raises(Misfit, match=r"declare `dim` \(or `max_items`, of a list\)"):
+        Declared(view(SCALAR)).columns({"f": [[1.0], [2.0], [3.0]]}, 3)
 
 
 def test_what_fits_is_cast_to_the_declared_type() -> None:

@@ -860,10 +860,10 @@ def test_rows_that_come_again_are_counted_by_key_and_input(tmp_path: Path) -> No
     live = files("live", "SELECT 'k' AS a, 0 AS id, (-1)::BIGINT AS x")  # of one recipe, so of one type
     with Source(rows.format("CASE WHEN i < 3 THEN -i - 1 ELSE i END"), ("a", "id"), {}) as source:
         source.load()
-        assert returned_rows(source, bad, good, live) == (5, 2)
-        assert returned_rows(source, bad, good, Files()) == (5, 3)
-        assert returned_rows(source, bad, Files(), good) == (9, 3)
-        assert returned_rows(source, bad, bad, Files()) == (0, 0)
+        assert returned_rows(source, bad, good, live) == (5, 2, 1)
+        assert returned_rows(source, bad, good, Files()) == (5, 3, 0)
+        assert returned_rows(source, bad, Files(), good) == (9, 3, 4)
+        assert returned_rows(source, bad, bad, Files()) == (0, 0, 0)
         with pytest.raises(SnapshotError, match="earlier results"):
             returned_rows(source, Files([tmp_path / "gone"]), good, live)
 

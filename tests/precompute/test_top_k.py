@@ -251,6 +251,31 @@ def test_a_vector_whose_scores_overflow_is_a_bad_row() -> None:
         TopK(pa.table({"id": [7], "vector": [[1e39]]}))
 
 
+@pytest.mark.parametrize("kind", [pa.list_(pa.float64()), pa.list_(pa.float32())])
+def test_a_vector_of_another_length_is_one_bad_row(kind: pa.DataType) -> None:
+    vectors = pa.array([[9.0, 9.0], [1.0, 0.0], [1.0], [], None, [1.0, None], [0.0, 1.0], [1.0, 2.0, 3.0]], kind)
+    items, best = Feature("items", "int64", max_items=1), TopK(table([7, 8], [[1, 0], [0, 1]]), 1)
+    view = FeatureView("best", ("vector",), (items, Feature("scores", "float32", max_items=1)), 60.0, 60.0)
+    # a slice of a batch, as windows are
+    done = compute(best, view, pa.record_batch({"vector": vectors}).slice(1))
+    assert done.features.column("items").to_pylist() == [[7], [8]]
+    assert {rejected.row: rejected.error for rejected in done.rejections} == {
+        1: "vector has 1 numbers, the items' vectors 2",
+        2: "vector has 0 numbers, the items' vectors 2",
+        3: "vector is null",
+        4: "vector has a null or a number that is not finite",
+        6: "vector has 3 numbers, the items' vectors 2",
+    }
+
+
+def test_a_null_among_vectors_of_one_length_is_one_bad_row() -> None:
+    vectors = pa.array([[1.0, 0.0], None, [0.0, float("nan")], [0.0, 1.0]], pa.list_(pa.float32(), 2))
+    assert TopK(table([7, 8], [[1, 0], [0, 1]]), 1).unusable(pa.record_batch({"vector": vectors})) == {
+        1: "vector is null",
+        2: "vector has a null or a number that is not finite",
+    }
+
+
 @pytest.mark.parametrize(
     ("items", "message"),
     [

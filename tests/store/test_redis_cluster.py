@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -287,6 +288,31 @@ def test_a_load_follows_slots_that_move_under_it(cluster: RedisCluster, open_sto
     assert read_all(store, table) == list(table.values())
     assert sum(map(len, keys_held(cluster).values())) == len(table)
     migrate(cluster, slot, to, source)
+
+
+@pytest.mark.parametrize("finish", [True, False], ids=["moved", "ask"])
+def test_the_end_of_a_load_follows_a_slot_that_moves_under_it(
+    cluster: RedisCluster, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, finish: bool
+) -> None:
+    """Of the key by which each master is seen to have handed on what it has."""
+    store = open_store(cluster.url())
+    source, to = cluster.master_of("0"), next(node for node in cluster.masters if node is not cluster.master_of("0"))
+    states, migrated = store._servers.states, list[int]()
+
+    def moved(doing: str, *arguments: Any) -> Any:
+        found = states(doing, *arguments)
+        if not migrated and "load" in doing:
+            migrated.append(slot_of("0"))
+            migrate(cluster, slot_of("0"), source, to, finish=finish)
+        return found
+
+    load(store, 1, many(10))
+    monkeypatch.setattr(store._servers, "states", moved)
+    load(store, 2, TABLE)
+    assert migrated
+    if not finish:
+        migrate(cluster, slot_of("0"), source, to)
+    migrate(cluster, slot_of("0"), to, source)
 
 
 # ---- masters that are killed
