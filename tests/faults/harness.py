@@ -179,7 +179,7 @@ class FaultScene:
         """Write project.yaml and the view."""
         self._project = None
         (self.folder / "views").mkdir(parents=True, exist_ok=True)
-        gates = dict.fromkeys(("rows", "norm", "drift", "moved", "rolled_back", "zero", "duplicates"))
+        gates = dict.fromkeys(("rows", "norm", "drift", "moved", "rolled_back", "zero", "duplicates", "parity"))
         retention = {"keep": 1, "grace": "0s"}
         settings = {"root": "./var", "online": self.online, "vars": {"data": "./"}, "notify": ["true"], "retention": retention}
         definition = {
