@@ -77,7 +77,7 @@ def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict
         line |= _live(snapshot, ref) | {"online": pointer is not None and pointer.epoch == ref.epoch}
         line["index"] = _index(store, snapshot, ref)
         line |= _source(known_source_at(snapshot, reports))
-        line["partitions"] = None if name in project.broken else partitions_served(project.view(name), store, snapshot)
+        line["partitions"] = None if name in project.broken else partitions_served(project.view(name), store, snapshot, reports)
         attention += _too_old(project, name, line["source_age_s"])
         attention += _lost(store, online) if line["online"] else []
         line["behind"] = inputs_behind(store, snapshot, reports)
@@ -145,9 +145,10 @@ def _ahead(times_us: Mapping[str, int | None]) -> list[str]:
 
 
 def notes(line: Mapping[str, Any]) -> list[str]:
-    """What of a view's line is worth knowing and needs nobody: inputs that its next run will catch up with, and which partitions are served."""
+    """What of a view's line is worth knowing and needs nobody: inputs that its next run will catch up with, and
+    which partitions are served, of an older model, or late."""
     told = [in_words(behind) for behind in line["behind"] or ()]
-    told += [partitions_in_words(line["partitions"], line["rows"])] if line["partitions"] else []
+    told += partitions_in_words(line["view"], line["partitions"], line["rows"]) if line["partitions"] else []
     return [text for text in told if text and text not in line["attention"]]
 
 

@@ -21,6 +21,7 @@ from jobs.process.notify import notify
 from jobs.process.progress import Progress, Silent
 from jobs.process.report import PUBLISHING, close_dead, recorded
 from jobs.publish.publisher import Publisher
+from jobs.rows.late import look_for_late_rows
 from jobs.rows.plan import Plan
 from precompute.registry import LoadedModel
 from store.clock import parsed_time
@@ -97,6 +98,9 @@ def run_view(
         snapshot = materialize(job) if computes else _named(job)
         if options.command != "materialize":
             _publish(job, snapshot)
+        if options.command == "run" and options.partition is not None and options.backfill is None:
+            with report.stage("late rows"):
+                look_for_late_rows(job)
     return report
 
 

@@ -133,18 +133,9 @@ def open_view(
         SourceError: a file is missing, or a view it reads was never published.
         ModelError: the model failed to load, or its files are being replaced.
     """
-    sql, model = view.definition.source, view.definition.model
+    source, inputs = open_source(view, offline, folder, pinned=pinned, partition=partition, memory_mb=memory_mb)
+    model = view.definition.model
     queries = model_queries(model.args)
-    wanted = sorted({name for text in (sql, *queries.values()) for name in referenced_views(text)})
-    inputs = {name: pinned[name] if pinned is not None else _live_number(offline, name, view.name) for name in wanted}
-    live = {name: _files(offline.view(name), number) for name, number in inputs.items()}
-    bounds = None if partition is None else (partition.start, partition.end)
-    try:
-        source = Source(sql, view.entity, live, bounds=bounds, folder=folder, memory_mb=memory_mb)
-    except ConfigError as exc:
-        raise ConfigError(f"view {view.name!r}: source.sql: {exc}") from exc
-    except SourceError as exc:
-        raise SourceError(f"view {view.name!r}: {exc}") from exc
     variant = variant_name(model)
     try:
         tables = {name: _table(view, source, name, text) for name, text in queries.items()}
@@ -161,6 +152,35 @@ def open_view(
         raise
     compiled = offline.view(view.name).compiled
     return OpenView(view, folder, source, loaded.model, fingerprint, inputs, tables, variant, compiled, held, loaded.fingerprint)
+
+
+def open_source(
+    view: FeatureView,
+    offline: OfflineStore,
+    folder: Path,
+    *,
+    pinned: Mapping[str, int] | None = None,
+    partition: Partition | None = None,
+    memory_mb: int = 1024,
+) -> tuple[Source, dict[str, int]]:
+    """A view's source, which the caller closes, and the numbers of the snapshots that it and the model's tables read. Arguments as for :func:`open_view`.
+
+    Raises:
+        ConfigError: bad SQL.
+        SourceError: a file is missing, or a view it reads was never published.
+    """
+    sql = view.definition.source
+    texts = (sql, *model_queries(view.definition.model.args).values())
+    wanted = sorted({name for text in texts for name in referenced_views(text)})
+    inputs = {name: pinned[name] if pinned is not None else _live_number(offline, name, view.name) for name in wanted}
+    live = {name: _files(offline.view(name), number) for name, number in inputs.items()}
+    bounds = None if partition is None else (partition.start, partition.end)
+    try:
+        return Source(sql, view.entity, live, bounds=bounds, folder=folder, memory_mb=memory_mb), inputs
+    except ConfigError as exc:
+        raise ConfigError(f"view {view.name!r}: source.sql: {exc}") from exc
+    except SourceError as exc:
+        raise SourceError(f"view {view.name!r}: {exc}") from exc
 
 
 class SharedModels:

@@ -1,6 +1,6 @@
 """Catalog: one line for each manifest of a view, so that a run need not parse them all. Derived from them, and never believed without them.
 
-<root>/<view>/refs/catalog.jsonl      <crc32 of the rest> [number, size, mtime_ns, run, partition, parent, created_at, refused_by, files, members, rows]
+<root>/<view>/refs/catalog.jsonl      <crc32 of the rest> [number, size, mtime_ns, run, partition, parent, created_at, refused_by, files, members, rows, computation]
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class Entry:
     members: tuple[int, ...] = ()
     """Of an assembled snapshot: the partitions' snapshots it serves."""
     rows: int = 0
+    computation: str = ""
+    """Digest of model, source and features, whatever the rows are hashed by."""
 
     @classmethod
     def of(cls, number: int, snapshot: Snapshot) -> Entry:
@@ -49,7 +51,18 @@ class Entry:
         files = tuple(part.path for part in (*snapshot.parts, snapshot.deletes, snapshot.rejected) if part is not None)
         refused = tuple(snapshot.refused_by)
         members = tuple(sorted(snapshot.members.values()))
-        of = snapshot.run, snapshot.partition, snapshot.parent, snapshot.created_at, refused, files, members, snapshot.rows
+        computation = snapshot.computation or snapshot.recipe
+        of = (
+            snapshot.run,
+            snapshot.partition,
+            snapshot.parent,
+            snapshot.created_at,
+            refused,
+            files,
+            members,
+            snapshot.rows,
+            computation,
+        )
         return cls(number, *of)
 
 
@@ -148,8 +161,10 @@ def _lines(path: Path) -> dict[int, tuple[Stamp, Entry]]:
             continue
         try:
             if int(line[:8], 16) == zlib.crc32(line[9:]):
-                number, size, mtime_ns, run, partition, parent, created_at, refused, files, members, rows = json.loads(line[9:])
-                entry = Entry(number, run, partition, parent, created_at, tuple(refused), tuple(files), tuple(members), rows)
+                number, size, mtime_ns, run, partition, parent, created_at, *of = json.loads(line[9:])
+                refused, files, members, rows, computation = of
+                named = tuple(refused), tuple(files), tuple(members)
+                entry = Entry(number, run, partition, parent, created_at, *named, rows=rows, computation=computation)
                 lines[number] = (size, mtime_ns), entry
         except (ValueError, TypeError):
             continue
@@ -157,7 +172,7 @@ def _lines(path: Path) -> dict[int, tuple[Stamp, Entry]]:
 
 
 def _line(stamp: Stamp, entry: Entry) -> bytes:
-    named = (entry.files, entry.members, entry.rows)
+    named = (entry.files, entry.members, entry.rows, entry.computation)
     values = [entry.number, *stamp, entry.run, entry.partition, entry.parent, entry.created_at, entry.refused_by, *named]
     body = json.dumps(values).encode()
     return b"%08x %s" % (zlib.crc32(body), body)

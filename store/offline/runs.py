@@ -77,6 +77,10 @@ class Report(Record):
     """When the source was read, µs since 1970."""
     source_at: str | None = None
     """When the source itself was last modified, ISO 8601 in UTC; None where it is not known."""
+    looked_at: list[str] = field(default_factory=list)
+    """Other partitions, whose source was read again after the run."""
+    late: list[str] = field(default_factory=list)
+    """Those of them whose source yields other rows than they were computed from."""
     error: str | None = None
     attention: list[str] = field(default_factory=list)
     """What an operator should look at though the run went well."""
