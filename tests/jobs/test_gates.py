@@ -959,3 +959,9 @@ def test_a_feature_more_breaks_nobody(make_project: MakeProject) -> None:
 
     make_project(list(GOOD.items()), view=anything("double", "vector")).run()
     assert make_project(list(GOOD.items()), view=anything("vector", "other", "double")).run().status == "published"
+
+
+def test_a_view_of_one_row_may_change(make_project: MakeProject) -> None:
+    """One value makes no share: whatever it is, no gate has a case."""
+    for day in (1.0, 2.0, 3.0):
+        assert make_project([(7, day)], view=values_view()).run().status == "published"

@@ -10,6 +10,7 @@ from typing import Any, get_args
 import pyarrow as pa
 import pytest
 
+import jobs.pipeline.run
 from jobs.config.view import GatesConfig
 from store.disk import crashpoint
 from store.disk.crashpoint import InjectedError
@@ -180,6 +181,28 @@ def test_empty_partitions_first_last_in_the_middle_and_twice(corpus: Corpus) -> 
     corpus.run(4, {2: 2.0})
     corpus.run(4, {})
     assert corpus.served() == {1: 1.0}
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_partition_that_is_computed_again_while_a_newer_one_goes_live(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    for day in range(2):
+        corpus.run(day, {10 * day: 1.0, 1: 1.0 + day})
+    corpus.write(first, corpus.days.get(first, {}) | {5: 5.0})
+    other = 2 - first
+    corpus.write(other, corpus.days.get(other, {}) | {6: 6.0})
+    committed = jobs.pipeline.run.materialize
+
+    def then_another(job: Any) -> Any:
+        snapshot = committed(job)
+        monkeypatch.undo()
+        assert corpus.run(other).status == "published"
+        return snapshot
+
+    monkeypatch.setattr(jobs.pipeline.run, "materialize", then_another)
+    corpus.run(first)
+    assert corpus.served() == {0: 1.0, 1: 2.0, 5: 5.0, 6: 6.0, 10: 1.0}
 
 
 def test_what_was_rolled_back_from_is_not_assembled_again(corpus: Corpus) -> None:
