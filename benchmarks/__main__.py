@@ -23,6 +23,7 @@ SCRIPTS = (
     "engine_kill",
     "accuracy_audit",
     "gates_table",
+    "gates_cost",
     "backfill",
     "store_plan",
     "store_chain",

@@ -10,6 +10,7 @@ from typing import Any, get_args
 import pyarrow as pa
 import pytest
 
+import jobs.pipeline.materialize
 import jobs.pipeline.run
 from jobs.config.view import GatesConfig
 from store.disk import crashpoint
@@ -192,7 +193,7 @@ def test_a_partition_that_is_computed_again_while_a_newer_one_goes_live(
     corpus.write(first, corpus.days.get(first, {}) | {5: 5.0})
     other = 2 - first
     corpus.write(other, corpus.days.get(other, {}) | {6: 6.0})
-    committed = jobs.pipeline.run.materialize
+    committed = jobs.pipeline.materialize.materialize
 
     def then_another(job: Any) -> Any:
         snapshot = committed(job)
