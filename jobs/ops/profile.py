@@ -19,7 +19,8 @@ from jobs.config.project import Project
 from jobs.rows.open_view import OpenView, open_view
 from precompute.engine.batching import WINDOW_ROWS, joined
 from precompute.engine.runner import Runner
-from store.errors import ConfigError, SourceError
+from precompute.engine.window import MISFIT, Outcome
+from store.errors import ConfigError, ModelError, SourceError
 from store.offline.view_store import OfflineStore
 from store.partition import Partition
 
@@ -63,7 +64,7 @@ def profile(
         first = next(windows)
         # before the clock starts, but a part of the time
         read_s = runner.meter.stage("read").busy_s
-        Runner(opened.model, opened.view).compute(first.slice(0, WARM_UP_ROWS))
+        _check_fit(Runner(opened.model, opened.view).compute(first.slice(0, WARM_UP_ROWS)), name)
         if trace is not None:
             _write_trace(opened, first, trace)
         began = time.monotonic()
@@ -74,6 +75,14 @@ def profile(
                 scratch.view(name).write_part("profile", f"part-{number:05d}.parquet", pa.Table.from_batches([done.features]))
             seconds = time.monotonic() - began + read_s
         return {"view": name, "rejected": rejected, "load_s": round(load_s, 3), **runner.figures(seconds)}
+
+
+def _check_fit(done: Outcome, view: str) -> None:
+    """Raises:
+    ModelError: the model's answer fits the view for no row.
+    """
+    if done.rejections and not len(done.rows) and all(rejected.stage == MISFIT for rejected in done.rejections):
+        raise ModelError(f"view {view!r}: the model's answer fits for no row ({done.rejections[0].error})")
 
 
 def _sampled(opened: OpenView, rows: int, runner: Runner) -> Iterator[pa.RecordBatch]:

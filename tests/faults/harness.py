@@ -26,6 +26,7 @@ import yaml
 
 import jobs.rows.chunks
 import jobs.rows.plan
+from jobs.config.view import COMPUTING_GATES, GATES
 from jobs.ops.drop import drop
 from store.disk import crashpoint
 from store.disk.crashpoint import InjectedError
@@ -179,7 +180,8 @@ class FaultScene:
         """Write project.yaml and the view."""
         self._project = None
         (self.folder / "views").mkdir(parents=True, exist_ok=True)
-        gates = dict.fromkeys(("rows", "norm", "drift", "moved", "rolled_back", "zero", "duplicates", "parity"))
+        # what is tried is what happens to rows, whatever their values become
+        gates = dict.fromkeys(name for name in GATES if name not in (*COMPUTING_GATES, "rejected", "coverage"))
         retention = {"keep": 1, "grace": "0s"}
         settings = {"root": "./var", "online": self.online, "vars": {"data": "./"}, "notify": ["true"], "retention": retention}
         definition = {

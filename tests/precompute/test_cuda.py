@@ -68,7 +68,7 @@ def computed(model: Any, view: FeatureView, given: pa.RecordBatch) -> npt.NDArra
     (window,) = forward.windows(preparation.batches([preparation.window(Window(given, given))]))
     assert not window.rejections
     rows = np.concatenate([rows for rows, _ in window.pieces])
-    made = np.concatenate([features[view.features[0].name] for _, features in window.pieces])
+    made = np.concatenate([np.stack(features[view.features[0].name].to_pylist()) for _, features in window.pieces])
     return made[np.argsort(rows)]
 
 

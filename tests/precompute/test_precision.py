@@ -491,7 +491,9 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnx, "missing_packages", lambda _: "onnxruntime not installed: pip install 'precompute-store[onnx]'")
-    with pytest.raises(ConfigError, match=r"precision fp32-onnx: onnxruntime not installed: pip install 'precompute\[onnx\]'"):
+    with pytest.raises(
+        ConfigError, match=r"precision fp32-onnx: onnxruntime not installed: pip install 'precompute-store\[onnx\]'"
+    ):
         convert(mlp(), technique("fp32-onnx"), some_rows)
 
 

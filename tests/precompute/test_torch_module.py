@@ -389,13 +389,20 @@ def test_columns_that_do_not_fit(spec: Any, column: Any, message: str) -> None:
         ("x", "y", "outputs names 'y', but the module returns 0"),
         ("cube", 0, r"output 'y' has shape \[2, 1, 1\]"),
         ("written", 0, r"writes into its input 'x': let it work on a clone\(\)"),
-        ("short", 0, "returned 1 values for 2 rows"),
     ],
 )
 def test_outputs_that_do_not_fit_fail_the_run(returns: str, key: int | str, message: str) -> None:
     view = FeatureView("echoes", ("id",), (Feature("y", "float32"),), 60.0, 60.0)
     with pytest.raises(ModelError, match=message):
         Runner(echo("v", returns, key), view).compute(pa.record_batch({"v": [1.0, 2.0]}))
+
+
+def test_an_output_with_too_few_rows_is_the_rows_own() -> None:
+    view = FeatureView("echoes", ("id",), (Feature("y", "float32"),), 60.0, 60.0)
+    done = Runner(echo("v", "short", 0), view).compute(pa.record_batch({"v": [1.0, 2.0]}))
+    assert [(row.row, row.error) for row in done.rejections] == [
+        (row, "feature 'y' of view 'echoes': the model returned 0 values for 1 rows") for row in (0, 1)
+    ]
 
 
 # ---- programs
