@@ -200,9 +200,8 @@ def _with_store(store: str, redis_url: str) -> dict[str, Any]:
 @pytest.mark.parametrize("store", ["table", "redis"])
 def test_a_publish_is_picked_up_at_once_and_no_answer_mixes_two_snapshots(tmp_path: Path, redis_url: str, store: str) -> None:
     ids = list(range(40))
-    alike = {
-        "gates": {"norm": None, "duplicates": None, "constant": None}
-    }  # all rows are the same, and grow from snapshot to snapshot
+    # all rows are the same, and grow from snapshot to snapshot
+    alike = {"gates": dict.fromkeys(("norm", "duplicates", "constant", "shift", "moved"))}
     project = make_folder(tmp_path, {"numbers": alike}, **_with_store(store, redis_url))
     write_numbers(tmp_path, ids, x=1)
     project.publish_all()
