@@ -6,6 +6,7 @@ The rows are drawn from all batches, by their place among those that the run com
 
 from __future__ import annotations
 
+import bisect
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -69,12 +70,14 @@ class Audit:
 
     def __init__(self, config: ViewConfig, opened: OpenView, rows: int, before_s: float) -> None:
         self._config, self._opened = config, opened
-        drawn = np.random.default_rng(_SEED).choice(rows, min(rows, AUDITED_ROWS), replace=False, shuffle=False)
-        self._places = np.sort(drawn)
+        self._in_batches = config.gates.parity is not None and not opened.view.fallback and opened.wanted is None
+        wanted = AUDITED_ROWS if opened.variant != REFERENCE else ALONE_ROWS if self._in_batches else 0
+        drawn = np.random.default_rng(_SEED).choice(rows, min(rows, wanted), replace=False, shuffle=False)
+        self._places: list[int] = np.sort(drawn).tolist()
         self._inputs: list[pa.RecordBatch] = []
         self._made: list[pa.RecordBatch] = []
         self._ends = _Ends(opened.view) if opened.variant != REFERENCE else None
-        self._pending: list[tuple[pa.RecordBatch, Outcome]] = []
+        self._pending: list[tuple[int, pa.RecordBatch, Outcome]] = []
         self._rows = self._bytes = self._pending_bytes = 0
         self._began = time.monotonic() - before_s
         self._spent_s = 0.0
@@ -86,7 +89,11 @@ class Audit:
             batch: as it was given to the engine, with a column ``input_hash``.
             done: what became of its rows, or of some.
         """
-        self._pending.append((batch, done))
+        start = self._rows
+        self._rows += len(done.rows)
+        if self._ends is None and not self._drawn(start, len(done.rows)):
+            return
+        self._pending.append((start, batch, done))
         self._pending_bytes += batch.nbytes + done.features.nbytes
         if self._pending_bytes > TOGETHER_BYTES:
             self._look()
@@ -95,19 +102,22 @@ class Audit:
         """Draw rows of the windows that came since."""
         # what it waits for meanwhile is the model
         began = time.thread_time()
-        for batch, done in self._pending:
+        for start, batch, done in self._pending:
             if not len(done.rows):
                 continue
-            first, last = np.searchsorted(self._places, (self._rows, self._rows + len(done.rows))).tolist()
-            if first < last:
-                self._keep(batch, done, self._places[first:last] - self._rows)
+            if chosen := self._drawn(start, len(done.rows)):
+                self._keep(batch, done, np.array(chosen) - start)
                 if self._bytes > HELD_BYTES:
-                    self._halve(last)
+                    self._halve(start + len(done.rows))
             if self._ends is not None:
                 self._ends.look_at(batch, done)
-            self._rows += len(done.rows)
         self._pending, self._pending_bytes = [], 0
         self._spent_s += time.thread_time() - began
+
+    def _drawn(self, start: int, rows: int) -> list[int]:
+        """Places that are drawn, of ``rows`` from ``start``."""
+        first = bisect.bisect_left(self._places, start)
+        return self._places[first : bisect.bisect_left(self._places, start + rows, first)]
 
     def verdicts(self, model_s: float) -> list[Verdict]:
         """What the gates ``batch`` and ``accuracy`` say, where there are rows and time enough for it.
@@ -138,13 +148,13 @@ class Audit:
         self._made.append(done.features.take(pa.array(chosen)))
         self._bytes += self._inputs[-1].nbytes + self._made[-1].nbytes
 
-    def _halve(self, drawn: int) -> None:
-        """Let go of every other row, of those that are held and of those to come after the first ``drawn``."""
+    def _halve(self, end: int) -> None:
+        """Let go of every other row, of those that are held and of those to come from ``end`` on."""
         self._inputs, self._made = (
             [pa.concat_batches(held).take(pa.array(np.arange(0, sum(map(len, held)), 2)))] for held in (self._inputs, self._made)
         )
         self._bytes = self._inputs[0].nbytes + self._made[0].nbytes
-        self._places = np.concatenate([self._places[:drawn:2], self._places[drawn::2]])
+        self._places = [place for number, place in enumerate(self._places) if place < end or number % 2]
 
     # ---- among other rows
 
@@ -152,7 +162,7 @@ class Audit:
         """The gate ``batch``, where a row differs; none on a GPU, where another worker would have to begin, nor where the fallback's parity tells the same."""
         view, limit = self._opened.view, self._config.gates.parity
         rows = min(ALONE_ROWS, made.num_rows, int(budget_s / max(row_s, 1e-9)))
-        if limit is None or view.fallback or self._opened.wanted is not None or rows < 2:
+        if limit is None or not self._in_batches or rows < 2:
             return []
         step, until = min(ALONE_TOGETHER, rows // 2), time.monotonic() + budget_s
         outcomes, runner = [], Runner(self._opened.model, view, search=False)

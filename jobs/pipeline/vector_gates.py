@@ -171,9 +171,8 @@ def moves_of(store: ViewStore, snapshot: Snapshot, live: Snapshot, replaced: Rep
         return None
     keys = key_column(then, entity)
     # Those of the drawn keys that left the source, or were rejected, are found nowhere: so are as many of all that are not the same any more.
-    still_there, again = rows_beside(layers, before).find(keys, entity, groups=READ_GROUPS, seed=seed_of(layers))
-    now = store.table(snapshot, again, [*entity, *features])
-    place = pc.index_in(key_column(now, entity), keys)
+    still_there, again, found = rows_beside(layers, before).find(keys, entity, groups=READ_GROUPS, seed=seed_of(layers))
+    now, place = store.table(snapshot, again, features), pc.index_in(found, keys)
     changed = round(gone.count * still_there / max(1, then.num_rows))
     return Moves(all_rows(before).count - gone.count, changed, now, then.take(place))
 

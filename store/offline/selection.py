@@ -150,8 +150,11 @@ class Selection:
                     chosen = table if len(numbers) == table.num_rows else table.take(pa.array(numbers))
                     yield from chosen.to_batches()
 
-    def find(self, keys: pa.Array, entity: Sequence[str], *, groups: int | None = None, seed: int = 0) -> tuple[int, Selection]:
-        """Of these rows the ones with certain keys: (how many there are, they themselves). Reads the key columns of all.
+    def find(
+        self, keys: pa.Array, entity: Sequence[str], *, groups: int | None = None, seed: int = 0
+    ) -> tuple[int, Selection, pa.Array]:
+        """Of these rows the ones with certain keys: (how many there are, they themselves, and the text of each one's key). Reads the key columns of all, or, where the key is one integer, of
+        the row groups that may hold any by their least and greatest key: half of them, where 8,192 of 10⁷ keys in order are looked for in 64 places.
 
         Args:
             keys: key texts.
@@ -162,25 +165,30 @@ class Selection:
         Raises:
             SnapshotError: a file cannot be read.
         """
-        hits: list[tuple[int, Numbers]] = []
+        hits: list[tuple[int, Numbers, pa.Array]] = []
+        wanted = _in_order(keys) if len(entity) == 1 else None
         for position, file in enumerate(self.files):
             if not file.count:
                 continue
             with _reading(file.path) as opened:
                 for group, first, numbers in _groups(file, opened):
-                    table = opened.read_row_group(group, list(entity)).take(pa.array(numbers))
+                    if wanted is not None and not _may_hold(opened, group, entity[0], wanted):
+                        continue
+                    table = opened.read_row_group(group, list(entity))
+                    if len(numbers) < table.num_rows:
+                        table = table.take(pa.array(numbers))
                     hit = np.flatnonzero(np.asarray(_are_among(table, keys, entity)))
                     if len(hit):
-                        hits.append((position, numbers[hit] + first))
-        total = sum(len(numbers) for _, numbers in hits)
+                        hits.append((position, numbers[hit] + first, key_column(table.take(pa.array(hit)), entity)))
+        total = sum(len(numbers) for _, numbers, _ in hits)
         if groups is not None and len(hits) > groups:
             kept = np.sort(np.random.default_rng(seed).choice(len(hits), groups, replace=False))
             hits = [hits[n] for n in kept.tolist()]
         files = []
-        for position in dict.fromkeys(position for position, _ in hits):
-            numbers = np.concatenate([n for p, n in hits if p == position])
+        for position in dict.fromkeys(position for position, _, _ in hits):
+            numbers = np.concatenate([n for p, n, _ in hits if p == position])
             files.append(FileRows(self.files[position].path, self.files[position].rows, numbers, others=False))
-        return total, Selection(files)
+        return total, Selection(files), pa.concat_arrays([keys.slice(0, 0), *(found.cast(keys.type) for _, _, found in hits)])
 
 
 def all_rows(layers: Layers) -> Selection:
@@ -264,6 +272,24 @@ def _groups(file: FileRows, opened: pq.ParquetFile) -> Iterator[tuple[int, int, 
         if len(numbers):
             yield group, first, numbers - first
         first += rows
+
+
+def _in_order(keys: pa.Array) -> Numbers | None:
+    """The keys as integers, ascending; None where one is none."""
+    try:
+        return np.sort(np.asarray(keys.cast(pa.int64())))
+    except pa.ArrowInvalid:
+        return None
+
+
+def _may_hold(opened: pq.ParquetFile, group: int, column: str, wanted: Numbers) -> bool:
+    """Whether any of some integers lies between the least and the greatest of a row group's key; also where that is not known."""
+    metadata = opened.metadata.row_group(group)
+    chunks = (metadata.column(number) for number in range(metadata.num_columns))
+    statistics = next((chunk.statistics for chunk in chunks if chunk.path_in_schema == column), None)
+    if statistics is None or not statistics.has_min_max or not isinstance(statistics.min, int):
+        return True
+    return bool(np.searchsorted(wanted, statistics.min) < np.searchsorted(wanted, statistics.max, side="right"))
 
 
 def _are_among(table: pa.Table, keys: pa.Array, entity: Sequence[str]) -> pa.ChunkedArray | pa.Array:

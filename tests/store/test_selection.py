@@ -103,9 +103,9 @@ def test_what_two_snapshots_share_is_told_by_position(tmp_path: Path) -> None:
 
 def test_rows_are_found_by_key_among_those_selected(tmp_path: Path) -> None:
     rows = all_rows(layers(tmp_path, (0, 40, [7]), (100, 10, [])))
-    total, found = rows.find(pa.array(["3", "7", "109", "5000"]), ["id"])
-    assert (total, ids(found)) == (2, [3, 109])
-    total, found = rows.find(pa.array([str(i) for i in range(0, 40, 5)]), ["id"], groups=2)
+    total, found, keys = rows.find(pa.array(["3", "7", "109", "5000"]), ["id"])
+    assert (total, ids(found), keys.to_pylist()) == (2, [3, 109], ["3", "109"])
+    total, found, _ = rows.find(pa.array([str(i) for i in range(0, 40, 5)]), ["id"], groups=2)
     assert (total, len(ids(found))) == (8, 4)
     assert {i // 10 for i in ids(found)} < {0, 1, 2, 3}
 
