@@ -35,7 +35,10 @@ def write_project(folder: Path, rows: int, partitioned: bool) -> Project:
     for day in range(DAYS):
         keys = np.arange(day * rows, (day + 1) * rows)
         at = pa.array(np.full(rows, (FIRST + timedelta(days=day)).timestamp() * 1e6, np.int64), pa.timestamp("us", "UTC"))
-        pq.write_table(pa.table({"id": keys, "x": keys.astype(np.float64), "t": at}), folder / f"day-{day:02}.parquet")
+        pq.write_table(
+            pa.table({"id": keys, "x": np.random.default_rng(day).standard_normal(rows), "t": at}),
+            folder / f"day-{day:02}.parquet",
+        )
     sql = "SELECT id, x FROM read_parquet('${data}/day-*.parquet')"
     view: dict[str, Any] = {
         "name": "documents",

@@ -95,7 +95,8 @@ class Audit:
             return
         self._pending.append((start, batch, done))
         self._pending_bytes += batch.nbytes + done.features.nbytes
-        if self._pending_bytes > TOGETHER_BYTES:
+        # a few windows of a run are looked at as they come, and not held
+        if self._ends is None or self._pending_bytes > TOGETHER_BYTES:
             self._look()
 
     def _look(self) -> None:
