@@ -24,7 +24,7 @@ from jobs.process.job import RunOptions
 from jobs.process.progress import Silent
 from store.partition import containing
 
-DAYS, ROWS, DIM = 60, 80_000, 64
+DAYS, ROWS, DIM = 60, 120_000, 64
 TODAY = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
 FIRST = TODAY - timedelta(days=DAYS)
 

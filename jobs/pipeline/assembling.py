@@ -166,7 +166,8 @@ def _assembled(job: Job, live: Snapshot | None, members: Mapping[str, Snapshot])
         and Standing(store).bad_below(live) is None
     ):
         try:
-            before = {partition: store.snapshot(number) for partition, number in live.members.items()}
+            known = {member.number: member for member in members.values()}
+            before = {partition: known.get(number) or store.snapshot(number) for partition, number in live.members.items()}
         except SnapshotError as exc:
             log.warning("%s; all is assembled again", exc)
         else:

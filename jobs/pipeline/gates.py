@@ -136,8 +136,9 @@ def _valued(figures: RowFigures, view: FeatureView) -> RowFigures:
 
 
 def _live_figures(store: ViewStore, live: Snapshot) -> RowFigures | None:
+    """None where they cannot be read. Of all partitions those of the newest one: a day is judged beside a day, and its manifest has them."""
     try:
-        return _figures(store, live)
+        return _figures(store, store.snapshot(live.members[max(live.members)]) if live.members else live)
     except SnapshotError as exc:
         # What is live is damaged: a reason to replace it, not to keep it.
         log.warning("%s", exc)

@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 SHARE = 0.05
 """Of the run's time, that looking may take."""
-LEAST_S = 1.0
-"""What looking may take at least: 20 partitions of 10⁵ rows."""
+LEAST_S = 0.1
+"""What looking may take at least: some five small partitions."""
 
 
 def look_for_late_rows(job: Job) -> None:

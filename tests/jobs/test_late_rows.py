@@ -18,6 +18,11 @@ Captured = pytest.CaptureFixture[str]
 NAMES = [str(containing("day", day)) for day in DAYS]
 
 
+@pytest.fixture(autouse=True)
+def time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs.rows.late, "LEAST_S", 10.0)
+
+
 @pytest.fixture
 def corpus(make_project: MakeProject) -> Corpus:
     """Three days of two keys each, of a view whose newest partition is served."""

@@ -245,6 +245,9 @@ def test_a_refused_day_is_left_out_and_more_lost_rows_than_allowed_are_refused(c
         "computed": 2,
         "rows": 55,
         "left_out": {"refused by rows": 1},
+        "older": [],
+        "looked_at": 1,
+        "late": [],
     }
 
 
