@@ -101,7 +101,7 @@ def _judge_features(
             if moves is not None:
                 judge_value_moves(feature, moves, before, gates, verdicts, judged=same_model)
         elif feature.dtype.startswith("float"):
-            judge_lengths(feature, figures, before, gates, verdicts)
+            judge_lengths(feature, figures, before or then, gates, verdicts)
             judge_duplicates(feature, sample, gates, verdicts)
             judge_packed(feature, sample, view, gates, verdicts)
             if moves is not None and same_model:

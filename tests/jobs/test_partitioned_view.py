@@ -497,3 +497,21 @@ def test_an_empty_partition_that_was_refused_is_judged_by_the_gates_as_they_are_
         run_day(empty, 2)
     project = make(make_project, table.slice(0, 0), gates={"rows": None, "drift": None, "norm": None})
     assert (run_day(project, 2).status, run_day(project, 2).status) == ("committed", "current")
+
+
+def test_a_new_partition_is_judged_beside_the_newest_one(make_project: MakeProject) -> None:
+    rows = {n: [(100 * n + key, float(key + 1)) for key in range(60)] for n in range(3)}
+    rows[2] = [(key, 1000.0 * x) for key, x in rows[2]]
+    table = pa.table(
+        {
+            "id": [key for of in rows.values() for key, _ in of],
+            "x": [x for of in rows.values() for _, x in of],
+            "t": pa.array([DAYS[n] for n, of in rows.items() for _ in of], pa.timestamp("us", "UTC")),
+        }
+    )
+    project = make(
+        make_project, table, gates={}, features={"vector": {"dtype": "float32", "dim": 4}, "double": {"dtype": "float64"}}
+    )
+    assert [run_day(project, n).status for n in range(2)] == ["published", "published"]
+    with pytest.raises(GateError, match=r"norm: mean norm of vector .*shift: the values of double"):
+        run_day(project, 2)
