@@ -11,7 +11,7 @@ help:
 	@echo "make demo       install, compute and publish the demo's views, print what came out"
 	@echo "make serve      keep the demo's answers up over HTTP"
 	@echo "make test       install and run the tests"
-	@echo "make test-fast  the quick ones, in a minute and a half"
+	@echo "make test-fast  the quick ones, in three minutes"
 	@echo "make check      lint, format and types"
 	@echo "make bench      the speed claims, as ratios measured side by side"
 
