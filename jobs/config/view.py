@@ -133,6 +133,15 @@ class FallbackConfig(Section):
         default=None, description="feature → value: stands in for a row that is missing, and says so; those not named are null"
     )
 
+    @model_validator(mode="after")
+    def _said(self) -> FallbackConfig:
+        own = sorted(self.model_fields_set & {"deadline", "keep", "keep_missing"})
+        if own and "enabled" not in self.model_fields_set:
+            raise ValueError(
+                f"{', '.join(own)} is of a fallback, and there is none unless it is enabled: write enabled: true, or enabled: false"
+            )
+        return self
+
 
 class SemanticCacheConfig(Section):
     """Answers a miss by the row of the entity whose input is nearest, if that is near enough; no model of this view is asked then."""

@@ -67,6 +67,10 @@ VIEW_MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"features": {"a": {"dtype": "float32", "dim": 2}}, "fallback": {"default": {"a": [1, 2, 3]}}},
         ["fallback.default"],
     ),
+    "fallback that is not enabled": (
+        {"fallback": {"deadline": "2s", "keep": "1m"}},
+        ["fallback", "deadline, keep", "enabled: true"],
+    ),
     "yes is a word": ({"fallback": {"enabled": "yes"}}, ["fallback.enabled", "'yes'", "boolean"]),
     "no feature": ({"features": {}}, ["features", "at least 1"]),
     "no entity": ({"entity": []}, ["entity", "at least 1"]),
