@@ -581,11 +581,12 @@ def test_real_views_run_for_their_missed_time_and_after_each_other(
     }
 
 
-def slow(make_project: MakeProject, **options: Any) -> tuple[Scene, OfflineStore]:
-    """A project whose view is due and takes a minute."""
+def slow(make_project: MakeProject, again: bool = False, **options: Any) -> tuple[Scene, OfflineStore]:
+    """A project whose view is due and takes a minute; ``again`` leaves its source alone, which a run may be reading."""
     model = {"use": "tests.arithmetic:Doubler", "args": {"sleep_s": 60}}
     schedule = {"numbers": {"at": RARELY} | options}
-    project = make_project([(1, 1.0)], view={"model": model}, project={"schedule": schedule, "lease": "2s"})
+    rows = None if again else [(1, 1.0)]
+    project = make_project(rows, view={"model": model}, project={"schedule": schedule, "lease": "2s"})
     store = project.offline
     Ledger(project, store).settle("numbers", LONG_AGO)
     return project, store
@@ -643,7 +644,7 @@ def test_the_deadline_of_a_run_outlives_the_scheduler_that_started_it(
     first = process(project)
     report = running_report(store)
     first.kill()
-    project, store = slow(make_project, deadline="1s", retries=1)
+    project, store = slow(make_project, again=True, deadline="1s", retries=1)
     second = process(project)
     second.await_said(r"numbers: ended \(its deadline of 1 s passed\) after .*")
     assert not _alive(report.pid)
