@@ -34,8 +34,8 @@ def partitions_served(config: ViewConfig, store: ViewStore, live: Snapshot, repo
     Returns:
         ``serve`` (newest or all, as what is live was published), ``served`` and ``computed`` (partitions with rows), ``rows`` (computed in the newest snapshots of all
         these, a key counted in each partition that has it), ``left_out``: reason → how many partitions are not served as they were computed last,
-        ``older``: partitions of another model or source than the view would be computed with now, ``looked_at``: how many partitions' sources the last run that
-        looked for late rows read again, and ``late``: those of them that have other rows now.
+        ``older``: partitions of another model or source than the view would be computed with now, ``looked_at``: how many partitions' sources these runs
+        read again to look for late rows, and ``late``: those of them that have other rows now.
 
     Raises:
         SnapshotError: a manifest cannot be read.
@@ -97,12 +97,14 @@ def _made_by(view: FeatureView) -> tuple[Any, ...]:
 
 
 def _late(newest: Mapping[str, Entry], reports: Sequence[Report]) -> dict[str, Any]:
-    """As the last run that looked has it, but for partitions that were computed again since."""
-    looked = next((report for report in reports if report.looked_at), None)
-    if looked is None:
-        return {"looked_at": 0, "late": []}
-    late = [partition for partition in looked.late if partition in newest and newest[partition].run < looked.run]
-    return {"looked_at": len(looked.looked_at), "late": sorted(late)}
+    """Of each partition as the last run that looked at it has it, but where it was computed again since."""
+    looked_at, late = set[str](), []
+    for report in reports:
+        for partition in set(report.looked_at) - looked_at:
+            if partition in report.late and partition in newest and newest[partition].run < report.run:
+                late.append(partition)
+        looked_at.update(report.looked_at)
+    return {"looked_at": len(looked_at), "late": sorted(late)}
 
 
 def in_words(view: str, partitions: Mapping[str, Any], rows: int) -> list[str]:
@@ -127,7 +129,7 @@ def in_words(view: str, partitions: Mapping[str, Any], rows: int) -> list[str]:
         late = partitions["late"]
         named = ", ".join(_date(partition) for partition in late[-NAMED:]) + (" and others" if len(late) > NAMED else "")
         lines.append(
-            f"late rows in {_count(late)} ({named}) of the {partitions['looked_at']:,} that the last run looked at: "
+            f"late rows in {_count(late)} ({named}) of the {partitions['looked_at']:,} that runs looked at: "
             f"{_backfill(view, late)} --reprocess stale --check-inputs` computes these, and looks at all others"
         )
     return lines

@@ -140,8 +140,9 @@ class RowCounter:
         self._pending.append(rows)
         self._pending_rows += rows.num_rows
         if self._together is None:
-            # of one window: to ask each is an eighth of all that counting takes
-            self._together = TOGETHER_BYTES * rows.num_rows // max(1, rows.nbytes)
+            # of one window, where all are as wide: to ask each is an eighth of all that counting takes
+            alike = all(f.max_items is None and f.dtype != "string" for f in self._view.features)
+            self._together = TOGETHER_BYTES * rows.num_rows // max(1, rows.nbytes) if alike else 0
         if self._pending_rows >= self._together:
             self._count()
 

@@ -11,6 +11,7 @@ import pytest
 
 import jobs.rows.late
 from store.partition import containing
+from store.record import replace
 from tests.conftest import MakeProject
 from tests.jobs.test_serve_all import DAYS, SQL, Corpus, serving
 
@@ -90,6 +91,15 @@ def test_looking_ends_with_its_time(corpus: Corpus, capsys: Captured, monkeypatc
     report = corpus.run(2)
     assert (report.looked_at, report.late) == ([], [])
     assert status(corpus, capsys)[0]["looked_at"] == 2  # of the run before
+
+
+def test_what_a_run_saw_counts_until_a_later_one_looks_again(corpus: Corpus, capsys: Captured) -> None:
+    corpus.write(0, corpus.days[0] | {5: 5.0})
+    assert corpus.run(2).late == [NAMES[0]]
+    runs = corpus.scene.offline.view("numbers").runs
+    later = replace(runs.reports()[0], run="99990101T000000.000000Z-000000", looked_at=[NAMES[1]], late=[])
+    runs.write(later)
+    assert status(corpus, capsys)[0]["late"] == [NAMES[0]]
 
 
 def test_sources_that_were_let_go_of_or_cannot_be_read_are_not_late(corpus: Corpus) -> None:
