@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from store.account.sightings import REFS, note
 from store.answer import ANSWER_FIELDS, Answer, AnswerPlan
 from store.errors import RequestError
 from store.fallback import Computed, Fallback, Miss, Waiting, check_inputs
@@ -202,6 +203,8 @@ class Lookup:
         answer.read_s, answer.verify_s = read_at - began, time.perf_counter() - judging
         if answer.damaged:
             self.on_damaged(view, answer.damaged)
+            if self.root is not None:
+                note(self.root / view / REFS, answer.damaged_keys())
         if self._misses is not None and behind:
             self._misses.begin(answer, missing, inputs, options.deadline_ms, fallback is not None)
         return answer

@@ -61,7 +61,6 @@ def verify(project: Project, name: str) -> list[Check]:
 
 
 def _checks(project: Project, store: ViewStore) -> list[Check]:
-    name = store.name
     try:
         ref, live, chain = _live(store)
     except PrecomputeError as exc:

@@ -100,7 +100,9 @@ class Account(Record, frozen=True):
         if turn.before_us:
             read = f"all {self.rows:,} rows read in the last {duration((now_us - turn.before_us) / 1e6)}"
         elif turn.rows:
-            read = f"{min(turn.rows, self.rows):,} of {self.rows:,} rows read in the last {duration((now_us - turn.began_us) / 1e6)}"
+            read = (
+                f"{min(turn.rows, self.rows):,} of {self.rows:,} rows read in the last {duration((now_us - turn.began_us) / 1e6)}"
+            )
         else:
             read = f"0 of {self.rows:,} rows read"
         if not self.files:

@@ -91,7 +91,9 @@ def _wrong(
     return None
 
 
-def not_whole(online: OnlineStore, pointer: Pointer, codec: RowCodec, keys: list[bytes], computed_us: Times | None) -> list[bytes]:
+def not_whole(
+    online: OnlineStore, pointer: Pointer, codec: RowCodec, keys: list[bytes], computed_us: Times | None
+) -> list[bytes]:
     """Those of some keys whose rows are not what a reader should find: missing, damaged, or computed at another time.
 
     Args:

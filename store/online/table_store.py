@@ -20,7 +20,16 @@ from store.errors import DamagedPointerError, OnlineStoreError, RowsLostError
 from store.feature_view import NAME
 from store.online import kernels
 from store.online.found_rows import FoundRows, PackedKeys, Reader, WholeColumns
-from store.online.online_store import FileCheck, Generation, OnlineStore, Pointer, check_epoch, check_loaded, check_not_live, check_taken
+from store.online.online_store import (
+    FileCheck,
+    Generation,
+    OnlineStore,
+    Pointer,
+    check_epoch,
+    check_loaded,
+    check_not_live,
+    check_taken,
+)
 from store.online.packed import Packed, Rows
 from store.online.table_file import TableFile
 from store.online.table_writer import TableWriter

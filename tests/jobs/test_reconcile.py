@@ -18,10 +18,11 @@ import yaml
 from jobs.pipeline.reconcile import reconcile
 from jobs.process.progress import Silent
 from jobs.publish.publisher import Publisher
-from store.account.account import read_account, write_account
-from store.account.checker import DEGRADED as HEALED, look
 from jobs.schedule.reconciler import Reconciler
 from jobs.schedule.scheduler import Scheduler
+from store.account.account import read_account, write_account
+from store.account.checker import DEGRADED as HEALED
+from store.account.checker import look
 from store.disk.lease import take
 from store.errors import ConflictError, OnlineStoreError
 from store.offline.refs import PUBLISH_LEASE
@@ -123,9 +124,7 @@ def test_what_is_noted_of_a_generation_in_redis_is_as_good_as_lost_when_it_is_da
     assert said(project) is None
 
 
-def test_doubts_are_looked_into_once_and_values_are_compared_every_hour(
-    project: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doubts_are_looked_into_once_and_values_are_compared_every_hour(project: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     doubts = [[], ["started anew"], ["started anew"], ["started anew", "3 keys were evicted"], []]
     looks, sample = list[int](), ViewStore.sample
 

@@ -102,7 +102,6 @@ def test_a_view_that_is_live(make_project: MakeProject) -> None:
         "schedule": "0 2 * * *",
         "behind": [],
         "partitions": None,
-        "checked": "nothing is live",
         "attention": [],
     }
 
