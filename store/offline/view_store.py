@@ -238,7 +238,13 @@ class ViewStore:
             SnapshotError: a part is missing or damaged.
         """
         taken = list(rows.batches(columns))
-        return pa.Table.from_batches(taken) if taken else self._no_rows(snapshot, columns)
+        try:
+            return pa.Table.from_batches(taken) if taken else self._no_rows(snapshot, columns)
+        except pa.ArrowException as exc:
+            # a bit of a file's footer is enough for another name
+            raise SnapshotError(
+                f"the files of snapshot {snapshot.number} of {self.name!r} have not the same columns ({exc}): it is damaged; publish another one"
+            ) from exc
 
     def _no_rows(self, snapshot: Snapshot, columns: Sequence[str] | None) -> pa.Table:
         for path in self.part_paths(snapshot):
