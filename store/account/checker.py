@@ -51,6 +51,11 @@ _NETWORK_KEYS = 500
 _MAPPED_KEYS = 8192
 
 
+def clock_us() -> int:
+    """µs since 1970."""
+    return time.time_ns() // 1000
+
+
 def look(
     store: ViewStore, online: OnlineStore, *, share: float = 0.0, budget_s: float = LOOK_S, publishing: bool = False
 ) -> Account:
@@ -109,7 +114,7 @@ class _Look:
 
     def __init__(self, store: ViewStore, online: OnlineStore, share: float, budget_s: float, publishing: bool) -> None:
         self._store, self._online, self._share, self._publishing = store, online, share, publishing
-        self._ends_s, self._now_us = time.monotonic() + budget_s, time.time_ns() // 1000
+        self._ends_s, self._now_us = time.monotonic() + budget_s, clock_us()
         self._before = read_account(store.refs.folder, store.name)
         self._findings: list[Finding] = []
         self._index_sighted = False
