@@ -11,7 +11,7 @@ from jobs.process.notify import notify
 from jobs.process.progress import Progress
 from jobs.process.report import PUBLISHING, close_dead, recorded
 from jobs.publish.publisher import Publisher
-from store.account.account import Act, State
+from store.account.account import ROWS, Act, State
 from store.account.checker import look
 from store.disk.lease import take
 from store.errors import ConflictError
@@ -64,7 +64,8 @@ def reconcile(
             elif publisher.mend():
                 report.snapshot, report.epoch, report.status = ref.snapshot, ref.epoch, "published"
             else:
-                publisher.degrade()
+                if any(finding.what == ROWS for finding in account.findings):
+                    publisher.degrade()
                 publisher.publish(ref.snapshot, reason="reconcile", held=ref.held, reload=account.act is Act.LOAD)
             look(store, online, publishing=True)
         notify(project.settings.notify, report, project.home)

@@ -16,6 +16,8 @@ from store.record import Record, field, read_record, sealed
 log = logging.getLogger(__name__)
 
 NAME = "account.json"
+ROWS = "rows"
+"""What a finding of rows, or of the generations that they lie in, is of."""
 
 
 class State(StrEnum):

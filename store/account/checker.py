@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from store.account.account import Account, Act, Finding, State, Turn, read_account, write_account
+from store.account.account import ROWS, Account, Act, Finding, State, Turn, read_account, write_account
 from store.account.rows import DOUBTED_ROWS, SAMPLE_ROWS, MovedError, check_served, not_whole
 from store.account.sightings import take
 from store.disk.identity import known_identity
@@ -186,7 +186,7 @@ class _Look:
         try:
             check_own_rows(pointer, self._online.loaded(name, pointer.generations))
         except RowsLostError as exc:
-            self._add("rows", State.MISSING, Act.LOAD, str(exc))
+            self._add(ROWS, State.MISSING, Act.LOAD, str(exc))
             return None
         return pointer
 
@@ -212,7 +212,7 @@ class _Look:
             wrong = list(dict.fromkeys([*wrong, *more]))
         except RowsLostError as exc:
             self._check_moved(pointer)
-            self._add("rows", State.DAMAGED, Act.LOAD, "; ".join([str(exc), *doubts]))
+            self._add(ROWS, State.DAMAGED, Act.LOAD, "; ".join([str(exc), *doubts]))
             return account
         except SnapshotError as exc:
             self._add("live snapshot", State.DAMAGED, Act.RUN, str(exc))
@@ -226,7 +226,7 @@ class _Look:
     def _tell_rows(self, account: Account, wrong: list[bytes], doubts: list[str]) -> None:
         name, keys = self._store.name, tuple(key.decode() for key in wrong[:MOST_KEYS])
         found = f"{len(wrong):,} of {account.rows:,} rows of view {name!r} are missing or damaged in the online store, that of key {keys[0]!r} for one: precompute publish {name} --reload"
-        self._add("rows", State.DAMAGED, Act.LOAD, "; ".join([found, *doubts]), keys)
+        self._add(ROWS, State.DAMAGED, Act.LOAD, "; ".join([found, *doubts]), keys)
 
     def _check_moved(self, pointer: Pointer) -> None:
         now = self._online.live(pointer.view.name)
