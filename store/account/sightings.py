@@ -11,6 +11,8 @@ from pathlib import Path
 
 REFS = "refs"
 """Folder of a view, below the root, that has what points at its snapshots, and what is known of what is live."""
+LIVE = "live.json"
+"""The live pointer in it."""
 NAME = "sightings.jsonl"
 MOST_BYTES = 65536
 """A file that nobody takes grows no further: the next look reads all that it can anyway."""

@@ -49,7 +49,8 @@ class LiveViews:
         known, answers = dict(self._known), True
         try:
             names = online.views()
-            known = {name: pointer for name, pointer in known.items() if name in names}
+            unreadable.update(self._lookup.lost(names))
+            known = {name: pointer for name, pointer in known.items() if name in names or name in unreadable}
         except OnlineStoreError:
             names, answers = list(known), False
         for name in names:
