@@ -232,9 +232,8 @@ def test_another_generations_file_is_not_believed(project: Scene, what: str) -> 
         shutil.rmtree(project.store.index_folder(1))
         shutil.copytree(project.store.index_folder(2), project.store.index_folder(1))
     assert project.cli("status") == 1
-    with project.lookup() as lookup, pytest.raises(PrecomputeError, match="it is (generation|the index)"):
-        lookup.row("numbers", 7)
-        lookup.search("numbers", key=7, k=2)
+    with project.lookup() as lookup, pytest.raises(PrecomputeError, match=r"it is (generation|the index)"):
+        lookup.search("numbers", key=7, k=2, features=["double"])
     assert reconcile(project, "numbers", Silent()) is not None
     assert (project.status()["attention"], project.served(range(ROWS))[0]) == ([], 2)
 
