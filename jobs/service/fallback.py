@@ -24,7 +24,7 @@ from jobs.rows.open_view import OpenView, open_view
 from jobs.rows.own_definition import check_own
 from precompute.engine.features import with_null_rows
 from precompute.engine.memory import is_device_lost
-from precompute.engine.microbatch import MicroBatcher, Refusal, longest_s
+from precompute.engine.microbatch import MicroBatcher, Refusal, Wanted, longest_s
 from precompute.engine.runner import Runner
 from precompute.model import Model, QueryModel
 from precompute.project_path import starting_from
@@ -32,7 +32,7 @@ from precompute.registry import LoadedModel, load_with_fingerprint
 from precompute.sources.kept_input import KeptInput
 from precompute.techniques.table import REFERENCE
 from store.errors import PrecomputeError, SourceError
-from store.fallback import Computed, Fallback, Miss, unpacked_view
+from store.fallback import CLIENT, Computed, Fallback, Miss, unpacked_view
 from store.kept.kept_rows import KeptRows
 from store.kept.kept_writer import KeptWriter
 from store.key_text import split_key
@@ -164,24 +164,26 @@ class ViewFallback(Fallback):
         query: bool = False,
     ) -> list[Future[Computed]]:
         group, view, asked = _Group(pointer.model, query), pointer.view.name, Asked.now()
-        futures = []
-        for key in keys:
+        futures: dict[int, Future[Computed]] = {}
+        wanted: list[Wanted[_Request]] = []
+        for i, key in enumerate(keys):
             values = inputs.get(key)
             if self._writer is not None and values is None and not query:
                 just_now = self._writer.just_now(pointer, key)
                 if just_now is not None:
-                    futures.append(_settled(just_now))
+                    futures[i] = _settled(just_now)
                     continue
             given, whose = _given(values), group
             tried_from = self._suspects.get(suspect := row_hash(view, key, given)) if self._suspects else None
             if tried_from is not None:
                 if tried_from > time.monotonic():
-                    futures.append(_settled(Miss(Reason.MODEL_ERROR, "the model's process ended with it in hand", broken=None)))
+                    futures[i] = _settled(Miss(Reason.MODEL_ERROR, "the model's process ended with it in hand", broken=None))
                     continue
                 whose = group._replace(suspect=suspect)
             flight = (view, pointer.publishing, key, given)
-            futures.append(self._batcher.submit(whose, flight, _Request(key, values, pointer, asked), deadline, view))
-        return futures
+            wanted.append(Wanted(whose, flight, _Request(key, values, pointer, asked)))
+        begun = iter(self._batcher.submit_all(wanted, deadline, (view, CLIENT.get()), pointer.view.fallback_deadline_s))
+        return [futures[i] if i in futures else next(begun) for i in range(len(keys))]
 
     def warm(self, pointer: Pointer) -> None:
         """Open the view and compute one row, waiting for it, so that the first miss does not pay for loading.

@@ -16,13 +16,13 @@ from typing import Any
 from jobs.service.breaker import Breaker
 from jobs.service.model_group import socket_path
 from jobs.service.model_link import ModelLink
-from store.fallback import Computed, Fallback, Miss, outcome_of
+from store.fallback import CLIENT, Computed, Fallback, Miss, outcome_of, places
 from store.online.online_store import Pointer
 from store.status import Reason
 from store.telemetry.instruments import BREAKER_OPEN, FALLBACK_QUEUE, FALLBACK_ROWS, Meter
 
-MOST_IN_FLIGHT = 1024
-"""Keys of one view that a worker waits for at once; what is asked beyond is shed."""
+MOST_IN_FLIGHT = 4096
+"""Keys of one view that a worker waits for at once, each client for its share of them; what is asked beyond is shed."""
 
 MOST_TOLD = 8
 """Views that a model process is known by, at most."""
@@ -49,6 +49,8 @@ class RemoteFallback(Fallback):
         self._views: dict[str, set[str]] = {}
         """Of each model with a link: those it was asked for."""
         self._in_flight: Counter[str] = Counter()
+        self._in_flight_of: Counter[tuple[str, str]] = Counter()
+        """By view, and by view and client."""
         self.on_lost: Callable[[], None] = lambda: None
         """Told when a model process was lost: what was open in it is open no more."""
 
@@ -61,16 +63,17 @@ class RemoteFallback(Fallback):
         *,
         query: bool = False,
     ) -> list[Future[Computed]]:
-        view = pointer.view.name
+        view, client = pointer.view.name, CLIENT.get()
         with self._lock:
             admitted, retry_s = self._breaker(view).admit(len(keys), time.monotonic())
-            taken = max(0, min(admitted, MOST_IN_FLIGHT - self._in_flight[view]))
+            taken = min(admitted, places(MOST_IN_FLIGHT - self._in_flight[view], self._in_flight_of[view, client]))
             given = {key: inputs[key] for key in keys[:taken] if key in inputs}
             futures = self._link(pointer).ask(pointer, keys[:taken], given, deadline, query) if taken else []
             self._in_flight[view] += taken
+            self._in_flight_of[view, client] += taken
         self._meter.gauge(FALLBACK_QUEUE, view).add(taken)
         for future in futures:
-            future.add_done_callback(partial(self._landed, view))
+            future.add_done_callback(partial(self._landed, view, client))
         if taken < len(keys):
             self._meter.counter(FALLBACK_ROWS, view, str(Reason.SHED)).add(len(keys) - taken)
         return futures + [_shed(retry_s) for _ in keys[taken:]]
@@ -123,10 +126,13 @@ class RemoteFallback(Fallback):
             breaker = self._breakers[view] = Breaker()
         return breaker
 
-    def _landed(self, view: str, future: Future[Computed]) -> None:
+    def _landed(self, view: str, client: str, future: Future[Computed]) -> None:
         broken = None if future.cancelled() else _broken(future.exception())
         with self._lock:
             self._in_flight[view] -= 1
+            self._in_flight_of[view, client] -= 1
+            if not self._in_flight_of[view, client]:
+                del self._in_flight_of[view, client]
             breaker = self._breaker(view)
             breaker.count(broken, time.monotonic())
         self._meter.gauge(FALLBACK_QUEUE, view).add(-1)

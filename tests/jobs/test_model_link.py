@@ -26,7 +26,7 @@ from jobs.service.model_server import Conversation
 from jobs.service.remote_fallback import MOST_IN_FLIGHT, RemoteFallback
 from jobs.service.supervisor import WorkerKeeper
 from precompute.workers.process import ChildProcess
-from store.fallback import Computed, Miss
+from store.fallback import CLIENT, Computed, Miss, places
 from store.online.online_store import MemoryStore, Pointer
 from store.telemetry.instruments import Meter
 from tests import REPOSITORY
@@ -39,12 +39,14 @@ class Slow:
 
     def __init__(self) -> None:
         self.asked: dict[str, Future[Computed]] = {}
+        self.clients: dict[str, str] = {}
 
     def submit(
         self, pointer: Pointer, keys: Sequence[str], inputs: Mapping[str, Any], deadline: float, *, query: bool = False
     ) -> list[Future[Computed]]:
         futures: list[Future[Computed]] = [Future() for _ in keys]
         self.asked |= dict(zip(keys, futures, strict=True))
+        self.clients |= dict.fromkeys(keys, CLIENT.get())
         return futures
 
     def open_publishings(self) -> list[Any]:
@@ -124,9 +126,8 @@ def test_what_was_given_up_before_there_is_a_process_makes_room_and_is_never_ask
     (first,) = fallback.submit(pointer, ["first"], {}, soon())
     for number in range(3):
         futures = fallback.submit(pointer, [f"{number}-{key}" for key in range(MOST_IN_FLIGHT)], {}, soon())
-        # all but one had room
-        assert sum(future.done() for future in futures) == 1
-        assert sum(future.cancel() for future in futures) == MOST_IN_FLIGHT - 1
+        # one client's share had room
+        assert sum(future.cancel() for future in futures) == places(MOST_IN_FLIGHT - 1, 1)
     link = fallback._links[pointer.model]
     assert len(link._outbox) <= 1
     with contextlib.closing(Process(runtime, pointer.model)) as process:
@@ -137,6 +138,19 @@ def test_what_was_given_up_before_there_is_a_process_makes_room_and_is_never_ask
         (last,) = fallback.submit(pointer, ["last"], {}, soon())
         eventually(lambda: process.model.asked.keys() == {"first", "last"})
         last.cancel()
+
+
+def test_a_client_that_asks_for_all_there_is_room_for_leaves_room_for_others_and_the_process_knows_whose_each_row_is(
+    process: Process, fallback: RemoteFallback, pointer: Pointer
+) -> None:
+    for client, keys in (("greedy", MOST_IN_FLIGHT), ("other", MOST_IN_FLIGHT), ("polite", 1)):
+        account = CLIENT.set(client)
+        futures = fallback.submit(pointer, [f"{client} {key}" for key in range(keys)], {}, soon())
+        CLIENT.reset(account)
+        assert not futures[0].done()
+        assert futures[-1].done() == (client != "polite")
+    eventually(lambda: "polite 0" in process.model.clients)
+    assert all(key.startswith(client) for key, client in process.model.clients.items())
 
 
 def soon() -> float:
