@@ -27,11 +27,11 @@ from precompute.model import digest
 from precompute.source import Source
 from store.errors import SourceError
 from store.kept.kept_file import KeptFile
-from store.kept.kept_rows import KeptLimits
+from store.kept.kept_rows import KeptLimits, input_names
 from store.lookup import Computed, Lookup, Miss
 from store.online.online_store import Pointer
 from store.status import Reason
-from tests.arithmetic import Doubler
+from tests.arithmetic import Counting, Doubler
 from tests.conftest import MakeProject
 from tests.scene import Scene, values_of
 from tests.server import eventually
@@ -397,6 +397,61 @@ def test_who_looked_before_a_row_was_kept_is_given_it_all_the_same(make_project:
         assert pointer is not None
         eventually(lambda: set(kept.read(pointer, ["5", "77"])) == {"5", "77"})
         assert values_of(pointer, _submit(fallback, pointer, "5", x=9.0).result(20))["double"] == 18.0
+    finally:
+        fallback.close()
+        online.close()
+        kept.close()
+
+
+class ByIds(Counting):
+    """``double`` is the entity's id, twice, and x."""
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray | pa.Array]:
+        return super().compute(batch) | {"double": 2.0 * np.asarray(batch.column("id")) + np.asarray(batch.column("x"))}
+
+
+class OfInputsAlone(Counting):
+    """Says what it reads."""
+
+    def reads(self) -> list[str]:
+        return ["x"]
+
+
+@pytest.mark.parametrize("model", ["ByIds", "OfInputsAlone"])
+def test_a_row_of_a_requests_inputs_is_computed_once_for_all_for_whom_it_would_be_the_same(
+    make_project: MakeProject, tmp_path: Path, model: str
+) -> None:
+    folder = make_project([(1, 1.0)]).folder
+    project = make_project(view=FALLBACK | {"model": {"use": f"{HERE}:{model}", "args": {"path": str(folder / "batches")}}})
+    project.publish_all()
+    write_data(project, {2: 2.0})
+    kept = KeptFile(tmp_path / "kept", KeptLimits())
+    online, fallback = project.open_online(), ViewFallback(project.offline, project.home, memory_mb=64, kept=kept)
+    lookup = Lookup(online, None, fallback, kept=kept)
+
+    def asked(keys: Sequence[int], x: float | None, **options: Any) -> list[tuple[str, float, str]]:
+        inputs = None if x is None else {str(key): {"x": x} for key in keys}
+        table = lookup.get("numbers", keys, inputs=inputs, **options)
+        return list(zip(*(table[name].to_pylist() for name in ("key", "double", "source")), strict=True))
+
+    def double(key: int, x: float) -> float:
+        return 2.0 * key + x if model == "ByIds" else 2.0 * x
+
+    try:
+        assert asked([8], 5.0) == [("8", double(8, 5.0), "fallback")]
+        pointer = online.live("numbers")
+        assert pointer is not None
+        eventually(lambda: bool(kept.read(pointer, input_names({"x": 5.0}, "8") or ())))
+        (folder / "batches").write_text("")
+        other = "fallback" if model == "ByIds" else "cache"
+        assert asked([8, 9], 5.0) == [("8", double(8, 5.0), "cache"), ("9", double(9, 5.0), other)]
+        # it stands for no key: neither for one that is published, nor for one that the source has, nor for one that nobody knows
+        assert asked([1, 2], None) == [("1", double(1, 1.0), "store"), ("2", double(2, 2.0), "fallback")]
+        assert statuses(lookup, [8]) == ["unknown_entity"]
+        assert asked([1], 5.0) == [("1", double(1, 1.0), "store")]
+        assert asked([8], 6.0) == [("8", double(8, 6.0), "fallback")]
+        # who wants none that is stored gets none
+        assert asked([8], 5.0, max_age_s=0.0) == [("8", double(8, 5.0), "fallback")]
     finally:
         fallback.close()
         online.close()
