@@ -39,7 +39,7 @@ LONE_SHARE = 2.0
 on average. MiniLM on two cores takes 7.5 ms for one text and 3.0 for each of 64: at 2 it keeps 0.79 of its rate, at 1 it would keep 0.4."""
 
 PATIENCE_SHARE = 0.5
-"""Of the time that a view gives its misses, what a batch takes at most: who comes while it runs is answered in time."""
+"""Of the time that a view gives its misses, what a batch takes at most, if two rows do not take longer: who comes while it runs is answered in time."""
 
 GROW_BY = 8
 """Times as many rows as were seen at once, lately, are begun at once."""
@@ -383,7 +383,8 @@ class MicroBatcher(Generic[Payload, Result]):
         kept: list[float] = []
         for flight in due:
             done_by = flight.first if flight.first >= now + alone_s else flight.last
-            kept.append(min(done_by, now + PATIENCE_SHARE * flight.patience_s, *kept[-1:]))
+            others_s = max(PATIENCE_SHARE * flight.patience_s, LONE_SHARE * alone_s)
+            kept.append(min(done_by, now + others_s, *kept[-1:]))
         for rows in range(len(due), 1, -1):
             done_at = now + pace.seconds(rows)
             if done_at <= kept[rows - 1] and done_at + alone_s <= next_by:

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -22,7 +23,7 @@ from jobs.ops.drop import drop
 from jobs.process.suspects import row_hash
 from jobs.service.fallback import ViewFallback
 from jobs.service.warmer import Warmer
-from precompute.engine.microbatch import longest_s
+from precompute.engine.microbatch import GROW_BY, longest_s
 from precompute.model import digest
 from precompute.source import Source
 from store.errors import SourceError
@@ -456,6 +457,31 @@ def test_a_row_of_a_requests_inputs_is_computed_once_for_all_for_whom_it_would_b
         fallback.close()
         online.close()
         kept.close()
+
+
+class Permitted(Doubler):
+    """Computes as many rows as the test has permitted, of those from 100 on."""
+
+    permits = threading.Semaphore(0)
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
+        for x in batch.column("x").to_pylist():
+            if x >= 100:
+                assert self.permits.acquire(timeout=20)
+        return super().compute(batch)
+
+
+def test_at_its_deadline_an_answer_has_what_was_computed_until_then(make_project: MakeProject, open_lookup: OpenLookup) -> None:
+    project = make_project([(1, 1.0)], view=FALLBACK | {"model": {"use": f"{HERE}:Permitted"}})
+    project.publish_all()
+    lookup, keys = open_lookup(project), [str(key) for key in range(100, 160)]
+    Permitted.permits.release(1)
+    # opened by then
+    assert statuses(lookup, [200], inputs={"200": {"x": 200.0}}) == ["computed"]
+    Permitted.permits.release(GROW_BY)
+    given = statuses(lookup, keys, inputs={key: {"x": float(key)} for key in keys}, deadline_ms=500)
+    Permitted.permits.release(len(keys))
+    assert given == ["computed"] * GROW_BY + ["deadline"] * (len(keys) - GROW_BY)
 
 
 # ---- while snapshots change
