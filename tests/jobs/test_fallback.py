@@ -8,11 +8,11 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -26,10 +26,13 @@ from jobs.service.warmer import Warmer
 from precompute.engine.microbatch import GROW_BY, longest_s
 from precompute.model import digest
 from precompute.source import Source
+from store.answer import Answer
 from store.errors import SourceError
+from store.fallback import CLIENT
 from store.kept.kept_file import KeptFile
 from store.kept.kept_rows import KeptLimits, input_names
 from store.lookup import Computed, Lookup, Miss
+from store.lookup_options import LookupOptions
 from store.online.online_store import Pointer
 from store.status import Reason
 from tests.arithmetic import Counting, Doubler
@@ -463,25 +466,62 @@ class Permitted(Doubler):
     """Computes as many rows as the test has permitted, of those from 100 on."""
 
     permits = threading.Semaphore(0)
+    begun: ClassVar[list[list[float]]] = []
 
     def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
-        for x in batch.column("x").to_pylist():
+        self.begun.append(batch.column("x").to_pylist())
+        for x in self.begun[-1]:
             if x >= 100:
                 assert self.permits.acquire(timeout=20)
         return super().compute(batch)
 
 
-def test_at_its_deadline_an_answer_has_what_was_computed_until_then(make_project: MakeProject, open_lookup: OpenLookup) -> None:
+@pytest.fixture
+def permits() -> Iterator[threading.Semaphore]:
+    """Of :class:`Permitted`; in the end there are enough for all."""
+    Permitted.permits, Permitted.begun = threading.Semaphore(0), []
+    yield Permitted.permits
+    Permitted.permits.release(1000)
+
+
+def test_at_its_deadline_an_answer_has_what_was_computed_until_then(
+    make_project: MakeProject, open_lookup: OpenLookup, permits: threading.Semaphore
+) -> None:
     project = make_project([(1, 1.0)], view=FALLBACK | {"model": {"use": f"{HERE}:Permitted"}})
     project.publish_all()
     lookup, keys = open_lookup(project), [str(key) for key in range(100, 160)]
-    Permitted.permits.release(1)
+    permits.release(1)
     # opened by then
     assert statuses(lookup, [200], inputs={"200": {"x": 200.0}}) == ["computed"]
-    Permitted.permits.release(GROW_BY)
+    permits.release(GROW_BY)
     given = statuses(lookup, keys, inputs={key: {"x": float(key)} for key in keys}, deadline_ms=500)
-    Permitted.permits.release(len(keys))
     assert given == ["computed"] * GROW_BY + ["deadline"] * (len(keys) - GROW_BY)
+
+
+def test_one_clients_rows_are_behind_the_first_of_anothers(
+    make_project: MakeProject, open_lookup: OpenLookup, permits: threading.Semaphore
+) -> None:
+    project = make_project([(1, 1.0)], view=FALLBACK | {"model": {"use": f"{HERE}:Permitted"}})
+    project.publish_all()
+    lookup = open_lookup(project)
+
+    def begin(client: str, xs: Sequence[int]) -> Answer:
+        inputs = {str(x): {"x": float(x)} for x in xs}
+        account = CLIENT.set(client)
+        try:
+            return lookup.begin("numbers", list(inputs), LookupOptions(inputs=inputs))
+        finally:
+            CLIENT.reset(account)
+
+    crawlers = begin("crawler", range(100, 140))
+    eventually(lambda: [xs[0] for xs in Permitted.begun if xs[0] >= 100] == [100.0])
+    shops = begin("shop", [200])
+    permits.release(41)
+    for answer in (crawlers, shops):
+        answer.wait()
+    order = [x for xs in Permitted.begun for x in xs if x >= 100]
+    assert order == [*range(100, 100 + GROW_BY), 200, *range(100 + GROW_BY, 140)]
+    assert {str(status) for answer in (crawlers, shops) for status in map(answer.status, range(len(answer.keys)))} == {"computed"}
 
 
 # ---- while snapshots change

@@ -326,9 +326,9 @@ def pace() -> Iterator[MakePaced]:
     """Makes a batcher over a model whose pace it has seen: in batches of one and of two, asked for by ``owners``; and closes it."""
     made: list[Batcher] = []
 
-    def make_one(owners: str, row_s: float = 0.01, start_s: float = 0.0) -> tuple[Batcher, Paced]:
+    def make_one(owners: str, row_s: float = 0.01, start_s: float = 0.0, **limits: int) -> tuple[Batcher, Paced]:
         paced = Paced(row_s, start_s)
-        batcher = MicroBatcher[Any, Any](paced, _refused, clock=paced.clock)
+        batcher = MicroBatcher[Any, Any](paced, _refused, clock=paced.clock, **limits)
         made.append(batcher)
         for owner in owners:
             for rows in (1, 1, 2):
@@ -439,7 +439,7 @@ def test_a_flight_of_two_owners_goes_when_the_first_of_them_has_its_turn_and_onc
 
 
 def test_who_always_asks_for_one_more_gets_no_more_than_its_share(pace: MakePaced) -> None:
-    batcher, paced = pace("xy")
+    batcher, paced = pace("xy", max_batch=1)
 
     def meanwhile() -> None:
         if len(paced.batches) < 100:
