@@ -28,6 +28,7 @@ from jobs.service.supervisor import WorkerKeeper
 from precompute.workers.process import ChildProcess
 from store.fallback import CLIENT, Computed, Miss, places
 from store.online.online_store import MemoryStore, Pointer
+from store.status import Reason
 from store.telemetry.instruments import Meter
 from tests import REPOSITORY
 from tests.server import eventually
@@ -151,6 +152,26 @@ def test_a_client_that_asks_for_all_there_is_room_for_leaves_room_for_others_and
         assert futures[-1].done() == (client != "polite")
     eventually(lambda: "polite 0" in process.model.clients)
     assert {key: key.split()[0] for key in process.model.clients} == process.model.clients
+
+
+def test_a_client_whose_keys_the_process_sheds_is_shed_by_the_worker_for_a_while(
+    process: Process, fallback: RemoteFallback, pointer: Pointer
+) -> None:
+    def submit(client: str, name: str) -> list[Future[Computed]]:
+        account = CLIENT.set(client)
+        futures = fallback.submit(pointer, [f"{name} {key}" for key in range(200)], {}, soon())
+        CLIENT.reset(account)
+        return futures
+
+    first = submit("greedy", "first")
+    eventually(lambda: "first 199" in process.model.asked)
+    for key in range(100, 200):
+        process.model.asked[f"first {key}"].set_exception(Miss(Reason.SHED))
+    assert isinstance(first[199].exception(5), Miss)
+    eventually(lambda: sum(future.done() for future in first) == 100)
+    # of twice as many as were not shed, 100 are in flight
+    assert [future.done() for future in submit("greedy", "second")] == [False] * 100 + [True] * 100
+    assert not any(future.done() for future in submit("other", "third"))
 
 
 def soon() -> float:
