@@ -14,7 +14,6 @@ import math
 import threading
 import time
 from bisect import bisect_left, bisect_right, insort
-from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
@@ -124,7 +123,8 @@ class _Took(NamedTuple):
 class _Pace:
     """What batches of a group take: a line through the latest ones, ``start_s`` + rows × ``row_s``; both 0 where nothing is known."""
 
-    def __init__(self, took: Sequence[_Took]) -> None:
+    def __init__(self, took: Sequence[_Took] = ()) -> None:
+        self.took = took
         self.most_rows = max((one.rows for one in took), default=0)
         self.start_s = self.row_s = self.least_s = 0.0
         # one alone may have opened what it needed first
@@ -150,6 +150,9 @@ class _Pace:
         if self.row_s <= 0.0:
             return 2**31 if self.start_s <= seconds else 1
         return max(1, int((seconds - self.start_s) / self.row_s * (1 + 1e-9)))
+
+
+_UNKNOWN = _Pace()
 
 
 class MicroBatcher(Generic[Payload, Result]):
@@ -182,7 +185,7 @@ class MicroBatcher(Generic[Payload, Result]):
         self._seen: dict[Hashable, float] = {}
         """When each owner last asked."""
         self._numbers = itertools.count()
-        self._took: dict[Hashable, deque[_Took]] = {}
+        self._paces: dict[Hashable, _Pace] = {}
         """Of each group's latest batches."""
         self._busy_until = 0.0
         """When the batch that runs is done, as far as is known."""
@@ -394,7 +397,8 @@ class MicroBatcher(Generic[Payload, Result]):
         return min(1, len(due))
 
     def _pace(self, group: Hashable, now: float) -> _Pace:
-        return _Pace([took for took in self._took.get(group, ()) if now - took.at < REMEMBERED_S])
+        pace = self._paces.get(group, _UNKNOWN)
+        return pace if pace is _UNKNOWN or now - pace.took[-1].at < REMEMBERED_S else _UNKNOWN
 
     # ---- the thread
 
@@ -424,14 +428,16 @@ class MicroBatcher(Generic[Payload, Result]):
             log.exception("fallback: a batch of %d failed", len(batch))
             results = [exc if isinstance(exc, Exception) else RuntimeError(f"{type(exc).__name__}: {exc}")] * len(batch)
         with self._changed:
-            self._note(batch[0].group, len(batch), began)
+            self._busy_until = self._clock()
             for flight, result in zip(batch, results, strict=True):
                 self._land(flight, result)
+            self._note(batch[0].group, len(batch), began)
 
     def _note(self, group: Hashable, rows: int, began: float) -> None:
-        now = self._busy_until = self._clock()
-        self._took = {other: took for other, took in self._took.items() if now - took[-1].at < REMEMBERED_S}
-        self._took.setdefault(group, deque(maxlen=MOST_REMEMBERED)).append(_Took(now, rows, now - began))
+        now = self._busy_until
+        self._paces = {other: pace for other, pace in self._paces.items() if now - pace.took[-1].at < REMEMBERED_S}
+        took = [one for one in self._paces.get(group, _UNKNOWN).took if now - one.at < REMEMBERED_S]
+        self._paces[group] = _Pace([*took[1 - MOST_REMEMBERED :], _Took(now, rows, now - began)])
 
     def _land(self, flight: _Flight[Payload, Result], result: Result | Exception) -> None:
         self._flights.pop((flight.group, flight.key), None)
