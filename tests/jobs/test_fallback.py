@@ -494,7 +494,7 @@ def test_at_its_deadline_an_answer_has_what_was_computed_until_then(
     # opened by then
     assert statuses(lookup, [200], inputs={"200": {"x": 200.0}}) == ["computed"]
     permits.release(GROW_BY)
-    given = statuses(lookup, keys, inputs={key: {"x": float(key)} for key in keys}, deadline_ms=500)
+    given = statuses(lookup, keys, inputs={key: {"x": float(key)} for key in keys}, deadline_ms=800)
     assert given == ["computed"] * GROW_BY + ["deadline"] * (len(keys) - GROW_BY)
 
 
