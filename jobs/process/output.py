@@ -44,7 +44,7 @@ class Enduring:
 def enduring_output() -> Iterator[None]:
     """Within, neither stdout nor stderr raises because its reader went away."""
     streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = Enduring(sys.stdout), Enduring(sys.stderr)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = Enduring(sys.stdout), Enduring(sys.stderr)
     try:
         yield
     finally:
