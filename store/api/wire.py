@@ -31,6 +31,18 @@ _PATIENT_VALUES = MAX_VALUES // 5
 """As :data:`MAX_VALUES`, of a body that is read a second time, by a parser that takes five times as long for each."""
 
 
+EncodingFormat = Annotated[
+    Literal["float", "base64"],
+    msgspec.Meta(
+        description="of vectors in JSON: lists of numbers, or base64 of them, little-endian, where they are float16 or float32"
+    ),
+]
+Base64Types = Annotated[
+    dict[str, Literal["float16", "float32"]] | msgspec.UnsetType,
+    msgspec.Meta(description="with encoding_format base64: each feature that is base64, and the dtype of its numbers"),
+]
+
+
 class LookupRequest(msgspec.Struct, forbid_unknown_fields=True):
     """Body of ``POST /v1/views/{view}/lookup``."""
 
@@ -40,10 +52,11 @@ class LookupRequest(msgspec.Struct, forbid_unknown_fields=True):
     deadline_ms: float | None = None
     max_age_s: float | None = None
     inputs: dict[str, dict[str, Any]] | None = None
+    encoding_format: EncodingFormat = "float"
 
     def options(self) -> LookupOptions:
         """What is asked for beside the keys."""
-        return LookupOptions(self.features, self.fallback, self.deadline_ms, self.max_age_s, self.inputs)
+        return LookupOptions(self.features, self.fallback, self.deadline_ms, self.max_age_s, self.inputs, self.encoding_format)
 
 
 class ViewLookupRequest(LookupRequest, kw_only=True):
@@ -94,6 +107,7 @@ class SearchRequest(msgspec.Struct, forbid_unknown_fields=True):
         str | None,
         msgspec.Meta(description="fingerprint of the model that made the vector; refused where it is not the live one"),
     ] = None
+    encoding_format: EncodingFormat = "float"
 
     def options(self) -> SearchOptions:
         """What is asked for."""
@@ -109,6 +123,7 @@ class SearchRequest(msgspec.Struct, forbid_unknown_fields=True):
             self.features,
             self.deadline_ms,
             self.model,
+            self.encoding_format,
         )
 
 
@@ -135,6 +150,7 @@ class ViewRow(Row, kw_only=True):
     """Answer of ``GET /v1/views/{view}/rows/{key}``."""
 
     view: str
+    base64: Base64Types = msgspec.UNSET
 
 
 class LookupAnswer(msgspec.Struct):
@@ -144,6 +160,7 @@ class LookupAnswer(msgspec.Struct):
     snapshot: int
     model: str
     rows: list[Row]
+    base64: Base64Types = msgspec.UNSET
 
 
 class Problem(msgspec.Struct):
@@ -164,6 +181,7 @@ class ViewAnswer(msgspec.Struct):
     snapshot: int | msgspec.UnsetType = msgspec.UNSET
     model: str | msgspec.UnsetType = msgspec.UNSET
     rows: list[Row] | msgspec.UnsetType = msgspec.UNSET
+    base64: Base64Types = msgspec.UNSET
     problem: Problem | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -187,6 +205,7 @@ class SearchAnswer(msgspec.Struct):
     model: str
     metric: Literal["cosine", "dot", "l2"]
     rows: list[Neighbour]
+    base64: Base64Types = msgspec.UNSET
 
 
 _encoder = msgspec.json.Encoder()
