@@ -22,7 +22,7 @@ from store.api.request import STRANGER, Receive, Scope, headers_of, heard, no_qu
 from store.api.rows import MOST_WAITING, RowRoutes
 from store.api.timing import Timing, timed
 from store.encoding.answer_size import MAX_ANSWER_BYTES, Measure
-from store.encoding.http_freshness import Caching
+from store.encoding.http_freshness import PRIVATE, Caching
 from store.encoding.json_rows import search_json
 from store.encoding.row_cache import MAX_CACHE_BYTES
 from store.errors import OnlineStoreError
@@ -33,6 +33,7 @@ from store.online.online_store import Pointer
 from store.page.figures import ViewFigures
 from store.page.page import Page
 from store.page.style import POLICY
+from store.search import takes_text
 from store.telemetry.instruments import Meter
 
 _READERS, _SEARCHERS = 40, 8
@@ -188,7 +189,8 @@ class Api:
         seen = self._views.look()
         told = [
             ViewFigures(
-                self._lookup.describe(pointer) | {"model_ready": self._fallback_ready(pointer)},
+                self._lookup.describe(pointer)
+                | {"model_ready": self._fallback_ready(pointer), "takes_text": takes_text(pointer)},
                 readable=pointer.view.name not in seen.unreadable,
                 degraded=pointer.degraded,
             )
@@ -211,7 +213,7 @@ def create_app(
     timing: Timing = Timing.NOT_TOLD,
     asks: Asks = Asks.NOTHING,
     waiting: int = MOST_WAITING,
-    caching: Caching = Caching(),
+    caching: Caching = PRIVATE,
 ) -> Front:
     """The ASGI application; see :class:`Api` for the first arguments and the last, :class:`Front` for the gate that stands before all routes, :class:`Metrics` for the
     meter, and :class:`RowRoutes` for the others."""

@@ -32,6 +32,7 @@ from store.api.timing import Timing, timed
 from store.encoding.answer_size import MAX_ANSWER_BYTES, Measure, Room
 from store.encoding.arrow_template import stream_of
 from store.encoding.http_freshness import (
+    PRIVATE,
     VARY,
     Caching,
     Headers,
@@ -111,7 +112,7 @@ class RowRoutes:
         cache_bytes: int = MAX_CACHE_BYTES,
         timing: Timing = Timing.NOT_TOLD,
         waiting: int = MOST_WAITING,
-        caching: Caching = Caching(),
+        caching: Caching = PRIVATE,
     ) -> None:
         self.waits = Waits(waiting)
         self._caching = caching

@@ -101,6 +101,10 @@ class Caching:
         return b"cache-control", b"%bmax-age=%d, stale-while-revalidate=%d, stale-if-error=%d" % told
 
 
+PRIVATE = Caching()
+"""Where nothing else is said."""
+
+
 def row_headers(answer: Answer, form: bytes, caching: Caching) -> Headers:
     """Headers of an answer of one row, which is there.
 

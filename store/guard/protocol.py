@@ -197,11 +197,11 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refusal = self._headers_too_large()
             raise _Refused
         hosts = [value for name, value in self.headers if name == b"host"]
-        if len(hosts) != 1 or not _is_host(hosts[0]):
-            # of HTTP/1.0 it may be missing
-            if hosts or self.parser.get_http_version() != "1.0":
-                self._refusal = _NO_HOST
-                raise _Refused
+        right = len(hosts) == 1 and _is_host(hosts[0])
+        # of HTTP/1.0 it may be missing
+        if not right and (hosts or self.parser.get_http_version() != "1.0"):
+            self._refusal = _NO_HOST
+            raise _Refused
         if len(self.pipeline) >= limits.pipelined:
             self._refusal = problem(429, "too_many_pipelined", f"at most {limits.pipelined} requests of a connection may wait")
             raise _Refused
