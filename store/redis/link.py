@@ -337,6 +337,20 @@ class Link:
         except IndexError:
             return self.connect(deadline)
 
+    def warm(self, connections: int, deadline: float) -> None:
+        """Open so many, to be there when they are wanted.
+
+        Raises:
+            Lost, Refused: one could not be made.
+        """
+        opened: list[Connection] = []
+        try:
+            while len(opened) < connections:
+                opened.append(self.take(deadline))
+        finally:
+            for connection in opened:
+                self.give(connection)
+
     def give(self, connection: Connection) -> None:
         """Back, with nothing on its way, to be used again."""
         connection.used = True

@@ -26,7 +26,7 @@ from store.redis.link import Budget, Command, Link
 from store.redis.meta import EVERYTHING, Loaded, Loading, Meta, Names, read_pointer, script
 from store.redis.options import RedisOptions
 from store.redis.preflight import ServerState, check_room, check_server, evicted_of, identity_of, key_cost_bytes, server_state
-from store.redis.replies import Full
+from store.redis.replies import Full, Lost, Refused, no_answer
 from store.redis.resp import Layout
 from store.redis.servers import ADMIN_S, Servers, SingleServer, begun, handed_on, keep_small, replicated
 
@@ -34,6 +34,8 @@ KNOWN_S = 0.1
 """How long a pointer is known to be live, from before it was asked for on: 10 reads a second and view tell it, however many rows are answered meanwhile."""
 LOOK_S = 1.0
 """For what is live, loaded, there, where no rows are asked for: whoever publishes asks it of a server that is loading, too."""
+WARM_CONNECTIONS = 8
+"""Of each server, open before anybody asks: the first requests of a worker do not come one by one."""
 FREED_S = 3.0
 """For the server to give back the memory of what was dropped: it does so behind its replies."""
 
@@ -95,6 +97,13 @@ class RedisStore(OnlineStore):
     def known(self, view: str) -> Pointer | None:
         seen = self._seen.get(view)
         return seen.pointer if seen is not None and time.monotonic() < seen.asked_s + KNOWN_S else None
+
+    def warm(self) -> None:
+        for link in self._servers.masters():
+            try:
+                link.warm(WARM_CONNECTIONS, time.monotonic() + LOOK_S)
+            except (Lost, Refused) as exc:
+                raise no_answer(link.where, "open connections", str(exc)) from exc
 
     def _load_pointer(self, view: str, budget: Budget) -> _Seen | None:
         if not NAME.match(view):

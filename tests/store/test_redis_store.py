@@ -27,7 +27,7 @@ from store.online_url import open_online_store
 from store.redis import bulk, redis_store
 from store.redis.link import Breaker
 from store.redis.preflight import key_cost_bytes
-from store.redis.redis_store import RedisStore
+from store.redis.redis_store import WARM_CONNECTIONS, RedisStore
 from store.redis.resp import MSET_KEYS, blocks
 from store.redis.servers import SingleServer
 from tests.online import DAMAGED_POINTERS, TABLE, Stopped, commands_in, plain, rows_of
@@ -450,6 +450,19 @@ def test_a_read_takes_no_longer_than_its_budget_and_the_next_ones_no_time(
             proxy.silent, proxy.delay_s, proxy.piece_bytes = False, 0.0, 65536
             eventually(lambda: not _refused(lambda: store.read("numbers", [b"a"])))
             assert read(store, [b"a"]) == [b"1"]
+
+
+def test_connections_are_there_before_anybody_asks(own_server: RedisProcess, open_store: OpenStore) -> None:
+    store = open_store(own_server.url())
+    store.warm()
+    with own_server.client() as client:
+        assert len(client.client_list()) == WARM_CONNECTIONS + 1
+        publish(store, 1, TABLE)
+        assert read(store, [b"a"]) == [b"1"]
+        assert len(client.client_list()) <= WARM_CONNECTIONS + 2
+    own_server.kill()
+    with pytest.raises(OnlineStoreError, match="does not answer, could not open connections"):
+        open_store(own_server.url()).warm()
 
 
 def test_who_asks_again_whether_a_server_that_hangs_is_back_waits_no_budget_for_it(
