@@ -22,7 +22,8 @@ _TROUBLE = ("missing", "stale", "fresh")
 
 def by_trouble(view: ViewFigures) -> tuple[int, bool, str]:
     """What a card is sorted by: what is broken, then what has expired or is stale, then what failed last, then the others, by name."""
-    broken = not view.readable or view.degraded or not view.told.get("model_ready", True)
+    no_model = view.told["fallback"] and not view.told.get("model_ready", True)
+    broken = not view.readable or view.trouble is not None or no_model
     age = -1 if broken else _TROUBLE.index(view.told["status"] or "missing")
     return age, not (view.runs and view.runs[0].status in _BAD_ENDS), str(view.told["view"])
 
@@ -36,7 +37,7 @@ def view_card(view: ViewFigures, figures: Figures) -> Html:
         element("p", note, class_="bad")
         for holds, note in (
             (not view.readable, "what is live cannot be read now: this was last known"),
-            (view.degraded, "the online store lost rows of it; they are being loaded again"),
+            (view.trouble is not None, view.trouble or ""),
         )
         if holds
     ]

@@ -119,7 +119,16 @@ def test_it_shows_a_view_its_runs_and_what_was_asked_of_it() -> None:
         meter.timer(counted.REQUEST_SECONDS, "row").observe(seconds)
     meter.counter(counted.FALLBACK_ROWS, "films", "computed").add(5)
     meter.gauge(counted.BREAKER_OPEN, "films").set(1)
-    page = Parsed(status_page(Figures([ViewFigures(TOLD, RUNS, degraded=True)], totals(meter), True, NOW_S)))
+    page = Parsed(
+        status_page(
+            Figures(
+                [ViewFigures(TOLD, RUNS, trouble="the online store lost rows of it; they are being loaded again")],
+                totals(meter),
+                True,
+                NOW_S,
+            )
+        )
+    )
     harmless(page)
     for text in (
         "oldest row 30 min, snapshot 7, 1,234 rows",
@@ -300,7 +309,10 @@ def test_in_a_browser_its_style_counts_and_nothing_is_wider_than_a_phone(tmp_pat
     meter.counter(counted.FALLBACK_ROWS, "films", "unknown_entity").add(1_234_567)
     meter.counter(counted.SEMANTIC_CACHE, "films", "hit").add(5)
     told = TOLD | {"view": "a_view_whose_name_is_as_long_as_names_may_be_in_this_world_63ch", "model": "f" * 64}
-    views = [ViewFigures(told, RUNS, degraded=True), ViewFigures(TOLD, RUNS)]
+    views = [
+        ViewFigures(told, RUNS, trouble="the online store lost rows of it; they are being loaded again"),
+        ViewFigures(TOLD, RUNS),
+    ]
     page = status_page(
         Figures(views, totals(meter), False, NOW_S), Question("films", "x" * 200), element("p", "an answer", class_="card answer")
     )
@@ -328,15 +340,15 @@ def test_in_a_browser_its_style_counts_and_nothing_is_wider_than_a_phone(tmp_pat
 
 def test_what_is_in_trouble_comes_first_and_a_text_is_asked_of_those_alone_that_take_one() -> None:
     def view(name: str, **figures: Any) -> ViewFigures:
-        told = {field: figures.pop(field) for field in ("status", "takes_text", "model_ready") if field in figures}
+        told = {field: figures.pop(field) for field in ("status", "takes_text", "fallback", "model_ready") if field in figures}
         return ViewFigures(TOLD | {"view": name} | told, **figures)
 
     views = [
-        view("a_good"),
+        view("a_good", fallback=False, model_ready=False),
         view("b_failed", runs=RUNS, takes_text=True),
         view("c_stale", status="stale"),
         view("d_expired", status=None),
-        view("e_lost", degraded=True),
+        view("e_lost", trouble="rows are gone"),
         view("f_no_model", model_ready=False),
     ]
     page = status_page(Figures(views, at_s=NOW_S))
