@@ -90,15 +90,23 @@ class Caching:
         """``Cache-Control`` of a row of an age. Its seconds are from the row's own time on, since a cache counts them from ``Age``: so ``most_s`` are left of them, or fewer where the
         TTL ends before; what is left of ``most_s`` then it may be served as stale while it is asked for again (RFC 5861 §3). Where this server fails, and nobody could hear of a
         rollback, it is served as long as a stale row is here (§4)."""
-        ends_s, stale_s = view.ttl_s, view.ttl_s + view.stale_for_s
-        fresh = min(int(ends_s), age_s + self.most_s)
-        told = (
-            b"" if self.shared else b"private, ",
-            fresh,
-            max(0, min(int(stale_s), age_s + self.most_s) - fresh),
-            int(stale_s + view.stale_if_error_s) - fresh,
-        )
-        return b"cache-control", b"%bmax-age=%d, stale-while-revalidate=%d, stale-if-error=%d" % told
+        return _lifetime(self.most_s, self.shared, view.ttl_s, view.stale_for_s, view.stale_if_error_s, age_s)
+
+
+@lru_cache(4096)
+def _lifetime(
+    most_s: int, shared: bool, ttl_s: float, stale_for_s: float, stale_if_error_s: float, age_s: int
+) -> tuple[bytes, bytes]:
+    """Rows of a snapshot share few ages."""
+    stale_s, asked_s = ttl_s + stale_for_s, age_s + most_s
+    fresh_s = min(int(ttl_s), asked_s)
+    told = (
+        b"" if shared else b"private, ",
+        fresh_s,
+        max(0, min(int(stale_s), asked_s) - fresh_s),
+        int(stale_s + stale_if_error_s) - fresh_s,
+    )
+    return b"cache-control", b"%bmax-age=%d, stale-while-revalidate=%d, stale-if-error=%d" % told
 
 
 PRIVATE = Caching()

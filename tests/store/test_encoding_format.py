@@ -38,7 +38,7 @@ def app(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
         values = rng.standard_normal((3, dim)).astype(dtype)
         nulls = pa.array(~there)
         columns[name] = pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), dim, mask=nulls)
-        features.append(Feature(name, dtype, dim=dim))  # type: ignore[arg-type]
+        features.append(Feature(name, dtype, dim=dim))
     if not request.param:
         columns |= {"d": pa.FixedSizeListArray.from_arrays(pa.array([0.5] * 6), 2), "s": pa.array(["x"] * 3)}
         columns["l"] = pa.array([[1.5], [], [2.5, 0.25]], pa.list_(pa.float32()))
