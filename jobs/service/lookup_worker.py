@@ -75,7 +75,7 @@ def main() -> None:
                 timing=timing,
                 asks=asked_of(spec),
                 caching=Caching(**spec["caching"]),
-                waiting=max(1, limits.connections // 2),
+                waiting=max(1, limits.connections * 2 // 3),
             )
             with contextlib.ExitStack() as stack:
                 looks = [] if tokens is None else [tokens.look]
