@@ -28,7 +28,7 @@ IDLE_CONNECTIONS = 64
 TRIES = 3
 """Of a call whose connection is refused or cut, or that the server is too busy for."""
 
-PROBE_S = 0.015
+PROBE_S = 0.01
 """A call waits for a server that was silent: it is not what its caller has to wait a whole budget for."""
 
 Command = Sequence[bytes | str | int]
