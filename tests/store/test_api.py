@@ -600,7 +600,7 @@ def test_it_is_alive_and_ready_and_says_which_snapshots(api: Server) -> None:
     # of rows that are spoilt on purpose it is told once somebody looked
     said = ready.json
     why = said.pop("why", "")
-    assert all(view.startswith("spoilt") for view in re.findall(r"view '(\w+)'", why)), why
+    assert all(view.startswith("spoilt") for view in re.findall(r"not whole of (\w+):", why)), why
     told = {"status": "degraded" if why else "ready", "views": views, "fallback": fallbacks}
     assert (ready.status, said) == (200, told)
 
