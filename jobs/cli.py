@@ -17,6 +17,7 @@ from jobs.commands import backfill, measure, retention, rollback, rows, run, sch
 from jobs.commands.command import BAD_USAGE, FAILED, REJECTED, Commands
 from jobs.process.output import enduring_output
 from jobs.process.termination import asked, described, terminable
+from store.disk.durable_file import limit_of
 from store.errors import ConfigError, GateError, PrecomputeError, RejectedError, RequestError
 from store.log import log_to_stderr
 
@@ -54,7 +55,11 @@ def _failed(exc: BaseException) -> int:
         print("precompute: interrupted", file=sys.stderr)
         return 130
     if not isinstance(exc, PrecomputeError):
-        raise exc
+        limit = limit_of(exc)
+        if limit is None:
+            raise exc
+        print(f"precompute: {exc}: {limit}", file=sys.stderr)
+        return FAILED
     print(f"precompute: {exc}", file=sys.stderr)
     if isinstance(exc, ConfigError) or (isinstance(exc, RequestError) and exc.status < 500):
         return BAD_USAGE
