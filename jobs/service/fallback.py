@@ -78,16 +78,19 @@ class _Opened(NamedTuple):
     """Of two views for which this is equal, a row of one could be one of the other."""
     kept: KeptInput
     runner: Runner
+    pointer: Pointer
 
     @classmethod
-    def of(cls, view: OpenView) -> _Opened:
+    def of(cls, view: OpenView, pointer: Pointer) -> _Opened:
         features, codec = view.view.features, RowCodec(view.view)
         inputs = tuple((name, str(kind)) for name, kind in zip(view.source.schema.names, view.source.schema.types, strict=True))
         alike = (id(view.model), view.variant, features, view.view.definition.bad_rows, inputs)
         kept = view.source.kept()
         # begins to read it
         kept.rows([])
-        return cls(view, codec, RowCodec(unpacked_view(view.view)), alike, kept, Runner(view.model, view.view, search=False))
+        return cls(
+            view, codec, RowCodec(unpacked_view(view.view)), alike, kept, Runner(view.model, view.view, search=False), pointer
+        )
 
 
 class _Wanted(NamedTuple):
@@ -124,6 +127,7 @@ class ViewFallback(Fallback):
         meter: counts.
         tell: as of :class:`store.telemetry.batches.Batches`.
         suspects: hashes of rows that a process may have ended by, and from when on (monotonic) each may be tried, alone; once it came through, it is as any.
+        may_try: whether one may be tried now at all.
     """
 
     def __init__(
@@ -136,8 +140,9 @@ class ViewFallback(Fallback):
         meter: Meter | None = None,
         tell: Tell | None = None,
         suspects: Mapping[int, float] | None = None,
+        may_try: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._suspects, self._held = dict(suspects or {}), list[int]()
+        self._suspects, self._held, self._may_try = dict(suspects or {}), list[int](), may_try
         """Rows that are left alone, or tried alone, and those in hand, or that lost the GPU."""
         meter = meter or Meter()
         self._batches = Batches(meter, tell)
@@ -175,7 +180,7 @@ class ViewFallback(Fallback):
             given, whose = _given(values), group
             tried_from = self._suspects.get(suspect := row_hash(view, key, given)) if self._suspects else None
             if tried_from is not None:
-                if tried_from > time.monotonic():
+                if tried_from > time.monotonic() or not self._may_try():
                     futures.append(_settled(Miss(Reason.MODEL_ERROR, "the model's process ended with it in hand", broken=None)))
                     continue
                 whose = group._replace(suspect=suspect)
@@ -202,6 +207,14 @@ class ViewFallback(Fallback):
     def open_publishings(self) -> list[tuple[str, tuple[int, str]]]:
         """All for which :meth:`ready` is true: the view's name, and which publishing of it."""
         return list(self._opened)
+
+    def open_pointers(self) -> list[Pointer]:
+        """The pointers of the same."""
+        return [opened.pointer for opened in list(self._opened.values())]
+
+    def suspect(self, rows: Mapping[int, float]) -> None:
+        """Rows that another process may have ended by, as in the constructor."""
+        self._suspects = dict(rows)
 
     def refused(self) -> bool:
         """Whether a model was loaded and was not the live snapshot's, and none is open."""
@@ -308,7 +321,7 @@ class ViewFallback(Fallback):
         if opened is not None:
             return opened
         self._watch(time.monotonic() + LOAD_S, self._held)
-        opened = self._opened[name, pointer.publishing] = _Opened.of(self._open_as_live(pointer))
+        opened = self._opened[name, pointer.publishing] = _Opened.of(self._open_as_live(pointer), pointer)
         # in the order in which they were opened: epochs may start again
         in_order = [which for other, which in self._opened if other == name]
         for which in in_order[:-KEPT_PUBLISHINGS]:

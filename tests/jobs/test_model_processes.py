@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import http.client
 import os
+import re
 import signal
 import threading
 import time
@@ -154,6 +155,47 @@ def test_of_the_rows_that_a_process_ended_with_only_the_one_to_blame_is_left_alo
     assert len({first, second, third}) == 3
     rows = server.lookup("faulty", [20, 21, AMONG, 22], deadline_ms=9000)
     assert [row["features"] and int(row["features"]["double"]) for row in rows] == [third, third, None, third]
+
+
+STANDING_BY = (
+    AT_ONCE
+    + """
+from jobs.service import model_group
+model_group.SPARE_AFTER_S = 0.0
+"""
+)
+
+
+def test_one_that_stands_by_takes_over_and_what_ended_the_one_before_ends_no_other(tmp_path: Path) -> None:
+    faulty = FAULTY | {"fallback": FAULTY["fallback"] | {"spare": True}}
+    make_folder(tmp_path, {"faulty": faulty}, serve=SERVE).publish_all()
+    write_numbers(tmp_path, [1, 2, 3, *range(9, 60), *BAD])
+    with Server(tmp_path, first=STANDING_BY) as server:
+        eventually(lambda: spares(server) == 1)
+        there = models_of(server)
+        first = process_of(server, 10)
+        # it has what the first one had open, and is told at once which row ended that
+        server.get(f"/v1/views/faulty/rows/{EXIT}").check_problem(502, "model_error")
+        second = process_of(server, 10)
+        assert {first, second} == there
+        # another one is begun; meanwhile and then the row is refused, under whatever key it comes
+        eventually(lambda: spares(server) == 1)
+        server.get(f"/v1/views/faulty/rows/{EXIT}").check_problem(502, "model_error")
+        # of those in hand together each is tried alone, once a third one stands by, and one row is to blame
+        server.lookup("faulty", [20, 21, AMONG], deadline_ms=9000)
+        assert process_of(server, 10) not in (first, second)
+        eventually(lambda: {row["status"] for row in server.lookup("faulty", [20, 21])} == {"computed"})
+
+
+def spares(server: Server) -> int:
+    """How many processes of models stand by."""
+    return int(float(re.findall(r"^precompute_model_spares (\S+)", server.get("/metrics").body.decode(), re.MULTILINE)[0]))
+
+
+def models_of(server: Server) -> set[int]:
+    """Numbers of its model processes."""
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    return {int(pid) for pid in children if b"model_server" in Path(f"/proc/{pid}/cmdline").read_bytes()}
 
 
 def alive(pid: int) -> bool:
