@@ -11,8 +11,10 @@ import json
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,6 +103,17 @@ class _Wanted(NamedTuple):
     rows: pa.Table
 
 
+class _Postponed(NamedTuple):
+    """What was asked for of one row that may end the process, while none stands by."""
+
+    pointer: Pointer
+    key: str
+    inputs: Mapping[str, Mapping[str, Any]]
+    deadline: float
+    query: bool
+    future: Future[Computed]
+
+
 LOAD_S = 600.0
 """How long opening a view may take: gigabytes of a model and its libraries may come from a cold disk, and be compiled."""
 
@@ -144,6 +157,7 @@ class ViewFallback(Fallback):
     ) -> None:
         self._suspects, self._held, self._may_try = dict(suspects or {}), list[int](), may_try
         """Rows that are left alone, or tried alone, and those in hand, or that lost the GPU."""
+        self._postponed: deque[_Postponed] = deque()
         meter = meter or Meter()
         self._batches = Batches(meter, tell)
         self._writer = None if kept is None else KeptWriter(kept, meter)
@@ -180,7 +194,10 @@ class ViewFallback(Fallback):
             given, whose = _given(values), group
             tried_from = self._suspects.get(suspect := row_hash(view, key, given)) if self._suspects else None
             if tried_from is not None:
-                if tried_from > time.monotonic() or not self._may_try():
+                if tried_from <= time.monotonic() and not self._may_try():
+                    futures.append(self._later(pointer, key, inputs, deadline, query))
+                    continue
+                if tried_from > time.monotonic():
                     futures.append(_settled(Miss(Reason.MODEL_ERROR, "the model's process ended with it in hand", broken=None)))
                     continue
                 whose = group._replace(suspect=suspect)
@@ -207,6 +224,25 @@ class ViewFallback(Fallback):
     def open_publishings(self) -> list[tuple[str, tuple[int, str]]]:
         """All for which :meth:`ready` is true: the view's name, and which publishing of it."""
         return list(self._opened)
+
+    def look(self) -> None:
+        """To be called about every second: rows that could not be tried when they were asked for are, as soon as they may."""
+        for _ in range(len(self._postponed)):
+            one = self._postponed.popleft()
+            if one.deadline < time.monotonic():
+                _end(one.future, _settled(Miss(Reason.DEADLINE)))
+            elif not self._may_try():
+                self._postponed.append(one)
+            elif not one.future.cancelled():
+                (begun,) = self.submit(one.pointer, [one.key], one.inputs, one.deadline, query=one.query)
+                begun.add_done_callback(partial(_end, one.future))
+
+    def _later(
+        self, pointer: Pointer, key: str, inputs: Mapping[str, Mapping[str, Any]], deadline: float, query: bool
+    ) -> Future[Computed]:
+        one = _Postponed(pointer, key, inputs, deadline, query, Future())
+        self._postponed.append(one)
+        return one.future
 
     def open_pointers(self) -> list[Pointer]:
         """The pointers of the same."""
@@ -245,9 +281,12 @@ class ViewFallback(Fallback):
         try:
             for (view, _), numbers in of_view.items():
                 with self._failing(view, numbers, results):
+                    was_open = self.ready(requests[numbers[0]].pointer)
                     opened = self._open(requests[numbers[0]].pointer)
-                    if group == _WARM_UP:
+                    # also before what is asked of a process that has just begun: by the model's pace is judged whether that hangs
+                    if group == _WARM_UP or not (was_open or self._row_s.get(opened.view.fingerprint)):
                         self._warm_up(opened)
+                    if group == _WARM_UP:
                         continue
                     # also of what was opened before
                     deadlines = [request.pointer.view.fallback_deadline_s for request in requests]
@@ -409,6 +448,16 @@ def _settled(result: Computed | Miss) -> Future[Computed]:
     else:
         future.set_exception(result)
     return future
+
+
+def _end(future: Future[Computed], done: Future[Computed]) -> None:
+    """As another one ended."""
+    # given up meanwhile
+    with contextlib.suppress(InvalidStateError):
+        if (error := done.exception()) is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(done.result())
 
 
 def _refusal(kind: Refusal) -> Exception:

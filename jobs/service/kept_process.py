@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import mmap
@@ -233,4 +234,6 @@ class KeptProcess(ABC):
 
 
 def _close_input(process: ChildProcess) -> None:
-    process.pipes()[0].close()
+    # that it was told more, which it did not hear
+    with contextlib.suppress(OSError):
+        process.pipes()[0].close()

@@ -203,6 +203,7 @@ def _look(fallback: ViewFallback, meter: Meter, opened: OpenFile, watch: Watch) 
         time.sleep(1.0)
         meter.process_figures()
         opened.write(fallback)
+        fallback.look()
         watch.is_open = bool(fallback.open_publishings())
         since = min(since, time.monotonic()) if fallback.refused() else math.inf
     why = "its GPU is lost to this one" if fallback.lost() else "it may be the live snapshot's by now"
