@@ -23,6 +23,7 @@ SCRIPTS = (
     "engine_kill",
     "accuracy_audit",
     "gates_table",
+    "account",
     "gates_cost",
     "backfill",
     "store_plan",

@@ -212,6 +212,10 @@ class Answer:
         self.damaged += state == State.DAMAGED
         return Status.MISSING
 
+    def damaged_keys(self) -> list[str]:
+        """Keys of the rows that are damaged, before the fallback or what was kept stands in for them."""
+        return [self.keys[i] for i, reason in self._reasons.items() if reason is Reason.DAMAGED]
+
     def stale_rows(self) -> list[int]:
         """Numbers of the rows that are stale."""
         return [i for i, status in enumerate(self._statuses or ()) if status is Status.STALE]

@@ -7,17 +7,19 @@ One request reads the live pointer once, so all its rows are of one snapshot. A 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from store.account.sightings import LIVE, REFS, note
 from store.answer import ANSWER_FIELDS, Answer, AnswerPlan
-from store.errors import RequestError
+from store.errors import PrecomputeError, RequestError, RowsLostError
 from store.fallback import Computed, Fallback, Miss, Waiting, check_inputs
-from store.feature_view import FeatureView
+from store.feature_view import NAME, FeatureView
 from store.freshness import Sighting, microseconds, status_of
 from store.kept.kept_rows import KeptRows
 from store.key_text import MAX_KEY_BYTES, join_key, key_list, key_text, plain_key, shown_key
@@ -136,7 +138,7 @@ class Lookup:
 
         Raises:
             RequestError: unknown view or feature, bad or too many keys.
-            OnlineStoreError: the store cannot be reached.
+            OnlineStoreError: the store cannot be reached; :class:`store.errors.RowsLostError`: it lost the view, which is live as the root has it.
         """
         answer = self.begin(view, keys, LookupOptions(features, fallback, deadline_ms, max_age_s, inputs), columnar=True)
         answer.wait()
@@ -182,8 +184,7 @@ class Lookup:
         read = self.online.read(view, raw)
         read_at = time.perf_counter()
         if read is None:
-            self._last.pop(view, None)
-            raise self._unknown_view(view)
+            raise self._nothing_live(view)
         pointer, found = read
         self._last[view] = pointer
         inputs = _inputs_by_key(pointer, options.inputs) if options.inputs else {}
@@ -202,6 +203,8 @@ class Lookup:
         answer.read_s, answer.verify_s = read_at - began, time.perf_counter() - judging
         if answer.damaged:
             self.on_damaged(view, answer.damaged)
+            if self.root is not None:
+                note(self.root / view / REFS, answer.damaged_keys())
         if self._misses is not None and behind:
             self._misses.begin(answer, missing, inputs, options.deadline_ms, fallback is not None)
         return answer
@@ -295,7 +298,7 @@ class Lookup:
         """
         pointer = self.online.live(view)
         if pointer is None:
-            raise self._unknown_view(view)
+            raise self._nothing_live(view)
         return pointer
 
     def _age_of(self, pointer: Pointer) -> Callable[[int], float]:
@@ -303,7 +306,23 @@ class Lookup:
         now_us, sighting = self.look(pointer)
         return lambda computed_at_us: sighting.age_us(computed_at_us, now_us) / 1e6
 
-    def _unknown_view(self, view: str) -> RequestError:
+    def is_lost(self, view: str) -> bool:
+        """Whether a view that the online store has no pointer of is live all the same, as the root has it: it was flushed, or another server took its place."""
+        return self.root is not None and NAME.match(view) is not None and (self.root / view / REFS / LIVE).exists()
+
+    def lost(self, there: Collection[str]) -> list[str]:
+        """Views that are lost, of all under the root but those that are ``there``."""
+        names = [] if self.root is None or not self.root.is_dir() else os.listdir(self.root)
+        return sorted(name for name in names if name not in there and self.is_lost(name))
+
+    def _nothing_live(self, view: str) -> PrecomputeError:
+        """The error of a view that the online store has no pointer of."""
+        if self.is_lost(view):
+            return RowsLostError(
+                f"the online store has no pointer of view {view!r}, which is live: it was emptied, or another one took its place; "
+                f"the scheduler brings it back, or `precompute reconcile {view}`"
+            )
+        self._last.pop(view, None)
         have = ", ".join(self.online.views()) or "none"
         shown = view if len(view) <= 80 else view[:77] + "..."
         return RequestError(f"no view {shown!r} is live in the online store (live: {have})", status=404, code="unknown_view")

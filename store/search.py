@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy.typing as npt
 
+from store.account.sightings import REFS, note
 from store.answer import Answer, AnswerPlan
 from store.errors import RequestError, VectorIndexError
 from store.fallback import Fallback, Miss, Waiting, check_inputs, unpacked_view
@@ -113,7 +114,11 @@ class Searches:
             publishing, index = self._opened.get(pointer.view.name, (None, None))
             if index is None or publishing != pointer.publishing:
                 overlay = pointer.overlay_index
-                index = VectorIndex(self.root / pointer.index, None if overlay is None else self.root / overlay, index)
+                try:
+                    index = VectorIndex(self.root / pointer.index, None if overlay is None else self.root / overlay, index)
+                except VectorIndexError:
+                    note(self.root / pointer.view.name / REFS)
+                    raise
                 if index.model != pointer.model:
                     raise VectorIndexError(
                         f"the vector index {pointer.index} is of model {index.model[:12]}, the rows of {pointer.model[:12]}: "
@@ -170,6 +175,8 @@ class Searches:
                 status=404,
                 code="null_vector",
             )
+        assert self.root is not None
+        note(self.root / view.name / REFS)
         raise VectorIndexError(
             # which one a log must not have: a key is a person's, as often as not
             f"the vector index {pointer.index} has no vector of a row that is live: `precompute publish {view.name} --reload` builds it again"

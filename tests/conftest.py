@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import redis
 import yaml
+from hypothesis import Phase, settings
 
 from store.lookup import Lookup
 from store.online import kernels
@@ -47,6 +48,10 @@ def _prepare_processes() -> None:
 
 
 _prepare_processes()
+
+# Shrinking may take 300 s and explaining ten times as long for each example: a test that failed would end by its time limit, and never say of what.
+settings.register_profile("told at once", phases=[Phase.explicit, Phase.reuse, Phase.generate], print_blob=True)
+settings.load_profile("told at once")
 
 
 @pytest.fixture(params=["numpy", "C"])

@@ -110,8 +110,10 @@ WINGS = {
     "store/kept": {"store/online", "store/redis", "store/telemetry"},
     "store/history": {"store/disk", "store/offline"},
     "store/vectors": {"store/disk", "store/online"},
+    # looks at all that is live, wherever that lies
+    "store/account": {"store/disk", "store/offline", "store/online", "store/vectors"},
     "store/encoding": {"store/online"},
-    "store/api": {"store/encoding", "store/online", "store/page", "store/telemetry"},
+    "store/api": {"store/account", "store/encoding", "store/online", "store/page", "store/telemetry"},
     # people are shown the runs behind what is live
     "store/page": {"store/offline", "store/telemetry"},
     "store/telemetry": set[str](),

@@ -13,9 +13,9 @@ from jobs.ops.behind import in_words, inputs_behind, is_late
 from jobs.ops.partitions import in_words as partitions_in_words
 from jobs.ops.partitions import partitions_served
 from jobs.process.report import LEASED, PUBLISHING
-from jobs.publish.served import lost
 from jobs.rows.source_age import REPORTS, known_source_at
 from jobs.schedule.due import outlook
+from store.account.checker import LOOK_S, look
 from store.clock import duration
 from store.disk.lease import is_held
 from store.errors import OnlineStoreError, PrecomputeError
@@ -67,8 +67,11 @@ def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict
         "next_due_why": next_run.reason,
         "behind": [],
         "partitions": None,
+        "checked": None,
     }
     attention = [] if next_run.trouble is None else [next_run.trouble]
+    account = look(store, online, budget_s=LOOK_S / len(project.names))
+    line["checked"] = account.looked_at(time.time_ns() // 1000)
     attention += _ahead({f"run {report.run} began": microseconds(report.started_at) for report in reports})
     if ref is not None:
         snapshot = store.snapshot(ref.snapshot)
@@ -79,20 +82,12 @@ def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict
         line |= _source(known_source_at(snapshot, reports))
         line["partitions"] = None if name in project.broken else partitions_served(project.view(name), store, snapshot, reports)
         attention += _too_old(project, name, line["source_age_s"])
-        attention += _lost(store, online) if line["online"] else []
         line["behind"] = inputs_behind(store, snapshot, reports)
         attention += [in_words(behind) for behind in line["behind"] if is_late(project, snapshot, behind)]
     attention += [str(broken)] if broken else []
+    # where the pointer was moved since it was looked at, what is wrong is with another one
+    attention += account.trouble if ref is None or line["online"] else []
     return line | {"attention": _attention(line) + attention + damage(store)}
-
-
-def _lost(store: ViewStore, online: OnlineStore) -> list[str]:
-    """What the online store lost of what is live, in words; or why that is not known."""
-    try:
-        wrong = lost(store, online)
-    except PrecomputeError as exc:
-        return [str(exc)]
-    return [] if wrong is None else [wrong]
 
 
 def _ttl_s(project: Project, name: str) -> float | None:
@@ -244,5 +239,6 @@ _UNREADABLE: dict[str, Any] = dict.fromkeys(
         "next_due_why",
         "behind",
         "partitions",
+        "checked",
     )
 ) | {"status": "unreadable"}

@@ -63,9 +63,11 @@ def _served(job: Job) -> Snapshot | None:
     try:
         live = job.store.snapshot(ref.snapshot)
         job.store.layers(live)
+        marks = job.store.refs.bad()
+        damaged = any(layer.number in marks and not marks[layer.number].rows for layer in job.store.chain(live))
     except SnapshotError:
         return None
-    return live
+    return None if damaged else live
 
 
 def _judged_empty(job: Job, snapshot: Snapshot, before: Snapshot | None, accept: Collection[str]) -> Snapshot:

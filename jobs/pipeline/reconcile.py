@@ -1,4 +1,4 @@
-"""Reconcile: see that the online store serves what is live, and bring back what it lost: rows that were evicted, flushed, damaged, or gone with a failover."""
+"""Reconcile: look at what is live, and heal what the root can heal: rows that were evicted, flushed, damaged or gone with a failover, pointers, vector indexes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from jobs.process.notify import notify
 from jobs.process.progress import Progress
 from jobs.process.report import PUBLISHING, close_dead, recorded
 from jobs.publish.publisher import Publisher
-from jobs.publish.served import HEALED, lost, lost_now
+from store.account.account import ROWS, Act, State
+from store.account.checker import look
 from store.disk.lease import take
+from store.errors import ConflictError
 from store.offline.refs import PUBLISH_LEASE
 from store.offline.runs import Report
 from store.online_url import open_online_store
@@ -21,21 +23,25 @@ from store.online_url import open_online_store
 def reconcile(
     project: Project, name: str, progress: Progress, *, finished: Callable[[Report], None] = lambda _: None
 ) -> Report | None:
-    """Load again what the online store lost of what is live, or move its pointer where that was left behind. Until it is loaded, answers
+    """Load again what is not whole of what is live, or move the online pointer where that was left behind. Until it is loaded, answers
     for rows that are not there say ``not_in_store``.
 
     Returns:
-        the report; None when nothing was lost.
+        the report; None when there is nothing that it can heal: :func:`store.account.account.read_account` has what it cannot.
 
     Raises:
         SnapshotError: what is live cannot be read.
         OnlineStoreError: the store does not answer, or does not take the rows.
-        ConflictError: somebody else publishes.
+        ConflictError: somebody else publishes, or another project the view.
     """
     store = project.stored(name)
     with contextlib.closing(open_online_store(project.online, memory_mb=project.settings.memory_mb)) as online:
         with named(name):
-            if lost(store, online) is None:
+            account = look(store, online)
+            foreign = next((finding for finding in account.findings if finding.state is State.FOREIGN), None)
+            if foreign is not None:
+                raise ConflictError(foreign.found)
+            if account.act is Act.NOTHING:
                 return None
         busy = f"view {name!r} is being published, rolled back or cleaned up"
         with (
@@ -44,18 +50,23 @@ def reconcile(
             recorded(store, "reconcile", finished) as report,
         ):
             close_dead(store, None, commands=PUBLISHING, own=report.run)
-            ref = store.refs.live()
+            ref = store.refs.readable_live()
             publisher = Publisher(store, online, report, progress, lease, memory_mb=project.settings.memory_mb)
             # somebody may have published, or ended the view, before the lease was taken
-            wrong = lost_now(store, online)
-            if ref is None or wrong is None:
+            account = look(store, online, publishing=True)
+            if account.act is Act.NOTHING:
                 report.status = "current"
                 return report
-            report.attention.append(wrong)
-            if publisher.mend():
+            report.attention += account.trouble
+            if ref is None:
+                # what was live, by the log of publishings; a hold went with the pointer
+                publisher.publish(account.snapshot, reason="reconcile", reload=True)
+            elif publisher.mend():
                 report.snapshot, report.epoch, report.status = ref.snapshot, ref.epoch, "published"
             else:
-                publisher.degrade()
-                publisher.publish(ref.snapshot, reason="reconcile", held=ref.held, reload=wrong != HEALED)
+                if any(finding.what == ROWS for finding in account.findings):
+                    publisher.degrade()
+                publisher.publish(ref.snapshot, reason="reconcile", held=ref.held, reload=account.act is Act.LOAD)
+            look(store, online, publishing=True)
         notify(project.settings.notify, report, project.home)
     return report

@@ -12,7 +12,9 @@ import shutil
 
 from jobs.process.progress import Progress
 from jobs.publish.loader import Loader
-from jobs.publish.served import DOUBTED_ROWS, check_served
+from store.account.account import Act
+from store.account.checker import look
+from store.account.rows import DOUBTED_ROWS, check_served
 from store.disk.crashpoint import crashpoint
 from store.disk.identity import identity_of
 from store.disk.lease import Lease
@@ -32,6 +34,8 @@ log = logging.getLogger(__name__)
 
 BASE_ROWS = 64
 """Compared with Parquet before they are called live: 40 to 60 ms. Built on is what vouches for itself, by as many keys: a tenth of that."""
+LOOK_S = 0.05
+"""For a look at what is live, before anything is built on it."""
 MOST_CHANGED = 0.1
 """Of a base's rows: an overlay of more is a base of its own. Readers ask both, and what the overlay replaces lies in the store twice."""
 
@@ -95,6 +99,10 @@ class Publisher:
         mended = self.mend()
         ref, current = store.refs.readable_live(), self._current()
         epoch = 0 if current is None else current.epoch
+        # of what is live, which is built on, or nothing is loaded at all
+        damaged = look(store, online, budget_s=LOOK_S, publishing=True).act is Act.LOAD
+        if damaged and ref is not None and ref.snapshot == number:
+            reload = True
         if ref is not None and ref.snapshot == number and not reload and ref.epoch >= epoch:
             pointer = self._pointer(snapshot, ref)
             if self._can_be_read(pointer, snapshot, rows=DOUBTED_ROWS if pointer.degraded else BASE_ROWS):
@@ -112,9 +120,11 @@ class Publisher:
         if place is None:
             # what publishings that failed had loaded
             self._drop_all_but(self._kept(ref, current))
-            place = self._loaded(snapshot, ref, epoch, reload)
+            place = self._loaded(snapshot, ref, epoch, reload or damaged)
         ref = self._flip(snapshot, expected, epoch, place, reason, held)
         self._drop_old(ref, current)
+        if damaged:
+            look(store, online, budget_s=LOOK_S, publishing=True)
         report.status, report.epoch = "published", epoch
         return self._pointer(snapshot, ref)
 

@@ -1,4 +1,4 @@
-"""Reconciler: looks every minute whether the online store serves what is live, and has processes of their own bring back what was lost, while it looks on."""
+"""Reconciler: looks every minute at what is live, and has processes of their own heal what is not whole, while it looks on."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from jobs.config.project import Project
-from jobs.publish.served import lost
 from precompute.workers.process import ChildProcess, end_all, installed_module
+from store.account.account import Account, Act
+from store.account.checker import LOOK_S, look, share_of
+from store.account.sightings import are_there
 from store.clock import doubled_s, duration
 from store.errors import PrecomputeError
 from store.online_url import open_online_store
@@ -48,7 +50,6 @@ class Reconciler:
         self._told: dict[str, str] = {}
         self._attempts: dict[str, int] = {}
         self._not_before: dict[str, float] = {}
-        self._unfounded: dict[str, list[str]] = {}
         self._mending: dict[str, threading.Thread] = {}
         self._turns = threading.Semaphore(AT_ONCE)
 
@@ -61,6 +62,11 @@ class Reconciler:
         for thread in list(self._mending.values()):
             thread.join()
 
+    @property
+    def sighted(self) -> bool:
+        """Whether readers met damage that was not looked at yet."""
+        return any(are_there(self._project.offline.view(view).refs.folder) for view in self._project.names)
+
     def look(self) -> None:
         """Look once at every view that is not being brought back, and begin to bring back what is not as it should be."""
         for view in self._project.names:
@@ -71,12 +77,15 @@ class Reconciler:
             if time.monotonic() < self._not_before.get(view, 0.0):
                 continue
             try:
-                wrong = self._lost(view)
+                account = self._account(view)
             except PrecomputeError as exc:
                 self._tell(view, f"whether the online store serves what is live is not known: {exc}")
                 continue
-            if wrong is None:
-                if self._told.pop(view, None) is not None:
+            wrong = "; ".join(account.trouble)
+            if account.act is Act.NOTHING:
+                if wrong:
+                    self._tell(view, wrong)
+                elif self._told.pop(view, None) is not None:
                     self._announce(f"{view}: the online store serves what is live")
                 self._attempts.pop(view, None)
                 continue
@@ -100,9 +109,10 @@ class Reconciler:
         if failure is not None:
             self._tell(view, f"{failure}; once more in {duration(wait_s)}", always=True)
 
-    def _lost(self, view: str) -> str | None:
+    def _account(self, view: str) -> Account:
+        share, budget_s = share_of(self._project.settings.reconcile), LOOK_S / len(self._project.names)
         with contextlib.closing(open_online_store(self._project.online)) as online:
-            return lost(self._project.offline.view(view), online, self._unfounded)
+            return look(self._project.offline.view(view), online, share=share, budget_s=budget_s)
 
     def _mend(self, view: str) -> str | None:
         """Have it brought back; why that failed, None when it did not."""

@@ -122,7 +122,7 @@ class Scheduler:
         )
         ticker.add_listener(_trouble, EVENT_JOB_ERROR | EVENT_JOB_MISSED)
         job = ticker.add_job(self.tick, _Ticks(), id="tick")
-        ticker.add_job(self._reconcile, "interval", seconds=self.project.settings.reconcile, id="reconcile")
+        looks = ticker.add_job(self._reconcile, "interval", seconds=self.project.settings.reconcile, id="reconcile")
         previous = (
             {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
             if threading.current_thread() is threading.main_thread()
@@ -135,6 +135,8 @@ class Scheduler:
         ticker.start()
         try:
             while not self._stopping.wait(TICK_S):
+                if self._lease is not None and self._reconciler.sighted:
+                    looks.modify(next_run_time=utc_clock())
                 # APScheduler waits by the clock on the wall: set back by an hour, it would be silent for that hour.
                 now = utc_clock()
                 if job.next_run_time is not None and job.next_run_time - now > timedelta(seconds=2 * TICK_S):

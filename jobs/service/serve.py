@@ -6,6 +6,7 @@ import contextlib
 import signal
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ from typing import Any
 from jobs.config.project import Project
 from jobs.service.model_group import ModelLimits, check_runtime, machine_memory_mb
 from jobs.service.supervisor import Supervisor
+from store.account.rounds import Rounds
 from store.disk.spill_folder import SpillFolder
 from store.errors import ConfigError
 from store.guard.access import tls_of, tokens_of
 from store.guard.listener import Listener
+from store.online_url import open_online_store
 
 
 def serve(project: Project, announce: Callable[[str], None], workers: int | None = None) -> None:
@@ -67,6 +70,8 @@ def serve(project: Project, announce: Callable[[str], None], workers: int | None
         )
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: supervisor.stop(number))
+        rounds = Rounds(project.offline, partial(open_online_store, project.online), project.names)
+        stack.callback(rounds.stop)
         announce(listeners[0].shown)
         supervisor.run()
 

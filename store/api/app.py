@@ -149,11 +149,11 @@ class Api:
             body |= {"status": "not ready", "why": "no view is published"}
         elif self._warming():
             body |= {"status": "not ready", "why": "models are being loaded"}
-        elif seen.unreadable or "not ready" in fallbacks.values() or any(p.degraded for p in pointers):
+        elif seen.unreadable or "not ready" in fallbacks.values() or any(map(seen.trouble, pointers)):
             # hits are served all the same, so this is no reason to take the server out
             body["status"] = "degraded"
-        if lost := [p.view.name for p in pointers if p.degraded]:
-            body["why"] = f"the online store lost rows of {', '.join(lost)}; they are being loaded again"
+        if trouble := [found for p in pointers if (found := seen.trouble(p))]:
+            body["why"] = "; ".join(trouble)
         if seen.unreadable:
             body["why"] = f"what is live of {', '.join(sorted(seen.unreadable))} cannot be read; the server's log says why"
         return json_reply(body, 503 if body["status"] == "not ready" else 200)
@@ -182,7 +182,7 @@ class Api:
             ViewFigures(
                 self._lookup.describe(pointer) | {"model_ready": self._fallback_ready(pointer)},
                 readable=pointer.view.name not in seen.unreadable,
-                degraded=pointer.degraded,
+                trouble=seen.trouble(pointer),
             )
             for pointer in seen.pointers
         ]

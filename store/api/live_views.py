@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from store.account.account import Account, read_account
+from store.account.sightings import REFS
 from store.errors import DamagedPointerError, OnlineStoreError, RowsLostError
 from store.lookup import Lookup
 from store.online.online_store import Pointer, check_own_rows
@@ -19,6 +22,15 @@ class Seen:
     pointers: tuple[Pointer, ...]
     unreadable: frozenset[str]
     store_answers: bool
+    accounts: Mapping[str, Account] = field(default_factory=dict)
+    """Of each view of a lookup that has a root: what was found when it was last looked at."""
+
+    def trouble(self, pointer: Pointer) -> str | None:
+        """What of a view is not whole, in words; None where all is."""
+        account = self.accounts.get(pointer.view.name)
+        found = "; ".join(() if account is None else account.trouble)
+        lost = f"the online store lost rows of {pointer.view.name}; they are being loaded again"
+        return found or (lost if pointer.degraded else None)
 
 
 class LiveViews:
@@ -37,7 +49,8 @@ class LiveViews:
         known, answers = dict(self._known), True
         try:
             names = online.views()
-            known = {name: pointer for name, pointer in known.items() if name in names}
+            unreadable.update(self._lookup.lost(names))
+            known = {name: pointer for name, pointer in known.items() if name in names or name in unreadable}
         except OnlineStoreError:
             names, answers = list(known), False
         for name in names:
@@ -60,7 +73,9 @@ class LiveViews:
         if not answers:
             unreadable.update(names)
         self._known = known
-        return Seen(tuple(known[name] for name in sorted(known)), frozenset(unreadable), answers)
+        root = self._lookup.root
+        accounts = {} if root is None else {name: read_account(root / name / REFS, name) for name in known}
+        return Seen(tuple(known[name] for name in sorted(known)), frozenset(unreadable), answers, accounts)
 
     def _check(self, pointer: Pointer) -> None:
         """Raises:

@@ -170,7 +170,10 @@ class Metrics:
             tell(counted.STALE_FOR, name, pointer.view.stale_for_s)
             tell(counted.VIEW_ROWS, name, pointer.rows)
             tell(counted.COVERAGE, name, pointer.rows / pointer.source_rows if pointer.source_rows else None)
-            tell(counted.DEGRADED, name, float(pointer.degraded))
+            tell(counted.DEGRADED, name, float(seen.trouble(pointer) is not None))
+            account = seen.accounts.get(name)
+            if account is not None and account.at_us:
+                tell(counted.CHECKED_AGE, name, max(0.0, self._lookup.now_s() - account.at_us / 1e6))
             if pointer.view.fallback and self._lookup.fallback is not None:
                 tell(counted.FALLBACK_UP, name, float(self._fallback_ready(pointer)))
             for rare in (counted.DAMAGED_ROWS, counted.FUTURE_ROWS):

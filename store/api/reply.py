@@ -81,7 +81,7 @@ def _failing(exc: OnlineStoreError | VectorIndexError) -> str:
     if isinstance(exc, VectorIndexError):
         return "the vector index cannot be read"
     if isinstance(exc, (DamagedPointerError, RowsLostError)):
-        return "the online store answers, and what is live in it cannot be read"
+        return "the online store answers, and what is live in it cannot be read, or was lost"
     return "the online store does not answer"
 
 

@@ -150,6 +150,22 @@ class Selection:
                     chosen = table if len(numbers) == table.num_rows else table.take(pa.array(numbers))
                     yield from chosen.to_batches()
 
+    def groups(self, file: int, group: int, columns: Sequence[str]) -> Iterator[tuple[int, int, pa.Table]]:
+        """The rows row group by row group, from number ``group`` of file number ``file`` on: each with file and group to go on from after it.
+
+        Raises:
+            SnapshotError: a file cannot be read.
+        """
+        for number in range(file, len(self.files)):
+            chosen = self.files[number]
+            if not chosen.count:
+                continue
+            with _reading(chosen.path) as opened:
+                for at, _, numbers in _groups(chosen, opened):
+                    if number > file or at >= group:
+                        table = opened.read_row_group(at, list(columns))
+                        yield number, at + 1, table if len(numbers) == table.num_rows else table.take(pa.array(numbers))
+
     def find(
         self, keys: pa.Array, entity: Sequence[str], *, groups: int | None = None, seed: int = 0
     ) -> tuple[int, Selection, pa.Array]:

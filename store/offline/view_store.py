@@ -238,7 +238,13 @@ class ViewStore:
             SnapshotError: a part is missing or damaged.
         """
         taken = list(rows.batches(columns))
-        return pa.Table.from_batches(taken) if taken else self._no_rows(snapshot, columns)
+        try:
+            return pa.Table.from_batches(taken) if taken else self._no_rows(snapshot, columns)
+        except pa.ArrowException as exc:
+            # a bit of a file's footer is enough for another name
+            raise SnapshotError(
+                f"the files of snapshot {snapshot.number} of {self.name!r} have not the same columns ({exc}): it is damaged; publish another one"
+            ) from exc
 
     def _no_rows(self, snapshot: Snapshot, columns: Sequence[str] | None) -> pa.Table:
         for path in self.part_paths(snapshot):
@@ -255,13 +261,21 @@ class ViewStore:
         """
         for layer in self.chain(snapshot) if layers is None else layers:
             for part in (*layer.parts, *((layer.deletes,) if layer.deletes else ())):
-                wrong = self._damage(layer, part)
-                if wrong is not None:
-                    if layer.number:
-                        self.mark_bad(layer.number, f"damaged: {wrong}", rows=False)
-                    for number in layer.members.values():
-                        self._mark_writer(number, part, f"damaged: {wrong}")
-                    raise SnapshotError(f"{wrong}; run the view again, it builds on what is whole")
+                self.check_part(layer, part)
+
+    def check_part(self, layer: Snapshot, part: Part) -> None:
+        """As :meth:`check_parts`, of one file.
+
+        Raises:
+            SnapshotError: it differs, or cannot be read.
+        """
+        wrong = self._damage(layer, part)
+        if wrong is not None:
+            if layer.number:
+                self.mark_bad(layer.number, f"damaged: {wrong}", rows=False)
+            for number in layer.members.values():
+                self._mark_writer(number, part, f"damaged: {wrong}")
+            raise SnapshotError(f"{wrong}; run the view again, it builds on what is whole")
 
     def _mark_writer(self, member: int, part: Part, why: str) -> None:
         """Mark those of the snapshots that a member of an assembled one builds on bad that name the part as theirs."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar, NamedTuple
 
 from store.errors import ConflictError, DamagedPointerError, OnlineStoreError, RowsLostError
 from store.feature_view import FeatureView
@@ -29,6 +29,14 @@ class Generation(Record, frozen=True):
     base: int | None = None
     run: str = ""
     schema: int | None = None
+
+
+class FileCheck(NamedTuple):
+    """A file by its path, of so many bytes; ``damage`` reads it and says what differs from its checksums, None where nothing does."""
+
+    path: str
+    size_bytes: int
+    damage: Callable[[], str | None]
 
 
 class Terms(Record, frozen=True):
@@ -201,6 +209,10 @@ class OnlineStore(ABC):
     def loaded(self, view: str, numbers: Sequence[int]) -> list[Generation]:
         """Those of some generations that are loaded whole, in the order of their numbers; asked for with the rights and the patience of a reader."""
         return [generation for generation in self.generations(view) if generation.number in numbers]
+
+    def file_checks(self, view: str, numbers: Sequence[int]) -> list[FileCheck]:
+        """How files of some generations are compared with their own checksums, where the store has files."""
+        return []
 
     @abstractmethod
     def drop(self, view: str, number: int) -> None:

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,16 @@ from store.errors import DamagedPointerError, OnlineStoreError, RowsLostError
 from store.feature_view import NAME
 from store.online import kernels
 from store.online.found_rows import FoundRows, PackedKeys, Reader, WholeColumns
-from store.online.online_store import Generation, OnlineStore, Pointer, check_epoch, check_loaded, check_not_live, check_taken
+from store.online.online_store import (
+    FileCheck,
+    Generation,
+    OnlineStore,
+    Pointer,
+    check_epoch,
+    check_loaded,
+    check_not_live,
+    check_taken,
+)
 from store.online.packed import Packed, Rows
 from store.online.table_file import TableFile
 from store.online.table_writer import TableWriter
@@ -177,6 +187,10 @@ class TableStore(OnlineStore):
         except (OSError, OnlineStoreError, ValueError):
             return Generation(number, 0)
 
+    def file_checks(self, view: str, numbers: Sequence[int]) -> list[FileCheck]:
+        paths = [path for number in numbers if (path := self._path(view, number)).exists()]
+        return [FileCheck(str(path), path.stat().st_size, partial(_damage, path)) for path in paths]
+
     def views(self) -> list[str]:
         return sorted(p.parent.name for p in self.folder.glob("*/live.json"))
 
@@ -270,6 +284,16 @@ class _TableRows(FoundRows):
         rows, states = first.read(self._packed_keys, self.hashes, below)
         damaged = states == kernels.DAMAGED
         return rows, damaged if damaged.any() else None
+
+
+def _damage(path: Path) -> str | None:
+    try:
+        return next(iter(_table(path).check()), None)
+    except FileNotFoundError:
+        # another publishing dropped it meanwhile
+        return None
+    except (OSError, OnlineStoreError) as exc:
+        return str(exc)
 
 
 def _alive(left: Path, name: str) -> bool:

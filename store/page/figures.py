@@ -27,8 +27,8 @@ class ViewFigures:
     runs: Sequence[Report] = ()
     readable: bool = True
     """False: what is live cannot be read now, and this is what was last known."""
-    degraded: bool = False
-    """The online store lost rows of it."""
+    trouble: str | None = None
+    """What of it is not whole, in words."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def gather(views: Sequence[ViewFigures], meter: Meter, root: Path | None, store_
     """
     store = None if root is None else OfflineStore(root)
     with_runs = [
-        view if store is None else ViewFigures(view.told, _runs(store, str(view.told["view"])), view.readable, view.degraded)
+        view if store is None else ViewFigures(view.told, _runs(store, str(view.told["view"])), view.readable, view.trouble)
         for view in views
     ]
     return Figures(with_runs, totals(meter), store_answers, time.time())

@@ -25,7 +25,7 @@ def view_card(view: ViewFigures, figures: Figures) -> Html:
         element("p", note, class_="bad")
         for holds, note in (
             (not view.readable, "what is live cannot be read now: this was last known"),
-            (view.degraded, "the online store lost rows of it; they are being loaded again"),
+            (view.trouble is not None, view.trouble or ""),
         )
         if holds
     ]

@@ -261,7 +261,13 @@ TTL = _instrument(Kind.HIGHEST, "view_ttl_seconds", "Age up to which the view's 
 STALE_FOR = _instrument(Kind.HIGHEST, "view_stale_for_seconds", "How long past its TTL a row is served as stale", "view")
 VIEW_ROWS = _instrument(Kind.HIGHEST, "view_rows", "Rows of the live snapshot", "view")
 COVERAGE = _instrument(Kind.HIGHEST, "view_coverage", "Rows served / rows of the source", "view")
-DEGRADED = _instrument(Kind.HIGHEST, "view_degraded", "1 while the online store is known to have lost rows of the view", "view")
+DEGRADED = _instrument(
+    Kind.HIGHEST,
+    "view_degraded",
+    "1 while something live of the view (rows, index, pointers, files) is known not to be whole",
+    "view",
+)
+CHECKED_AGE = _instrument(Kind.HIGHEST, "view_checked_age_seconds", "Since what is live of the view was last looked at", "view")
 
 PROCESS_BYTES = _instrument(Kind.GAUGE, "process_resident_bytes", "Memory of a process of the server", "process")
 PROCESS_FILES = _instrument(

@@ -18,9 +18,11 @@ import yaml
 from jobs.pipeline.reconcile import reconcile
 from jobs.process.progress import Silent
 from jobs.publish.publisher import Publisher
-from jobs.publish.served import HEALED, lost
 from jobs.schedule.reconciler import Reconciler
 from jobs.schedule.scheduler import Scheduler
+from store.account.account import read_account, write_account
+from store.account.checker import DEGRADED as HEALED
+from store.account.checker import look
 from store.disk.lease import take
 from store.errors import ConflictError, OnlineStoreError
 from store.offline.refs import PUBLISH_LEASE
@@ -47,7 +49,7 @@ def project(make_project: MakeProject, online: str) -> Scene:
 
 def said(project: Scene) -> str | None:
     with project.online_store() as online:
-        return lost(project.store, online)
+        return "; ".join(look(project.store, online).trouble) or None
 
 
 def lose(project: Scene, number: int) -> None:
@@ -122,27 +124,24 @@ def test_what_is_noted_of_a_generation_in_redis_is_as_good_as_lost_when_it_is_da
     assert said(project) is None
 
 
-def test_doubts_are_looked_into_once_and_other_rows_are_compared_every_hour(
-    project: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    doubts, looks = (
-        [["started anew"], ["started anew"], ["started anew"], ["started anew", "3 keys were evicted"], []],
-        list[Any](),
-    )
-    sample, turn, unfounded = ViewStore.sample, int(time.time() // 3600), dict[str, list[str]]()
+def test_doubts_are_looked_into_once_and_values_are_compared_every_hour(project: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    doubts = [[], ["started anew"], ["started anew"], ["started anew", "3 keys were evicted"], []]
+    looks, sample = list[int](), ViewStore.sample
 
     def watched(self: ViewStore, snapshot: Snapshot, rows: int, *how: Any) -> Any:
-        looks.append((rows, how[-1] - turn in (0, 1)))
+        looks.append(rows)
         return sample(self, snapshot, rows, *how)
 
     monkeypatch.setattr(ViewStore, "sample", watched)
     with project.online_store() as online:
         for found in doubts:
             monkeypatch.setattr(online, "doubts", lambda _, found=found: found)
-            assert lost(project.store, online, unfounded) is None
-        monkeypatch.setattr(online, "doubts", lambda _: ["started anew"])
-        assert lost(project.store, online) is None
-    assert looks == [(rows, True) for rows in (20_000, 256, 256, 20_000, 20_000, 20_000)]
+            assert look(project.store, online).trouble == []
+        refs = project.store.refs.folder
+        known = read_account(refs, "numbers")
+        write_account(refs, replace(known, at_us=known.at_us - 3_600_000_000))
+        assert look(project.store, online).trouble == []
+    assert looks == [256, 20_000, 20_000, 256]
 
 
 def test_a_pointer_left_behind_is_moved_and_nothing_loaded(project: Scene) -> None:
@@ -258,7 +257,7 @@ def test_while_somebody_publishes_nothing_is_lost(project: Scene) -> None:
 def test_a_root_that_is_older_than_what_is_served_lost_nothing(project: Scene) -> None:
     with project.online_store() as online:
         online.flip(replace(project.pointer(), epoch=9))
-        assert lost(project.store, online) is None
+        assert look(project.store, online).trouble == []
 
 
 def test_the_command_says_what_it_did(project: Scene, capsys: pytest.CaptureFixture[str]) -> None:

@@ -280,8 +280,10 @@ def build(made: Made, steps: list[dict[str, Any]]) -> Told:
 
     def publish(number: int | None, second: float) -> None:
         if number is not None or (told and told[-1][1] is not None):
+            # what is live already is as old as it was found to be
+            renewed = told[-1][3] if told and told[-1][1] == number else -1e9
             made.publish(number, second)
-            told.append((second, number, second, -1e9))
+            told.append((second, number, second, renewed))
 
     for step in steps:
         partition = None if step["day"] is None else str(containing("day", START + timedelta(days=step["day"])))
@@ -303,9 +305,8 @@ def build(made: Made, steps: list[dict[str, Any]]) -> Told:
                 told.append((second, *told[-1][1:3], second - 0.125))
             elif event == "clock" and told:  # set back: what comes later begins no earlier
                 publish(snapshot.number, second - 2)
-            elif event == "reload" and told and told[-1][1] is not None:
-                made.publish(told[-1][1], second)
-                told.append((second, told[-1][1], second, told[-1][3]))
+            elif event == "reload" and told:
+                publish(told[-1][1], second)
             elif event in ("back", "forward") and told:
                 publish(1 if event == "back" else snapshot.number, second)
     for number in later:

@@ -117,7 +117,16 @@ def test_it_shows_a_view_its_runs_and_what_was_asked_of_it() -> None:
         meter.timer(counted.REQUEST_SECONDS, "row").observe(seconds)
     meter.counter(counted.FALLBACK_ROWS, "films", "computed").add(5)
     meter.gauge(counted.BREAKER_OPEN, "films").set(1)
-    page = Parsed(status_page(Figures([ViewFigures(TOLD, RUNS, degraded=True)], totals(meter), True, NOW_S)))
+    page = Parsed(
+        status_page(
+            Figures(
+                [ViewFigures(TOLD, RUNS, trouble="the online store lost rows of it; they are being loaded again")],
+                totals(meter),
+                True,
+                NOW_S,
+            )
+        )
+    )
     harmless(page)
     for text in (
         "oldest row 30 min, snapshot 7, 1,234 rows",
@@ -298,7 +307,10 @@ def test_in_a_browser_its_style_counts_and_nothing_is_wider_than_a_phone(tmp_pat
     meter.counter(counted.FALLBACK_ROWS, "films", "unknown_entity").add(1_234_567)
     meter.counter(counted.SEMANTIC_CACHE, "films", "hit").add(5)
     told = TOLD | {"view": "a_view_whose_name_is_as_long_as_names_may_be_in_this_world_63ch", "model": "f" * 64}
-    views = [ViewFigures(told, RUNS, degraded=True), ViewFigures(TOLD, RUNS)]
+    views = [
+        ViewFigures(told, RUNS, trouble="the online store lost rows of it; they are being loaded again"),
+        ViewFigures(TOLD, RUNS),
+    ]
     page = status_page(
         Figures(views, totals(meter), False, NOW_S), Question("films", "x" * 200), element("p", "an answer", class_="card answer")
     )

@@ -1,23 +1,19 @@
-"""Served: whether the online store gives back the rows of a snapshot, by some of them drawn from all over it, and what it lost of what is live."""
+"""Rows: whether the online store gives back those of a snapshot: by some drawn from all over it, or one after the other."""
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
-from store.disk.identity import known_identity
-from store.disk.lease import is_held
 from store.entity_key import key_column
-from store.errors import DamagedPointerError, OnlineStoreError, RowsLostError
-from store.offline.refs import PUBLISH_LEASE
+from store.errors import OnlineStoreError, RowsLostError
 from store.offline.selection import CLUSTERS
 from store.offline.snapshot import Snapshot
 from store.offline.view_store import ViewStore
 from store.online.codec import HEADER_BYTES, RowCodec, State
 from store.online.found_rows import FoundRows, overlaid
-from store.online.online_store import OnlineStore, Pointer, check_own_rows, check_owner
+from store.online.online_store import OnlineStore, Pointer, check_own_rows
 from store.online.row_values import packed_strings
 
 SAMPLE_ROWS = 256
@@ -27,8 +23,9 @@ DOUBTED_ROWS = 20_000
 KEY_PLACES = 16
 """That keys alone are drawn from: what an online store loses by itself is spread over all keys, and of what was loaded one after the other a sixteenth is seen for sure. They
 take 9 ms of CPU, and 64 places 20."""
-HEALED = "its rows are said to be degraded, and all that were compared are there"
 _BATCH_KEYS = 500
+
+Times = npt.NDArray[np.int64]
 
 
 def check_served(
@@ -94,53 +91,34 @@ def _wrong(
     return None
 
 
-def lost(store: ViewStore, online: OnlineStore, unfounded: dict[str, list[str]] | None = None) -> str | None:
-    """What the online store does not serve of what is live, in words; None when nothing is wrong, and while somebody publishes.
+def not_whole(
+    online: OnlineStore, pointer: Pointer, codec: RowCodec, keys: list[bytes], computed_us: Times | None
+) -> list[bytes]:
+    """Those of some keys whose rows are not what a reader should find: missing, damaged, or computed at another time.
 
     Args:
-        store: of the view.
-        online: where it is served from.
-        unfounded: of each view, the store's doubts that were looked into and nothing was found; kept from one call to the next by who looks often: a server that was
-            started anew with all its data is doubted until the next publishing, and would have 20,000 rows compared every minute.
+        online: where they are read, as every reader reads.
+        pointer: what is live.
+        codec: of its rows.
+        keys: of rows that the snapshot has.
+        computed_us: int64 [keys], when the snapshot's rows were computed, µs since 1970; None where that is not known.
 
     Raises:
-        SnapshotError: what is live cannot be read.
-        OnlineStoreError: the store does not answer.
-        ConflictError: another project publishes the view.
+        OnlineStoreError: the store does not answer; RowsLostError: what the pointer names is gone.
+        MovedError: something else is live.
     """
-    return None if is_held(store.leases, PUBLISH_LEASE) else lost_now(store, online, unfounded)
+    read = online.read(pointer.view.name, keys)
+    if read is None or read[0].publishing != pointer.publishing:
+        raise MovedError
+    states, computed = codec.verify(read[1], {pointer.base_snapshot, pointer.snapshot})
+    wrong = states != State.WHOLE
+    if computed_us is not None:
+        wrong |= computed != computed_us
+    return [keys[i] for i in np.flatnonzero(wrong).tolist()]
 
 
-def lost_now(store: ViewStore, online: OnlineStore, unfounded: dict[str, list[str]] | None = None) -> str | None:
-    """As :func:`lost`, for who holds the publishing lease."""
-    ref = store.refs.live()
-    if ref is None:
-        return None
-    snapshot = store.snapshot(ref.snapshot)
-    try:
-        pointer = online.live(store.name)
-    except DamagedPointerError as exc:
-        return str(exc)
-    if pointer is not None:
-        check_owner(pointer, store.name, known_identity(store.offline.root))
-    if pointer is None:
-        return f"the online store has no pointer of view {store.name!r}, whose snapshot {ref.snapshot} is live"
-    if pointer.epoch > ref.epoch:
-        # the root is older than what is served: nothing was lost online
-        return None
-    if (pointer.epoch, set(pointer.generations)) != (ref.epoch, ref.place.generations):
-        return f"the online store serves snapshot {pointer.snapshot} of view {store.name!r}, and {ref.snapshot} is live"
-    known = {} if unfounded is None else unfounded
-    doubts = online.doubts(store.name)
-    doubted = pointer.degraded or doubts != known.pop(store.name, [])
-    try:
-        # of rows that are lost unseen, others see one; within the hour the same, so that who is to bring back what was missed misses it too
-        turn = int(time.time() // 3600)
-        check_served(store, online, pointer, snapshot, DOUBTED_ROWS if doubted else SAMPLE_ROWS, turn=turn)
-    except RowsLostError as exc:
-        return "; ".join([str(exc), *doubts])
-    known[store.name] = doubts
-    return HEALED if pointer.degraded else None
+class MovedError(Exception):
+    """Something else went live while rows were read."""
 
 
 def _read(online: OnlineStore, pointer: Pointer, keys: list[bytes]) -> FoundRows:

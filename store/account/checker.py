@@ -1,0 +1,342 @@
+"""Checker: looks at all that is live of a view, and writes its account. The one place that says whether what is live is whole; whoever is to know reads the account.
+
+At each look: pointers, small records, generations and indexes by what they say of themselves, what readers met, and the next rows of a window that moves over all of them; files by
+their checksums, the longest unread first. A view of a few megabytes is read whole at every look, a large one within the hour.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from store.account.account import ROWS, Account, Act, Finding, State, Turn, read_account, write_account
+from store.account.rows import DOUBTED_ROWS, SAMPLE_ROWS, MovedError, check_served, not_whole
+from store.account.sightings import take
+from store.disk.identity import known_identity
+from store.disk.lease import is_held
+from store.entity_key import key_column
+from store.errors import ConflictError, DamagedPointerError, RowsLostError, SnapshotError
+from store.offline.refs import PUBLISH_LEASE, LiveRef
+from store.offline.selection import Selection, all_rows
+from store.offline.snapshot import Snapshot
+from store.offline.view_store import ViewStore
+from store.online.codec import RowCodec
+from store.online.online_store import FileCheck, OnlineStore, Pointer, check_own_rows, check_owner
+from store.online.row_values import packed_strings
+from store.record import replace
+from store.vectors.index_record import mark_of, read_index_record
+
+LOOK_S = 0.3
+"""For all views of a project together, at each look: half a percent of a core where one looks every minute. Reading an hour's share goes on past it."""
+HOUR_S, HOUR_US = 3600.0, 3_600_000_000
+"""Within it every row and every file is read, where one looks every minute."""
+AHEAD = 1.2
+"""The share of an hour that is read is larger by so much, for looks that were late or met a publishing."""
+OFTEN_S = 45.0
+"""Files that were compared so long ago are compared again while there is time: those of a small view at every look."""
+READ_BYTES_S = 1e9
+"""About what files are compared at: a file that would take longer than the time left is left to who reads an hour's share."""
+MOST_KEYS = 16
+"""Of rows that are not whole so many are named in a finding, and read again at the next look."""
+DEGRADED = "its rows are said to be degraded, and all that were compared are there"
+
+_NETWORK_KEYS = 500
+_MAPPED_KEYS = 8192
+
+
+def clock_us() -> int:
+    """µs since 1970."""
+    return time.time_ns() // 1000
+
+
+def look(
+    store: ViewStore, online: OnlineStore, *, share: float = 0.0, budget_s: float = LOOK_S, publishing: bool = False
+) -> Account:
+    """Look at what is live of a view, and write down what was found; while another one looks, or publishes, the account is as it was.
+
+    Args:
+        store: of the view.
+        online: where it is served from.
+        share: of all rows and bytes, how much is read whatever time it takes; 1: everything, waiting for whoever looks.
+        budget_s: while it lasts, more is read.
+        publishing: the caller holds the publishing lease, and reads the Parquet files itself where it builds on them: here they are left out.
+
+    Returns:
+        the account.
+
+    Raises:
+        OnlineStoreError: the store does not answer, so that nothing new is known.
+        SnapshotError: the refs cannot be read, or not written.
+    """
+    refs = store.refs.folder
+    if not refs.is_dir():
+        return Account(store.name)
+    with _alone(refs, wait=share >= 1.0) as alone:
+        if not alone or (not publishing and is_held(store.leases, PUBLISH_LEASE)):
+            return read_account(refs, store.name)
+        account = _Look(store, online, share, budget_s, publishing).account()
+        write_account(refs, account)
+        return account
+
+
+def share_of(interval_s: float) -> float:
+    """What is read at each look, of all, by who looks so often."""
+    return min(0.99, AHEAD * interval_s / HOUR_S)
+
+
+@contextlib.contextmanager
+def _alone(refs: Path, wait: bool) -> Iterator[bool]:
+    """Whether nobody else looks at the view, while this lasts."""
+    try:
+        lock = (refs / ".account.lock").open("ab")
+    except OSError:
+        # a root that is only read: each looks for itself
+        yield True
+        return
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+class _Look:
+    """One look at one view."""
+
+    def __init__(self, store: ViewStore, online: OnlineStore, share: float, budget_s: float, publishing: bool) -> None:
+        self._store, self._online, self._share, self._publishing = store, online, share, publishing
+        self._ends_s, self._now_us = time.monotonic() + budget_s, clock_us()
+        self._before = read_account(store.refs.folder, store.name)
+        self._findings: list[Finding] = []
+        self._index_sighted = False
+
+    def account(self) -> Account:
+        """What is known now."""
+        name, before = self._store.name, self._before
+        try:
+            ref = self._store.refs.live()
+        except SnapshotError as exc:
+            self._add("pointer", State.DAMAGED, Act.LOAD, str(exc))
+            return self._written(replace(before, snapshot=self._last_live() or before.snapshot))
+        if ref is None:
+            last = self._last_live()
+            if last is not None:
+                found = f"the pointer of view {name!r} is gone from {self._store.refs.folder}, and snapshot {last} was live: precompute publish {name} --snapshot {last}"
+                self._add("pointer", State.MISSING, Act.LOAD, found)
+            return self._written(Account(name, snapshot=last or 0))
+        try:
+            snapshot = self._store.snapshot(ref.snapshot)
+        except SnapshotError as exc:
+            self._add("live snapshot", State.DAMAGED, Act.RUN, str(exc))
+            return self._written(before)
+        account = replace(before, epoch=ref.epoch, snapshot=ref.snapshot, rows=snapshot.rows, doubts=())
+        pointer = self._pointer(ref)
+        if pointer is not None:
+            with contextlib.suppress(MovedError):
+                account = self._rows(account, pointer, snapshot)
+        return self._written(self._files(account, ref, snapshot, pointer))
+
+    def _last_live(self) -> int | None:
+        """The snapshot that the log of publishings says is live; None where there is none, or the log is damaged."""
+        try:
+            return next((entry.snapshot for entry in self._store.refs.publishings()[-1:]), None)
+        except SnapshotError as exc:
+            self._add("log of publishings", State.DAMAGED, Act.PERSON, str(exc))
+            return None
+
+    def _written(self, account: Account) -> Account:
+        return replace(account, at_us=self._now_us, findings=tuple(self._findings))
+
+    def _add(self, what: str, state: State, act: Act, found: str, keys: tuple[str, ...] = ()) -> None:
+        self._findings.append(Finding(what, state, act, found, keys))
+
+    def _pointer(self, ref: LiveRef) -> Pointer | None:
+        """The online pointer, where it is the root's and names what was loaded; else what is wrong is a finding."""
+        name, found = self._store.name, ""
+        try:
+            pointer = self._online.live(name)
+        except DamagedPointerError as exc:
+            self._add("online pointer", State.DAMAGED, Act.POINT, str(exc))
+            return None
+        if pointer is None:
+            found = f"the online store has no pointer of view {name!r}, whose snapshot {ref.snapshot} is live"
+            self._add("online pointer", State.MISSING, Act.POINT, found)
+            return None
+        try:
+            check_owner(pointer, name, known_identity(self._store.offline.root))
+        except ConflictError as exc:
+            self._add("online pointer", State.FOREIGN, Act.PERSON, str(exc))
+            return None
+        if pointer.epoch > ref.epoch:
+            # the root is older than what is served: nothing was lost online
+            return None
+        if (pointer.epoch, set(pointer.generations)) != (ref.epoch, ref.place.generations):
+            found = f"the online store serves snapshot {pointer.snapshot} of view {name!r}, and {ref.snapshot} is live"
+            self._add("online pointer", State.DAMAGED, Act.POINT, found)
+            return None
+        try:
+            check_own_rows(pointer, self._online.loaded(name, pointer.generations))
+        except RowsLostError as exc:
+            self._add(ROWS, State.MISSING, Act.LOAD, str(exc))
+            return None
+        return pointer
+
+    # ---- rows
+
+    def _rows(self, account: Account, pointer: Pointer, snapshot: Snapshot) -> Account:
+        """What readers met, what the store doubts, and the next rows of the window.
+
+        Raises:
+            MovedError: something else is live.
+        """
+        doubts, hour = self._online.doubts(self._store.name), self._now_us // HOUR_US
+        doubted = pointer.degraded or (bool(doubts) and doubts != list(self._before.doubts))
+        new = self._before.epoch != account.epoch or self._before.at_us // HOUR_US != hour
+        try:
+            selection = all_rows(self._store.layers(snapshot))
+            wrong = self._again(account, pointer, selection, self._sighted())
+            if doubted or (new and not self._publishing):
+                # with their values, of others every hour; the window has the rows vouch for themselves
+                rows = DOUBTED_ROWS if doubted else SAMPLE_ROWS
+                check_served(self._store, self._online, pointer, snapshot, rows, turn=hour)
+            turn, more = self._window(account.turn, pointer, snapshot, selection)
+            wrong = list(dict.fromkeys([*wrong, *more]))
+        except RowsLostError as exc:
+            self._check_moved(pointer)
+            self._add(ROWS, State.DAMAGED, Act.LOAD, "; ".join([str(exc), *doubts]))
+            return account
+        except SnapshotError as exc:
+            self._add("live snapshot", State.DAMAGED, Act.RUN, str(exc))
+            return account
+        if wrong:
+            self._tell_rows(account, wrong, doubts)
+        elif pointer.degraded:
+            self._add("online pointer", State.DAMAGED, Act.POINT, DEGRADED)
+        return replace(account, turn=turn, doubts=tuple(doubts))
+
+    def _tell_rows(self, account: Account, wrong: list[bytes], doubts: list[str]) -> None:
+        name, keys = self._store.name, tuple(key.decode() for key in wrong[:MOST_KEYS])
+        found = f"{len(wrong):,} of {account.rows:,} rows of view {name!r} are missing or damaged in the online store, that of key {keys[0]!r} for one: precompute publish {name} --reload"
+        self._add(ROWS, State.DAMAGED, Act.LOAD, "; ".join([found, *doubts]), keys)
+
+    def _check_moved(self, pointer: Pointer) -> None:
+        now = self._online.live(pointer.view.name)
+        if now is None or now.publishing != pointer.publishing:
+            raise MovedError
+
+    def _sighted(self) -> list[bytes]:
+        """Keys of rows that readers met, and of those that were not whole at the last look; what they met of an index has its files read again."""
+        notes = take(self._store.refs.folder)
+        self._index_sighted = notes is not None and [] in notes
+        keys = [key for finding in self._before.findings for key in finding.keys]
+        return [key.encode() for key in dict.fromkeys([*keys, *(key for note in notes or () for key in note)])]
+
+    def _again(self, account: Account, pointer: Pointer, rows: Selection, keys: list[bytes]) -> list[bytes]:
+        """Those of some keys whose rows are not whole; of an account of what was live before, those that the snapshot still has."""
+        wrong = not_whole(self._online, pointer, RowCodec(pointer.view), keys, None) if keys else []
+        if not wrong or self._before.epoch == account.epoch:
+            return wrong
+        _, _, known = rows.find(pa.array([key.decode() for key in wrong]), pointer.view.entity)
+        return [key for key in wrong if key.decode() in set(known.to_pylist())]
+
+    def _window(self, turn: Turn, pointer: Pointer, snapshot: Snapshot, rows: Selection) -> tuple[Turn, list[bytes]]:
+        """Read on from where the last look ended: the turn as it is then, and keys of rows that are not whole."""
+        if turn.base != pointer.generation:
+            turn = Turn(pointer.generation, began_us=self._now_us)
+        everything = self._share >= 1.0
+        if everything:
+            turn = replace(turn, file=0, group=0, rows=0, began_us=self._now_us)
+        wrong: list[bytes] = []
+        codec, entity, read = RowCodec(pointer.view), list(pointer.view.entity), 0
+        most = _NETWORK_KEYS if self._online.blocking else _MAPPED_KEYS
+        for file, group, table in rows.groups(turn.file, turn.group, [*entity, "computed_at"]):
+            for batch in table.combine_chunks().to_batches(max_chunksize=most):
+                keys = list(map(bytes, packed_strings(key_column(batch, tuple(entity))).strings()))
+                computed_us = np.asarray(batch.column("computed_at").cast("int64"))
+                wrong += not_whole(self._online, pointer, codec, keys, computed_us)
+            read += table.num_rows
+            turn = replace(turn, file=file, group=group, rows=turn.rows + table.num_rows)
+            if not everything and read >= self._share * snapshot.rows and time.monotonic() >= self._ends_s:
+                return turn, wrong
+        return Turn(turn.base, began_us=self._now_us, before_us=turn.began_us), wrong
+
+    # ---- files
+
+    def _files(self, account: Account, ref: LiveRef, snapshot: Snapshot, pointer: Pointer | None) -> Account:
+        """Compare files with their checksums: those that were found damaged, then the longest unread."""
+        checks = list(self._checks(ref, snapshot, pointer))
+        total = sum(check.size_bytes for check, _ in checks)
+        known, read = self._before.files, 0
+        damaged = {finding.what: finding for finding in self._before.findings}
+        files = {check.path: known.get(check.path, 0) for check, _ in checks}
+        # what was damaged, or never read, has no time, and comes first
+        for number, (check, act) in enumerate(sorted(checks, key=lambda found: files[found[0].path])):
+            left_s = self._ends_s - time.monotonic()
+            enough = read >= self._share * total and (left_s <= 0 or check.size_bytes > READ_BYTES_S * left_s)
+            sighted = self._index_sighted and "/index/" in check.path
+            first = number == 0 and self._share > 0
+            if self._share < 1.0 and not sighted and ((enough and not first) or files[check.path] > self._now_us - OFTEN_S * 1e6):
+                self._findings += [damaged[check.path]] if check.path in damaged else []
+                continue
+            damage, read = check.damage(), read + check.size_bytes
+            files[check.path] = self._now_us if damage is None else 0
+            if damage is not None:
+                self._add(check.path, State.DAMAGED, act, damage)
+        seen = {path: at_us for path, at_us in files.items() if at_us}
+        return replace(account, files=seen, files_bytes=total)
+
+    def _checks(self, ref: LiveRef, snapshot: Snapshot, pointer: Pointer | None) -> Iterator[tuple[FileCheck, Act]]:
+        store, root = self._store, self._store.offline.root
+        for check in self._online.file_checks(store.name, sorted(ref.place.generations)):
+            yield check, Act.LOAD
+        for folder in () if pointer is None else (pointer.index, pointer.overlay_index):
+            if folder is not None:
+                yield from self._index_checks(root / folder)
+        try:
+            for layer in () if self._publishing else store.chain(snapshot):
+                for part in (*layer.parts, *((layer.deletes,) if layer.deletes else ())):
+                    yield (
+                        FileCheck(part.path, part.size_bytes, partial(_message, partial(store.check_part, layer, part))),
+                        Act.RUN,
+                    )
+        except SnapshotError as exc:
+            self._add("live snapshot", State.DAMAGED, Act.RUN, str(exc))
+
+    def _index_checks(self, folder: Path) -> Iterator[tuple[FileCheck, Act]]:
+        name = self._store.name
+        try:
+            record, _ = read_index_record(folder)
+        except (OSError, ValueError) as exc:
+            found = f"the vector index {folder} of view {name!r} cannot be opened ({exc}): precompute publish {name} --reload builds it again"
+            self._add("index", State.DAMAGED, Act.LOAD, found)
+            return
+        for file, mark in record.files.items():
+            path = folder / file
+
+            def damage(path: Path = path, mark: object = mark) -> str | None:
+                try:
+                    if mark_of(path) == mark:
+                        return None
+                    why = "differs from its checksum"
+                except OSError as exc:
+                    why = exc.strerror or str(exc)
+                return f"{path} of the vector index of view {name!r} {why}: precompute publish {name} --reload builds it again"
+
+            yield FileCheck(str(path), mark.size_bytes, damage), Act.LOAD
+
+
+def _message(check: Callable[[], None]) -> str | None:
+    try:
+        check()
+    except SnapshotError as exc:
+        return str(exc)
+    return None

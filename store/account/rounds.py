@@ -1,0 +1,82 @@
+"""Rounds: a thread beside a server that looks at its views every minute, and at once at those of which readers noted damage. It heals nothing: ``reconcile`` does."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from store.account.account import read_account
+from store.account.checker import LOOK_S, look, share_of
+from store.account.sightings import are_there
+from store.errors import PrecomputeError
+from store.offline.view_store import OfflineStore, ViewStore
+from store.online.online_store import OnlineStore
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 60.0
+"""Between two looks at a view; one that somebody else looked at meanwhile is left to them."""
+POLL_S = 1.0
+"""How often sightings are looked for."""
+NICE = 10
+
+
+class Rounds:
+    """Begins at once, in a thread of its own.
+
+    Args:
+        offline: the root; a view whose refs cannot be written is not looked at.
+        open_online: opens the online store, each time it is looked.
+        names: of the views.
+        every_s: between two looks.
+    """
+
+    def __init__(
+        self, offline: OfflineStore, open_online: Callable[[], OnlineStore], names: Sequence[str], every_s: float = EVERY_S
+    ) -> None:
+        self._stores, self._open, self._every_s = [offline.view(name) for name in names], open_online, every_s
+        self._stopping, self._told = threading.Event(), dict[str, list[str]]()
+        self._thread = threading.Thread(target=self._run, name="rounds", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End, after the look in progress."""
+        self._stopping.set()
+        self._thread.join(timeout=30)
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        while not self._stopping.wait(POLL_S):
+            due = [store for store in self._stores if self._is_due(store)]
+            if due:
+                try:
+                    self._look(due)
+                except Exception:
+                    # what is looked at next time may be well again
+                    log.exception("looking at what is live failed")
+
+    def _is_due(self, store: ViewStore) -> bool:
+        refs = store.refs.folder
+        if not os.access(refs, os.W_OK):
+            return False
+        return are_there(refs) or time.time() - read_account(refs, store.name).at_us / 1e6 >= self._every_s
+
+    def _look(self, due: Sequence[ViewStore]) -> None:
+        share, budget_s = share_of(self._every_s), LOOK_S / len(self._stores)
+        with contextlib.closing(self._open()) as online:
+            for store in due:
+                try:
+                    found = look(store, online, share=share, budget_s=budget_s).trouble
+                except PrecomputeError as exc:
+                    found = [f"whether what is live of view {store.name!r} is whole is not known: {exc}"]
+                for sentence in found:
+                    if sentence not in self._told.get(store.name, []):
+                        log.error("%s", sentence)
+                self._told[store.name] = found
+                if self._stopping.is_set():
+                    return

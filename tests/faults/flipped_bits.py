@@ -1,0 +1,211 @@
+"""Bits flipped in every kind of file under root and online, one after the other, under readers, a scheduler's looks and the nightly run: each is seen or harmless, healed where it can be, none is served.
+
+    python -m tests.faults.flipped_bits [--flips 500] [--seed 1] [--online redis://…]
+
+The scheduler's reconciler looks again and again, and heals by processes of its own; two readers never rest: every row and every neighbour that they are given is compared with what was computed. A
+flip counts as *seen* when the account, ``status`` or a refusal tells of it; as *rewritten* when nobody minds and the file is another by the next run; as *unseen* when neither: then `verify` is asked, and
+the script ends with 1 where it finds damage that nobody told. Prints a line for each kind of file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import random
+import re
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+from jobs.ops.status import project_status
+from jobs.ops.verify import verify
+from jobs.schedule.reconciler import Reconciler
+from store.account import checker
+from store.errors import PrecomputeError
+from tests.conftest import PROCESSES
+from tests.scene import Scene
+from tests.server import make_folder, write_numbers
+
+ROWS = 3_000
+SEEN_S = 60.0
+NOT_FLIPPED = (".lock", ".tmp", "account.json", "sightings.jsonl", ".reserve")
+"""What no flip is aimed at: the account and what it is made of are derived, the reserve holds nothing."""
+
+
+def files(project: Scene) -> list[Path]:
+    """All that lies under the root, the online store's folder in it, and has bytes."""
+    found = [path for path in project.root.rglob("*") if path.is_file() and path.stat().st_size]
+    return sorted(path for path in found if not path.name.endswith(NOT_FLIPPED))
+
+
+def kind_of(project: Scene, path: Path) -> str:
+    """What sort of file it is: its path without what differs from one to the next."""
+    name = re.sub(r"[0-9]{4,}[0-9TZ.a-f-]*|(?<=-)[0-9]+(?=\.)", "N", str(path.relative_to(project.folder)))
+    return re.sub(r"/[0-9]+\.json", "/N.json", name)
+
+
+class Readers:
+    """Two threads that look up and search; ``wrong`` is what they were given and must not be."""
+
+    def __init__(self, project: Scene) -> None:
+        self.project, self.wrong, self.refused, self.rows = project, list[str](), 0, 0
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._read, args=(seed,)) for seed in range(2)]
+        for thread in self._threads:
+            thread.start()
+
+    def _read(self, seed: int) -> None:
+        rng = random.Random(seed)
+        with self.project.lookup() as lookup:
+            while not self._stop.wait(0.002):
+                keys = rng.sample(range(ROWS), 50)
+                with contextlib.suppress(PrecomputeError):
+                    found = lookup.get("numbers", keys).to_pylist()
+                    self.rows += len(found)
+                    self.wrong += [
+                        str(row) for row in found if row["double"] is not None and row["double"] != 2.0 * int(row["key"])
+                    ]
+                    near = lookup.search("numbers", key=keys[0], k=3)["rows"]
+                    self.wrong += [f"{keys[0]} near {row}" for row in near if abs(int(row["key"]) - keys[0]) > 40]
+
+    def stop(self) -> None:
+        """End both."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+
+class Flipper:
+    """Flips a bit, waits until that is seen, and until all is well again."""
+
+    def __init__(
+        self, project: Scene, seed: int, counts: dict[str, collections.Counter[str]], unseen: list[str], by_hand: list[str]
+    ) -> None:
+        self.project, self.rng, self.said = project, random.Random(seed), list[str]()
+        self.counts, self.unseen, self.by_hand = counts, unseen, by_hand
+        self.reconciler = Reconciler(project, self.said.append)
+
+    def trouble(self) -> list[str]:
+        """What ``status`` minds."""
+        return [told for line in project_status(self.project) for told in line["attention"]]
+
+    def flip(self) -> bool:
+        """One bit of one file, each kind as likely as the other; whether all is well again after it, without a hand."""
+        by_kind: dict[str, list[Path]] = collections.defaultdict(list)
+        for path in files(self.project):
+            by_kind[kind_of(self.project, path)].append(path)
+        kind = self.rng.choice(sorted(by_kind))
+        path = self.rng.choice(by_kind[kind])
+        whole = path.read_bytes()
+        at, bit = self.rng.randrange(len(whole)), 1 << self.rng.randrange(8)
+        damaged = whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :]
+        with path.open("r+b") as file:
+            # in place: it may be mapped
+            file.seek(at)
+            file.write(damaged[at : at + 1])
+        outcome = self._outcome(path, damaged)
+        self.counts[kind][outcome] += 1
+        if outcome == "unseen":
+            self.unseen.append(f"{path} byte {at:,} bit {bit}")
+            if path.exists():
+                path.write_bytes(whole)
+        return self._wait_until_well(path)
+
+    def _outcome(self, path: Path, damaged: bytes) -> str:
+        told = len(self.said)
+        self.reconciler.look()
+        if len(self.said) > told:
+            return "seen"
+        if self.trouble():
+            return "seen"
+        try:
+            self.project.run(full=False)
+            self.project.cli("gc")
+        except PrecomputeError:
+            return "seen"
+        if self.trouble():
+            return "seen"
+        if not path.exists() or path.read_bytes() != damaged:
+            return "rewritten"
+        return "unseen" if any(not check.ok for check in verify(self.project, "numbers")) else "harmless"
+
+    def _wait_until_well(self, path: Path) -> bool:
+        ends = time.monotonic() + SEEN_S
+        while time.monotonic() < ends:
+            self.reconciler.look()
+            self.reconciler.wait()
+            self.reconciler._not_before.clear()
+            if not self.trouble():
+                return True
+            with contextlib.suppress(PrecomputeError):
+                self.project.run()
+            if not self.trouble():
+                return True
+            if time.monotonic() > ends - SEEN_S + 5:
+                break
+        self.by_hand.append(f"{kind_of(self.project, path)}: {'; '.join(self.trouble())}")
+        return False
+
+
+def project_in(folder: Path, online: str | None) -> Scene:
+    """A view with an index, live as a base with an overlay, a snapshot to go back to, a pin, a mark, kept rows."""
+    view = {"index": {"on": "vector", "metric": "l2"}, "source": {"sql": "SELECT * FROM read_parquet('${data}/data.parquet')"}}
+    project = make_folder(folder, {"numbers": view}, **({} if online is None else {"online": online}))
+    write_numbers(folder, list(range(ROWS - 10)))
+    project.run()
+    write_numbers(folder, list(range(ROWS)))
+    project.run()
+    project.offline.view("numbers").pin(1, "kept for the test")
+    return project
+
+
+@contextlib.contextmanager
+def every_look_reads_all() -> Iterator[None]:
+    """What takes an hour is done in one look."""
+    with mock.patch.object(checker, "OFTEN_S", -1.0):
+        yield
+
+
+def main() -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--flips", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--online")
+    arguments = parser.parse_args()
+    sys.path.insert(0, PROCESSES)
+    began, number, rows, wrong = time.monotonic(), 0, 0, list[str]()
+    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    unseen, by_hand = list[str](), list[str]()
+    while number < arguments.flips:
+        # what needs a hand is begun again in another folder
+        with tempfile.TemporaryDirectory() as name, every_look_reads_all():
+            flipper = Flipper(project_in(Path(name), arguments.online), arguments.seed + number, counts, unseen, by_hand)
+            readers = Readers(flipper.project)
+            try:
+                well = True
+                while well and number < arguments.flips:
+                    well = flipper.flip()
+                    number += 1
+            finally:
+                readers.stop()
+                flipper.reconciler.stop()
+                flipper.reconciler.wait()
+            rows += readers.rows
+            wrong += readers.wrong
+    for kind, outcomes in sorted(counts.items()):
+        print(f"{kind}: " + ", ".join(f"{number} {outcome}" for outcome, number in sorted(outcomes.items())))
+    print(
+        f"{number} flips, {rows:,} rows read, {len(wrong)} wrong; {len(unseen)} unseen; {len(by_hand)} mended by hand; {time.monotonic() - began:.0f} s"
+    )
+    print("\n".join([*unseen, *by_hand, *wrong[:20]]))
+    sys.exit(bool(unseen or wrong))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,295 @@
+"""Account: damage to whatever is live is seen at the next look, healed from the root where that has it, and never served meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import redis
+
+from jobs.pipeline.reconcile import reconcile
+from jobs.process.progress import Silent
+from store.account import checker, rounds
+from store.account.account import Act, Turn, read_account
+from store.account.checker import look, share_of
+from store.account.rounds import Rounds
+from store.errors import PrecomputeError, VectorIndexError
+from store.record import replace
+from tests.conftest import MakeProject
+from tests.scene import Scene
+
+ROWS = 40
+INDEXED = {"index": {"on": "vector", "metric": "l2"}}
+
+
+def rows(changed: int) -> list[tuple[int, float]]:
+    return [(i, i + 0.5 if i < changed else float(i)) for i in range(ROWS)]
+
+
+@pytest.fixture
+def project(make_project: MakeProject, online: str, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    """A view that is live as a base with an overlay, with an index of both; every look compares every file."""
+    monkeypatch.setattr(checker, "OFTEN_S", -1.0)
+    make_project(rows(0), project={"online": online}, view=INDEXED).run()
+    project = make_project(rows(2), project={"online": online}, view=INDEXED)
+    project.run()
+    assert project.live().place.overlay == 2
+    assert project.status()["attention"] == []
+    return project
+
+
+def flip(path: Path, at: float = 0.5) -> None:
+    """Another bit there: where it is, as a share of the file."""
+    data = bytearray(path.read_bytes())
+    data[int(at * (len(data) - 1))] ^= 4
+    path.chmod(0o644)
+    path.write_bytes(data)
+
+
+def table(project: Scene, number: int) -> Path:
+    return project.folder / "online" / "numbers" / f"{number:020d}.table"
+
+
+def index(project: Scene, number: int, name: str) -> Path:
+    return project.store.index_folder(number) / name
+
+
+def part(project: Scene, number: int, name: str = "part-00000.parquet") -> Path:
+    return project.store.data / project.store.snapshot(number).run / name
+
+
+def client(project: Scene) -> contextlib.closing[redis.Redis]:
+    return contextlib.closing(redis.Redis.from_url(project.online))
+
+
+def keys(project: Scene, generation: int) -> list[bytes]:
+    with client(project) as server:
+        return sorted(server.scan_iter(f"precompute:{{}}numbers:{generation}:*"))
+
+
+def garble(project: Scene, generation: int) -> None:
+    """A bit of one row, which lies under a key of its own, or with others in a bucket."""
+    with client(project) as server:
+        key = keys(project, generation)[0]
+        bucket = server.type(key) == b"hash"
+        field, row = sorted(server.hgetall(key).items())[0] if bucket else (b"", server.get(key) or b"")
+        assert isinstance(row, bytes)
+        row = row[:-1] + bytes([row[-1] ^ 1])
+        if bucket:
+            server.hset(key, field, row)
+        else:
+            server.set(key, row)
+
+
+def retype(project: Scene) -> None:
+    with client(project) as server:
+        key = keys(project, 1)[0]
+        server.delete(key)
+        server.lpush(key, "1")
+
+
+def on_meta(change: Callable[[redis.Redis, str], object]) -> Callable[[Scene], None]:
+    def damage(project: Scene) -> None:
+        with client(project) as server:
+            change(server, "precompute:{numbers}:meta")
+
+    return damage
+
+
+def flip_field(name: str) -> Callable[[redis.Redis, str], object]:
+    def change(server: redis.Redis, meta: str) -> None:
+        value = server.hget(meta, name)
+        assert isinstance(value, bytes)
+        at = len(value) // 2
+        server.hset(meta, name, value[:at] + bytes([value[at] ^ 4]) + value[at + 1 :])
+
+    return change
+
+
+def delete_rows(project: Scene) -> None:
+    with client(project) as server:
+        server.delete(*keys(project, 1)[:2])
+
+
+FILES: dict[str, Callable[[Scene], object]] = {
+    "a bit of the index's vectors": lambda p: flip(index(p, 1, "vectors.faiss")),
+    "a bit of the index's rows": lambda p: flip(index(p, 1, "rows.arrow")),
+    "a bit of the index's hashes": lambda p: flip(index(p, 1, "hashes.arrow")),
+    "a bit of the index's record": lambda p: flip(index(p, 1, "meta.json")),
+    "a bit of the overlay's index": lambda p: flip(index(p, 2, "vectors.faiss")),
+    "a bit of what the overlay's index replaces": lambda p: flip(index(p, 2, "replaced.arrow")),
+    "the index": lambda p: shutil.rmtree(p.store.index_folder(1)),
+    "the overlay's index": lambda p: shutil.rmtree(p.store.index_folder(2)),
+    "a bit of the live pointer": lambda p: flip(p.store.refs.folder / "live.json"),
+    "the live pointer": lambda p: (p.store.refs.folder / "live.json").unlink(),
+}
+TABLES: dict[str, Callable[[Scene], object]] = {
+    "a bit of a row": lambda p: flip(table(p, 1), 0.52),
+    "a bit of the table's index": lambda p: flip(table(p, 1), 0.9),
+    "a bit of the table's header": lambda p: flip(table(p, 1), 0.01),
+    "a bit of the table's checksums": lambda p: flip(table(p, 1), 0.998),
+    "a bit of the overlay": lambda p: flip(table(p, 2), 0.99),
+    "the table": lambda p: table(p, 1).unlink(),
+    "the overlay": lambda p: table(p, 2).unlink(),
+    "the table's end": lambda p: table(p, 1).write_bytes(table(p, 1).read_bytes()[:-512]),
+    "a bit of the online pointer": lambda p: flip(p.folder / "online" / "numbers" / "live.json"),
+    "the online pointer": lambda p: (p.folder / "online" / "numbers" / "live.json").unlink(),
+    "all that is online": lambda p: shutil.rmtree(p.folder / "online"),
+}
+REDIS: dict[str, Callable[[Scene], object]] = {
+    "a bit of a row": lambda p: garble(p, 1),
+    "a bit of the overlay": lambda p: garble(p, 2),
+    "rows": delete_rows,
+    "a row's type": retype,
+    "a bit of the pointer": on_meta(flip_field("pointer")),
+    "a bit of what is noted of the base": on_meta(flip_field("rows:1")),
+    "the pointer": on_meta(lambda server, meta: server.hdel(meta, "pointer", "version")),
+    "all": on_meta(lambda server, _: server.flushall()),
+}
+ON = [("table", name) for name in FILES | TABLES] + [("redis", name) for name in FILES.keys() & {"the index"} | REDIS.keys()]
+
+
+@pytest.mark.parametrize(("online", "damage"), sorted(ON), indirect=["online"])
+def test_it_is_seen_and_healed_from_the_root(project: Scene, damage: str) -> None:
+    on_table = project.online.startswith("table")
+    (FILES | (TABLES if on_table else REDIS))[damage](project)
+    assert project.cli("status") == 1
+    # none of it is served
+    with project.lookup() as lookup:
+        with contextlib.suppress(PrecomputeError):
+            found = [row["features"]["double"] for row in (lookup.row("numbers", key) for key in range(ROWS)) if row["features"]]
+            assert set(found) <= {2 * x for _, x in rows(2)}
+        with contextlib.suppress(PrecomputeError):
+            assert [row["key"] for row in lookup.search("numbers", key=7, k=2)["rows"]] in (
+                [["8"], ["6"]],
+                ["8", "6"],
+                ["6", "8"],
+            )
+    report = reconcile(project, "numbers", Silent())
+    assert report is not None
+    assert (report.status, report.snapshot) == ("published", 2)
+    assert (project.status()["attention"], project.faults()) == ([], [])
+    assert project.served(range(ROWS)) == (2, [2 * x for _, x in rows(2)])
+
+
+RUN: dict[str, Callable[[Scene], None]] = {
+    "a bit of the base's rows": lambda p: flip(part(p, 1)),
+    "the delta's rows": lambda p: part(p, 2).unlink(),
+    "a bit of the deletes": lambda p: flip(part(p, 2, "deletes.parquet")),
+    "a bit of the live manifest": lambda p: flip(p.store.manifest_path(2)),
+}
+
+
+@pytest.mark.parametrize("damage", RUN)
+@pytest.mark.parametrize("online", ["table"], indirect=True)
+def test_what_the_root_lost_is_seen_and_computed_again_by_the_next_run(project: Scene, damage: str) -> None:
+    RUN[damage](project)
+    assert project.cli("status") == 1
+    assert read_account(project.store.refs.folder, "numbers").act is Act.NOTHING
+    assert reconcile(project, "numbers", Silent()) is None
+    assert project.served(range(ROWS))[1] == [2 * x for _, x in rows(2)]
+    assert project.run().status == "published"
+    attention = project.status()["attention"]
+    # a manifest that cannot be read stays until it is given up by hand
+    assert attention == [] or (damage == "a bit of the live manifest" and all("gc" in told for told in attention)), attention
+    assert project.served(range(ROWS))[1] == [2 * x for _, x in rows(2)]
+
+
+@pytest.mark.parametrize("command", ["run", "publish"])
+def test_who_publishes_what_is_live_already_heals_it_too(project: Scene, command: str) -> None:
+    flip(index(project, 1, "vectors.faiss"))
+    assert (project.run(command=command).status, project.faults()) == ("published", [])
+
+
+def test_an_overlay_is_not_laid_over_a_base_that_lost_rows(project: Scene, make_project: MakeProject) -> None:
+    if project.online.startswith("table"):
+        flip(table(project, 1), 0.52)
+    else:
+        delete_rows(project)
+    project = make_project(rows(3), project={"online": project.online}, view=INDEXED)
+    assert project.run().status == "published"
+    assert project.live().place.overlay is None
+    assert project.served(range(ROWS)) == (3, [2 * x for _, x in rows(3)])
+
+
+# ---- how much is read, and when
+
+
+@pytest.mark.parametrize("online", ["redis"], indirect=True)
+def test_a_window_moves_over_all_rows(project: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was not whole is read at every look, until it is."""
+    monkeypatch.setattr(checker, "SAMPLE_ROWS", 0)
+    with project.online_store() as online:
+
+        def looked() -> tuple[int, int, list[str]]:
+            # of no time there is always enough for one row group
+            account = look(project.store, online, budget_s=-1.0)
+            return account.turn.rows, account.turn.file, account.trouble
+
+        assert look(project.store, online, share=1.0).turn.before_us
+        # base and overlay lie in a file each
+        assert [looked() for _ in range(4)] == [(38, 0, []), (40, 1, []), (0, 0, []), (38, 0, [])]
+        garble(project, 1)
+        assert [looked() for _ in range(2)] == [(40, 1, []), (0, 0, [])]
+        (told,) = looked()[2]
+        assert told.startswith("1 of 40 rows of view 'numbers' are missing or damaged in the online store, that of key ")
+        assert looked()[2] == [told]
+        garble(project, 1)
+        assert looked()[2] == []
+
+
+def test_what_a_reader_meets_is_looked_at_first(project: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checker, "OFTEN_S", 1e9)
+    refs = project.store.refs.folder
+    with project.online_store() as online, project.lookup() as lookup:
+        assert look(project.store, online, budget_s=-1.0).trouble == []
+        flip(index(project, 1, "vectors.faiss"))
+        assert look(project.store, online, budget_s=-1.0).trouble == []
+        with pytest.raises(VectorIndexError):
+            lookup.search("numbers", key=7, k=2)
+        assert "differs from its checksum" in look(project.store, online, budget_s=-1.0).trouble[0]
+        # until it is healed, whether it is read again or not
+        assert "differs from its checksum" in look(project.store, online, budget_s=-1.0).trouble[0]
+        assert read_account(refs, "numbers").act is Act.LOAD
+
+
+def test_an_hours_share_is_read_whatever_time_it_takes() -> None:
+    assert share_of(60.0) == pytest.approx(0.02)
+    assert share_of(7200.0) == 0.99
+
+
+def test_what_was_looked_at_is_told(project: Scene) -> None:
+    refs = project.store.refs.folder
+    known = read_account(refs, "numbers")
+    now_us = known.at_us + 3_120_000_000
+    files = len(known.files)
+    told = replace(
+        known, turn=Turn(1, 0, 0, 0, 0, known.at_us), files=dict.fromkeys(known.files, known.at_us), files_bytes=12_340_000
+    )
+    assert (
+        told.looked_at(now_us)
+        == f"all 40 rows read in the last 52 min; {files} files, 12.3 MB, by their checksums in the last 52 min"
+    )
+    assert (
+        replace(told, turn=Turn(1, 0, 1, 38, known.at_us)).looked_at(now_us).startswith("38 of 40 rows read in the last 52 min; ")
+    )
+
+
+def test_beside_a_server_somebody_looks_every_minute(project: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the readers say; and heals nothing."""
+    monkeypatch.setattr(rounds, "POLL_S", 0.01)
+    refs = project.store.refs.folder
+    flip(index(project, 1, "vectors.faiss"))
+    before = read_account(refs, "numbers").at_us
+    beside = Rounds(project.offline, project.open_online, ["numbers", "never_run"], every_s=0.0)
+    try:
+        while read_account(refs, "numbers").at_us == before:
+            time.sleep(0.01)
+    finally:
+        beside.stop()
+    account = read_account(refs, "numbers")
+    assert ([finding.act for finding in account.findings], project.live().epoch) == ([Act.LOAD], 2)
