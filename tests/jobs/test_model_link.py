@@ -18,14 +18,15 @@ from typing import Any
 
 import pytest
 
-from jobs.process.suspects import FIRST_S, LONGEST_S, MOST, TRIALS, TRIALS_S, Suspects
+from jobs.process.suspects import FIRST_S, LONGEST_S, MOST, TRIALS, TRIALS_S, Suspects, row_hash
+from jobs.service import model_group
 from jobs.service.kept_process import AGAIN, HELD_UP_S, MOST_HELD, START_S, STILL_S, KeptProcess, Watch
 from jobs.service.model_group import ModelGroup, ModelLimits, ModelProcess, socket_path
 from jobs.service.model_link import MOST_SENT, ModelLink
 from jobs.service.model_server import Conversation
 from jobs.service.remote_fallback import MOST_IN_FLIGHT, RemoteFallback
 from jobs.service.supervisor import WorkerKeeper
-from precompute.workers.process import ChildProcess
+from precompute.workers.process import ChildProcess, end_all
 from store.fallback import Computed, Miss
 from store.online.online_store import MemoryStore, Pointer
 from store.telemetry.instruments import Meter
@@ -280,6 +281,14 @@ def test_rows_are_tried_alone_after_a_process_ended_with_them_and_what_ends_one_
     assert 1 not in suspects.until()
 
 
+def test_inputs_are_known_under_whatever_key_they_come() -> None:
+    given = '{"text": "poison"}'
+    assert row_hash("films", "1", given) == row_hash("films", "2", given)
+    assert (
+        len({row_hash("films", "1", given), row_hash("tags", "1", given), *(row_hash("films", key, None) for key in "12")}) == 4
+    )
+
+
 def test_trials_that_end_one_process_after_the_other_are_given_up_for_a_while() -> None:
     suspects = Suspects()
     # alone from the first, it was no trial
@@ -346,6 +355,37 @@ def shell(line: str) -> ChildProcess:
     child = ChildProcess(["sh", "-c", line], output="piped")
     child.pipes()[1].close()
     return child
+
+
+def test_a_process_stands_by_where_three_times_its_memory_is_free_and_is_ended_where_not_once_is(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free_mb = 299
+    for name, value in (("SPARE_AFTER_S", 0.0), ("MEMORY_EVERY_S", 0.0), ("memory_mb", lambda pid: 100)):
+        monkeypatch.setattr(model_group, name, value)
+    monkeypatch.setattr(model_group, "available_bytes", lambda: free_mb * 2**20)
+    monkeypatch.setattr(model_group, "_has_gpu", lambda: False)
+
+    def start(process: ModelProcess) -> ChildProcess:
+        process.watch.begin()
+        return shell("exec sleep 60")
+
+    monkeypatch.setattr(ModelProcess, "start", start)
+    with contextlib.closing(ModelGroup("model", {}, runtime, ModelLimits(1.0, 10_000, 64), Meter())) as group:
+        group.serves(["films"])
+        group.look(time.monotonic())
+        # what serves has nothing open yet
+        assert len(group.running()) == 1
+        group.serving.watch.is_open = True
+        seen = []
+        for free_mb in (299, 301, 101, 99, 301):  # noqa: B007
+            group.look(time.monotonic())
+            seen.append((len(group.running()), group.serving.watch.may_try))
+        # while one is on its way, no row is tried that may end the one that serves
+        assert seen == [(1, True), (2, False), (2, False), (1, True), (2, False)]
+        end_all(group.running(), grace_s=5)
+        for process in group.running():
+            process.pipes()[0].close()
 
 
 def test_an_end_is_told_by_the_views_that_the_process_served_and_a_planned_one_is_no_error(
