@@ -147,7 +147,7 @@ def back_s(folder: Path, spare: bool) -> list[float]:
                 time.sleep(0.2)
             before = set(served.processes("model_server"))
             with served.connect() as connection:
-                serve_misses.ask(connection, f"/v1/views/poisoned/rows/{poison}?deadline_ms=100")
+                serve_misses.ask(connection, f"/v1/views/poisoned/rows/{poison}?deadline_ms=5000")
                 while before <= set(served.processes("model_server")):
                     time.sleep(0.005)
             began = time.perf_counter()
