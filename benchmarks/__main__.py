@@ -9,6 +9,7 @@ SCRIPTS = (
     "serve_rows",
     "serve_misses",
     "serve_neighbours",
+    "serve_fair",
     "serve_feast",
     "online_table",
     "online_redis",

@@ -11,7 +11,7 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -135,6 +135,15 @@ class CheckingModel(Model, Protocol):
 
     def unusable(self, batch: pa.RecordBatch) -> Mapping[int, str]:
         """Row number → reason, for rows to be rejected."""
+
+
+@runtime_checkable
+class ReadingModel(Model, Protocol):
+    """A model that says which columns it reads. Where the entity key's are not among them, its rows are functions of their inputs alone, and one that was computed from
+    a request's inputs answers the next request that brings the same, for whatever key."""
+
+    def reads(self) -> Collection[str]:
+        """The source columns that may make a difference to any output: all others may hold what they will."""
 
 
 @runtime_checkable

@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -13,6 +14,17 @@ from store.errors import RequestError
 from store.feature_view import FeatureView
 from store.online.online_store import Pointer
 from store.status import Reason, Status
+
+CLIENT: ContextVar[str] = ContextVar("client", default="")
+"""On whose account rows are computed that the request that is worked on misses: its client's, by token or address; empty where there is none to tell from others."""
+
+SHARE = 3
+"""A client may have so many times as many places as are left for others: of 500 one alone has 375, and 20 are left beside eight that want all."""
+
+
+def places(free: int, mine: int) -> int:
+    """How many more places a client may take that has ``mine``, where ``free`` are left: there is always one for who has none, as long as one is free."""
+    return max(0, min(free, (SHARE * free - mine) // (SHARE + 1) + 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +77,7 @@ class Fallback(Protocol):
         *,
         query: bool = False,
     ) -> list[Future[Computed]]:
-        """Begin to compute ``keys`` under the model of ``pointer``; returns at once.
+        """Begin to compute ``keys`` under the model of ``pointer``, on the account of :data:`CLIENT`; returns at once.
 
         Args:
             pointer: names the view, the snapshot and the model fingerprint the rows must belong to.

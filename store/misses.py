@@ -13,7 +13,8 @@ from typing import Any
 
 from store.answer import MAX_DEADLINE_S, Answer
 from store.fallback import Computed, Fallback, outcome_of
-from store.kept.kept_rows import KeptRows
+from store.kept.kept_rows import KeptRows, input_names
+from store.online.codec import rekeyed
 from store.online.online_store import Pointer
 from store.semantic_cache import SemanticCache
 
@@ -114,13 +115,24 @@ class Misses:
         """The numbers of those that are still missing, and of those that are still stale."""
         if self._kept is None:
             return list(missing), []
-        asked = [i for i in (*missing, *stale) if answer.keys[i] not in inputs]
-        found = self._kept.read(answer.pointer, [answer.keys[i] for i in asked]) if asked else {}
-        settled = {i for i in asked if answer.keys[i] in found and answer.take_kept(i, found[answer.keys[i]])}
-        self._told.kept(len(asked), len(settled))
+        keys = answer.keys
+        named: dict[int, tuple[str, ...]] = {i: (keys[i],) for i in (*missing, *stale) if keys[i] not in inputs}
+        # a row of the source that is stale is no matter of what a request brings
+        named |= {i: names for i in missing if keys[i] in inputs and (names := input_names(inputs[keys[i]], keys[i]))}
+        found = self._kept.read(answer.pointer, [name for names in named.values() for name in names]) if named else {}
+        settled = {
+            i for i, names in named.items() for name in names if name in found and self._takes(answer, i, name, found[name])
+        }
+        self._told.kept(len(named), len(settled))
         # what was kept may be stale in its turn
         still = set(answer.stale_rows())
         return [i for i in missing if i not in settled and i not in still], sorted(still)
+
+    @staticmethod
+    def _takes(answer: Answer, i: int, name: str, row: bytes | None) -> bool:
+        """Whether what was kept under a name settles a row."""
+        key = answer.keys[i]
+        return answer.take_kept(i, row if row is None or name == key else rekeyed(row, name, key))
 
     def _refresh(self, pointer: Pointer, keys: Sequence[str]) -> None:
         now, begun = time.monotonic(), []

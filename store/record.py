@@ -45,10 +45,10 @@ def written(record: Any, *, indent: int | None = None) -> bytes:
     return json.dumps(plain(record), indent=indent).encode()
 
 
-def sealed(record: Any) -> bytes:
+def sealed(record: Any, *, indent: int | None = None) -> bytes:
     """As :func:`written`, with a seal by which who reads it knows that no bit of it is another: for what says which rows are live, and how old they may be."""
     body = plain(record)
-    return json.dumps(body | {_SEAL: digest_of(json.dumps(body, sort_keys=True).encode())}).encode()
+    return json.dumps(body | {_SEAL: digest_of(json.dumps(body, sort_keys=True).encode())}, indent=indent).encode()
 
 
 def digest_of(data: bytes) -> str:

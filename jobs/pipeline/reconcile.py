@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
 
 from jobs.config.project import Project
 from jobs.pipeline.run import named
@@ -52,12 +53,15 @@ def reconcile(
             close_dead(store, None, commands=PUBLISHING, own=report.run)
             ref = store.refs.readable_live()
             publisher = Publisher(store, online, report, progress, lease, memory_mb=project.settings.memory_mb)
+            records = [finding for finding in account.findings if finding.act is Act.REMOVE]
+            for finding in records:
+                Path(finding.what).unlink(missing_ok=True)
             # somebody may have published, or ended the view, before the lease was taken
             account = look(store, online, publishing=True)
+            report.attention += [*account.trouble, *(finding.found for finding in records)]
             if account.act is Act.NOTHING:
                 report.status = "current"
                 return report
-            report.attention += account.trouble
             if ref is None:
                 # what was live, by the log of publishings; a hold went with the pointer
                 publisher.publish(account.snapshot, reason="reconcile", reload=True)

@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 
 BASE_ROWS = 64
 """Compared with Parquet before they are called live: 40 to 60 ms. Built on is what vouches for itself, by as many keys: a tenth of that."""
-LOOK_S = 0.05
-"""For a look at what is live, before anything is built on it."""
+LOOK_S = 0.3
+"""For a look at what is live and is to stay so; at what is built on it is looked by what is known, and by the keys that are compared."""
 MOST_CHANGED = 0.1
 """Of a base's rows: an overlay of more is a base of its own. Readers ask both, and what the overlay replaces lies in the store twice."""
 
@@ -99,23 +99,18 @@ class Publisher:
         mended = self.mend()
         ref, current = store.refs.readable_live(), self._current()
         epoch = 0 if current is None else current.epoch
-        # of what is live, which is built on, or nothing is loaded at all
-        damaged = look(store, online, budget_s=LOOK_S, publishing=True).act is Act.LOAD
-        if damaged and ref is not None and ref.snapshot == number:
-            reload = True
-        if ref is not None and ref.snapshot == number and not reload and ref.epoch >= epoch:
-            pointer = self._pointer(snapshot, ref)
-            if self._can_be_read(pointer, snapshot, rows=DOUBTED_ROWS if pointer.degraded else BASE_ROWS):
-                pointer = replace(pointer, degraded=False)
-                if current != pointer:
-                    online.flip(pointer)
-                self._drop_old(ref, current)
-                report.status, report.epoch = "published" if mended or current != pointer else "current", ref.epoch
+        unchanged = ref is not None and ref.snapshot == number and not reload
+        act = look(store, online, budget_s=LOOK_S if unchanged else 0.0, publishing=True).act
+        damaged = act is Act.LOAD
+        if ref is not None and ref.snapshot == number and not reload and not damaged and ref.epoch >= epoch:
+            pointer = self._stays(snapshot, ref, mended or act is Act.POINT)
+            if pointer is not None:
                 return pointer
         standing.check_publishable(snapshot)
         # Past both pointers: the root may have been restored, or the online store emptied, behind each other's back.
         expected = 0 if ref is None else ref.epoch
         epoch = store.refs.claim_epoch(max(epoch, *(g.number for g in online.generations(view)), 0))
+        reload = reload or (damaged and ref is not None and ref.snapshot == number)
         place = None if reload else self._retained(snapshot, ref)
         if place is None:
             # what publishings that failed had loaded
@@ -124,9 +119,21 @@ class Publisher:
         ref = self._flip(snapshot, expected, epoch, place, reason, held)
         self._drop_old(ref, current)
         if damaged:
-            look(store, online, budget_s=LOOK_S, publishing=True)
+            look(store, online, budget_s=0.0, publishing=True)
         report.status, report.epoch = "published", epoch
         return self._pointer(snapshot, ref)
+
+    def _stays(self, snapshot: Snapshot, ref: LiveRef, again: bool) -> Pointer | None:
+        """The pointer of what is live already and stays so; None where it is to be loaded again. ``again``: it is flipped whether it is another or not."""
+        current, pointer = self._current(), self._pointer(snapshot, ref)
+        if not self._can_be_read(pointer, snapshot, rows=DOUBTED_ROWS if pointer.degraded else BASE_ROWS):
+            return None
+        pointer = replace(pointer, degraded=False)
+        if again or current != pointer:
+            self._online.flip(pointer)
+        self._drop_old(ref, current)
+        self._report.status, self._report.epoch = "published" if again or current != pointer else "current", ref.epoch
+        return pointer
 
     def mend(self) -> bool:
         """Flip the online pointer to what ``live.json`` says, where a crash between the two left it behind; whether there was need."""

@@ -15,7 +15,7 @@ from store.errors import ConfigError, ConflictError, SnapshotError
 from store.offline.runs import Report
 from store.offline.standing import Standing
 from store.offline.view_store import ViewStore
-from store.record import Record, field, written
+from store.record import Record, field, sealed
 
 Reprocess = Literal["missing", "failed", "stale", "all"]
 
@@ -145,7 +145,7 @@ def save_backfill(store: ViewStore, state: Backfill, lease: Lease) -> None:
     lease.check()
     path = backfill_folder(store) / f"{state.id}.json"
     try:
-        replace_durably(path, written(state, indent=1))
+        replace_durably(path, sealed(state, indent=1))
     except OSError as exc:
         raise SnapshotError(disk_message(path, exc, f"free some, then --resume {state.id}")) from exc
 

@@ -7,7 +7,6 @@ kept beside is ``<root>/<view>/refs/schedule.json``: up to when a line's times a
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -24,9 +23,9 @@ from store.clock import parsed_time
 from store.disk.durable_file import disk_message, make_folder, replace_durably
 from store.disk.lease import holder, is_held
 from store.errors import SnapshotError
-from store.offline.runs import AHEAD_S, Report
+from store.offline.runs import Report
 from store.offline.view_store import OfflineStore, ViewStore
-from store.record import replace
+from store.record import Record, read_record, replace, sealed
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +35,9 @@ RETRIED = ("failed", "killed")
 LATE_S = 60.0
 """How late a run may begin under ``catch_up: none``. The scheduler looks every second, so only one that was away, or busy with the run
 before, comes later; a minute is the finest step of a cron line."""
+
+BACK_S = 90.0
+"""A clock that is set back by no more passes at most a minute's time twice, which was run for a minute ago; by more, its times come again and are run for again."""
 
 JITTER = 0.2
 """Share by which a wait before a retry is longer or shorter, so that views that failed together do not come back together."""
@@ -67,6 +69,8 @@ class Facts:
     running: bool = False
     since: datetime | None = None
     """Its times up to here are settled; None when no scheduler saw this schedule before."""
+    ignored: frozenset[str] = frozenset()
+    """Runs, by their ids, for times that the clock was set back behind: these come again, and are run for again."""
     parents: Mapping[str, Parent] = field(default_factory=dict)
 
 
@@ -86,6 +90,8 @@ class Decision:
     """When it runs next; None when that is not a matter of time."""
     since: datetime | None = None
     """As in :class:`Facts`, to be kept."""
+    ignored: frozenset[str] = frozenset()
+    """Likewise."""
     epochs: Mapping[str, int] = field(default_factory=dict)
     """The parents' live epochs."""
     ready: datetime | None = field(default=None, compare=False)
@@ -111,12 +117,17 @@ def retry_wait_s(view: str, schedule: Schedule, due: datetime, failures: int) ->
 
 def _by_cron(view: str, schedule: Schedule, facts: Facts, now: datetime) -> Decision:
     assert schedule.cron is not None
-    since = facts.since
-    if since is None or since > now + timedelta(seconds=AHEAD_S):
+    since, ignored = facts.since, facts.ignored.intersection(r.run for r in facts.reports)
+    if since is None:
         since = now
+    elif since > now + timedelta(seconds=BACK_S):
+        # what was run for the times to come was run before: a run too many is cheaper than a missed night
+        ignored |= {r.run for r in facts.reports if (due := parsed_time(r.due)) is not None and due > now}
+        since = now
+    facts = Facts([r for r in facts.reports if r.run not in ignored], facts.running, since, ignored)
     following = next(fire_times(schedule.cron, schedule.timezone, max(now, since)), None)
     if facts.running:
-        return Decision("running", "runs now", at=following, since=since)
+        return Decision("running", "runs now", at=following, since=since, ignored=facts.ignored)
     gave_up = ""
     while (fire := _unsettled(schedule, since, now)) is not None:
         state, at, why = _standing(view, schedule, fire, _attempts_for(facts, fire), now)
@@ -126,12 +137,12 @@ def _by_cron(view: str, schedule: Schedule, facts: Facts, now: datetime) -> Deci
             state, why = "given up", "was missed"
         if state in ("run", "retry"):
             text = f"due since {_local(fire, schedule)}" + (f", {why}" if why else "")
-            return Decision("run" if state == "run" else "retry", text, fire, _not_past(at, now), since, ready=at)
+            when = _not_past(at, now)
+            return Decision("run" if state == "run" else "retry", text, fire, when, since, facts.ignored, ready=at)
         since, gave_up = fire, f"; {_local(fire, schedule)} {why}" if why else ""
     gave_up = gave_up or _last_failure(schedule, facts, since, now)
-    return Decision(
-        "idle", "never again" if following is None else f"next at {_local(following, schedule)}{gave_up}", None, following, since
-    )
+    reason = "never again" if following is None else f"next at {_local(following, schedule)}{gave_up}"
+    return Decision("idle", reason, None, following, since, facts.ignored)
 
 
 def _unsettled(schedule: Schedule, since: datetime, now: datetime) -> datetime | None:
@@ -172,7 +183,7 @@ def _by_parents(view: str, schedule: Schedule, facts: Facts, now: datetime) -> D
     if state not in ("run", "retry"):
         return idle(f"{why or 'nothing new'}; runs again after the next snapshot of {' or '.join(epochs)}")
     text = f"new: {', '.join(new)}" + (f", {why}" if why else "")
-    return Decision("run" if state == "run" else "retry", text, due, _not_past(at, now), facts.since, epochs, ready=at)
+    return Decision("run" if state == "run" else "retry", text, due, _not_past(at, now), facts.since, epochs=epochs, ready=at)
 
 
 def _standing(
@@ -230,6 +241,13 @@ def _local(at: datetime, schedule: Schedule) -> str:
     return at.astimezone(ZoneInfo(schedule.timezone)).isoformat(" ", "minutes")
 
 
+class _Settled(Record, frozen=True):
+    when: str
+    timezone: str
+    since: str
+    ignored: tuple[str, ...] = ()
+
+
 class Ledger:
     """What the store tells about the views' runs. Reports are read again only when some changed.
 
@@ -261,7 +279,7 @@ class Ledger:
             schedule = self._schedules[view]
             parents = {name: self._parent(name, now, running, decisions) for name in schedule.parents}
             reports, goes_on = self.reports(view)
-            facts = Facts(reports, view in running or goes_on, self._since(view), parents)
+            facts = Facts(reports, view in running or goes_on, *self._settled(view), parents)
             decisions[view] = decide(view, schedule, facts, now)
         return decisions[view]
 
@@ -331,34 +349,39 @@ class Ledger:
 
     def seen(self, view: str) -> bool:
         """Whether a scheduler saw the view's present schedule."""
-        return self._since(view) is not None
+        return self._settled(view)[0] is not None
 
-    def _since(self, view: str) -> datetime | None:
+    def _settled(self, view: str) -> tuple[datetime | None, frozenset[str]]:
+        """Up to when a view's times are settled, and which runs for later ones count no more; None and none of a schedule that no scheduler saw before."""
         schedule = self._schedules[view]
         path = self._offline.view(view).refs.folder / "schedule.json"
         try:
-            kept = json.loads(path.read_bytes())
-            if (kept["when"], kept["timezone"]) != (schedule.when, schedule.timezone):
-                return None
-            return parsed_time(kept["since"])
+            settled = read_record(_Settled, path.read_bytes())
+            if (settled.when, settled.timezone) == (schedule.when, schedule.timezone):
+                return parsed_time(settled.since), frozenset(settled.ignored)
         except FileNotFoundError:
-            return None
-        except (OSError, ValueError, TypeError, KeyError) as exc:
+            pass
+        except (OSError, ValueError) as exc:
             log.warning("%s cannot be read (%s); the schedule of %r begins anew", path, exc, view)
-            return None
+        return None, frozenset()
 
-    def settle(self, view: str, since: datetime) -> None:
-        """Keep that the times up to ``since`` are settled; for a view that runs after others, that this one is.
+    def settle(self, view: str, since: datetime, ignored: Collection[str] | None = None) -> None:
+        """Keep that the times up to ``since`` are settled, and which runs count no more (None: as before); for a view that runs after others, that this one is.
 
         Raises:
             SnapshotError: the file system failed.
         """
         schedule = self._schedules[view]
         path = self._offline.view(view).refs.folder / "schedule.json"
-        kept = {"when": schedule.when, "timezone": schedule.timezone, "since": since.isoformat()}
+        settled = _Settled(
+            schedule.when,
+            schedule.timezone,
+            since.isoformat(),
+            tuple(sorted(self._settled(view)[1] if ignored is None else ignored)),
+        )
         try:
             make_folder(path.parent)
-            replace_durably(path, json.dumps(kept).encode())
+            replace_durably(path, sealed(settled))
         except OSError as exc:
             raise SnapshotError(disk_message(path, exc, "nothing was started")) from exc
 

@@ -198,7 +198,7 @@ class Scheduler:
                 decision = self._ledger.decision(view, now, running, decisions)
                 if decision.since is not None and decision.since != self._kept.get(view):
                     self._check()
-                    self._ledger.settle(view, decision.since)
+                    self._ledger.settle(view, decision.since, decision.ignored)
                     self._kept[view] = decision.since
                 if first or decision.state == "retry":
                     self._tell(view, decision.reason)

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,21 +27,21 @@ from jobs.rows.open_view import OpenView, open_view
 from jobs.rows.own_definition import check_own
 from precompute.engine.features import with_null_rows
 from precompute.engine.memory import is_device_lost
-from precompute.engine.microbatch import MicroBatcher, Refusal, longest_s
+from precompute.engine.microbatch import MicroBatcher, Refusal, Wanted, longest_s
 from precompute.engine.runner import Runner
-from precompute.model import Model, QueryModel
+from precompute.model import Model, QueryModel, ReadingModel
 from precompute.project_path import starting_from
 from precompute.registry import LoadedModel, load_with_fingerprint
 from precompute.sources.kept_input import KeptInput
 from precompute.techniques.table import REFERENCE
 from store.errors import PrecomputeError, SourceError
-from store.fallback import Computed, Fallback, Miss, unpacked_view
-from store.kept.kept_rows import KeptRows
+from store.fallback import CLIENT, Computed, Fallback, Miss, unpacked_view
+from store.kept.kept_rows import KeptRows, input_names
 from store.kept.kept_writer import KeptWriter
 from store.key_text import split_key
 from store.offline.view_store import OfflineStore
 from store.online import kernels
-from store.online.codec import RowCodec
+from store.online.codec import RowCodec, rekeyed
 from store.online.online_store import Pointer
 from store.online.packed import Packed
 from store.partition import Partition
@@ -111,6 +112,7 @@ class _Postponed(NamedTuple):
     inputs: Mapping[str, Mapping[str, Any]]
     deadline: float
     query: bool
+    client: str
     future: Future[Computed]
 
 
@@ -183,27 +185,50 @@ class ViewFallback(Fallback):
         query: bool = False,
     ) -> list[Future[Computed]]:
         group, view, asked = _Group(pointer.model, query), pointer.view.name, Asked.now()
-        futures = []
-        for key in keys:
+        futures: dict[int, Future[Computed]] = {}
+        wanted: list[Wanted[_Request]] = []
+        for i, key in enumerate(keys):
             values = inputs.get(key)
-            if self._writer is not None and values is None and not query:
-                just_now = self._writer.just_now(pointer, key)
-                if just_now is not None:
-                    futures.append(_settled(just_now))
-                    continue
+            just_now = None if query else self._just_now(pointer, key, values)
+            if just_now is not None:
+                futures[i] = _settled(just_now)
+                continue
             given, whose = _given(values), group
             tried_from = self._suspects.get(suspect := row_hash(view, key, given)) if self._suspects else None
             if tried_from is not None:
                 if tried_from <= time.monotonic() and not self._may_try():
-                    futures.append(self._later(pointer, key, inputs, deadline, query))
+                    futures[i] = self._later(pointer, key, inputs, deadline, query)
                     continue
                 if tried_from > time.monotonic():
-                    futures.append(_settled(Miss(Reason.MODEL_ERROR, "the model's process ended with it in hand", broken=None)))
+                    futures[i] = _settled(Miss(Reason.MODEL_ERROR, "the model's process ended with it in hand", broken=None))
                     continue
                 whose = group._replace(suspect=suspect)
             flight = (view, pointer.publishing, key, given)
-            futures.append(self._batcher.submit(whose, flight, _Request(key, values, pointer, asked), deadline, view))
-        return futures
+            wanted.append(Wanted(whose, flight, _Request(key, values, pointer, asked)))
+        begun = iter(self._batcher.submit_all(wanted, deadline, (view, CLIENT.get()), pointer.view.fallback_deadline_s))
+        return [futures[i] if i in futures else next(begun) for i in range(len(keys))]
+
+    def _just_now(self, pointer: Pointer, key: str, values: Mapping[str, Any] | None) -> Computed | Miss | None:
+        """What was kept so lately that who asks may not have seen it."""
+        if self._writer is None:
+            return None
+        for name in (key,) if values is None else input_names(values, key) or ():
+            result = self._writer.just_now(pointer, name)
+            if result is not None:
+                return result if values is None else _renamed(result, name, key)
+        return None
+
+    def _keep(self, request: _Request, result: Computed | Miss) -> None:
+        """Of what a request brought a row is kept under that, and not that there is none."""
+        if self._writer is None or not request.key:
+            return
+        key, values, pointer, _ = request
+        if values is None:
+            self._writer.put(pointer, key, result)
+        elif isinstance(result, Computed) and (names := input_names(values, key)):
+            opened = self._opened.get((pointer.view.name, pointer.publishing))
+            name = names[opened is None or _reads_key(opened.view)]
+            self._writer.put(pointer, name, _renamed(result, key, name))
 
     def warm(self, pointer: Pointer) -> None:
         """Open the view and compute one row, waiting for it, so that the first miss does not pay for loading.
@@ -234,13 +259,14 @@ class ViewFallback(Fallback):
             elif not self._may_try():
                 self._postponed.append(one)
             elif not one.future.cancelled():
+                CLIENT.set(one.client)
                 (begun,) = self.submit(one.pointer, [one.key], one.inputs, one.deadline, query=one.query)
                 begun.add_done_callback(partial(_end, one.future))
 
     def _later(
         self, pointer: Pointer, key: str, inputs: Mapping[str, Mapping[str, Any]], deadline: float, query: bool
     ) -> Future[Computed]:
-        one = _Postponed(pointer, key, inputs, deadline, query, Future())
+        one = _Postponed(pointer, key, inputs, deadline, query, CLIENT.get(), Future())
         self._postponed.append(one)
         return one.future
 
@@ -312,12 +338,12 @@ class ViewFallback(Fallback):
         # whatever it came to, it was computed
         if alike and isinstance(group, _Group) and group.suspect is not None and not self._lost:
             self._suspects.pop(group.suspect, None)
-        for (key, values, pointer, _), result in zip(requests, results, strict=True):
+        for request, result in zip(requests, results, strict=True):
             if isinstance(result, Miss) and result.reason is Reason.MODEL_ERROR:
                 if not result.broken:
-                    self._log_failure(pointer.view.name, result, 1)
-            elif self._writer is not None and values is None and key and not query and isinstance(result, (Computed, Miss)):
-                self._writer.put(pointer, key, result)
+                    self._log_failure(request.pointer.view.name, result, 1)
+            elif not query and isinstance(result, (Computed, Miss)):
+                self._keep(request, result)
         return results
 
     def _warm_up(self, opened: _Opened) -> None:
@@ -434,6 +460,16 @@ def _wanted(
                 # what it says has the values, which are a person's as often as not
                 results[i] = Miss(Reason.MODEL_ERROR, f"the inputs do not fit the source's columns ({type(exc).__name__})")
     return wanted
+
+
+def _reads_key(opened: OpenView) -> bool:
+    """Whether a row may be another one for another key, though all else is the same."""
+    return not isinstance(opened.model, ReadingModel) or not set(opened.view.entity).isdisjoint(opened.model.reads())
+
+
+def _renamed(result: Computed | Miss, name: str, other: str) -> Computed | Miss:
+    """What is kept under one name as it is under another."""
+    return replace(result, row=rekeyed(result.row, name, other)) if isinstance(result, Computed) else result
 
 
 def _given(values: Mapping[str, Any] | None) -> str | None:

@@ -76,7 +76,7 @@ def main() -> None:
                 cache_bytes=spec["cache_bytes"],
                 timing=timing,
                 asks=asked_of(spec),
-                waiting=max(1, limits.connections // 2),
+                waiting=max(1, limits.connections * 2 // 3),
             )
             with contextlib.ExitStack() as stack:
                 looks = [] if tokens is None else [tokens.look]

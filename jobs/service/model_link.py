@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from precompute.workers.frames import framed, read_message
-from store.fallback import Computed, Miss
+from store.fallback import CLIENT, Computed, Miss
 from store.online.online_store import Pointer
 from store.status import Reason
 from store.telemetry.trace import TRACE
@@ -47,6 +47,7 @@ class _Asked:
     query: bool
     number: int
     futures: list[Future[Computed]]
+    client: str
     trace: str | None = None
     left: int = 0
     lost: int = 0
@@ -63,7 +64,7 @@ class _Asked:
             return {"warm": self.number, "pointer": pointer, "deadline": self.deadline}
         asked = {"ask": self.number, "pointer": pointer, "keys": self.keys, "inputs": self.inputs}
         traced = {} if self.trace is None else {"trace": self.trace}
-        return asked | {"deadline": self.deadline, "query": self.query} | traced
+        return asked | {"deadline": self.deadline, "query": self.query, "client": self.client} | traced
 
 
 @dataclass(slots=True)
@@ -145,7 +146,8 @@ class ModelLink:
             number = next(self._numbers)
             for _ in range(futures - 1):
                 next(self._numbers)
-            asked = _Asked(pointer, keys, inputs, deadline, query, number, [Future() for _ in range(futures)], TRACE.get())
+            made: list[Future[Computed]] = [Future() for _ in range(futures)]
+            asked = _Asked(pointer, keys, inputs, deadline, query, number, made, CLIENT.get(), TRACE.get())
             closed = self._closed.is_set()
             if not closed:
                 self._outbox[number] = asked

@@ -28,7 +28,7 @@ from precompute.engine.memory import keep_freed_memory
 from precompute.workers.frames import framed, read_message
 from precompute.workers.process import be_nicer, has_time_slices
 from store.errors import PrecomputeError
-from store.fallback import Computed, Miss
+from store.fallback import CLIENT, Computed, Miss
 from store.kept.kept_rows import KeptLimits
 from store.offline.view_store import OfflineStore
 from store.online.online_store import Pointer
@@ -40,7 +40,7 @@ from store.telemetry.trace import TRACE
 
 # from a worker:  {"pointer": n}                      body: the pointer that is called n from now on, on this connection
 #                 {"ask": i, "pointer": n, "keys": […], "inputs": {…}, "deadline": t, "query": …}       the keys are called i, i + 1, …
-#                                                     "trace": …, of a request that is traced: its traceparent
+#                                                     "client": …, on whose account; "trace": …, of a request that is traced: its traceparent
 #                 {"left": [i, …]}                    nobody waits for these any more, and nothing is told of them
 #                 {"warm": i, "pointer": n, "deadline": t}        open it; i is answered as missing once that was tried
 # to a worker:    {"rows": [[i, computed at, bytes], …], "missed": [[i, reason, detail, broken], …], "open": […]}      body: the rows, one after the other;
@@ -100,6 +100,7 @@ class Conversation:
     def _ask(self, header: Mapping[str, Any]) -> None:
         pointer, query = self._pointers[header["pointer"]], header["query"]
         TRACE.set(header.get("trace"))
+        CLIENT.set(header["client"])
         futures = self._fallback.submit(pointer, header["keys"], header["inputs"], header["deadline"], query=query)
         for number, future in enumerate(futures, header["ask"]):
             self._asked[number] = future

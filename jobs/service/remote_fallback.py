@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,19 +17,49 @@ from typing import Any
 from jobs.service.breaker import Breaker
 from jobs.service.model_group import socket_path
 from jobs.service.model_link import ModelLink
-from store.fallback import Computed, Fallback, Miss, outcome_of
+from store.fallback import CLIENT, Computed, Fallback, Miss, outcome_of, places
 from store.online.online_store import Pointer
 from store.status import Reason
 from store.telemetry.instruments import BREAKER_OPEN, FALLBACK_QUEUE, FALLBACK_ROWS, Meter
 
-MOST_IN_FLIGHT = 1024
-"""Keys of one view that a worker waits for at once; what is asked beyond is shed."""
+MOST_IN_FLIGHT = 4096
+"""Keys of one view that a worker waits for at once, each client for its share of them; what is asked beyond is shed."""
+
+LEAST_IN_FLIGHT = 64
+HELD_BACK_S = 1.0
+"""A client of which the process of a model shed keys has twice as many in flight as were not shed, and so many at least, for this long: to hand over, read and refuse
+a thousand keys takes both processes 55 ms."""
+
+MOST_SHARES = 256
+"""Clients of views that are remembered, before those with nothing in flight are forgotten."""
 
 MOST_TOLD = 8
 """Views that a model process is known by, at most."""
 
 CONTROL = "supervisor.sock"
 """In the runtime folder: where the supervisor is told which models are wanted, a datagram each: its fingerprint and views, with NUL between."""
+
+
+@dataclass(slots=True)
+class _Share:
+    """A client's keys of a view: how many are in flight, and may be until when (monotonic)."""
+
+    in_flight: int = 0
+    most: int = MOST_IN_FLIGHT
+    until: float = 0.0
+
+    def room(self, free: int, now: float) -> int:
+        """How many more it may have, where ``free`` are left."""
+        room = places(free, self.in_flight)
+        return room if now >= self.until else max(0, min(room, self.most - self.in_flight))
+
+    def landed(self, future: Future[Computed], now: float) -> None:
+        self.in_flight -= 1
+        error = None if future.cancelled() else future.exception()
+        if isinstance(error, Miss) and error.reason is Reason.SHED:
+            self.most, self.until = max(LEAST_IN_FLIGHT, 2 * self.in_flight), now + HELD_BACK_S
+        elif error is None:
+            self.most += 2
 
 
 class RemoteFallback(Fallback):
@@ -49,6 +80,8 @@ class RemoteFallback(Fallback):
         self._views: dict[str, set[str]] = {}
         """Of each model with a link: those it was asked for."""
         self._in_flight: Counter[str] = Counter()
+        self._shares: dict[tuple[str, str], _Share] = {}
+        """By view, and by view and client."""
         self.on_lost: Callable[[], None] = lambda: None
         """Told when a model process was lost: what was open in it is open no more."""
 
@@ -61,16 +94,19 @@ class RemoteFallback(Fallback):
         *,
         query: bool = False,
     ) -> list[Future[Computed]]:
-        view = pointer.view.name
+        view, client = pointer.view.name, CLIENT.get()
         with self._lock:
-            admitted, retry_s = self._breaker(view).admit(len(keys), time.monotonic())
-            taken = max(0, min(admitted, MOST_IN_FLIGHT - self._in_flight[view]))
+            now = time.monotonic()
+            admitted, retry_s = self._breaker(view).admit(len(keys), now)
+            share = self._share(view, client, now)
+            taken = min(admitted, share.room(MOST_IN_FLIGHT - self._in_flight[view], now))
             given = {key: inputs[key] for key in keys[:taken] if key in inputs}
             futures = self._link(pointer).ask(pointer, keys[:taken], given, deadline, query) if taken else []
             self._in_flight[view] += taken
+            share.in_flight += taken
         self._meter.gauge(FALLBACK_QUEUE, view).add(taken)
         for future in futures:
-            future.add_done_callback(partial(self._landed, view))
+            future.add_done_callback(partial(self._landed, view, share))
         if taken < len(keys):
             self._meter.counter(FALLBACK_ROWS, view, str(Reason.SHED)).add(len(keys) - taken)
         return futures + [_shed(retry_s) for _ in keys[taken:]]
@@ -124,18 +160,28 @@ class RemoteFallback(Fallback):
         with contextlib.suppress(OSError):
             self._control.sendto(told.encode(), str(self._runtime / CONTROL))
 
+    def _share(self, view: str, client: str, now: float) -> _Share:
+        share = self._shares.get((view, client))
+        if share is None:
+            if len(self._shares) >= MOST_SHARES:
+                self._shares = {whose: one for whose, one in self._shares.items() if one.in_flight or now < one.until}
+            share = self._shares[view, client] = _Share()
+        return share
+
     def _breaker(self, view: str) -> Breaker:
         breaker = self._breakers.get(view)
         if breaker is None:
             breaker = self._breakers[view] = Breaker()
         return breaker
 
-    def _landed(self, view: str, future: Future[Computed]) -> None:
+    def _landed(self, view: str, share: _Share, future: Future[Computed]) -> None:
         broken = None if future.cancelled() else _broken(future.exception())
         with self._lock:
             self._in_flight[view] -= 1
+            now = time.monotonic()
+            share.landed(future, now)
             breaker = self._breaker(view)
-            breaker.count(broken, time.monotonic())
+            breaker.count(broken, now)
         self._meter.gauge(FALLBACK_QUEUE, view).add(-1)
         self._meter.counter(FALLBACK_ROWS, view, outcome_of(future)).add()
         self._meter.gauge(BREAKER_OPEN, view).set(breaker.is_open)

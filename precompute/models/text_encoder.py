@@ -205,6 +205,10 @@ class TextEncoder(TorchModel):
             **({"too_long": "bad"} if self._refuse_long else {}),
         )
 
+    def reads(self) -> tuple[str]:
+        """Its text column."""
+        return (self._column,)
+
     def unusable(self, batch: pa.RecordBatch) -> Mapping[int, str]:
         """Null, empty and not UTF-8 texts."""
         column = self._text(batch)

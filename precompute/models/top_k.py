@@ -261,6 +261,10 @@ class TopK(TorchModel):
         """Parameters and code version; the items' content is added by the caller, as of every table argument."""
         return digest(code=CODE_VERSION, k=self._k, vector=self._vector, exclude=self._exclude)
 
+    def reads(self) -> list[str]:
+        """The vector, and the list of what is excluded."""
+        return [self._vector] if self._exclude is None else [self._vector, self._exclude]
+
     def unusable(self, batch: pa.RecordBatch) -> dict[int, str]:
         """Rows without a whole, finite vector of the items' length, or with one so long that a score may not be finite."""
         self._check(batch)
@@ -322,7 +326,7 @@ class TopK(TorchModel):
         return before[np.append(0, np.cumsum(counts))], np.asarray(items.drop_null()).astype(np.int64)
 
     def _check(self, batch: pa.RecordBatch) -> None:
-        wanted = [self._vector] if self._exclude is None else [self._vector, self._exclude]
+        wanted = self.reads()
         for name in wanted:
             if name not in batch.schema.names:
                 raise ModelError(f"top_k: the input has no column {name!r} (it has: {', '.join(batch.schema.names)})")

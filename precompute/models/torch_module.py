@@ -151,6 +151,10 @@ class TorchModule(TorchModel):
         """2 for each weight of a linear layer, a row; what other layers need is not counted."""
         return self._flops * len(rows)
 
+    def reads(self) -> list[str]:
+        """The columns of all arguments."""
+        return [name for argument in self._inputs for name in argument.columns]
+
     def _columns(self, batch: pa.RecordBatch) -> Columns:
         """Those that the inputs name, checked."""
         schema = batch.schema

@@ -105,6 +105,10 @@ class TwoTower:
         """The file, the tower, and the code version."""
         return digest(code=CODE_VERSION, file=self._path, tower=self._name)
 
+    def reads(self) -> list[str]:
+        """The columns of the tower's fields."""
+        return [field.column for field in self._tower.fields]
+
     @torch.inference_mode()
     def compute(self, batch: pa.RecordBatch) -> dict[str, npt.NDArray[Any]]:
         """``output`` → float32 [rows, dim], not normalised: its length carries popularity."""

@@ -33,14 +33,15 @@ class Act(StrEnum):
     """What heals it. All but the last two are done by ``reconcile``, and so by the scheduler."""
 
     NOTHING = "nothing"
+    REMOVE = "remove it"
     POINT = "move the pointer"
     LOAD = "load again"
     RUN = "run the view"
     PERSON = "a person decides"
 
 
-HEALING = (Act.POINT, Act.LOAD)
-"""Acts that ``reconcile`` does from the root."""
+HEALING = (Act.REMOVE, Act.POINT, Act.LOAD)
+"""Acts that ``reconcile`` does, the largest last. What is removed is made again by who needs it."""
 
 
 class Finding(Record, frozen=True):

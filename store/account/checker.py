@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -19,18 +19,18 @@ import pyarrow as pa
 from store.account.account import ROWS, Account, Act, Finding, State, Turn, read_account, write_account
 from store.account.rows import DOUBTED_ROWS, SAMPLE_ROWS, MovedError, check_served, not_whole
 from store.account.sightings import take
-from store.disk.identity import known_identity
+from store.disk.identity import COPY, NAME, known_identity
 from store.disk.lease import is_held
 from store.entity_key import key_column
 from store.errors import ConflictError, DamagedPointerError, RowsLostError, SnapshotError
-from store.offline.refs import PUBLISH_LEASE, LiveRef
+from store.offline.refs import DROP_LEASE, PUBLISH_LEASE, LiveRef, run_lease
 from store.offline.selection import Selection, all_rows
 from store.offline.snapshot import Snapshot
 from store.offline.view_store import ViewStore
 from store.online.codec import RowCodec
 from store.online.online_store import FileCheck, OnlineStore, Pointer, check_own_rows, check_owner
 from store.online.row_values import packed_strings
-from store.record import replace
+from store.record import content_of, replace
 from store.vectors.index_record import mark_of, read_index_record
 
 LOOK_S = 0.3
@@ -45,6 +45,8 @@ READ_BYTES_S = 1e9
 """About what files are compared at: a file that would take longer than the time left is left to who reads an hour's share."""
 MOST_KEYS = 16
 """Of rows that are not whole so many are named in a finding, and read again at the next look."""
+NEWEST_REPORTS = 50
+"""Of runs, whose files are read: what ``status`` tells of them."""
 DEGRADED = "its rows are said to be degraded, and all that were compared are there"
 
 _NETWORK_KEYS = 500
@@ -122,6 +124,8 @@ class _Look:
     def account(self) -> Account:
         """What is known now."""
         name, before = self._store.name, self._before
+        if not self._publishing:
+            self._records()
         try:
             ref = self._store.refs.live()
         except SnapshotError as exc:
@@ -144,6 +148,28 @@ class _Look:
             with contextlib.suppress(MovedError):
                 account = self._rows(account, pointer, snapshot)
         return self._written(self._files(account, ref, snapshot, pointer))
+
+    def _records(self) -> None:
+        """Small files that bear a seal; what is live is told by others."""
+        folder, root, name = self._store.refs.folder, self._store.offline.root, self._store.name
+        again = f"precompute reconcile {name} removes it, and who needs it makes it again"
+        # of partitions there may be thousands, and a damaged one is written again by who takes it
+        leases = [folder / f"lease-{lease}.json" for lease in (PUBLISH_LEASE, DROP_LEASE, run_lease(None))]
+        groups: list[tuple[Iterable[Path], Act, str]] = [
+            ([*leases, folder / "epoch.json", root / NAME, root / COPY], Act.REMOVE, again),
+            (sorted(self._store.runs.folder.glob("*.json"))[-NEWEST_REPORTS:], Act.REMOVE, f"it is one run's report; {again}"),
+            (folder.glob("bad/*.json"), Act.PERSON, "its snapshot counts as bad for good: remove it if that is a mistake"),
+            (folder.glob("pins/*.json"), Act.PERSON, f"its snapshot stays: precompute unpin {name}, or remove it and pin again"),
+        ]
+        for paths, act, remedy in groups:
+            for path in paths:
+                try:
+                    content_of(path.read_bytes())
+                except ValueError as exc:
+                    self._add(str(path), State.DAMAGED, act, f"{path} is damaged ({exc}); {remedy}")
+                except OSError as exc:
+                    if not isinstance(exc, FileNotFoundError):
+                        self._add(str(path), State.DAMAGED, Act.PERSON, f"{path} cannot be read: {exc.strerror or exc}")
 
     def _last_live(self) -> int | None:
         """The snapshot that the log of publishings says is live; None where there is none, or the log is damaged."""
@@ -188,6 +214,8 @@ class _Look:
         except RowsLostError as exc:
             self._add(ROWS, State.MISSING, Act.LOAD, str(exc))
             return None
+        for damage in self._online.record_damage(name):
+            self._add("records online", State.DAMAGED, Act.POINT, damage)
         return pointer
 
     # ---- rows
@@ -253,6 +281,8 @@ class _Look:
         if turn.base != pointer.generation:
             turn = Turn(pointer.generation, began_us=self._now_us)
         everything = self._share >= 1.0
+        if self._publishing and time.monotonic() >= self._ends_s:
+            return turn, []
         if everything:
             turn = replace(turn, file=0, group=0, rows=0, began_us=self._now_us)
         wrong: list[bytes] = []

@@ -9,9 +9,10 @@ from http import HTTPStatus
 from urllib.parse import unquote_to_bytes
 
 from store.api.reply import Reply, Stream, problem, refusal
-from store.api.request import Disconnected, Receive, Scope, Send
+from store.api.request import Disconnected, Receive, Scope, Send, client_of
 from store.encoding.http_freshness import Headers
 from store.errors import RequestError
+from store.fallback import CLIENT
 
 Handler = Callable[[Scope, Receive], Awaitable[Reply]]
 """A route that stands for itself: ``/livez``."""
@@ -67,6 +68,7 @@ class Front:
             raise NotImplementedError(f"no {scope['type']} here")
         reply = None if ASKED in scope else self.at_once(scope)
         if reply is None:
+            CLIENT.set(client_of(scope))
             try:
                 reply = await self._routed(scope, receive)
             except Disconnected:
@@ -107,6 +109,7 @@ class Front:
         if path.startswith(_VIEWS):
             view, _, rest = path[len(_VIEWS) :].partition(b"/")
             if rest == b"lookup":
+                CLIENT.set(client_of(scope))
                 try:
                     return self._lookup_at_once(scope, _name(view), body)
                 except Exception as exc:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
@@ -14,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 from store.answer import Answer
 from store.api.request import Disconnected, Receive, hung_up
 from store.errors import RequestError
+from store.fallback import CLIENT, places
 from store.status import Reason
 
 _P = ParamSpec("_P")
@@ -88,12 +90,13 @@ class Pool:
 
 
 class Waits:
-    """The requests of a worker that wait for models, ``most`` of them at once."""
+    """The requests of a worker that wait for models, ``most`` of them at once, each client with its share of them."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._waiting: dict[asyncio.Future[bool], float] = {}
         """Of each, until when (monotonic)."""
+        self._of_client: Counter[str] = Counter()
 
     def until(self) -> float:
         """When the last of them will have an answer (:func:`time.monotonic`); minus infinity where none waits."""
@@ -107,7 +110,8 @@ class Waits:
         """
         if not answer.pending:
             return
-        if len(self._waiting) >= self._most:
+        client = CLIENT.get()
+        if not places(self._most - len(self._waiting), self._of_client[client]):
             give_up(answer)
             answer.settle(Reason.SHED)
             return
@@ -135,10 +139,14 @@ class Waits:
         watch = loop.create_task(hung_up(receive))
         watch.add_done_callback(lambda _: end(False))
         self._waiting[over] = answer.deadline
+        self._of_client[client] += 1
         try:
             is_there = await over
         finally:
             del self._waiting[over]
+            self._of_client[client] -= 1
+            if not self._of_client[client]:
+                del self._of_client[client]
             patience.cancel()
             watch.cancel()
         if not is_there:

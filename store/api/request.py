@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from functools import lru_cache
+from ipaddress import IPv6Address
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
@@ -36,6 +37,28 @@ def headers_of(scope: Scope) -> dict[bytes, bytes]:
         for name, value in lines:
             headers[name] = headers[name] + b", " + value if name in headers else value
     return headers
+
+
+def client_of(scope: Scope) -> str:
+    """Whose request it is: the name of its token, else the address that it came from, of IPv6 the network of 64 bits that one host has for itself; empty on a Unix socket."""
+    token: str | None = scope.get("token")
+    if token is not None:
+        return token
+    client = scope.get("client")
+    if not client:
+        return ""
+    address: str = client[0]
+    return _network(address) if ":" in address else address
+
+
+@lru_cache(1024)
+def _network(address: str) -> str:
+    try:
+        parsed = IPv6Address(address)
+    except ValueError:
+        return address
+    mapped = parsed.ipv4_mapped
+    return str(IPv6Address(int(parsed) >> 64 << 64) if mapped is None else mapped)
 
 
 def query_options(scope: Scope) -> LookupOptions:

@@ -46,8 +46,8 @@ from store.status import Reason, Status
 
 _MISSING_STATUS = {Reason.DAMAGED: 500, Reason.DEADLINE: 504, Reason.SHED: 503, Reason.MODEL_ERROR: 502, Reason.BAD_KEY: 400}
 
-MOST_WAITING = 500
-"""Requests that wait for models, where nothing else is said: half of the connections that there may be."""
+MOST_WAITING = 666
+"""Requests that wait for models, where nothing else is said: two thirds of the connections that there may be, 500 of them of one client at most."""
 
 _PIECE_BYTES = 64 * 1024
 """Of a large answer, about: half a millisecond of work, while others wait."""

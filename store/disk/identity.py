@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import uuid
 from pathlib import Path
@@ -10,8 +11,12 @@ from pathlib import Path
 from store.disk.durable_file import create_once, disk_message, make_folder
 from store.disk.record_file import read_record_file
 from store.errors import SnapshotError
-from store.record import Record, written
+from store.record import Record, sealed
 
+log = logging.getLogger(__name__)
+
+NAME, COPY = ".identity.json", ".identity-copy.json"
+"""Two, so that one bit takes no folder's name: without it, all that it publishes would be somebody else's."""
 _REMEDY = "remove it to give the store a new one, and publish each view once with --take-over"
 
 
@@ -25,7 +30,14 @@ def known_identity(folder: Path) -> str:
     Raises:
         SnapshotError: it is damaged.
     """
-    known = read_record_file(_Identity, folder / ".identity.json", _REMEDY)
+    known = None
+    for name in (NAME, COPY):
+        try:
+            known = known or read_record_file(_Identity, folder / name, _REMEDY)
+        except SnapshotError as exc:
+            if name == COPY or not isinstance(exc.__cause__, ValueError):
+                raise
+            log.warning("%s", exc)
     return "" if known is None else known.id
 
 
@@ -35,14 +47,15 @@ def identity_of(folder: Path) -> str:
     Raises:
         SnapshotError: it is damaged, or the file system failed.
     """
-    path = folder / ".identity.json"
     known = known_identity(folder)
-    if not known:
-        try:
-            make_folder(folder)
-            with contextlib.suppress(FileExistsError):
-                create_once(path, written(_Identity(uuid.uuid4().hex[:12])), folder / f".identity.{os.getpid()}.tmp")
-        except OSError as exc:
-            raise SnapshotError(disk_message(path, exc)) from exc
-        known = known_identity(folder)
+    for name in (NAME, COPY):
+        if not known or not (folder / name).exists():
+            try:
+                make_folder(folder)
+                with contextlib.suppress(FileExistsError):
+                    temporary = folder / f"{name}.{os.getpid()}.tmp"
+                    create_once(folder / name, sealed(_Identity(known or uuid.uuid4().hex[:12])), temporary)
+            except OSError as exc:
+                raise SnapshotError(disk_message(folder / name, exc)) from exc
+            known = known_identity(folder)
     return known

@@ -19,12 +19,15 @@ from typing import BinaryIO
 from store.disk.durable_file import disk_message, locked, make_folder, replace_durably
 from store.disk.record_file import read_record_file
 from store.errors import ConflictError, FencedError, SnapshotError
-from store.record import Record, written
+from store.record import Record, sealed
 
 log = logging.getLogger(__name__)
 
 TTL_S = 60.0
 """How long a holder may be silent. A model that keeps the interpreter for longer in one call would lose its lease to a second run."""
+
+UNREADABLE = "somebody whose record is damaged"
+"""The holder of a lease whose record cannot be read."""
 
 _held: weakref.WeakSet[Lease] = weakref.WeakSet()
 """What this process holds."""
@@ -66,6 +69,10 @@ class Lease:
         FencedError: somebody else took the lease meanwhile; what this process was about to write is not wanted any more.
         """
         current = holder(self.folder, self.name)
+        if current is not None and current.holder == UNREADABLE and current.fence == self.record.fence:
+            # nobody took it since: what became of its bytes is nobody's act
+            replace_durably(self.folder / f"lease-{self.name}.json", sealed(self.record))
+            return
         if current != self.record:
             by = "nobody: its file is gone" if current is None else current.holder
             raise FencedError(
@@ -140,7 +147,7 @@ def _take(folder: Path, name: str, by: str, ttl_s: float, busy: str, force: bool
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.utime(file.fileno())
-                replace_durably(folder / f"lease-{name}.json", written(record))
+                replace_durably(folder / f"lease-{name}.json", sealed(record))
             except BaseException:
                 file.close()
                 raise
@@ -190,7 +197,17 @@ def _is_held(folder: Path, name: str, last: Holder) -> bool:
 
 
 def _read(folder: Path, name: str) -> Holder | None:
-    return read_record_file(Holder, folder / f"lease-{name}.json", "remove it if no run is going on")
+    """Who took it last. Where the record is damaged, somebody whom the newest lock stands for: nobody holds it whom the kernel does not know of."""
+    try:
+        return read_record_file(Holder, folder / f"lease-{name}.json", "who holds it is told by its lock alone")
+    except SnapshotError as exc:
+        if not isinstance(exc.__cause__, ValueError):
+            raise
+        log.warning("%s", exc)
+        fences = [path.name.split(".")[2] for path in folder.glob(f".lease-{name}.*.held")]
+        # past any that was given, where no lock tells
+        fence = max((int(fence) for fence in fences if fence.isdigit()), default=time.time_ns() // 1000)
+        return Holder(fence, UNREADABLE, _host(), 0, TTL_S)
 
 
 def _held_path(folder: Path, name: str, fence: int) -> Path:

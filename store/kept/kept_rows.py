@@ -7,13 +7,14 @@ from its hash, and who comes later takes it, so that rows and bytes are bounded 
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 import struct
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from store.freshness import AHEAD_US
 from store.online.codec import RowCodec
@@ -43,10 +44,26 @@ def clock_us() -> int:
 
 
 class Kept(NamedTuple):
-    """A packed row to keep under a key, or None: there is no such entity."""
+    """A packed row to keep under a key, or under what :func:`input_names` says, or None: there is no such entity."""
 
     key: str
     row: bytes | None
+
+
+def input_names(inputs: Mapping[str, Any], key: str) -> tuple[str, str] | None:
+    """Under what a row is kept that was computed from a request's inputs: where the model reads nothing else, and where it reads the key too. No key is such a name, so that
+    what a request brings is never taken for what the source says. None: such inputs are not kept.
+
+    Args:
+        inputs: input column → value, as JSON has them.
+        key: key text.
+    """
+    try:
+        text = json.dumps(inputs, sort_keys=True)
+    except (TypeError, ValueError):
+        return None
+    alone, keyed = (hashlib.blake2b(f"{key}\0{text}".encode(errors="surrogatepass"), digest_size=16) for key in ("", key))
+    return f"\0{alone.hexdigest()}", f"\0{keyed.hexdigest()}"
 
 
 class KeptRows(ABC):

@@ -8,7 +8,6 @@ A line is written after the chunk's files are durable; one torn by a crash is a 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ from store.disk.durable_file import disk_message, make_folder, sha256_of
 from store.errors import SnapshotError
 from store.offline.row_figures import RowFigures
 from store.offline.snapshot import Part
-from store.record import Record, record_of, written
+from store.record import Record, content_of, record_of, sealed
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +63,7 @@ class Journals:
         path = self._path(run)
         try:
             make_folder(path.parent)
-            path.write_bytes(json.dumps({"recipe": recipe, "partition": partition, "full": full}).encode() + b"\n")
+            path.write_bytes(sealed({"recipe": recipe, "partition": partition, "full": full}) + b"\n")
         except OSError as exc:
             raise SnapshotError(disk_message(path, exc)) from exc
 
@@ -77,7 +76,7 @@ class Journals:
         path = self._path(run)
         try:
             with path.open("ab") as file:
-                file.write(written(chunk) + b"\n")
+                file.write(sealed(chunk) + b"\n")
                 file.flush()
                 crashpoint("journal.append", path)
                 os.fsync(file.fileno())
@@ -148,7 +147,7 @@ class Journals:
 def _partition(path: Path) -> str | None:
     """The partition its run was for; None of a view that has none, and of a journal whose first line is torn."""
     try:
-        partition: str | None = json.loads(path.read_bytes().partition(b"\n")[0])["partition"]
+        partition: str | None = content_of(path.read_bytes().partition(b"\n")[0])[0]["partition"]
         return partition
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -162,7 +161,7 @@ def _chunks(path: Path, recipe: str, partition: str | None, full: bool) -> Itera
         return
     for number, line in enumerate(lines):
         try:
-            entry = json.loads(line)
+            entry, _ = content_of(line)
             if number == 0:
                 if (entry["recipe"], entry["partition"]) != (recipe, partition) or (full and not entry["full"]):
                     return

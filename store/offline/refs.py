@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 from collections.abc import Callable, Collection
@@ -34,6 +33,10 @@ DROP_LEASE = "drop"
 def run_lease(partition: str | None) -> str:
     """Name of the lease that a run of the partition (None: of a view that has none) holds."""
     return "run" if partition is None else "run-" + partition.partition("/")[0].replace(":", "")
+
+
+class _Claimed(Record, frozen=True):
+    last: int
 
 
 class Place(Record, frozen=True):
@@ -153,12 +156,13 @@ class Refs:
             make_folder(self.folder)
             with locked(self.folder / ".lock"):
                 try:
-                    last = int(json.loads(path.read_bytes())["last"])
-                except (FileNotFoundError, ValueError, KeyError, TypeError):
+                    last = read_record(_Claimed, path.read_bytes()).last
+                except (FileNotFoundError, ValueError):
+                    # the pointers, and what lies online, are numbered as well
                     last = 0
                 ref = self.readable_live()
                 epoch = max(last, above, 0 if ref is None else ref.epoch) + 1
-                replace_durably(path, json.dumps({"last": epoch}).encode())
+                replace_durably(path, sealed(_Claimed(epoch)))
                 return epoch
         except OSError as exc:
             raise SnapshotError(disk_message(path, exc)) from exc

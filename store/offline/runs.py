@@ -19,7 +19,7 @@ from store.disk.durable_file import disk_message, make_folder, replace_durably, 
 from store.errors import SnapshotError
 from store.freshness import AHEAD_US
 from store.offline.snapshot import Verdict
-from store.record import Record, field, read_record, written
+from store.record import Record, field, read_record, sealed
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ class Runs:
             make_folder(self.folder)
             if goes_on:
                 self._mark_running(marker)
-            replace_durably(path, written(report, indent=1))
+            replace_durably(path, sealed(report, indent=1))
         except OSError as exc:
             raise SnapshotError(disk_message(path, exc, state)) from exc
         if not goes_on:

@@ -420,6 +420,12 @@ class RowCodec:
         raise KeyError(name)
 
 
+def rekeyed(row: bytes, key: str, other: str) -> bytes:
+    """A packed row of one key as that of another; what was not whole is not whole then."""
+    checksum = int.from_bytes(row[:CHECKSUM_BYTES], "little") ^ kernels.hash_of(key.encode()) ^ kernels.hash_of(other.encode())
+    return checksum.to_bytes(CHECKSUM_BYTES, "little") + row[CHECKSUM_BYTES:]
+
+
 def _layout_of(f: Feature) -> tuple[Any, ...]:
     """What a feature's values are laid out by. As it ever was without ``packed``: rows of before are of the same schema."""
     layout = (f.name, f.dtype, f.dim, f.max_items)

@@ -210,6 +210,10 @@ class OnlineStore(ABC):
         """Those of some generations that are loaded whole, in the order of their numbers; asked for with the rights and the patience of a reader."""
         return [generation for generation in self.generations(view) if generation.number in numbers]
 
+    def record_damage(self, view: str) -> list[str]:
+        """Which small records beside a view's pointer are not as that has them, in words; the next flip puts them right."""
+        return []
+
     def file_checks(self, view: str, numbers: Sequence[int]) -> list[FileCheck]:
         """How files of some generations are compared with their own checksums, where the store has files."""
         return []

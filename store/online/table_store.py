@@ -49,7 +49,11 @@ def _table(path: Path) -> TableFile:
         identity = (status.st_dev, status.st_ino)
         table = _open.get(identity)
         if table is None:
-            table = _open[identity] = TableFile(path)
+            table = TableFile(path)
+            number, view = table.meta.get("number"), table.meta.get("view")
+            if (number, view) != (int(path.stem), path.parent.name):
+                raise OnlineStoreError(f"cannot read {path}: it is generation {number} of view {view!r}; publish the view again")
+            _open[identity] = table
         return table
 
 
@@ -207,7 +211,7 @@ class TableStore(OnlineStore):
                     left.unlink(missing_ok=True)
         except OSError as exc:
             raise OnlineStoreError(disk_message(path, exc)) from exc
-        with TableWriter(path, plain(generation), self._memory_bytes) as writer:
+        with TableWriter(path, plain(generation) | {"view": view}, self._memory_bytes) as writer:
             for batch in rows:
                 writer.add(batch)
             return writer.finish().rows

@@ -164,12 +164,17 @@ class Meta:
                     loading[int(rest)] = read_note(Loading, value)
             except ValueError:
                 unreadable.add(int(rest))
-        try:
-            live = tuple(int(number) for number in fields.get(b"live", b"").split(b",") if number)
-        except ValueError:
-            # nobody can tell: none of them goes before the next flip has written it anew
-            live = tuple(sorted({*loaded, *unreadable}))
-        owner = fields.get(b"owner", b"").decode(errors="replace")
+        pointer = sealed_pointer(fields.get(b"version"), fields.get(b"pointer"))
+        if pointer is not None:
+            # what scripts compare has no seal, and is never believed against it
+            owner, live = pointer.owner, pointer.generations
+        else:
+            owner = fields.get(b"owner", b"").decode(errors="replace")
+            try:
+                live = tuple(int(number) for number in fields.get(b"live", b"").split(b",") if number)
+            except ValueError:
+                # nobody can tell: none of them goes before the next flip has written it again
+                live = tuple(sorted({*loaded, *unreadable}))
         return cls(loaded, loading, frozenset(dropping), frozenset(unreadable), owner, live)
 
     @property
@@ -232,6 +237,39 @@ def read_pointer(version: bytes, body: bytes, view: str, where: str) -> Pointer:
         raise DamagedPointerError(f"the pointer of {view!r} in {where} is damaged ({exc}); publish the view again") from exc
 
 
+def sealed_pointer(version: bytes | None, body: bytes | None) -> Pointer | None:
+    """The pointer of a view's hash; None where there is none, or its bytes are not those that were written."""
+    try:
+        return None if version is None or body is None or version != version_of(body) else Pointer.from_bytes(body)
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+BESIDE = ("version", "pointer", "epoch", "owner", "live")
+"""Fields of a view's hash: its pointer, and what of it scripts compare."""
+
+
+def beside(pointer: Pointer) -> dict[str, bytes]:
+    """What stands beside a pointer for scripts to compare."""
+    numbers = ",".join(map(str, pointer.generations))
+    return {"epoch": b"%d" % pointer.epoch, "owner": pointer.owner.encode(), "live": numbers.encode()}
+
+
+def damaged_beside(values: Sequence[bytes | None]) -> dict[str, tuple[bytes, bytes]]:
+    """Of :data:`BESIDE`, as they were read: which are not as their pointer has them, with what they are and what they should be. A pointer that is not whole says nothing."""
+    version, body, *others = values
+    pointer = sealed_pointer(version, body)
+    if pointer is None:
+        return {}
+    right = beside(pointer)
+    return {name: (value or b"", right[name]) for name, value in zip(right, others, strict=True) if value != right[name]}
+
+
+def mend_field(name: str, damaged: bytes, right: bytes) -> tuple[str, tuple[bytes | str | int, ...]]:
+    """Script and arguments that put one of :data:`BESIDE` right, unless it was changed since."""
+    return _CHANGE, (name, damaged, name, right)
+
+
 def buckets_of(record: bytes | None, view: str, number: int) -> Buckets | None:
     """The buckets of a generation, from the field that tells that it is loaded.
 
@@ -253,9 +291,8 @@ def script(text: str, allows_oom: bool, meta: str, *arguments: bytes | str | int
 
 def flip(pointer: Pointer) -> tuple[str, tuple[bytes | str | int, ...]]:
     """Script and arguments that make a pointer live."""
-    body = pointer.to_bytes()
-    numbers = ",".join(map(str, pointer.generations))
-    return _FLIP, (pointer.epoch, version_of(body), body, pointer.owner, pointer.at, numbers, pointer.took_over)
+    body, right = pointer.to_bytes(), beside(pointer)
+    return _FLIP, (pointer.epoch, version_of(body), body, pointer.owner, pointer.at, right["live"], pointer.took_over)
 
 
 def check_flipped(answer: Sequence[bytes], pointer: Pointer, loaded: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from store.errors import PrecomputeError
-from store.record import Record, read_record, written
+from store.record import Record, read_record, sealed
 
 MAX_SLOTS = 1 << 17
 """Of a process: a file of 1 MiB. A series of a counter takes one, of a histogram twenty: labels come from closed sets, and views are few."""
@@ -78,7 +78,7 @@ class Slots:
             if first + size > MAX_SLOTS - 64:
                 return MAX_SLOTS - 64
             if self._keys is not None:
-                os.write(self._keys, written(_Run(*key, size)) + b"\n")
+                os.write(self._keys, sealed(_Run(*key, size)) + b"\n")
             self._first[key] = first
             self._used += size
         return first

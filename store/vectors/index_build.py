@@ -32,6 +32,7 @@ from store.vectors.index_record import (
     IndexFigures,
     IndexRecord,
     mark_of,
+    name_of,
     read_index_record,
     write_index_record,
 )
@@ -80,7 +81,7 @@ def build_index(
             why=choice.why,
             **({} if codes is None else codes._asdict()),
         )
-        return _sealed(temporary, IndexRecord(spec.metric, dim, 0, choice.dtype, model, {}, figures))
+        return _sealed(temporary, IndexRecord(spec.metric, dim, 0, choice.dtype, model, {}, figures, name=name_of(folder)))
 
 
 def build_overlay(
@@ -122,7 +123,7 @@ def build_overlay(
         _write_replaced(temporary, np.unique(np.concatenate(replaced)) if replaced else np.zeros(0, np.int64))
         figures = replace_figures(base.figures, round(time.monotonic() - began, 3))
         kept = base.dtype if dtype == "float16" else "float32"
-        return _sealed(temporary, IndexRecord(base.metric, dim, 0, kept, model, {}, figures, mark))
+        return _sealed(temporary, IndexRecord(base.metric, dim, 0, kept, model, {}, figures, mark, name_of(folder)))
 
 
 def replace_figures(base: IndexFigures, build_s: float) -> IndexFigures:

@@ -103,7 +103,14 @@ class IndexRecord(Record, frozen=True):
     files: dict[str, FileMark]
     figures: IndexFigures = field(default_factory=IndexFigures)
     base: str | None = None
+    name: str = ""
+    """Which one it is, as :func:`name_of` has it: another generation's, or another view's, in its place answers nothing."""
     format: int = FORMAT
+
+
+def name_of(folder: Path) -> str:
+    """View and generation of an index folder, ``<root>/<view>/index/<generation>``."""
+    return f"{folder.parent.parent.name}/{folder.name}"
 
 
 def mark_of(path: Path) -> FileMark:
@@ -149,6 +156,8 @@ def read_index_record(folder: Path) -> tuple[IndexRecord, str]:
     wanted = {VECTORS, ROWS, HASHES} | ({CODES} if record.figures.quantizers else set()) | ({REPLACED} if record.base else set())
     if record.format != FORMAT or record.metric not in METRICS or record.dtype not in DTYPES or set(record.files) != wanted:
         raise ValueError(f"{NAME} is not of this version")
+    if record.name != name_of(folder):
+        raise ValueError(f"it is the index {record.name}")
     for name, file in record.files.items():
         if (folder / name).stat().st_size != file.size_bytes:
             raise ValueError(f"{name} has another size")

@@ -176,6 +176,68 @@ def test_it_is_seen_and_healed_from_the_root(project: Scene, damage: str) -> Non
     assert project.served(range(ROWS)) == (2, [2 * x for _, x in rows(2)])
 
 
+RECORDS: dict[str, Callable[[Scene], Path]] = {
+    "the lease of publishings": lambda p: p.store.leases / "lease-publish.json",
+    "the lease of runs": lambda p: p.store.leases / "lease-run.json",
+    "the last epoch": lambda p: p.store.refs.folder / "epoch.json",
+    "the project's name": lambda p: p.root / ".identity.json",
+    "a run's report": lambda p: max(p.store.runs.folder.glob("*.json")),
+}
+
+
+@pytest.mark.parametrize("record", RECORDS)
+@pytest.mark.parametrize("online", ["table"], indirect=True)
+def test_a_bit_of_a_small_record_is_told_as_damage_and_stops_nobody(
+    project: Scene, record: str, make_project: MakeProject
+) -> None:
+    """Nor is it taken for somebody else's act."""
+    path = RECORDS[record](project)
+    flip(path, 0.4)
+    (told,) = project.status()["attention"]
+    assert told.startswith(f"{path} is damaged (")
+    assert project.rollback().snapshot == 1
+    reconcile(project, "numbers", Silent())
+    assert project.status()["attention"] == []
+    # before anybody looked
+    flip(path if path.exists() else project.store.refs.folder / "live.json", 0.4)
+    project = make_project(rows(5), project={"online": project.online}, view=INDEXED | {"gates": {"rolled_back": None}})
+    assert project.run().status == "published"
+    reconcile(project, "numbers", Silent())
+    assert (project.status()["attention"], project.served(range(ROWS))[0]) == ([], 3)
+
+
+@pytest.mark.parametrize("name", ["epoch", "owner", "live"])
+@pytest.mark.parametrize("online", ["redis"], indirect=True)
+def test_a_bit_of_what_stands_beside_the_pointer_in_redis_is_nobodys_act(
+    project: Scene, name: str, make_project: MakeProject
+) -> None:
+    on_meta(flip_field(name))(project)
+    (told,) = project.status()["attention"]
+    assert told.startswith(f"field {name} of precompute:{{numbers}}:meta in Redis is ")
+    # who publishes goes by the pointer, which has a seal
+    project = make_project(rows(3), project={"online": project.online}, view=INDEXED)
+    assert (project.run().snapshot, project.status()["attention"]) == (3, [])
+    on_meta(flip_field(name))(project)
+    assert reconcile(project, "numbers", Silent()) is not None
+    assert (project.status()["attention"], project.served(range(ROWS))[0]) == ([], 3)
+
+
+@pytest.mark.parametrize("what", ["the overlay's rows", "the overlay's index"])
+@pytest.mark.parametrize("online", ["table"], indirect=True)
+def test_another_generations_file_is_not_believed(project: Scene, what: str) -> None:
+    """Whole, and of the same view and model: it says which it is."""
+    if what == "the overlay's rows":
+        shutil.copy(table(project, 1), table(project, 2))
+    else:
+        shutil.rmtree(project.store.index_folder(1))
+        shutil.copytree(project.store.index_folder(2), project.store.index_folder(1))
+    assert project.cli("status") == 1
+    with project.lookup() as lookup, pytest.raises(PrecomputeError, match=r"it is (generation|the index)"):
+        lookup.search("numbers", key=7, k=2, features=["double"])
+    assert reconcile(project, "numbers", Silent()) is not None
+    assert (project.status()["attention"], project.served(range(ROWS))[0]) == ([], 2)
+
+
 RUN: dict[str, Callable[[Scene], None]] = {
     "a bit of the base's rows": lambda p: flip(part(p, 1)),
     "the delta's rows": lambda p: part(p, 2).unlink(),

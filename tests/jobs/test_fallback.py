@@ -6,12 +6,13 @@ import contextlib
 import math
 import os
 import shutil
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -22,16 +23,19 @@ from jobs.ops.drop import drop
 from jobs.process.suspects import row_hash
 from jobs.service.fallback import ViewFallback
 from jobs.service.warmer import Warmer
-from precompute.engine.microbatch import longest_s
+from precompute.engine.microbatch import GROW_BY, longest_s
 from precompute.model import digest
 from precompute.source import Source
+from store.answer import Answer
 from store.errors import SourceError
+from store.fallback import CLIENT
 from store.kept.kept_file import KeptFile
-from store.kept.kept_rows import KeptLimits
+from store.kept.kept_rows import KeptLimits, input_names
 from store.lookup import Computed, Lookup, Miss
+from store.lookup_options import LookupOptions
 from store.online.online_store import Pointer
 from store.status import Reason
-from tests.arithmetic import Doubler
+from tests.arithmetic import Counting, Doubler
 from tests.conftest import MakeProject
 from tests.scene import Scene, values_of
 from tests.server import eventually
@@ -368,7 +372,7 @@ def test_misses_of_views_of_one_model_are_one_call(make_project: MakeProject) ->
     first, *others = (folder / "batches").read_text().splitlines()
     assert first == "[4.0]"
     # what has other features is another call
-    assert sorted(others) == ["[5.0, 5.0, 6.0]", "[7.0]"]
+    assert sorted(others) == ["[5.0, 6.0, 5.0]", "[7.0]"]
 
 
 def test_who_looked_before_a_row_was_kept_is_given_it_all_the_same(make_project: MakeProject, tmp_path: Path) -> None:
@@ -401,6 +405,123 @@ def test_who_looked_before_a_row_was_kept_is_given_it_all_the_same(make_project:
         fallback.close()
         online.close()
         kept.close()
+
+
+class ByIds(Counting):
+    """``double`` is the entity's id, twice, and x."""
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray | pa.Array]:
+        return super().compute(batch) | {"double": 2.0 * np.asarray(batch.column("id")) + np.asarray(batch.column("x"))}
+
+
+class OfInputsAlone(Counting):
+    """Says what it reads."""
+
+    def reads(self) -> list[str]:
+        return ["x"]
+
+
+@pytest.mark.parametrize("model", ["ByIds", "OfInputsAlone"])
+def test_a_row_of_a_requests_inputs_is_computed_once_for_all_for_whom_it_would_be_the_same(
+    make_project: MakeProject, tmp_path: Path, model: str
+) -> None:
+    folder = make_project([(1, 1.0)]).folder
+    project = make_project(view=FALLBACK | {"model": {"use": f"{HERE}:{model}", "args": {"path": str(folder / "batches")}}})
+    project.publish_all()
+    write_data(project, {2: 2.0})
+    kept = KeptFile(tmp_path / "kept", KeptLimits())
+    online, fallback = project.open_online(), ViewFallback(project.offline, project.home, memory_mb=64, kept=kept)
+    lookup = Lookup(online, None, fallback, kept=kept)
+
+    def asked(keys: Sequence[int], x: float | None, **options: Any) -> list[tuple[str, float, str]]:
+        inputs = None if x is None else {str(key): {"x": x} for key in keys}
+        table = lookup.get("numbers", keys, inputs=inputs, **options)
+        return list(zip(*(table[name].to_pylist() for name in ("key", "double", "source")), strict=True))
+
+    def double(key: int, x: float) -> float:
+        return 2.0 * key + x if model == "ByIds" else 2.0 * x
+
+    try:
+        assert asked([8], 5.0) == [("8", double(8, 5.0), "fallback")]
+        pointer = online.live("numbers")
+        assert pointer is not None
+        eventually(lambda: bool(kept.read(pointer, input_names({"x": 5.0}, "8") or ())))
+        (folder / "batches").write_text("")
+        other = "fallback" if model == "ByIds" else "cache"
+        assert asked([8, 9], 5.0) == [("8", double(8, 5.0), "cache"), ("9", double(9, 5.0), other)]
+        # it stands for no key: neither for one that is published, nor for one that the source has, nor for one that nobody knows
+        assert asked([1, 2], None) == [("1", double(1, 1.0), "store"), ("2", double(2, 2.0), "fallback")]
+        assert statuses(lookup, [8]) == ["unknown_entity"]
+        assert asked([1], 5.0) == [("1", double(1, 1.0), "store")]
+        assert asked([8], 6.0) == [("8", double(8, 6.0), "fallback")]
+        # who wants none that is stored gets none
+        assert asked([8], 5.0, max_age_s=0.0) == [("8", double(8, 5.0), "fallback")]
+    finally:
+        fallback.close()
+        online.close()
+        kept.close()
+
+
+class Permitted(Doubler):
+    """Computes as many rows as the test has permitted, of those from 100 on."""
+
+    permits = threading.Semaphore(0)
+    begun: ClassVar[list[list[float]]] = []
+
+    def compute(self, batch: pa.RecordBatch) -> dict[str, np.ndarray]:
+        self.begun.append(batch.column("x").to_pylist())
+        for x in self.begun[-1]:
+            if x >= 100:
+                assert self.permits.acquire(timeout=20)
+        return super().compute(batch)
+
+
+@pytest.fixture
+def permits() -> Iterator[threading.Semaphore]:
+    """Of :class:`Permitted`; in the end there are enough for all."""
+    Permitted.permits, Permitted.begun = threading.Semaphore(0), []
+    yield Permitted.permits
+    Permitted.permits.release(1000)
+
+
+def test_at_its_deadline_an_answer_has_what_was_computed_until_then(
+    make_project: MakeProject, open_lookup: OpenLookup, permits: threading.Semaphore
+) -> None:
+    project = make_project([(1, 1.0)], view=FALLBACK | {"model": {"use": f"{HERE}:Permitted"}})
+    project.publish_all()
+    lookup, keys = open_lookup(project), [str(key) for key in range(100, 160)]
+    permits.release(1)
+    # opened by then
+    assert statuses(lookup, [200], inputs={"200": {"x": 200.0}}) == ["computed"]
+    permits.release(GROW_BY)
+    given = statuses(lookup, keys, inputs={key: {"x": float(key)} for key in keys}, deadline_ms=800)
+    assert given == ["computed"] * GROW_BY + ["deadline"] * (len(keys) - GROW_BY)
+
+
+def test_one_clients_rows_are_behind_the_first_of_anothers(
+    make_project: MakeProject, open_lookup: OpenLookup, permits: threading.Semaphore
+) -> None:
+    project = make_project([(1, 1.0)], view=FALLBACK | {"model": {"use": f"{HERE}:Permitted"}})
+    project.publish_all()
+    lookup = open_lookup(project)
+
+    def begin(client: str, xs: Sequence[int]) -> Answer:
+        inputs = {str(x): {"x": float(x)} for x in xs}
+        account = CLIENT.set(client)
+        try:
+            return lookup.begin("numbers", list(inputs), LookupOptions(inputs=inputs))
+        finally:
+            CLIENT.reset(account)
+
+    crawlers = begin("crawler", range(100, 140))
+    eventually(lambda: [xs[0] for xs in Permitted.begun if xs[0] >= 100] == [100.0])
+    shops = begin("shop", [200])
+    permits.release(41)
+    for answer in (crawlers, shops):
+        answer.wait()
+    order = [x for xs in Permitted.begun for x in xs if x >= 100]
+    assert order == [*range(100, 100 + GROW_BY), 200, *range(100 + GROW_BY, 140)]
+    assert {str(status) for answer in (crawlers, shops) for status in map(answer.status, range(len(answer.keys)))} == {"computed"}
 
 
 # ---- while snapshots change

@@ -27,8 +27,9 @@ from jobs.service.model_server import Conversation
 from jobs.service.remote_fallback import MOST_IN_FLIGHT, RemoteFallback
 from jobs.service.supervisor import WorkerKeeper
 from precompute.workers.process import ChildProcess, end_all
-from store.fallback import Computed, Miss
+from store.fallback import CLIENT, Computed, Miss, places
 from store.online.online_store import MemoryStore, Pointer
+from store.status import Reason
 from store.telemetry.instruments import Meter
 from tests import REPOSITORY
 from tests.server import eventually
@@ -40,12 +41,14 @@ class Slow:
 
     def __init__(self) -> None:
         self.asked: dict[str, Future[Computed]] = {}
+        self.clients: dict[str, str] = {}
 
     def submit(
         self, pointer: Pointer, keys: Sequence[str], inputs: Mapping[str, Any], deadline: float, *, query: bool = False
     ) -> list[Future[Computed]]:
         futures: list[Future[Computed]] = [Future() for _ in keys]
         self.asked |= dict(zip(keys, futures, strict=True))
+        self.clients |= dict.fromkeys(keys, CLIENT.get())
         return futures
 
     def open_publishings(self) -> list[Any]:
@@ -125,9 +128,8 @@ def test_what_was_given_up_before_there_is_a_process_makes_room_and_is_never_ask
     (first,) = fallback.submit(pointer, ["first"], {}, soon())
     for number in range(3):
         futures = fallback.submit(pointer, [f"{number}-{key}" for key in range(MOST_IN_FLIGHT)], {}, soon())
-        # all but one had room
-        assert sum(future.done() for future in futures) == 1
-        assert sum(future.cancel() for future in futures) == MOST_IN_FLIGHT - 1
+        # one client's share had room
+        assert sum(future.cancel() for future in futures) == places(MOST_IN_FLIGHT - 1, 1)
     link = fallback._links[pointer.model]
     assert len(link._outbox) <= 1
     with contextlib.closing(Process(runtime, pointer.model)) as process:
@@ -138,6 +140,39 @@ def test_what_was_given_up_before_there_is_a_process_makes_room_and_is_never_ask
         (last,) = fallback.submit(pointer, ["last"], {}, soon())
         eventually(lambda: process.model.asked.keys() == {"first", "last"})
         last.cancel()
+
+
+def test_a_client_that_asks_for_all_there_is_room_for_leaves_room_for_others_and_the_process_knows_whose_each_row_is(
+    process: Process, fallback: RemoteFallback, pointer: Pointer
+) -> None:
+    for client, keys in (("greedy", MOST_IN_FLIGHT), ("other", MOST_IN_FLIGHT), ("polite", 1)):
+        account = CLIENT.set(client)
+        futures = fallback.submit(pointer, [f"{client} {key}" for key in range(keys)], {}, soon())
+        CLIENT.reset(account)
+        assert not futures[0].done()
+        assert futures[-1].done() == (client != "polite")
+    eventually(lambda: "polite 0" in process.model.clients)
+    assert {key: key.split()[0] for key in process.model.clients} == process.model.clients
+
+
+def test_a_client_whose_keys_the_process_sheds_is_shed_by_the_worker_for_a_while(
+    process: Process, fallback: RemoteFallback, pointer: Pointer
+) -> None:
+    def submit(client: str, name: str) -> list[Future[Computed]]:
+        account = CLIENT.set(client)
+        futures = fallback.submit(pointer, [f"{name} {key}" for key in range(200)], {}, soon())
+        CLIENT.reset(account)
+        return futures
+
+    first = submit("greedy", "first")
+    eventually(lambda: "first 199" in process.model.asked)
+    for key in range(100, 200):
+        process.model.asked[f"first {key}"].set_exception(Miss(Reason.SHED))
+    assert isinstance(first[199].exception(5), Miss)
+    eventually(lambda: sum(future.done() for future in first) == 100)
+    # of twice as many as were not shed, 100 are in flight
+    assert [future.done() for future in submit("greedy", "second")] == [False] * 100 + [True] * 100
+    assert not any(future.done() for future in submit("other", "third"))
 
 
 def soon() -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from precompute.engine.microbatch import MicroBatcher, Refusal
+from precompute.engine.microbatch import REMEMBERED_S, MicroBatcher, Refusal, Wanted
 from tests.server import eventually
 
 WAIT_S = 20.0
@@ -50,7 +51,7 @@ def make() -> Iterator[Make]:
     """Makes a batcher with its runs, and closes it."""
     made: list[tuple[Batcher, Runs]] = []
 
-    def make_one(**limits: int) -> tuple[Batcher, Runs]:
+    def make_one(**limits: Any) -> tuple[Batcher, Runs]:
         runs = Runs()
         made.append((MicroBatcher(runs, _refused, **limits), runs))
         return made[-1]
@@ -117,14 +118,14 @@ def test_a_batch_has_max_batch_payloads_at_most(make: Make) -> None:
     assert runs.batches[1:] == [("a", [0, 1, 2]), ("a", [3, 4, 5]), ("a", [6, 7])]
 
 
-def test_of_too_many_the_least_patient_come_first_and_the_others_behind_the_other_groups(make: Make) -> None:
+def test_of_too_many_the_least_patient_come_first(make: Make) -> None:
     batcher, runs = make(max_batch=2)
     hold(batcher, runs)
     asked = [("a", 1, 90.0), ("a", 2, 80.0), ("b", 3, 90.0), ("a", 4, 60.0), ("a", 5, 70.0)]
     futures = [batcher.submit(group, number, number, later(seconds)) for group, number, seconds in asked]
     runs.gate.set()
     assert [future.result(WAIT_S) for future in futures] == [10, 20, 30, 40, 50]
-    assert runs.batches[1:] == [("a", [4, 5]), ("b", [3]), ("a", [2, 1])]
+    assert runs.batches[1:] == [("a", [4, 5]), ("a", [2, 1]), ("b", [3])]
 
 
 def test_who_is_told_that_it_is_too_late_may_ask_for_more(make: Make) -> None:
@@ -186,26 +187,18 @@ def test_a_full_queue_of_one_owner_is_no_others(make: Make) -> None:
     runs.gate.set()
     assert [refusal(future) for future in futures[2::3]] == ["shed", "shed"]
     assert [future.result(WAIT_S) for number, future in enumerate(futures) if number % 3 < 2] == [10, 20, 10, 20]
-    assert runs.batches[1:] == [("a", [1, 2, 1, 2])]
+    assert runs.batches[1:] == [("a", [1, 1, 2, 2])]
     assert batcher.submit("a", 4, 4, later(), "x").result(WAIT_S) == 40
 
 
-def test_what_takes_longer_than_anybody_waits_is_not_begun(make: Make) -> None:
-    batcher, _ = make()
-
-    def sleep() -> list[int]:
-        time.sleep(0.8)
-        return [10]
-
-    # the first may have opened what it needed
-    for _ in range(2):
-        assert batcher.submit("a", 1, sleep, later(0.6)).result(WAIT_S) == 10
-    hasty, patient, other = (
-        batcher.submit(*asked) for asked in (("a", 2, 2, later(0.6)), ("a", 3, 3, later()), ("b", 4, 4, later(0.6)))
-    )
-    assert (refusal(hasty), patient.result(WAIT_S), other.result(WAIT_S)) == ("deadline", 30, 40)
-    # the last one took no time at all
-    assert batcher.submit("a", 2, 2, later(0.6)).result(WAIT_S) == 20
+def test_what_takes_longer_than_anybody_waits_is_not_begun(pace: MakePaced) -> None:
+    batcher, paced = pace("x", row_s=0.8)
+    asked = [("a", 1, 0.6), ("a", 2, 9.0), ("b", 3, 0.6)]
+    hasty, patient, other = (batcher.submit(group, key, key, paced.now + seconds) for group, key, seconds in asked)
+    assert (refusal(hasty), patient.result(WAIT_S), other.result(WAIT_S)) == ("deadline", 2, 3)
+    # it may have been slow for a while only
+    paced.now += REMEMBERED_S
+    assert batcher.submit("a", 4, 4, paced.now + 0.6).result(WAIT_S) == 4
 
 
 def test_a_flight_nobody_waits_for_any_more_is_not_begun(make: Make) -> None:
@@ -219,11 +212,13 @@ def test_a_flight_nobody_waits_for_any_more_is_not_begun(make: Make) -> None:
     assert batcher.submit("a", 1, 1, later()).result(WAIT_S) == 10
 
 
-@pytest.mark.parametrize("deadlines", [(-1.0, WAIT_S), (WAIT_S, -1.0)])
+@pytest.mark.parametrize("deadlines", [(1.0, 5.0), (5.0, 1.0)])
 def test_a_flight_waits_as_long_as_the_most_patient_of_those_who_share_it(make: Make, deadlines: tuple[float, float]) -> None:
-    batcher, runs = make()
+    paced = Paced()
+    batcher, runs = make(clock=paced.clock)
     hold(batcher, runs)
-    futures = [batcher.submit("a", 1, 1, later(seconds)) for seconds in deadlines]
+    futures = [batcher.submit("a", 1, 1, seconds) for seconds in deadlines]
+    paced.now = 2.0
     runs.gate.set()
     assert [future.result(WAIT_S) for future in futures] == [10, 10]
 
@@ -299,6 +294,161 @@ def test_a_callback_may_ask_for_more(make: Make) -> None:
     batcher.submit("a", 1, 1, later()).add_done_callback(ask_again)
     assert done.wait(WAIT_S)
     assert asked[0].result(WAIT_S) == 20
+
+
+# ---- whose turn it is
+
+
+class Paced:
+    """A ``run`` of a model that takes ``row_s`` a row, and ``start_s`` more a batch, by a clock that only it moves. It notes its batches; before one is done,
+    ``meanwhile`` is called."""
+
+    def __init__(self, row_s: float = 0.01, start_s: float = 0.0) -> None:
+        self.now, self._row_s, self._start_s = 0.0, row_s, start_s
+        self.batches: list[list[Any]] = []
+        self.meanwhile: Callable[[], None] = lambda: None
+
+    def clock(self) -> float:
+        return self.now
+
+    def __call__(self, group: Hashable, payloads: Sequence[Any]) -> list[Any]:
+        self.batches.append(list(payloads))
+        self.meanwhile()
+        self.now += self._start_s + self._row_s * len(payloads)
+        return list(payloads)
+
+
+MakePaced = Callable[..., tuple[Batcher, Paced]]
+
+
+@pytest.fixture
+def pace() -> Iterator[MakePaced]:
+    """Makes a batcher over a model whose pace it has seen: in batches of one and of two, asked for by ``owners``; and closes it."""
+    made: list[Batcher] = []
+
+    def make_one(owners: str, row_s: float = 0.01, start_s: float = 0.0, **limits: int) -> tuple[Batcher, Paced]:
+        paced = Paced(row_s, start_s)
+        batcher = MicroBatcher[Any, Any](paced, _refused, clock=paced.clock, **limits)
+        made.append(batcher)
+        for owner in owners:
+            for rows in (1, 1, 2):
+                ask_all(batcher, [f"{owner} learns {i}" for i in range(rows)], math.inf, owner)[-1].result(WAIT_S)
+        paced.batches.clear()
+        return batcher, paced
+
+    yield make_one
+    for batcher in made:
+        batcher.close()
+
+
+def ask_all(
+    batcher: Batcher, keys: Sequence[Any], deadline: float, owner: str, patience_s: float = math.inf
+) -> list[Future[Any]]:
+    """Ask for these at once; what comes back for a key is itself."""
+    return batcher.submit_all([Wanted("a", key, key) for key in keys], deadline, owner, patience_s)
+
+
+def results(futures: Sequence[Future[Any]]) -> list[Any]:
+    """Each one's result, or why it was refused."""
+    return [refusal(future) if future.exception(WAIT_S) else future.result() for future in futures]
+
+
+def test_what_one_asks_a_thousand_of_delays_anothers_one_by_a_batch_of_two_rows_time(pace: MakePaced) -> None:
+    batcher, paced = pace("xy")
+    lone: list[Future[Any]] = []
+    asked_in: list[int] = []
+
+    def meanwhile() -> None:
+        if len(paced.batches) in (5, 30, 31):
+            asked_in.append(len(paced.batches))
+            lone.extend(ask_all(batcher, [f"lone {len(paced.batches)}"], paced.now + 0.05, "y"))
+
+    paced.meanwhile = meanwhile
+    flood = ask_all(batcher, range(300), 100.0, "x")
+    assert results(flood) == list(range(300))
+    assert results(lone) == [f"lone {number}" for number in (5, 30, 31)]
+    assert [f"lone {number}" in paced.batches[number] for number in asked_in] == [True, True, True]
+    assert max(map(len, paced.batches)) == 2
+
+
+def test_where_batches_are_cheap_they_stay_large_whoever_may_come(pace: MakePaced) -> None:
+    batcher, paced = pace("xy", row_s=0.0, start_s=0.08)
+    assert results(ask_all(batcher, range(200), 100.0, "x", patience_s=0.1)) == list(range(200))
+    assert max(map(len, paced.batches)) == 64
+
+
+def test_alone_an_owner_has_batches_as_long_as_another_may_wait_for(pace: MakePaced) -> None:
+    batcher, paced = pace("x")
+    assert results(ask_all(batcher, range(200), 100.0, "x", patience_s=0.5)) == list(range(200))
+    assert max(map(len, paced.batches)) == 25
+
+
+def test_what_cannot_be_done_in_time_is_refused_at_once_and_all_the_rest_is_given(pace: MakePaced) -> None:
+    batcher, paced = pace("x")
+    paced.meanwhile = lambda: None
+    flood = ask_all(batcher, range(1000), paced.now + 1.0, "x")
+    at_once = [future.done() and future.exception() is not None for future in flood]
+    assert sum(at_once[:90]) == 0
+    assert all(at_once[110:])
+    given = [one for one in results(flood) if one not in ("shed", "deadline")]
+    assert 95 <= len(given) <= 100
+    assert results(ask_all(batcher, ["hasty"], paced.now + 0.005, "x")) == ["deadline"]
+
+
+def test_a_batch_is_cut_so_that_its_rows_and_the_next_ones_are_in_time(pace: MakePaced) -> None:
+    batcher, paced = pace("xy", start_s=0.05)
+    held = threading.Event()
+
+    def hold_on() -> None:
+        assert held.wait(WAIT_S)
+
+    paced.meanwhile = hold_on
+    batcher.submit("held", "held", "held", math.inf)
+    eventually(lambda: paced.batches == [["held"]])
+    start = paced.now + 0.06
+    soon = ask_all(batcher, ["soon"], start + 0.065, "x")
+    many = ask_all(batcher, range(20), start + 10.0, "x")
+    # of groups of their own; behind two rows of the first, it is the other's turn
+    others = [
+        batcher.submit(name[0], name, name, start + seconds, "y") for name, seconds in (("b1", 0.14), ("b2", 0.14), ("c", 0.275))
+    ]
+    held.set()
+    assert results([*soon, *many, *others]) == ["soon", *range(20), "b1", "b2", "c"]
+    # 0.06 s of 0.065; 0.07 s of 0.075; 0.08 s, since 0.06 s more are to be over by 0.275 s; and then as many as may be
+    assert paced.batches[1:6] == [["soon"], ["b1", "b2"], [0, 1, 2], ["c"], [*range(3, 10)]]
+
+
+def test_a_flight_of_two_owners_goes_when_the_first_of_them_has_its_turn_and_once(pace: MakePaced) -> None:
+    batcher, paced = pace("xy")
+    asked: list[Future[Any]] = []
+
+    def meanwhile() -> None:
+        if len(paced.batches) == 2:
+            asked.extend(ask_all(batcher, [90, 95, "gone"], 50.0, "y"))
+            assert asked.pop().cancel()
+            # the other one still waits for it
+            assert asked.pop().cancel()
+
+    paced.meanwhile = meanwhile
+    assert results(ask_all(batcher, range(100), 100.0, "x")) == list(range(100))
+    assert results(asked) == [90]
+    computed = [row for batch in paced.batches for row in batch]
+    assert sorted(computed) == list(range(100))
+    assert 90 in paced.batches[2]
+    assert computed.index(95) > 90
+
+
+def test_who_always_asks_for_one_more_gets_no_more_than_its_share(pace: MakePaced) -> None:
+    batcher, paced = pace("xy", max_batch=1)
+
+    def meanwhile() -> None:
+        if len(paced.batches) < 100:
+            ask_all(batcher, [f"y{len(paced.batches)}"], 100.0, "y")
+
+    paced.meanwhile = meanwhile
+    results(ask_all(batcher, range(100), 100.0, "x"))
+    rows = [row for batch in paced.batches[:60] for row in batch]
+    assert 0.4 < sum(isinstance(row, int) for row in rows) / len(rows) < 0.6
 
 
 # ---- the end

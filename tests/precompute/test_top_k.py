@@ -178,6 +178,7 @@ def test_the_stages_of_a_run_give_what_compute_gives() -> None:
 
 def test_fewer_items_than_k_and_fewer_left_than_k() -> None:
     model = TopK(table([1, 2, 3], [[1.0], [3.0], [2.0]]), k=5, exclude="seen")
+    assert (model.reads(), TopK(table([1], [[1.0]])).reads()) == (["vector", "seen"], ["vector"])
     found = ranked(model, users([[1.0], [1.0], [-1.0], [1.0]], [[], [2, 9], None, [1, 2, 3]]))
     assert found == [[(2, 3.0), (3, 2.0), (1, 1.0)], [(3, 2.0), (1, 1.0)], [(1, -1.0), (3, -2.0), (2, -3.0)], []]
 

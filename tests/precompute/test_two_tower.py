@@ -74,6 +74,8 @@ def test_the_loss_falls_and_every_epoch_is_told(tmp_path: Path) -> None:
 def test_an_unknown_user_is_placed_by_the_other_fields(trained: Path) -> None:
     new = pa.table({"user_id": [999, 1000, None], "team": ["even", "odd", "odd"]})
     scores = vectors(trained, "user", new) @ vectors(trained, "item", ITEMS).T
+    # which is why the key counts where rows are kept by their inputs
+    assert TwoTower(str(trained), "user").reads() == ["user_id", "team"]
     best = np.argsort(-scores, axis=1)[:, : N_ITEMS // 2] % 2
     assert best.tolist() == [[0] * 5, [1] * 5, [1] * 5]
 

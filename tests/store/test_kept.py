@@ -15,7 +15,7 @@ from store.fallback import Miss
 from store.freshness import AHEAD_US
 from store.kept.kept_file import KeptFile
 from store.kept.kept_redis import KeptRedis
-from store.kept.kept_rows import JITTER, Kept, KeptLimits, KeptRows
+from store.kept.kept_rows import JITTER, Kept, KeptLimits, KeptRows, input_names
 from store.kept.kept_writer import KeptWriter
 from store.lookup import Lookup
 from store.lookup_options import LookupOptions
@@ -276,7 +276,7 @@ def test_what_is_computed_behind_answers_is_bounded_for_each_view_and_goes_on_as
     ("options", "reads", "calls"),
     [
         ({"fallback": False}, [], []),
-        ({"inputs": {"new": {"x": 1.0}}}, [], [["new"]]),
+        ({"inputs": {"new": {"x": 1.0}}}, list(input_names({"x": 1.0}, "new") or ()), [["new"]]),
         ({"max_age_s": 2.0}, ["new"], [["new"]]),
         ({"max_age_s": 4.0}, ["new"], []),
         ({"max_age_s": 9.0, "keys": ["none"]}, ["none"], [["none"]]),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from store.api.app import create_app
+from store.api.request import client_of
 from store.online.online_store import MemoryStore
 from tests.asgi import exchange, scope_of
 from tests.server import Reply
@@ -44,6 +45,42 @@ def test_beyond_those_that_may_wait_what_is_missed_is_shed_and_hits_are_answered
     first.check_problem(504, "deadline")
     # who waited has made room
     after.check_problem(504, "deadline")
+
+
+def test_a_client_that_waits_for_all_it_may_leaves_places_for_others(tmp_path: Path) -> None:
+    house = House(MemoryStore(), tmp_path, changes={"fallback": True})
+    house.publish({"hit": Row(1.0)})
+    app = create_app(house.lookup(Scripted({"slow": None})), waiting=9)
+
+    async def ask(address: str, key: str) -> Reply:
+        scope, body = scope_of("GET", f"{ROW}{key}?deadline_ms=300")
+        return await exchange(app, scope | {"client": (address, 1)}, body)
+
+    async def asked() -> tuple[list[int], list[int]]:
+        # one host has a network of addresses
+        greedy = [asyncio.create_task(ask(f"2001:db8::{number}", "slow")) for number in range(12)]
+        await asyncio.sleep(0.05)
+        others = await asyncio.gather(*(ask(address, "slow") for address in ("2001:db8::7", "2001:db8:0:1::7", "10.0.0.1")))
+        return sorted([(await one).status for one in greedy]), [other.status for other in others]
+
+    greedy, others = asyncio.run(asked())
+    assert greedy == [503] * 5 + [504] * 7
+    assert others == [503, 504, 504]
+
+
+@pytest.mark.parametrize(
+    ("scope", "client"),
+    [
+        ({"client": ("10.0.0.1", 5)}, "10.0.0.1"),
+        ({"client": ("::ffff:10.0.0.1", 5)}, "10.0.0.1"),
+        ({"client": ("fe80::1%eth0", 5)}, "fe80::"),
+        ({"client": ("10.0.0.1", 5), "token": "crawler"}, "crawler"),
+        ({"client": None}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_client_is_known_by_its_token_or_its_address(scope: dict[str, Any], client: str) -> None:
+    assert client_of(scope) == client
 
 
 @pytest.mark.parametrize(
