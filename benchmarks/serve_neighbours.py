@@ -28,10 +28,9 @@ import yaml
 
 from benchmarks import serve_misses
 from benchmarks.common import report
-from benchmarks.serve_misses import AT_ONCE, STORED, Served, direct_ms, hits_ms, misses_meanwhile, text, together
+from benchmarks.serve_misses import AT_ONCE, ROWS, STORED, Served, direct_ms, hits_ms, misses_meanwhile, text, together
 from precompute.workers.process import take_short_slices
 
-ROWS = 100_000
 LOADS = 0, 4, 14
 POISONS = 4
 LONE = 30
@@ -120,7 +119,7 @@ def beside(served: Served, loops: int, keys: Iterator[int]) -> dict[str, float]:
             lone += [together(served, [f"/v1/views/texts/rows/{next(keys)}"]) * 1e3 for _ in range(10)]
             direct += direct_ms([text(next(keys)) for _ in range(10)])[0]
         alone = float(np.percentile(hits_ms(served), 99))
-        with misses_meanwhile(served, "texts", AT_ONCE, 1000 * next(keys) % (ROWS // 2) + ROWS // 2):
+        with misses_meanwhile(served, "texts", AT_ONCE, ROWS // 4 * (1 + LOADS.index(loops))):
             meanwhile = float(np.percentile(hits_ms(served), 99))
     ms, model_ms = statistics.median(lone), statistics.median(direct)
     figures = {"lone_ms": ms, "model_ms": model_ms, "lone_ratio": ms / model_ms}
