@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -118,12 +119,18 @@ def beside(served: Served, loops: int, keys: Iterator[int]) -> dict[str, float]:
         for _ in range(LONE // 10):
             lone += [together(served, [f"/v1/views/texts/rows/{next(keys)}"]) * 1e3 for _ in range(10)]
             direct += direct_ms([text(next(keys)) for _ in range(10)])[0]
-        alone = float(np.percentile(hits_ms(served), 99))
+        alone = hits_p99_ms(served)
         with misses_meanwhile(served, "texts", AT_ONCE, ROWS // 4 * (1 + LOADS.index(loops))):
-            meanwhile = float(np.percentile(hits_ms(served), 99))
+            meanwhile = hits_p99_ms(served)
     ms, model_ms = statistics.median(lone), statistics.median(direct)
     figures = {"lone_ms": ms, "model_ms": model_ms, "lone_ratio": ms / model_ms}
     return figures | {"hits_p99_ms": alone, "misses_p99_ms": meanwhile, "hits_ratio": meanwhile / alone}
+
+
+def hits_p99_ms(served: Served) -> float:
+    """By a thread that has a core as soon as it wakes, since it is not what is measured; a process that it started would have one, too."""
+    with ThreadPoolExecutor(1, initializer=take_short_slices) as thread:
+        return float(np.percentile(thread.submit(hits_ms, served).result(), 99))
 
 
 def spares(served: Served) -> float:
@@ -142,6 +149,8 @@ def back_s(folder: Path, spare: bool) -> list[float]:
     with Served(folder) as served:
         together(served, [f"/v1/views/poisoned/rows/{next(keys)}"])
         for poison in range(STORED, STORED + POISONS):
+            # what stands by is counted each second
+            time.sleep(2.0)
             while spare and spares(served) < 2:
                 time.sleep(0.2)
             before = set(served.processes("model_server"))
@@ -157,8 +166,6 @@ def back_s(folder: Path, spare: bool) -> list[float]:
 
 def main() -> None:
     """Measure and report."""
-    # this is the client, and not what is measured
-    take_short_slices()
     keys = count(1000)
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
