@@ -8,6 +8,7 @@ import sys
 SCRIPTS = (
     "serve_rows",
     "serve_misses",
+    "serve_neighbours",
     "serve_fair",
     "serve_feast",
     "online_table",

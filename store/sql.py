@@ -28,16 +28,20 @@ def open_duckdb(spill: SpillFolder, memory_mb: int, threads: int | None = None) 
     """A DuckDB of its own, with settings that are locked.
 
     Args:
-        spill: where it puts what does not fit; to be closed after the connection.
+        spill: where it puts what does not fit; to be closed after the connection. Closed here where there is none.
         memory_mb: its memory limit.
         threads: of its own; one per core by default.
     """
     config: dict[str, Any] = {"memory_limit": f"{memory_mb}MB", "temp_directory": str(spill.path)}
-    with memory_wanted():
-        connection = duckdb.connect(config=config if threads is None else config | {"threads": threads})
-        for setting in _SETTINGS:
-            connection.execute(f"SET {setting}")
-        return connection
+    try:
+        with memory_wanted():
+            connection = duckdb.connect(config=config if threads is None else config | {"threads": threads})
+            for setting in _SETTINGS:
+                connection.execute(f"SET {setting}")
+            return connection
+    except BaseException:
+        spill.close()
+        raise
 
 
 @contextlib.contextmanager

@@ -133,9 +133,14 @@ class FallbackConfig(Section):
         default=None, description="feature → value: stands in for a row that is missing, and says so; those not named are null"
     )
 
+    spare: Literal["auto"] | bool = Field(
+        default="auto",
+        description="whether a second process of the model stands by, loaded, for when an input ends the one that serves; auto: where its memory is free three times over, and on no GPU",
+    )
+
     @model_validator(mode="after")
     def _said(self) -> FallbackConfig:
-        own = sorted(self.model_fields_set & {"deadline", "keep", "keep_missing"})
+        own = sorted(self.model_fields_set & {"deadline", "keep", "keep_missing", "spare"})
         if own and "enabled" not in self.model_fields_set:
             raise ValueError(
                 f"{', '.join(own)} is of a fallback, and there is none unless it is enabled: write enabled: true, or enabled: false"

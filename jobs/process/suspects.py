@@ -19,8 +19,8 @@ MOST = 1024
 
 
 def row_hash(view: str, key: str, given: str | None) -> int:
-    """What a row of a view is known by; ``given`` are the inputs that came with the request, as JSON."""
-    return hash_of(f"{view}\0{key}\0{given or ''}".encode())
+    """What a row of a view is known by: by ``given``, the inputs that came with the request, as JSON, under whatever key; else by its key."""
+    return hash_of(f"{view}\0{key}".encode() if given is None else f"{view}\0\0{given}".encode())
 
 
 class Suspects:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import IO, Any
 
 from precompute.workers.frames import framed, read_message
@@ -40,8 +41,25 @@ def started(module: str, spec: Mapping[str, Any], files: Collection[int], **vari
     return child
 
 
-def begin() -> dict[str, Any]:
-    """In the child, first of all: what it is to be. It is gone as soon as who started it is."""
+def tell(child: ChildProcess, message: Mapping[str, Any]) -> None:
+    """Tell a process that :func:`started` returned more; one that has ended hears nothing.
+
+    Args:
+        child: the process.
+        message: plain JSON, of less than a pipe holds.
+    """
+    with contextlib.suppress(OSError):
+        stdin, _ = child.pipes()
+        stdin.write(framed(message))
+        stdin.flush()
+
+
+def begin(on_message: Callable[[dict[str, Any]], None] = lambda message: None) -> dict[str, Any]:
+    """In the child, first of all: what it is to be. It is gone as soon as who started it is.
+
+    Args:
+        on_message: called in a thread of its own with all that :func:`tell` tells it later.
+    """
     die_with_parent()
     source = os.fdopen(os.dup(0), "rb")
     with open(os.devnull) as nothing:
@@ -53,10 +71,11 @@ def begin() -> dict[str, Any]:
     message = read_message(source)
     if message is None:
         sys.exit(1)
-    threading.Thread(target=_end_with, args=(source,), name="parent", daemon=True).start()
+    threading.Thread(target=_end_with, args=(source, on_message), name="parent", daemon=True).start()
     return message[0]
 
 
-def _end_with(source: IO[bytes]) -> None:
-    source.read(1)
+def _end_with(source: IO[bytes], on_message: Callable[[dict[str, Any]], None]) -> None:
+    while (message := read_message(source)) is not None:
+        on_message(message[0])
     os._exit(1)

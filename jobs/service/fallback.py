@@ -11,9 +11,11 @@ import json
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,16 +81,19 @@ class _Opened(NamedTuple):
     """Of two views for which this is equal, a row of one could be one of the other."""
     kept: KeptInput
     runner: Runner
+    pointer: Pointer
 
     @classmethod
-    def of(cls, view: OpenView) -> _Opened:
+    def of(cls, view: OpenView, pointer: Pointer) -> _Opened:
         features, codec = view.view.features, RowCodec(view.view)
         inputs = tuple((name, str(kind)) for name, kind in zip(view.source.schema.names, view.source.schema.types, strict=True))
         alike = (id(view.model), view.variant, features, view.view.definition.bad_rows, inputs)
         kept = view.source.kept()
         # begins to read it
         kept.rows([])
-        return cls(view, codec, RowCodec(unpacked_view(view.view)), alike, kept, Runner(view.model, view.view, search=False))
+        return cls(
+            view, codec, RowCodec(unpacked_view(view.view)), alike, kept, Runner(view.model, view.view, search=False), pointer
+        )
 
 
 class _Wanted(NamedTuple):
@@ -97,6 +102,18 @@ class _Wanted(NamedTuple):
     opened: _Opened
     numbers: list[int]
     rows: pa.Table
+
+
+class _Postponed(NamedTuple):
+    """What was asked for of one row that may end the process, while none stands by."""
+
+    pointer: Pointer
+    key: str
+    inputs: Mapping[str, Mapping[str, Any]]
+    deadline: float
+    query: bool
+    client: str
+    future: Future[Computed]
 
 
 LOAD_S = 600.0
@@ -125,6 +142,7 @@ class ViewFallback(Fallback):
         meter: counts.
         tell: as of :class:`store.telemetry.batches.Batches`.
         suspects: hashes of rows that a process may have ended by, and from when on (monotonic) each may be tried, alone; once it came through, it is as any.
+        may_try: whether one may be tried now at all.
     """
 
     def __init__(
@@ -137,9 +155,11 @@ class ViewFallback(Fallback):
         meter: Meter | None = None,
         tell: Tell | None = None,
         suspects: Mapping[int, float] | None = None,
+        may_try: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._suspects, self._held = dict(suspects or {}), list[int]()
+        self._suspects, self._held, self._may_try = dict(suspects or {}), list[int](), may_try
         """Rows that are left alone, or tried alone, and those in hand, or that lost the GPU."""
+        self._postponed: deque[_Postponed] = deque()
         meter = meter or Meter()
         self._batches = Batches(meter, tell)
         self._writer = None if kept is None else KeptWriter(kept, meter)
@@ -176,6 +196,9 @@ class ViewFallback(Fallback):
             given, whose = _given(values), group
             tried_from = self._suspects.get(suspect := row_hash(view, key, given)) if self._suspects else None
             if tried_from is not None:
+                if tried_from <= time.monotonic() and not self._may_try():
+                    futures[i] = self._later(pointer, key, inputs, deadline, query)
+                    continue
                 if tried_from > time.monotonic():
                     futures[i] = _settled(Miss(Reason.MODEL_ERROR, "the model's process ended with it in hand", broken=None))
                     continue
@@ -227,6 +250,34 @@ class ViewFallback(Fallback):
         """All for which :meth:`ready` is true: the view's name, and which publishing of it."""
         return list(self._opened)
 
+    def look(self) -> None:
+        """To be called about every second: rows that could not be tried when they were asked for are, as soon as they may."""
+        for _ in range(len(self._postponed)):
+            one = self._postponed.popleft()
+            if one.deadline < time.monotonic():
+                _end(one.future, _settled(Miss(Reason.DEADLINE)))
+            elif not self._may_try():
+                self._postponed.append(one)
+            elif not one.future.cancelled():
+                CLIENT.set(one.client)
+                (begun,) = self.submit(one.pointer, [one.key], one.inputs, one.deadline, query=one.query)
+                begun.add_done_callback(partial(_end, one.future))
+
+    def _later(
+        self, pointer: Pointer, key: str, inputs: Mapping[str, Mapping[str, Any]], deadline: float, query: bool
+    ) -> Future[Computed]:
+        one = _Postponed(pointer, key, inputs, deadline, query, CLIENT.get(), Future())
+        self._postponed.append(one)
+        return one.future
+
+    def open_pointers(self) -> list[Pointer]:
+        """The pointers of the same."""
+        return [opened.pointer for opened in list(self._opened.values())]
+
+    def suspect(self, rows: Mapping[int, float]) -> None:
+        """Rows that another process may have ended by, as in the constructor."""
+        self._suspects = dict(rows)
+
     def refused(self) -> bool:
         """Whether a model was loaded and was not the live snapshot's, and none is open."""
         return bool(self._refused) and not self._opened
@@ -256,9 +307,12 @@ class ViewFallback(Fallback):
         try:
             for (view, _), numbers in of_view.items():
                 with self._failing(view, numbers, results):
+                    was_open = self.ready(requests[numbers[0]].pointer)
                     opened = self._open(requests[numbers[0]].pointer)
-                    if group == _WARM_UP:
+                    # also before what is asked of a process that has just begun: by the model's pace is judged whether that hangs
+                    if group == _WARM_UP or not (was_open or self._row_s.get(opened.view.fingerprint)):
                         self._warm_up(opened)
+                    if group == _WARM_UP:
                         continue
                     # also of what was opened before
                     deadlines = [request.pointer.view.fallback_deadline_s for request in requests]
@@ -332,7 +386,7 @@ class ViewFallback(Fallback):
         if opened is not None:
             return opened
         self._watch(time.monotonic() + LOAD_S, self._held)
-        opened = self._opened[name, pointer.publishing] = _Opened.of(self._open_as_live(pointer))
+        opened = self._opened[name, pointer.publishing] = _Opened.of(self._open_as_live(pointer), pointer)
         # in the order in which they were opened: epochs may start again
         in_order = [which for other, which in self._opened if other == name]
         for which in in_order[:-KEPT_PUBLISHINGS]:
@@ -430,6 +484,16 @@ def _settled(result: Computed | Miss) -> Future[Computed]:
     else:
         future.set_exception(result)
     return future
+
+
+def _end(future: Future[Computed], done: Future[Computed]) -> None:
+    """As another one ended."""
+    # given up meanwhile
+    with contextlib.suppress(InvalidStateError):
+        if (error := done.exception()) is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(done.result())
 
 
 def _refusal(kind: Refusal) -> Exception:

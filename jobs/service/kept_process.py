@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import mmap
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from precompute.workers.process import ChildProcess
+from precompute.workers.process import ChildProcess, end_all
 from store.clock import doubled_s
 from store.telemetry.instruments import RESTARTS, Meter
 
@@ -45,7 +46,7 @@ AGAIN = 75
 MOST_HELD = 64
 """Rows that a process may have in its hands."""
 
-_WATCH_BYTES = 8 * (3 + MOST_HELD)
+_WATCH_BYTES = 8 * (5 + MOST_HELD)
 
 
 class Watch:
@@ -58,11 +59,12 @@ class Watch:
 
     def __init__(self, descriptor: int) -> None:
         shared = memoryview(mmap.mmap(descriptor, _WATCH_BYTES))
-        self._times, self._rows = shared[:16].cast("d"), shared[16:].cast("Q")
+        self._times, self._flags, self._rows = shared[:16].cast("d"), shared[16:32].cast("Q"), shared[32:].cast("Q")
 
     def begin(self) -> None:
         """A process is about to be started."""
         self.set(math.inf)
+        self.is_open = self.may_try = False
         self.beat(time.monotonic() + START_S)
 
     def set(self, done_by: float, rows: Sequence[int] = ()) -> None:
@@ -80,6 +82,24 @@ class Watch:
     def held(self) -> list[int]:
         """The rows that are in hand, or were as the process ended."""
         return self._rows[1 : 1 + self._rows[0]].tolist()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the process has said that it could answer at once."""
+        return bool(self._flags[0])
+
+    @is_open.setter
+    def is_open(self, value: bool) -> None:
+        self._flags[0] = value
+
+    @property
+    def may_try(self) -> bool:
+        """Whether the supervisor lets it compute rows that may end it: no other is about to stand by, or one does."""
+        return bool(self._flags[1])
+
+    @may_try.setter
+    def may_try(self, value: bool) -> None:
+        self._flags[1] = value
 
     def beat(self, at: float) -> None:
         """Show that the process lives."""
@@ -141,6 +161,8 @@ class KeptProcess(ABC):
         self._started_at = self._start_at = self._judged_from = -math.inf
         self._looked_at = math.inf
         self._killed = ""
+        self.status: int | None = None
+        """Of the process that ended last."""
 
     @abstractmethod
     def start(self) -> ChildProcess:
@@ -153,6 +175,14 @@ class KeptProcess(ABC):
     def judged(self, now: float) -> str | None:
         """Why it must be killed, as the end of a sentence that starts with its name; None while it does well."""
         return None
+
+    def was_at_work(self) -> bool:
+        """Whether what it was asked for may have ended it: it is started anew at once then, however often that happens."""
+        return False
+
+    def running(self) -> list[ChildProcess]:
+        """What must be ended with it."""
+        return [] if self.process is None else [self.process]
 
     def close(self) -> None:  # noqa: B027
         """It is started no more: what it needed for that is given back."""
@@ -172,6 +202,13 @@ class KeptProcess(ABC):
         if self.process.ended():
             self._bury(self.process, now)
 
+    def end(self) -> None:
+        """Kill it, until it is looked at once more."""
+        for process in self.running():
+            end_all([process], grace_s=0.0, kill_s=1.0)
+            _close_input(process)
+        self.process, self._start_at = None, -math.inf
+
     def _start(self, now: float) -> None:
         self._started_at, self._killed = now, ""
         try:
@@ -181,10 +218,12 @@ class KeptProcess(ABC):
             log.error("%s cannot be started: %s", self.name, exc)
 
     def _bury(self, process: ChildProcess, now: float) -> None:
-        self.ends_quickly = 0 if now - self._started_at > STEADY_S else self.ends_quickly + 1
+        steady = now - self._started_at > STEADY_S or self.was_at_work()
+        self.ends_quickly = 0 if steady else self.ends_quickly + 1
         wait_s = doubled_s(FIRST_WAIT_S, max(0, self.ends_quickly - 1), self.longest_wait_s)
         self._start_at, self.process = now + wait_s, None
         self._meter.counter(RESTARTS, self._kind, "killed" if self._killed else "ended").add()
+        self.status = process.status
         # waits until all that it said stands above, whatever that was about
         process.last_words()
         if process.status == AGAIN and not self._killed:
@@ -195,4 +234,6 @@ class KeptProcess(ABC):
 
 
 def _close_input(process: ChildProcess) -> None:
-    process.pipes()[0].close()
+    # that it was told more, which it did not hear
+    with contextlib.suppress(OSError):
+        process.pipes()[0].close()

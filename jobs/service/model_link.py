@@ -1,7 +1,7 @@
 """Model link: a lookup worker's connection to one model process, made when there is something to ask, and again after it was lost.
 
-Nobody who asks waits here: a thread writes what was asked, another reads what comes. Whatever becomes of the process, each future ends: with its row,
-with why there is none, or when the connection is lost; or it was cancelled, and the process is told that nobody waits.
+Nobody who asks waits here: a thread writes what was asked, another reads what comes. What a process ended with is asked of the next one, which knows what may have
+ended it. Each future ends: with its row, with why there is none, or when the connection was lost too often; or it was cancelled, and the process is told that nobody waits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,14 @@ TRY_EVERY_S = 0.05
 """How often a process that is not there yet is looked for."""
 
 
+MOST_SENT = 3
+"""Times that a key is asked for, of one process after the other: among others, alone, and once more to be told that it is left alone."""
+
+
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """Keys under a pointer, the first of them called ``number``, or, without keys, that it is to be opened; ``left`` of them were given up."""
+    """Keys under a pointer, the first of them called ``number``, or, without keys, that it is to be opened; ``left`` of them were given up, and processes ended with
+    it ``lost`` times."""
 
     pointer: Pointer
     keys: Sequence[str]
@@ -45,6 +50,14 @@ class _Asked:
     client: str
     trace: str | None = None
     left: int = 0
+    lost: int = 0
+
+    def alone(self, number: int) -> _Asked:
+        """One of the keys, asked for once more."""
+        at = number - self.number
+        key = self.keys[at]
+        given = {key: self.inputs[key]} if key in self.inputs else {}
+        return replace(self, keys=[key], inputs=given, number=number, futures=[self.futures[at]], left=0, lost=self.lost + 1)
 
     def header(self, pointer: int) -> dict[str, Any]:
         if not self.keys:
@@ -56,10 +69,10 @@ class _Asked:
 
 @dataclass(slots=True)
 class _Connection:
-    """``waiting`` are the futures of what was sent over it, ``pointers`` of each view the publishing that the process knows it by, and its number."""
+    """``waiting`` is what was sent over it, by number, ``pointers`` of each view the publishing that the process knows it by, and its number."""
 
     socket: socket.socket
-    waiting: dict[int, Future[Computed]] = field(default_factory=dict)
+    waiting: dict[int, _Asked] = field(default_factory=dict)
     pointers: dict[str, tuple[tuple[int, str], int]] = field(default_factory=dict)
     lost: bool = False
 
@@ -70,10 +83,10 @@ class ModelLink:
     Args:
         path: its socket.
         want: told that the process is wanted, where it is not there.
-        on_lost: told when a connection was lost.
+        on_lost: told when a connection was lost, and the views of the rows that were waited for.
     """
 
-    def __init__(self, path: Path, want: Callable[[], None], on_lost: Callable[[], None]) -> None:
+    def __init__(self, path: Path, want: Callable[[], None], on_lost: Callable[[set[str]], None]) -> None:
         self._path, self._want, self._on_lost = path, want, on_lost
         self._numbers = itertools.count()
         self._lock = threading.Condition(threading.Lock())
@@ -150,9 +163,12 @@ class ModelLink:
                 return
             asked.left += 1
             connection = self._connection
-            if asked.number in self._outbox:
+            if self._outbox.get(asked.number) is asked:
                 if asked.left == len(asked.futures):
                     del self._outbox[asked.number]
+            elif number in self._outbox:
+                # asked for once more
+                del self._outbox[number]
             elif connection is not None and connection.waiting.pop(number, None) is not None:
                 self._left.append(number)
                 self._lock.notify()
@@ -200,7 +216,7 @@ class ModelLink:
                 return
             lost = connection.lost
             if not lost:
-                connection.waiting |= dict(enumerate(asked.futures, asked.number))
+                connection.waiting |= dict.fromkeys(range(asked.number, asked.number + len(asked.futures)), asked)
         if lost:
             # between two lines
             self._send(asked)
@@ -264,40 +280,46 @@ class ModelLink:
         at = 0
         for number, computed_at_us, size in header["rows"]:
             with self._lock:
-                future = connection.waiting.pop(number, None)
-            if future is not None:
+                asked = connection.waiting.pop(number, None)
+            if asked is not None:
                 # given up just now
                 with contextlib.suppress(InvalidStateError):
-                    future.set_result(Computed(body[at : at + size], computed_at_us))
+                    asked.futures[number - asked.number].set_result(Computed(body[at : at + size], computed_at_us))
             at += size
         for number, reason, detail, broken in header["missed"]:
             with self._lock:
-                future = connection.waiting.pop(number, None)
-            if future is not None:
-                _fail([future], Miss(Reason(reason), detail, broken=broken))
+                asked = connection.waiting.pop(number, None)
+            if asked is not None:
+                _fail([asked.futures[number - asked.number]], Miss(Reason(reason), detail, broken=broken))
 
     def _lose(self, connection: _Connection) -> None:
-        """End what was asked over a connection that is no more."""
+        """Ask once more for what was asked over a connection that is no more."""
         with self._lock:
             if connection.lost:
                 return
             connection.lost = True
             if self._connection is connection:
                 self._connection, self._open = None, frozenset()
-            waiting, connection.waiting = list(connection.waiting.values()), {}
+            waiting, connection.waiting = connection.waiting, {}
+            over, now = [], time.monotonic()
+            for number, asked in waiting.items():
+                future = asked.futures[number - asked.number]
+                if self._closed.is_set() or not asked.keys or asked.lost + 1 >= MOST_SENT or asked.deadline <= now:
+                    over.append(future)
+                elif not future.done():
+                    self._outbox[number] = asked.alone(number)
+            self._lock.notify()
         # wakes who reads it
         with contextlib.suppress(OSError):
             connection.socket.shutdown(socket.SHUT_RDWR)
         connection.socket.close()
-        # that it ended is one failure of the model, however many waited
-        _fail(waiting[:1], _ended(broken=True))
-        _fail(waiting[1:], _ended())
+        _fail(over, _ended())
         if not self._closed.is_set():
-            self._on_lost()
+            self._on_lost({asked.pointer.view.name for asked in waiting.values() if asked.keys})
 
 
-def _ended(broken: bool | None = None) -> Miss:
-    return Miss(Reason.MODEL_ERROR, "the model process ended", broken=broken)
+def _ended() -> Miss:
+    return Miss(Reason.MODEL_ERROR, "the model process ended", broken=None)
 
 
 def _fail(futures: Iterable[Future[Computed]], miss: Miss) -> None:

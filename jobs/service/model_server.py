@@ -22,11 +22,11 @@ from typing import Any
 import pyarrow as pa
 
 from jobs.service.child import begin
-from jobs.service.fallback import REFUSED_S, ViewFallback
+from jobs.service.fallback import LOAD_S, REFUSED_S, ViewFallback
 from jobs.service.kept_process import AGAIN, Watch
 from precompute.engine.memory import keep_freed_memory
 from precompute.workers.frames import framed, read_message
-from precompute.workers.process import be_nicer
+from precompute.workers.process import be_nicer, has_time_slices
 from store.errors import PrecomputeError
 from store.fallback import CLIENT, Computed, Miss
 from store.kept.kept_rows import KeptLimits
@@ -48,8 +48,12 @@ from store.telemetry.trace import TRACE
 
 log = logging.getLogger(__name__)
 
-NICER = 5
-"""How much nicer than a lookup worker this process is: a hit is answered before a model goes on."""
+NICER = 3
+"""How much nicer than a lookup worker this process is where the kernel has no time slices, by which a hit is answered before a model goes on: beside a busy session it has a third of
+a core in place of a half then."""
+
+STAND_BY_S = 0.5
+"""How often a process that stands by looks what the other one has open."""
 
 MOST_AT_ONCE = 256
 """Rows in one message."""
@@ -151,13 +155,57 @@ def _serve(listener: socket.socket, fallback: ViewFallback) -> None:
         Conversation(connection, fallback)
 
 
-def _look(fallback: ViewFallback, meter: Meter) -> None:
+class OpenFile:
+    """What the process that serves has open, for the one that stands by: pointers, one after the other, written anew where that changed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._written: list[tuple[str, tuple[int, str]]] = []
+
+    def write(self, fallback: ViewFallback) -> None:
+        """Write what is open, if it has changed. A disk that is full is told by others."""
+        if (opened := fallback.open_publishings()) != self._written:
+            bodies = [pointer.to_bytes() for pointer in fallback.open_pointers()]
+            with contextlib.suppress(OSError):
+                coming = self._path.with_suffix(".coming")
+                coming.write_bytes(b"".join(framed({}, len(body)) + body for body in bodies))
+                coming.replace(self._path)
+                self._written = opened
+
+    def read(self) -> list[Pointer]:
+        """What was written last."""
+        pointers = []
+        with contextlib.suppress(OSError), self._path.open("rb") as file:
+            while (message := read_message(file)) is not None:
+                pointers.append(Pointer.from_bytes(message[1].to_pybytes()))
+        return pointers
+
+
+def _stand_by(fallback: ViewFallback, opened: OpenFile, told: queue.SimpleQueue[dict[str, Any]], watch: Watch) -> None:
+    """Open what the process that serves has open, until this one is told to serve."""
+    opening: dict[tuple[str, tuple[int, str]], Future[Computed]] = {}
+    while True:
+        pointers = {(pointer.view.name, pointer.publishing): pointer for pointer in opened.read()}
+        # what could not be opened is tried by whoever asks for it
+        opening = {which: future for which, future in opening.items() if which in pointers}
+        for which in pointers.keys() - opening.keys():
+            opening[which] = fallback.begin_warm(pointers[which], time.monotonic() + LOAD_S)
+        watch.is_open = watch.is_open or any(future.done() and fallback.ready(pointers[w]) for w, future in opening.items())
+        with contextlib.suppress(queue.Empty):
+            fallback.suspect(dict(told.get(timeout=STAND_BY_S)["suspects"]))
+            return
+
+
+def _look(fallback: ViewFallback, meter: Meter, opened: OpenFile, watch: Watch) -> None:
     """Tell every second what the process takes, and end it when the model that it loaded has not been what is live for a while: what is on disk may be by now, and
     modules are imported once in a process; or when its GPU is lost to it."""
     since = math.inf
     while time.monotonic() - since < REFUSED_S and not fallback.lost():
         time.sleep(1.0)
         meter.process_figures()
+        opened.write(fallback)
+        fallback.look()
+        watch.is_open = bool(fallback.open_publishings())
         since = min(since, time.monotonic()) if fallback.refused() else math.inf
     why = "its GPU is lost to this one" if fallback.lost() else "it may be the live snapshot's by now"
     log.warning("the model is loaded once more, in a new process: %s", why)
@@ -184,8 +232,10 @@ def _tell(spec: Mapping[str, Any]) -> Tell | None:
 
 def main() -> None:
     """Serve until the supervisor ends it."""
-    spec = begin()
-    be_nicer(NICER)
+    told: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    spec = begin(told.put)
+    if not has_time_slices():
+        be_nicer(NICER)
     # 32 texts cost a thread of MiniLM's 4,000 page faults and 7 % of its time without
     keep_freed_memory()
     watch = Watch(spec["watch"])
@@ -194,8 +244,13 @@ def main() -> None:
     kept = open_kept_rows(spec["online"], KeptLimits(**spec["kept"]))
     meter = _meter(spec)
     suspects = dict(spec["suspects"])
-    fallback = ViewFallback(store, folder, spec["duckdb_mb"], watch.set, kept, meter, _tell(spec), suspects)
-    threading.Thread(target=_look, args=(fallback, meter), name="look", daemon=True).start()
+    fallback = ViewFallback(
+        store, folder, spec["duckdb_mb"], watch.set, kept, meter, _tell(spec), suspects, lambda: watch.may_try
+    )
+    opened = OpenFile(Path(spec["open"]))
+    if not spec["serves"]:
+        _stand_by(fallback, opened, told, watch)
+    threading.Thread(target=_look, args=(fallback, meter, opened, watch), name="look", daemon=True).start()
     _serve(socket.socket(fileno=spec["listener"]), fallback)
 
 

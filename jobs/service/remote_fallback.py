@@ -144,8 +144,15 @@ class RemoteFallback(Fallback):
         link = self._links.get(model)
         if link is None:
             path, want = socket_path(self._runtime, model), partial(self._want, model)
-            link = self._links[model] = ModelLink(path, want, lambda: self.on_lost())
+            link = self._links[model] = ModelLink(path, want, self._lost)
         return link
+
+    def _lost(self, views: set[str]) -> None:
+        """That a process ended is one failure of the model, however many waited."""
+        with self._lock:
+            for view in views:
+                self._breaker(view).count(True, time.monotonic())
+        self.on_lost()
 
     def _want(self, model: str) -> None:
         told = "\0".join([model, *list(self._views.get(model, ()))[:MOST_TOLD]])

@@ -61,7 +61,10 @@ def serve(project: Project, announce: Callable[[str], None], workers: int | None
         }
         models = settings.models
         limits = ModelLimits(
-            models.grace, models.memory_mb or machine_memory_mb() // 2, duckdb_mb=max(64, project.settings.memory_mb // 4)
+            models.grace,
+            models.memory_mb or machine_memory_mb() // 2,
+            duckdb_mb=max(64, project.settings.memory_mb // 4),
+            spares={name: view.fallback.spare for name, view in project.views.items()},
         )
         supervisor = Supervisor(
             worker, shared | {"folder": str(project.home), "tracing": worker["tracing"]}, limits, workers or settings.workers

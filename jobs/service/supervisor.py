@@ -10,6 +10,7 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from jobs.service.model_group import ModelGroup, ModelLimits
 from jobs.service.remote_fallback import CONTROL
 from precompute.workers.process import ChildProcess, end_all
 from store.errors import PrecomputeError
-from store.telemetry.instruments import RESTARTS, Meter
+from store.telemetry.instruments import MODEL_SPARES, RESTARTS, Meter
 
 log = logging.getLogger(__name__)
 
@@ -118,12 +119,13 @@ class Supervisor:
             while self._stopping is None:
                 self._take_wishes()
                 now = time.monotonic()
-                for kept in (*self._workers, *self._groups.values()):
+                for kept in self._all():
                     kept.look(now)
                 self._retire(now)
                 if now >= self._figures_at:
                     self._figures_at = now + 1.0
                     self._meter.process_figures()
+                    self._meter.gauge(MODEL_SPARES).set(sum(group.spare.stands_by(now) for group in self._groups.values()))
                 if all(worker.ends_quickly >= FUTILE and not worker.has_answered for worker in self._workers):
                     raise PrecomputeError("no lookup worker comes up: what ended them is in the log above")
                 select.select([self._control], [], [], TICK_S)
@@ -132,6 +134,9 @@ class Supervisor:
             log.info("ended by %s, after %.1f s", self._stopping.name, time.monotonic() - began)
         finally:
             self._end()
+
+    def _all(self) -> list[WorkerKeeper | ModelGroup]:
+        return [*self._workers, *self._groups.values()]
 
     def _take_wishes(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -176,12 +181,12 @@ class Supervisor:
             select.select([self._control], [], [], TICK_S)
 
     def _end(self) -> None:
-        _end([*self._workers, *self._groups.values()])
-        for kept in (*self._workers, *self._groups.values()):
+        _end(self._all())
+        for kept in self._all():
             kept.close()
         self._control.close()
 
 
-def _end(kept: list[Any]) -> None:
+def _end(kept: Sequence[WorkerKeeper | ModelGroup]) -> None:
     """Kill what is left of these: they have nothing that must be saved."""
-    end_all([one.process for one in kept if one.process is not None], grace_s=0.2, kill_s=5.0)
+    end_all([process for one in kept for process in one.running()], grace_s=0.2, kill_s=5.0)

@@ -232,6 +232,7 @@ REFRESHES = _instrument(
 RESTARTS = _instrument(
     Kind.COUNTER, "process_restarts", "Processes replaced, by what they were (worker, model) and why", *("process", "why")
 )
+MODEL_SPARES = _instrument(Kind.GAUGE, "model_spares", "Processes of models that stand by, loaded, for when one that serves ends")
 
 CONNECTIONS = _instrument(Kind.GAUGE, "connections", "Open connections")
 CONNECTIONS_CLOSED = _instrument(

@@ -18,14 +18,15 @@ from typing import Any
 
 import pytest
 
-from jobs.process.suspects import FIRST_S, LONGEST_S, MOST, TRIALS, TRIALS_S, Suspects
+from jobs.process.suspects import FIRST_S, LONGEST_S, MOST, TRIALS, TRIALS_S, Suspects, row_hash
+from jobs.service import model_group
 from jobs.service.kept_process import AGAIN, HELD_UP_S, MOST_HELD, START_S, STILL_S, KeptProcess, Watch
-from jobs.service.model_group import ModelGroup, ModelLimits, socket_path
-from jobs.service.model_link import ModelLink
+from jobs.service.model_group import ModelGroup, ModelLimits, ModelProcess, socket_path
+from jobs.service.model_link import MOST_SENT, ModelLink
 from jobs.service.model_server import Conversation
 from jobs.service.remote_fallback import MOST_IN_FLIGHT, RemoteFallback
 from jobs.service.supervisor import WorkerKeeper
-from precompute.workers.process import ChildProcess
+from precompute.workers.process import ChildProcess, end_all
 from store.fallback import CLIENT, Computed, Miss, places
 from store.online.online_store import MemoryStore, Pointer
 from store.status import Reason
@@ -193,7 +194,7 @@ def test_a_request_that_began_before_another_model_went_live_is_answered_by_the_
 
 
 def test_what_is_asked_of_a_link_that_was_closed_ends_too(process: Process, runtime: Path, pointer: Pointer) -> None:
-    link = ModelLink(socket_path(runtime, pointer.model), lambda: None, lambda: None)
+    link = ModelLink(socket_path(runtime, pointer.model), lambda: None, lambda views: None)
     link.close()
     (future,) = link.ask(pointer, ["a"], {}, soon())
     assert isinstance(future.exception(5), Miss)
@@ -201,7 +202,7 @@ def test_what_is_asked_of_a_link_that_was_closed_ends_too(process: Process, runt
 
 def test_a_link_goes_on_where_the_system_had_no_thread_for_once(runtime: Path, pointer: Pointer) -> None:
     path, model = runtime / "model.sock", Slow()
-    with contextlib.closing(ModelLink(path, lambda: None, lambda: None)) as link, socket.socket(socket.AF_UNIX) as listener:
+    with contextlib.closing(ModelLink(path, lambda: None, lambda views: None)) as link, socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen(8)
         usual = threading.stack_size(2**46)
@@ -216,10 +217,11 @@ def test_a_link_goes_on_where_the_system_had_no_thread_for_once(runtime: Path, p
         eventually(lambda: "b" in model.asked)
 
 
-def test_a_process_that_ends_while_it_is_asked_costs_what_was_asked_and_not_the_link(
+def test_what_a_process_ended_with_while_it_was_asked_is_asked_of_the_next_one(
     process: Process, runtime: Path, pointer: Pointer
 ) -> None:
-    link = ModelLink(socket_path(runtime, pointer.model), lambda: None, lambda: None)
+    lost: list[set[str]] = []
+    link = ModelLink(socket_path(runtime, pointer.model), lambda: None, lost.append)
     link.ask(pointer, ["a"], {}, soon())
     eventually(lambda: "a" in process.model.asked)
     connection: Any = link._connection
@@ -240,13 +242,18 @@ def test_a_process_that_ends_while_it_is_asked_costs_what_was_asked_and_not_the_
 
     connection.socket = Cut(connection.socket)
     (cut,) = link.ask(pointer, ["cut"], {}, soon())
-    assert str(cut.exception(5)) == "the model process ended"
-    for key in ("b", "c"):
-        (future,) = link.ask(pointer, [key], {}, soon())
+    for key, future in (("cut", cut), ("b", link.ask(pointer, ["b"], {}, soon())[0])):
         eventually(lambda: key in process.model.asked)  # noqa: B023
         process.model.asked[key].set_result(computed_row(pointer, key, Row(2.0)))
         assert future.result(5) == computed_row(pointer, key, Row(2.0))
-    assert "cut" not in process.model.asked
+    assert lost == [{pointer.view.name}]
+    # and no oftener than it takes to find what ended it
+    (often,) = link.ask(pointer, ["often"], {"often": {"x": 1}}, soon())
+    for times in range(1, MOST_SENT + 1):
+        eventually(lambda: len(lost) == times and "often" in process.model.asked)  # noqa: B023
+        del process.model.asked["often"]
+        process.connections[-1].shutdown(socket.SHUT_RDWR)
+    assert str(often.exception(5)) == "the model process ended"
     link.close()
 
 
@@ -255,17 +262,17 @@ def test_a_process_that_should_be_idle_and_shows_no_life_is_killed(runtime: Path
         with (socket_path(runtime, "model").with_suffix(".watch")).open("r+b") as file:
             watch = Watch(file.fileno())
         # so that nobody's memory is looked at
-        group._memory_at = math.inf
+        group.serving._memory_at = math.inf
         watch.set(math.inf)
         now = time.monotonic()
-        assert group.judged(now + STILL_S - 1) is None
-        assert "no sign of life" in str(group.judged(now + STILL_S + 1))
+        assert group.serving.judged(now + STILL_S - 1) is None
+        assert "no sign of life" in str(group.serving.judged(now + STILL_S + 1))
         watch.beat(now + 5)
-        assert group.judged(now + STILL_S + 1) is None
+        assert group.serving.judged(now + STILL_S + 1) is None
         # at work it may keep Python's lock as long as its requests wait
         watch.set(now + 100)
-        assert group.judged(now + 100) is None
-        assert "a call took 1 s longer" in str(group.judged(now + 102))
+        assert group.serving.judged(now + 100) is None
+        assert "a call took 1 s longer" in str(group.serving.judged(now + 102))
 
 
 def test_what_a_model_process_had_on_disk_goes_with_it(runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,11 +291,11 @@ def test_what_a_process_had_in_its_hands_is_known_to_the_next_one(runtime: Path)
             watch = Watch(file.fileno())
         assert watch.held() == []
         watch.set(5.0, [2**64 - 1, 7])
-        assert (group._watch.held(), group._watch.get()) == ([2**64 - 1, 7], 5.0)
+        assert (group.serving.watch.held(), group.serving.watch.get()) == ([2**64 - 1, 7], 5.0)
         watch.set(5.0, range(MOST_HELD + 1))
-        assert group._watch.held() == list(range(MOST_HELD))
+        assert group.serving.watch.held() == list(range(MOST_HELD))
         watch.set(math.inf)
-        assert group._watch.held() == []
+        assert group.serving.watch.held() == []
 
 
 def test_rows_are_tried_alone_after_a_process_ended_with_them_and_what_ends_one_alone_is_left_alone_for_longer_each_time() -> (
@@ -307,6 +314,14 @@ def test_rows_are_tried_alone_after_a_process_ended_with_them_and_what_ends_one_
     suspects.add(range(10, 10 + MOST), 2000.0)
     assert len(suspects.until()) == MOST
     assert 1 not in suspects.until()
+
+
+def test_inputs_are_known_under_whatever_key_they_come() -> None:
+    given = '{"text": "poison"}'
+    assert row_hash("films", "1", given) == row_hash("films", "2", given)
+    assert (
+        len({row_hash("films", "1", given), row_hash("tags", "1", given), *(row_hash("films", key, None) for key in "12")}) == 4
+    )
 
 
 def test_trials_that_end_one_process_after_the_other_are_given_up_for_a_while() -> None:
@@ -371,31 +386,56 @@ def test_who_was_stopped_itself_lets_a_process_show_first_that_it_lives() -> Non
         assert kept.process is None
 
 
-class Ending(ModelGroup):
-    """A process that ends at once, with one status after the other."""
+def shell(line: str) -> ChildProcess:
+    child = ChildProcess(["sh", "-c", line], output="piped")
+    child.pipes()[1].close()
+    return child
 
-    statuses: Iterator[int]
 
-    def start(self) -> ChildProcess:
-        child = ChildProcess(["sh", "-c", f"echo unrelated >&2; exit {next(self.statuses)}"], output="piped")
-        child.pipes()[1].close()
-        return child
+def test_a_process_stands_by_where_three_times_its_memory_is_free_and_is_ended_where_not_once_is(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free_mb = 299
+    for name, value in (("SPARE_AFTER_S", 0.0), ("MEMORY_EVERY_S", 0.0), ("memory_mb", lambda pid: 100)):
+        monkeypatch.setattr(model_group, name, value)
+    monkeypatch.setattr(model_group, "available_bytes", lambda: free_mb * 2**20)
+    monkeypatch.setattr(model_group, "_has_gpu", lambda: False)
 
-    def judged(self, now: float) -> str | None:
-        return None
+    def start(process: ModelProcess) -> ChildProcess:
+        process.watch.begin()
+        return shell("exec sleep 60")
+
+    monkeypatch.setattr(ModelProcess, "start", start)
+    with contextlib.closing(ModelGroup("model", {}, runtime, ModelLimits(1.0, 10_000, 64), Meter())) as group:
+        group.serves(["films"])
+        group.look(time.monotonic())
+        # what serves has nothing open yet
+        assert len(group.running()) == 1
+        group.serving.watch.is_open = True
+        seen = []
+        for free_mb in (299, 301, 101, 99, 301):  # noqa: B007
+            group.look(time.monotonic())
+            seen.append((len(group.running()), group.serving.watch.may_try))
+        # while one is on its way, no row is tried that may end the one that serves
+        assert seen == [(1, True), (2, False), (2, False), (1, True), (2, False)]
+        end_all(group.running(), grace_s=5)
+        for process in group.running():
+            process.pipes()[0].close()
 
 
 def test_an_end_is_told_by_the_views_that_the_process_served_and_a_planned_one_is_no_error(
-    runtime: Path, caplog: pytest.LogCaptureFixture
+    runtime: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO")
-    with contextlib.closing(Ending("d94e358d6ad1ff", {}, runtime, ModelLimits(1.0, 10_000, 64), Meter())) as group:
-        group.statuses = iter((7, AGAIN, 7))
-        group.longest_wait_s = 0.3
+    statuses = iter((7, AGAIN, 7))
+    monkeypatch.setattr(ModelProcess, "start", lambda self: shell(f"echo unrelated >&2; exit {next(statuses)}"))
+    monkeypatch.setattr(ModelProcess, "judged", lambda self, now: None)
+    monkeypatch.setattr(ModelProcess, "longest_wait_s", 0.3)
+    with contextlib.closing(ModelGroup("d94e358d6ad1ff", {}, runtime, ModelLimits(1.0, 10_000, 64), Meter())) as group:
         group.serves(["tags", "films"])
         group.serves(["films"])
         for ends in (1, 2, 3):
-            while group.ends_quickly < ends:
+            while group.serving.ends_quickly < ends:
                 group.look(time.monotonic())
     name = "the process of model d94e358d6ad1 ('films', 'tags')"
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import http.client
 import os
+import re
 import signal
 import threading
 import time
@@ -87,8 +88,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def workers_of(server: Server) -> list[int]:
     """Numbers of its lookup workers."""
-    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-    return [int(pid) for pid in children if b"lookup_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return processes_of(server, b"lookup_worker")
+
+
+def processes_of(server: Server, module: bytes) -> list[int]:
+    """Numbers of those that run it."""
+    pids = []
+    for pid in Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split():
+        # it has just ended
+        with contextlib.suppress(OSError):
+            if module in Path(f"/proc/{pid}/cmdline").read_bytes():
+                pids.append(int(pid))
+    return pids
 
 
 def process_of(server: Server, key: int) -> int:
@@ -144,16 +155,48 @@ def test_a_model_that_is_lost_is_replaced_and_nobody_else_notices(server: Server
 def test_of_the_rows_that_a_process_ended_with_only_the_one_to_blame_is_left_alone(server: Server) -> None:
     eventually(lambda: server.get("/v1/views/faulty/rows/13").status == 200)
     first = process_of(server, 13)
-    assert {row["reason"] for row in server.lookup("faulty", [20, 21, AMONG], deadline_ms=9000)} == {"model_error"}
-    # the next one tries each alone
+    # others try each alone, for whoever still waits, and refuse what ended one then
+    *innocents, guilty = server.lookup("faulty", [20, 21, AMONG], deadline_ms=30_000)
+    assert ({row["status"] for row in innocents}, guilty["reason"]) == ({"computed"}, "model_error")
     eventually(lambda: server.get("/v1/views/faulty/rows/13").status == 200)
-    second = process_of(server, 20)
-    server.get(f"/v1/views/faulty/rows/{AMONG}").check_problem(502, "model_error")
-    eventually(lambda: server.get("/v1/views/faulty/rows/13").status == 200)
-    third = process_of(server, 13)
-    assert len({first, second, third}) == 3
+    assert (third := process_of(server, 13)) != first
     rows = server.lookup("faulty", [20, 21, AMONG, 22], deadline_ms=9000)
     assert [row["features"] and int(row["features"]["double"]) for row in rows] == [third, third, None, third]
+
+
+STANDING_BY = (
+    AT_ONCE
+    + """
+from jobs.service import model_group
+model_group.SPARE_AFTER_S = 0.0
+"""
+)
+
+
+def test_one_that_stands_by_takes_over_and_what_ended_the_one_before_ends_no_other(tmp_path: Path) -> None:
+    faulty = FAULTY | {"fallback": FAULTY["fallback"] | {"spare": True}}
+    make_folder(tmp_path, {"faulty": faulty}, serve=SERVE).publish_all()
+    write_numbers(tmp_path, [1, 2, 3, *range(9, 60), *BAD])
+    with Server(tmp_path, first=STANDING_BY) as server:
+        eventually(lambda: spares(server) == 1)
+        there = set(processes_of(server, b"model_server"))
+        first = process_of(server, 10)
+        # it has what the first one had open, and is told at once which row ended that
+        server.get(f"/v1/views/faulty/rows/{EXIT}").check_problem(502, "model_error")
+        second = process_of(server, 10)
+        assert {first, second} == there
+        # another one is begun; meanwhile and then the row is refused, under whatever key it comes
+        eventually(lambda: spares(server) == 1)
+        server.get(f"/v1/views/faulty/rows/{EXIT}").check_problem(502, "model_error")
+        # of those in hand together each is tried alone, once a third one stands by, and one row is to blame
+        *innocents, guilty = server.lookup("faulty", [20, 21, AMONG], deadline_ms=30_000)
+        assert ({row["status"] for row in innocents}, guilty["reason"]) == ({"computed"}, "model_error")
+        assert process_of(server, 10) not in (first, second)
+
+
+def spares(server: Server) -> int:
+    """How many processes of models stand by."""
+    return int(float(re.findall(r"^precompute_model_spares (\S+)", server.get("/metrics").body.decode(), re.MULTILINE)[0]))
 
 
 def alive(pid: int) -> bool:
