@@ -210,9 +210,9 @@ def cases() -> dict[str, tuple[list[bytes], int]]:
     """Name → prepared requests, and how many of them are sent."""
     rng = np.random.default_rng(1)
 
-    def lookups(keys: int, accept: str) -> list[bytes]:
+    def lookups(keys: int, accept: str, **options: str) -> list[bytes]:
         drawn = ([str(i) for i in rng.integers(0, ROWS, keys)] for _ in range(100))
-        return [_post(f"{_PATH}/lookup", json.dumps({"keys": k}).encode(), accept) for k in drawn]
+        return [_post(f"{_PATH}/lookup", json.dumps({"keys": k, **options}).encode(), accept) for k in drawn]
 
     rows = [_get(f"{_PATH}/rows/{i}") for i in rng.integers(0, ROWS, 1000)]
     return {
@@ -221,6 +221,7 @@ def cases() -> dict[str, tuple[list[bytes], int]]:
         "100 keys, Arrow": (lookups(100, _ARROW), REQUESTS),
         "500 keys, Arrow": (lookups(500, _ARROW), REQUESTS),
         "100 keys, JSON": (lookups(100, _JSON), REQUESTS // 10),
+        "100 keys, JSON, base64": (lookups(100, _JSON, encoding_format="base64"), REQUESTS // 2),
     }
 
 

@@ -15,13 +15,20 @@ from importlib import metadata
 
 from jobs.commands import backfill, measure, retention, rollback, rows, run, schema, service, status, verify
 from jobs.commands.command import BAD_USAGE, FAILED, REJECTED, Commands
+from jobs.process.output import enduring_output
 from jobs.process.termination import asked, described, terminable
+from store.disk.durable_file import limit_of
 from store.errors import ConfigError, GateError, PrecomputeError, RejectedError, RequestError
 from store.log import log_to_stderr
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. Never a traceback for a user's mistake."""
+    with enduring_output():
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     log_to_stderr()
@@ -44,15 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _failed(exc: BaseException) -> int:
     """The exit status of a command that raised ``exc``, whose message is told; what nobody foresaw is raised again."""
-    if isinstance(exc, BrokenPipeError):
-        # the reader of our output went away, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
     if isinstance(exc, KeyboardInterrupt):
         print("precompute: interrupted", file=sys.stderr)
         return 130
     if not isinstance(exc, PrecomputeError):
-        raise exc
+        limit = limit_of(exc)
+        if limit is None:
+            raise exc
+        print(f"precompute: {exc}: {limit}", file=sys.stderr)
+        return FAILED
     print(f"precompute: {exc}", file=sys.stderr)
     if isinstance(exc, ConfigError) or (isinstance(exc, RequestError) and exc.status < 500):
         return BAD_USAGE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from store.default_row import default_row
 from store.fallback import Computed, Likeness, Miss
-from store.feature_view import SIMILAR_FIELDS
+from store.feature_view import SIMILAR_FIELDS, Feature
 from store.freshness import AHEAD_US, Sighting, age_s, as_datetime, status_of
 from store.lookup_options import MAX_DEADLINE_MS, MAX_KEYS
 from store.online.codec import RowCodec, State
@@ -57,9 +57,12 @@ class AnswerPlan:
         pointer: what is live.
         features: which, in which order; all by default.
         alike: a plan for the same pointer, whose codec and columns this one shares.
+        base64: whether JSON has vectors of float16 and float32 as base64; their names and dtypes are :attr:`base64` then.
     """
 
-    def __init__(self, pointer: Pointer, features: tuple[str, ...] | None, alike: AnswerPlan | None = None) -> None:
+    def __init__(
+        self, pointer: Pointer, features: tuple[str, ...] | None, alike: AnswerPlan | None = None, *, base64: bool = False
+    ) -> None:
         view = pointer.view
         self.pointer = pointer
         self.view = view
@@ -72,6 +75,7 @@ class AnswerPlan:
         self.own_columns = len(ANSWER_FIELDS) + len(self.similar_fields)
         """Of every answer, before the features."""
         wanted = view.features if features is None else [view.feature(name) for name in features]
+        self.base64 = base64_types(wanted) if base64 else {}
         self.schema = pa.schema(
             [pa.field(name, kind) for name, kind in ANSWER_FIELDS + self.similar_fields]
             + [pa.field(f.name, f.arrow_type) for f in wanted],
@@ -90,6 +94,11 @@ class AnswerPlan:
             # of the last row count alone: all that is kept is as long as one answer
             cut = self._cut = rows, [column.slice(0, rows) for column in self._longest]
         return cut[1]
+
+
+def base64_types(features: Iterable[Feature]) -> dict[str, str]:
+    """Feature → dtype, of those that JSON can have as base64: vectors of float16 and float32. Lists and other types stay as they are."""
+    return {f.name: f.dtype for f in features if f.dim is not None and f.dtype in ("float16", "float32")}
 
 
 def _constants(pointer: Pointer) -> list[pa.Array]:

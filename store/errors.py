@@ -15,6 +15,7 @@ class PrecomputeError(Exception):
     ├── RejectedError               too many rows rejected: nothing was published            (exit status 3)
     ├── GateError                   a gate refused to publish the snapshot                   (exit status 3)
     ├── SnapshotError               a snapshot is missing, incomplete or damaged
+    │   └── UnreadableError         a file of it cannot be read by this process, and may be whole
     ├── ConflictError               somebody else moved the pointer, or holds the lease
     │   └── FencedError             this process's lease was taken over while it slept
     ├── OnlineStoreError            the online store cannot be reached, or refused a command
@@ -52,6 +53,10 @@ class GateError(PrecomputeError):
 
 class SnapshotError(PrecomputeError):
     """A snapshot is missing, incomplete or damaged."""
+
+
+class UnreadableError(SnapshotError):
+    """A file of a snapshot cannot be read by this process, which is short of rights, handles, threads or memory: nothing is known of the file."""
 
 
 class ConflictError(PrecomputeError):

@@ -39,7 +39,7 @@ def join_key(value: Any, entity: Sequence[str]) -> str:
     if isinstance(value, (list, tuple)):
         if len(value) != len(entity):
             raise RequestError(
-                f"a key of this view has {len(entity)} part(s) ({', '.join(entity)}), got {len(value)}: {_short(plain_key(value))}",
+                f"a key of this view has {len(entity)} part(s) ({', '.join(entity)}), got {len(value)}: {shown_key(value)}",
                 code="bad_key",
             )
         parts = [_part(part) for part in value]
@@ -169,6 +169,9 @@ def _part(value: Any) -> str:
 
 def shown_key(value: Any) -> str:
     """What stands as the ``key`` of an answer for a value that is none: the text itself, its lone surrogates replaced, or the value as :func:`plain_key` has it, shortened."""
+    if isinstance(value, (list, tuple)):
+        # no more than is shown, of which the last tells that there are more
+        value = value[: reprlib.aRepr.maxlist + 1]
     value = plain_key(value)
     if isinstance(value, str):
         return value.encode(errors="replace").decode()

@@ -23,7 +23,7 @@ from store.feature_view import NAME, FeatureView
 from store.freshness import Sighting, microseconds, status_of
 from store.kept.kept_rows import KeptRows
 from store.key_text import MAX_KEY_BYTES, join_key, key_list, key_text, plain_key, shown_key
-from store.lookup_options import MAX_KEYS, MAX_NEIGHBOURS, CacheControl, LookupOptions, SearchOptions, check_features
+from store.lookup_options import BASE64, MAX_KEYS, MAX_NEIGHBOURS, CacheControl, LookupOptions, SearchOptions, check_features
 from store.misses import Misses, MissesTold
 from store.online import kernels
 from store.online.codec import State
@@ -80,7 +80,7 @@ class Lookup:
         self.on_damaged: Callable[[str, int], None] = lambda view, rows: None
         """Told of rows that do not vouch for themselves, by lookups and searches: the view, and how many."""
         self._clock, self._monotonic = clock, monotonic
-        self._plans: dict[tuple[str, tuple[str, ...] | None], AnswerPlan] = {}
+        self._plans: dict[tuple[str, tuple[str, ...] | None, bool], AnswerPlan] = {}
         self._last: dict[str, Pointer] = {}
         self._seen: dict[str, tuple[Pointer, tuple[int, str, int], int | None, float]] = {}
         """View → its pointer and that one's version, when that was published (µs), and when it was first seen here, by the monotonic clock (s)."""
@@ -194,7 +194,7 @@ class Lookup:
         if cache_control is not None:
             fallback = None if cache_control.only_if_cached else fallback
             oldest_s = cache_control.oldest_s(pointer.view, oldest_s, fallback is not None)
-        plan = self._plan(pointer, options.features)
+        plan = self._plan(pointer, options.features, options.encoding_format == BASE64)
         if admit is not None:
             admit(plan, found)
         judging = time.perf_counter()
@@ -209,13 +209,13 @@ class Lookup:
             self._misses.begin(answer, missing, inputs, options.deadline_ms, fallback is not None)
         return answer
 
-    def whole_row(self, view: str, key: str, features: Sequence[str] | None) -> WholeRow | None:
+    def whole_row(self, view: str, key: str, options: LookupOptions) -> WholeRow | None:
         """One row of a store that is not waited for; None where there is more to say of it than its values, as :meth:`begin` does: it is missing, or damaged, or there is no such view.
 
         Args:
             view: its name.
             key: one that :func:`store.key_text.check_key` lets pass.
-            features: which, in which order; all by default.
+            options: of which its features and their encoding count.
 
         Raises:
             RequestError: there is no such feature.
@@ -228,7 +228,7 @@ class Lookup:
         pointer, found = read
         read_at = time.perf_counter()
         self._last[view] = pointer
-        plan = self._plan(pointer, features)
+        plan = self._plan(pointer, options.features, options.encoding_format == BASE64)
         state, computed_at_us = plan.codec.verify_one(found, plan.snapshots)
         value = found.values[0]
         if state is not State.WHOLE or value is None:
@@ -327,8 +327,8 @@ class Lookup:
         shown = view if len(view) <= 80 else view[:77] + "..."
         return RequestError(f"no view {shown!r} is live in the online store (live: {have})", status=404, code="unknown_view")
 
-    def _plan(self, pointer: Pointer, features: Sequence[str] | None) -> AnswerPlan:
-        key = (pointer.view.name, None if features is None else tuple(features))
+    def _plan(self, pointer: Pointer, features: Sequence[str] | None, base64: bool = False) -> AnswerPlan:
+        key = (pointer.view.name, None if features is None else tuple(features), base64)
         plan = self._plans.get(key)
         if plan is None or plan.pointer is not pointer:
             if features is not None:
@@ -336,8 +336,8 @@ class Lookup:
             # feature subsets come from requests: keep their number bounded
             if len(self._plans) > 1024:
                 self._plans.clear()
-            alike = None if features is None else self._plan(pointer, None)
-            plan = self._plans[key] = AnswerPlan(pointer, key[1], alike)
+            alike = None if features is None and not base64 else self._plan(pointer, None)
+            plan = self._plans[key] = AnswerPlan(pointer, key[1], alike, base64=base64)
         return plan
 
     # ---- views

@@ -17,6 +17,8 @@ MAX_DEADLINE_MS = 60_000
 """Of the time that a request may wait for a model."""
 MAX_NEIGHBOURS = 1000
 """Neighbours in one search."""
+FLOAT, BASE64 = "float", "base64"
+"""How JSON has vectors (``encoding_format``, as APIs of embeddings name it): as lists of numbers, or as base64 of their bytes, little-endian."""
 
 
 class LookupOptions(NamedTuple):
@@ -32,6 +34,8 @@ class LookupOptions(NamedTuple):
     """Rows older than this count as missing, whatever the view's TTL."""
     inputs: Mapping[Any, Mapping[str, Any]] | None = None
     """Key → input column → value: computes a missing entity that the source does not know."""
+    encoding_format: str = FLOAT
+    """Of vectors in JSON: :data:`FLOAT` or :data:`BASE64`; in process there is no JSON."""
 
     def check(self) -> None:
         """Refuse a limit that is none; what depends on the view is refused where that is read.
@@ -94,6 +98,8 @@ class SearchOptions(NamedTuple):
     """Of the model, for ``inputs``."""
     model: str | None = None
     """Fingerprint of the model that made ``vector``."""
+    encoding_format: str = FLOAT
+    """As of :class:`LookupOptions`."""
 
     def check(self) -> None:
         """Refuse what no view could answer.

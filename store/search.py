@@ -281,6 +281,12 @@ def _embedded(
     return vector
 
 
+def takes_text(pointer: Pointer) -> bool:
+    """Whether a view can be searched by a text: it has an index, a model that embeds, and one column that a text goes in."""
+    texts = sum(kind == "string" for kind in pointer.input_columns.values())
+    return pointer.index is not None and pointer.view.fallback and texts == 1
+
+
 def text_column(pointer: Pointer) -> str:
     """The input column that a text is put in, to search by it.
 

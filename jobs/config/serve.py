@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, field_validator
 
 from jobs.config.section import Duration, Section
 from store.api.wire import MAX_BODY_BYTES
+from store.encoding.http_freshness import Caching
 from store.encoding.row_cache import MAX_CACHE_BYTES
 from store.guard.limits import Limits
 from store.kept.kept_rows import KeptLimits
@@ -145,6 +146,12 @@ class ServeConfig(Section):
     cache_mb: int = Field(
         default=MAX_CACHE_BYTES // 2**20, ge=0, description="of the encoded rows that each worker keeps in memory; 0: none"
     )
+    shared_max_age: Duration | None = Field(
+        default=None,
+        ge=0,
+        description="how long caches in between, shared ones too, may answer with a single row before they ask again, and so serve what a rollback took back; "
+        "none: 60 s, in a caller's own cache alone",
+    )
     access_log: str | None = Field(
         default=None, description="file that gets a line of JSON for each request, or - for the standard error"
     )
@@ -157,6 +164,10 @@ class ServeConfig(Section):
         if bind is not None and not _ADDRESS.match(bind):
             raise ValueError("write host:port, such as 127.0.0.1:8080, or unix:./api.sock")
         return bind
+
+    def caching(self) -> Caching:
+        """What caches in between may do with single rows."""
+        return Caching() if self.shared_max_age is None else Caching(int(self.shared_max_age), shared=True)
 
     def tokens_file(self, home: Path) -> Path | None:
         """The file of tokens, from the project's folder."""

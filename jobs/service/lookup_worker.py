@@ -25,6 +25,7 @@ from jobs.service.remote_fallback import RemoteFallback
 from jobs.service.warmer import Warmer
 from store.api.app import create_app
 from store.api.timing import Timing
+from store.encoding.http_freshness import Caching
 from store.guard.access import asked_of, tls_of, tokens_of
 from store.guard.gate import Gate
 from store.guard.hosts import Hosts
@@ -73,6 +74,7 @@ def main() -> None:
                 cache_bytes=spec["cache_bytes"],
                 timing=timing,
                 asks=asked_of(spec),
+                caching=Caching(**spec["caching"]),
                 waiting=max(1, limits.connections * 2 // 3),
             )
             with contextlib.ExitStack() as stack:

@@ -56,6 +56,7 @@ def serve(project: Project, announce: Callable[[str], None], workers: int | None
             **_watching(project),
             "hosts": settings.hosts,
             "limits": asdict(settings.limits.limits()),
+            "caching": asdict(settings.caching()),
             "cache_bytes": settings.cache_mb * 2**20,
         }
         models = settings.models

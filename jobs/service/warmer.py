@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -93,6 +94,9 @@ class Warmer:
         self._thread.join(timeout=30)
 
     def _loop(self) -> None:
+        with contextlib.suppress(PrecomputeError):
+            # one that is not there is told by those who look
+            self._lookup.online.warm()
         while not self._stop:
             self._look.clear()
             try:

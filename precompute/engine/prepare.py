@@ -4,7 +4,7 @@ row."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -71,7 +71,7 @@ class Preparation:
     def window(self, window: Window) -> Window:
         """The same, prepared."""
         if self._checking is not None:
-            for row, reason in self._asked("unusable()", self._checking.unusable, window.shown).items():
+            for row, reason in self._unusable(self._checking, window):
                 window.reject(row, "input", reason)
         window.rows = np.arange(window.shown.num_rows)
         if window.rejections:
@@ -131,6 +131,22 @@ class Preparation:
         except Exception as exc:
             # a user's model may raise anything
             raise ModelError(f"the model of view {self._view.name!r}: {what} raised {told(exc)}") from exc
+
+    def _unusable(self, model: CheckingModel, window: Window) -> list[tuple[int, str]]:
+        """The rows that the model takes none of, with its reasons.
+
+        Raises:
+            ModelError: it names them otherwise than by their position.
+        """
+        named = self._asked("unusable()", model.unusable, window.shown)
+        if not isinstance(named, Mapping) or not all(
+            isinstance(row, (int, np.integer)) and 0 <= row < window.shown.num_rows for row in named
+        ):
+            raise ModelError(
+                f"the model of view {self._view.name!r}: unusable() is to return {{position of a row, from 0: reason}} of {window.shown.num_rows} rows, "
+                f"and returned {str(named)[:80]}"
+            )
+        return [(int(row), str(reason)) for row, reason in named.items()]
 
     def _costs(self, named: npt.ArrayLike, window: Window) -> Rows:
         """What the model named, at least 1 each.

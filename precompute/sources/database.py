@@ -19,7 +19,7 @@ from precompute.sources.input_hash import named, sample_sql
 from precompute.sources.statement import first_line, syntax_tree
 from store.disk.spill_folder import SpillFolder
 from store.errors import ConfigError, SourceError
-from store.sql import open_duckdb
+from store.sql import memory_wanted, open_duckdb
 
 CLOSE_TRIES = 500
 """Of closing a connection that a thread still reads from, 10 ms apart."""
@@ -121,7 +121,7 @@ def interrupt_sources() -> None:
 @lru_cache(1)
 def hash_kind() -> str:
     """Names the input hash that rows get from the DuckDB that is installed."""
-    with duckdb.connect(config={"threads": 1}) as connection:
+    with memory_wanted(), duckdb.connect(config={"threads": 1}) as connection:
         return named(connection.execute(sample_sql()).fetchall())
 
 

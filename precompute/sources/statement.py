@@ -9,6 +9,7 @@ from typing import Any
 import duckdb
 
 from store.errors import ConfigError
+from store.sql import memory_wanted
 
 BOUNDS = ("start", "end")
 """Parameters a partitioned view's SQL takes: TIMESTAMP, UTC, start included and end excluded."""
@@ -52,7 +53,7 @@ def referenced_views(sql: str) -> list[str]:
 
 @lru_cache(256)
 def _referenced(sql: str) -> frozenset[str]:
-    with duckdb.connect() as connection:
+    with memory_wanted(), duckdb.connect() as connection:
         todo: list[Any] = [syntax_tree(connection, statement(sql))]
     names: set[str] = set()
     while todo:

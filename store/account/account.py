@@ -91,6 +91,11 @@ class Account(Record, frozen=True):
         return [finding.found for finding in self.findings]
 
     @property
+    def kinds(self) -> list[str]:
+        """What sort of things are not whole, without a word of where they lie."""
+        return sorted({_kind(finding.what) for finding in self.findings})
+
+    @property
     def act(self) -> Act:
         """The one act that heals all that ``reconcile`` can heal."""
         return max((f.act for f in self.findings if f.act in HEALING), key=HEALING.index, default=Act.NOTHING)
@@ -112,6 +117,13 @@ class Account(Record, frozen=True):
             return read
         oldest = duration((now_us - min(self.files.values())) / 1e6)
         return f"{read}; {len(self.files)} files, {self.files_bytes / 1e6:,.1f} MB, by their checksums in the last {oldest}"
+
+
+def _kind(what: str) -> str:
+    if "/" not in what:
+        return what
+    sorts = {"/index/": "index", "/data/": "files", "data/": "files", ".table": ROWS}
+    return next((sort for part, sort in sorts.items() if part in what), "records")
 
 
 def read_account(refs: Path, view: str) -> Account:

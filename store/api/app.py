@@ -18,20 +18,22 @@ from store.api.metrics import CONTENT_TYPE, Metrics
 from store.api.openapi import Asks, openapi_document
 from store.api.pools import Pool
 from store.api.reply import JSON_TYPE, NOT_STORED, Reply, json_reply
-from store.api.request import Receive, Scope, headers_of, heard, no_query, read_body
+from store.api.request import STRANGER, Receive, Scope, headers_of, heard, no_query, read_body
 from store.api.rows import MOST_WAITING, RowRoutes
 from store.api.timing import Timing, timed
 from store.encoding.answer_size import MAX_ANSWER_BYTES, Measure
+from store.encoding.http_freshness import PRIVATE, Caching
 from store.encoding.json_rows import search_json
 from store.encoding.row_cache import MAX_CACHE_BYTES
 from store.errors import OnlineStoreError
 from store.fallback import Waiting
 from store.lookup import Lookup
-from store.lookup_options import SearchOptions
+from store.lookup_options import BASE64, SearchOptions
 from store.online.online_store import Pointer
 from store.page.figures import ViewFigures
 from store.page.page import Page
 from store.page.style import POLICY
+from store.search import takes_text
 from store.telemetry.instruments import Meter
 
 _READERS, _SEARCHERS = 40, 8
@@ -107,7 +109,7 @@ class Api:
 
     def _searched(self, view: str, options: SearchOptions, waiting: Waiting) -> bytes:
         searched, found = self._lookup.find(view, options, Measure(self._answer_bytes).add, waiting)
-        return search_json(found, searched)
+        return search_json(found, searched, options.features if options.encoding_format == BASE64 else None)
 
     def waits_until(self) -> float:
         """When the last of the searches that wait for a model will have an answer (:func:`time.monotonic`); minus infinity where none does."""
@@ -129,8 +131,15 @@ class Api:
         """``GET /livez``."""
         return Reply(200, [JSON_TYPE, NOT_STORED], b'{"status":"alive"}')
 
+    async def ready(self, scope: Scope, receive: Receive) -> Reply:
+        """``GET /readyz``, of which a stranger is told only whether it is so."""
+        reply = await self.readyz(scope, receive)
+        if not scope.get(STRANGER):
+            return reply
+        return json_reply({"status": "ready" if reply.status == 200 else "not ready"}, reply.status)
+
     async def readyz(self, scope: Scope, receive: Receive) -> Reply:
-        """``GET /readyz``."""
+        """What operators are told of it."""
         seen, serves_kept = await self._call(self._seen)
         pointers = seen.pointers
         if not seen.store_answers and not serves_kept:
@@ -180,7 +189,8 @@ class Api:
         seen = self._views.look()
         told = [
             ViewFigures(
-                self._lookup.describe(pointer) | {"model_ready": self._fallback_ready(pointer)},
+                self._lookup.describe(pointer)
+                | {"model_ready": self._fallback_ready(pointer), "takes_text": takes_text(pointer)},
                 readable=pointer.view.name not in seen.unreadable,
                 trouble=seen.trouble(pointer),
             )
@@ -203,19 +213,20 @@ def create_app(
     timing: Timing = Timing.NOT_TOLD,
     asks: Asks = Asks.NOTHING,
     waiting: int = MOST_WAITING,
+    caching: Caching = PRIVATE,
 ) -> Front:
     """The ASGI application; see :class:`Api` for the first arguments and the last, :class:`Front` for the gate that stands before all routes, :class:`Metrics` for the
     meter, and :class:`RowRoutes` for the others."""
     views = LiveViews(lookup)
     metrics = Metrics(lookup, meter, views, fallback_ready)
     readers = Pool("read", _READERS, _WAITING) if lookup.online.blocking else None
-    rows = RowRoutes(lookup, metrics, readers, answer_bytes, cache_bytes, timing, waiting)
+    rows = RowRoutes(lookup, metrics, readers, answer_bytes, cache_bytes, timing, waiting, caching)
     api = Api(lookup, metrics, warming, fallback_ready, readers, views, answer_bytes, asks, timing)
     fixed = {
         b"/v1/lookup": {"POST": rows.multi_lookup},
         b"/v1/views": {"GET": api.views},
         b"/livez": {"GET": api.livez},
-        b"/readyz": {"GET": api.readyz},
+        b"/readyz": {"GET": api.ready},
         b"/metrics": {"GET": api.render_metrics},
         b"/openapi.json": {"GET": api.openapi_json},
         b"/": {"GET": api.page},

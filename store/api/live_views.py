@@ -26,11 +26,14 @@ class Seen:
     """Of each view of a lookup that has a root: what was found when it was last looked at."""
 
     def trouble(self, pointer: Pointer) -> str | None:
-        """What of a view is not whole, in words; None where all is."""
+        """What of a view is not whole, in words that anybody may read; None where all is."""
         account = self.accounts.get(pointer.view.name)
-        found = "; ".join(() if account is None else account.trouble)
-        lost = f"the online store lost rows of {pointer.view.name}; they are being loaded again"
-        return found or (lost if pointer.degraded else None)
+        name = pointer.view.name
+        if pointer.degraded:
+            return f"the online store lost rows of {name}; they are being loaded again"
+        if account is None or not account.findings:
+            return None
+        return f"not whole of {name}: {', '.join(account.kinds)}; `precompute status` says what mends it"
 
 
 class LiveViews:

@@ -6,7 +6,7 @@ from enum import Flag, auto
 from typing import Any
 
 from store.api import wire
-from store.lookup_options import MAX_DEADLINE_MS, MAX_KEYS, MAX_NEIGHBOURS
+from store.lookup_options import BASE64, FLOAT, MAX_DEADLINE_MS, MAX_KEYS, MAX_NEIGHBOURS
 
 
 class Asks(Flag):
@@ -139,6 +139,7 @@ def _body(name: str, *, arrow: bool = False) -> dict[str, Any]:
     return {"required": True, "content": _content(name, arrow)}
 
 
+_ENCODING = "of vectors in JSON: lists of numbers, or base64 of float16 or float32, little-endian; `base64` of the answer names those that are"
 _VIEWS = (
     "Of each feature its name, dtype, dim of a vector or max_items of a list, and packed where the store keeps a vector as int8 or binary: "
     "rows have the dtype then, and numbers that are near the model's."
@@ -171,7 +172,8 @@ def _of_the_server(asks: Asks) -> dict[str, Any]:
     ready["503"]["content"][wire.JSON] = {"schema": {"type": "object"}}
     metrics = _responses(plain, {"403": "a token of scope read", "404": "they are on the server's other address, `serve.admin`"})
     everybody = _responses(plain)
-    del everybody["401"]
+    # open to all
+    del everybody["401"], ready["401"]
     alive: dict[str, Any] = {"summary": "The process lives", "responses": everybody, "security": []}
     if Asks.CERTIFICATE in asks:
         # without one there is no connection
@@ -179,7 +181,7 @@ def _of_the_server(asks: Asks) -> dict[str, Any]:
     return {
         "/v1/views": {"get": {"summary": "The published views", "description": _VIEWS, "responses": _responses(plain)}},
         "/livez": {"get": alive},
-        "/readyz": {"get": {"summary": "Views are published and models loaded", "responses": ready}},
+        "/readyz": {"get": alive | {"summary": "Views are published and models loaded", "responses": ready}},
         "/metrics": {"get": {"summary": "Prometheus metrics", "responses": metrics, "security": _security(asks, "admin")}},
     }
 
@@ -195,6 +197,7 @@ def _lookups() -> dict[str, Any]:
         _parameter("fallback", "query", "boolean", "false never runs the model"),
         _parameter("deadline_ms", "query", "number", "how long to wait for the model", **_DEADLINE),
         _parameter("max_age_s", "query", "number", "an older row counts as missing", **_FROM_0),
+        _parameter("encoding_format", "query", "string", _ENCODING, enum=[FLOAT, BASE64]),
     ]
     control = _parameter(
         "Cache-Control",

@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl
 from store.api import wire
 from store.encoding.http_freshness import MOST_PARTS
 from store.errors import RequestError
-from store.lookup_options import LookupOptions
+from store.lookup_options import BASE64, FLOAT, LookupOptions
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -22,6 +22,10 @@ _T = TypeVar("_T")
 
 _LONGEST_KEPT = 256
 """Bytes of a query string, or of a header, whose meaning is kept: those of services are short and few."""
+
+
+STRANGER = "precompute.stranger"
+"""In a scope: whether its caller showed no token where others must; what is open to all tells no names then."""
 
 
 class Disconnected(Exception):
@@ -74,7 +78,7 @@ def query_options(scope: Scope) -> LookupOptions:
 
 
 _DEFAULT = LookupOptions()
-_OPTIONS = ("features", "fallback", "deadline_ms", "max_age_s")
+_OPTIONS = ("features", "fallback", "deadline_ms", "max_age_s", "encoding_format")
 
 
 def _options(query: bytes) -> LookupOptions:
@@ -91,12 +95,15 @@ def _options(query: bytes) -> LookupOptions:
     fallback = given.get("fallback", "true")
     if fallback not in ("true", "false"):
         raise RequestError(f"fallback is true or false, got {fallback[:80]!r}")
-    features = given.get("features")
+    features, encoding = given.get("features"), given.get("encoding_format", FLOAT)
+    if encoding not in (FLOAT, BASE64):
+        raise RequestError(f"encoding_format is {FLOAT} or {BASE64}, got {encoding[:80]!r}")
     options = LookupOptions(
         features=None if features is None else tuple(name for name in features.split(",") if name),
         fallback=fallback == "true",
         deadline_ms=_number(given, "deadline_ms"),
         max_age_s=_number(given, "max_age_s"),
+        encoding_format=encoding,
     )
     # here, since a row that is kept is answered without a lookup
     options.check()
@@ -127,6 +134,7 @@ def both(body: LookupOptions, query: LookupOptions) -> LookupOptions:
         min(deadlines, default=None),
         min(ages, default=None),
         body.inputs,
+        BASE64 if BASE64 in (body.encoding_format, query.encoding_format) else FLOAT,
     )
 
 

@@ -31,8 +31,18 @@ from store.api.request import (
 from store.api.timing import Timing, timed
 from store.encoding.answer_size import MAX_ANSWER_BYTES, Measure, Room
 from store.encoding.arrow_template import stream_of
-from store.encoding.http_freshness import VARY, Headers, cache_control, matches, missing_headers, row_headers
-from store.encoding.json_rows import lookup_json, lookup_pieces, row_json
+from store.encoding.http_freshness import (
+    PRIVATE,
+    VARY,
+    Caching,
+    Headers,
+    cache_control,
+    json_form,
+    matches,
+    missing_headers,
+    row_headers,
+)
+from store.encoding.json_rows import head_json, lookup_json, lookup_pieces, row_json
 from store.encoding.row_cache import MAX_CACHE_BYTES, CachedRow, CacheKey, RowCache, cached_row, encoded_row
 from store.errors import OnlineStoreError, PrecomputeError, RequestError
 from store.feature_view import FeatureView
@@ -75,7 +85,7 @@ class _Asked(NamedTuple):
         started = time.perf_counter()
         headers, options = headers_of(scope), query_options(scope)
         features = options.features
-        key = view, raw_key, None if features is None else tuple(features)
+        key = view, raw_key, None if features is None else tuple(features), options.encoding_format
         return cls(started, headers, options, cache_control(headers.get(b"cache-control")), key)
 
 
@@ -90,6 +100,7 @@ class RowRoutes:
         cache_bytes: of the encoded rows that are kept.
         timing: who is told what answers took.
         waiting: requests that may wait for models at once; what others miss is shed: a hit finds a connection, however slow a model is.
+        caching: what caches in between may do with single rows.
     """
 
     def __init__(
@@ -101,8 +112,10 @@ class RowRoutes:
         cache_bytes: int = MAX_CACHE_BYTES,
         timing: Timing = Timing.NOT_TOLD,
         waiting: int = MOST_WAITING,
+        caching: Caching = PRIVATE,
     ) -> None:
         self.waits = Waits(waiting)
+        self._caching = caching
         self._timing = timing
         self._lookup, self._metrics, self._readers = lookup, metrics, readers
         self._cache = RowCache(cache_bytes)
@@ -137,7 +150,7 @@ class RowRoutes:
             assert read is not None
             row = encoded_row(read.plan, read.key, read.value, read.computed_at_us)
             self._keep(asked.key, row)
-        reply = _kept_reply(row, status, age_us, asked)
+        reply = self._kept_reply(row, status, age_us, asked)
         seconds = time.perf_counter() - asked.started
         if read is None:
             self._metrics.kept(view, status, seconds, "hit")
@@ -148,12 +161,12 @@ class RowRoutes:
     def _read_at_once(self, asked: _Asked) -> WholeRow | None:
         if self._readers is not None or self._timing is not Timing.NOT_TOLD:
             return None
-        view, raw_key, _ = asked.key
+        view, raw_key, _, _ = asked.key
         entity: Sequence[str] = ("key",)
         if b"/" in raw_key:
             pointer = self._lookup.online.live(view)
             entity = entity if pointer is None else pointer.view.entity
-        return self._lookup.whole_row(view, key_from_path(raw_key, entity), asked.options.features)
+        return self._lookup.whole_row(view, key_from_path(raw_key, entity), asked.options)
 
     def _judged(self, pointer: Pointer, computed_at_us: int, asked: _Asked) -> tuple[Status, int] | None:
         """Status and age (µs) of a row of the store; None where it is dated ahead, which is counted, or not fresh, and something stands behind it that wants to be asked."""
@@ -224,11 +237,19 @@ class RowRoutes:
             return None
         tell_failure(f"GET /v1/views/{view.name}", str(error))
         self._metrics.kept(view.name, Status.STALE, time.perf_counter() - asked.started, "in_error")
-        return _kept_reply(row, Status.STALE, age_us, asked)
+        return self._kept_reply(row, Status.STALE, age_us, asked)
+
+    def _kept_reply(self, row: CachedRow, status: Status, age_us: int, asked: _Asked) -> Reply:
+        headers, etag = row.headers_now(status, age_us, self._caching)
+        etags = asked.headers.get(b"if-none-match")
+        if etags is not None and matches(etags, etag):
+            return Reply(304, headers)
+        return Reply(200, [JSON_TYPE, *headers], row.body(status, age_us))
 
     async def _entity(self, view: str) -> Sequence[str]:
         live = self._lookup.online.live
-        pointer = self._lookup.online.known(view)
+        # of how many columns a key is a store that hangs need not tell again
+        pointer = self._lookup.online.known(view) or self._lookup.last(view)
         if pointer is None:
             pointer = live(view) if self._readers is None else await self._readers.run(live, view)
         return ("key",) if pointer is None else pointer.view.entity
@@ -240,14 +261,14 @@ class RowRoutes:
             if self._lookup.online.known(asked.key[0]) is row.pointer:
                 # under another one by now, it would not be asked for
                 self._keep(asked.key, row)
-            return _kept_reply(row, answer.status(0), answer.age_us(0), asked)
-        headers = row_headers(answer, b"a" if as_arrow else b"j")
+            return self._kept_reply(row, answer.status(0), answer.age_us(0), asked)
+        headers = row_headers(answer, b"a" if as_arrow else json_form(answer.plan), self._caching)
         etags = asked.headers.get(b"if-none-match")
         if etags is not None and matches(etags, dict(headers)[b"etag"]):
             return Reply(304, headers)
         if as_arrow:
             return Reply(200, [ARROW_TYPE, *headers], arrow.encode_arrow(answer.table()))
-        return Reply(200, [JSON_TYPE, *headers], b'{"view":"%b",%b' % (asked.key[0].encode(), row_json(answer, 0)))
+        return Reply(200, [JSON_TYPE, *headers], b"{%b%b" % (head_json(answer.plan), row_json(answer, 0)))
 
     def _missing(self, answer: Answer, options: LookupOptions, asked: CacheControl | None, sent: dict[bytes, bytes]) -> Reply:
         pointer, reason = answer.pointer, answer.reason(0)
@@ -255,7 +276,7 @@ class RowRoutes:
         if answer.default_row(0) is not None and not (asked is not None and asked.only_if_cached):
             if wants_arrow(sent):
                 return Reply(200, [ARROW_TYPE, *missing_headers(answer, reason)], arrow.encode_arrow(answer.table()))
-            body = b'{"view":"%b",%b' % (pointer.view.name.encode(), row_json(answer, 0))
+            body = b"{%b%b" % (head_json(answer.plan), row_json(answer, 0))
             return Reply(200, [JSON_TYPE, *missing_headers(answer, reason)], body)
         detail = f"no row for key {answer.keys[0][:80]!r} in view {pointer.view.name!r}: {reason}"
         self._metrics.refused(reason)
@@ -409,14 +430,6 @@ class RowRoutes:
 def most_s(view: FeatureView) -> float:
     """How old a row may be that is kept, and is served while the store fails."""
     return view.ttl_s + view.stale_for_s + view.stale_if_error_s
-
-
-def _kept_reply(row: CachedRow, status: Status, age_us: int, asked: _Asked) -> Reply:
-    headers, etag = row.headers_now(status, age_us)
-    etags = asked.headers.get(b"if-none-match")
-    if etags is not None and matches(etags, etag):
-        return Reply(304, headers)
-    return Reply(200, [JSON_TYPE, *headers], row.body(status, age_us))
 
 
 def _as_arrow(answer: Answer) -> list[bytes | memoryview]:

@@ -170,6 +170,25 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
+def limit_of(exc: BaseException) -> str | None:
+    """What this process is short of, and what to do, where that is why a file could not be read; None where the file is at fault."""
+    if isinstance(exc, MemoryError):
+        return _LIMITS[errno.ENOMEM]
+    if isinstance(exc, RuntimeError) and "start new thread" in str(exc):
+        return _LIMITS[errno.EAGAIN]
+    return _LIMITS.get(exc.errno or 0) if isinstance(exc, OSError) else None
+
+
+_LIMITS = {
+    errno.EACCES: "this user may not read it: give it the right to",
+    errno.EPERM: "this user may not read it: give it the right to",
+    errno.EMFILE: "this process has as many files open as it may: raise its limit (ulimit -n)",
+    errno.ENFILE: "this machine has as many files open as it may: raise fs.file-max, or end what holds them",
+    errno.ENOMEM: "this process has no memory left: give it more (ulimit -v, the container's limit), or lower memory_mb",
+    errno.EAGAIN: "this process may have no more threads or memory: raise its limits (ulimit -u, the container's pids)",
+}
+
+
 def disk_message(path: Path, exc: OSError, state: str = "the live snapshot is untouched") -> str:
     """What happened to ``path`` and what state that leaves, for the operator."""
     if exc.errno in NO_SPACE:

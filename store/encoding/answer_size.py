@@ -32,6 +32,8 @@ def _row_bytes(plan: AnswerPlan, as_arrow: bool) -> int:
             total += len(feature.name) + 8
         elif as_arrow:
             total += count * ((SCALAR_TYPES[feature.dtype].bit_width + 7) // 8)
+        elif feature.name in plan.base64:
+            total += len(feature.name) + 5 + (count * SCALAR_TYPES[feature.dtype].bit_width // 8 + 2) // 3 * 4
         else:
             total += len(feature.name) + 5 + count * _DIGITS[feature.dtype]
     return total

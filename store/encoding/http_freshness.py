@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import zlib
+from dataclasses import dataclass
 from email.utils import formatdate
 from functools import lru_cache
 
@@ -73,12 +74,52 @@ def _seconds(name: str, text: str | None) -> float:
     return float(min(int(text[:12]), 2**31))
 
 
-def row_headers(answer: Answer, form: bytes) -> Headers:
+@dataclass(frozen=True)
+class Caching:
+    """What caches in between (RFC 9111) may do with a single row.
+
+    Args:
+        most_s: how long any of them may answer with what it fetched, before it asks here again: what a rollback took back is served for no longer.
+        shared: whether those that serve several users may, too; else rows are ``private``, for the cache of who asked alone.
+    """
+
+    most_s: int = 60
+    shared: bool = False
+
+    def lifetime(self, view: FeatureView, age_s: int) -> tuple[bytes, bytes]:
+        """``Cache-Control`` of a row of an age. Its seconds are from the row's own time on, since a cache counts them from ``Age``: so ``most_s`` are left of them, or fewer where the
+        TTL ends before; what is left of ``most_s`` then it may be served as stale while it is asked for again (RFC 5861 §3). Where this server fails, and nobody could hear of a
+        rollback, it is served as long as a stale row is here (§4)."""
+        return _lifetime(self.most_s, self.shared, view.ttl_s, view.stale_for_s, view.stale_if_error_s, age_s)
+
+
+@lru_cache(4096)
+def _lifetime(
+    most_s: int, shared: bool, ttl_s: float, stale_for_s: float, stale_if_error_s: float, age_s: int
+) -> tuple[bytes, bytes]:
+    """Rows of a snapshot share few ages."""
+    stale_s, asked_s = ttl_s + stale_for_s, age_s + most_s
+    fresh_s = min(int(ttl_s), asked_s)
+    told = (
+        b"" if shared else b"private, ",
+        fresh_s,
+        max(0, min(int(stale_s), asked_s) - fresh_s),
+        int(stale_s + stale_if_error_s) - fresh_s,
+    )
+    return b"cache-control", b"%bmax-age=%d, stale-while-revalidate=%d, stale-if-error=%d" % told
+
+
+PRIVATE = Caching()
+"""Where nothing else is said."""
+
+
+def row_headers(answer: Answer, form: bytes, caching: Caching) -> Headers:
     """Headers of an answer of one row, which is there.
 
     Args:
         answer: of one row.
         form: a letter for the body's form: two that look otherwise have two ETags.
+        caching: what a cache may do with it.
     """
     view, pointer, age, status = answer.pointer.view, answer.pointer, answer.age_s(0), answer.status(0)
     asked = answer.asked.get(0)
@@ -88,7 +129,7 @@ def row_headers(answer: Answer, form: bytes) -> Headers:
     return [
         # rounded up: a cache behind us must not take a row for younger than it is
         (b"age", b"%d" % math.ceil(age)),
-        lifetime(view),
+        caching.lifetime(view, math.ceil(age)),
         (b"cache-status", b'precompute; %b; detail="v%d"' % (how, pointer.snapshot)),
         (b"etag", etag(answer, form, status)),
         VARY,
@@ -137,11 +178,9 @@ def chosen_features(plan: AnswerPlan) -> bytes:
     return b"" if features is None else b"-%08x" % zlib.crc32(",".join(features).encode())
 
 
-def lifetime(view: FeatureView) -> tuple[bytes, bytes]:
-    """``Cache-Control`` of a view's rows: their TTL, and how much longer a cache behind us may serve them: while it asks again, and where it is answered by an error
-    (RFC 5861 §3, §4): as long as we serve a stale row ourselves then. All are from the row's own time on, so that what is left of them goes by ``Age``."""
-    told = view.ttl_s, view.stale_for_s, view.stale_for_s + view.stale_if_error_s
-    return b"cache-control", b"max-age=%d, stale-while-revalidate=%d, stale-if-error=%d" % told
+def json_form(plan: AnswerPlan) -> bytes:
+    """The letter of JSON in an ETag: with base64 it is another form."""
+    return b"b" if plan.base64 else b"j"
 
 
 @lru_cache(4096)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
+from binascii import b2a_base64
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 import orjson
 
-from store.answer import Answer, AnswerPlan
+from store.answer import Answer, AnswerPlan, base64_types
 from store.encoding.arrow_template import is_plain
 from store.feature_view import Feature, FeatureView
 from store.freshness import as_datetime
@@ -19,6 +20,7 @@ from store.online.row_values import NUMPY_TYPES
 from store.status import AnswerSource, Status
 
 key_json = _dumps = orjson.dumps
+_base64 = partial(b2a_base64, newline=False)
 _NUMPY = orjson.OPT_SERIALIZE_NUMPY
 
 
@@ -55,7 +57,16 @@ def tail_json(plan: AnswerPlan, value: Buffer) -> bytes:
 
 def features_json(plan: AnswerPlan, value: Buffer) -> bytes:
     """The features of a packed row."""
-    return _dumps(plan.codec.arrays_one(value, plan.features)[1], option=_NUMPY)
+    features = plan.codec.arrays_one(value, plan.features)[1]
+    for name in plan.base64:
+        if features[name] is not None:
+            features[name] = _base64(features[name]).decode()
+    return _dumps(features, option=_NUMPY)
+
+
+def head_json(plan: AnswerPlan) -> bytes:
+    """What an answer says before its rows, from the view's name on, without the opening brace, and with a comma behind: of one row, no snapshot and model."""
+    return b'"view":%b,' % _dumps(plan.view.name) + (b'"base64":%b,' % _dumps(plan.base64) if plan.base64 else b"")
 
 
 @lru_cache(4096)
@@ -72,8 +83,8 @@ def lookup_json(answer: Answer) -> bytes:
 def lookup_pieces(answer: Answer, rows: int) -> Iterator[bytes]:
     """A lookup's answer in pieces of so many rows."""
     pointer = answer.pointer
-    before = b'{"view":%b,"snapshot":%d,"model":%b,"rows":[{' % (
-        _dumps(pointer.view.name),
+    before = b'{%b"snapshot":%d,"model":%b,"rows":[{' % (
+        head_json(answer.plan),
         pointer.snapshot,
         _dumps(pointer.model),
     )
@@ -102,6 +113,9 @@ def _fresh_rows(answer: Answer, columns: WholeColumns, start: int, end: int) -> 
         numbers = values.view(NUMPY_TYPES[feature.dtype])
         if feature.dim is None:
             texts.append(_dumps(numbers[start:end], option=_NUMPY)[1:-1].split(b","))
+        elif feature.name in answer.plan.base64:
+            # 1.2 µs for 384 float32, a tenth of what their digits take
+            texts.append([b'"%b"' % _base64(vector) for vector in numbers.reshape(-1, feature.dim)[start:end]])
         else:
             texts.append([_dumps(vector, option=_NUMPY) for vector in numbers.reshape(-1, feature.dim)[start:end]])
     return [told % row for row in zip(*texts, strict=True)]
@@ -120,21 +134,29 @@ def _fresh_form(plan: AnswerPlan) -> tuple[bytes, list[Feature]]:
     return before + _common(plan).replace(b"%", b"%%") + b"{%b}}" % b",".join(values), features
 
 
-def search_json(found: Mapping[str, Any], view: FeatureView) -> bytes:
-    """A search's answer, as :meth:`store.lookup.Lookup.find` gives both; numbers as :func:`row_json` has them, so that a row reads the same wherever it is found."""
+def search_json(found: Mapping[str, Any], view: FeatureView, encoded: Collection[str] | None = None) -> bytes:
+    """A search's answer, as :meth:`store.lookup.Lookup.find` gives both; numbers as :func:`row_json` has them, so that a row reads the same wherever it is found.
+
+    Args:
+        encoded: features whose vectors are base64, where they can be; None: as lists.
+    """
     narrow = {f.name: np.dtype(f.dtype) for f in view.features if f.dtype in ("float16", "float32")}
+    base64 = {} if encoded is None else base64_types(view.feature(name) for name in encoded)
     # one by one: other threads have their turn between them
-    rows = b",".join([_neighbour_json(row, narrow) for row in found["rows"]])
-    told = {name: value for name, value in found.items() if name != "rows"}
+    rows = b",".join([_neighbour_json(row, narrow, base64) for row in found["rows"]])
+    told = {name: value for name, value in found.items() if name != "rows"} | ({"base64": base64} if base64 else {})
     return b'%b,"rows":[%b]}' % (_dumps(told)[:-1], rows)
 
 
-def _neighbour_json(row: Mapping[str, Any], narrow: Mapping[str, np.dtype[Any]]) -> bytes:
-    features = {
+def _neighbour_json(row: Mapping[str, Any], narrow: Mapping[str, np.dtype[Any]], base64: Collection[str]) -> bytes:
+    features: dict[str, Any] = {
         # [()]: a number on its own is no array
         name: value if value is None or name not in narrow else np.array(value, narrow[name])[()]
         for name, value in row["features"].items()
     }
+    for name in base64:
+        if features[name] is not None:
+            features[name] = _base64(features[name]).decode()
     return _dumps({**row, "features": features}, option=_NUMPY | orjson.OPT_UTC_Z)
 
 

@@ -7,8 +7,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from store.answer import Answer, AnswerPlan
-from store.encoding.http_freshness import VARY, Headers, chosen_features, last_modified, lifetime, version_of
-from store.encoding.json_rows import key_json, tail_json, time_json
+from store.encoding.http_freshness import VARY, Caching, Headers, chosen_features, json_form, last_modified, version_of
+from store.encoding.json_rows import head_json, key_json, tail_json, time_json
 from store.online.codec import CHECKSUM_BYTES
 from store.online.online_store import Pointer
 from store.online.packed import Buffer
@@ -19,8 +19,8 @@ MAX_CACHE_BYTES = 64 * 2**20
 _ENTRY_BYTES = 1100
 """Of an entry beside its text: objects, key, headers."""
 
-CacheKey = tuple[str, bytes, tuple[str, ...] | None]
-"""View, key as the URL has it, features."""
+CacheKey = tuple[str, bytes, tuple[str, ...] | None, str]
+"""View, key as the URL has it, features, their encoding."""
 
 
 _STATUSES = {status: status.encode() for status in Status}
@@ -35,7 +35,6 @@ class CachedRow(NamedTuple):
     before_status: bytes
     before_age: bytes
     after_age: bytes
-    headers: Headers
     etag: tuple[bytes, bytes]
     """What stands before the status in it, and behind."""
     version: bytes
@@ -57,18 +56,21 @@ class CachedRow(NamedTuple):
             self.after_age,
         )
 
-    def headers_now(self, status: Status, age_us: int) -> tuple[Headers, bytes]:
+    def headers_now(self, status: Status, age_us: int, caching: Caching) -> tuple[Headers, bytes]:
         """Headers of the whole answer but for its type, and the ETag among them."""
+        age_s = -(-age_us // 1_000_000)
         before, after = self.etag
         etag = before + _STATUS_LETTERS[status] + after
         left_s = (int(self.pointer.view.ttl_s * 1e6) - age_us) // 1_000_000
         told = [
-            (b"age", b"%d" % -(-age_us // 1_000_000)),
+            (b"age", b"%d" % age_s),
+            caching.lifetime(self.pointer.view, age_s),
             (b"cache-status", b"precompute; hit; ttl=%d%b" % (left_s, self.version)),
             (b"etag", etag),
             last_modified(self.computed_at_us, self.computed_at_us + age_us),
+            VARY,
         ]
-        return told + self.headers, etag
+        return told, etag
 
 
 def cached_row(answer: Answer) -> CachedRow | None:
@@ -81,29 +83,27 @@ def cached_row(answer: Answer) -> CachedRow | None:
 
 def encoded_row(plan: AnswerPlan, key: str, value: Buffer, computed_at_us: int) -> CachedRow:
     """A whole row of the store, ready to be answered with."""
-    pointer, before_key, lives, etag_before, etag_after, version = _shared(plan)
+    pointer, before_key, etag_before, etag_after, version = _shared(plan)
     return CachedRow(
         pointer,
         computed_at_us,
         b'%b%b,"status":"' % (before_key, key_json(key)),
         b'","source":"store","computed_at":%b,"age_s":' % time_json(computed_at_us),
         tail_json(plan, value),
-        [lives, VARY],
         (b"%b%b-" % (etag_before, bytes(value[:CHECKSUM_BYTES]).hex().encode()), etag_after),
         version,
     )
 
 
 @lru_cache(256)
-def _shared(plan: AnswerPlan) -> tuple[Pointer, bytes, tuple[bytes, bytes], bytes, bytes, bytes]:
+def _shared(plan: AnswerPlan) -> tuple[Pointer, bytes, bytes, bytes, bytes]:
     """What all rows under one plan have in common."""
     pointer = plan.pointer
     return (
         pointer,
-        b'{"view":"%b","key":' % pointer.view.name.encode(),
-        lifetime(pointer.view),
+        b'{%b"key":' % head_json(plan),
         b'W/"%b-' % version_of(pointer),
-        b'j%b"' % chosen_features(plan),
+        b'%b%b"' % (json_form(plan), chosen_features(plan)),
         b'; detail="v%d"' % pointer.snapshot,
     )
 
@@ -150,6 +150,6 @@ class RowCache:
 
 
 def _key_bytes(key: CacheKey) -> int:
-    _, text, features = key
+    _, text, features, _ = key
     # names of features are a caller's own strings, of 49 bytes and their text each
     return len(text) if features is None else len(text) + sum(64 + len(name) for name in features)

@@ -7,7 +7,7 @@ import binascii
 from typing import Any
 
 from store.api.reply import Reply, problem
-from store.api.request import Scope
+from store.api.request import STRANGER, Scope
 from store.guard.hosts import Hosts
 from store.guard.tokens import Tokens
 from store.telemetry.instruments import AUTH_REFUSED, Meter
@@ -15,8 +15,8 @@ from store.telemetry.instruments import AUTH_REFUSED, Meter
 OPERATORS = frozenset({b"/", b"/metrics"})
 """What operators look at: on the admin address alone where there is one, and with a token of scope ``admin`` where there are tokens."""
 
-_OPEN = frozenset({b"/livez"})
-"""Open to all: says nothing but that the process lives."""
+_OPEN = frozenset({b"/livez", b"/readyz"})
+"""Open to all: a probe has no token. Who has none is told no more than a word."""
 
 _ANY = ("0.0.0.0", "::")  # noqa: S104  # compared with, not bound
 _CHALLENGE = [(b"www-authenticate", b'Bearer realm="precompute", Basic realm="precompute"'), (b"cache-control", b"no-store")]
@@ -48,9 +48,12 @@ class Gate:
             return self._refused("host", _NOT_HERE)
         if self._admin is not None and path in OPERATORS and not self._is_admin(scope):
             return problem(404, "no_such_route", "there is no such route here")
-        if self._tokens is None or path in _OPEN:
+        if self._tokens is None:
             return None
         secret = _secret(scope)
+        if path in _OPEN:
+            scope[STRANGER] = secret is None or self._tokens.find(secret) is None
+            return None
         if secret is None:
             return self._refused("none", problem(401, "no_token", "send a token: Authorization: Bearer …", _CHALLENGE))
         token = self._tokens.find(secret)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -32,7 +34,17 @@ _OVERDUE = {_HEAD: "header_time", _BODY: "body_time", _IDLE: "idle"}
 
 FULL = problem(503, "too_many_connections", "the server has as many connections as it may have", [RETRY_SOON])
 _TOO_MUCH = problem(503, "busy", "the server holds as many bodies of requests as it may; try again", [RETRY_SOON])
+_NO_HOST = problem(400, "bad_host", "a request of HTTP/1.1 has one Host header, which names a host (RFC 9112 §3.2)")
 _MALFORMED = problem(400, "bad_http", "this is not HTTP/1.1 as RFC 9112 has it")
+
+
+_HOST = re.compile(rb"(\[[0-9A-Fa-f:.vV]+\]|[\w.~%!$&'()*+,;=-]*)(:\d*)?", re.ASCII)
+
+
+@lru_cache(256)
+def _is_host(value: bytes) -> bool:
+    """Whether a Host header's value is one (RFC 3986 §3.2.2); of a target without a host it is empty."""
+    return _HOST.fullmatch(value) is not None
 
 
 class _Refused(Exception):
@@ -84,8 +96,9 @@ class LimitedProtocol(HttpToolsProtocol):
         """When the client first let the answer that is sent wait; 0 where it has not."""
         self._taken = self._untaken = 0
         """Bytes of it that it took all the same, and that it had yet to take when it last let it wait."""
-        self._at_once = 0
-        """Requests answered at once, of those that came with the last bytes."""
+        self._at_once = False
+        """Whether one was answered at once of the requests that came with the last bytes: those behind it have a task each, one after the other, and between them
+        other connections have their turn. 1,000 connections with 17 each would else keep who asks for one thing waiting for 17,000."""
         self._whole: bytes | None = None
         """Of a posted request that is not begun yet, since all of it is among the bytes that came last: what was parsed of its body."""
         self._received = self._begun = self._head_bytes = self._body_bytes = self._thrown_away = 0
@@ -117,7 +130,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes of requests."""
-        self._received, self._at_once = len(data), 0
+        self._received, self._at_once = len(data), False
         waited_for, begun, body_bytes = self._waits_for, self._begun, self._body_bytes
         if waited_for >= _ENDED:
             self._throw_away(len(data))
@@ -138,7 +151,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
         except (httptools.HttpParserError, _Refused):
             refusal = self._refusal or _MALFORMED
-            self._refuse(refusal, "bad_request" if refusal is _MALFORMED else "too_large")
+            self._refuse(refusal, "bad_request" if refusal.status == HTTPStatus.BAD_REQUEST else "too_large")
         else:
             waits_for = self._waits_for
             if waits_for == _BUSY:
@@ -182,6 +195,12 @@ class LimitedProtocol(HttpToolsProtocol):
         may_be = self._head_bytes + self._received > limits.headers_bytes
         if may_be and sum(len(name) + len(value) + 4 for name, value in self.headers) > limits.headers_bytes:
             self._refusal = self._headers_too_large()
+            raise _Refused
+        hosts = [value for name, value in self.headers if name == b"host"]
+        right = len(hosts) == 1 and _is_host(hosts[0])
+        # of HTTP/1.0 it may be missing
+        if not right and (hosts or self.parser.get_http_version() != "1.0"):
+            self._refusal = _NO_HOST
             raise _Refused
         if len(self.pipeline) >= limits.pipelined:
             self._refusal = problem(429, "too_many_pipelined", f"at most {limits.pipelined} requests of a connection may wait")
@@ -242,12 +261,12 @@ class LimitedProtocol(HttpToolsProtocol):
     def _answered_at_once(self) -> bool:
         """Whether the request whose head is there needed no task; else the application is told that it was asked."""
         at_once = self._all.at_once
-        # in its turn; of as many as may wait, so that others have theirs; and an answer that is not taken is waited for
-        if at_once is None or self._at_once >= self._limits.pipelined or self.flow.write_paused:
+        # in its turn; one of the bytes that came last, so that others have theirs; and an answer that is not taken is waited for
+        if at_once is None or self._at_once or self.flow.write_paused:
             return False
         if not (self.cycle is None or self.cycle.response_complete) or self.parser.should_upgrade():
             return False
-        self._at_once += 1
+        self._at_once = True
         scope, url = cast(dict[str, Any], self.scope), httptools.parse_url(self.url)
         scope["method"] = self.parser.get_method().decode("ascii")
         scope["raw_path"], scope["query_string"] = url.path, url.query or b""
@@ -269,8 +288,6 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _answered_whole(self, body: bytes) -> bool:
         """Whether a request that is here whole needed no task."""
-        # one of the bytes that came last: what it takes is not known before, and others have their turn
-        self._at_once = self._limits.pipelined
         assert self._all.posted_at_once is not None
         reply = self._all.posted_at_once(cast(dict[str, Any], self.scope), body)
         if reply is None:

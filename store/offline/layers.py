@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from store.disk.durable_file import limit_of
 from store.errors import SnapshotError
 
 
@@ -45,7 +46,7 @@ def dead_rows(parts: Sequence[str], deletes: Sequence[Path]) -> dict[int, npt.ND
             with pq.ParquetFile(path) as file:
                 table = file.read(["part", "row"])
         except (pa.ArrowException, OSError) as exc:
-            raise SnapshotError(f"{path} cannot be read ({exc}); publish another snapshot") from exc
+            raise SnapshotError(f"{path} cannot be read ({exc}): {limit_of(exc) or 'publish another snapshot'}") from exc
         names = table.column("part").combine_chunks().dictionary_encode()
         codes, rows = np.asarray(names.indices), np.asarray(table.column("row"))
         for code, name in enumerate(names.dictionary.to_pylist()):

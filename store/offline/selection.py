@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from store.disk.durable_file import limit_of
 from store.entity_key import key_column
 from store.errors import SnapshotError
 from store.offline.layers import Layers
@@ -255,7 +256,8 @@ class _reading:
             raise self._damaged(exc) from exc
 
     def _damaged(self, exc: BaseException) -> SnapshotError:
-        return SnapshotError(f"{self._path} cannot be read ({exc}): its snapshot is damaged; publish another one")
+        remedy = limit_of(exc) or "its snapshot is damaged; publish another one"
+        return SnapshotError(f"{self._path} cannot be read ({exc}): {remedy}")
 
 
 def _bounds(path: Path) -> Numbers:

@@ -20,9 +20,9 @@ import pyarrow.parquet as pq
 
 from store.clock import utc_now
 from store.disk.crashpoint import crashpoint
-from store.disk.durable_file import create_once, disk_message, make_folder, sha256_of, sync_folder
+from store.disk.durable_file import create_once, disk_message, limit_of, make_folder, sha256_of, sync_folder
 from store.disk.lease import Lease, is_held
-from store.errors import SnapshotError
+from store.errors import SnapshotError, UnreadableError
 from store.feature_view import NAME
 from store.offline.catalog import Catalog, add_to_catalog, read_catalog
 from store.offline.journal import Journals
@@ -185,7 +185,10 @@ class ViewStore:
             SnapshotError: it is missing or has another size than the manifest tells.
         """
         path = (self.folder / part.path).absolute()
-        size = path.stat().st_size if path.is_file() else None
+        try:
+            size = path.stat().st_size if path.is_file() else None
+        except OSError as exc:
+            raise UnreadableError(f"{path} cannot be read: {limit_of(exc) or exc.strerror or exc}") from exc
         if size != part.size_bytes:
             state = "is missing" if size is None else f"has {size} bytes instead of {part.size_bytes}"
             raise SnapshotError(
@@ -214,9 +217,8 @@ class ViewStore:
                 batches = file.iter_batches(batch_rows, columns=None if columns is None else list(columns))
                 yield from living(batches, layers.dead.get(number))
         except (pa.ArrowException, OSError) as exc:
-            raise SnapshotError(
-                f"{path} cannot be read ({exc}): snapshot {snapshot.number} is damaged; publish another one"
-            ) from exc
+            remedy = limit_of(exc) or f"snapshot {snapshot.number} is damaged; publish another one"
+            raise SnapshotError(f"{path} cannot be read ({exc}): {remedy}") from exc
 
     def sample(
         self, snapshot: Snapshot, rows: int, columns: Sequence[str] | None = None, places: int = CLUSTERS, turn: int = 0
@@ -294,6 +296,8 @@ class ViewStore:
         """
         try:
             path = self.checked_path(layer, part)
+        except UnreadableError:
+            raise
         except SnapshotError as exc:
             return str(exc)
         try:
@@ -304,6 +308,8 @@ class ViewStore:
             return f"{path} differs from its checksum in the manifest: the file was damaged or changed"
         try:
             self._check_rows(path, part)
+        except UnreadableError:
+            raise
         except SnapshotError as exc:
             return str(exc)
         return None
@@ -312,6 +318,9 @@ class ViewStore:
         try:
             rows = pq.read_metadata(path).num_rows
         except (pa.ArrowException, OSError) as exc:
+            limit = limit_of(exc)
+            if limit is not None:
+                raise UnreadableError(f"{path} cannot be read back ({exc}): {limit}") from exc
             raise SnapshotError(f"{path} cannot be read back ({exc}); publish another snapshot") from exc
         if rows != part.rows:
             raise SnapshotError(f"{path} holds {rows} rows, its manifest says {part.rows}; publish another snapshot")

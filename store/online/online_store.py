@@ -191,6 +191,9 @@ class OnlineStore(ABC):
         """
         return None
 
+    def warm(self) -> None:  # noqa: B027
+        """Have what a first read would have to open open."""
+
     @abstractmethod
     def read(self, view: str, keys: Sequence[bytes]) -> tuple[Pointer, FoundRows] | None:
         """Packed rows of ``keys``, all as the pointer returned has them: its overlay's where that has one, a tombstone too, and its base's.

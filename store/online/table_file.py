@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from store.disk.durable_file import limit_of
 from store.errors import OnlineStoreError
 from store.online.kernels import LINE_BYTES, LINE_SLOTS, Layout, Records, hash_of
 from store.online.packed import U1, U8, Packed
@@ -72,7 +73,7 @@ class TableFile:
             raise
         except (OSError, ValueError) as exc:
             # ValueError: it is empty
-            raise OnlineStoreError(f"cannot read {path}: {exc}; publish the view again") from exc
+            raise OnlineStoreError(f"cannot read {path}: {exc}; {limit_of(exc) or 'publish the view again'}") from exc
         try:
             self._read_header(mapping)
         except (ValueError, RecursionError, struct.error) as exc:

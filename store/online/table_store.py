@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from store.disk.durable_file import disk_message, locked, make_folder, replace_durably, sync_folder
+from store.disk.durable_file import disk_message, limit_of, locked, make_folder, replace_durably, sync_folder
 from store.errors import DamagedPointerError, OnlineStoreError, RowsLostError
 from store.feature_view import NAME
 from store.online import kernels
@@ -174,7 +174,9 @@ class TableStore(OnlineStore):
         except FileNotFoundError:
             return FoundRows(keys, [None] * len(keys))
         except OSError as exc:
-            raise OnlineStoreError(f"cannot read {path}: {exc.strerror or exc}; publish the view again") from exc
+            raise OnlineStoreError(
+                f"cannot read {path}: {exc.strerror or exc}; {limit_of(exc) or 'publish the view again'}"
+            ) from exc
 
     def generations(self, view: str) -> list[Generation]:
         numbers = sorted(int(p.stem) for p in (self.folder / view).glob("*.table") if p.stem.isdigit())

@@ -91,6 +91,13 @@ def shares_bar(parts: Mapping[str, float], classes: Sequence[str]) -> Html:
     return element("svg", *rects, height="10", role="img", aria_label=label)
 
 
+def legend(words: Sequence[str], classes: Sequence[str]) -> Html:
+    """What the parts of :func:`shares_bar` are: a square of the colour before each one's words."""
+    squares = [element("svg", element("rect", width="100%", height="100%", class_=colour), class_="key") for colour in classes]
+    entries = [element("span", square, word) for square, word in zip(squares, words, strict=True)]
+    return element("p", *(joined(entry, " ") for entry in entries), class_="legend quiet small")
+
+
 def columns_bar(counts: Sequence[float]) -> Html:
     """A histogram's buckets, side by side, as high as they hold."""
     most, width = max(counts, default=0.0) or 1.0, 1 / max(1, len(counts))

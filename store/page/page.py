@@ -9,7 +9,7 @@ from store.lookup import Lookup
 from store.page.figures import Figures, ViewFigures, gather
 from store.page.html import Html, element, joined
 from store.page.question import Question, answered, box
-from store.page.sections import caches, fallback, latency, view_card
+from store.page.sections import by_trouble, caches, fallback, latency, view_card
 from store.page.style import STYLE
 from store.telemetry.instruments import Meter
 
@@ -62,7 +62,7 @@ def status_page(figures: Figures, asked: Question = _NOTHING, answer: Html | Non
             box(views, asked) if views else None,
             answer,
             element("h2", "Views"),
-            element("div", *(view_card(view, figures) for view in figures.views), class_="cards")
+            element("div", *(view_card(view, figures) for view in sorted(figures.views, key=by_trouble)), class_="cards")
             if views
             else element("p", "No view is published yet: ", element("code", "precompute run VIEW"), class_="card"),
             latency(figures),

@@ -9,6 +9,7 @@ from urllib.parse import parse_qs, urlencode
 
 from store.clock import duration
 from store.errors import OnlineStoreError, PrecomputeError, RequestError, VectorIndexError
+from store.feature_view import Feature
 from store.key_text import key_from_path
 from store.lookup import Lookup
 from store.lookup_options import LookupOptions
@@ -22,6 +23,8 @@ _MOST_BYTES = 8192
 _K = 10
 _PATIENCE_MS = 3000.0
 """For the model: a person waits longer than a service."""
+_TELLING = 3
+"""Features of a row that a search found, at most."""
 _SHOWN = 8
 """Numbers of a vector, or items of a list, that are shown."""
 
@@ -65,21 +68,40 @@ class Question:
 
 
 def box(views: Sequence[Mapping[str, Any]], asked: Question) -> Html:
-    """The form: a plain GET, so that an answer has an address, and no script is needed."""
-    options = [element("option", view["view"], selected=view["view"] == asked.view) for view in views]
-    buttons = [element("button", words, name="do", value=way) for way, words in _WAYS.items()]
+    """The forms: plain GETs, so that an answer has an address, and no script is needed. A text is asked of the views alone that can be searched by one."""
+    by_key = (LOOKUP, NEAR) if any(view["searchable"] for view in views) else (LOOKUP,)
+    by_text = [view["view"] for view in views if view.get("takes_text")]
+    forms = [_form(by_key, [view["view"] for view in views], asked)] + ([_form((TEXT,), by_text, asked)] if by_text else [])
+    return element("div", *forms, class_="card ask")
+
+
+def _form(ways: Sequence[str], views: Sequence[str], asked: Question) -> Html:
+    own, name = asked.way in ways, ways[0]
+    options = [element("option", view, selected=view == asked.view) for view in views]
+    words = "Text" if TEXT in ways else "Key (parts of a composite key with / between them)"
     return element(
         "form",
-        element("div", element("label", "View", for_="view"), element("select", *options, name="view", id="view")),
         element(
             "div",
-            element("label", "Key, or a text (parts of a composite key with / between them)", for_="q"),
-            element("input", name="q", id="q", value=asked.text, autocomplete="off", maxlength=2000, required=True),
+            element("label", "View", for_=f"{name}-view"),
+            element("select", *options, name="view", id=f"{name}-view"),
+        ),
+        element(
+            "div",
+            element("label", words, for_=f"{name}-q"),
+            element(
+                "input",
+                name="q",
+                id=f"{name}-q",
+                value=asked.text if own else "",
+                autocomplete="off",
+                maxlength=2000,
+                required=True,
+            ),
             class_="wide",
         ),
-        *buttons,
+        *(element("button", _WAYS[way], name="do", value=way) for way in ways),
         method="get",
-        class_="card",
     )
 
 
@@ -126,31 +148,43 @@ def _status(row: Mapping[str, Any]) -> str:
 
 
 def _found(lookup: Lookup, asked: Question) -> Html:
+    pointer = lookup.online.live(asked.view)
+    features = [] if pointer is None else telling(pointer.view.features)
     if asked.way == NEAR:
-        found = lookup.search(asked.view, key=_key(lookup, asked), k=_K)
+        found = lookup.search(asked.view, key=_key(lookup, asked), k=_K, features=features)
     else:
-        pointer = lookup.online.live(asked.view)
         column = "text" if pointer is None else text_column(pointer)
-        found = lookup.search(asked.view, inputs={column: asked.text}, k=_K, deadline_ms=_PATIENCE_MS)
-    scores = [row["score"] for row in found["rows"]]
-    least, most = min(scores, default=0.0), max(scores, default=0.0)
+        found = lookup.search(asked.view, inputs={column: asked.text}, k=_K, deadline_ms=_PATIENCE_MS, features=features)
+    # from 0, so that lengths are to each other as scores are: of a cosine to 1, else to the largest
+    longest = 1.0 if found["metric"] == "cosine" else max((row["score"] for row in found["rows"]), default=0.0)
     rows = []
     for row in found["rows"]:
-        near = 1.0 if most == least else (row["score"] - least) / (most - least)
-        near = 0.1 + 0.9 * (1 - near if found["metric"] == "l2" else near)
+        near = min(1.0, max(0.0, row["score"] / longest)) if longest > 0 else 0.0
         link = element("a", row["key"], href="?" + Question(asked.view, row["key"]).query())
         bar = shares_bar({"score": near, "rest": 1 - near}, ["s0", "rest"])
         cells: list[tuple[str, Child, str | None]] = [
             ("key", link, None),
             (found["metric"], f"{row['score']:.4f}", "n"),
             ("", bar, "bar"),
+            *((name, shown(row["features"][name]), "found") for name in features),
             ("status", element("span", row["status"], class_=row["status"]), None),
             ("age", duration(row["age_s"]), "n"),
         ]
         rows.append(element("tr", *(element("td", value, class_=kind, data_is=name or None) for name, value, kind in cells)))
     if not rows:
         return element("p", "nothing is near", class_="card answer")
-    return element("div", element("table", element("tbody", *rows)), class_="card answer")
+    names = ("key", found["metric"], "", *features, "status", "age")
+    head = element(
+        "thead", element("tr", *(element("th", name, class_="n" if name in (found["metric"], "age") else None) for name in names))
+    )
+    return element("div", element("table", head, element("tbody", *rows), class_="hits"), class_="card answer")
+
+
+def telling(features: Sequence[Feature]) -> list[str]:
+    """The features by which a person knows a row again: texts first, then other values and lists; vectors where there is nothing else."""
+    kinds = {f.name: 2 if f.dim is not None else 0 if f.dtype == "string" else 1 for f in features}
+    names = sorted(kinds, key=kinds.__getitem__)
+    return [name for name in names if kinds[name] < 2][:_TELLING] or names[:1]
 
 
 def shown(value: Any) -> str:

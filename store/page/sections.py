@@ -7,13 +7,25 @@ from typing import Any
 
 from store.clock import duration
 from store.offline.runs import Report
-from store.page.bars import columns_bar, freshness_bar, runs_line, shares_bar
+from store.page.bars import columns_bar, freshness_bar, legend, runs_line, shares_bar
 from store.page.figures import Figures, Times, ViewFigures, counted
 from store.page.html import Child, Html, element, joined
 
 _TOLD_RUNS = 6
 """In words."""
+_BAD_ENDS = ("failed", "killed", "rejected", "refused", "cancelled")
 _STATUSES = ("fresh", "stale", "computed", "missing")
+
+
+_TROUBLE = ("missing", "stale", "fresh")
+
+
+def by_trouble(view: ViewFigures) -> tuple[int, bool, str]:
+    """What a card is sorted by: what is broken, then what has expired or is stale, then what failed last, then the others, by name."""
+    no_model = view.told["fallback"] and not view.told.get("model_ready", True)
+    broken = not view.readable or view.trouble is not None or no_model
+    age = -1 if broken else _TROUBLE.index(view.told["status"] or "missing")
+    return age, not (view.runs and view.runs[0].status in _BAD_ENDS), str(view.told["view"])
 
 
 def view_card(view: ViewFigures, figures: Figures) -> Html:
@@ -53,15 +65,14 @@ def _facts(told: Mapping[str, Any]) -> Html:
     shown = ", ".join(features[:4]) + (f" and {len(features) - 4} more" if len(features) > 4 else "")
     coverage = "–" if told["coverage"] is None else f"{told['coverage']:.1%} of the source"
     facts: list[tuple[str, Child]] = [
-        ("entity", ", ".join(told["entity"])),
-        ("features", shown),
         ("coverage", coverage),
         ("published", str(told["published_at"])[:19].replace("T", " ")),
         ("search", _search(told)),
         ("fallback", _fallback(told)),
         ("model", element("code", str(told["model"])[:12])),
     ]
-    return element("dl", *(joined(element("dt", name), element("dd", value)) for name, value in facts))
+    listed = element("dl", *(joined(element("dt", name), element("dd", value)) for name, value in facts))
+    return element("details", element("summary", f"{', '.join(told['entity'])} → {shown}"), listed)
 
 
 def _fallback(told: Mapping[str, Any]) -> Child:
@@ -105,11 +116,11 @@ def _rows_asked(figures: Figures, view: str) -> Html | None:
     asked = sum(by_status.values())
     if not asked:
         return None
-    words = ", ".join(f"{rows:,.0f} {status}" for status, rows in by_status.items() if rows)
+    there = {status: rows for status, rows in by_status.items() if rows}
+    colours = [f"f-{status}" for status in there]
     why = f" ({', '.join(f'{reason} {rows:,.0f}' for reason, rows in sorted(reasons.items()))})" if reasons else ""
-    return joined(
-        element("p", f"asked: {words}{why}", class_="quiet"), shares_bar(by_status, [f"f-{status}" for status in by_status])
-    )
+    words = [f"{rows:,.0f} {status}{why if status == 'missing' else ''}" for status, rows in there.items()]
+    return joined(element("p", "rows asked for", class_="quiet"), shares_bar(there, colours), legend(words, colours))
 
 
 def _last_run(runs: Sequence[Report]) -> Html | None:
@@ -137,8 +148,7 @@ def _run(run: Report) -> Html:
 
 
 def _ended(run: Report) -> Html:
-    bad = run.status in ("failed", "killed", "rejected", "refused", "cancelled")
-    return element("span", run.status, class_="bad" if bad else None)
+    return element("span", run.status, class_="bad" if run.status in _BAD_ENDS else None)
 
 
 def _stages(run: Report) -> Html | None:
@@ -149,8 +159,10 @@ def _stages(run: Report) -> Html | None:
         most["others"] = sum(stages.values()) - sum(most.values())
     if not most:
         return None
-    words = ", ".join(f"{name} {duration_ms(seconds)}" for name, seconds in most.items())
-    return joined(shares_bar(most, [f"s{i}" for i in range(len(most))]), element("span", words, class_="quiet small"))
+    colours = [f"s{i}" for i in range(len(most))]
+    return joined(
+        shares_bar(most, colours), legend([f"{name} {duration_ms(seconds)}" for name, seconds in most.items()], colours)
+    )
 
 
 def _head(names: Sequence[str], numbers: Sequence[str] = ()) -> Html:
@@ -180,7 +192,7 @@ def latency(figures: Figures) -> Html | None:
     return element(
         "section",
         element("h2", "Latency"),
-        element("div", element("table", head, element("tbody", *rows), class_="fold"), class_="card"),
+        element("div", element("table", head, element("tbody", *rows)), class_="card"),
     )
 
 

@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -165,9 +166,14 @@ class Cluster(Servers):
 
     def _followed(self, once: Callable[[float], list[Any]], doing: str, budget: Budget) -> list[Any]:
         """Do something until nothing moves, or the budget is spent."""
-        breaker = self._breaker if budget.guarded else None
-        if breaker is not None and (opened := breaker.opened()) is not None:
+        if not budget.guarded:
+            return self._until(once, doing, budget.deadline, None)
+        if (opened := self._breaker.opened()) is not None:
             raise no_answer(self.where, doing, opened)
+        call = partial(self._until, once, doing, budget.deadline, self._breaker)
+        return self._breaker.probed(call, partial(no_answer, self.where, doing))
+
+    def _until(self, once: Callable[[float], list[Any]], doing: str, deadline: float, breaker: Breaker | None) -> list[Any]:
         redirections, looked = 0, self._failed_at
         while True:
             try:
@@ -182,7 +188,7 @@ class Cluster(Servers):
                 self._breaker.succeeded()
                 return answer
             now = time.monotonic()
-            if now >= budget.deadline:
+            if now >= deadline:
                 # who comes next looks at the cluster anew: what hung may have been replaced
                 self._failed_at = now
                 if breaker is not None:

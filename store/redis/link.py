@@ -7,8 +7,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import hiredis
 import redis
@@ -26,7 +28,11 @@ IDLE_CONNECTIONS = 64
 TRIES = 3
 """Of a call whose connection is refused or cut, or that the server is too busy for."""
 
+PROBE_S = 0.01
+"""A call waits for a server that was silent: it is not what its caller has to wait a whole budget for."""
+
 Command = Sequence[bytes | str | int]
+T = TypeVar("T")
 
 
 def packed(*commands: Command) -> bytes:
@@ -146,7 +152,8 @@ _PART: Any = object()
 
 
 class Breaker:
-    """Opens when a call spent its whole budget without an answer; lets one call through after a pause that grows from ``first_s`` to ``most_s``.
+    """Opens when a call spent its whole budget without an answer; lets one call through after a pause that grows from ``first_s`` to ``most_s``, which
+    :meth:`probed` makes.
 
     Safe to share between threads.
     """
@@ -170,6 +177,28 @@ class Breaker:
                 return f"{said}; asked again in {self._until_s - now_s:.1f} s"
             self._until_s = now_s + self._pause_s
             return None
+
+    def probed(self, call: Callable[[], T], late: Callable[[str], Exception]) -> T:
+        """What a call comes to, where it is the probe; its caller waits no longer than :data:`PROBE_S`, while it goes on behind it and tells what became of it.
+
+        Raises:
+            Exception: what the call raises, or ``late`` makes of words where it takes longer.
+        """
+        if (words := self.words) is None:
+            return call()
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call())
+            except BaseException as exc:
+                future.set_exception(exc)
+
+        threading.Thread(target=run, name="redis-probe", daemon=True).start()
+        try:
+            return future.result(PROBE_S)
+        except TimeoutError:
+            raise late(f"{words}; it is being asked again") from None
 
     def failed(self, words: str) -> None:
         """The server did not answer."""
@@ -254,9 +283,15 @@ class Link:
     def replies(self, commands: bytes, count: int, doing: str, budget: Budget | float | None = None) -> list[Any]:
         """As :meth:`ask`, with errors among the replies as :class:`Refused`; only one that goes by is waited for."""
         budget = Budget.of(budget, self.budget_s)
-        breaker, deadline = self.breaker if budget.guarded else None, budget.deadline
-        if breaker is not None and (opened := breaker.opened()) is not None:
+        if not budget.guarded:
+            return self._tried(commands, count, doing, budget.deadline, None)
+        if (opened := self.breaker.opened()) is not None:
             raise no_answer(self.where, doing, opened)
+        call = partial(self._tried, commands, count, doing, budget.deadline, self.breaker)
+        return self.breaker.probed(call, partial(no_answer, self.where, doing))
+
+    def _tried(self, commands: bytes, count: int, doing: str, deadline: float, breaker: Breaker | None) -> list[Any]:
+        """Replies, by as many tries as there is time for; ``breaker`` is told of silence."""
         tried = 0
         while True:
             try:
@@ -301,6 +336,20 @@ class Link:
             return self._idle.pop()
         except IndexError:
             return self.connect(deadline)
+
+    def warm(self, connections: int, deadline: float) -> None:
+        """Open so many, to be there when they are wanted.
+
+        Raises:
+            Lost, Refused: one could not be made.
+        """
+        opened: list[Connection] = []
+        try:
+            while len(opened) < connections:
+                opened.append(self.take(deadline))
+        finally:
+            for connection in opened:
+                self.give(connection)
 
     def give(self, connection: Connection) -> None:
         """Back, with nothing on its way, to be used again."""

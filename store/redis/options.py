@@ -10,6 +10,8 @@ from urllib.parse import unquote
 from store.errors import ConfigError
 from store.feature_view import NAME
 
+BUDGET_S = 0.1
+"""Of a read of rows, unless the URL says otherwise: what a caller waits for a server that hangs, the first time."""
 FORMS = "write redis://host:6379/0, rediss://…, unix:///path?db=0 or redis+cluster://host:6379,host:6379"
 
 
@@ -27,7 +29,7 @@ class RedisOptions:
     prefix: str = "precompute"
     max_load_mb_s: float | None = None
     allow_eviction: bool = False
-    budget_s: float = 1.0
+    budget_s: float = BUDGET_S
     buckets: bool = True
 
     @classmethod
@@ -38,14 +40,14 @@ class RedisOptions:
             url: ``redis://host:port/db``, ``rediss://…``, ``unix:///path?db=0`` or ``redis+cluster://host:port,host:port`` (``rediss+cluster://`` for TLS).
                 In its query: ``prefix`` (a name; keeps projects apart in one database; default ``precompute``), ``max_load_mb_s`` (a load sends no more
                 than that), ``allow_eviction=yes`` (load though the server may drop rows by itself), ``budget_ms`` (for connecting, trying again and
-                reading together, default 1000), ``buckets=no`` (narrow rows under keys of their own: three to four times the memory, half the time to read many), and
+                reading together, of rows, default 100), ``buckets=no`` (narrow rows under keys of their own: three to four times the memory, half the time to read many), and
                 what redis-py takes, such as ``ssl_ca_certs``.
 
         Raises:
             ConfigError: it cannot be read; says nothing of what may be a part of a password.
         """
         base, _, query = url.partition("?")
-        own: dict[str, Any] = {}
+        own: dict[str, Any] = {"budget_s": BUDGET_S}
         others: list[str] = []
         for option in query.split("&") if query else []:
             name, _, value = option.partition("=")

@@ -26,12 +26,16 @@ from store.redis.link import Budget, Command, Link
 from store.redis.meta import EVERYTHING, Loaded, Loading, Meta, Names, read_pointer, script
 from store.redis.options import RedisOptions
 from store.redis.preflight import ServerState, check_room, check_server, evicted_of, identity_of, key_cost_bytes, server_state
-from store.redis.replies import Full
+from store.redis.replies import Full, Lost, Refused, no_answer
 from store.redis.resp import Layout
 from store.redis.servers import ADMIN_S, Servers, SingleServer, begun, handed_on, keep_small, replicated
 
 KNOWN_S = 0.1
 """How long a pointer is known to be live, from before it was asked for on: 10 reads a second and view tell it, however many rows are answered meanwhile."""
+LOOK_S = 1.0
+"""For what is live, loaded, there, where no rows are asked for: whoever publishes asks it of a server that is loading, too."""
+WARM_CONNECTIONS = 8
+"""Of each server, open before anybody asks: the first requests of a worker do not come one by one."""
 FREED_S = 3.0
 """For the server to give back the memory of what was dropped: it does so behind its replies."""
 
@@ -87,17 +91,24 @@ class RedisStore(OnlineStore):
         return None
 
     def live(self, view: str) -> Pointer | None:
-        seen = self._load_pointer(view)
+        seen = self._load_pointer(view, _look())
         return None if seen is None else seen.pointer
 
     def known(self, view: str) -> Pointer | None:
         seen = self._seen.get(view)
         return seen.pointer if seen is not None and time.monotonic() < seen.asked_s + KNOWN_S else None
 
-    def _load_pointer(self, view: str, budget: Budget | None = None) -> _Seen | None:
+    def warm(self) -> None:
+        for link in self._servers.masters():
+            try:
+                link.warm(WARM_CONNECTIONS, time.monotonic() + LOOK_S)
+            except (Lost, Refused) as exc:
+                raise no_answer(link.where, "open connections", str(exc)) from exc
+
+    def _load_pointer(self, view: str, budget: Budget) -> _Seen | None:
         if not NAME.match(view):
             return None
-        budget, doing = budget or Budget.of(None, self._options.budget_s), f"read the pointer of {view!r}"
+        doing = f"read the pointer of {view!r}"
         meta, asked_s = self._names.meta(view), time.monotonic()
         (found,) = self._servers.ask(meta, [("HMGET", meta, "version", "pointer")], doing, budget)
         assert isinstance(found, list)
@@ -140,22 +151,22 @@ class RedisStore(OnlineStore):
 
     def loaded(self, view: str, numbers: Sequence[int]) -> list[Generation]:
         meta, fields = self._names.meta(view), [b"rows:%d" % number for number in numbers]
-        (found,) = self._servers.ask(meta, [("HMGET", meta, *fields)], f"look at {view!r}")
+        (found,) = self._servers.ask(meta, [("HMGET", meta, *fields)], f"look at {view!r}", _look())
         return Meta.of([part for noted in zip(fields, found, strict=True) if None not in noted for part in noted]).generations
 
     def views(self) -> list[str]:
-        doing = "list the views"
-        (members,) = self._servers.ask(self._names.views, [("SMEMBERS", self._names.views)], doing)
+        doing, budget = "list the views", _look()
+        (members,) = self._servers.ask(self._names.views, [("SMEMBERS", self._names.views)], doing, budget)
         assert isinstance(members, list)
         names = sorted(name.decode(errors="replace") for name in members)
         metas = [self._names.meta(name) for name in names]
-        live = [self._servers.ask(meta, [("HEXISTS", meta, "pointer")], doing) for meta in metas]
+        live = [self._servers.ask(meta, [("HEXISTS", meta, "pointer")], doing, budget) for meta in metas]
         return [name for name, (there,) in zip(names, live, strict=True) if there]
 
     def doubts(self, view: str) -> list[str]:
-        doing, views = f"look after {view!r}", self._names.views
-        states = self._servers.states(doing).values()
-        (members,) = self._servers.ask(views, [("SMEMBERS", views)], doing)
+        doing, views, budget = f"look after {view!r}", self._names.views, _look()
+        states = self._servers.states(doing, budget).values()
+        (members,) = self._servers.ask(views, [("SMEMBERS", views)], doing, budget)
         # beside rows there are the set of views, and a hash for each
         return records.doubts(self._meta(view), states, beside=1 + len(members))
 
@@ -435,6 +446,10 @@ class RedisStore(OnlineStore):
 
     def close(self) -> None:
         self._servers.close()
+
+
+def _look() -> Budget:
+    return Budget.of(None, LOOK_S)
 
 
 @dataclass(slots=True)

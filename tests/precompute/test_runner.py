@@ -494,6 +494,14 @@ def test_a_row_that_costs_or_unusable_cannot_take_does_not_take_the_run_with_it(
     assert "cannot weigh 2" in errors[0]
 
 
+@pytest.mark.parametrize("named", [[1], {"1": "empty"}, {3: "empty"}, {-1: "empty"}, None])
+def test_unusable_rows_that_are_named_otherwise_than_by_their_position_are_a_model_error(named: Any) -> None:
+    model = Checking(10)
+    model.unusable = lambda batch: named  # type: ignore[method-assign]
+    with pytest.raises(ModelError, match=r"unusable\(\) is to return"):
+        compute(model, view(*NUMBERS), batch([1, 2, 3]))
+
+
 def test_costs_below_one_count_as_one() -> None:
     model = Sized(2)
     done = compute(model, view(*NUMBERS), batch([0, -5, 0]))

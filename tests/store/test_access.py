@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from store.api.request import STRANGER
 from store.errors import ConfigError
 from store.guard.gate import Gate
 from store.guard.hosts import Hosts
@@ -145,14 +146,13 @@ ROUTES = [
     "/v1/views/a/lookup",
     "/v1/lookup",
     "/v1/views",
-    "/readyz",
     "/openapi.json",
     "/nothing",
     "//metrics",
 ]
 
 
-def test_every_route_but_one_asks_for_a_token_and_those_of_operators_for_another(file: Path) -> None:
+def test_every_route_but_two_asks_for_a_token_and_those_of_operators_for_another(file: Path) -> None:
     read, admin = make_token(file, "r", "read"), make_token(file, "a", "admin")
     meter = Meter()
     gate = Gate(meter, Tokens(file))
@@ -168,7 +168,10 @@ def test_every_route_but_one_asks_for_a_token_and_those_of_operators_for_another
     for path in ("/", "/metrics"):
         assert [status(path, f"bearer  {secret}".encode()) for secret in (read, admin)] == [403, 200]
         assert status(path, None) == 401
-    assert status("/livez", None) == 200
+    for path in ("/livez", "/readyz"):
+        for authorization, stranger in ((None, True), (b"Bearer x", True), (f"Bearer {read}".encode(), False)):
+            scope = asked(path, authorization)
+            assert (gate(scope), scope[STRANGER]) == (None, stranger)
     for wrong in (
         b"",
         b"Bearer",
@@ -186,7 +189,7 @@ def test_every_route_but_one_asks_for_a_token_and_those_of_operators_for_another
     headers = dict(reply.headers)
     assert headers[b"www-authenticate"].startswith(b"Bearer")
     assert headers[b"cache-control"] == b"no-store"
-    assert [int(meter.counter(AUTH_REFUSED, why).value) for why in ("none", "unknown", "scope")] == [17, 3, 2]
+    assert [int(meter.counter(AUTH_REFUSED, why).value) for why in ("none", "unknown", "scope")] == [16, 3, 2]
 
 
 def test_who_passed_is_known_by_name(file: Path) -> None:

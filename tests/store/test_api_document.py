@@ -160,7 +160,7 @@ def test_the_document_tells_what_its_server_asks_for(asks: Asks, read: Any, metr
     told = {
         path: next(iter(methods.values())).get("security", document["security"]) for path, methods in document["paths"].items()
     }
-    assert told == dict.fromkeys(document["paths"], read) | {"/metrics": metrics, "/livez": livez}
+    assert told == dict.fromkeys(document["paths"], read) | {"/metrics": metrics, "/livez": livez, "/readyz": livez}
     schemes = document["components"]["securitySchemes"]
     assert {name: (scheme["type"], scheme.get("scheme")) for name, scheme in schemes.items()} == {
         "token": ("http", "bearer"),

@@ -230,12 +230,40 @@ def test_the_gate_stands_before_it_and_is_asked_once() -> None:
 
 def test_many_at_once_are_answered_in_order_and_not_without_end() -> None:
     with served(house().app, pipelined=4) as (address, meter), socket.create_connection(address, timeout=20) as connection:
-        connection.sendall(get("a") * 9)
-        assert [reply.status for reply in replies(connection, 9)] == [200] * 9
+        connection.sendall(get("a") * 6)
+        assert [reply.status for reply in replies(connection, 6)] == [200] * 6
         connection.sendall(get("a") * 40)
-        # four at once, one that is answered by a task, four that wait for it
-        assert [reply.status for reply in replies(connection, 10)] == [200] * 9 + [429]
+        # one at once, one that is answered by a task, four that wait for it
+        assert [reply.status for reply in replies(connection, 7)] == [200] * 6 + [429]
         assert meter.counter(CONNECTIONS_CLOSED, "too_large").value == 1
+
+
+def test_who_asks_for_one_thing_does_not_wait_for_all_that_others_asked_for_before() -> None:
+    asked: list[str] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def gate(scope: Any) -> None:
+        asked.append(scope["raw_path"].rpartition(b"/")[2].decode())
+        if asked[-1] == "hold":
+            begun.set()
+            go_on.wait(20)
+
+    with served(house(gate=gate).app) as (address, _), contextlib.ExitStack() as stack:
+        many, one, hold = (stack.enter_context(socket.create_connection(address, timeout=20)) for _ in range(3))
+        for connection in (many, one):
+            connection.sendall(get("a"))
+            replies(connection, 1)
+        asked.clear()
+        hold.sendall(get("hold"))
+        # while nobody is answered, both come
+        begun.wait(20)
+        many.sendall(get("a") * 17)
+        one.sendall(get("old"))
+        time.sleep(0.05)
+        go_on.set()
+        assert len(replies(one, 1)) == 1
+        assert len(replies(many, 17)) == 17
+    assert asked.index("old") <= 3, asked
 
 
 def test_who_does_not_take_these_answers_is_cut_off_too() -> None:

@@ -547,7 +547,9 @@ def test_limits_arrive_as_they_were_said(kind: str) -> None:
             with pytest.raises(RequestError, match="max_age_s is a number from 0"):
                 client.several([ViewLookupRequest(view="numbers", keys=[1], max_age_s=age_s)])
     (asked,) = server.requests
-    assert asked.startswith(b"GET /v1/views/numbers/rows/1?deadline_ms=40.25&max_age_s=1234567.0 HTTP/1.1\r\n")
+    assert asked.startswith(
+        b"GET /v1/views/numbers/rows/1?deadline_ms=40.25&max_age_s=1234567.0&encoding_format=base64 HTTP/1.1\r\n"
+    )
 
 
 def test_the_server_is_told_whom_it_is_asked_as() -> None:

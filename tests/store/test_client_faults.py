@@ -563,7 +563,11 @@ def likes(request: bytes, view: str = "likes", more: int = 0) -> bytes:
     """What a server answers to a request of :data:`WAYS`, or would for another view, or with more rows."""
     head, _, body = request.partition(b"\r\n\r\n")
     line = head.partition(b"\r\n")[0]
-    user = int(line.split()[1].rpartition(b"/")[2]) if line.startswith(b"GET") else int(re.findall(rb'"keys":\[(\d+)', body)[0])
+    user = (
+        int(line.split()[1].partition(b"?")[0].rpartition(b"/")[2])
+        if line.startswith(b"GET")
+        else int(re.findall(rb'"keys":\[(\d+)', body)[0])
+    )
     row: dict[str, Any] = {
         "key": str(user),
         "status": "fresh",

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from store import errors
-from store.errors import ConflictError, NoAnswerError, OnlineStoreError, PrecomputeError, RequestError
+from store.errors import ConflictError, NoAnswerError, OnlineStoreError, PrecomputeError, RequestError, SnapshotError
 
 ALL = {name: kind for name, kind in vars(errors).items() if inspect.isclass(kind)}
 
@@ -29,6 +29,7 @@ def test_the_picture_of_the_tree_names_every_error() -> None:
         OnlineStoreError,
         NoAnswerError,
         RequestError,
+        SnapshotError,
     }
 
 

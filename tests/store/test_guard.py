@@ -312,6 +312,28 @@ def test_what_is_not_http_is_refused(small: Guarded, data: bytes) -> None:
         check_closed(connection)
 
 
+@pytest.mark.parametrize(
+    ("lines", "status"),
+    [
+        (["GET / HTTP/1.1", "Host: x"], 200),
+        (["GET / HTTP/1.1", "host: [::1]:8080"], 200),
+        (["GET / HTTP/1.1", "Host:"], 200),
+        (["GET / HTTP/1.1", "X: y"], 400),
+        (["GET / HTTP/1.1", "Host: x", "Host: x"], 400),
+        (["GET / HTTP/1.1", "Host: x y"], 400),
+        (["GET / HTTP/1.1", "Host: user@x"], 400),
+        (["GET / HTTP/1.1", "Host: x:8o"], 400),
+        (["GET / HTTP/1.0"], 200),
+        (["GET / HTTP/1.0", "Host: x", "Host: y"], 400),
+    ],
+)
+def test_a_request_names_one_host(small: Guarded, lines: list[str], status: int) -> None:
+    reply = small.raw("\r\n".join([*lines, "", ""]).encode())
+    assert reply.status == status
+    if status != 200:
+        reply.check_problem(400, "bad_host")
+
+
 def test_another_protocol_is_not_taken_up(small: Guarded) -> None:
     for upgrade in ("websocket", "h2c"):
         with small.connect() as connection:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from store.api import wire
 from store.api.app import create_app
 from store.api.request import wants_arrow
-from store.encoding.http_freshness import MOST_PARTS, cache_control
+from store.encoding.http_freshness import MOST_PARTS, Caching, cache_control
 from store.errors import RequestError
 from store.fallback import Computed, Miss
 from store.feature_view import Feature, FeatureView, IndexSpec
@@ -311,7 +311,9 @@ def test_caches_are_told_the_same_of_a_row_on_every_path_and_nothing_of_what_is_
         (200, "0"),
         (304, "12"),
     ]
-    assert {reply.headers["cache-control"] for reply in rows} == {"max-age=10, stale-while-revalidate=5, stale-if-error=5"}
+    assert {reply.headers["cache-control"] for reply in rows} == {
+        "private, max-age=10, stale-while-revalidate=5, stale-if-error=5"
+    }
     assert world.get(ROW + "none").headers["cache-control"] == "no-store"
     for path in ("/v1/views", "/readyz", "/livez", "/metrics", "/"):
         assert world.get(path).headers["cache-control"] == "no-store", path
@@ -408,3 +410,26 @@ def test_every_path_tells_the_same_of_the_same_row(world: World, passed_s: float
     age_s = round(passed_s * 1e6) / 1e6
     if not control:
         assert alone["a"][0] == ("fresh" if age_s <= TTL else "stale" if age_s <= TTL + STALE_FOR else "missing")
+
+
+@pytest.mark.parametrize(
+    ("age_s", "caching", "told"),
+    [
+        (0, Caching(), "private, max-age=60, stale-while-revalidate=0, stale-if-error=172740"),
+        (3_000, Caching(), "private, max-age=3060, stale-while-revalidate=0, stale-if-error=169740"),
+        # the TTL ends before, and what is left the row may be stale
+        (86_390, Caching(), "private, max-age=86400, stale-while-revalidate=50, stale-if-error=86400"),
+        (90_000, Caching(), "private, max-age=86400, stale-while-revalidate=3660, stale-if-error=86400"),
+        (172_790, Caching(), "private, max-age=86400, stale-while-revalidate=86400, stale-if-error=86400"),
+        (3_000, Caching(300, shared=True), "max-age=3300, stale-while-revalidate=0, stale-if-error=169500"),
+        (3_000, Caching(0, shared=True), "max-age=3000, stale-while-revalidate=0, stale-if-error=169800"),
+    ],
+)
+def test_no_cache_in_between_answers_for_longer_than_it_may_with_what_a_rollback_took_back(
+    age_s: int, caching: Caching, told: str
+) -> None:
+    view = FeatureView("things", ("id",), (Feature("x", "float32"),), ttl_s=86_400, stale_for_s=86_400)
+    assert caching.lifetime(view, age_s) == (b"cache-control", told.encode())
+    # as a cache counts (RFC 9111 §4.2): how long it may answer by itself, from when it has fetched the row
+    fresh_s, stale_s = (int(part.partition("=")[2]) for part in told.removeprefix("private, ").split(", ")[:2])
+    assert max(0, fresh_s + stale_s - age_s) <= caching.most_s

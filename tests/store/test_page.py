@@ -14,16 +14,18 @@ from typing import Any
 
 import pytest
 
+from store.feature_view import Feature
 from store.offline.runs import Report
 from store.page.bars import freshness_bar, percent, runs_line
 from store.page.figures import Figures, Times, ViewFigures, counted
 from store.page.html import Html, element, joined
 from store.page.page import status_page
-from store.page.question import LOOKUP, NEAR, TEXT, Question, shown
+from store.page.question import LOOKUP, NEAR, TEXT, Question, answered, shown, telling
 from store.page.sections import duration_ms
 from store.page.style import POLICY
 from store.telemetry.exposition import totals
 from store.telemetry.instruments import BUCKETS, Meter
+from tests.store.test_http_freshness import World
 
 TOLD: dict[str, Any] = {
     "view": "films",
@@ -133,12 +135,12 @@ def test_it_shows_a_view_its_runs_and_what_was_asked_of_it() -> None:
         "vector: float32[4], items: int64[≤9]",
         "50.0% of the source",
         "recall@10 ≥ 97.1% by codes, 55 µs",
-        "asked: 90 fresh, 10 missing (deadline 10)",
+        "90 fresh   10 missing (deadline 10)",
         "last run 2026-11-21 02:00 run  failed : 0 rows written, 0 rejected, 1.5 s",
         "2 more before it",
         "2026-11-19 02:00 run  published , snapshot 7: 1,234 rows written, 3 rejected, 65 s",
         "the source <b>cannot</b> be read",
-        "model 60 s, write 4 s",
+        "model 60 s   write 4 s",
         "row 3 250 µs 25 ms",
         "films 5 computed 0 – open",
         "the online store lost rows of it; they are being loaded again",
@@ -334,3 +336,65 @@ def test_in_a_browser_its_style_counts_and_nothing_is_wider_than_a_phone(tmp_pat
     laid_out = json.loads(title[1])
     assert [(width, colour) for width, _, colour in laid_out] == [(width, ground) for width in (320, 390, 1280)]
     assert all(right <= width for width, right, _ in laid_out), laid_out
+
+
+def test_what_is_in_trouble_comes_first_and_a_text_is_asked_of_those_alone_that_take_one() -> None:
+    def view(name: str, **figures: Any) -> ViewFigures:
+        told = {field: figures.pop(field) for field in ("status", "takes_text", "fallback", "model_ready") if field in figures}
+        return ViewFigures(TOLD | {"view": name} | told, **figures)
+
+    views = [
+        view("a_good", fallback=False, model_ready=False),
+        view("b_failed", runs=RUNS, takes_text=True),
+        view("c_stale", status="stale"),
+        view("d_expired", status=None),
+        view("e_lost", trouble="rows are gone"),
+        view("f_no_model", model_ready=False),
+    ]
+    page = status_page(Figures(views, at_s=NOW_S))
+    assert re.findall("<h3><code>(.)_", page) == ["e", "f", "d", "c", "b", "a"]
+    forms = [(re.findall("<option.*?>(.)_", form), re.findall('value="([a-z]+)"', form)) for form in page.split("<form")[1:]]
+    assert forms == [([*"abcdef"], [LOOKUP, NEAR]), (["b"], [TEXT])]
+    assert page.count("<form") - 1 == status_page(Figures(views[:1], at_s=NOW_S)).count("<form")
+
+
+@pytest.mark.parametrize(
+    ("metric", "scores", "widths"),
+    [
+        ("cosine", (0.4819, 0.4736, -0.1), (48.19, 47.36, 0.0)),
+        ("dot", (8.0, 6.0), (100.0, 75.0)),
+        ("l2", (1.0, 4.0), (25.0, 100.0)),
+        ("l2", (0.0,), (0.0,)),
+    ],
+)
+def test_what_a_search_found_has_bars_from_0_and_what_a_person_knows_it_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metric: str, scores: tuple[float, ...], widths: tuple[float, ...]
+) -> None:
+    world = World(tmp_path, {"a": 1.0}, fallback=False)
+    wanted: list[Any] = []
+
+    def search(view: str, **asked: Any) -> Any:
+        wanted.append(asked["features"])
+        row = {"key": "b", "status": "fresh", "age_s": 1.0, "features": {"double": 0.25}}
+        return {"metric": metric, "rows": [row | {"score": score} for score in scores]}
+
+    monkeypatch.setattr(world.lookup, "search", search)
+    status, answer = answered(world.lookup, Question("things", "a", NEAR))
+    assert (status, wanted) == (200, [["double"]])
+    assert answer is not None
+    assert [float(width) for width in re.findall(r'width="([0-9.]+)%" height="10" class="s0"', answer)] == [*widths]
+    assert re.findall('class="found" data-is="double">([^<]*)<', answer) == ["0.25"] * len(scores)
+
+
+@pytest.mark.parametrize(
+    ("features", "told"),
+    [
+        ((Feature("v", "float32", dim=2), Feature("n", "int32"), Feature("t", "string")), ["t", "n"]),
+        ((Feature("v", "float32", dim=2), Feature("w", "float32", dim=2)), ["v"]),
+        (tuple(Feature(name, "int32") for name in "abcd"), ["a", "b", "c"]),
+    ],
+)
+def test_a_row_is_told_by_its_texts_before_numbers_and_by_a_vector_where_there_is_nothing_else(
+    features: tuple[Feature, ...], told: list[str]
+) -> None:
+    assert telling(features) == told

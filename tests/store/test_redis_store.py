@@ -27,8 +27,9 @@ from store.online_url import open_online_store
 from store.redis import bulk, redis_store
 from store.redis.link import Breaker
 from store.redis.preflight import key_cost_bytes
-from store.redis.redis_store import RedisStore
+from store.redis.redis_store import WARM_CONNECTIONS, RedisStore
 from store.redis.resp import MSET_KEYS, blocks
+from store.redis.servers import SingleServer
 from tests.online import DAMAGED_POINTERS, TABLE, Stopped, commands_in, plain, rows_of
 from tests.redis_process import Proxy, RedisProcess, eventually, free_port, newest_redis, redis_binaries
 
@@ -449,6 +450,40 @@ def test_a_read_takes_no_longer_than_its_budget_and_the_next_ones_no_time(
             proxy.silent, proxy.delay_s, proxy.piece_bytes = False, 0.0, 65536
             eventually(lambda: not _refused(lambda: store.read("numbers", [b"a"])))
             assert read(store, [b"a"]) == [b"1"]
+
+
+def test_connections_are_there_before_anybody_asks(own_server: RedisProcess, open_store: OpenStore) -> None:
+    store = open_store(own_server.url())
+    store.warm()
+    with own_server.client() as client:
+        assert len(client.client_list()) == WARM_CONNECTIONS + 1
+        publish(store, 1, TABLE)
+        assert read(store, [b"a"]) == [b"1"]
+        assert len(client.client_list()) <= WARM_CONNECTIONS + 2
+    own_server.kill()
+    with pytest.raises(OnlineStoreError, match="does not answer, could not open connections"):
+        open_store(own_server.url()).warm()
+
+
+def test_who_asks_again_whether_a_server_that_hangs_is_back_waits_no_budget_for_it(
+    own_server: RedisProcess, open_store: OpenStore
+) -> None:
+    publish(open_store(own_server.url()), 1, TABLE)
+    store = open_store(own_server.url("?budget_ms=60000"))
+    assert read(store, [b"a"]) == [b"1"]
+    own_server.stop()
+    assert isinstance(store._servers, SingleServer)
+    breaker = store._servers._link.breaker = Breaker(first_s=0.0)
+    breaker.failed("no answer in time")
+    started = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(OnlineStoreError, match="no answer in time; it is being asked again"):
+            store.read("numbers", [b"a"])
+    assert time.monotonic() - started < 10.0
+    own_server.go_on()
+    # by what went on behind them
+    eventually(lambda: breaker.words is None)
+    assert read(store, [b"a"]) == [b"1"]
 
 
 def test_a_breaker_lets_one_call_through_after_a_pause_that_grows() -> None:

@@ -166,7 +166,7 @@ def test_no_more_bytes_are_kept_than_allowed_and_what_was_asked_for_last_stays(t
     house.publish(1, {str(i): (float(i), 0.0) for i in range(100)})
     row = cached_row(house.lookup.begin("things", ["1"]))
     assert row is not None
-    keys = [("things", b"%d" % (i % 10), (f"x{i:09}",)) for i in range(1000)]
+    keys = [("things", b"%d" % (i % 10), (f"x{i:09}",), "float") for i in range(1000)]
     # the features' names are a caller's, and are kept with the row
     size = row.size_bytes + 1 + 64 + 10
     cache = RowCache(20 * size)
@@ -180,10 +180,10 @@ def test_no_more_bytes_are_kept_than_allowed_and_what_was_asked_for_last_stays(t
         cache.drop(keys[i])
     assert cache.size_bytes == 0
     # one row that would take most of it is none of its rows
-    RowCache(size).keep(("things", b"1", None), row)
+    RowCache(size).keep(("things", b"1", None, "float"), row)
     nothing = RowCache(0)
-    nothing.keep(("things", b"1", None), row)
-    assert (nothing.size_bytes, nothing.get(("things", b"1", None))) == (0, None)
+    nothing.keep(("things", b"1", None, "float"), row)
+    assert (nothing.size_bytes, nothing.get(("things", b"1", None, "float"))) == (0, None)
 
 
 class Failing(MemoryStore):
@@ -226,7 +226,7 @@ def test_where_the_store_fails_a_row_that_is_kept_is_served_as_stale_within_its_
         reply = house.get("a")
         told.append((reply.status, reply.json["status"], reply.json.get("age_s"), reply.headers.get("age")))
         if reply.status == 200:
-            assert reply.headers["cache-control"] == "max-age=10, stale-while-revalidate=5, stale-if-error=25"
+            assert reply.headers["cache-control"] == "private, max-age=10, stale-while-revalidate=5, stale-if-error=25"
         if error is ERROR:
             # a balancer sends requests as long as some are answered
             ready = call(house.app, "GET", "/readyz")
