@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ import yaml
 from benchmarks import serve_misses
 from benchmarks.common import report
 from benchmarks.serve_misses import AT_ONCE, ROWS, STORED, Served, direct_ms, hits_ms, misses_meanwhile, text, together
-from precompute.workers.process import take_short_slices
 
 LOADS = 0, 4, 14
 POISONS = 4
@@ -128,9 +126,7 @@ def beside(served: Served, loops: int, keys: Iterator[int]) -> dict[str, float]:
 
 
 def hits_p99_ms(served: Served) -> float:
-    """By a thread that has a core as soon as it wakes, since it is not what is measured; a process that it started would have one, too."""
-    with ThreadPoolExecutor(1, initializer=take_short_slices) as thread:
-        return float(np.percentile(thread.submit(hits_ms, served).result(), 99))
+    return float(np.percentile(hits_ms(served), 99))
 
 
 def spares(served: Served) -> float:

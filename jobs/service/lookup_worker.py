@@ -23,7 +23,6 @@ from jobs.service.child import DRAIN_S, begin
 from jobs.service.kept_process import Watch
 from jobs.service.remote_fallback import RemoteFallback
 from jobs.service.warmer import Warmer
-from precompute.workers.process import take_short_slices
 from store.api.app import create_app
 from store.api.timing import Timing
 from store.encoding.http_freshness import Caching
@@ -45,8 +44,6 @@ END_S = 2.0
 
 def main() -> None:
     """Serve until SIGTERM, then finish the requests at hand."""
-    # before it has threads, which have them, too
-    take_short_slices()
     spec = begin()
     # the least there may be: a number of 4,000 takes 80 µs to read, and a body holds a thousand
     sys.set_int_max_str_digits(640)

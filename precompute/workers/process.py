@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import ctypes
 import fcntl
 import logging
 import math
 import os
-import platform
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
@@ -42,14 +39,6 @@ ECHO_S = 1.0
 
 AUTOGROUP_TRIES, AUTOGROUP_WAIT_S = 10, 0.15
 """Linux takes one such write in 0.1 s, of all that are not privileged."""
-
-SHORT_SLICE_NS = 100_000
-"""The shortest that Linux gives; by itself it gives 1.4 ms on two cores."""
-
-_SCHED_ATTRIBUTES = struct.Struct("=IIQiIQQQII")
-"""Linux's ``struct sched_attr``: size, policy, flags, nice, priority, runtime (of an ordinary thread its slice, in ns), deadline, period, and two bounds of use."""
-
-_SCHED_CALLS = {"sched_setattr": {"x86_64": 314, "aarch64": 274}, "sched_getattr": {"x86_64": 315, "aarch64": 275}}
 
 Output = Literal["inherited", "kept", "piped"]
 """Where a child's output goes. ``inherited``: where ours does. ``kept``: stderr to a file without a name, which a child can still write to that
@@ -220,34 +209,10 @@ def die_with_parent() -> None:
     """Have this process killed when the thread that started it ends (Linux), also in the middle of a native call that lets no other thread see the end of
     its input."""
     if sys.platform == "linux":
+        import ctypes
+
         # PR_SET_PDEATHSIG.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
-def has_time_slices() -> bool:
-    """Whether the kernel gives each thread the time slice that it asks for (Linux 6.12 and later): it tells the one that it has then, and 0 before."""
-    return _time_slice_ns() > 0
-
-
-def take_short_slices(slice_ns: int = SHORT_SLICE_NS) -> None:
-    """Ask for a time slice of this thread, and of those it starts from now on, so short that it has the processor as soon as it wakes: a kernel that has time slices (see
-    :func:`has_time_slices`) lets a shorter one go first, also before other sessions and groups, and takes nothing of anybody's share for it. Others leave it as it is."""
-    if has_time_slices():
-        attributes = _SCHED_ATTRIBUTES.pack(_SCHED_ATTRIBUTES.size, 0, 0, os.nice(0), 0, slice_ns, 0, 0, 0, 0)
-        _sched_call("sched_setattr", ctypes.create_string_buffer(attributes), 0)
-
-
-def _time_slice_ns() -> int:
-    attributes = ctypes.create_string_buffer(_SCHED_ATTRIBUTES.size)
-    if _sched_call("sched_getattr", attributes, _SCHED_ATTRIBUTES.size, 0) != 0:
-        return 0
-    return int(_SCHED_ATTRIBUTES.unpack(attributes.raw)[5])
-
-
-def _sched_call(name: str, attributes: ctypes.Array[ctypes.c_char], *rest: int) -> int:
-    """A system call about this thread, by its number: C libraries have had no names for these for long; -1 where there is none."""
-    number = _SCHED_CALLS[name].get(platform.machine()) if sys.platform == "linux" else None
-    return -1 if number is None else int(ctypes.CDLL(None).syscall(number, 0, attributes, *rest))
 
 
 def be_nicer(by: int) -> None:

@@ -119,23 +119,6 @@ os._exit(0)
 """
 
 
-SLICES = """
-import os, threading
-from precompute.workers import process
-before = process._time_slice_ns()
-process.take_short_slices()
-threading.Thread(target=lambda: print(process.has_time_slices(), before, process._time_slice_ns(), os.nice(0))).start()
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="time slices that are asked for are Linux's")
-def test_who_takes_short_slices_has_them_in_threads_that_it_starts_where_the_kernel_has_them() -> None:
-    honoured, before, after, nice = subprocess.run(
-        [sys.executable, "-c", SLICES], cwd=REPOSITORY, capture_output=True, text=True, check=True
-    ).stdout.split()
-    assert (after, nice) == ("100000" if honoured == "True" else before, str(os.nice(0)))
-
-
 @pytest.mark.skipif(
     sys.platform != "linux", reason="threads with priorities of their own, and sessions that share cores, are Linux's"
 )
