@@ -26,6 +26,7 @@ SCRIPTS = (
     "accuracy_audit",
     "gates_table",
     "account",
+    "run_memory",
     "gates_cost",
     "backfill",
     "store_plan",

@@ -81,7 +81,15 @@ def dry_run(job: Job) -> Plan:
 def _opened(job: Job) -> OpenView:
     view, offline, home = job.config.feature_view(), job.store.offline, job.project.home
     with job.report.stage("open"):
-        return open_view(view, offline, home, partition=job.options.partition, memory_mb=job.memory_mb, load=job.load, held=True)
+        return open_view(
+            view,
+            offline,
+            home,
+            partition=job.options.partition,
+            memory_mb=job.project.settings.source_mb,
+            load=job.load,
+            held=True,
+        )
 
 
 def _planned(job: Job, opened: OpenView) -> Plan:

@@ -36,7 +36,7 @@ def reconcile(
         ConflictError: somebody else publishes, or another project the view.
     """
     store = project.stored(name)
-    with contextlib.closing(open_online_store(project.online, memory_mb=project.settings.memory_mb)) as online:
+    with contextlib.closing(open_online_store(project.online, memory_mb=project.settings.load_mb)) as online:
         with named(name):
             account = look(store, online)
             foreign = next((finding for finding in account.findings if finding.state is State.FOREIGN), None)

@@ -195,7 +195,7 @@ def _publish(job: Job, snapshot: Snapshot) -> None:
             job.lease.check()
         if job.config.serves_all and not snapshot.members:
             snapshot = _all_partitions(job, snapshot, lease)
-        with contextlib.closing(open_online_store(project.online, memory_mb=job.memory_mb)) as online:
+        with contextlib.closing(open_online_store(project.online, memory_mb=project.settings.load_mb)) as online:
             take_over, memory_mb = job.options.take_over, job.memory_mb
             publisher = Publisher(store, online, report, job.progress, lease, take_over=take_over, memory_mb=memory_mb)
             _go_live(job, snapshot, publisher, nothing_new)

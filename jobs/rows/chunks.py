@@ -104,7 +104,7 @@ class Chunks:
         meter, began, report = Meter(), time.monotonic(), self._job.report
         runner = engine_of(self._opened, self._job.project.settings.engine, meter, self._to_compute)
         windows = joined(self._good_keys(self._opened.source.batches(WINDOW_ROWS)), runner.window_rows)
-        stream = runner.stream(windows, hidden=("input_hash",), memory_mb=self._job.memory_mb)
+        stream = runner.stream(windows, hidden=("input_hash",), memory_mb=self._job.project.settings.stream_mb)
         try:
             for batch, done in stream:
                 self._add(batch, done)

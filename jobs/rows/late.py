@@ -69,7 +69,7 @@ def _is_late(job: Job, partition: Partition, snapshot: Snapshot) -> bool | None:
             job.project.home,
             pinned=snapshot.inputs,
             partition=partition,
-            memory_mb=job.memory_mb,
+            memory_mb=job.project.settings.source_mb,
         )
         with closing(source):
             if snapshot.recipe == snapshot.computation:

@@ -112,7 +112,7 @@ def _settle(project: Project, store: ViewStore, state: Backfill) -> None:
     running = {item.partition for item in todo if store.running(item.partition)}
     # read after: what does not run any more had written its report by then
     past = Past(store)
-    with Recipes(config, store, project.home, project.settings.memory_mb) as recipes:
+    with Recipes(config, store, project.home, project.settings.source_mb) as recipes:
         for item in todo:
             item.state, item.error = "pending", None
             if item.partition in running:

@@ -97,7 +97,7 @@ def plan_backfill(
     config, store = project.view(name), project.offline.view(name)
     chosen = _chosen(config, first, last, datetime.now(UTC) if now is None else now)
     past = Past(store)
-    with Recipes(config, store, project.home, project.settings.memory_mb) as recipes:
+    with Recipes(config, store, project.home, project.settings.source_mb) as recipes:
         return [_planned(partition, config, store, past, recipes, reprocess, check_inputs) for partition in chosen]
 
 
