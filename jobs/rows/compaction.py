@@ -47,7 +47,7 @@ def merged(job: Job, delta: Snapshot, since: int) -> Snapshot:
         copies.add(batch)
     copies.write()
     deletes = changes.deletes
-    part = store.write_part(job.report.run, "compact-deletes.parquet", deletes) if deletes.num_rows else None
+    part = None if deletes is None else store.write_part(job.report.run, "compact-deletes.parquet", deletes)
     return replace(delta, parent=since, bases=_bases(changes.layers[:-1]), parts=tuple(copies.parts), deletes=part, own_deletes=0)
 
 

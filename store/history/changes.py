@@ -59,15 +59,15 @@ class Changes:
         return keys
 
     @cached_property
-    def deletes(self) -> pa.Table:
-        """Which rows of ``since`` are none of ``snapshot``: what ``deletes.parquet`` of a delta right over it has, with the keys."""
+    def deletes(self) -> pa.Table | None:
+        """Which rows of ``since`` are none of ``snapshot``: what ``deletes.parquet`` of a delta right over it has, with the keys; None where there are none."""
         inherited = pa.array(
             [part.path for layer in self._store.chain(self._snapshot)[: -len(self.layers)] for part in layer.parts], pa.string()
         )
         tables = [self._read(layer, None) for layer in self.layers if layer.deletes is not None]
-        return pa.concat_tables(
-            [table.filter(pc.is_in(table.column("part").cast(pa.string()), inherited)).unify_dictionaries() for table in tables]
-        )
+        tables = [table.filter(pc.is_in(table.column("part").cast(pa.string()), inherited)) for table in tables]
+        tables = [table.unify_dictionaries() for table in tables if table.num_rows]
+        return pa.concat_tables(tables) if tables else None
 
     def batches(self, columns: Sequence[str] | None = None, batch_rows: int = 8192) -> Iterator[pa.RecordBatch]:
         """The rows written since that ``snapshot`` still has, as :meth:`ViewStore.batches` gives them."""
