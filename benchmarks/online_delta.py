@@ -1,7 +1,10 @@
 """Publishing: a delta of 1 % against the full publish before it, in time and bytes, to table files, to Redis, and with a vector index; and what publishing 10 M
 rows of a score takes in memory. Each publishing is a process of its own.
 
-    python -m benchmarks.online_delta [table | redis | index | scores] [rows]
+With ``chain`` or ``chain_redis``: the mean of 100 deltas of 1 %, and of 100 of 0.1 %, materialized and published one after the other in one process, against a
+full run's.
+
+    python -m benchmarks.online_delta [table | redis | index | scores | chain | chain_redis] [rows]
 """
 
 from __future__ import annotations
@@ -28,12 +31,20 @@ from jobs.process.progress import Silent
 from store.online_url import open_online_store
 from tests.redis_process import RedisProcess, newest_redis
 
-CASES = {"table": 5_000_000, "redis": 5_000_000, "index": 200_000, "scores": 10_000_000}
+CASES = {
+    "table": 5_000_000,
+    "redis": 5_000_000,
+    "index": 200_000,
+    "scores": 10_000_000,
+    "chain": 3_000_000,
+    "chain_redis": 1_000_000,
+}
+CHAIN, SHARES = 100, (0.01, 0.001)
 
 
-def configured(folder: Path, rows: int, changed: float, case: str, online: str) -> Project:
+def configured(folder: Path, rows: int, changed: float, case: str, online: str, step: int = 1) -> Project:
     """The project of a case, its source written."""
-    write_project(folder, rows, changed, "cheap" if case == "scores" else "floats")
+    write_project(folder, rows, changed, "cheap" if case == "scores" else "floats", step)
     settings = yaml.safe_load((folder / "project.yaml").read_text()) | {"online": online}
     (folder / "project.yaml").write_text(yaml.safe_dump(settings))
     path = folder / "views" / "items.yaml"
@@ -55,7 +66,7 @@ def child(folder: str) -> None:
     figures = {"seconds": time.perf_counter() - started, "cpu_s": cpu_s() - before, "stages_s": done.stages_s}
     place = project.offline.view("items").refs.live()
     assert place is not None
-    overlay = place.place.overlay is not None
+    overlay = bool(place.place.overlays)
     # not getrusage's, which begins with what the parent had
     peak_kb = int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
     print(json.dumps(figures | {"peak_mb": peak_kb // 1024, "overlay": overlay}))
@@ -103,10 +114,64 @@ def measured(case: str, rows: int) -> dict[str, Any]:
     return figures
 
 
+def chained(case: str, rows: int, share: float) -> dict[str, Any]:
+    """What :data:`CHAIN` deltas take, one after the other, against a full run's."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        redis_server = stack.enter_context(RedisProcess(newest_redis(), folder)) if case == "chain_redis" else None
+        online = "table:./var/online" if redis_server is None else redis_server.url()
+        took: list[tuple[float, float]] = []
+        overlays, stages = 0, dict[str, float]()
+        for step in range(CHAIN + 1):
+            project = configured(folder, rows, share if step else 0.0, case, online, step)
+            parts = [run_view(project, "items", Silent(), RunOptions(command=name)) for name in ("materialize", "publish")]
+            took.append((parts[0].seconds, parts[1].seconds))
+            live = project.offline.view("items").refs.live()
+            assert live is not None
+            overlays = max(overlays, len(live.place.overlays))
+            for part in parts if step else ():
+                for name, seconds in part.stages_s.items():
+                    stages[f"{part.command} {name}"] = stages.get(f"{part.command} {name}", 0.0) + seconds / CHAIN
+        (full_m, full_p), deltas = took[0], took[1:]
+        means = [sum(d[i] for d in deltas) / CHAIN for i in (0, 1)]
+    ratios = {"materialize_ratio": means[0] / full_m, "publish_ratio": means[1] / full_p}
+    return {
+        "rows": rows,
+        "share": share,
+        "full": [full_m, full_p],
+        "mean": means,
+        "most_overlays": overlays,
+        "stages_s": stages,
+        "took_s": took,
+    } | ratios
+
+
+def main_chain(case: str, rows: int) -> None:
+    """Measure and report a chain."""
+    found = [chained(case, rows, share) for share in SHARES]
+    report(
+        f"online_delta_{case}",
+        [
+            f"{case}, {m['rows']:,} rows, {CHAIN} deltas of {m['share']:.1%}: mean publish {m['publish_ratio']:.3f} of a full one ({m['mean'][1]:.3f} of {m['full'][1]:.2f} s), "
+            f"materialize {m['materialize_ratio']:.2f} ({m['mean'][0]:.2f} of {m['full'][0]:.2f} s); at most {m['most_overlays']} overlays\n  "
+            + ", ".join(f"{stage} {s:.3f}" for stage, s in m["stages_s"].items())
+            for m in found
+        ],
+        {f"{m['share']:.1%}": m for m in found},
+    )
+
+
 def main() -> None:
     """Measure and report."""
     asked = sys.argv[1:]
-    cases = {asked[0]: int(asked[1]) if len(asked) > 1 else CASES[asked[0]]} if asked else CASES
+    if asked and asked[0].startswith("chain"):
+        main_chain(asked[0], int(asked[1]) if len(asked) > 1 else CASES[asked[0]])
+        return
+    cases = (
+        {asked[0]: int(asked[1]) if len(asked) > 1 else CASES[asked[0]]}
+        if asked
+        else {case: n for case, n in CASES.items() if not case.startswith("chain")}
+    )
     found = {case: measured(case, rows) for case, rows in cases.items()}
     lines = []
     for case, m in found.items():
@@ -124,6 +189,8 @@ def main() -> None:
             if what in m
         ]
     report("online_delta", lines, found)
+    for case in () if asked else ("chain", "chain_redis"):
+        main_chain(case, CASES[case])
 
 
 if __name__ == "__main__":

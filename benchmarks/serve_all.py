@@ -77,7 +77,7 @@ def measured(rows: int) -> dict[str, Any]:
         new = timed(project, RunOptions(partition=containing("day", TODAY - timedelta(days=1))))
         ref = project.offline.view("documents").refs.live()
         assert ref is not None
-        assert ref.place.overlay is not None
+        assert ref.place.overlays
         assert project.offline.view("documents").snapshot(ref.snapshot).rows == DAYS * rows
         every = timed(write_project(Path(folder) / "all", rows, False), RunOptions())
     return {

@@ -57,8 +57,8 @@ class Spread:
         return {"vector": np.sin(x[:, None] * np.arange(1, DIM + 1, dtype=np.float32))}
 
 
-def write_project(folder: Path, rows: int, changed: float, case: str = "cheap") -> Project:
-    """A project over ``rows`` generated rows, of which a share has another value than before."""
+def write_project(folder: Path, rows: int, changed: float, case: str = "cheap", step: int = 1) -> Project:
+    """A project over ``rows`` generated rows, of which a share has another value than at the step before; at each step others, until all had their turn."""
     (folder / "views").mkdir(exist_ok=True)
     view = {
         "name": "items",
@@ -71,7 +71,8 @@ def write_project(folder: Path, rows: int, changed: float, case: str = "cheap") 
     (folder / "views" / "items.yaml").write_text(yaml.safe_dump(view))
     project = {"root": "./var", "online": "table:./var/online", "vars": {"data": "./"}}
     (folder / "project.yaml").write_text(yaml.safe_dump(project))
-    bump = f"(i % {int(1 / changed)} = 1)::INT" if changed else "0"
+    turns = int(1 / changed) if changed else 1
+    bump = f"greatest(0, ({step - 1} - i % {turns} + {turns}) // {turns})" if changed else "0"
     with duckdb.connect() as connection:
         connection.execute(
             f"COPY (SELECT i AS id, 'title of item ' || i AS title, i % 1000 + {bump} AS x, i / 7.0 AS price "

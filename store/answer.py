@@ -67,7 +67,7 @@ class AnswerPlan:
         self.pointer = pointer
         self.view = view
         self.codec: RowCodec = RowCodec(view) if alike is None else alike.codec
-        self.snapshots = frozenset((pointer.base_snapshot, pointer.snapshot))
+        self.snapshots = frozenset((*pointer.snapshots, pointer.snapshot))
         self.absent = Reason.NOT_IN_STORE if pointer.lossy or pointer.degraded else Reason.UNKNOWN_ENTITY
         self.features = features
         self.default: bytes | None = default_row(view, self.codec) if alike is None else alike.default

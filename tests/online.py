@@ -62,7 +62,7 @@ def overlay(store: OnlineStore, epoch: int, base: int, table: dict[bytes, bytes]
 
 
 def over(base: int, epoch: int, view: str = "numbers") -> Pointer:
-    return replace(pointer(epoch, view), generation=base, base_snapshot=base, overlay=epoch)
+    return replace(pointer(epoch, view), generation=base, base_snapshot=base, overlays=((epoch, epoch),))
 
 
 def numbers(store: OnlineStore, view: str = "numbers") -> list[int]:

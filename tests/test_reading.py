@@ -95,7 +95,7 @@ def test_of_killed_runs_compaction_and_rollback(tmp_path: Path) -> None:
     )
     scene.run()
     kinds = set()
-    with small_chunks(MAX_DELTAS=3):
+    with small_chunks(MAX_DELTA_SHARE=0.1, MOST_DELTAS=2):
         for step in range(1, 7):
             scene.write(changed(scene.rows, [step, 40 + step % 3], new=[400 + step], gone=[80 + step]))
             if step == 2:

@@ -138,8 +138,8 @@ def _pointer(store: ViewStore, online: OnlineStore, ref: LiveRef) -> str:
             f"the online store serves {'nothing' if pointer is None else f'snapshot {pointer.snapshot}, epoch {pointer.epoch}'}, live is "
             f"snapshot {ref.snapshot}, epoch {ref.epoch}: precompute publish {name} --snapshot {ref.snapshot}"
         )
-    overlay = "" if ref.place.overlay is None else f", overlay {ref.place.overlay}"
-    return f"snapshot {ref.snapshot}, epoch {ref.epoch}, generation {ref.place.generation}{overlay}"
+    overlays = "".join(f", overlay {generation}" for generation, _ in ref.place.overlays)
+    return f"snapshot {ref.snapshot}, epoch {ref.epoch}, generation {ref.place.generation}{overlays}"
 
 
 def _online_rows(store: ViewStore, online: OnlineStore, snapshot: Snapshot) -> str:
@@ -152,7 +152,7 @@ def _online_rows(store: ViewStore, online: OnlineStore, snapshot: Snapshot) -> s
 def _index(store: ViewStore, snapshot: Snapshot, ref: LiveRef) -> str:
     view = snapshot.view
     assert view.index is not None
-    overlay = None if ref.place.overlay is None else store.index_folder(ref.place.overlay)
+    overlay = store.index_folder(ref.place.overlays[-1][0]) if ref.place.overlays else None
     index = VectorIndex(store.index_folder(ref.place.generation), overlay)
     vectors = snapshot.rows - int(snapshot.quality.get("nulls", 0))
     if len(index) != vectors:

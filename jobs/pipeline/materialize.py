@@ -16,7 +16,7 @@ from jobs.pipeline.audit import Audit
 from jobs.pipeline.judging import judged, judged_again
 from jobs.process.job import Job
 from jobs.rows.chunks import Chunks
-from jobs.rows.compaction import compacted
+from jobs.rows.compaction import compacted, merged
 from jobs.rows.deletes import write_deletes
 from jobs.rows.open_view import OpenView, open_view
 from jobs.rows.plan import Plan, go_on_hashing, is_damaged, make_plan, now_us, recipe_of
@@ -270,6 +270,10 @@ def _judged(job: Job, opened: OpenView, plan: Plan, chunks: Chunks, delta: Snaps
     with report.stage("gates"), _telling_damage(job, plan):
         if not plan.compact:
             snapshot = replace(snapshot, figures=figures_of(job.store, snapshot, chunks.figures, replaced))
+    if plan.since is not None:
+        with report.stage("compact"), _telling_damage(job, plan):
+            snapshot = merged(job, snapshot, plan.since)
+    with report.stage("gates"), _telling_damage(job, plan):
         snapshot = judged(job, opened, snapshot, accuracy, replaced)
     report.gates = list(snapshot.gates)
     report.counts |= _nulls(snapshot)

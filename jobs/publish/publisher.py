@@ -1,7 +1,8 @@
 """Publish: load a snapshot into the online store and the vector index, verify, then move the live pointer.
 
 Order: generation and index beside what is live → read back → live.json by compare-and-swap → the online pointer. A reader follows only the online pointer, so it
-sees rows and index of one snapshot. A snapshot that is little else than what the store holds a base of is an overlay over that.
+sees rows and index of one snapshot. Of a snapshot that builds on what is live only what it has other is loaded, as an overlay over that; overlays are merged with each
+other as deltas are, so that readers meet a few.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
+from collections.abc import Sequence
+from itertools import pairwise
 
 from jobs.process.progress import Progress
 from jobs.publish.loader import Loader
@@ -20,6 +23,7 @@ from store.disk.identity import identity_of
 from store.disk.lease import Lease
 from store.errors import ConflictError, DamagedPointerError, OnlineStoreError, RowsLostError, SnapshotError, VectorIndexError
 from store.history.changes import Changes
+from store.offline.layers import layers_that_stay
 from store.offline.refs import LiveRef, Place
 from store.offline.runs import Report
 from store.offline.snapshot import Snapshot
@@ -36,8 +40,10 @@ BASE_ROWS = 64
 """Compared with Parquet before they are called live: 40 to 60 ms. Built on is what vouches for itself, by as many keys: a tenth of that."""
 LOOK_S = 0.3
 """For a look at what is live and is to stay so; at what is built on it is looked by what is known, and by the keys that are compared."""
-MOST_CHANGED = 0.1
-"""Of a base's rows: an overlay of more is a base of its own. Readers ask both, and what the overlay replaces lies in the store twice."""
+MOST_CHANGED = 0.5
+"""Of a base's rows: past it there is a new base. What overlays replace lies in the store twice."""
+MOST_SEARCHED = 0.1
+"""The same of a view with a vector index: a search compares with every vector that changed since the base."""
 
 
 class Publisher:
@@ -174,47 +180,71 @@ class Publisher:
         self._online.flip(self._pointer(self._store.snapshot(ref.snapshot), ref))
 
     def _loaded(self, snapshot: Snapshot, ref: LiveRef | None, epoch: int, reload: bool) -> Place:
-        """Load a snapshot: as an overlay over the base that is live, where it builds on that and little changed since; or as a base.
+        """Load a snapshot: as an overlay over what is live, or the lower part of that, where it builds on it and little changed since; or as a base. Nothing where
+        no row is another.
 
         Raises:
             SnapshotError, OnlineStoreError: as :meth:`publish`.
         """
-        under = None if reload or ref is None else self._base_under(snapshot, ref)
+        under = None if reload or ref is None else self._under(snapshot, ref)
         if under is not None:
-            base, changes = under
-            generation = Generation(epoch, snapshot.number, base.number, snapshot.run, schema_tag(snapshot.view))
+            place, changes = under
+            if not changes.rows + len(changes.removed):
+                return place
+            below, _ = place.layers[-1]
+            generation = Generation(epoch, snapshot.number, below, snapshot.run, schema_tag(snapshot.view))
             terms = self._loader.prepare(generation, snapshot, changes.rows + len(changes.removed))
             # What an overlay replaces would be served again, were its rows dropped.
             if not terms.lossy:
                 generation = generation if terms.number is None else replace(generation, number=terms.number)
                 self._check_lease()
-                self._loader.load(generation, snapshot, changes, terms.rows_done)
-                return Place(base.number, base.snapshot, generation.number)
+                self._loader.load(generation, snapshot, changes, terms.rows_done, place)
+                return replace(place, overlays=(*place.overlays, (generation.number, snapshot.number)))
         generation = Generation(epoch, snapshot.number, None, snapshot.run, schema_tag(snapshot.view))
         terms = self._loader.prepare(generation, snapshot, snapshot.rows)
         generation = generation if terms.number is None else replace(generation, number=terms.number)
         self._check_lease()
         self._loader.load(generation, snapshot, None, terms.rows_done)
-        return Place(generation.number, snapshot.number, None, terms.lossy)
+        return Place(generation.number, snapshot.number, lossy=terms.lossy)
 
-    def _base_under(self, snapshot: Snapshot, ref: LiveRef) -> tuple[Generation, Changes] | None:
-        """The live base and what a snapshot has other than it, where that is little and the base is whole."""
-        store, online = self._store, self._online
-        base, current = {g.number: g for g in online.generations(store.name)}.get(ref.place.generation), self._current()
-        if base is None or base.base is not None or ref.place.lossy or (current is not None and current.degraded):
+    def _under(self, snapshot: Snapshot, ref: LiveRef) -> tuple[Place, Changes] | None:
+        """What of the live place a snapshot is to lie over, and what it has other than that; None where a new base is due, or what is there is not whole."""
+        store, place, current = self._store, ref.place, self._current()
+        if place.lossy or (current is not None and current.degraded):
             return None
-        since = {layer.number: layer for layer in store.chain(snapshot)[:-1]}.get(base.snapshot)
-        if since is None or since.run != base.run or since.model != snapshot.model:
+        chain = store.chain(snapshot)
+        position, base = {layer.number: i for i, layer in enumerate(chain)}, self._whole_under(place, chain)
+        if base is None or (base.view.features, base.view.index) != (snapshot.view.features, snapshot.view.index):
             return None
-        if (since.view.features, since.view.index) != (snapshot.view.features, snapshot.view.index):
+        # those that the snapshot builds on; others were merged since, or are of what was gone back from
+        places = [position[number] for _, number in place.layers if number in position]
+        weights = [layer.changed_rows for layer in chain]
+        most = MOST_CHANGED if snapshot.view.index is None else MOST_SEARCHED
+        if sum(weights[places[0] + 1 :]) > most * base.rows:
             return None
-        changes = Changes(store, since, snapshot)
+        new = sum(weights[places[-1] + 1 :])
+        stay = layers_that_stay([sum(weights[i + 1 : j + 1]) for i, j in pairwise(places)], new) if new else len(places) - 1
+        top, under = chain[places[stay]], place.lowest(stay + 1)
+        changes = Changes(store, top, snapshot)
         with self._report.stage("check"):
             changes.check_parts()
-        if changes.rows > MOST_CHANGED * since.rows or changes.rows + len(changes.removed) > MOST_CHANGED * since.rows:
-            return None
-        alone = replace(ref, snapshot=since.number, place=Place(base.number, since.number))
-        return (base, changes) if self._can_be_read(self._pointer(since, alone), since, unread=False, values=False) else None
+        pointer = self._pointer(top, replace(ref, snapshot=top.number, place=under))
+        return (under, changes) if self._can_be_read(pointer, top, unread=False, values=False) else None
+
+    def _whole_under(self, place: Place, chain: Sequence[Snapshot]) -> Snapshot | None:
+        """The snapshot that is the base of a place, where all that is loaded there of a chain is of it."""
+        loaded = {g.number: g for g in self._online.generations(self._store.name)}
+        layers, below = {layer.number: layer for layer in chain}, None
+        for number, made in place.layers:
+            generation, layer = loaded.get(number), layers.get(made)
+            if layer is None and below is not None:
+                break
+            if generation is None or layer is None or generation.base != below:
+                return None
+            if (generation.snapshot, generation.run, layer.model) != (made, layer.run, chain[-1].model):
+                return None
+            below = number
+        return layers[place.base_snapshot]
 
     def _flip(self, snapshot: Snapshot, expected: int, epoch: int, place: Place, reason: str, held: str | None) -> LiveRef:
         refs, lease = self._store.refs, self._lease
@@ -236,20 +266,18 @@ class Publisher:
 
     def _retained(self, snapshot: Snapshot, ref: LiveRef | None) -> Place | None:
         """Where the online store still holds a snapshot, from before the last publishing: going back to it loads nothing."""
-        places = [place for place in (() if ref is None else (ref.place, ref.previous_place)) if place is not None]
         # others are of publishings that did not come to their end, and may never have been read back
-        numbers = {number for place in places for number in place.generations}
-        # on what terms they were loaded
-        lossy = any(place.lossy for place in places)
-        loaded = {g.number: g for g in self._online.generations(self._store.name) if g.number in numbers}
-        for generation in reversed(loaded.values()):
-            base = generation if generation.base is None else loaded.get(generation.base)
-            if (generation.snapshot, generation.run) != (snapshot.number, snapshot.run) or base is None:
-                continue
-            place = Place(base.number, base.snapshot, None if base is generation else generation.number, lossy)
-            pointer = self._pointer(snapshot, LiveRef(1, snapshot.number, None, "", "", place=place))
-            if self._can_be_read(pointer, snapshot) and self._index_opens(pointer):
-                return place
+        loaded = {g.number: g for g in self._online.generations(self._store.name)}
+        for whole in () if ref is None else (ref.place, ref.previous_place):
+            for layers in range(0 if whole is None else len(whole.layers), 0, -1):
+                assert whole is not None
+                place = whole.lowest(layers)
+                top = loaded.get(place.layers[-1][0])
+                if top is None or (top.snapshot, top.run) != (snapshot.number, snapshot.run):
+                    continue
+                pointer = self._pointer(snapshot, LiveRef(1, snapshot.number, None, "", "", place=place))
+                if place.generations <= loaded.keys() and self._can_be_read(pointer, snapshot) and self._index_opens(pointer):
+                    return place
         return None
 
     def _index_opens(self, pointer: Pointer) -> bool:
@@ -347,6 +375,7 @@ class Publisher:
         current = self._current()
         renewed, place = [us for us in (snapshot.renewed_at, ref.renewed_at) if us is not None], ref.place
         folder = None if snapshot.view.index is None else f"{snapshot.view.name}/index"
+        overlay, _ = place.layers[-1]
         return Pointer(
             view=snapshot.view,
             snapshot=snapshot.number,
@@ -364,8 +393,8 @@ class Publisher:
             partition=snapshot.partition or max(snapshot.members, default=None),
             renewed_at_us=max(renewed, default=0),
             base_snapshot=place.base_snapshot,
-            overlay=place.overlay,
-            overlay_index=None if folder is None or place.overlay is None else f"{folder}/{place.overlay:020d}",
+            overlays=place.overlays,
+            overlay_index=None if folder is None or not place.overlays else f"{folder}/{overlay:020d}",
             owner=self._owner,
             lossy=place.lossy,
             took_over=self._owner_before(current),

@@ -1,12 +1,15 @@
-"""Compaction: the rows of a chain copied into parts of their own, so that the result stands alone; nothing is computed."""
+"""Compaction: the rows of a chain, or of its last deltas, copied into parts of one snapshot; nothing is computed."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import pyarrow as pa
 
 from jobs.process.job import Job
 from jobs.rows import chunks
 from jobs.rows.open_view import OpenView
+from store.history.changes import Changes
 from store.offline.row_figures import RowCounter, RowFigures
 from store.offline.snapshot import Part, Snapshot
 from store.record import replace
@@ -22,12 +25,34 @@ def compacted(job: Job, opened: OpenView, delta: Snapshot) -> Snapshot:
     for batch in job.store.batches(delta):
         copies.add(batch)
     copies.write()
+    # of no rows at all there is one part, by which others know the columns
     if not copies.parts:
         copies.parts.append(job.store.write_part(job.report.run, "compact-00000.parquet", chunks.no_rows(opened)))
-    chain = job.store.chain(delta)[:-1]
-    bases = tuple(sorted({layer.number for layer in chain} | {number for layer in chain for number in layer.bases}))
+    bases = _bases(job.store.chain(delta)[:-1])
     alone = replace(delta, kind="full", parent=None, bases=bases, parts=tuple(copies.parts), deletes=None, own_deletes=0)
     return replace(alone, figures=copies.figures)
+
+
+def merged(job: Job, delta: Snapshot, since: int) -> Snapshot:
+    """The same rows as a delta that is not committed yet, as a delta right over an earlier snapshot of its chain: it takes the place of those between.
+
+    Raises:
+        SnapshotError: a file of these is missing or damaged, or the file system failed.
+    """
+    store, chain = job.store, job.store.chain(delta)
+    changes = Changes(store, next(layer for layer in chain if layer.number == since), delta)
+    changes.check_parts()
+    copies = _Copies(job, delta)
+    for batch in changes.batches():
+        copies.add(batch)
+    copies.write()
+    deletes = changes.deletes
+    part = None if deletes is None else store.write_part(job.report.run, "compact-deletes.parquet", deletes)
+    return replace(delta, parent=since, bases=_bases(changes.layers[:-1]), parts=tuple(copies.parts), deletes=part, own_deletes=0)
+
+
+def _bases(copied: Sequence[Snapshot]) -> tuple[int, ...]:
+    return tuple(sorted({layer.number for layer in copied} | {number for layer in copied for number in layer.bases}))
 
 
 class _Copies:

@@ -20,16 +20,19 @@ from precompute.source import Files
 from precompute.sources.input_hash import MD5
 from store.errors import SnapshotError
 from store.offline.journal import Finished
+from store.offline.layers import MOST_OVERLAYS, layers_that_stay
 from store.offline.snapshot import Snapshot
 from store.offline.standing import Standing
 from store.offline.view_store import ViewStore
 
 log = logging.getLogger(__name__)
 
-MAX_DELTAS = 8
-"""Deltas in a chain before it is compacted: each adds files to every read."""
-MAX_DELTA_SHARE = 0.25
-"""Rows of all deltas of a chain, as a share of its full snapshot, before it is compacted."""
+MAX_DELTA_SHARE = 0.5
+"""Rows of all deltas of a chain, as a share of its full snapshot, before it is compacted. About as often a new base is loaded online (:mod:`jobs.publish.publisher`)."""
+MOST_DELTAS = MOST_OVERLAYS
+"""Over a full snapshot, or the live base: as many as there may be overlays, so that what is merged here takes the place of the same overlays there."""
+MAX_LAYERS = 16
+"""Deltas under what the online store has as its base, which are left as they are: past that they are merged with others, and a new base is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,8 @@ class Plan:
     content: str
     finished: list[Finished]
     compact: bool
+    since: int | None
+    """The snapshot that the result is a delta over, where the rows of deltas after it are copied: they are merged into one."""
     read_at_us: int
     same_view: bool
     """Whether the parent was made of the view as it is defined now, TTL, index and fallback included."""
@@ -76,10 +81,11 @@ class Plan:
         retried = f", {diff.retried:,} of them rejected before" if diff.retried else ""
         counted = ", ".join(f"{'–' if n < 0 else ''}{abs(n):,} {what}" for n, what in kinds if n)
         left = [f"{diff.unchanged:,} unchanged"] * bool(diff.unchanged) + [f"{diff.removed:,} removed"] * bool(diff.removed)
+        merging = "" if self.since is None else f", merged with those since snapshot {self.since}"
         kind = (
             "nothing to do"
             if self.nothing_to_do
-            else ("delta" if self.delta else "full") + (", compacting" if self.compact else "")
+            else ("delta" if self.delta else "full") + (", compacting" if self.compact else "") + merging
         )
         return (
             f"{kind}: {diff.compute:,} of {self.source_rows:,} rows to compute"
@@ -96,6 +102,7 @@ class Plan:
         return {"kind": kind, "source": self.source_rows, "compute": self.diff.compute, **kinds} | {
             "parent": parent,
             "compact": self.compact,
+            "since": self.since,
             "reason": self.reason,
         }
 
@@ -118,14 +125,14 @@ def make_plan(job: Job, opened: OpenView, source_rows: int, *, read_at_us: int) 
     finished = job.store.journals.unfinished(recipe, options.partition_text, full=options.full)
     expired = None if job.config.renew_unchanged else read_at_us - int(opened.view.ttl_s * 1e6)
     parent, reason, diff, finished = _compared(job, opened, recipe, finished, source_rows, expired)
-    compact = False
+    compact, since = False, None
     if parent is not None:
-        compact = _is_long(job.store.chain(parent), diff)
+        compact, since = _copied(job.store, job.store.chain(parent), diff)
         reason = f"builds on snapshot {parent.number}" + (
             "" if parent.view == opened.view else ", whose view was defined otherwise"
         )
     same_view = parent is not None and parent.view == opened.view
-    return Plan(source_rows, diff, parent, reason, recipe, content, finished, compact, read_at_us, same_view)
+    return Plan(source_rows, diff, parent, reason, recipe, content, finished, compact, since, read_at_us, same_view)
 
 
 def _compared(
@@ -159,11 +166,18 @@ def _compared(
                 raise
 
 
-def _is_long(chain: Sequence[Snapshot], diff: Diff) -> bool:
-    """Whether a chain with one delta more is to be compacted."""
-    rows = sum(layer.counts.written + layer.counts.removed for layer in chain[1:])
-    rows += diff.compute + diff.resumed + diff.removed
-    return len(chain) > MAX_DELTAS or rows > MAX_DELTA_SHARE * chain[0].rows
+def _copied(store: ViewStore, chain: Sequence[Snapshot], diff: Diff) -> tuple[bool, int | None]:
+    """Whether a chain with one delta more is to be compacted; and if not, the snapshot that the delta is to lie over, where it is merged with those after it."""
+    weights, new = [layer.changed_rows for layer in chain[1:]], diff.compute + diff.resumed + diff.removed
+    if sum(weights) + new > MAX_DELTA_SHARE * chain[0].rows:
+        return True, None
+    ref = store.refs.readable_live()
+    # what the online store has as its base is to stay in the chain: what changed since is all that is to be loaded
+    base = None if ref is None or ref.place.lossy else ref.place.base_snapshot
+    under = next((i for i, layer in enumerate(chain) if layer.number == base), 0)
+    under = under if under <= MAX_LAYERS else 0
+    stay = under + layers_that_stay(weights[under:], new, MOST_DELTAS)
+    return False, chain[stay].number if stay < len(weights) else None
 
 
 def _diff(

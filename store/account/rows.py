@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -79,7 +81,7 @@ def _wrong(
 ) -> tuple[int, str] | None:
     """Which of the keys has another row than ``batch``, or none that is whole, and in words what it has; None when all is right."""
     codec, found = RowCodec(snapshot.view), _read(online, pointer, keys)
-    states, computed_at = codec.verify(found, {pointer.base_snapshot, pointer.snapshot})
+    states, computed_at = codec.verify(found, pointer.snapshots)
     for i in np.flatnonzero(states != State.WHOLE).tolist():
         return i, "is missing" if states[i] == State.ABSENT else "has other bytes than in Parquet"
     if batch is not None:
@@ -110,7 +112,7 @@ def not_whole(
     read = online.read(pointer.view.name, keys)
     if read is None or read[0].publishing != pointer.publishing:
         raise MovedError
-    states, computed = codec.verify(read[1], {pointer.base_snapshot, pointer.snapshot})
+    states, computed = codec.verify(read[1], pointer.snapshots)
     wrong = states != State.WHOLE
     if computed_us is not None:
         wrong |= computed != computed_us
@@ -129,7 +131,7 @@ def _read(online: OnlineStore, pointer: Pointer, keys: list[bytes]) -> FoundRows
         if online.blocking:
             raise
         raise RowsLostError(str(exc)) from exc
-    return found[0] if len(found) == 1 else overlaid(*found)
+    return reduce(overlaid, found)
 
 
 def _same_time(computed_at_us: int, row: memoryview) -> bool:

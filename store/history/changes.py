@@ -47,7 +47,7 @@ class Changes:
     def removed(self) -> pa.Array:
         """Key texts of the entities that had a row and have none any more, string [n]: they left since, or what they are now was rejected. Some may never
         have been in ``since``."""
-        if not any(layer.counts.removed or layer.counts.rejected for layer in self.layers):
+        if not any(layer.counts.removed or layer.counts.rejected or layer.bases for layer in self.layers):
             # all that are dead were replaced: of 50,000 rows that is 20 ms of reading keys
             return pa.array([], pa.string())
         dead = [self._dead(layer) for layer in self.layers if layer.deletes is not None]
@@ -57,6 +57,17 @@ class Changes:
             for batch in self.batches(list(entity), 65536):
                 keys = keys.filter(pc.invert(pc.is_in(keys, key_column(batch, entity))))
         return keys
+
+    @cached_property
+    def deletes(self) -> pa.Table | None:
+        """Which rows of ``since`` are none of ``snapshot``: what ``deletes.parquet`` of a delta right over it has, with the keys; None where there are none."""
+        inherited = pa.array(
+            [part.path for layer in self._store.chain(self._snapshot)[: -len(self.layers)] for part in layer.parts], pa.string()
+        )
+        tables = [self._read(layer, None) for layer in self.layers if layer.deletes is not None]
+        tables = [table.filter(pc.is_in(table.column("part").cast(pa.string()), inherited)) for table in tables]
+        tables = [table.unify_dictionaries() for table in tables if table.num_rows]
+        return pa.concat_tables(tables) if tables else None
 
     def batches(self, columns: Sequence[str] | None = None, batch_rows: int = 8192) -> Iterator[pa.RecordBatch]:
         """The rows written since that ``snapshot`` still has, as :meth:`ViewStore.batches` gives them."""
@@ -68,15 +79,18 @@ class Changes:
 
     def _dead(self, layer: Snapshot) -> pa.Array:
         """Key texts of the rows of earlier snapshots that are none of this one any more; those replaced, too."""
-        assert layer.deletes is not None
-        path: Path = self._store.checked_path(layer, layer.deletes)
         entity = layer.view.entity
-        try:
-            with pq.ParquetFile(path) as file:
-                table = file.read(["part", *(f"key_{name}" for name in entity)])
-        except (pa.ArrowException, OSError) as exc:
-            raise SnapshotError(f"{path} cannot be read ({exc}); publish another snapshot") from exc
+        table = self._read(layer, ["part", *(f"key_{name}" for name in entity)])
         # those of its own parts an interrupted run had computed: what is there of such a key is another row, an earlier snapshot's perhaps
         own = pc.is_in(table.column("part").cast(pa.string()), pa.array([part.path for part in layer.parts], pa.string()))
         earlier = table.drop_columns("part").filter(pc.invert(own))
         return key_column(earlier.rename_columns(list(entity)), entity)
+
+    def _read(self, layer: Snapshot, columns: list[str] | None) -> pa.Table:
+        assert layer.deletes is not None
+        path: Path = self._store.checked_path(layer, layer.deletes)
+        try:
+            with pq.ParquetFile(path) as file:
+                return file.read(columns)
+        except (pa.ArrowException, OSError) as exc:
+            raise SnapshotError(f"{path} cannot be read ({exc}); publish another snapshot") from exc

@@ -199,7 +199,7 @@ def _removed(last: int, present: Collection[int], order: Sequence[Snapshot], voi
 
 def _run_of(store: ViewStore, path: Path, writer: Snapshot, computed_us: int) -> str | None:
     """The run that computed a row: the one whose folder its file is in, unless that run only copied rows together."""
-    if writer.kind == "delta" or not writer.counts.unchanged:
+    if (writer.kind == "delta" and not writer.bases) or not writer.counts.unchanged:
         return path.parent.name
     for report in store.runs.reports(limit=1000):
         if report.command in ("publish", "rollback") or report.partition != writer.partition:

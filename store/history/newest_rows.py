@@ -129,10 +129,9 @@ class _Rows:
 
     def narrow(self, snapshots: Sequence[Snapshot]) -> None:
         """Look at keys of these snapshots alone."""
-        files, dead = self._files.of(snapshots)
-        self._register("dead_changed", dead)
-        living = self._scan(files, "dead_changed")
-        self._connection.execute(f"CREATE TEMP TABLE affected AS SELECT DISTINCT {self._listed} FROM ({living})")
+        files, _ = self._files.of(snapshots)
+        # rows that are dead in one of them, too: they live in another one that has the same file
+        self._connection.execute(f"CREATE TEMP TABLE affected AS SELECT DISTINCT {self._listed} FROM ({self._scan(files, None)})")
         self._semi = f" SEMI JOIN affected USING ({self._listed})"
 
     def compared(self) -> NewestRows:

@@ -14,6 +14,28 @@ import pyarrow.parquet as pq
 from store.disk.durable_file import limit_of
 from store.errors import SnapshotError
 
+MOST_OVERLAYS = 4
+"""Over a base: a reader asks each of them, and of fewer every change is copied more often. Of 50 deltas of the same size each row is copied 2.9 times, with 3 overlays
+3.6 times, with 5 2.4 times."""
+
+
+def layers_that_stay(weights: Sequence[int], new: int, most: int = MOST_OVERLAYS) -> int:
+    """How many of the layers over a base stay as they are when one is added; the others are merged with it. Nothing is, until there are
+    ``most``; then the highest are, and each under them that is no heavier than those together: so that a row is copied about as often as it takes
+    its layer to double.
+
+    Args:
+        weights: rows of each layer, about, the lowest first.
+        new: of the one that is added.
+        most: layers over a base.
+    """
+    stay = len(weights)
+    if stay >= most:
+        while stay and (stay >= most or weights[stay - 1] <= new):
+            stay -= 1
+            new += weights[stay]
+    return stay
+
 
 @dataclass(frozen=True, slots=True)
 class Layers:
@@ -49,11 +71,21 @@ def dead_rows(parts: Sequence[str], deletes: Sequence[Path]) -> dict[int, npt.ND
             raise SnapshotError(f"{path} cannot be read ({exc}): {limit_of(exc) or 'publish another snapshot'}") from exc
         names = table.column("part").combine_chunks().dictionary_encode()
         codes, rows = np.asarray(names.indices), np.asarray(table.column("row"))
-        for code, name in enumerate(names.dictionary.to_pylist()):
+        order = np.argsort(codes, kind="stable")
+        ends = np.cumsum(np.bincount(codes, minlength=len(names.dictionary)))
+        for name, own in zip(names.dictionary.to_pylist(), np.split(rows[order], ends[:-1]), strict=True):
             if name not in position:
                 raise SnapshotError(f"{path} names part {name}, which no manifest of its chain does; publish another snapshot")
-            gathered.setdefault(position[name], []).append(rows[codes == code])
-    return {number: np.unique(np.concatenate(pieces)) for number, pieces in gathered.items()}
+            gathered.setdefault(position[name], []).append(own)
+    return {number: _ascending(np.concatenate(pieces)) for number, pieces in gathered.items()}
+
+
+def _ascending(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Each of ``rows`` once, in order. Those of a file are in order as a rule, so that a merge is quicker than the table that ``np.unique`` makes."""
+    rows = np.sort(rows, kind="stable")
+    once: npt.NDArray[np.int64] = rows[np.concatenate(([True], rows[1:] != rows[:-1]))] if len(rows) else rows
+    once.flags.writeable = False
+    return once
 
 
 def living(batches: Iterator[pa.RecordBatch], dead: npt.NDArray[np.int64] | None) -> Iterator[pa.RecordBatch]:

@@ -40,18 +40,28 @@ class _Claimed(Record, frozen=True):
 
 
 class Place(Record, frozen=True):
-    """Where the online store holds a snapshot: the generation of its base, which is the snapshot ``base_snapshot``, and the overlay over it, where there is one.
-    ``lossy``: the store may drop rows by itself."""
+    """Where the online store holds a snapshot: the generation of its base, which is the snapshot ``base_snapshot``, and the ``overlays`` over it, the lowest
+    first, each with the snapshot that it makes of what lies under it. ``lossy``: the store may drop rows by itself."""
 
     generation: int
     base_snapshot: int
-    overlay: int | None = None
+    overlays: tuple[tuple[int, int], ...] = ()
+    """(generation, snapshot)"""
     lossy: bool = False
+
+    @property
+    def layers(self) -> tuple[tuple[int, int], ...]:
+        """(generation, snapshot) of the base and of every overlay, the lowest first."""
+        return ((self.generation, self.base_snapshot), *self.overlays)
 
     @property
     def generations(self) -> set[int]:
         """Numbers of the generations that are read."""
-        return {self.generation} if self.overlay is None else {self.generation, self.overlay}
+        return {generation for generation, _ in self.layers}
+
+    def lowest(self, layers: int) -> Place:
+        """The place without what lies over its ``layers`` lowest, of which the base is the first."""
+        return replace(self, overlays=self.overlays[: layers - 1])
 
 
 class LiveRef(Record, frozen=True):

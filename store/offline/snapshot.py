@@ -77,7 +77,8 @@ class Counts(Record, frozen=True):
 class Snapshot(Record, frozen=True):
     """Everything a reader needs to know of one result: the manifest, parsed.
 
-    A **full** snapshot holds all its rows in its own parts. A **delta** holds the rows that were computed anew; the rest are its parent's,
+    A **full** snapshot holds all its rows in its own parts. A **delta** holds the rows that were computed anew, and copies of those of the deltas
+    that it takes the place of; the rest are its parent's,
     but for those its **deletes** name: a Parquet file with the part and row number of every row that was replaced or left the source. So a
     reader of a chain drops rows by position, and hashes no key.
 
@@ -107,7 +108,7 @@ class Snapshot(Record, frozen=True):
     parent: int | None = None
     """Of a delta: the snapshot whose rows it builds on."""
     bases: tuple[int, ...] = ()
-    """Of a compacted one: the snapshots whose rows it copied."""
+    """Of a compacted one, and of a delta that took the place of others: the snapshots whose rows it copied."""
     deletes: Part | None = None
     """Which rows of this and earlier parts are no rows of this snapshot: see :data:`DELETES_SCHEMA`."""
     own_deletes: int = 0
@@ -148,6 +149,11 @@ class Snapshot(Record, frozen=True):
     def rows(self) -> int:
         """Rows a reader sees."""
         return self.counts.rows
+
+    @property
+    def changed_rows(self) -> int:
+        """Of a delta, about how many rows it has other than its parent, tombstones among them: what it weighs among others."""
+        return max(sum(part.rows for part in self.parts), 0 if self.deletes is None else self.deletes.rows)
 
     @property
     def refused_by(self) -> list[str]:

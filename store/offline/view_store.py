@@ -10,7 +10,7 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +71,8 @@ class ViewStore:
         self.runs = Runs(self.folder / "runs", self.folder / "refs" / "running", name)
         self.journals = Journals(self.folder, self._committed)
         self._catalog: Catalog | None = None
+        self._dead: dict[tuple[object, ...], Mapping[int, npt.NDArray[np.int64]]] = {}
+        """Dead rows of the last two chains: a run asks for those of its parent and of its result a dozen times, and they may be half of all rows."""
 
     # ---- where its files are
 
@@ -172,7 +174,13 @@ class ViewStore:
         deletes = [self.checked_path(layer, layer.deletes) for layer in chain if layer.deletes is not None]
         sizes = {part.path: (part, layer) for layer in chain for part in layer.parts}
         paths = [self.checked_path(layer, part) for part, layer in (sizes[path] for path in parts)]
-        return Layers(paths, [sizes[path][0].rows for path in parts], dead_rows(parts, deletes))
+        rows = [sizes[path][0].rows for path in parts]
+        known = (tuple(parts), *((str(path), path.stat().st_mtime_ns) for path in deletes))
+        dead = self._dead.get(known)
+        if dead is None:
+            dead = dead_rows(parts, deletes)
+            self._dead = dict([*self._dead.items()][-1:]) | {known: dead}
+        return Layers(paths, rows, dead)
 
     def part_paths(self, snapshot: Snapshot) -> list[Path]:
         """Absolute paths of all Parquet parts of a snapshot's chain, checked as :meth:`layers` does."""
@@ -400,8 +408,13 @@ class ViewStore:
     def _check_counts(self, snapshot: Snapshot) -> None:
         counts, name = snapshot.counts, self.name
         counts.check()
-        own = sum(p.rows for p in snapshot.parts) - snapshot.own_deletes
-        expected = counts.rows if snapshot.kind == "full" else counts.written
+        own, left = sum(p.rows for p in snapshot.parts) - snapshot.own_deletes, 0
+        if snapshot.parent is not None:
+            taken = (0 if snapshot.deletes is None else snapshot.deletes.rows) - snapshot.own_deletes
+            left = self.snapshot(snapshot.parent).rows - taken
+        # rows of the deltas that it takes the place of
+        copied = counts.unchanged - left if snapshot.kind == "delta" and snapshot.bases else 0
+        expected = counts.rows if snapshot.kind == "full" else counts.written + copied
         if own != expected:
             raise SnapshotError(
                 f"the parts of {name!r} hold {own} rows other than the {expected} there should be; nothing was committed: this is a bug"
@@ -410,9 +423,7 @@ class ViewStore:
             inherited = {part.path for layer in self.chain(snapshot)[:-1] for part in layer.parts}
             if inherited.intersection(part.path for part in snapshot.parts):
                 raise SnapshotError(f"a part of {name!r} is its parent's too; nothing was committed: this is a bug")
-            taken = (0 if snapshot.deletes is None else snapshot.deletes.rows) - snapshot.own_deletes
-            left = self.snapshot(snapshot.parent).rows - taken
-            if left != counts.unchanged:
+            if left + copied != counts.unchanged:
                 raise SnapshotError(
                     f"of {name!r}'s parent, snapshot {snapshot.parent}, {left} rows stay but {counts.unchanged} were counted as unchanged; "
                     "nothing was committed: this is a bug"

@@ -1,7 +1,7 @@
 """Online store: entity key → packed row, by view and generation. The contract, and the in-memory reference.
 
 What was loaded in one go is a **generation**: immutable, and numbered by the epoch of the publishing that loaded it. A **base** holds all rows of a snapshot, an
-**overlay** those that changed since its base's snapshot, and a tombstone for each that left. A pointer per view says which base and overlay are live.
+**overlay** those that changed since the snapshot of what it lies over, and a tombstone for each that left. A pointer per view says which base and overlays are live.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import ClassVar, NamedTuple
 
 from store.errors import ConflictError, DamagedPointerError, OnlineStoreError, RowsLostError
@@ -22,7 +23,7 @@ from store.record import Record, field, force_setattr, plain, read_record, seale
 
 class Generation(Record, frozen=True):
     """What is loaded in one go: ``snapshot`` is whose rows it holds and ``run`` the run that made that, ``base`` the number of the generation that an overlay
-    lies over; None of a base. ``schema`` is its rows' tag (:func:`store.online.codec.schema_tag`); None where who loaded it did not say."""
+    lies right over, a base or another overlay; None of a base. ``schema`` is its rows' tag (:func:`store.online.codec.schema_tag`); None where who loaded it did not say."""
 
     number: int
     snapshot: int
@@ -52,7 +53,7 @@ class Pointer(Record, frozen=True):
     """What is live for a view.
 
     ``epoch`` counts the view's publishings; a pointer never moves to a smaller one. ``generation`` is the base that is read, of the snapshot ``base_snapshot``,
-    and ``overlay`` the generation over it, if there is one: it makes the base what ``snapshot`` is. ``rows`` is the snapshot's row count, ``input_columns`` maps the
+    and ``overlays`` the generations over it with the snapshot of each, the lowest first: together they make the base what ``snapshot`` is. ``rows`` is the snapshot's row count, ``input_columns`` maps the
     model's inputs to Arrow type names, ``inputs`` the views the snapshot was computed from to their snapshot's number, ``index`` and ``overlay_index`` are the
     vector indexes' folders relative to the offline store's root, ``partition`` the interval of data time, ``renewed_at_us`` (µs since 1970) when all rows were
     last found to be what the model would answer: no row's age counts from earlier. ``owner`` is the project that publishes the view, and ``took_over`` the one
@@ -74,7 +75,7 @@ class Pointer(Record, frozen=True):
     partition: str | None = None
     renewed_at_us: int = 0
     base_snapshot: int = 0
-    overlay: int | None = None
+    overlays: tuple[tuple[int, int], ...] = ()
     overlay_index: str | None = None
     owner: str = ""
     lossy: bool = False
@@ -89,8 +90,13 @@ class Pointer(Record, frozen=True):
 
     @property
     def generations(self) -> tuple[int, ...]:
-        """Numbers of the generations that are read: the base, and the overlay where there is one."""
-        return (self.generation,) if self.overlay is None else (self.generation, self.overlay)
+        """Numbers of the generations that are read: the base, and the overlays, the lowest first."""
+        return (self.generation, *(generation for generation, _ in self.overlays))
+
+    @property
+    def snapshots(self) -> tuple[int, ...]:
+        """The snapshot that each of :attr:`generations` was loaded for, which is the number that its rows bear."""
+        return (self.base_snapshot, *(snapshot for _, snapshot in self.overlays))
 
     @property
     def publishing(self) -> tuple[int, str]:
@@ -196,7 +202,7 @@ class OnlineStore(ABC):
 
     @abstractmethod
     def read(self, view: str, keys: Sequence[bytes]) -> tuple[Pointer, FoundRows] | None:
-        """Packed rows of ``keys``, all as the pointer returned has them: its overlay's where that has one, a tombstone too, and its base's.
+        """Packed rows of ``keys``, all as the pointer returned has them: of its highest overlay that has one, a tombstone too, and else its base's.
 
         Returns None when nothing is live for the view. Rows stay valid as long as the caller holds them.
         """
@@ -279,8 +285,7 @@ class MemoryStore(OnlineStore):
             if pointer is None:
                 return None
             tables = [self._generations[view][number][1] for number in pointer.generations]
-        found = [FoundRows(keys, [table.get(key) for key in keys]) for table in tables]
-        return pointer, found[0] if len(found) == 1 else overlaid(*found)
+        return pointer, reduce(overlaid, [FoundRows(keys, [table.get(key) for key in keys]) for table in tables])
 
     def read_generation(self, view: str, number: int, keys: Sequence[bytes]) -> FoundRows:
         _, table = self._generations.get(view, {}).get(number, (None, {}))
@@ -337,7 +342,7 @@ def check_own_rows(pointer: Pointer, loaded: Sequence[Generation]) -> None:
         taken for its own.
     """
     view, found = pointer.view.name, {generation.number: generation for generation in loaded}
-    for number, snapshot in zip(pointer.generations, (pointer.base_snapshot, pointer.snapshot), strict=False):
+    for number, snapshot in zip(pointer.generations, pointer.snapshots, strict=True):
         generation = found.get(number)
         if generation is None:
             what = "is not in the online store"

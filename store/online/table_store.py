@@ -62,7 +62,7 @@ class _Live:
     identity: tuple[int, int]
     pointer: Pointer
     tables: tuple[TableFile, ...]
-    """The overlay first, where there is one."""
+    """The highest overlay first, the base last."""
     file: mmap.mmap
     """The pointer's, held so that no other file gets its inode: ext4 gives two of them in turn, and two flips may fall into one tick of its clock (4 ms)."""
 

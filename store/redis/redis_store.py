@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, ClassVar
 
 from store.errors import ConflictError, OnlineStoreError
@@ -43,7 +44,7 @@ FREED_S = 3.0
 class RedisStore(OnlineStore):
     """The online store of several machines, in Redis or Valkey, 6.2 and later, a single server or a cluster.
 
-    A read is one round trip: what overlay and base last seen have for the keys, then the pointer's version; only when that is another one is it
+    A read is one round trip: what overlays and base last seen have for the keys, then the pointer's version; only when that is another one is it
     all repeated. Narrow rows lie in buckets: small hashes, a third of the memory. So a request never mixes versions and never trusts a stale pointer. MSET cannot set an expiry; freshness is in the row's header, and memory
     comes back by dropping generations.
 
@@ -86,7 +87,7 @@ class RedisStore(OnlineStore):
             now, found = self._servers.read(self._names.meta(view), seen.layouts, keys, hashes, doing, budget)
             if now == seen.version:
                 seen.asked_s = max(seen.asked_s, asked_s)
-                return seen.pointer, found[0] if len(found) == 1 else overlaid(found[1], found[0])
+                return seen.pointer, reduce(overlaid, found[::-1])
             seen = self._load_pointer(view, budget)
         return None
 
@@ -118,7 +119,7 @@ class RedisStore(OnlineStore):
             seen = None
         elif seen is None or seen.version != version:
             pointer = read_pointer(version, body, view, self._servers.where)
-            # the overlay's first
+            # the highest overlay's first
             seen = _Seen(version, pointer, self._layouts(view, pointer.generations[::-1], doing, budget))
         with self._seeing:
             last = self._seen.get(view)
@@ -454,7 +455,7 @@ def _look() -> Budget:
 
 @dataclass(slots=True)
 class _Seen:
-    """A pointer as it was last seen, its version, and how the generations it names lie in Redis, the overlay first; ``asked_s`` is when the last question was
+    """A pointer as it was last seen, its version, and how the generations it names lie in Redis, the highest first; ``asked_s`` is when the last question was
     sent to which it was the answer, by the monotonic clock."""
 
     version: bytes

@@ -97,7 +97,7 @@ def publish(store: OnlineStore, snapshot: int, pause_s: float) -> None:
 
     done = terms.rows_done if terms.number == snapshot else 0
     store.load(VIEW.name, generation, _without(slowly(), done), done)
-    overlay = None if snapshot == base else snapshot
+    overlays = () if snapshot == base else ((snapshot, snapshot),)
     store.flip(
         Pointer(
             VIEW,
@@ -110,7 +110,7 @@ def publish(store: OnlineStore, snapshot: int, pause_s: float) -> None:
             None,
             generation=base,
             base_snapshot=base,
-            overlay=overlay,
+            overlays=overlays,
             owner="soak",
         )
     )

@@ -173,7 +173,7 @@ def test_a_first_run_that_is_killed_anywhere(point: str, scene: FaultScene) -> N
     check_everything(scene)
 
 
-COMPACTING: dict[str, Any] = {"MAX_DELTAS": 0}
+COMPACTING: dict[str, Any] = {"MAX_DELTA_SHARE": 0.0}
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def project(make_project: MakeProject, online: str, monkeypatch: pytest.MonkeyPa
     make_project(rows(0), project={"online": online}, view=INDEXED).run()
     project = make_project(rows(2), project={"online": online}, view=INDEXED)
     project.run()
-    assert project.live().place.overlay == 2
+    assert project.live().place.overlays == ((2, 2),)
     assert project.status()["attention"] == []
     return project
 
@@ -274,7 +274,7 @@ def test_an_overlay_is_not_laid_over_a_base_that_lost_rows(project: Scene, make_
         delete_rows(project)
     project = make_project(rows(3), project={"online": project.online}, view=INDEXED)
     assert project.run().status == "published"
-    assert project.live().place.overlay is None
+    assert project.live().place.overlays == ()
     assert project.served(range(ROWS)) == (3, [2 * x for _, x in rows(3)])
 
 

@@ -683,9 +683,9 @@ def test_damage_in_one_part_is_seen(make_project: MakeProject, monkeypatch: pyte
     assert len(project.snapshot().parts) == 20
 
 
-@pytest.mark.parametrize("changed", [1, 300], ids=["delta", "compacted"])
+@pytest.mark.parametrize("changed", [1, 600], ids=["delta", "compacted"])
 def test_damage_in_rows_that_were_taken_over_is_seen(make_project: MakeProject, changed: int) -> None:
-    rows = first(1000) | dict.fromkeys(range(500, 515), 0.0)
+    rows = first(1000) | dict.fromkeys(range(900, 915), 0.0)
     make_project(list(rows.items()), view=view(ALONE | {"zero": None})).materialize()
     rows |= {i: rows[i] + 0.5 for i in range(changed)}
     project = make_project(list(rows.items()), view=view(ALONE))
@@ -693,7 +693,7 @@ def test_damage_in_rows_that_were_taken_over_is_seen(make_project: MakeProject, 
         project.run()
     snapshot = project.snapshot()
     assert (snapshot.kind, snapshot.counts.unchanged) == ("delta" if changed == 1 else "full", 1000 - changed)
-    mended = rows | {i: float(i) for i in range(500, 510)}
+    mended = rows | {i: float(i) for i in range(900, 910)}
     assert make_project(list(mended.items()), view=view(ALONE)).run().status == "published"
     assert project.snapshot().quality["zero"] == 0.005  # what was replaced is off the count
 

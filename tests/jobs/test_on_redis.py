@@ -51,7 +51,7 @@ def test_runs_deltas_rollback_loss_and_end(make_project: MakeProject, online: st
     table[7] = 70.0
     del table[299]
     project = published()
-    assert project.live().place == Place(1, 1, 2)
+    assert project.live().place == Place(1, 1, ((2, 2),))
     assert served(project, [0, 7, 299]) == [0.0, 140.0, None]
     with project.lookup() as lookup:
         assert len(lookup.search("numbers", key=7, k=2)["rows"]) == 2

@@ -12,12 +12,14 @@ import redis
 
 from jobs.publish.publisher import BASE_ROWS
 from jobs.rows import chunks
+from store.offline.layers import MOST_OVERLAYS
 from store.offline.refs import Place
 from store.offline.snapshot import Snapshot
 from store.offline.view_store import ViewStore
 from store.online.codec import schema_tag
 from store.online.online_store import Generation, Terms
 from store.online.table_store import TableStore
+from store.vectors.vector_index import VectorIndex
 from tests.conftest import MakeProject
 from tests.jobs.test_materialize import interrupted
 from tests.scene import Scene
@@ -66,7 +68,7 @@ def test_a_delta_loads_what_changed_alone(published: Any) -> None:
     table = BASE | {3: 33.0, 77: 1.0}
     del table[5]
     project = published(table)
-    assert (project.live().place, project.live().previous_place) == (Place(1, 1, 2), Place(1, 1))
+    assert (project.live().place, project.live().previous_place) == (Place(1, 1, ((2, 2),)), Place(1, 1))
     run, tag = project.snapshot(2).run, schema_tag(project.snapshot(2).view)
     assert loaded(project) == [Generation(1, 1, None, project.snapshot(1).run, tag), Generation(2, 2, 1, run, tag)]
     with project.online_store() as store:
@@ -78,11 +80,12 @@ def test_a_delta_loads_what_changed_alone(published: Any) -> None:
 def test_a_row_that_is_rejected_now_is_not_served_from_the_base(make_project: MakeProject, online: str) -> None:
     """It is in the source still, so it did not leave; but what it was is not what it is."""
     view = UNJUDGED | {"model": {"use": "tests.arithmetic:Doubler", "args": {"nan_on": -1.0}}}
-    for table, overlay in ((BASE, None), (BASE | {3: -1.0}, 2), (BASE | {3: -1.0, 4: -1.0, 5: 50.0}, 3), (BASE | {4: -1.0}, 4)):
+    tables = (BASE, BASE | {3: -1.0}, BASE | {3: -1.0, 4: -1.0, 5: 50.0}, BASE | {4: -1.0})
+    for number, table in enumerate(tables, 1):
         project = make_project(sorted(table.items()), project={"online": online}, view=view)
         project.run()
         check(project, {key: x for key, x in table.items() if x != -1.0})
-        assert project.live().place == Place(1, 1, overlay)
+        assert project.live().place == Place(1, 1, tuple((n, n) for n in range(2, number + 1)))
 
 
 def test_a_row_that_is_again_what_it_was_before_a_run_was_interrupted_is_served_from_the_base(
@@ -97,17 +100,32 @@ def test_a_row_that_is_again_what_it_was_before_a_run_was_interrupted_is_served_
     del table[30]
     project = published(table | {0: BASE[0], 3: BASE[3]})
     snapshot = project.snapshot(2)
-    assert (snapshot.own_deletes, snapshot.counts.removed, project.live().place) == (1, 1, Place(1, 1, 2))
+    assert (snapshot.own_deletes, snapshot.counts.removed, project.live().place) == (1, 1, Place(1, 1, ((2, 2),)))
 
 
-def test_overlays_are_cumulative_and_the_last_two_are_kept(published: Any) -> None:
+def test_each_publishing_loads_what_changed_since_the_last_one_and_small_overlays_are_merged(published: Any) -> None:
     table = dict(BASE)
     published(table)
-    for step in range(2, 5):
-        table[step] = 100.0 + step
+    for step in range(2, 6):
+        table |= {2: 102.0} | dict.fromkeys(range(20, 28), -1.0) if step == 2 else {step: 100.0 + step}
         project = published(table)
-        assert project.live().place == Place(1, 1, step)
-    assert [g.number for g in loaded(project)] == [1, 3, 4]
+    assert project.live().place == Place(1, 1, ((2, 2), (3, 3), (4, 4), (5, 5)))
+    table[6] = 106.0
+    project = published(table)
+    # the fifth takes the place of the highest, and of those under it that are no heavier than both together; as its snapshot does of theirs
+    assert project.live().place == Place(1, 1, ((2, 2), (6, 6)))
+    assert [layer.number for layer in project.store.chain(project.snapshot(6))] == [1, 2, 6]
+    assert [g.number for g in loaded(project)] == [1, 2, 3, 4, 5, 6]
+    with project.online_store() as store:
+        keys = [b"2", b"3", b"4", b"5", b"6", b"7"]
+        assert [row is not None for row in store.read_generation("numbers", 6, keys).values] == [
+            False,
+            True,
+            True,
+            True,
+            True,
+            False,
+        ]
     # a key that left, came back, and left again
     for gone in (True, False, True):
         if gone:
@@ -118,17 +136,29 @@ def test_overlays_are_cumulative_and_the_last_two_are_kept(published: Any) -> No
         assert project.live().place.generation == 1
 
 
-def test_past_a_tenth_of_the_base_a_new_one_is_loaded(published: Any) -> None:
-    project = published(BASE)
-    table = BASE | dict.fromkeys(range(4), -1.0)
+def test_a_snapshot_without_another_row_loads_nothing(published: Any) -> None:
+    published(BASE)
+    table = BASE | {3: 33.0}
     project = published(table)
-    assert project.live().place == Place(1, 1, 2)
-    table[4] = -1.0
+    place = project.live().place
+    project = published(table, ttl="2h")
+    assert (project.live().snapshot, project.live().place, [g.number for g in loaded(project)]) == (3, place, [1, 2])
+    # and what comes next lies over that
+    project = published(table | {4: 44.0}, ttl="2h")
+    assert project.live().place == Place(1, 1, ((2, 2), (4, 4)))
+
+
+def test_past_half_of_the_base_a_new_one_is_loaded(published: Any) -> None:
+    project = published(BASE)
+    table = BASE | dict.fromkeys(range(20), -1.0)
+    project = published(table)
+    assert project.live().place == Place(1, 1, ((2, 2),))
+    table[20] = -1.0
     project = published(table)
     assert project.live().place == Place(3, 3)
     # and the next overlay lies over that
-    table[5] = -1.0
-    assert published(table).live().place == Place(3, 3, 4)
+    table[5] = -2.0
+    assert published(table).live().place == Place(3, 3, ((4, 4),))
 
 
 def test_going_back_and_forth_between_overlays_and_base_loads_nothing(published: Any) -> None:
@@ -137,14 +167,15 @@ def test_going_back_and_forth_between_overlays_and_base_loads_nothing(published:
     del third[30]
     published(second)
     project = published(third)
-    for number, table, place in ((2, second, Place(1, 1, 2)), (3, third, Place(1, 1, 3)), (1, BASE, Place(1, 1))):
+    both = Place(1, 1, ((2, 2), (3, 3)))
+    for number, table, place in ((2, second, both.lowest(2)), (3, third, both), (1, BASE, both.lowest(1))):
         report = project.publish(number=number)
         assert "load" not in report.stages_s
         assert project.live().place == place
         check(project, table)
-    # the overlay that was neither live nor before is gone by now, and is loaded again
+    # under the overlay that was live before lies the other one
     report = project.publish(number=2)
-    assert ("load" in report.stages_s, project.live().place.generation) == (True, 1)
+    assert ("load" in report.stages_s, project.live().place) == (False, both.lowest(2))
     check(project, second)
 
 
@@ -157,23 +188,30 @@ def test_rolling_back_from_an_overlay(published: Any) -> None:
 
 
 def test_many_deltas_end_where_one_full_run_does(published: Any) -> None:
-    """Every kind of change, in any order, over bases that come and go."""
+    """Every kind of change, in any order, over bases that come and go, with an index beside."""
     random_number = random.Random(7)
-    table = dict(BASE)
-    published(table)
-    bases = set()
-    for _ in range(12):
-        for _ in range(random_number.choice((1, 1, 2, 5))):
+    table, indexed = dict(BASE), {"index": {"on": "vector"}}
+    bases, most = set(), 0
+    for step in range(24):
+        for _ in range(random_number.choice((1, 1, 2, 5)) if step else 0):
             key = random_number.randrange(ROWS + 10)
             if key in table and random_number.random() < 0.4:
                 del table[key]
             else:
                 table[key] = random_number.random()
-        project = published(table)
-        bases.add(project.live().place.generation)
-    assert len(bases) > 1
+        project = published(table, **(indexed if step > 17 else {}))
+        place = project.live().place
+        bases.add(place.generation)
+        most = max(most, len(place.overlays))
+        if step > 17:
+            top, _ = place.layers[-1]
+            index = VectorIndex(
+                project.store.index_folder(place.generation), project.store.index_folder(top) if place.overlays else None
+            )
+            assert {key for key in range(-1, 2 * ROWS) if index.find(str(key)) is not None} == set(table)
+    assert (len(bases) > 1, most) == (True, MOST_OVERLAYS)
     assert project.publish(reload=True).status == "published"
-    assert project.live().place.overlay is None
+    assert project.live().place.overlays == ()
     check(project, table)
 
 
@@ -210,7 +248,7 @@ def test_a_reader_meets_one_version_while_deltas_are_published(make_project: Mak
         reader.join()
     assert failures == []
     assert len(seen) > 1
-    assert project.live().place.overlay is not None
+    assert project.live().place.overlays != ()
 
 
 def test_a_store_that_may_drop_rows_gets_no_overlay(make_project: MakeProject, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,8 +257,8 @@ def test_a_store_that_may_drop_rows_gets_no_overlay(make_project: MakeProject, m
     for x in (1.0, -1.0):
         project = make_project([(i, x if i == 1 else float(i)) for i in range(ROWS)], view=UNJUDGED)
         project.run()
-    assert project.live().place == Place(2, 2, None, True)
-    assert ("load" in project.publish(number=1).stages_s, project.live().place) == (False, Place(1, 1, None, True))
+    assert project.live().place == Place(2, 2, lossy=True)
+    assert ("load" in project.publish(number=1).stages_s, project.live().place) == (False, Place(1, 1, lossy=True))
     with project.lookup() as lookup:
         assert lookup.row("numbers", 999)["reason"] == "not_in_store"
 
@@ -263,6 +301,6 @@ def test_what_an_overlay_lies_over_is_looked_at_by_its_keys_alone(
 
     monkeypatch.setattr(ViewStore, "sample", watched)
     project.publish()
-    assert project.live().place.overlay == 2
+    assert project.live().place.overlays == ((2, 2),)
     assert asked == [(1, BASE_ROWS, ("id",))]
     check(project, BASE | {3: 33.0})

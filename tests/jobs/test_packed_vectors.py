@@ -123,7 +123,7 @@ def test_a_delta_of_packed_rows_is_an_overlay(make_project: MakeProject, online:
     make_project(DATA, view=view("int8"), project={"online": online}).run()
     project = make_project([*DATA[:-1], (59, 77.0)], view=view("int8"), project={"online": online})
     assert project.run().counts["written"] == 1
-    assert project.live().place == Place(1, 1, 2)
+    assert project.live().place == Place(1, 1, ((2, 2),))
     assert served(project, [5, 59]) == kept("int8", [5, 77])
     assert project.faults() == []
 

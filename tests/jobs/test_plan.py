@@ -76,6 +76,7 @@ def test_the_first_run_computes_every_row(make_project: MakeProject) -> None:
         "retried": 0,
         "parent": None,
         "compact": False,
+        "since": None,
         "reason": "the first snapshot",
     }
 
@@ -88,16 +89,16 @@ def test_nothing_to_do_changed_new_and_removed_are_counted(make_project: MakePro
         "nothing to do: 0 of 8 rows to compute, 8 unchanged; builds on snapshot 1",
         "none",
     )
-    project = make_project([(1, 10.0), *ROWS[2:], (9, 9.0)])
+    project = make_project([(1, 10.0), (2, 20.0), (3, 30.0), *ROWS[4:], (9, 9.0)])
     found = project.plan()
     assert str(found) == (
-        "full, compacting: 2 of 8 rows to compute (1 new, 1 changed), 6 unchanged, 1 removed; builds on snapshot 1"
+        "full, compacting: 4 of 8 rows to compute (1 new, 3 changed), 4 unchanged, 1 removed; builds on snapshot 1"
     )
-    project = make_project([*ROWS[:7], (9, 9.0)])  # two rows of eight: a quarter, and no more
+    project = make_project([*ROWS[:5], (9, 9.0)])  # four rows of eight: half, and no more
     found = project.plan()
-    assert str(found) == "delta: 1 of 8 rows to compute (1 new), 7 unchanged, 1 removed; builds on snapshot 1"
+    assert str(found) == "delta: 1 of 6 rows to compute (1 new), 5 unchanged, 3 removed; builds on snapshot 1"
     kinds = {name: found.to_json()[name] for name in ("kind", "new", "changed", "unchanged", "removed", "parent", "compact")}
-    assert kinds == {"kind": "delta", "new": 1, "changed": 0, "unchanged": 7, "removed": 1, "parent": 1, "compact": False}
+    assert kinds == {"kind": "delta", "new": 1, "changed": 0, "unchanged": 5, "removed": 3, "parent": 1, "compact": False}
 
 
 def test_rows_that_were_hashed_with_md5_are_not_computed_again(
@@ -328,41 +329,55 @@ def test_resumed_rows_are_said_and_not_computed(make_project: MakeProject, monke
 # ---- compaction
 
 
-def test_the_ninth_delta_compacts_without_a_model(make_project: MakeProject) -> None:
+def test_small_deltas_are_merged_with_each_other_without_a_model(make_project: MakeProject) -> None:
+    """Whatever was published: a chain is short, and what lies under the live base stays as it is."""
     rows = {i: float(i) for i in range(100)}
     project = make_project(list(rows.items()), view=COUNTING)
     project.materialize()
-    kinds = []
-    for step in range(1, 11):
+    chains, plans = [], []
+    for step in range(1, 14):
         rows[step] += 1000
+        rows.pop(90 if step == 3 else -1, None)
         project = make_project(list(rows.items()), view=COUNTING)
         computed.clear()
-        assert ("compacting" in str(project.plan())) == (step == 9)
         report = project.materialize()
         assert computed == [rows[step]]
         snapshot = project.snapshot_of(report)
-        kinds.append(snapshot.kind)
-        assert (snapshot.counts.written, snapshot.counts.unchanged) == (1, 99)
+        assert (snapshot.kind, snapshot.counts.written, snapshot.counts.unchanged) == ("delta", 1, len(rows) - 1)
         assert project.doubles(snapshot.number) == {i: 2 * x for i, x in rows.items()}
-    assert kinds == ["delta"] * 8 + ["full"] + ["delta"]
-    assert len(project.store.chain(project.snapshot_of(report))) == 2
+        assert snapshot.figures is not None
+        assert snapshot.figures.rows == len(rows)
+        chains.append([layer.number for layer in project.store.chain(snapshot)])
+        plans.append("merged" in (report.plan or ""))
+        if step == 7:
+            project.publish()
+    assert chains[3:6] == [[1, 2, 3, 4, 5], [1, 6], [1, 6, 7]]
+    # over 8, the live base, as over 1
+    assert chains[6:] == [
+        [1, 6, 7, 8],
+        *([1, 6, 7, 8, *range(9, n)] for n in range(10, 14)),
+        [1, 6, 7, 8, 13],
+        [1, 6, 7, 8, 13, 14],
+    ]
+    assert [step for step, merged in enumerate(plans, 1) if merged] == [5, 12]
+    assert project.snapshot(6).bases == (2, 3, 4, 5)
 
 
-def test_more_than_a_quarter_of_the_base_compacts(make_project: MakeProject) -> None:
+def test_more_than_half_of_the_base_compacts(make_project: MakeProject) -> None:
     rows = [(i, float(i)) for i in range(20)]
     make_project(rows).materialize()
-    for changed, kind in ((3, "delta"), (5, "delta"), (6, "full")):  # 3, then 3 + 2, then 5 + 1 rows of 20
+    for changed, kind in ((6, "delta"), (10, "delta"), (11, "full")):  # 6, then 6 + 4, then 10 + 1 rows of 20
         project = make_project([(i, x + 100 if i < changed else x) for i, x in rows])
         assert project.snapshot_of(project.materialize()).kind == kind
-    assert project.doubles(4) == {i: 2 * (x + 100 if i < 6 else x) for i, x in rows}
+    assert project.doubles(4) == {i: 2 * (x + 100 if i < 11 else x) for i, x in rows}
 
 
 def test_removed_rows_count_towards_compaction(make_project: MakeProject) -> None:
     make_project(ROWS, view=GATES_OFF).materialize()
-    project = make_project(ROWS[:5], view=GATES_OFF)
+    project = make_project(ROWS[:3], view=GATES_OFF)
     report = project.materialize()
-    assert (project.snapshot_of(report).kind, report.counts["removed"], report.counts["written"]) == ("full", 3, 0)
-    assert set(project.doubles(2)) == {1, 2, 3, 4, 5}
+    assert (project.snapshot_of(report).kind, report.counts["removed"], report.counts["written"]) == ("full", 5, 0)
+    assert set(project.doubles(2)) == {1, 2, 3}
 
 
 # ---- only what must be

@@ -43,7 +43,7 @@ def project(make_project: MakeProject, online: str) -> Scene:
     make_project(ROWS[1:], project={"online": online}).run()
     project = make_project(ROWS, project={"online": online})
     project.run()
-    assert project.live().place.overlay == 2
+    assert project.live().place.overlays == ((2, 2),)
     return project
 
 

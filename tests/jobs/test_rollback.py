@@ -217,7 +217,7 @@ def test_publish_never_picks_one_that_copied_the_rows_of_a_bad_one(make_project:
     rows = [(i, float(i)) for i in range(20)]
     make_project(rows, **make).run()
     make_project([(0, 50.0), *rows[1:]], **make).run()
-    project = make_project([(0, 50.0), *((i, 60.0 + i) for i in range(1, 10)), *rows[10:]], **make)
+    project = make_project([(0, 50.0), *((i, 60.0 + i) for i in range(1, 11)), *rows[11:]], **make)
     assert "compacting" in (project.materialize().plan or "")  # row 0 is copied from 2
     assert project.store.snapshot(3).refused_by == []
     project.rollback()

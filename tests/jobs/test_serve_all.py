@@ -153,7 +153,7 @@ def test_random_days_are_served_as_ten_lines_say(corpus: Corpus, seed: int, keep
 def test_a_new_day_is_an_overlay_and_a_lost_key_gives_way_to_the_older_row(corpus: Corpus) -> None:
     corpus.run(0, {key: float(key) for key in range(40)})
     corpus.run(1, {1: 10.0, 2: 20.0})
-    assert (corpus.scene.live().place.overlay, corpus.scene.live_snapshot().counts.written) == (2, 2)
+    assert (corpus.scene.live().place.overlays, corpus.scene.live_snapshot().counts.written) == (((2, 4),), 2)
     assert corpus.served(3) == {0: 0.0, 1: 10.0, 2: 20.0}
     report = corpus.run(1, {2: 20.0, 99: 5.0})
     assert corpus.served(3) == {0: 0.0, 1: 1.0, 2: 20.0}

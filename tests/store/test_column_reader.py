@@ -108,7 +108,7 @@ def test_columns_are_those_of_the_codec(data: st.DataObject) -> None:
                     gone.filter(pa.array([k.encode() not in left for k in gone.to_pylist()], pa.bool_())), 0, 2
                 )
                 store.load("things", Generation(2, 2, 1), iter([over, removed]))
-                store.flip(Pointer(view, 2, 2, "m", 1, 1, "", 0, generation=1, base_snapshot=1, overlay=2))
+                store.flip(Pointer(view, 2, 2, "m", 1, 1, "", 0, generation=1, base_snapshot=1, overlays=((2, 2),)))
             answers.append(both_ways(store, asked, names))
             store.close()
         assert answers[0].equals(answers[1])

@@ -54,7 +54,11 @@ UNLIKE: dict[str, tuple[Pointer, int | None, str]] = {
     "the base is gone": (LIVE, 1, "generation 1 of view 'numbers' is not in the online store"),
     "the overlay is gone": (LIVE, 2, "generation 2 of view 'numbers' is not in the online store"),
     "the base is another snapshot's": (replace(LIVE, base_snapshot=7), None, "generation 1 of view 'numbers' has other rows"),
-    "the overlay is another snapshot's": (replace(LIVE, snapshot=7), None, "generation 2 of view 'numbers' has other rows"),
+    "the overlay is another snapshot's": (
+        replace(LIVE, overlays=((2, 7),)),
+        None,
+        "generation 2 of view 'numbers' has other rows",
+    ),
     "rows have other features": (OTHER_FEATURES, None, "generation 2 of view 'numbers' has other rows"),
 }
 

@@ -152,7 +152,7 @@ class House:
             index,
             generation=base,
             base_snapshot=number if over is None else over.base_snapshot,
-            overlay=None if over is None else number,
+            overlays=() if over is None else ((number, number),),
             lossy=lossy,
         )
         self.online.flip(pointer)

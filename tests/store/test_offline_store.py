@@ -677,7 +677,7 @@ def test_the_live_pointer_tells_places_renewal_and_why_it_is_held(store: ViewSto
     refs = store.refs
     first = refs.move_live(4, expected_epoch=0, epoch=3, reason="run")
     assert first == LiveRef(3, 4, None, "run", first.at, place=Place(3, 4), previous_place=None, renewed_at=None, held=None)
-    over = Place(3, 4, 7, lossy=True)
+    over = Place(3, 4, ((7, 7),), lossy=True)
     second = refs.move_live(5, expected_epoch=3, epoch=7, reason="run", place=over)
     assert second == LiveRef(7, 5, 4, "run", second.at, place=over, previous_place=Place(3, 4)) == refs.live()
     renewed = refs.renew_live(second, 2**53 + 1)
@@ -694,7 +694,7 @@ def test_the_live_pointer_tells_places_renewal_and_why_it_is_held(store: ViewSto
 
 
 def test_loaded_anew_a_snapshot_goes_back_to_what_was_before_it(store: ViewStore) -> None:
-    refs, over = store.refs, Place(1, 4, 2)
+    refs, over = store.refs, Place(1, 4, ((2, 2),))
     refs.move_live(4, expected_epoch=0, epoch=1, reason="run")
     refs.move_live(5, expected_epoch=1, epoch=2, reason="run", place=over)
     again = refs.move_live(5, expected_epoch=2, epoch=3, reason="reload")
@@ -704,12 +704,12 @@ def test_loaded_anew_a_snapshot_goes_back_to_what_was_before_it(store: ViewStore
 
 
 def test_a_place_tells_the_generations_that_are_read_there() -> None:
-    assert (Place(3, 4).generations, Place(3, 4, 7).generations) == ({3}, {3, 7})
+    assert (Place(3, 4).generations, Place(3, 4, ((7, 7),)).generations) == ({3}, {3, 7})
 
 
 def test_a_live_pointer_tells_versions_without_overlays_which_generation_its_base_is(store: ViewStore) -> None:
     store.refs.move_live(4, expected_epoch=0, epoch=3, reason="run")
-    store.refs.move_live(5, expected_epoch=3, epoch=7, reason="run", place=Place(3, 4, 7))
+    store.refs.move_live(5, expected_epoch=3, epoch=7, reason="run", place=Place(3, 4, ((7, 7),)))
     store.refs.move_live(6, expected_epoch=7, epoch=9, reason="run")
     told = json.loads((store.folder / "refs" / "live.json").read_bytes())
     assert (told["generation"], told["previous_generation"], told["previous"]) == (9, 3, 5)

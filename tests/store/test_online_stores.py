@@ -304,7 +304,7 @@ def test_an_overlay_is_cumulative_goes_back_and_gives_way_to_a_base(open_store: 
     overlay(writer, 2, 1, {b"a": b"two"})
     overlay(writer, 3, 1, {b"b": b"three"})
     assert values(reader.read("numbers", [b"a", b"b"])) == [b"1", b"three"]
-    writer.flip(replace(over(1, 4), overlay=2))
+    writer.flip(replace(over(1, 4), overlays=((2, 2),)))
     assert values(reader.read("numbers", [b"a", b"b"])) == [b"two", b"22"]
     writer.flip(back_to(1, 5))
     assert values(reader.read("numbers", [b"a", b"b"])) == [b"1", b"22"]
@@ -321,7 +321,7 @@ def test_base_and_overlay_that_are_read_can_neither_be_replaced_nor_dropped(stor
             store.drop("numbers", number)
         with pytest.raises(ConflictError, match=f"generation {number} of view 'numbers' is live"):
             load(store, number, {b"a": b"9"})
-    for missing in (over(1, 3), over(9, 3), replace(over(1, 3), overlay=1, generation=9)):
+    for missing in (over(1, 3), over(9, 3), replace(over(1, 3), overlays=((1, 1),), generation=9)):
         with pytest.raises(OnlineStoreError, match="not loaded whole"):
             store.flip(missing)
     assert values(store.read("numbers", [b"a", b"b"])) == [b"two", b"22"]
@@ -501,14 +501,14 @@ def test_a_pointer_comes_back_equal_from_its_bytes() -> None:
     bare = Pointer(dataclasses.replace(pointer(1).view, index=None), 1, 1, "m", 0, 0, "now", None)
     assert Pointer.from_bytes(bare.to_bytes()) == bare
     whole = back_to(7, 9, partition="2026-01-01T00:00Z/2026-01-02T00:00Z", renewed_at_us=2**53 + 1)
-    whole = replace(whole, base_snapshot=3, overlay=8, overlay_index="i", owner="me", lossy=True)
+    whole = replace(whole, base_snapshot=3, overlays=((8, 8), (9, 8)), overlay_index="i", owner="me", lossy=True)
     assert Pointer.from_bytes(whole.to_bytes()) == whole
     assert (whole.generation, pointer(3).generation) == (7, 3)
 
 
 def test_a_pointer_of_another_version_is_read_without_what_it_does_not_say_and_what_nobody_knows() -> None:
     body = json.loads(pointer(4).to_bytes())
-    later = ("base_snapshot", "overlay", "overlay_index", "owner", "lossy")
+    later = ("base_snapshot", "overlays", "overlay_index", "owner", "lossy")
     # the first version's pointers had none of these
     for name in ("generation", "partition", "renewed_at_us", "seal", *later):
         del body[name]

@@ -98,7 +98,18 @@ def store(shared_server: RedisProcess, raw: redis.Redis, open_store: OpenStore) 
 
 
 def pointer(epoch: int, generation: int | None = None, overlay: int | None = None) -> Pointer:
-    return Pointer(VIEW, epoch, epoch, "model", 4, 4, f"at {epoch}", None, generation=generation or epoch, overlay=overlay)
+    return Pointer(
+        VIEW,
+        epoch,
+        epoch,
+        "model",
+        4,
+        4,
+        f"at {epoch}",
+        None,
+        generation=generation or epoch,
+        overlays=() if overlay is None else ((overlay, overlay),),
+    )
 
 
 def publish(store: RedisStore, number: int, keys: list[bytes]) -> None:

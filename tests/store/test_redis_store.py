@@ -93,7 +93,7 @@ def store(server: RedisProcess, open_store: OpenStore) -> RedisStore:
     return open_store(server.url())
 
 
-def pointer(epoch: int, *, generation: int | None = None, owner: str = "us", overlay: int | None = None, **more: Any) -> Pointer:
+def pointer(epoch: int, *, generation: int | None = None, owner: str = "us", **more: Any) -> Pointer:
     return Pointer(
         VIEW,
         epoch,
@@ -105,7 +105,6 @@ def pointer(epoch: int, *, generation: int | None = None, owner: str = "us", ove
         None,
         generation=generation or epoch,
         owner=owner,
-        overlay=overlay,
         **more,
     )
 
@@ -213,7 +212,7 @@ def test_an_overlay_is_read_with_its_base_in_one_round_trip(
     publish(store, 1, TABLE)
     overlay = Generation(2, 2, base=1)
     store.load("numbers", overlay, rows_of({b"b": b"changed", b"new": b"row"}))
-    store.flip(pointer(2, generation=1, overlay=2, base_snapshot=1))
+    store.flip(pointer(2, generation=1, overlays=((2, 2),), base_snapshot=1))
     with Proxy(server.port) as proxy:
         reader = open_store(f"redis://127.0.0.1:{proxy.port}/0")
         assert read(reader, [b"a", b"b", b"new", b"x"]) == [b"1", b"changed", b"row", None]

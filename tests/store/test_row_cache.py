@@ -51,7 +51,7 @@ class House:
         self.online.load("things", Generation(number, number, base), iter([batch]))
         pointer = Pointer(VIEW, number, number, f"m{number}", len(rows), len(rows), f"at {number}", min(times))
         if over is not None:
-            pointer = replace(pointer, generation=over.generation, base_snapshot=over.base_snapshot, overlay=number)
+            pointer = replace(pointer, generation=over.generation, base_snapshot=over.base_snapshot, overlays=((number, number),))
         pointer = replace(pointer, **changes)
         self.online.flip(pointer)
         return pointer

@@ -55,7 +55,7 @@ def publish(store: RedisStore, number: int, over: Pointer | None = None) -> Poin
     store.load("numbers", Generation(number, number, None if over is None else over.generation), iter([batch]))
     pointer = Pointer(VIEW, number, number, f"m{number}", KEYS, KEYS, f"at {number}", None)
     if over is not None:
-        pointer = replace(pointer, generation=over.generation, base_snapshot=over.base_snapshot, overlay=number)
+        pointer = replace(pointer, generation=over.generation, base_snapshot=over.base_snapshot, overlays=((number, number),))
     store.flip(pointer)
     return pointer
 
