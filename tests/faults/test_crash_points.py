@@ -199,6 +199,31 @@ def test_a_compaction_that_fails(point: str, mode: str, delta_to_come: MakeScene
         check_everything(scene)
 
 
+@pytest.mark.parametrize("point", [*PART, "verify", "manifest.link"])
+def test_a_run_that_is_killed_while_it_merges_deltas(point: str, delta_to_come: MakeScene) -> None:
+    merging: dict[str, Any] = {"MOST_DELTAS": 1}
+
+    def second_delta_to_come() -> FaultScene:
+        scene = delta_to_come()
+        recover(scene)
+        # what is live is a base now; a delta over it, and one to come
+        scene.write(changed(scene.rows, [3]))
+        recover(scene)
+        return scene.write(changed(scene.rows, [5], gone=[7]))
+
+    hits = passings(second_delta_to_come(), **merging)
+    scene = second_delta_to_come()
+    old, new = scene.history[-2], scene.history[-1]
+    ended = inject(scene, point, hits[point], "kill", **merging)
+    assert check_readers(scene) == (new if ended.status else old)
+    with small_chunks(**merging):
+        scene.run()
+    newest = Standing(scene.store).newest()
+    assert newest is not None
+    assert (newest.kind, newest.parent, newest.bases) == ("delta", 3, (4,))
+    check_everything(scene)
+
+
 REDIS_POINTS = (
     "journal.append",
     "manifest.link",
