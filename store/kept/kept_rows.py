@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from store.freshness import AHEAD_US
 from store.online.codec import RowCodec
+from store.online.kernels import hash_of
 from store.online.online_store import Pointer
 
 JITTER = 0.1
@@ -28,6 +29,8 @@ VARIABLE_BYTES = 4096
 
 _RECORD = struct.Struct("<16sqI")
 """Digest of view, model, publishing and key; when it is over, µs since 1970; the snapshot. The packed row follows, or nothing: there is no such entity."""
+_SEAL_BYTES = 8
+"""xxh3 of all that, before it: a row vouches for itself, and a record cut short would say that there is no such entity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +89,9 @@ class KeptRows(ABC):
         records = self._get(space, [number for number, _ in slots])
         found: dict[str, bytes | None] = {}
         for key, (number, digest) in zip(keys, slots, strict=True):
-            record = records.get(number, b"")
-            if len(record) < _RECORD.size:
+            sealed = records.get(number, b"")
+            record = sealed[_SEAL_BYTES:]
+            if len(record) < _RECORD.size or hash_of(record).to_bytes(8, "little") != sealed[:_SEAL_BYTES]:
                 continue
             whose, over_us, snapshot = _RECORD.unpack_from(record)
             if whose == digest and now_us < over_us <= latest_us and snapshot == pointer.snapshot:
@@ -103,8 +107,8 @@ class KeptRows(ABC):
             over_us = now_us + int(seconds * (1 - JITTER * random.random()) * 1e6)  # noqa: S311 - spreads load, guards nothing
             number, digest = space.slot(key)
             record = _RECORD.pack(digest, over_us, pointer.snapshot) + (row or b"")
-            if over_us > now_us and len(record) <= space.record_bytes:
-                records[number] = record, over_us
+            if over_us > now_us and _SEAL_BYTES + len(record) <= space.record_bytes:
+                records[number] = hash_of(record).to_bytes(8, "little") + record, over_us
         return len(records) if records and self._put(space, records) else 0
 
     @abstractmethod
@@ -135,7 +139,7 @@ class Space(NamedTuple):
     @classmethod
     def of(cls, pointer: Pointer, limits: KeptLimits) -> Space:
         codec = RowCodec(pointer.view)
-        record_bytes = _RECORD.size + codec.fixed_bytes + (0 if codec.exact else VARIABLE_BYTES)
+        record_bytes = _SEAL_BYTES + _RECORD.size + codec.fixed_bytes + (0 if codec.exact else VARIABLE_BYTES)
         slots = max(1, min(limits.rows, limits.size_bytes // record_bytes))
         longest_us = int(max(pointer.view.keep_s, pointer.view.keep_missing_s) * 1e6)
         publishing = f"{pointer.owner} {pointer.epoch} {pointer.at}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 
 from jobs.ops.verify import Check, verify
+from store.disk.lease import take
+from store.offline.refs import PUBLISH_LEASE
 from store.online.table_writer import TableWriter
-from store.record import plain
+from store.record import plain, replace
 from tests.conftest import MakeProject
 from tests.online import batch_of, put_into_redis
 from tests.scene import Scene
@@ -84,6 +87,22 @@ def test_vectors_that_are_all_alike_verify(make_project: MakeProject) -> None:
         )
         project.run(full=True)
         assert bad(project) == {}
+
+
+def test_a_pointer_that_is_about_to_follow_the_other_is_waited_for(make_project: MakeProject) -> None:
+    """Whoever publishes moves one after the other."""
+    project = make_project([(1, 1.0)])
+    project.run()
+    pointer, store = project.pointer(), project.store
+    with project.online_store() as online, take(store.leases, PUBLISH_LEASE, "a publishing", ttl_s=60):
+        ref = store.refs.move_live(1, expected_epoch=1, epoch=2, reason="loaded again", place=project.live().place)
+        follows = threading.Timer(0.2, online.flip, [replace(pointer, epoch=2, at=ref.at)])
+        follows.start()
+        found = bad(project)
+        follows.join()
+    assert found == {}
+    store.refs.move_live(1, expected_epoch=2, epoch=3, reason="and nobody publishes", place=project.live().place)
+    assert list(bad(project)) == ["online pointer"]
 
 
 def test_exit_status_and_json_for_alerting(make_project: MakeProject, capsys: pytest.CaptureFixture[str]) -> None:

@@ -171,6 +171,21 @@ def test_a_damaged_file_is_begun_anew(tmp_path: Path, pointer: Pointer) -> None:
     kept.close()
 
 
+def test_a_record_of_which_any_bit_is_another_or_that_is_cut_short_is_none(tmp_path: Path, pointer: Pointer) -> None:
+    """Cut to its head, it would say that there is no such entity."""
+    kept = KeptFile(tmp_path / "kept", KeptLimits(), Clock())
+    kept.write(pointer, [Kept("a", row_of(pointer, "a"))])
+    assert kept.read(pointer, ["a"]) == {"a": row_of(pointer, "a")}
+    with contextlib.closing(sqlite3.connect(tmp_path / "kept" / "rows.sqlite")) as file:
+        (whole,) = file.execute("SELECT record FROM kept").fetchone()
+        cut = [whole[:size] for size in range(len(whole))]
+        for damaged in [*cut, *(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :] for at in range(len(whole)))]:
+            with file:
+                file.execute("UPDATE kept SET record = ?", (damaged,))
+            assert kept.read(pointer, ["a"]) == {}
+    kept.close()
+
+
 # ---- what it answers
 
 
