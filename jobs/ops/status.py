@@ -15,6 +15,7 @@ from jobs.ops.partitions import partitions_served
 from jobs.process.report import LEASED, PUBLISHING
 from jobs.rows.source_age import REPORTS, known_source_at
 from jobs.schedule.due import outlook
+from store.account.account import read_account
 from store.account.checker import LOOK_S, look
 from store.clock import duration
 from store.disk.lease import is_held
@@ -70,7 +71,11 @@ def view_status(project: Project, store: ViewStore, online: OnlineStore) -> dict
         "checked": None,
     }
     attention = [] if next_run.trouble is None else [next_run.trouble]
-    account = look(store, online, budget_s=LOOK_S / len(project.names))
+    try:
+        account = look(store, online, budget_s=LOOK_S / len(project.names))
+    except PrecomputeError as exc:
+        account = read_account(store.refs.folder, name)
+        attention.append(str(exc))
     line["checked"] = account.looked_at(time.time_ns() // 1000)
     attention += _ahead({f"run {report.run} began": microseconds(report.started_at) for report in reports})
     if ref is not None:

@@ -127,7 +127,7 @@ def test_a_dry_run_tells_what_would_be_computed_and_writes_nothing(make_project:
     before = sorted(project.root.rglob("*"))
     for rows, options, kind, compute in (
         (ROWS, [], "none", 0),
-        ([*ROWS, (4, 4.0)], [], "full", 1),  # more than a quarter: the others would be copied
+        ([*ROWS, (4, 4.0), (5, 5.0)], [], "full", 2),  # more than half: the others would be copied
         (ROWS, ["--full"], "full", 3),
     ):
         assert make_project(rows).cli("materialize", "numbers", "--dry-run", "--json", *options) == 0

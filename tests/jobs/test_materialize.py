@@ -26,6 +26,7 @@ from precompute.source import Source
 from store.errors import ConfigError, ModelError, PrecomputeError, RejectedError, SnapshotError, SourceError
 from store.feature_view import FeatureView
 from store.offline.journal import Journals
+from store.offline.layers import MOST_OVERLAYS
 from store.offline.runs import Report
 from store.offline.snapshot import Counts, Snapshot
 from store.offline.standing import Standing
@@ -493,8 +494,8 @@ def test_a_row_that_comes_back_as_it_was_is_a_new_one(make_project: MakeProject,
     assert [layer.number for layer in project.offline.view(last.view.name).chain(last)] == [1, 2, 3]
 
 
-@pytest.mark.parametrize(("changed", "kind"), [(10, "delta"), (11, "full")])
-def test_past_a_quarter_of_the_base_the_rows_are_copied_together(
+@pytest.mark.parametrize(("changed", "kind"), [(20, "delta"), (21, "full")])
+def test_past_half_of_the_base_the_rows_are_copied_together(
     make_project: MakeProject, calls: Calls, changed: int, kind: str
 ) -> None:
     built(make_project(MANY, view=UNJUDGED))
@@ -510,7 +511,7 @@ def test_past_a_quarter_of_the_base_the_rows_are_copied_together(
         assert len(project.offline.view(second.view.name).chain(second)) == 1
 
 
-def test_after_eight_deltas_the_rows_are_copied_together(make_project: MakeProject, calls: Calls) -> None:
+def test_small_deltas_are_merged_with_each_other_and_the_base_stays(make_project: MakeProject, calls: Calls) -> None:
     rows = [(i, float(i)) for i in range(200)]
     built(make_project(rows, view=UNJUDGED))
     calls.take()
@@ -522,8 +523,9 @@ def test_after_eight_deltas_the_rows_are_copied_together(make_project: MakeProje
         kinds.append(snapshot.kind)
         assert calls.take() == 1
         assert project.doubles(snapshot.number) == {i: 2 * x for i, x in rows}
-    assert kinds == ["delta"] * 8 + ["full", "delta"]
-    assert [layer.number for layer in project.offline.view(snapshot.view.name).chain(snapshot)] == [10, 11]
+    chain = project.offline.view(snapshot.view.name).chain(snapshot)
+    assert (kinds, chain[0].number, chain[-1].number) == (["delta"] * 10, 1, 11)
+    assert len(chain) <= 1 + MOST_OVERLAYS
 
 
 @pytest.mark.parametrize(

@@ -508,8 +508,9 @@ def test_whatever_cannot_be_read_ends_in_a_message(
         # what status reads must be there and readable; a view whose folder is no folder was never run
         reads = ("var", "var/numbers", "var/numbers/manifests", "var/numbers/refs", "var/numbers/refs/live.json")
         unreadable = where.startswith("online") or where in reads
-        # these it looks at to compare what is served, and tells what it cannot see
-        compares = ("var/numbers/data", "var/numbers/refs/lease-publish.json")
+        # these it looks at to tell whether what is live is whole, and tells what it cannot see
+        small = ("lease-publish.json", "lease-run.json", "epoch.json")
+        compares = ("var/numbers/data", "var/numbers/index", *(f"var/numbers/refs/{name}" for name in small))
         assert code == (1 if unreadable or where in compares else 0)
         assert ("unreadable" in captured.out or "unpublished" in captured.out) == unreadable
     else:

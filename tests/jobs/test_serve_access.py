@@ -123,13 +123,13 @@ def test_without_a_token_no_route_says_anything_but_that_it_lives(server: Guarde
             server.post(LOOKUP, {"keys": [1]}, authorization=authorization),
             server.post("/v1/lookup", {"requests": []}, authorization=authorization),
             server.get("/v1/views", authorization=authorization),
-            server.get("/readyz", authorization=authorization),
             server.get("/nothing", authorization=authorization),
             server.admin("/metrics", authorization=authorization),
         ):
             reply.check_problem(401)
             assert reply.headers["www-authenticate"].startswith("Bearer")
         assert server.get("/livez", authorization=authorization).status == 200
+        assert server.get("/readyz", authorization=authorization).json == {"status": "ready"}
 
 
 def test_metrics_and_the_page_are_on_their_own_address_for_admins(server: Guarded) -> None:
