@@ -11,6 +11,7 @@ from jobs.config.project import Project
 from precompute.workers.process import ChildProcess, end_all, installed_module
 from store.account.account import Account, Act
 from store.account.checker import LOOK_S, look, share_of
+from store.account.rounds import is_due
 from store.account.sightings import are_there
 from store.clock import doubled_s, duration
 from store.errors import PrecomputeError
@@ -64,8 +65,13 @@ class Reconciler:
 
     @property
     def sighted(self) -> bool:
-        """Whether readers met damage that was not looked at yet."""
-        return any(are_there(self._project.offline.view(view).refs.folder) for view in self._project.names)
+        """Whether readers met damage that is to be looked at."""
+        views = (self._project.offline.view(view) for view in self._project.names)
+        try:
+            return any(are_there(view.refs.folder) and is_due(view) for view in views)
+        except PrecomputeError:
+            # it is told when it is looked
+            return False
 
     def look(self) -> None:
         """Look once at every view that is not being brought back, and begin to bring back what is not as it should be."""

@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from store.account.account import read_account
 from store.account.checker import LOOK_S, look, share_of
 from store.account.sightings import are_there
+from store.disk.lease import is_held
 from store.errors import PrecomputeError
+from store.offline.refs import PUBLISH_LEASE
 from store.offline.view_store import OfflineStore, ViewStore
 from store.online.online_store import OnlineStore
 
@@ -20,9 +22,20 @@ log = logging.getLogger(__name__)
 
 EVERY_S = 60.0
 """Between two looks at a view; one that somebody else looked at meanwhile is left to them."""
+SOON_S = 5.0
+"""After a look, before sightings are looked at: of what cannot be healed readers may meet some every second, and a look takes up to a third of one."""
 POLL_S = 1.0
 """How often sightings are looked for."""
 NICE = 10
+
+
+def is_due(store: ViewStore, every_s: float = EVERY_S) -> bool:
+    """Whether a view is to be looked at: nobody did for so long, or for a while and readers met damage since. While somebody publishes it nobody looks."""
+    refs = store.refs.folder
+    since_s = time.time() - read_account(refs, store.name).at_us / 1e6
+    if since_s < min(every_s, SOON_S) or (since_s < every_s and not are_there(refs)):
+        return False
+    return not is_held(store.leases, PUBLISH_LEASE)
 
 
 class Rounds:
@@ -52,19 +65,16 @@ class Rounds:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         while not self._stopping.wait(POLL_S):
-            due = [store for store in self._stores if self._is_due(store)]
-            if due:
-                try:
+            try:
+                due = [store for store in self._stores if self._is_due(store)]
+                if due:
                     self._look(due)
-                except Exception:
-                    # what is looked at next time may be well again
-                    log.exception("looking at what is live failed")
+            except Exception:
+                # what is looked at next time may be well again
+                log.exception("looking at what is live failed")
 
     def _is_due(self, store: ViewStore) -> bool:
-        refs = store.refs.folder
-        if not os.access(refs, os.W_OK):
-            return False
-        return are_there(refs) or time.time() - read_account(refs, store.name).at_us / 1e6 >= self._every_s
+        return os.access(store.refs.folder, os.W_OK) and is_due(store, self._every_s)
 
     def _look(self, due: Sequence[ViewStore]) -> None:
         share, budget_s = share_of(self._every_s), LOOK_S / len(self._stores)
