@@ -37,8 +37,8 @@ NUMBERS: View = {
     "ttl": "1h",
     "stale_for": "1d",
     "index": {"on": "vector", "metric": "l2"},
-    # nothing is kept: a miss is one each time it is asked for
-    "fallback": {"enabled": True, "deadline": "20s", "keep": 0, "keep_missing": 0},
+    # nothing is kept: a miss is one each time it is asked for; and no process stands by, which begins in the midst of what a test looks at
+    "fallback": {"enabled": True, "deadline": "20s", "keep": 0, "keep_missing": 0, "spare": False},
 }
 
 
@@ -46,13 +46,19 @@ def make_folder(folder: Path, views: dict[str, View], **settings: Any) -> Scene:
     """A project's files, its data (id = x = 1, 2, 3) and, per view, what differs from :data:`NUMBERS` (None leaves a key out)."""
     (folder / "views").mkdir(parents=True, exist_ok=True)
     project = {"root": "./var", "online": "table:./var/online", "vars": {"data": "./"}, "serve": {"bind": "127.0.0.1:0"}}
-    (folder / "project.yaml").write_text(yaml.safe_dump(project | settings))
+    replace_text(folder / "project.yaml", yaml.safe_dump(project | settings))
     for name, over in views.items():
         view = {k: v for k, v in ({"name": name} | NUMBERS | over).items() if v is not None}
-        (folder / "views" / f"{name}.yaml").write_text(yaml.safe_dump(view))
+        replace_text(folder / "views" / f"{name}.yaml", yaml.safe_dump(view))
     if not (folder / "data.parquet").exists():
         write_numbers(folder, [1, 2, 3])
     return Scene(folder, {})
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file as a whole: processes may be reading it."""
+    path.with_suffix(".tmp").write_text(text)
+    path.with_suffix(".tmp").replace(path)
 
 
 def write_numbers(folder: Path, ids: Sequence[int], x: float | None = None) -> None:

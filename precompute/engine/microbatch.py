@@ -46,8 +46,11 @@ GROW_BY = 8
 SLOWER = 10
 """Times as long as the row that was computed as its view was opened may any take: inputs differ, and the machine has other things to do."""
 
-LONGEST_BATCH_S = 30.0
-"""What a batch may take, where no row of it has a longer deadline by its view, and the model is not that slow."""
+LONGEST_BATCH_S = 10.0
+"""What a batch may take, where no row of it has a longer deadline by its view, and the model is not that slow: a hang keeps others from their misses for as long."""
+
+UNKNOWN_BATCH_S = 30.0
+"""The same of a model that has not been measured yet."""
 
 LEAST_SLOWER = 2
 """Times as long as at its pace a batch of such a model may take."""
@@ -460,7 +463,7 @@ def longest_s(deadlines_s: Sequence[float], row_s: float | None) -> float:
         row_s: what the model took for a row as it was opened; None where there was none to compute.
     """
     if row_s is None:
-        return max(*deadlines_s, LONGEST_BATCH_S)
+        return max(*deadlines_s, UNKNOWN_BATCH_S)
     at_pace_s = len(deadlines_s) * row_s
     enough_s = max(sum(deadlines_s), SLOWER * at_pace_s)
     return max(*deadlines_s, min(enough_s, LONGEST_BATCH_S), LEAST_SLOWER * at_pace_s)

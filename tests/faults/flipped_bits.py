@@ -1,4 +1,4 @@
-"""Bits flipped in every kind of file under root and online, one after the other, under readers, a scheduler's looks and the nightly run: each is seen or harmless, healed where it can be, none is served.
+"""Bits flipped in every kind of file and record under root and online, one after the other, under readers, a scheduler's looks and the nightly run: each is seen or harmless, healed where it can be, none is served.
 
     python -m tests.faults.flipped_bits [--flips 500] [--seed 1] [--online redis://…]
 
@@ -18,9 +18,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
+
+import redis
 
 from jobs.ops.status import project_status
 from jobs.ops.verify import verify
@@ -47,6 +52,61 @@ def kind_of(project: Scene, path: Path) -> str:
     """What sort of file it is: its path without what differs from one to the next."""
     name = re.sub(r"[0-9]{4,}[0-9TZ.a-f-]*|(?<=-)[0-9]+(?=\.)", "N", str(path.relative_to(project.folder)))
     return re.sub(r"/[0-9]+\.json", "/N.json", name)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Bytes that lie somewhere: ``read`` finds None where nothing is any more."""
+
+    kind: str
+    name: str
+    read: Callable[[], bytes | None]
+    write: Callable[[bytes], object]
+
+    def flip(self, rng: random.Random) -> tuple[bytes, bytes]:
+        """One bit; what lay there, and what lies there now."""
+        whole = self.read() or b"\0"
+        at = rng.randrange(len(whole))
+        damaged = whole[:at] + bytes([whole[at] ^ (1 << rng.randrange(8))]) + whole[at + 1 :]
+        self.write(damaged)
+        return whole, damaged
+
+
+def places(project: Scene, client: Any = None) -> list[Place]:
+    """Every file, and of a Redis every value and field."""
+    found = [Place(kind_of(project, path), str(path), partial(_read, path), partial(_overwrite, path)) for path in files(project)]
+    for key in [] if client is None else client.scan_iter(count=1000):
+        kind = "redis " + re.sub(r"[0-9a-f]{6,}|[0-9]+", "N", key.decode(errors="replace"))
+        if client.type(key) == b"hash":
+            for field in client.hkeys(key):
+                named = (
+                    re.sub(r"[0-9]+", "N", field.decode()) if (field.isascii() and b":" in field) or field.isalpha() else "a row"
+                )
+                write = partial(client.hset, key, field)
+                found.append(Place(f"{kind} {named}", f"{key!r} {field!r}", partial(client.hget, key, field), write))
+        else:
+            found.append(Place(kind, repr(key), partial(client.get, key), partial(client.set, key, keepttl=True)))
+    return found
+
+
+def draw(found: Sequence[Place], rng: random.Random) -> Place:
+    """One of them, each kind as likely as the other."""
+    by_kind: dict[str, list[Place]] = collections.defaultdict(list)
+    for place in found:
+        by_kind[place.kind].append(place)
+    return rng.choice(by_kind[rng.choice(sorted(by_kind))])
+
+
+def _read(path: Path) -> bytes | None:
+    with contextlib.suppress(FileNotFoundError):
+        return path.read_bytes()
+    return None
+
+
+def _overwrite(path: Path, data: bytes) -> None:
+    """In place: it may be mapped."""
+    with path.open("r+b") as file:
+        file.write(data)
 
 
 class Readers:
@@ -88,6 +148,8 @@ class Flipper:
     ) -> None:
         self.project, self.rng, self.said = project, random.Random(seed), list[str]()
         self.counts, self.unseen, self.by_hand = counts, unseen, by_hand
+        online = project.online
+        self.redis = None if online.startswith("table:") else redis.Redis.from_url(online)
         self.reconciler = Reconciler(project, self.said.append)
 
     def trouble(self) -> list[str]:
@@ -95,28 +157,18 @@ class Flipper:
         return [told for line in project_status(self.project) for told in line["attention"]]
 
     def flip(self) -> bool:
-        """One bit of one file, each kind as likely as the other; whether all is well again after it, without a hand."""
-        by_kind: dict[str, list[Path]] = collections.defaultdict(list)
-        for path in files(self.project):
-            by_kind[kind_of(self.project, path)].append(path)
-        kind = self.rng.choice(sorted(by_kind))
-        path = self.rng.choice(by_kind[kind])
-        whole = path.read_bytes()
-        at, bit = self.rng.randrange(len(whole)), 1 << self.rng.randrange(8)
-        damaged = whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :]
-        with path.open("r+b") as file:
-            # in place: it may be mapped
-            file.seek(at)
-            file.write(damaged[at : at + 1])
-        outcome = self._outcome(path, damaged)
-        self.counts[kind][outcome] += 1
+        """One bit somewhere, each kind as likely as the other; whether all is well again after it, without a hand."""
+        place = draw(places(self.project, self.redis), self.rng)
+        whole, damaged = place.flip(self.rng)
+        outcome = self._outcome(place, damaged)
+        self.counts[place.kind][outcome] += 1
         if outcome == "unseen":
-            self.unseen.append(f"{path} byte {at:,} bit {bit}")
-            if path.exists():
-                path.write_bytes(whole)
-        return self._wait_until_well(path)
+            self.unseen.append(f"{place.name}: {sum(a != b for a, b in zip(whole, damaged, strict=True))} byte differs")
+            if place.read() is not None:
+                place.write(whole)
+        return self._wait_until_well(place)
 
-    def _outcome(self, path: Path, damaged: bytes) -> str:
+    def _outcome(self, place: Place, damaged: bytes) -> str:
         told = len(self.said)
         self.reconciler.look()
         if len(self.said) > told:
@@ -130,11 +182,11 @@ class Flipper:
             return "seen"
         if self.trouble():
             return "seen"
-        if not path.exists() or path.read_bytes() != damaged:
+        if place.read() != damaged:
             return "rewritten"
         return "unseen" if any(not check.ok for check in verify(self.project, "numbers")) else "harmless"
 
-    def _wait_until_well(self, path: Path) -> bool:
+    def _wait_until_well(self, place: Place) -> bool:
         ends = time.monotonic() + SEEN_S
         while time.monotonic() < ends:
             self.reconciler.look()
@@ -148,7 +200,7 @@ class Flipper:
                 return True
             if time.monotonic() > ends - SEEN_S + 5:
                 break
-        self.by_hand.append(f"{kind_of(self.project, path)}: {'; '.join(self.trouble())}")
+        self.by_hand.append(f"{place.kind}: {'; '.join(self.trouble())}")
         return False
 
 

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +50,8 @@ WARM_S = 30.0
 GROWN_MB = 40.0
 """By more than this: allocators round, what was published last is mapped beside what is live, and what misses leave in cycles is looked for seldom (measured: up to 15
 MB, then no more)."""
+CUT_BY_ONE = 8
+"""Connections that a killed worker may have had, of as many clients."""
 MOST_TOLD = 20
 
 
@@ -111,10 +113,10 @@ class Connection:
 class Soak:
     """One server, its publisher, its killer, and clients."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, module: str = __spec__.name) -> None:
         self.folder = folder
-        self.versions: dict[int, int] = {}
-        """Snapshot → version of its model."""
+        self.offsets: dict[int, float] = {}
+        """Snapshot → what its model adds."""
         self.seconds: dict[int, Second] = defaultdict(Second)
         self.events: list[tuple[float, str]] = []
         self.wrong: list[str] = []
@@ -122,7 +124,7 @@ class Soak:
         self.stop = threading.Event()
         self.lock = threading.Lock()
         # a process of its own: who publishes would hold up who measures
-        command = [sys.executable, "-m", __spec__.name, "--publish", str(folder)]
+        command = [sys.executable, "-m", module, "--publish", str(folder)]
         self.publisher: Any = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.publish(1)
 
@@ -130,7 +132,7 @@ class Soak:
         """Have all rows computed and published by another model, or gone back to those before by version 0."""
         if version:
             # known before a reader can see the snapshot
-            self.versions[max(self.versions, default=0) + 1] = version
+            self.offsets[max(self.offsets, default=0) + 1] = STEP * version
         self.publisher.stdin.write(f"{version}\n")
         self.publisher.stdin.flush()
         if self.publisher.stdout.readline() != "done\n":
@@ -210,12 +212,18 @@ class Soak:
         taken_ms = (time.perf_counter() - started) * 1e3
         with self.lock:
             self.seconds[int(time.monotonic() - began)].times_ms.append(taken_ms)
-        # the source may not know a miss while it is replaced
-        if status != 200 and not (kind == "row" and keys[0] >= STORED and status == 404):
-            self.found(began, "failed", f"{kind}: {status} {answer[:300]!r}")
-        elif status == 200:
+        if status == 200:
             for rows in rows_of(kind, answer):
                 self.look_through(began, kind, rows)
+        elif self.status_is_wrong(kind, keys[0], status):
+            self.found(began, "failed", f"{kind}: {status} {answer[:300]!r}")
+        elif status != 404:
+            with self.lock:
+                self.seconds[int(time.monotonic() - began)].failed += 1
+
+    def status_is_wrong(self, kind: str, key: int, status: int) -> bool:
+        """Whether no answer of that kind may be so; the source may not know a miss while it is replaced."""
+        return not (kind == "row" and key >= STORED and status == 404)
 
     def look_through(self, began: float, kind: str, rows: Sequence[dict[str, Any]]) -> None:
         """Rows that were answered as one: all of one snapshot, each as that one's model makes it."""
@@ -224,7 +232,7 @@ class Soak:
             self.found(began, "failed", f"{kind}: {bad[0]}")
         with self.lock:
             self.seconds[int(time.monotonic() - began)].computed += sum(row["status"] == "computed" for row in rows)
-        offset = STEP * self.versions[rows[0]["snapshot"]]
+        offset = self.offsets[rows[0]["snapshot"]]
         # a miss that the source does not know while it is replaced has no features
         there = [(row["double"] if "double" in row else (row["features"] or {}).get("double"), row["key"]) for row in rows]
         right = all(double is None or double == 2.0 * int(key) + offset for double, key in there)
@@ -324,6 +332,27 @@ def memory(seconds: dict[int, Second]) -> dict[str, list[float]]:
     return {name: [round(mb, 1) for mb in figures] for name, figures in told.items()}
 
 
+def report(soak: Soak, name: str, out: Path, seconds: float, capacity: float, rate: float) -> None:
+    """Write down and draw what was seen, print its sums, and end with 1 where anything is wrong."""
+    total = list(soak.seconds.values())
+    figures = {kind: sum(getattr(second, kind) for second in total) for kind in ("failed", "mixed", "cut", "computed")}
+    events = Counter(what for _, what in soak.events)
+    resident_mb = memory(soak.seconds)
+    _, warm_mb, last_mb = resident_mb["worker"]
+    if last_mb > warm_mb + GROWN_MB:
+        soak.wrong.append(f"a worker's memory grew from {warm_mb} to {last_mb} MB")
+    if figures["cut"] > CUT_BY_ONE * events["kill"]:
+        soak.wrong.append(f"{figures['cut']} connections were cut by {events['kill']} kills")
+    write_csv(soak.seconds, out / f"{name}.csv")
+    write_svg(soak.seconds, soak.events, out / f"{name}.svg", seconds)
+    times = [ms for second in total for ms in second.times_ms]
+    p50, p99 = np.percentile(times, [50, 99]).round(3)
+    told = {"requests": len(times), "capacity_per_s": round(capacity), "per_s": round(rate), "p50_ms": p50, "p99_ms": p99}
+    print(json.dumps({**told, **figures, **events, "resident_mb": resident_mb}))
+    if soak.wrong:
+        sys.exit(f"WRONG, {len(soak.wrong)} times:\n" + "\n".join(soak.wrong[:MOST_TOLD]))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run it."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -341,23 +370,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         with soak.publisher, Server(Path(name)) as server:
             capacity = run(soak, server, 3.0, arguments.clients, 0.0, disturbed=False)
             rate = run(soak, server, arguments.seconds, arguments.clients, capacity / 2, disturbed=True)
-    total = list(soak.seconds.values())
-    figures = {kind: sum(getattr(second, kind) for second in total) for kind in ("failed", "mixed", "cut", "computed")}
-    events = {what: sum(w == what for _, w in soak.events) for what in ("flip", "rollback", "kill")}
-    resident_mb = memory(soak.seconds)
-    _, warm_mb, last_mb = resident_mb["worker"]
-    if last_mb > warm_mb + GROWN_MB:
-        soak.wrong.append(f"a worker's memory grew from {warm_mb} to {last_mb} MB")
-    if figures["cut"] > arguments.clients * events["kill"]:
-        soak.wrong.append(f"{figures['cut']} connections were cut by {events['kill']} kills")
-    write_csv(soak.seconds, arguments.out / "soak.csv")
-    write_svg(soak.seconds, soak.events, arguments.out / "soak.svg", arguments.seconds)
-    times = [ms for second in total for ms in second.times_ms]
-    p50, p99 = np.percentile(times, [50, 99]).round(3)
-    told = {"requests": len(times), "capacity_per_s": round(capacity), "per_s": round(rate), "p50_ms": p50, "p99_ms": p99}
-    print(json.dumps({**told, **figures, **events, "resident_mb": resident_mb}))
-    if soak.wrong:
-        sys.exit(f"WRONG, {len(soak.wrong)} times:\n" + "\n".join(soak.wrong[:MOST_TOLD]))
+    report(soak, "soak", arguments.out, arguments.seconds, capacity, rate)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import ceil, log10
 from pathlib import Path
@@ -14,7 +15,15 @@ TIMES = (46, 276)
 """Where the times stand, from top to bottom; below them the memory."""
 MEMORY = (300, 360)
 LOW_MS = 0.1
-COLOURS = {"flip": "#8ab4f8", "rollback": "#f6ae2d", "kill": "#d64550"}
+COLOURS = {
+    "flip": "#8ab4f8",
+    "rollback": "#f6ae2d",
+    "kill": "#d64550",
+    "poison": "#7a3e9d",
+    "bit": "#2a9d5c",
+    "flushall": "#000",
+    "night": "#b08968",
+}
 P50, P99 = "#08519c", "#e6843a"
 
 
@@ -89,7 +98,8 @@ def write_svg(seconds: Mapping[int, Second], events: Sequence[tuple[float, str]]
 def _legend(seconds: Mapping[int, Second], events: Sequence[tuple[float, str]]) -> str:
     """What the colours mean, and what was seen in all."""
     total, at, parts = list(seconds.values()), float(LEFT), []
-    named = [(f"{what} ({sum(w == what for _, w in events)})", colour, True) for what, colour in COLOURS.items()]
+    times = Counter(what for _, what in events)
+    named = [(f"{what} ({times[what]})", colour, True) for what, colour in COLOURS.items() if times[what]]
     for words, colour, dashed in [("p50", P50, False), ("p99", P99, False), *named]:
         dash = ' stroke-dasharray="2 3"' if dashed else ""
         parts.append(f'<path d="M{at} 32h18" stroke="{colour}" stroke-width="2.5"{dash}/>{_text(at + 23, 36, words)}')

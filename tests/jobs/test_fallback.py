@@ -559,11 +559,11 @@ def _submit(fallback: ViewFallback, pointer: Pointer, key: str, **inputs: Any) -
         ([60.0, 0.1], None, 60.0),
         # as configured
         ([0.1, 0.2], 0.001, pytest.approx(0.3)),
-        ([2.0] * 64, 0.001, 30.0),
+        ([2.0] * 64, 0.001, 10.0),
         ([60.0] * 2, 0.001, 60.0),
         # as slow as it is, ten times over, and twice where that takes long
-        ([0.1] * 4, 0.5, 20.0),
-        ([0.1] * 10, 0.5, 30.0),
+        ([0.1] * 4, 0.5, 10.0),
+        ([0.1] * 10, 0.5, 10.0),
         ([2.0] * 64, 1.0, 128.0),
     ],
 )
