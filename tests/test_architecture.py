@@ -62,6 +62,7 @@ SEAMS = {
     "cronsim": {"jobs/config/cron.py"},
     "uvicorn": {"store/guard/protocol.py", "store/guard/server.py"},
     "orjson": {"store/encoding/json_rows.py"},
+    "pybase64": {"store/encoding/json_rows.py"},
     # the client writes what it asks, and reads what the API answered
     "msgspec": {"store/api/wire.py", "store/client/calls.py", "store/record.py"},
     "prometheus_client": {"store/telemetry/exposition.py"},
