@@ -48,7 +48,17 @@ def merged(job: Job, delta: Snapshot, since: int) -> Snapshot:
     copies.write()
     deletes = changes.deletes
     part = None if deletes is None else store.write_part(job.report.run, "compact-deletes.parquet", deletes)
-    return replace(delta, parent=since, bases=_bases(changes.layers[:-1]), parts=tuple(copies.parts), deletes=part, own_deletes=0)
+    between = changes.layers[:-1]
+    losses = [layer.losses for layer in between]
+    return replace(
+        delta,
+        parent=since,
+        bases=_bases(between),
+        base_losses=None if None in losses else sum(filter(None, losses)),
+        parts=tuple(copies.parts),
+        deletes=part,
+        own_deletes=0,
+    )
 
 
 def _bases(copied: Sequence[Snapshot]) -> tuple[int, ...]:

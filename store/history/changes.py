@@ -47,7 +47,7 @@ class Changes:
     def removed(self) -> pa.Array:
         """Key texts of the entities that had a row and have none any more, string [n]: they left since, or what they are now was rejected. Some may never
         have been in ``since``."""
-        if not any(layer.counts.removed or layer.counts.rejected or layer.bases for layer in self.layers):
+        if all(layer.losses == 0 for layer in self.layers):
             # all that are dead were replaced: of 50,000 rows that is 20 ms of reading keys
             return pa.array([], pa.string())
         dead = [self._dead(layer) for layer in self.layers if layer.deletes is not None]

@@ -24,11 +24,15 @@ from store.disk.durable_file import limit_of
 from store.entity_key import key_column
 from store.errors import SnapshotError
 from store.offline.layers import Layers
-from store.offline.part_file import rare_rows
+from store.offline.part_file import ROW_GROUP_BYTES, rare_rows
 
 CLUSTERS = 64
 """Row groups that a draw of many rows reads: 64 places spread over all rows tell a share of a third to ± 6 % when whole row groups are alike, and to
 ± 1 % of what begins or ends at one place."""
+
+MOST_READ_BYTES = CLUSTERS * ROW_GROUP_BYTES
+"""Of the files that a draw reads, unless so many row groups have more. The 3,000 rows that a delta of 0.1 % replaced lie in every row group of 3 M × 64 floats, which took a
+run's gates 0.8 s."""
 
 Numbers = npt.NDArray[np.int64]
 _NONE: Numbers = np.empty(0, np.int64)
@@ -78,8 +82,8 @@ class Selection:
         return sum(file.count for file in self.files)
 
     def draw(self, rows: int, seed: int, places: int = CLUSTERS) -> Selection:
-        """Rows drawn at random: all when there are no more than ``rows``; else some from each of many places that are spread evenly over all of
-        them, each row with the same chance. The same seed draws the same rows.
+        """Rows drawn at random: all when there are no more than ``rows`` and they lie together; else some from each of many places that are spread evenly over all
+        of them, each row with the same chance. The same seed draws the same rows.
 
         Args:
             rows: how many at most; fewer come where many row groups are of a few rows.
@@ -90,13 +94,25 @@ class Selection:
             SnapshotError: a file cannot be read.
         """
         total, clusters = self.count, min(places, rows)
-        if total <= rows:
+        if total <= rows and self._bytes_to_read() <= MOST_READ_BYTES:
             return self
         while True:
             drawn = self._drawn(total, clusters, rows // clusters, np.random.default_rng(seed))
-            if 2 * drawn.count >= rows or 4 * clusters > rows:
+            if 2 * drawn.count >= min(rows, total) or 4 * clusters > rows or 4 * drawn._bytes_to_read() > MOST_READ_BYTES:
                 return drawn
             clusters *= 4
+
+    def _bytes_to_read(self) -> float:
+        """Of all row groups that hold one of them, about."""
+        read = 0.0
+        for file in self.files:
+            if file.count:
+                rows = file.rows
+                if not file.others:
+                    bounds = _bounds(file.path)
+                    rows = int(np.diff(bounds)[np.unique(np.searchsorted(bounds, file.listed, side="right") - 1)].sum())
+                read += file.path.stat().st_size * rows / file.rows
+        return read
 
     def _drawn(self, total: int, clusters: int, each: int, random: np.random.Generator) -> Selection:
         places = ((np.arange(clusters) + random.random(clusters)) * total / clusters).astype(np.int64)

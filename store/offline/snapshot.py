@@ -109,6 +109,8 @@ class Snapshot(Record, frozen=True):
     """Of a delta: the snapshot whose rows it builds on."""
     bases: tuple[int, ...] = ()
     """Of a compacted one, and of a delta that took the place of others: the snapshots whose rows it copied."""
+    base_losses: int | None = None
+    """Rows that those of ``bases`` removed or rejected, so that a key may have none any more; None where that was not counted."""
     deletes: Part | None = None
     """Which rows of this and earlier parts are no rows of this snapshot: see :data:`DELETES_SCHEMA`."""
     own_deletes: int = 0
@@ -144,6 +146,12 @@ class Snapshot(Record, frozen=True):
     """The same of those that were live already and that an operator let pass."""
     fence: int = 0
     """Of the lease the writer held."""
+
+    @property
+    def losses(self) -> int | None:
+        """Keys of its parent, at most, that have no row in it; None where that is not known."""
+        of_bases = self.base_losses if self.bases else 0
+        return None if of_bases is None else self.counts.removed + self.counts.rejected + of_bases
 
     @property
     def rows(self) -> int:

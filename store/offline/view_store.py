@@ -26,7 +26,7 @@ from store.errors import SnapshotError, UnreadableError
 from store.feature_view import NAME
 from store.offline.catalog import Catalog, add_to_catalog, read_catalog
 from store.offline.journal import Journals
-from store.offline.layers import Layers, dead_rows, living
+from store.offline.layers import Deletes, Layers, Numbers, dead_rows, living, read_deletes
 from store.offline.part_file import write_part_file
 from store.offline.refs import BadMark, Refs, run_lease
 from store.offline.runs import Runs
@@ -71,8 +71,10 @@ class ViewStore:
         self.runs = Runs(self.folder / "runs", self.folder / "refs" / "running", name)
         self.journals = Journals(self.folder, self._committed)
         self._catalog: Catalog | None = None
-        self._dead: dict[tuple[object, ...], Mapping[int, npt.NDArray[np.int64]]] = {}
+        self._dead: dict[tuple[tuple[str, ...], tuple[tuple[Path, int], ...]], Mapping[int, Numbers]] = {}
         """Dead rows of the last two chains: a run asks for those of its parent and of its result a dozen times, and they may be half of all rows."""
+        self._deletes: dict[tuple[Path, int], Deletes] = {}
+        """What was read of the files that the last two chains have, by path and time of change (ns): of a chain of 60 deltas of 3 M rows each reading took 25 ms."""
 
     # ---- where its files are
 
@@ -175,12 +177,23 @@ class ViewStore:
         sizes = {part.path: (part, layer) for layer in chain for part in layer.parts}
         paths = [self.checked_path(layer, part) for part, layer in (sizes[path] for path in parts)]
         rows = [sizes[path][0].rows for path in parts]
-        known = (tuple(parts), *((str(path), path.stat().st_mtime_ns) for path in deletes))
-        dead = self._dead.get(known)
+        files = tuple((path, path.stat().st_mtime_ns) for path in deletes)
+        dead = self._dead.get((tuple(parts), files))
         if dead is None:
-            dead = dead_rows(parts, deletes)
-            self._dead = dict([*self._dead.items()][-1:]) | {known: dead}
+            dead = self._dead_rows(parts, files)
         return Layers(paths, rows, dead)
+
+    def _dead_rows(self, parts: list[str], files: tuple[tuple[Path, int], ...]) -> Mapping[int, Numbers]:
+        """Those that files of deletes name, with the times of their last change."""
+        before = [*self._dead][-1:]
+        wanted = {*files, *(file for _, of_chain in before for file in of_chain)}
+        known = {file: read for file, read in self._deletes.items() if file in wanted}
+        known |= {file: read_deletes(file[0]) for file in files if file not in known}
+        times = dict(files)
+        dead = dead_rows(parts, [*times], lambda path: known[path, times[path]])
+        self._deletes = known
+        self._dead = {chain: self._dead[chain] for chain in before} | {(tuple(parts), files): dead}
+        return dead
 
     def part_paths(self, snapshot: Snapshot) -> list[Path]:
         """Absolute paths of all Parquet parts of a snapshot's chain, checked as :meth:`layers` does."""

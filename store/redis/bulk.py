@@ -25,6 +25,8 @@ SCANNED_KEYS = 1000
 """Looked at between two pauses: a third of a millisecond of the server's time, and half of one for removing them."""
 SWEEP_S = 10.0
 """For one such step."""
+LISTED = b"\xff"
+"""What the keys of a list of keys have behind the rows' prefix: no entity key begins so, since they are UTF-8."""
 
 
 @dataclass(slots=True)
@@ -219,7 +221,8 @@ def counted(links: Iterable[Link], layout: Layout, doing: str) -> int:
     """How many rows of a generation these servers have; a key that is met twice counts once."""
     hashes, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for link in links:
-        for keys in scanned(link, layout.prefix, doing):
+        for found in scanned(link, layout.prefix, doing):
+            keys = [key for key in found if not key.startswith(layout.prefix + LISTED)]
             of_each = [1] * len(keys)
             if layout.buckets is not None and keys:
                 # what went elsewhere meanwhile is met there

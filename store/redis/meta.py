@@ -80,13 +80,15 @@ class Loading(Record, frozen=True):
 
 class Loaded(Record, frozen=True):
     """A generation that is whole, and how its server was: ``server`` names the process and its data then (empty: not known), ``evicted`` is its count of keys
-    that were evicted, from before the first row. ``buckets`` that the rows lie in; None where each has a key of its own."""
+    that were evicted, from before the first row. ``buckets`` that the rows lie in; None where each has a key of its own. ``key_parts`` of the list of
+    its rows' keys; None where there is none."""
 
     generation: Generation
     rows: int
     server: str = ""
     evicted: int = 0
     buckets: Buckets | None = None
+    key_parts: int | None = None
 
     @property
     def keys(self) -> int:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, ClassVar
 
 from store.errors import ConflictError, OnlineStoreError
@@ -23,6 +23,7 @@ from store.redis import meta as records
 from store.redis.buckets import FEW, Buckets, bucket_cost_bytes, bucket_count
 from store.redis.bulk import Acknowledged, Throttle, sweep
 from store.redis.cluster import Cluster
+from store.redis.key_list import KeyList, remove
 from store.redis.link import Budget, Command, Link
 from store.redis.meta import EVERYTHING, Loaded, Loading, Meta, Names, read_pointer, script
 from store.redis.options import RedisOptions
@@ -295,7 +296,11 @@ class RedisStore(OnlineStore):
             loading = after
 
         acknowledged, throttle = Acknowledged(loading.done, note), Throttle(self._options.max_load_mb_s)
-        layout = Layout(self._names.rows(view, number), loading.buckets)
+        layout, listed = Layout(self._names.rows(view, number), loading.buckets), None
+        if loading.generation.base is not None and loading.buckets is None and not loading.done:
+            # what a killed load had listed is not known: such a one is looked for among all keys
+            listed = KeyList(layout.prefix, lambda key, part: self._write(key, part, doing))
+            rows = listed.noting(rows)
         try:
             whole = self._servers.load(rows, layout, acknowledged, throttle, loading.server, doing)
         except (ConflictError, Full):
@@ -306,11 +311,15 @@ class RedisStore(OnlineStore):
             replicated(self._servers, link, self._names.prefix, state.replicas or 0, doing)
         # in a cluster the note may be there and rows not: of one server it comes after all of them
         server = whole if self._servers.cluster else identity_of(states.values())
-        loaded = Loaded(loading.generation, acknowledged.done, server, loading.evicted or 0, loading.buckets)
+        parts = None if listed is None else listed.parts
+        loaded = Loaded(loading.generation, acknowledged.done, server, loading.evicted or 0, loading.buckets, parts)
         if self._run(view, *records.end_loading(number, loading, loaded))[0] != b"done":
             self._clean_up(view, number, loading.token)
             raise _taken_over(view, number)
         return acknowledged.done
+
+    def _write(self, key: bytes, value: bytes, doing: str) -> None:
+        self._servers.ask(key, [("SET", key, value)], doing, ADMIN_S)
 
     def _clean_up(self, view: str, number: int, token: str) -> None:
         """Drop what this process loaded, unless another one has gone on with it. What stays after an error is dropped by the next load."""
@@ -403,7 +412,8 @@ class RedisStore(OnlineStore):
         marks = {f"dropping:{text}": b"1" for text in sorted(unwanted)}
         # who took a mark away has finished it, or loads that generation anew
         with contextlib.suppress(_TakenFromUs):
-            self._sweep(view, lambda n: str(n) in unwanted or (n < newest and n not in known), marks, doing)
+            if not self._removed_by_list(view, [meta.loaded.get(int(text)) for text in unwanted], marks, doing):
+                self._sweep(view, lambda n: str(n) in unwanted or (n < newest and n not in known), marks, doing)
             self._ask_meta(view, [("HDEL", self._names.meta(view), *marks)], doing)
 
     def _sweep(self, view: str, goes: Callable[[int], bool], marks: Mapping[str, bytes], doing: str) -> None:
@@ -413,15 +423,24 @@ class RedisStore(OnlineStore):
         Raises:
             _TakenFromUs: they do not.
         """
-        look: list[Command] = [("HMGET", self._names.meta(view), *marks)]
-
-        def check() -> None:
-            (there,) = self._ask_meta(view, look, doing)
-            if there != list(marks.values()):
-                raise _TakenFromUs
-
+        check = partial(self._check_marks, view, marks, doing)
         for link in self._servers.masters():
             sweep(link, self._names.rows_of(view), goes, doing, check, cluster=self._servers.cluster)
+
+    def _removed_by_list(self, view: str, loaded: Sequence[Loaded | None], marks: Mapping[str, bytes], doing: str) -> bool:
+        """As :meth:`_sweep`, of overlays whose keys are known; whether all are gone by it."""
+        check = partial(self._check_marks, view, marks, doing)
+        return all(
+            one is not None
+            and one.generation.base is not None
+            and remove(self._servers, self._names.rows(view, one.generation.number), one, check, doing)
+            for one in loaded
+        )
+
+    def _check_marks(self, view: str, marks: Mapping[str, bytes], doing: str) -> None:
+        (there,) = self._ask_meta(view, [("HMGET", self._names.meta(view), *marks)], doing)
+        if there != list(marks.values()):
+            raise _TakenFromUs
 
     # ---- the view's hash
 

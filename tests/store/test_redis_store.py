@@ -771,6 +771,48 @@ def test_what_was_dropped_leaves_nothing(store: RedisStore, raw: redis.Redis) ->
     assert (set(raw.scan_iter()), raw.hgetall("precompute:{numbers}:meta")) == (before, meta)
 
 
+def scans(raw: redis.Redis) -> int:
+    """How often the server was asked for SCAN."""
+    return int(raw.info("commandstats").get("cmdstat_scan", {}).get("calls", 0))
+
+
+@pytest.mark.parametrize(("wide", "rows"), [(True, 1), (True, 120_000), (False, 30_000)])
+def test_to_drop_an_overlay_no_other_key_is_looked_at(store: RedisStore, raw: redis.Redis, wide: bool, rows: int) -> None:
+    publish(store, 1, TABLE)
+    overlay = Generation(2, 2, base=1)
+    if not wide:
+        store.prepare("numbers", overlay, rows, 6, "us")
+    before, meta, looked = set(raw.scan_iter()), raw.hgetall("precompute:{numbers}:meta"), scans(raw)
+    store.load("numbers", overlay, rows_of(many(rows, 100 if wide else 40)))
+    assert len(set(raw.scan_iter()) - before) > rows // 100
+    looked = scans(raw)
+    store.drop("numbers", 2)
+    assert scans(raw) == looked
+    assert (set(raw.scan_iter()), raw.hgetall("precompute:{numbers}:meta")) == (before, meta)
+
+
+@pytest.mark.parametrize("harm", ["flipped", "gone", "interrupted"])
+def test_an_overlay_whose_list_of_keys_is_not_whole_is_looked_for(
+    store: RedisStore, raw: redis.Redis, monkeypatch: pytest.MonkeyPatch, harm: str
+) -> None:
+    publish(store, 1, TABLE)
+    before = set(raw.scan_iter())
+    store.load("numbers", Generation(2, 2, base=1), rows_of(many(3000)))
+    listed = "precompute:{}numbers:2:\xff0".encode("latin-1")
+    if harm == "flipped":
+        raw.setbit(listed, 200, 1 - raw.getbit(listed, 200))
+    elif harm == "gone":
+        raw.unlink(listed)
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr(redis_store, "remove", _interrupted)
+            with pytest.raises(Stopped):
+                store.drop("numbers", 2)
+    store.drop("numbers", 2)
+    assert set(raw.scan_iter()) == before
+    assert not [field for field in fields_of(raw) if field.startswith("dropping")]
+
+
 # ---- damage
 
 

@@ -89,6 +89,21 @@ def test_many_small_row_groups_are_drawn_from_until_there_are_rows_enough(tmp_pa
     assert 250 <= rows.draw(500, 1).count <= 500
 
 
+def test_few_rows_that_lie_in_many_large_row_groups_are_drawn_from_few_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = layers(tmp_path, (0, 3000, []), (3000, 2000, []))
+    changed = layers(tmp_path, (0, 3000, list(range(0, 3000, 15))), (3000, 2000, []))
+    rows = rows_beside(made, changed)
+    assert ids(rows.draw(8192, 1)) == ids(rows) == list(range(0, 3000, 15))
+    monkeypatch.setattr(selection, "MOST_READ_BYTES", 1.0)
+    drawn = ids(rows.draw(8192, 1))
+    assert set(drawn) < set(ids(rows))
+    # evenly from all over them: 64 places in 200 row groups
+    assert CLUSTERS // 2 < len(drawn) <= CLUSTERS
+    assert np.histogram(drawn, 4, (0, 3000))[0].min() > CLUSTERS // 8
+
+
 def test_what_two_snapshots_share_is_told_by_position(tmp_path: Path) -> None:
     first = layers(tmp_path, (0, 20, [1]), (100, 5, []))
     later = layers(tmp_path, (200, 4, []), prefix="later")
