@@ -35,7 +35,7 @@ import redis
 
 from store.errors import PrecomputeError
 from tests.faults.flipped_bits import Place, draw, places
-from tests.faults.serve_soak import KNOWN, STEP, STORED, Soak, Versioned, report, run
+from tests.faults.serve_soak import FIRST_CLIENT, KNOWN, STEP, STORED, Soak, Versioned, report, run
 from tests.redis_process import RedisProcess, newest_redis
 from tests.scene import Scene
 from tests.server import Server, make_folder, write_numbers
@@ -62,9 +62,16 @@ class Mortal(Versioned):
 class AttackedSoak(Soak):
     """Knows each model by what its first row said; a refusal is counted, and no fault."""
 
+    warm_s = 240.0
+
     def __init__(self, folder: Path) -> None:
         self.models: dict[str, float] = {}
         super().__init__(folder, __spec__.name)
+
+    @property
+    def misses(self) -> float:
+        """All requests of one client, and none of the others, so that these wait for no model."""
+        return 1.0 if threading.current_thread().name == FIRST_CLIENT else 0.0
 
     def status_is_wrong(self, kind: str, key: int, status: int) -> bool:
         """As it says: what is published is never unknown, and nothing breaks."""
@@ -136,6 +143,11 @@ class Attack:
             thread.join()
         print(json.dumps(self.outcomes), flush=True)
 
+    def tell(self, event: str) -> None:
+        """Print a line, whole, whatever other threads print."""
+        sys.stdout.write(f"{event}\n")
+        sys.stdout.flush()
+
     def every(self, seconds: float, do: Callable[[random.Random], None]) -> None:
         """Again and again, at that pace."""
         rng, at = random.Random(1), time.monotonic() + seconds
@@ -161,7 +173,7 @@ class Attack:
         """A thousand misses at a time, all new."""
         first = 10_000_000 + threading.get_ident() % 1000 * 10_000_000
         while time.monotonic() < self.ends:
-            inputs = {str(key): {"x": float(key)} for key in range(first, first + FLOOD_KEYS)}
+            inputs = {str(key): {"x": float(key % 10**8)} for key in range(first, first + FLOOD_KEYS)}
             first += FLOOD_KEYS
             self.outcomes.update({f"flood {what}": n for what, n in self.ask("127.0.0.2", inputs, FLOOD_MS).items()})
 
@@ -170,7 +182,7 @@ class Attack:
 
         def send(rng: random.Random) -> None:
             x = (HANGS if rng.random() < 0.25 else KILLS) + rng.randrange(10**8)
-            print("poison", flush=True)
+            self.tell("poison")
             outcome = self.ask(f"127.0.1.{rng.randrange(1, 9)}", {"9999999": {"x": x}}, 2_000)
             self.outcomes.update({f"poison {what}": n for what, n in outcome.items()})
 
@@ -181,12 +193,15 @@ class Attack:
         left: list[tuple[float, Place, bytes, bytes]] = []
 
         def flip(rng: random.Random) -> None:
-            print("bit", flush=True)
+            self.tell("bit")
             in_redis = self.redis is not None and rng.random() < 0.5
             with contextlib.suppress(FileNotFoundError, redis.RedisError):
                 found = places(self.project, self.redis if in_redis else None)
-                place = draw([one for one in found if one.kind.startswith("redis") == in_redis], rng)
-                left.append((time.monotonic() + LEFT_S, place, *place.flip(rng)))
+                # of an emptied Redis there is nothing
+                for place in (
+                    [draw(some, rng)] if (some := [one for one in found if one.kind.startswith("redis") == in_redis]) else []
+                ):
+                    left.append((time.monotonic() + LEFT_S, place, *place.flip(rng)))
             while left and left[0][0] < time.monotonic():
                 _, place, whole, damaged = left.pop(0)
                 with contextlib.suppress(FileNotFoundError, redis.RedisError):
@@ -203,7 +218,7 @@ class Attack:
         def flush(_: random.Random) -> None:
             assert self.redis is not None
             self.redis.flushall()
-            print("flushall", flush=True)
+            self.tell("flushall")
 
         self.every(FLUSH_S, flush)
 
@@ -211,7 +226,7 @@ class Attack:
         """The encoder computes all of its view, again and again."""
         command = [sys.executable, "-m", "jobs.cli", "-c", str(self.folder), "run", "texts", "--full"]
         while time.monotonic() < self.ends:
-            print("night", flush=True)
+            self.tell("night")
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             self.outcomes[f"night {done.returncode}"] += 1
             if done.returncode:

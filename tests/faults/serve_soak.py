@@ -42,11 +42,11 @@ MISSES = 0.02
 """Share of requests with a key that is no hit."""
 CONNECTION_REQUESTS = 2_000
 """Of one connection, so that every worker has some."""
+FIRST_CLIENT = "client 0"
+"""Name of its thread."""
 STEP = 1e6
 KINDS = {"row": 0.70, "json": 0.20, "arrow": 0.05, "several": 0.03, "search": 0.02}
 """Of the requests."""
-WARM_S = 30.0
-"""From then on a worker's memory must not grow."""
 GROWN_MB = 40.0
 """By more than this: allocators round, what was published last is mapped beside what is live, and what misses leave in cycles is looked for seldom (measured: up to 15
 MB, then no more)."""
@@ -68,6 +68,7 @@ class Second:
     """What was seen in one second."""
 
     times_ms: list[float] = field(default_factory=list)
+    misses_ms: list[float] = field(default_factory=list)
     failed: int = 0
     cut: int = 0
     mixed: int = 0
@@ -112,6 +113,14 @@ class Connection:
 
 class Soak:
     """One server, its publisher, its killer, and clients."""
+
+    warm_s = 30.0
+    """From then on a worker's memory must not grow."""
+
+    @property
+    def misses(self) -> float:
+        """Share of requests with a key that is no hit."""
+        return MISSES
 
     def __init__(self, folder: Path, module: str = __spec__.name) -> None:
         self.folder = folder
@@ -196,7 +205,8 @@ class Soak:
         """One request of some kind."""
         kind = rng.choices([*KINDS], [*KINDS.values()])[0]
         keys = rng.sample(range(STORED), KEYS)
-        if rng.random() < MISSES and kind != "search":
+        missing = rng.random() < self.misses and kind != "search"
+        if missing:
             keys[0] = rng.randrange(STORED, KNOWN)
         path, body, accept = f"/v1/views/numbers/rows/{keys[0]}", b"", "application/json"
         if kind in ("json", "arrow"):
@@ -211,7 +221,8 @@ class Soak:
         status, answer = connection.ask("POST" if body else "GET", path, body, accept)
         taken_ms = (time.perf_counter() - started) * 1e3
         with self.lock:
-            self.seconds[int(time.monotonic() - began)].times_ms.append(taken_ms)
+            second = self.seconds[int(time.monotonic() - began)]
+            (second.misses_ms if missing else second.times_ms).append(taken_ms)
         if status == 200:
             for rows in rows_of(kind, answer):
                 self.look_through(began, kind, rows)
@@ -232,7 +243,7 @@ class Soak:
             self.found(began, "failed", f"{kind}: {bad[0]}")
         with self.lock:
             self.seconds[int(time.monotonic() - began)].computed += sum(row["status"] == "computed" for row in rows)
-        offset = self.offsets[rows[0]["snapshot"]]
+        offset = self.offsets.get(rows[0]["snapshot"], 0.0)
         # a miss that the source does not know while it is replaced has no features
         there = [(row["double"] if "double" in row else (row["features"] or {}).get("double"), row["key"]) for row in rows]
         right = all(double is None or double == 2.0 * int(key) + offset for double, key in there)
@@ -268,6 +279,18 @@ def rows_of(kind: str, answer: bytes) -> Iterable[Sequence[dict[str, Any]]]:
         yield [told]
         return
     for one in told["responses"] if kind == "several" else [told]:
+        if "problem" in one:
+            yield [
+                {
+                    "key": "0",
+                    "reason": one["problem"]["type"],
+                    "features": None,
+                    "snapshot": None,
+                    "model": None,
+                    "status": "missing",
+                }
+            ]
+            continue
         assert {row["snapshot"] for row in one["rows"]} <= {one["snapshot"]}
         yield one["rows"]
 
@@ -302,7 +325,10 @@ def run(soak: Soak, server: Server, seconds: float, clients: int, per_s: float, 
     soak.seconds.clear()
     soak.stop.clear()
     began = time.monotonic()
-    threads = [threading.Thread(target=soak.client, args=(server, began, per_s / clients)) for _ in range(clients)]
+    threads = [
+        threading.Thread(target=soak.client, args=(server, began, per_s / clients), name=f"client {number}")
+        for number in range(clients)
+    ]
     for thread in threads:
         thread.start()
     try:
@@ -317,10 +343,10 @@ def run(soak: Soak, server: Server, seconds: float, clients: int, per_s: float, 
     return sum(len(second.times_ms) for second in soak.seconds.values()) / seconds
 
 
-def memory(seconds: dict[int, Second]) -> dict[str, list[float]]:
+def memory(seconds: dict[int, Second], warm_s: float) -> dict[str, list[float]]:
     """Name of a process → its resident MB at first, once it was warm, and at last; of those that come and go, all together at most."""
     looked = [(at, second.resident_mb) for at, second in sorted(seconds.items()) if second.resident_mb]
-    warm = min(WARM_S, looked[-1][0] / 2)
+    warm = min(warm_s, looked[-1][0] / 2)
     told = {}
     for name in ("supervisor", "worker"):
         of_it = [(at, mb[name]) for at, mb in looked if name in mb]
@@ -337,7 +363,7 @@ def report(soak: Soak, name: str, out: Path, seconds: float, capacity: float, ra
     total = list(soak.seconds.values())
     figures = {kind: sum(getattr(second, kind) for second in total) for kind in ("failed", "mixed", "cut", "computed")}
     events = Counter(what for _, what in soak.events)
-    resident_mb = memory(soak.seconds)
+    resident_mb = memory(soak.seconds, soak.warm_s)
     _, warm_mb, last_mb = resident_mb["worker"]
     if last_mb > warm_mb + GROWN_MB:
         soak.wrong.append(f"a worker's memory grew from {warm_mb} to {last_mb} MB")
@@ -345,9 +371,10 @@ def report(soak: Soak, name: str, out: Path, seconds: float, capacity: float, ra
         soak.wrong.append(f"{figures['cut']} connections were cut by {events['kill']} kills")
     write_csv(soak.seconds, out / f"{name}.csv")
     write_svg(soak.seconds, soak.events, out / f"{name}.svg", seconds)
-    times = [ms for second in total for ms in second.times_ms]
+    times, misses = ([ms for second in total for ms in getattr(second, of)] for of in ("times_ms", "misses_ms"))
     p50, p99 = np.percentile(times, [50, 99]).round(3)
-    told = {"requests": len(times), "capacity_per_s": round(capacity), "per_s": round(rate), "p50_ms": p50, "p99_ms": p99}
+    told = {"hits": len(times), "capacity_per_s": round(capacity), "hits_per_s": round(rate), "p50_ms": p50, "p99_ms": p99}
+    told |= {"misses": len(misses), "miss_p50_ms": np.percentile(misses or [0.0], 50).round(3)}
     print(json.dumps({**told, **figures, **events, "resident_mb": resident_mb}))
     if soak.wrong:
         sys.exit(f"WRONG, {len(soak.wrong)} times:\n" + "\n".join(soak.wrong[:MOST_TOLD]))
