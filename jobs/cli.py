@@ -13,13 +13,13 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from jobs.commands import backfill, measure, retention, rollback, rows, run, schema, service, status, verify
-from jobs.commands.command import BAD_USAGE, FAILED, REJECTED, Commands
-from jobs.process.output import enduring_output
-from jobs.process.termination import asked, described, terminable
-from store.disk.durable_file import limit_of
-from store.errors import ConfigError, GateError, PrecomputeError, RejectedError, RequestError
-from store.log import log_to_stderr
+from precompute.jobs.commands import backfill, measure, retention, rollback, rows, run, schema, service, status, verify
+from precompute.jobs.commands.command import BAD_USAGE, FAILED, REJECTED, Commands
+from precompute.jobs.process.output import enduring_output
+from precompute.jobs.process.termination import asked, described, terminable
+from precompute.store.disk.durable_file import limit_of
+from precompute.store.errors import ConfigError, GateError, PrecomputeError, RejectedError, RequestError
+from precompute.store.log import log_to_stderr
 
 
 def main(argv: Sequence[str] | None = None) -> int:

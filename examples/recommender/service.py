@@ -23,9 +23,9 @@ from urllib.parse import parse_qs, unquote
 
 import numpy as np
 
-from store.client import AsyncClient
-from store.client.tables import arrays
-from store.errors import OnlineStoreError, RequestError
+from precompute import AsyncClient
+from precompute.store.client.tables import arrays
+from precompute import OnlineStoreError, RequestError
 
 DATA = Path(__file__).parent / "project"
 BUDGET_S = 0.1

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from jobs.config.project import Project
-from jobs.config.section import parse_time
-from store.errors import ConfigError
-from store.partition import Partition, containing
+from precompute.jobs.config.project import Project
+from precompute.jobs.config.section import parse_time
+from precompute.store.errors import ConfigError
+from precompute.store.partition import Partition, containing
 
 DONE, FAILED, BAD_USAGE, REJECTED = 0, 1, 2, 3
 """Exit status."""

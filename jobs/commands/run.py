@@ -8,14 +8,14 @@ import os
 import sys
 from collections.abc import Callable
 
-from jobs.commands.command import DONE, FAILED, Commands, add_partition, partition_of, project_of
-from jobs.config.view import GATES
-from jobs.process.job import RunOptions
-from jobs.process.progress import progress_for
-from jobs.process.report import engine_line
-from store.errors import PrecomputeError
-from store.offline.runs import Report
-from store.record import plain
+from precompute.jobs.commands.command import DONE, FAILED, Commands, add_partition, partition_of, project_of
+from precompute.jobs.config.view import GATES
+from precompute.jobs.process.job import RunOptions
+from precompute.jobs.process.progress import progress_for
+from precompute.jobs.process.report import engine_line
+from precompute.store.errors import PrecomputeError
+from precompute.store.offline.runs import Report
+from precompute.store.record import plain
 
 
 def add(commands: Commands) -> None:
@@ -53,7 +53,7 @@ def add(commands: Commands) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     # torch and faiss are loaded only by the commands that need them: `status` takes 0.8 s in all
-    from jobs.pipeline.run import run_view
+    from precompute.jobs.pipeline.run import run_view
 
     project = project_of(arguments)
     schedule = project.schedules().get(arguments.view)
@@ -73,7 +73,7 @@ def _materialize(arguments: argparse.Namespace) -> int:
         return _materialize_each(arguments)
     if not arguments.dry_run:
         return _run(arguments)
-    from jobs.pipeline.run import plan_view
+    from precompute.jobs.pipeline.run import plan_view
 
     project = project_of(arguments)
     partition = partition_of(project, arguments)
@@ -86,8 +86,8 @@ def _materialize(arguments: argparse.Namespace) -> int:
 def _materialize_each(arguments: argparse.Namespace) -> int:
     """Compute some partitions, one after the other, with the model loaded once: a process of a backfill, which reads of each what its run's report says. One
     that fails keeps none of the others; once the backfill is gone none is begun."""
-    from jobs.pipeline.run import run_view
-    from jobs.rows.open_view import SharedModels
+    from precompute.jobs.pipeline.run import run_view
+    from precompute.jobs.rows.open_view import SharedModels
 
     project, parent, status = project_of(arguments), os.getppid(), DONE
     models = SharedModels(project.home)

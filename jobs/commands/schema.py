@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from jobs.commands.command import DONE, Commands
-from jobs.config.project import json_schemas
+from precompute.jobs.commands.command import DONE, Commands
+from precompute.jobs.config.project import json_schemas
 
 
 def add(commands: Commands) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from jobs.pipeline.verdicts import Verdicts
-from jobs.rows.engine import computed
-from jobs.rows.open_view import OpenView
+from precompute.jobs.pipeline.verdicts import Verdicts
+from precompute.jobs.rows.engine import computed
+from precompute.jobs.rows.open_view import OpenView
 from precompute.engine.features import with_null_rows
 from precompute.engine.runner import compute
 from precompute.precision.same_value import differing

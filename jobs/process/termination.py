@@ -17,7 +17,7 @@ from select import select
 from types import FrameType
 
 from precompute.sources.database import interrupt_sources
-from store.disk.lease import release_leases
+from precompute.store.disk.lease import release_leases
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from jobs.config.project import EngineConfig
-from jobs.rows.open_view import OpenView
+from precompute.jobs.config.project import EngineConfig
+from precompute.jobs.rows.open_view import OpenView
 from precompute.engine.features import in_order
 from precompute.engine.meter import Meter
 from precompute.engine.runner import Runner

@@ -37,7 +37,7 @@ from precompute.text.transformer import (
     model_type,
     transformer_flops,
 )
-from store.errors import ConfigError, ModelError
+from precompute.store.errors import ConfigError, ModelError
 
 CODE_VERSION = 2
 """Raised by whoever changes the values this code computes; part of the fingerprint."""

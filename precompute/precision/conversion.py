@@ -21,7 +21,7 @@ from precompute.model import CheckingModel, Model
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.techniques.table import REFERENCE
 from precompute.techniques.technique import Technique, elements, technique
-from store.errors import ConfigError, PrecomputeError
+from precompute.store.errors import ConfigError, PrecomputeError
 
 NOT_TORCH = "this model computes in its own way; only torch models (text_encoder, top_k, torch_module) have other precisions"
 

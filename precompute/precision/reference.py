@@ -13,7 +13,7 @@ from precompute.precision.same_value import differing
 from precompute.project_module import told
 from precompute.techniques.table import REFERENCE
 from precompute.techniques.technique import technique
-from store.feature_view import FeatureView
+from precompute.store.feature_view import FeatureView
 
 log = logging.getLogger(__name__)
 

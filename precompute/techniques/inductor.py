@@ -21,7 +21,7 @@ from precompute.techniques.kept import guarded, kept
 from precompute.techniques.machine import computes_in, missing_compiler, on_a_gpu_only
 from precompute.techniques.shapes import exported
 from precompute.techniques.technique import Forward, Technique, module_of
-from store.errors import ConfigError
+from precompute.store.errors import ConfigError
 
 
 class Compiled(Technique):

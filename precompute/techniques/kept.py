@@ -16,7 +16,7 @@ from precompute.model import digest
 from precompute.models.torch_model import Tensors, TorchModel
 from precompute.techniques.shapes import constant, varying
 from precompute.techniques.technique import Forward
-from store.errors import ModelError
+from precompute.store.errors import ModelError
 
 CODE_VERSION = 1
 """Raised by whoever changes what is written into the folder; part of the files' names."""

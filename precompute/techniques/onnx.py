@@ -18,7 +18,7 @@ from precompute.techniques.machine import has_int8_products, has_vnni, on_a_cpu_
 from precompute.techniques.per_row import PerRowLinear
 from precompute.techniques.shapes import exported
 from precompute.techniques.technique import Forward, Technique, elements, has_linear, module_of
-from store.errors import ConfigError
+from precompute.store.errors import ConfigError
 
 ONNX_TYPES = {
     "tensor(float)": torch.float32,

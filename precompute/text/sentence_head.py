@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from precompute.text import sentence_folder
 from precompute.text.sentence_folder import Normalize, Pooling
-from store.errors import ConfigError, ModelError
+from precompute.store.errors import ConfigError, ModelError
 
 
 class Head(torch.nn.Module):

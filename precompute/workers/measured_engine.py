@@ -17,7 +17,7 @@ from precompute.workers.handover import Handover
 from precompute.workers.pool_stream import PoolStream
 from precompute.workers.worker_pool import WorkerPool
 from precompute.workers.worker_trial import Moment, Phase, WorkerTrial
-from store.errors import ModelError, PrecomputeError
+from precompute.store.errors import ModelError, PrecomputeError
 
 log = logging.getLogger(__name__)
 

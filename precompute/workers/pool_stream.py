@@ -24,7 +24,7 @@ from precompute.workers.patience import Patience
 from precompute.workers.process import end_all
 from precompute.workers.tasks import HeldWindow, Task
 from precompute.workers.worker_process import END_S, REAP_S, Share, WorkerProcess, WorkerSpec
-from store.errors import ConfigError, ModelError
+from precompute.store.errors import ConfigError, ModelError
 
 log = logging.getLogger(__name__)
 

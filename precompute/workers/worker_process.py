@@ -25,7 +25,7 @@ from precompute.workers.patience import Patience
 from precompute.workers.process import ChildProcess, python_module
 from precompute.workers.tasks import Task
 from precompute.workers.worker import FIGURES
-from store.feature_view import FeatureView
+from precompute.store.feature_view import FeatureView
 
 LOAD_S = 600.0
 """How long a worker may be silent before its model is loaded: Python's lock is held while gigabytes of libraries come from a cold disk."""

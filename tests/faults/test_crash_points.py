@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-import store.online.table_writer
-import store.redis.bulk
+import precompute.store.online.table_writer
+import precompute.store.redis.bulk
 from precompute.engine.runner import AHEAD_WINDOWS
-from store.disk import crashpoint
-from store.disk.crashpoint import POINTS
-from store.errors import SnapshotError
-from store.offline.standing import Standing
+from precompute.store.disk import crashpoint
+from precompute.store.disk.crashpoint import POINTS
+from precompute.store.errors import SnapshotError
+from precompute.store.offline.standing import Standing
 from tests.faults.conftest import ROWS, MakeScene, put_on_stage
 from tests.faults.harness import (
     VIEW,

@@ -8,10 +8,10 @@ import threading
 
 import pytest
 
-import store.redis.bulk
-from store.disk import durable_file
-from store.errors import ConflictError
-from store.record import replace
+import precompute.store.redis.bulk
+from precompute.store.disk import durable_file
+from precompute.store.errors import ConflictError
+from precompute.store.record import replace
 from tests.faults.conftest import ROWS, MakeScene
 from tests.faults.harness import (
     Child,

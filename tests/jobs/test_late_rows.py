@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-import jobs.rows.late
-from store.partition import containing
-from store.record import replace
+import precompute.jobs.rows.late
+from precompute.store.partition import containing
+from precompute.store.record import replace
 from tests.conftest import MakeProject
 from tests.jobs.test_serve_all import DAYS, SQL, Corpus, serving
 

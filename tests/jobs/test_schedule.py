@@ -18,16 +18,16 @@ import pytest
 from apscheduler.job import Job
 from apscheduler.schedulers.background import BackgroundScheduler
 
-import jobs.schedule.scheduler
-from jobs.config.cron import last_fire
-from jobs.config.project import Project
-from jobs.schedule.due import LEADER, Decision, Ledger
-from jobs.schedule.scheduler import Scheduler, run_command
-from store.disk.lease import holder, is_held, take
-from store.freshness import iso
-from store.offline.refs import run_lease
-from store.offline.runs import Report
-from store.offline.view_store import OfflineStore
+import precompute.jobs.schedule.scheduler
+from precompute.jobs.config.cron import last_fire
+from precompute.jobs.config.project import Project
+from precompute.jobs.schedule.due import LEADER, Decision, Ledger
+from precompute.jobs.schedule.scheduler import Scheduler, run_command
+from precompute.store.disk.lease import holder, is_held, take
+from precompute.store.freshness import iso
+from precompute.store.offline.refs import run_lease
+from precompute.store.offline.runs import Report
+from precompute.store.offline.view_store import OfflineStore
 from tests import REPOSITORY
 from tests.conftest import MakeProject
 from tests.scene import Scene
@@ -490,7 +490,7 @@ def test_a_view_that_somebody_else_runs_is_not_started(running: MakeRunning) -> 
 
 
 def _command(project: Scene) -> list[str]:
-    return [sys.executable, "-m", "jobs.cli", "-c", str(project.folder), "schedule"]
+    return [sys.executable, "-m", "precompute.jobs.cli", "-c", str(project.folder), "schedule"]
 
 
 class Process:
@@ -679,7 +679,7 @@ def test_a_scheduler_that_was_stopped_loses_the_lead_within_the_lease_and_stands
 
 def test_a_run_is_precompute_run_of_that_view_with_this_python(make_project: MakeProject) -> None:
     project = make_project([(1, 1.0)])
-    command = [sys.executable, "-P", "-m", "jobs.cli", "-c", str(project.folder), "run", "numbers", "--due", LEAP_DAY]
+    command = [sys.executable, "-P", "-m", "precompute.jobs.cli", "-c", str(project.folder), "run", "numbers", "--due", LEAP_DAY]
     assert run_command(project, "numbers", LEAP_DAY) == command
 
 

@@ -10,16 +10,16 @@ from typing import Any, get_args
 import pyarrow as pa
 import pytest
 
-import jobs.pipeline.materialize
-import jobs.pipeline.run
-from jobs.config.view import GatesConfig
-from store.disk import crashpoint
-from store.disk.crashpoint import InjectedError
-from store.errors import ConfigError, GateError, SnapshotError
-from store.history import explain, get_historical_features, read
-from store.offline.gc import collect
-from store.offline.runs import Report
-from store.partition import containing
+import precompute.jobs.pipeline.materialize
+import precompute.jobs.pipeline.run
+from precompute.jobs.config.view import GatesConfig
+from precompute.store.disk import crashpoint
+from precompute.store.disk.crashpoint import InjectedError
+from precompute.store.errors import ConfigError, GateError, SnapshotError
+from precompute.store.history import explain, get_historical_features, read
+from precompute.store.offline.gc import collect
+from precompute.store.offline.runs import Report
+from precompute.store.partition import containing
 from tests.conftest import MakeProject
 from tests.scene import Scene
 

@@ -33,7 +33,7 @@ from precompute.techniques.machine import has_bf16
 from precompute.techniques.technique import technique
 from precompute.text import encoder
 from precompute.text.encoder import UnpaddedBert, kernel, not_understood
-from store.errors import ConfigError
+from precompute.store.errors import ConfigError
 from tests import REPOSITORY
 from tests.precompute.test_precision import bert as small_bert
 from tests.precompute.test_precision import mlp, outputs

@@ -20,7 +20,7 @@ from precompute.lanes.trial import ENOUGH_BATCHES, Trial
 from precompute.models.threads import compute_threads, compute_with
 from precompute.workers import worker_process
 from precompute.workers.worker_process import WorkerSpec
-from store.errors import ModelError
+from precompute.store.errors import ModelError
 from tests.precompute.test_engine import SINGLE, Staged, Times, gathered, windows
 
 

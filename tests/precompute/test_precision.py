@@ -38,7 +38,7 @@ from precompute.techniques.technique import copied, technique
 from precompute.techniques.weight_only import Int4Linear, Int8Linear
 from precompute.text.sentence_folder import Normalize, Pooling
 from precompute.text.sentence_head import Head
-from store.errors import ConfigError, ModelError
+from precompute.store.errors import ConfigError, ModelError
 from tests.faults.power_loss import recorded
 
 

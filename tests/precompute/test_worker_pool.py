@@ -27,8 +27,8 @@ from precompute.workers import patience, pool_stream
 from precompute.workers.pool_stream import HELD
 from precompute.workers.worker_pool import WorkerPool
 from precompute.workers.worker_process import WorkerSpec
-from store.errors import ConfigError, ModelError
-from store.feature_view import Feature, FeatureView
+from precompute.store.errors import ConfigError, ModelError
+from precompute.store.feature_view import Feature, FeatureView
 from tests.precompute.dying_models import Launching, Poisoned
 
 ROOT = str(Path(__file__).parents[2])
