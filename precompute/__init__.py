@@ -57,12 +57,12 @@ __all__ = [
 ]
 
 _MODULES = {
-    "AsyncClient": "store.client",
-    "Client": "store.client",
-    "ViewLookupRequest": "store.client",
-    "Lookup": "store.lookup",
-    "Model": "model",
-    "digest": "model",
+    "AsyncClient": "precompute.store.client",
+    "Client": "precompute.store.client",
+    "ViewLookupRequest": "precompute.store.client",
+    "Lookup": "precompute.store.lookup",
+    "Model": "precompute.model",
+    "digest": "precompute.model",
 }
 
 
@@ -81,4 +81,4 @@ def __getattr__(name: str) -> Any:
     """What is public, from where it is: a client loads no more than it needs."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'store.errors')}"), name)
+    return getattr(import_module(_MODULES.get(name, "precompute.store.errors")), name)

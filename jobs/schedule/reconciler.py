@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from precompute.jobs.config.project import Project
 from precompute.workers.process import ChildProcess, end_all, installed_module
-from precompute.store.account.account import Account, Act
+from precompute.store.account.account import HEALING, Account, Act
 from precompute.store.account.checker import LOOK_S, look, share_of
 from precompute.store.account.rounds import is_due
 from precompute.store.account.sightings import are_there
@@ -51,6 +51,8 @@ class Reconciler:
         self._told: dict[str, str] = {}
         self._attempts: dict[str, int] = {}
         self._not_before: dict[str, float] = {}
+        self._tried: dict[str, set[str]] = {}
+        """What of a view was to be brought back since it was last whole."""
         self._mending: dict[str, threading.Thread] = {}
         self._turns = threading.Semaphore(AT_ONCE)
 
@@ -80,8 +82,6 @@ class Reconciler:
                 return
             if view in self._mending and self._mending[view].is_alive():
                 continue
-            if time.monotonic() < self._not_before.get(view, 0.0):
-                continue
             try:
                 account = self._account(view)
             except PrecomputeError as exc:
@@ -94,7 +94,15 @@ class Reconciler:
                 elif self._told.pop(view, None) is not None:
                     self._announce(f"{view}: the online store serves what is live")
                 self._attempts.pop(view, None)
+                self._tried.pop(view, None)
                 continue
+            wanted, tried = {finding.what for finding in account.findings if finding.act in HEALING}, self._tried.get(view, set())
+            if not wanted <= tried:
+                # another thing than those that attempts are waited between for
+                self._attempts.pop(view, None)
+            elif time.monotonic() < self._not_before.get(view, 0.0):
+                continue
+            self._tried[view] = tried | wanted
             self._tell(view, f"{wrong}; it is brought back", always=True)
             self._attempts[view] = self._attempts.get(view, 0) + 1
             self._mending[view] = threading.Thread(target=self._bring_back, args=(view,), name=f"reconcile-{view}")

@@ -305,6 +305,29 @@ def test_what_cannot_be_brought_back_is_tried_again_later_and_later(make_project
     assert announced[-1].endswith("; once more in 60 min")
 
 
+def test_other_damage_waits_for_no_attempt_at_what_was_lost_before(make_project: MakeProject) -> None:
+    project = make_project(ROWS)
+    project.run()
+    lose_all(project)
+    announced: list[str] = []
+    reconciler = Reconciler(project, announced.append, lambda *_: ["false"])
+
+    def attempts() -> int:
+        reconciler.look()
+        reconciler.wait()
+        return sum("once more in" in line for line in announced)
+
+    assert [attempts(), attempts()] == [1, 1]
+    copy = project.root / ".identity-copy.json"
+    copy.write_bytes(copy.read_bytes()[:-1])
+    assert [attempts(), attempts()] == [2, 2]
+    # what comes and goes is no other thing
+    copy.unlink()
+    assert attempts() == 2
+    copy.write_bytes(b"{}")
+    assert attempts() == 2
+
+
 def test_a_load_that_takes_hours_keeps_no_other_view_waiting(make_project: MakeProject) -> None:
     project = make_project(ROWS, project={"reconcile": "1h"})
     others = yaml.safe_load((project.folder / "views" / "numbers.yaml").read_text())
