@@ -25,8 +25,8 @@ import redis
 
 from benchmarks.common import DIM, VIEW, cpu_s, report
 from benchmarks.online_table import CODEC, PART_ROWS, decoded, packed, write_part
-from precompute.jobs.publish.loader import AHEAD_BYTES
 from precompute.engine.ahead import Ahead, StageTime
+from precompute.jobs.publish.loader import AHEAD_BYTES
 from precompute.store.feature_view import Feature, FeatureView
 from precompute.store.lookup import Lookup
 from precompute.store.online import kernels

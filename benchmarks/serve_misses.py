@@ -309,7 +309,9 @@ def main() -> None:
         make_project(folder)
         write_rows(folder, STORED)
         for view in ("texts", "suited", "python"):
-            subprocess.run([sys.executable, "-m", "precompute.jobs.cli", "-c", name, "run", view], check=True, capture_output=True)
+            subprocess.run(
+                [sys.executable, "-m", "precompute.jobs.cli", "-c", name, "run", view], check=True, capture_output=True
+            )
         write_rows(folder, ROWS)
         figures = measure(folder) | {"workers": workers_ratio(folder)}
     lone, hits, workers = (figures[name] for name in ("lone", "hits", "workers"))

@@ -25,12 +25,12 @@ from precompute.jobs.pipeline.run import run_view
 from precompute.jobs.process.progress import progress_for
 from precompute.jobs.service.fallback import ViewFallback
 from precompute.models.two_tower import train_two_tower
-from precompute.techniques.machine import has_bf16
-from precompute.text.encoder import kernel
 from precompute.store.errors import PrecomputeError
 from precompute.store.lookup import Lookup
 from precompute.store.lookup_options import LookupOptions
 from precompute.store.online_url import open_online_store
+from precompute.techniques.machine import has_bf16
+from precompute.text.encoder import kernel
 
 VIEWS = ("item_embedding", "item_labels", "user_vector", "item_vector", "user_recommendations", "doc_embedding")
 TUNED_ROWS = 128

@@ -23,7 +23,15 @@ from precompute.store.feature_view import NAME, FeatureView
 from precompute.store.freshness import Sighting, microseconds, status_of
 from precompute.store.kept.kept_rows import KeptRows
 from precompute.store.key_text import MAX_KEY_BYTES, join_key, key_list, key_text, plain_key, shown_key
-from precompute.store.lookup_options import BASE64, MAX_KEYS, MAX_NEIGHBOURS, CacheControl, LookupOptions, SearchOptions, check_features
+from precompute.store.lookup_options import (
+    BASE64,
+    MAX_KEYS,
+    MAX_NEIGHBOURS,
+    CacheControl,
+    LookupOptions,
+    SearchOptions,
+    check_features,
+)
 from precompute.store.misses import Misses, MissesTold
 from precompute.store.online import kernels
 from precompute.store.online.codec import State

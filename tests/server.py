@@ -110,7 +110,11 @@ class Server:
 
     def __init__(self, folder: Path, bind: str = "127.0.0.1:0", *, ready: bool = True, first: str = "") -> None:
         self.log = folder / f"serve-{time.monotonic_ns()}.log"
-        start = ["-c", f"{first}\nimport sys; from precompute.jobs.cli import main; sys.exit(main())"] if first else ["-m", "precompute.jobs.cli"]
+        start = (
+            ["-c", f"{first}\nimport sys; from precompute.jobs.cli import main; sys.exit(main())"]
+            if first
+            else ["-m", "precompute.jobs.cli"]
+        )
         command = [sys.executable, *start, "-c", str(folder), "serve"]
         environment = os.environ | {"PRECOMPUTE_SERVE__BIND": bind}
         with self.log.open("wb") as log:

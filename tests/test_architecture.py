@@ -211,7 +211,9 @@ def calls(file: str) -> Iterator[ast.Call]:
 
 def test_there_is_something_to_look_at() -> None:
     assert len(FILES) > 30
-    assert {"precompute.store.lookup", "precompute.engine.runner", "precompute.jobs.cli", "precompute.store.api.app"} <= set(MODULES)
+    assert {"precompute.store.lookup", "precompute.engine.runner", "precompute.jobs.cli", "precompute.store.api.app"} <= set(
+        MODULES
+    )
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -226,9 +228,12 @@ def test_imports_run_one_way(file: str) -> None:
         if room == "store" and target in ROOMS:
             assert target == "store", f"{where}: the store knows nothing of the other rooms"
         if room == "precompute" and target in ROOMS and target != "precompute":
-            assert found.module in ("precompute.store.feature_view", "precompute.store.errors", "precompute.store.disk.spill_folder", "precompute.store.sql"), (
-                f"{where}: of the store, models know the view and the errors; and DuckDB reads our files and spills in one way"
-            )
+            assert found.module in (
+                "precompute.store.feature_view",
+                "precompute.store.errors",
+                "precompute.store.disk.spill_folder",
+                "precompute.store.sql",
+            ), f"{where}: of the store, models know the view and the errors; and DuckDB reads our files and spills in one way"
 
 
 def wing_of(file: str) -> str:

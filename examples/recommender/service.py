@@ -23,9 +23,8 @@ from urllib.parse import parse_qs, unquote
 
 import numpy as np
 
-from precompute import AsyncClient
+from precompute import AsyncClient, OnlineStoreError, RequestError
 from precompute.store.client.tables import arrays
-from precompute import OnlineStoreError, RequestError
 
 DATA = Path(__file__).parent / "project"
 BUDGET_S = 0.1

@@ -20,11 +20,11 @@ from precompute.jobs.ops.trials import Trials
 from precompute.jobs.pipeline.accuracy import keep_comparisons, sample_of
 from precompute.jobs.process.report import versions
 from precompute.jobs.rows.open_view import OpenView, open_view
-from precompute.techniques.table import REFERENCE, words
 from precompute.store.errors import ConfigError
 from precompute.store.feature_view import FeatureView
 from precompute.store.freshness import iso
 from precompute.store.partition import Partition
+from precompute.techniques.table import REFERENCE, words
 
 if TYPE_CHECKING:
     from precompute.models.torch_model import TorchModel

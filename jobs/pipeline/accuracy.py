@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
+from precompute.engine.runner import Runner
+from precompute.engine.window import Outcome
 from precompute.jobs.config.view import AccuracyConfig, ViewConfig
 from precompute.jobs.rows.comparison import Comparison, KeptComparison, compared
 from precompute.jobs.rows.engine import computed
 from precompute.jobs.rows.open_view import OpenView
-from precompute.engine.runner import Runner
-from precompute.engine.window import Outcome
-from precompute.techniques.table import REFERENCE, words
 from precompute.store.errors import SourceError
 from precompute.store.feature_view import FeatureView
 from precompute.store.offline.snapshot import Verdict
+from precompute.techniques.table import REFERENCE, words
 
 if TYPE_CHECKING:
     from precompute.models.torch_model import TorchModel

@@ -14,7 +14,14 @@ from precompute.jobs.config.view import ViewConfig
 from precompute.jobs.pipeline.parity import judge_parity
 from precompute.jobs.pipeline.rolled_back import judge_rolled_back
 from precompute.jobs.pipeline.value_gates import WIDER, judge_contract, judge_shift, judge_value_moves, judge_values
-from precompute.jobs.pipeline.vector_gates import SAMPLE_ROWS, judge_duplicates, judge_lengths, judge_moves, judge_packed, moves_of
+from precompute.jobs.pipeline.vector_gates import (
+    SAMPLE_ROWS,
+    judge_duplicates,
+    judge_lengths,
+    judge_moves,
+    judge_packed,
+    moves_of,
+)
 from precompute.jobs.pipeline.verdicts import JUDGED_ROWS, Verdicts
 from precompute.jobs.rows.open_view import OpenView
 from precompute.jobs.rows.replaced import Replaced

@@ -23,11 +23,11 @@ from precompute.jobs.rows.plan import Plan, go_on_hashing, is_damaged, make_plan
 from precompute.jobs.rows.replaced import Replaced, figures_of
 from precompute.jobs.rows.source_age import iso_us, read_source_at
 from precompute.sources.input_hash import MD5
-from precompute.techniques.table import REFERENCE
 from precompute.store.clock import utc_now
 from precompute.store.errors import GateError, ModelError, RejectedError, SnapshotError, SourceError
 from precompute.store.offline.snapshot import Counts, Snapshot, Verdict
 from precompute.store.record import plain, replace
+from precompute.techniques.table import REFERENCE
 
 
 def materialize(job: Job) -> Snapshot:

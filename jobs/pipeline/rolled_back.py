@@ -11,10 +11,10 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
+from precompute.diff import returned_rows
 from precompute.jobs.pipeline.verdicts import Verdicts
 from precompute.jobs.rows.open_view import OpenView, files_of
 from precompute.jobs.rows.plan import recipe_of
-from precompute.diff import returned_rows
 from precompute.source import Files
 from precompute.sources.input_hash import MD5
 from precompute.store.errors import SnapshotError

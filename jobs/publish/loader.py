@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow.parquet as pq
 
-from precompute.jobs.process.progress import Progress
 from precompute.engine.ahead import Ahead, StageTime
+from precompute.jobs.process.progress import Progress
 from precompute.store.disk.crashpoint import crashpoint
 from precompute.store.errors import OnlineStoreError, PrecomputeError
 from precompute.store.freshness import microseconds

@@ -21,7 +21,14 @@ from precompute.store.account.rows import DOUBTED_ROWS, check_served
 from precompute.store.disk.crashpoint import crashpoint
 from precompute.store.disk.identity import identity_of
 from precompute.store.disk.lease import Lease
-from precompute.store.errors import ConflictError, DamagedPointerError, OnlineStoreError, RowsLostError, SnapshotError, VectorIndexError
+from precompute.store.errors import (
+    ConflictError,
+    DamagedPointerError,
+    OnlineStoreError,
+    RowsLostError,
+    SnapshotError,
+    VectorIndexError,
+)
 from precompute.store.history.changes import Changes
 from precompute.store.offline.layers import layers_that_stay
 from precompute.store.offline.refs import LiveRef, Place

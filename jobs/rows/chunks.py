@@ -14,15 +14,15 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from precompute.engine.batching import WINDOW_ROWS, joined
+from precompute.engine.features import with_null_rows
+from precompute.engine.meter import Meter
+from precompute.engine.window import Outcome
 from precompute.jobs.process.job import Job
 from precompute.jobs.rows.engine import engine_of
 from precompute.jobs.rows.open_view import OpenView
 from precompute.jobs.rows.plan import Plan, now_us
 from precompute.jobs.rows.rejections import Rejections
-from precompute.engine.batching import WINDOW_ROWS, joined
-from precompute.engine.features import with_null_rows
-from precompute.engine.meter import Meter
-from precompute.engine.window import Outcome
 from precompute.store.entity_key import bad_keys, key_column
 from precompute.store.offline.journal import Finished
 from precompute.store.offline.layers import Layers

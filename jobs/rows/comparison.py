@@ -9,10 +9,10 @@ from collections.abc import Mapping
 
 import pyarrow as pa
 
+from precompute.engine.window import Outcome
 from precompute.jobs.config.view import AccuracyConfig
 from precompute.jobs.process.report import versions
 from precompute.jobs.rows.open_view import OpenView
-from precompute.engine.window import Outcome
 from precompute.model import digest, table_digest
 from precompute.precision.accuracy import Accuracy, Judged, compare, least
 from precompute.precision.row_errors import Limits, share_between

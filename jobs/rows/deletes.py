@@ -6,11 +6,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from precompute.diff import find_deletes
 from precompute.jobs.process.job import Job
 from precompute.jobs.rows.chunks import stored_key
 from precompute.jobs.rows.open_view import OpenView
 from precompute.jobs.rows.plan import Plan
-from precompute.diff import find_deletes
 from precompute.store.offline.snapshot import DELETES_SCHEMA, Part
 
 

@@ -18,12 +18,12 @@ from precompute.project_path import absolute_arguments, starting_from
 from precompute.registry import LoadedModel, load_with_fingerprint
 from precompute.source import Files, Source
 from precompute.sources.statement import referenced_views
-from precompute.techniques.table import REFERENCE, technique_name
 from precompute.store.errors import ConfigError, SourceError
 from precompute.store.feature_view import FeatureView, ModelUse
 from precompute.store.offline.layers import Layers
 from precompute.store.offline.view_store import OfflineStore, ViewStore
 from precompute.store.partition import Partition
+from precompute.techniques.table import REFERENCE, technique_name
 
 EXAMPLE_ROWS = 256
 """Of the source, that a conversion is shown: shapes to expect, and the scales of a static int8."""

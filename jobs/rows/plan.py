@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from precompute.diff import Diff, compare
 from precompute.jobs.process.job import Job
 from precompute.jobs.rows.open_view import OpenView, files_of, variant_name
-from precompute.diff import Diff, compare
 from precompute.model import digest
 from precompute.source import Files
 from precompute.sources.input_hash import MD5

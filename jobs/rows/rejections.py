@@ -6,11 +6,11 @@ from collections import Counter
 
 import pyarrow as pa
 
+from precompute.diff import refused_rows
+from precompute.engine.window import MISFIT
 from precompute.jobs.process.job import Job
 from precompute.jobs.rows.open_view import OpenView
 from precompute.jobs.rows.plan import Plan
-from precompute.diff import refused_rows
-from precompute.engine.window import MISFIT
 from precompute.store.errors import RejectedError
 from precompute.store.offline.snapshot import Part
 

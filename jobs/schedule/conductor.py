@@ -20,13 +20,13 @@ from precompute.jobs.process.job import RunOptions
 from precompute.jobs.process.progress import Silent
 from precompute.jobs.schedule.backfill_plan import REPORTS
 from precompute.jobs.schedule.backfill_state import Backfill, Item, in_words, note_done, save_backfill
-from precompute.workers.process import ChildProcess, end_all, installed_module
 from precompute.store.clock import utc_now
 from precompute.store.disk.lease import Lease
 from precompute.store.errors import ConflictError, GateError, PrecomputeError, SnapshotError
 from precompute.store.offline.runs import Report
 from precompute.store.offline.standing import Standing
 from precompute.store.offline.view_store import ViewStore
+from precompute.workers.process import ChildProcess, end_all, installed_module
 
 STOP_GRACE_S = 4.5
 """How long a run may take to end after SIGTERM before it is killed. Killing is safe: nothing is visible before its manifest."""
@@ -155,7 +155,14 @@ class Conductor:
                 group.append(item)
         if not group:
             return
-        command = [*installed_module("precompute.jobs.cli"), "-c", str(self.project.folder), "materialize", self.state.view, "--json"]
+        command = [
+            *installed_module("precompute.jobs.cli"),
+            "-c",
+            str(self.project.folder),
+            "materialize",
+            self.state.view,
+            "--json",
+        ]
         command += ["--partitions", ",".join(item.label for item in group), "--backfill", self.state.id]
         try:
             process = ChildProcess([*command, *(["--full"] if self.state.options.full else [])], output="kept")

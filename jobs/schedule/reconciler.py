@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from precompute.jobs.config.project import Project
-from precompute.workers.process import ChildProcess, end_all, installed_module
 from precompute.store.account.account import HEALING, Account, Act
 from precompute.store.account.checker import LOOK_S, look, share_of
 from precompute.store.account.rounds import is_due
@@ -16,6 +15,7 @@ from precompute.store.account.sightings import are_there
 from precompute.store.clock import doubled_s, duration
 from precompute.store.errors import PrecomputeError
 from precompute.store.online_url import open_online_store
+from precompute.workers.process import ChildProcess, end_all, installed_module
 
 POLL_S = 0.05
 STOP_GRACE_S = 10.0

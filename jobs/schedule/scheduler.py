@@ -24,7 +24,6 @@ from precompute.jobs.config.project import Project
 from precompute.jobs.process.report import close_dead
 from precompute.jobs.schedule.due import LEADER, RETRIED, Decision, Ledger
 from precompute.jobs.schedule.reconciler import Reconciler
-from precompute.workers.process import AdoptedProcess, ChildProcess, ProcessGroup, end_all, installed_module
 from precompute.store.clock import duration, parsed_time, utc_now
 from precompute.store.disk.lease import Lease, holder, take
 from precompute.store.errors import ConflictError, FencedError, PrecomputeError
@@ -33,6 +32,7 @@ from precompute.store.offline.refs import run_lease
 from precompute.store.offline.runs import Report
 from precompute.store.offline.view_store import OfflineStore
 from precompute.store.record import replace
+from precompute.workers.process import AdoptedProcess, ChildProcess, ProcessGroup, end_all, installed_module
 
 log = logging.getLogger(__name__)
 

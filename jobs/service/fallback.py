@@ -22,18 +22,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from precompute.jobs.process.suspects import row_hash
-from precompute.jobs.rows.open_view import OpenView, open_view
-from precompute.jobs.rows.own_definition import check_own
 from precompute.engine.features import with_null_rows
 from precompute.engine.memory import is_device_lost
 from precompute.engine.microbatch import MicroBatcher, Refusal, Wanted, longest_s
 from precompute.engine.runner import Runner
+from precompute.jobs.process.suspects import row_hash
+from precompute.jobs.rows.open_view import OpenView, open_view
+from precompute.jobs.rows.own_definition import check_own
 from precompute.model import Model, QueryModel, ReadingModel
 from precompute.project_path import starting_from
 from precompute.registry import LoadedModel, load_with_fingerprint
 from precompute.sources.kept_input import KeptInput
-from precompute.techniques.table import REFERENCE
 from precompute.store.errors import PrecomputeError, SourceError
 from precompute.store.fallback import CLIENT, Computed, Fallback, Miss, unpacked_view
 from precompute.store.kept.kept_rows import KeptRows, input_names
@@ -49,6 +48,7 @@ from precompute.store.status import Reason
 from precompute.store.telemetry.batches import Batches, Tell
 from precompute.store.telemetry.instruments import Meter
 from precompute.store.telemetry.trace import Asked
+from precompute.techniques.table import REFERENCE
 
 log = logging.getLogger(__name__)
 

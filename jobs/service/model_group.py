@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from precompute.engine.memory import available_bytes
 from precompute.jobs.process.suspects import Suspects
 from precompute.jobs.service.child import started, tell
 from precompute.jobs.service.kept_process import AGAIN, STILL_S, KeptProcess, Watch, watch_file
-from precompute.engine.memory import available_bytes
-from precompute.workers.process import ChildProcess
 from precompute.store.disk.spill_folder import sweep
 from precompute.store.errors import ConfigError, PrecomputeError
 from precompute.store.record import digest_of
 from precompute.store.telemetry.instruments import Meter
+from precompute.workers.process import ChildProcess
 
 log = logging.getLogger(__name__)
 

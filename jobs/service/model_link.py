@@ -19,11 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from precompute.workers.frames import framed, read_message
 from precompute.store.fallback import CLIENT, Computed, Miss
 from precompute.store.online.online_store import Pointer
 from precompute.store.status import Reason
 from precompute.store.telemetry.trace import TRACE
+from precompute.workers.frames import framed, read_message
 
 log = logging.getLogger(__name__)
 

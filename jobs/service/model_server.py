@@ -21,12 +21,10 @@ from typing import Any
 
 import pyarrow as pa
 
+from precompute.engine.memory import keep_freed_memory
 from precompute.jobs.service.child import begin
 from precompute.jobs.service.fallback import LOAD_S, REFUSED_S, ViewFallback
 from precompute.jobs.service.kept_process import AGAIN, Watch
-from precompute.engine.memory import keep_freed_memory
-from precompute.workers.frames import framed, read_message
-from precompute.workers.process import be_nicer
 from precompute.store.errors import PrecomputeError
 from precompute.store.fallback import CLIENT, Computed, Miss
 from precompute.store.kept.kept_rows import KeptLimits
@@ -37,6 +35,8 @@ from precompute.store.status import Reason
 from precompute.store.telemetry.batches import Tell
 from precompute.store.telemetry.instruments import Meter
 from precompute.store.telemetry.trace import TRACE
+from precompute.workers.frames import framed, read_message
+from precompute.workers.process import be_nicer
 
 # from a worker:  {"pointer": n}                      body: the pointer that is called n from now on, on this connection
 #                 {"ask": i, "pointer": n, "keys": […], "inputs": {…}, "deadline": t, "query": …}       the keys are called i, i + 1, …

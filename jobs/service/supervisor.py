@@ -18,9 +18,9 @@ from precompute.jobs.service.child import DRAIN_S, started
 from precompute.jobs.service.kept_process import STILL_S, KeptProcess, Watch, watch_file
 from precompute.jobs.service.model_group import ModelGroup, ModelLimits
 from precompute.jobs.service.remote_fallback import CONTROL
-from precompute.workers.process import ChildProcess, end_all
 from precompute.store.errors import PrecomputeError
 from precompute.store.telemetry.instruments import MODEL_SPARES, RESTARTS, Meter
+from precompute.workers.process import ChildProcess, end_all
 
 log = logging.getLogger(__name__)
 

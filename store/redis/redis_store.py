@@ -27,7 +27,15 @@ from precompute.store.redis.key_list import KeyList, remove
 from precompute.store.redis.link import Budget, Command, Link
 from precompute.store.redis.meta import EVERYTHING, Loaded, Loading, Meta, Names, read_pointer, script
 from precompute.store.redis.options import RedisOptions
-from precompute.store.redis.preflight import ServerState, check_room, check_server, evicted_of, identity_of, key_cost_bytes, server_state
+from precompute.store.redis.preflight import (
+    ServerState,
+    check_room,
+    check_server,
+    evicted_of,
+    identity_of,
+    key_cost_bytes,
+    server_state,
+)
 from precompute.store.redis.replies import Full, Lost, Refused, no_answer
 from precompute.store.redis.resp import Layout
 from precompute.store.redis.servers import ADMIN_S, Servers, SingleServer, begun, handed_on, keep_small, replicated

@@ -20,7 +20,15 @@ from precompute.store.entity_key import key_column
 from precompute.store.errors import SnapshotError, VectorIndexError
 from precompute.store.feature_view import FeatureView
 from precompute.store.record import replace
-from precompute.store.vectors.faiss_index import FLOAT, LARGEST_FLOAT16, FlatFile, batches_of, mapped_vectors, open_flat, write_codes
+from precompute.store.vectors.faiss_index import (
+    FLOAT,
+    LARGEST_FLOAT16,
+    FlatFile,
+    batches_of,
+    mapped_vectors,
+    open_flat,
+    write_codes,
+)
 from precompute.store.vectors.index_choice import Choice, Chooser, Limits
 from precompute.store.vectors.index_record import (
     CODES,

@@ -254,8 +254,8 @@ def changed(
 @contextlib.contextmanager
 def small_chunks(window_rows: int = WINDOW_ROWS, part_bytes: int = 1, **plan: Any) -> Iterator[None]:
     """Make every window a chunk of its own; ``plan`` replaces constants of :mod:`precompute.jobs.rows.plan`."""
-    todo = [(jobs.rows.chunks, "WINDOW_ROWS", window_rows), (jobs.rows.chunks, "PART_BYTES", part_bytes)]
-    todo += [(jobs.rows.plan, name, value) for name, value in plan.items()]
+    todo = [(precompute.jobs.rows.chunks, "WINDOW_ROWS", window_rows), (precompute.jobs.rows.chunks, "PART_BYTES", part_bytes)]
+    todo += [(precompute.jobs.rows.plan, name, value) for name, value in plan.items()]
     before = [(module, name, getattr(module, name)) for module, name, _ in todo]
     for module, name, value in todo:
         assert hasattr(module, name)

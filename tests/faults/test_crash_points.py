@@ -336,15 +336,15 @@ def test_nothing_is_left_in_redis_by_a_load_that_was_killed(delta_to_come_redis:
 
 
 def kill_in_table_load() -> None:
-    store.online.table_writer.TableWriter.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment,return-value]
+    precompute.store.online.table_writer.TableWriter.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment,return-value]
 
 
 def kill_in_redis_load() -> None:
-    send = store.redis.bulk.Pipe.send
+    send = precompute.store.redis.bulk.Pipe.send
 
     def killed(self, block, number):  # type: ignore[no-untyped-def]
         send(self, block, number)
         self.settle()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    store.redis.bulk.Pipe.send = killed  # type: ignore[method-assign]
+    precompute.store.redis.bulk.Pipe.send = killed  # type: ignore[method-assign]

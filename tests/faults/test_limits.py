@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
+from precompute.engine.runner import AHEAD_WINDOWS
 from precompute.jobs.cli import main
 from precompute.jobs.pipeline.rollback import rollback
 from precompute.jobs.process.progress import Silent
-from precompute.engine.runner import AHEAD_WINDOWS
 from precompute.source import Source
 from precompute.store.disk import durable_file, reserve
 from precompute.store.errors import PrecomputeError

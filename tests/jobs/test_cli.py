@@ -51,7 +51,11 @@ class Scored(Doubler):
 def spawned(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith("PRECOMPUTE_")}
     return subprocess.run(
-        [sys.executable, "-m", "precompute.jobs.cli", *command], cwd=REPOSITORY, capture_output=True, text=True, env=clean | environment
+        [sys.executable, "-m", "precompute.jobs.cli", *command],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        env=clean | environment,
     )
 
 
@@ -435,7 +439,11 @@ def test_a_process_takes_its_project_from_the_environment_and_keeps_stdout_for_j
 
 def test_a_reader_that_goes_away_gets_no_traceback() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "precompute.jobs.cli", "schema"], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "precompute.jobs.cli", "schema"],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     process.stdout.close()

@@ -19,11 +19,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from precompute.engine.microbatch import GROW_BY, longest_s
 from precompute.jobs.ops.drop import drop
 from precompute.jobs.process.suspects import row_hash
 from precompute.jobs.service.fallback import ViewFallback
 from precompute.jobs.service.warmer import Warmer
-from precompute.engine.microbatch import GROW_BY, longest_s
 from precompute.model import digest
 from precompute.source import Source
 from precompute.store.answer import Answer

@@ -14,14 +14,14 @@ import pyarrow.parquet as pq
 import pytest
 from msgspec.structs import astuple
 
+from precompute.engine import runner
+from precompute.engine.runner import compute
 from precompute.jobs.config.view import GATES
 from precompute.jobs.pipeline import materialize
 from precompute.jobs.pipeline.gates import judge
 from precompute.jobs.pipeline.verdicts import STATISTICS, Verdicts
 from precompute.jobs.rows import chunks, replaced
 from precompute.jobs.rows.open_view import open_view
-from precompute.engine import runner
-from precompute.engine.runner import compute
 from precompute.store.errors import GateError
 from precompute.store.offline.part_file import rare_rows
 from precompute.store.offline.row_figures import count

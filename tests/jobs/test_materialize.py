@@ -15,13 +15,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from precompute.engine import runner
+from precompute.engine.batching import WINDOW_ROWS
+from precompute.engine.pace import LONG_S
 from precompute.jobs.pipeline.run import run_view
 from precompute.jobs.process.job import RunOptions
 from precompute.jobs.process.progress import Silent
 from precompute.jobs.rows import chunks
-from precompute.engine import runner
-from precompute.engine.batching import WINDOW_ROWS
-from precompute.engine.pace import LONG_S
 from precompute.source import Source
 from precompute.store.errors import ConfigError, ModelError, PrecomputeError, RejectedError, SnapshotError, SourceError
 from precompute.store.feature_view import FeatureView

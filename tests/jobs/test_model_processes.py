@@ -21,9 +21,9 @@ import pytest
 from precompute.jobs.service.kept_process import STILL_S, Watch
 from precompute.jobs.service.model_group import ModelLimits
 from precompute.jobs.service.supervisor import FUTILE, Supervisor, WorkerKeeper
-from precompute.workers.process import AdoptedProcess, ChildProcess
 from precompute.store.api import wire
 from precompute.store.errors import PrecomputeError
+from precompute.workers.process import AdoptedProcess, ChildProcess
 from tests.arithmetic import Doubler
 from tests.server import Server, View, eventually, make_folder, read_reply, write_numbers
 

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from precompute.diff import Diff
 from precompute.jobs.ops.status import project_status
 from precompute.jobs.rows import chunks, plan
 from precompute.jobs.rows.plan import Plan
-from precompute.diff import Diff
 from precompute.sources.input_hash import MD5
 from precompute.store.errors import PrecomputeError, RejectedError, SnapshotError
 from precompute.store.offline.view_store import ViewStore

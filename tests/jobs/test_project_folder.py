@@ -17,10 +17,10 @@ from precompute.jobs.schedule.reconciler import reconcile_command
 from precompute.jobs.schedule.scheduler import run_command
 from precompute.model import digest
 from precompute.source import Source
-from precompute.workers.process import ChildProcess
 from precompute.store.errors import ConfigError, SourceError
 from precompute.store.lookup_options import LookupOptions
 from precompute.store.offline.view_store import OfflineStore
+from precompute.workers.process import ChildProcess
 from tests.arithmetic import Doubler
 from tests.conftest import MakeProject
 from tests.scene import Scene

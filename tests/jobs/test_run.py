@@ -268,7 +268,11 @@ def test_a_signal_ends_whatever_it_hangs_in(
     """A query of minutes, a model that sleeps in C, one that takes every exception: long before they would end."""
     project = make_project(rows(), view=view)
     # one of those that do not end by themselves is given the time that they are in earnest
-    start = ["-c", WITHIN.format(0.3)] if view.get("model", {}).get("args", {}).get("how") == "in_c" else ["-m", "precompute.jobs.cli"]
+    start = (
+        ["-c", WITHIN.format(0.3)]
+        if view.get("model", {}).get("args", {}).get("how") == "in_c"
+        else ["-m", "precompute.jobs.cli"]
+    )
     process = subprocess.Popen(
         [sys.executable, *start, "-c", str(project.folder), command, "numbers"],
         cwd=REPOSITORY,

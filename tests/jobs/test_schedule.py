@@ -130,7 +130,7 @@ MakeRunning = Callable[..., Running]
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs.schedule.scheduler, "TICK_S", 0.1)
+    monkeypatch.setattr(precompute.jobs.schedule.scheduler, "TICK_S", 0.1)
 
 
 @pytest.fixture
@@ -367,7 +367,7 @@ DEAF = "trap '' TERM; report running; echo $$ >> $LOG; sleep 60 & echo $! >> $LO
 
 
 def test_what_does_not_heed_sigterm_is_killed_after_the_grace(running: MakeRunning, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs.schedule.scheduler, "STOP_GRACE_S", 0.3)
+    monkeypatch.setattr(precompute.jobs.schedule.scheduler, "STOP_GRACE_S", 0.3)
     schedule = running({"numbers": (RARELY, DEAF), "b": ("after numbers", NOTE)}, ["numbers"])
     eventually(lambda: len(schedule.ran()) == 2)
     pids = [int(word) for word in schedule.ran()]
@@ -379,7 +379,7 @@ def test_what_does_not_heed_sigterm_is_killed_after_the_grace(running: MakeRunni
 def test_a_run_past_its_deadline_is_ended_with_its_children_and_tried_again(
     running: MakeRunning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs.schedule.scheduler, "STOP_GRACE_S", 0.3)
+    monkeypatch.setattr(precompute.jobs.schedule.scheduler, "STOP_GRACE_S", 0.3)
     shell = f"if [ -e $ROOT/numbers/runs ]; then published; exit; fi; {DEAF}"
     schedule = running({"numbers": ({"at": RARELY, "deadline": "1s"}, shell)}, ["numbers"])
     eventually(lambda: len(schedule.ran()) == 2)
@@ -443,10 +443,12 @@ def test_a_clock_set_back_does_not_silence_the_ticks(running: MakeRunning, monke
 
 
 def test_a_clock_set_forward_is_one_tick_and_not_one_for_every_second() -> None:
-    trigger = jobs.schedule.scheduler._Ticks()
+    trigger = precompute.jobs.schedule.scheduler._Ticks()
     now = datetime(2026, 1, 1, tzinfo=UTC)
     assert trigger.get_next_fire_time(None, now) == now
-    assert trigger.get_next_fire_time(now - timedelta(days=365), now) == now + timedelta(seconds=jobs.schedule.scheduler.TICK_S)
+    assert trigger.get_next_fire_time(now - timedelta(days=365), now) == now + timedelta(
+        seconds=precompute.jobs.schedule.scheduler.TICK_S
+    )
 
 
 # ---- who acts

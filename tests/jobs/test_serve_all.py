@@ -193,7 +193,7 @@ def test_a_partition_that_is_computed_again_while_a_newer_one_goes_live(
     corpus.write(first, corpus.days.get(first, {}) | {5: 5.0})
     other = 2 - first
     corpus.write(other, corpus.days.get(other, {}) | {6: 6.0})
-    committed = jobs.pipeline.materialize.materialize
+    committed = precompute.jobs.pipeline.materialize.materialize
 
     def then_another(job: Any) -> Any:
         snapshot = committed(job)
@@ -201,7 +201,7 @@ def test_a_partition_that_is_computed_again_while_a_newer_one_goes_live(
         assert corpus.run(other).status == "published"
         return snapshot
 
-    monkeypatch.setattr(jobs.pipeline.run, "materialize", then_another)
+    monkeypatch.setattr(precompute.jobs.pipeline.run, "materialize", then_another)
     corpus.run(first)
     assert corpus.served() == {0: 1.0, 1: 2.0, 5: 5.0, 6: 6.0, 10: 1.0}
 

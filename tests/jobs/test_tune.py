@@ -20,6 +20,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from precompute.engine.runner import Runner
+from precompute.engine.window import Outcome
 from precompute.jobs.cli import main
 from precompute.jobs.commands.measure import describe_tuning
 from precompute.jobs.config.tuning_file import read_tuning, tuning_path, write_tuning
@@ -35,19 +37,17 @@ from precompute.jobs.rows.chunks import Chunks
 from precompute.jobs.rows.comparison import limits_of
 from precompute.jobs.rows.open_view import EXAMPLE_ROWS, open_view
 from precompute.jobs.service.fallback import ViewFallback
-from precompute.engine.runner import Runner
-from precompute.engine.window import Outcome
 from precompute.models.packed_linear import PackedLinear
 from precompute.models.torch_model import TorchModel
 from precompute.precision.accuracy import compare
 from precompute.precision.reference import PROOF_ROWS
-from precompute.techniques import onednn
-from precompute.techniques.machine import has_bf16
-from precompute.techniques.technique import Technique, technique
 from precompute.store.errors import ConfigError, GateError, ModelError, RejectedError, SourceError
 from precompute.store.offline.snapshot import Verdict
 from precompute.store.offline.view_store import OfflineStore
 from precompute.store.partition import containing
+from precompute.techniques import onednn
+from precompute.techniques.machine import has_bf16
+from precompute.techniques.technique import Technique, technique
 from tests.conftest import MakeProject
 from tests.scene import Scene, values_of
 

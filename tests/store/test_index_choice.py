@@ -13,7 +13,16 @@ import pytest
 
 from precompute.store.feature_view import Feature
 from precompute.store.vectors import index_choice, nearest_rows
-from precompute.store.vectors.faiss_index import cores, nearest_of_some, on_gpu, scan_codes, search_flat, threads, trained_codes, widened
+from precompute.store.vectors.faiss_index import (
+    cores,
+    nearest_of_some,
+    on_gpu,
+    scan_codes,
+    search_flat,
+    threads,
+    trained_codes,
+    widened,
+)
 from precompute.store.vectors.index_build import build_index
 from precompute.store.vectors.index_choice import Limits, candidates
 from precompute.store.vectors.index_record import METRICS, Codes
