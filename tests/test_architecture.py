@@ -89,7 +89,7 @@ DEMO_DOORS = {
     "precompute.jobs.process.progress",
     "precompute.jobs.pipeline.run",
     "precompute.jobs.ops.tune",
-    "precompute.model",
+    "precompute",
     "precompute.models.text_encoder",
     "precompute.models.two_tower",
     "precompute.techniques.machine",
