@@ -11,7 +11,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 
 from precompute.jobs.commands import backfill, measure, retention, rollback, rows, run, schema, service, status, verify
 from precompute.jobs.commands.command import BAD_USAGE, FAILED, REJECTED, Commands
@@ -70,6 +69,8 @@ class _Version(argparse.Action):
     """As argparse's own, which would look the version up for every command."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib import metadata
+
         print(f"precompute {metadata.version('precompute-store')}")
         parser.exit()
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from precompute.jobs.commands.command import DONE, Commands, add_partition, partition_of, project_of
-from precompute.jobs.process.report import engine_line
 from precompute.store.errors import ConfigError
 
 PACE = {
@@ -151,6 +150,8 @@ def describe_profile(figures: dict[str, Any]) -> str:
                 lines.append(
                     f"    {part:<10}{spent:>9.2f}{spent / seconds:>13.0%}{'':>32}{spent / max(figures['rows'], 1) * 1e6:>9.1f}"
                 )
+    from precompute.jobs.process.report import engine_line
+
     engine = engine_line(figures)
     pace = max(figures["stages"], key=lambda name: figures["stages"][name]["busy_s"])
     what, remedy = PACE[pace]

@@ -10,17 +10,16 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from precompute.jobs.commands.command import DONE, FAILED, Commands, project_of
-from precompute.jobs.config.project import Project
 from precompute.store.clock import duration
 from precompute.store.errors import OnlineStoreError
-from precompute.store.freshness import iso
 from precompute.store.key_text import key_from_path
 from precompute.store.lookup_options import LookupOptions
-from precompute.store.online.online_store import OnlineStore, Pointer
 
 if TYPE_CHECKING:
+    from precompute.jobs.config.project import Project
     from precompute.store.history import Explanation, Version
     from precompute.store.lookup import Lookup
+    from precompute.store.online.online_store import OnlineStore, Pointer
 
 DEADLINE_MS = 60_000
 """Of the model, on the command line: it is loaded first."""
@@ -221,4 +220,6 @@ def _short(value: Any) -> str:
 
 def _plain_text(value: Any) -> str:
     """What JSON has no type for."""
+    from precompute.store.freshness import iso
+
     return iso(value) if isinstance(value, datetime) else str(value)

@@ -6,7 +6,6 @@ import argparse
 import json
 
 from precompute.jobs.commands.command import DONE, Commands
-from precompute.jobs.config.project import json_schemas
 
 
 def add(commands: Commands) -> None:
@@ -15,5 +14,7 @@ def add(commands: Commands) -> None:
 
 
 def _schema(arguments: argparse.Namespace) -> int:
+    from precompute.jobs.config.project import json_schemas
+
     print(json.dumps(json_schemas(), indent=None if arguments.json else 2))
     return DONE

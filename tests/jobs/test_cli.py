@@ -70,6 +70,13 @@ def report_of(capsys: Captured) -> Any:
 # ---- run, materialize, publish
 
 
+def test_help_loads_nothing_that_takes_long() -> None:
+    code = "import sys; from precompute.jobs.cli import _parser; _parser().format_help(); print(*sys.modules)"
+    told = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    loaded = {name.partition(".")[0] for name in told.split()}
+    assert loaded & {"duckdb", "faiss", "numpy", "pandas", "pyarrow", "pydantic", "rich", "torch", "yaml"} == set()
+
+
 def test_run_says_what_it_did_in_three_lines(make_project: MakeProject, capsys: Captured) -> None:
     assert make_project([*ROWS, (4, None)], view=INDEXED).cli("run", "numbers") == 0
     captured = capsys.readouterr()
